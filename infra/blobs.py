@@ -1,0 +1,45 @@
+"""Immutable objects named by their sha256. `infra.s3` is the real store, `infra.memory` the fake; one contract.
+
+BlobError
+├── BlobMissing       nothing under that hash (yet): retried, then the process ends uncommitted
+├── BlobCorrupt       the bytes do not hash to their name
+└── StoreUnavailable  transport, credentials, quota
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from turnlog.schemas.types import BlobRef
+
+
+class BlobError(Exception):
+    """Base of the tree above."""
+
+
+class BlobMissing(BlobError):
+    """The store holds no such object."""
+
+
+class BlobCorrupt(BlobError):
+    """Length or sha256 differ from the reference."""
+
+
+class StoreUnavailable(BlobError):
+    """The store did not answer, or refused us; names [store] settings to check."""
+
+
+class Blobs(Protocol):
+    """Put always writes (so that a re-used blob becomes young); get always verifies length and hash."""
+
+    async def put(self, content: bytes, *, media_type: str = "application/octet-stream") -> BlobRef:
+        """Store `content`; its key is derived from its sha256. Raises StoreUnavailable."""
+        ...
+
+    async def get(self, ref: BlobRef) -> bytes:
+        """The verified bytes. Raises BlobMissing, BlobCorrupt, StoreUnavailable."""
+        ...
+
+    async def close(self) -> None:
+        """Release connections."""
+        ...

@@ -1,0 +1,74 @@
+"""The log with events instead of bytes: catalogue, codec and registry in one place."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+
+from turnlog.infra.log import Appender, Headers, Log, Record
+from turnlog.infra.registry import Registry
+from turnlog.schemas.avsc import stored_schema
+from turnlog.schemas.codec import Codec
+from turnlog.schemas.errors import UndecodableRecord, UnknownSchemaId
+from turnlog.schemas.events import ALL, Event, TokenSnapshot
+from turnlog.schemas.topics import TOPIC_OF
+
+OUTPUT_TOKENS_HEADER = "output_tokens"
+"""On TokenSnapshot records, so that books count late tokens without decoding them."""
+RECORD_HEADER = "record"
+"""The record's name, so that readers may pass over what they do not need."""
+
+
+class EventLog:
+    """Appends and decodes events of the catalogue. `writer` names role and instance in a header."""
+
+    def __init__(self, log: Log, registry: Registry, codec: Codec, writer: str) -> None:
+        self.log = log
+        self.codec = codec
+        self._registry = registry
+        self._writer = writer.encode()
+        self._appender: Appender | None = None
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, log: Log, registry: Registry, *, writer: str) -> AsyncIterator[EventLog]:
+        """Register every schema of the catalogue, start one producer. Raises SchemaIncompatible, LogUnavailable."""
+        ids = {name: await registry.register(name, stored_schema(name)) for name in ALL}
+        events = cls(log, registry, Codec(ids), writer)
+        async with log.appender() as appender:
+            events._appender = appender
+            yield events
+
+    async def append(self, event: Event) -> tuple[int, int]:
+        """Append to the event's topic and wait for acks=all; (partition, offset)."""
+        return await (await self.submit(event))
+
+    async def submit(self, event: Event, *, output_tokens: int | None = None) -> Awaitable[tuple[int, int]]:
+        """Hand over (order is fixed here); await the result for the acknowledgement."""
+        assert self._appender is not None
+        topic = TOPIC_OF[type(event).__name__]
+        headers = self.headers(event, output_tokens=output_tokens)
+        return await self._appender.submit(topic.name, topic.key_of(event), self.codec.encode(event), headers=headers)
+
+    def headers(self, event: Event, *, output_tokens: int | None = None) -> Headers:
+        """Headers of an event's record: writer, record name, and a snapshot's output token count."""
+        headers = [("writer", self._writer), (RECORD_HEADER, type(event).__name__.encode())]
+        if isinstance(event, TokenSnapshot):
+            count = sum(span.length for span in event.version_spans) if output_tokens is None else output_tokens
+            headers.append((OUTPUT_TOKENS_HEADER, str(count).encode()))
+        return headers
+
+    async def decode(self, record: Record) -> Event:
+        """The event of a record. Raises UndecodableRecord (park it) or RegistryUnavailable (retry, then end)."""
+        try:
+            return self.codec.decode(record.value)
+        except UnknownSchemaId as unknown:
+            try:
+                schema = await self._registry.schema(unknown.schema_id)
+            except KeyError:
+                raise UndecodableRecord(
+                    f"{record.topic}[{record.partition}]@{record.offset}: the registry has no schema id "
+                    f"{unknown.schema_id}; was the record written with another registry?"
+                ) from None
+            self.codec.hold(unknown.schema_id, schema)
+            return self.codec.decode(record.value)

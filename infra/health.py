@@ -1,0 +1,87 @@
+"""/healthz, /readyz and Prometheus /metrics of a role, on TURNLOG_HEALTH_PORT (unset: not served)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+
+class Health:
+    """What a role says of itself. `ready` needs every named condition to hold."""
+
+    def __init__(self, role: str) -> None:
+        self.role = role
+        self._waiting: dict[str, str] = {"start": "starting"}
+
+    def waits(self, condition: str, why: str) -> None:
+        """Not ready because of `condition`; for a stopped unit `why` names topic, partition, offset."""
+        self._waiting[condition] = why
+
+    def holds(self, condition: str) -> None:
+        """`condition` no longer stands in the way."""
+        self._waiting.pop(condition, None)
+
+    def started(self) -> None:
+        """The role does its work."""
+        self.holds("start")
+
+    @property
+    def waiting(self) -> dict[str, str]:
+        """Conditions that are not met, with their reasons."""
+        return dict(self._waiting)
+
+
+def application(health: Health) -> Starlette:
+    """The three endpoints as an ASGI application."""
+
+    async def healthz(_: Request) -> Response:
+        return JSONResponse({"role": health.role, "pid": os.getpid()})
+
+    async def readyz(_: Request) -> Response:
+        waiting = health.waiting
+        return JSONResponse({"ready": not waiting, "waiting": waiting}, status_code=503 if waiting else 200)
+
+    async def metrics(_: Request) -> Response:
+        return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
+
+    return Starlette(routes=[Route("/healthz", healthz), Route("/readyz", readyz), Route("/metrics", metrics)])
+
+
+class QuietServer(uvicorn.Server):
+    """A uvicorn server that leaves signals to its process."""
+
+    def install_signal_handlers(self) -> None:
+        """Signals belong to the role."""
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Serve in the background until the block ends."""
+        task = asyncio.create_task(self._serve())
+        while not self.started and not task.done():
+            await asyncio.sleep(0.01)
+        try:
+            yield
+        finally:
+            self.should_exit = True
+            await task
+
+
+@asynccontextmanager
+async def serve_health(health: Health, *, instance: str) -> AsyncIterator[None]:
+    """Serve while the block runs."""
+    port = int(os.environ.get("TURNLOG_HEALTH_PORT", "0"))
+    if not port:
+        yield
+        return
+    config = uvicorn.Config(application(health), host="127.0.0.1", port=port, log_level="warning", lifespan="off")
+    async with QuietServer(config).running():
+        yield

@@ -1,0 +1,203 @@
+"""The log, as the rooms see it. `infra.kafka` is Apache Kafka, `infra.memory` the fake; both pass one contract.
+
+LogError
+├── LogUnavailable      transport: retried by the caller, or the process ends uncommitted
+├── Fenced              another owner started with the same transactional id: this process must end
+├── TopicMissing        name it and say `turnlog topics apply`
+├── OffsetOutOfRange    the log no longer holds what was asked for
+└── TransactionFailed   never repaired in place: close the transactor, end the process
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+Headers = Sequence[tuple[str, bytes]]
+
+
+class LogError(Exception):
+    """Base of the tree above."""
+
+
+class LogUnavailable(LogError):
+    """The broker did not answer in time."""
+
+
+class Fenced(LogError):
+    """A newer owner of the transactional id exists."""
+
+
+class TopicMissing(LogError):
+    """The topic does not exist. Remedy: `turnlog topics apply`."""
+
+
+class OffsetOutOfRange(LogError):
+    """The asked offset lies outside the log."""
+
+
+class TransactionFailed(LogError):
+    """The transaction did not commit; nothing of it is visible."""
+
+
+class Partition(NamedTuple):
+    """One partition of a topic."""
+
+    topic: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A record where it stands."""
+
+    topic: str
+    partition: int
+    offset: int
+    key: bytes
+    value: bytes
+    headers: tuple[tuple[str, bytes], ...]
+    timestamp_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A group's committed offset in one partition, with its metadata string (at most 4,096 bytes)."""
+
+    offset: int
+    metadata: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TopicSpec:
+    """What a topic should be or is."""
+
+    name: str
+    partitions: int
+    replication: int
+    config: Mapping[str, str]
+
+
+class Appender(Protocol):
+    """A plain idempotent producer, acks=all. Keys are placed by murmur2, as Kafka's own clients do."""
+
+    async def append(
+        self, topic: str, key: bytes, value: bytes, *, headers: Headers = (), partition: int | None = None
+    ) -> tuple[int, int]:
+        """Append and wait for the acknowledgement; (partition, offset). Many may wait at once; order per partition
+        is the order of the calls. Raises LogUnavailable, TopicMissing."""
+        ...
+
+    async def submit(
+        self, topic: str, key: bytes, value: bytes, *, headers: Headers = (), partition: int | None = None
+    ) -> Awaitable[tuple[int, int]]:
+        """Hand over for sending (fixes the order), return what to await for the acknowledgement."""
+        ...
+
+
+class Transactor(Protocol):
+    """A transactional producer. Entering it fences the last owner of the id and aborts what that one left open."""
+
+    async def begin(self) -> None:
+        """Raises Fenced, TransactionFailed."""
+        ...
+
+    async def send(
+        self, topic: str, partition: int, key: bytes, value: bytes, *, headers: Headers = ()
+    ) -> Awaitable[tuple[int, int]]:
+        """Hand over for sending; the awaitable gives (partition, offset)."""
+        ...
+
+    async def offsets(self, group: str, commits: Mapping[Partition, Commit]) -> None:
+        """Commit input offsets with the transaction."""
+        ...
+
+    async def commit(self) -> None:
+        """Everything or nothing becomes visible. Raises Fenced, TransactionFailed."""
+        ...
+
+    async def abort(self) -> None:
+        """Drop the open transaction."""
+        ...
+
+
+class Reader(Protocol):
+    """Reads assigned partitions in offset order, read_committed."""
+
+    def assign(self, starts: Mapping[Partition, int]) -> None:
+        """Read exactly these partitions from these offsets."""
+        ...
+
+    def seek(self, partition: Partition, offset: int) -> None:
+        """Continue there."""
+        ...
+
+    def position(self, partition: Partition) -> int:
+        """Next offset to deliver. Advances past transaction markers and aborted records as they are passed over."""
+        ...
+
+    async def poll(self, *, max_records: int = 500, timeout_s: float = 0.1) -> list[Record]:
+        """What is there, grouped by partition and in offset order; empty after `timeout_s`. Raises OffsetOutOfRange."""
+        ...
+
+
+Assigned = Callable[[frozenset[int]], Awaitable[None]]
+
+
+class GroupReader(Reader, Protocol):
+    """A member of a consumer group. Range assignment over identical partition counts: whole units (partition p of
+    every topic) move together; anything else ends the process. Offsets come from `Log.commits`, never from the group
+    protocol: after an assignment nothing is delivered until `seek` was called for each assigned partition."""
+
+    async def commit(self, commits: Mapping[Partition, Commit]) -> None:
+        """Plain commit with metadata, for roles without transactions."""
+        ...
+
+
+class Log(Protocol):
+    """A connection to the log."""
+
+    async def close(self) -> None:
+        """Release every client made from here."""
+        ...
+
+    async def topics(self) -> dict[str, TopicSpec]:
+        """Topics that exist."""
+        ...
+
+    async def create_topics(self, specs: Sequence[TopicSpec]) -> None:
+        """Create and wait until each is usable."""
+        ...
+
+    def appender(self) -> AbstractAsyncContextManager[Appender]:
+        """A plain producer."""
+        ...
+
+    def transactor(self, transactional_id: str) -> AbstractAsyncContextManager[Transactor]:
+        """Entering fences. Leaving aborts an open transaction."""
+        ...
+
+    def reader(self) -> AbstractAsyncContextManager[Reader]:
+        """A reader without a group."""
+        ...
+
+    def group_reader(
+        self, group: str, topics: Sequence[str], *, assigned: Assigned, revoked: Assigned, instance: str | None = None
+    ) -> AbstractAsyncContextManager[GroupReader]:
+        """A member of `group`. The callbacks get the unit numbers that come or go and are awaited before delivery
+        goes on; what a callback raises comes out of the next poll(). `instance` makes the membership static."""
+        ...
+
+    async def start_offsets(self, partitions: Sequence[Partition]) -> dict[Partition, int]:
+        """First offset still held."""
+        ...
+
+    async def end_offsets(self, partitions: Sequence[Partition], *, committed: bool = True) -> dict[Partition, int]:
+        """Next offset after the last record (committed: after the last stable one)."""
+        ...
+
+    async def commits(self, group: str, partitions: Sequence[Partition]) -> dict[Partition, Commit]:
+        """The group's commits; partitions without one are absent."""
+        ...

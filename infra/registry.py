@@ -1,0 +1,104 @@
+"""Client of a schema registry that speaks the Confluent REST API. Subject = record name (RecordNameStrategy).
+
+RegistryError
+├── RegistryUnavailable   transport or 5xx: retried, then the process ends
+└── SchemaIncompatible    409: the change breaks BACKWARD_TRANSITIVE; add a default or keep the field
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import httpx
+
+MEDIA_TYPE = "application/vnd.schemaregistry.v1+json"
+
+
+class RegistryError(Exception):
+    """Base of the tree above."""
+
+
+class RegistryUnavailable(RegistryError):
+    """The registry did not answer; check [registry] url."""
+
+
+class SchemaIncompatible(RegistryError):
+    """The registry refused the schema under the subject's compatibility rule."""
+
+
+class Registry(Protocol):
+    """Schemas by subject and by id; ids are global and never change."""
+
+    async def register(self, subject: str, schema: Mapping[str, Any]) -> int:
+        """The id of the schema under the subject, registering it if new."""
+        ...
+
+    async def schema(self, schema_id: int) -> Mapping[str, Any]:
+        """The schema of an id. Raises KeyError when there is none."""
+        ...
+
+    async def close(self) -> None:
+        """Release connections."""
+        ...
+
+
+class HttpRegistry:
+    """The real client."""
+
+    def __init__(self, url: str, *, timeout_s: float = 10.0) -> None:
+        self._url = url
+        self._http = httpx.AsyncClient(base_url=url, timeout=timeout_s, headers={"content-type": MEDIA_TYPE})
+
+    async def register(self, subject: str, schema: Mapping[str, Any]) -> int:
+        """See Registry."""
+        answer = await self._call("POST", f"/subjects/{subject}/versions", {"schema": json.dumps(schema)})
+        if answer.status_code == httpx.codes.CONFLICT:
+            raise SchemaIncompatible(f"{subject}: {answer.text}")
+        return int(self._body(answer)["id"])
+
+    async def schema(self, schema_id: int) -> Mapping[str, Any]:
+        """See Registry."""
+        answer = await self._call("GET", f"/schemas/ids/{schema_id}")
+        if answer.status_code == httpx.codes.NOT_FOUND:
+            raise KeyError(schema_id)
+        schema: Mapping[str, Any] = json.loads(self._body(answer)["schema"])
+        return schema
+
+    async def close(self) -> None:
+        """Release connections."""
+        await self._http.aclose()
+
+    async def _call(self, method: str, path: str, body: object = None) -> httpx.Response:
+        try:
+            return await self._http.request(method, path, json=body)
+        except httpx.TransportError as error:
+            raise RegistryUnavailable(f"{self._url}: {error or type(error).__name__}; check [registry] url") from error
+
+    def _body(self, answer: httpx.Response) -> Any:
+        if answer.status_code >= httpx.codes.BAD_REQUEST:
+            raise RegistryUnavailable(f"{self._url} answered {answer.status_code}: {answer.text[:200]}")
+        return answer.json()
+
+
+class MemoryRegistry:
+    """The fake: ids by order of registration, no compatibility rule."""
+
+    def __init__(self) -> None:
+        self._ids: dict[str, int] = {}
+        self._schemas: dict[int, Mapping[str, Any]] = {}
+
+    async def register(self, subject: str, schema: Mapping[str, Any]) -> int:
+        """See Registry."""
+        text = json.dumps(schema, sort_keys=True)
+        schema_id = self._ids.setdefault(text, len(self._ids) + 1)
+        self._schemas[schema_id] = schema
+        return schema_id
+
+    async def schema(self, schema_id: int) -> Mapping[str, Any]:
+        """See Registry."""
+        return self._schemas[schema_id]
+
+    async def close(self) -> None:
+        """Nothing to release."""

@@ -1,0 +1,76 @@
+"""A role is one process: clients opened, health served, SIGTERM drains, an error ends it with a typed line.
+
+`turnlog ROLE` calls `serve(role, main, settings)`; `main(role)` runs until `role.stopping` is set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+from turnlog.infra.blobs import Blobs
+from turnlog.infra.endpoints import resolved
+from turnlog.infra.event_log import EventLog
+from turnlog.infra.health import Health, serve_health
+from turnlog.infra.log import Log
+from turnlog.settings import Settings
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Role:
+    """What every role is given."""
+
+    name: str
+    instance: str
+    """Unique among live processes of the role; stable over restarts when the supervisor sets TURNLOG_INSTANCE."""
+    settings: Settings
+    log: Log
+    events: EventLog
+    blobs: Blobs
+    health: Health
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@asynccontextmanager
+async def opened(name: str, settings: Settings) -> AsyncIterator[Role]:
+    """A role with its clients on real servers, addresses resolved; also the way into the log for tools and tests."""
+    from turnlog.infra.kafka import KafkaLog  # clients of real machines are imported where they are opened
+    from turnlog.infra.s3 import S3Blobs
+
+    from turnlog.infra.registry import HttpRegistry
+
+    settings = resolved(settings)
+    instance = os.environ.get("TURNLOG_INSTANCE") or f"{name}-{socket.gethostname()}-{os.getpid()}"
+    async with AsyncExitStack() as stack:
+        kafka = KafkaLog(settings.kafka.bootstrap)
+        stack.push_async_callback(kafka.close)
+        registry = HttpRegistry(settings.registry.url)
+        stack.push_async_callback(registry.close)
+        blobs = S3Blobs(settings.store)
+        stack.push_async_callback(blobs.close)
+        events = await stack.enter_async_context(EventLog.open(kafka, registry, writer=instance))
+        yield Role(name, instance, settings, kafka, events, blobs, Health(name))
+
+
+def serve(name: str, main: Callable[[Role], Awaitable[None]], settings: Settings) -> int:
+    """Run a role until SIGTERM or SIGINT; 0 after a clean drain. An error comes out: the supervisor restarts."""
+
+    async def run() -> None:
+        async with opened(name, settings) as role, serve_health(role.health, instance=role.instance):
+            loop = asyncio.get_running_loop()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, role.stopping.set)
+            log.info("%s started", role.instance)
+            await main(role)
+            log.info("%s stopped", role.instance)
+
+    asyncio.run(run())
+    return 0

@@ -1,0 +1,4 @@
+"""Edge to log: task feeder, gateway, agent runners, rewards."""
+
+if __name__ == "producers":
+    raise ImportError("import turnlog.producers, not producers: a twin import copies every class")

@@ -1,0 +1,162 @@
+"""Event <-> bytes in the Confluent wire format: byte 0, 4-byte big-endian schema id, Avro body.
+
+fastavro on the hot path; avro-python3 is the reference that the conformance tests read with (docs/decisions/0005).
+Source of the framing: Confluent Schema Registry, "Wire format".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import struct
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+import fastavro
+
+from turnlog.schemas.avsc import avro_schema, field_types, stored_schema
+from turnlog.schemas.errors import UndecodableRecord, UnknownRecord, UnknownSchemaId
+from turnlog.schemas.events import ALL, Event
+
+MAGIC = 0
+HEADER = struct.Struct(">bI")
+Convert = Callable[[Any], Any]
+
+
+class Codec:
+    """Encodes with the ids that the registry gave; decodes every id it holds. Not thread-safe."""
+
+    def __init__(self, ids: Mapping[str, int]) -> None:
+        """`ids`: record name -> schema id of its present schema."""
+        self._ids = dict(ids)
+        self._present = {name: fastavro.parse_schema(stored_schema(name)) for name in ALL}
+        self._written = {schema_id: (name, self._present[name]) for name, schema_id in ids.items()}
+
+    def hold(self, schema_id: int, schema: Mapping[str, Any]) -> None:
+        """Hold one more writer's schema. Raises UndecodableRecord when it is not of a record of the catalogue."""
+        name = str(schema.get("name", "")).rpartition(".")[2]
+        if name not in ALL:
+            raise UndecodableRecord(f"schema id {schema_id} is of {name!r}, which is no record of turnlog")
+        self._written[schema_id] = (name, fastavro.parse_schema(dict(schema)))
+
+    def encode(self, event: Event) -> bytes:
+        """Raises UnknownRecord for a class outside the catalogue, ValueError for a field that does not fit."""
+        name = type(event).__name__
+        if name not in self._ids:
+            raise UnknownRecord(f"{name} is not a record of the catalogue")
+        out = io.BytesIO()
+        out.write(HEADER.pack(MAGIC, self._ids[name]))
+        fastavro.schemaless_writer(out, self._present[name], _to_avro(type(event))(event), strict=True)
+        return out.getvalue()
+
+    def decode(self, data: bytes) -> Event:
+        """Raises UnknownSchemaId (ask the registry, `hold`, try again) or UndecodableRecord (park it)."""
+        name, body = self.frame(data)
+        written = self._written[HEADER.unpack_from(data)[1]][1]
+        stream = io.BytesIO(body)
+        try:
+            datum = fastavro.schemaless_reader(stream, written, self._present[name])
+            event = _from_avro(ALL[name])(datum)
+        except (EOFError, ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError) as error:
+            raise UndecodableRecord(f"{name}: the Avro body is broken ({type(error).__name__}: {error})") from error
+        if stream.read(1):
+            raise UndecodableRecord(f"{name}: bytes follow the Avro body")
+        return event
+
+    def frame(self, data: bytes) -> tuple[str, bytes]:
+        """(record name, Avro body) of framed bytes, without decoding the body."""
+        if len(data) < HEADER.size or data[0] != MAGIC:
+            raise UndecodableRecord(f"no Confluent frame: starts with {data[:5].hex() or 'nothing'}")
+        schema_id = HEADER.unpack_from(data)[1]
+        if schema_id not in self._written:
+            raise UnknownSchemaId(schema_id)
+        return self._written[schema_id][0], data[HEADER.size :]
+
+
+def plain(event: Event) -> Any:
+    """The event as the dict that Avro writers take (enums as symbols, nested records as dicts)."""
+    return _to_avro(type(event))(event)
+
+
+_TO: dict[type, Convert] = {}
+_FROM: dict[type, Convert] = {}
+
+
+def _to_avro(record: type) -> Convert:
+    if record not in _TO:
+        fields = [(name, _writes(kind)) for name, kind in field_types(record).items()]
+        direct = tuple(name for name, convert in fields if convert is None)
+        others = tuple((name, convert) for name, convert in fields if convert is not None)
+
+        def to_dict(event: Any) -> dict[str, Any]:
+            datum = {name: getattr(event, name) for name in direct}
+            for name, convert in others:
+                datum[name] = convert(getattr(event, name))
+            return datum
+
+        _TO[record] = to_dict
+    return _TO[record]
+
+
+def _from_avro(record: type) -> Convert:
+    if record not in _FROM:
+        others = tuple((name, convert) for name, kind in field_types(record).items() if (convert := _reads(kind)))
+
+        def from_dict(datum: dict[str, Any]) -> Any:
+            for name, convert in others:
+                datum[name] = convert(datum[name])
+            return record(**datum)
+
+        _FROM[record] = from_dict
+    return _FROM[record]
+
+
+def _writes(kind: Any) -> Convert | None:
+    """How a value of this annotation becomes an Avro datum; None when it is one already."""
+    match _shape(kind):
+        case ("record", record):
+            return lambda value: _to_avro(record)(value)
+        case ("optional", record):
+            return lambda value: _to_avro(record)(value) if dataclasses.is_dataclass(value) else value
+        case ("array", item):
+            convert = _writes(item)
+            return list if convert is None else lambda values: [convert(value) for value in values]
+        case _:
+            return None
+
+
+def _reads(kind: Any) -> Convert | None:
+    """The inverse of `_writes`."""
+    match _shape(kind):
+        case ("record", record):
+            return lambda datum: _from_avro(record)(datum)
+        case ("optional", record):
+            return lambda datum: _from_avro(record)(datum) if isinstance(datum, dict) else datum
+        case ("array", item):
+            convert = _reads(item)
+            return tuple if convert is None else lambda data: tuple([convert(datum) for datum in data])
+        case ("enum", enum):
+            return lambda symbol: enum(symbol)
+        case _:
+            return None
+
+
+def _shape(kind: Any) -> tuple[str, Any]:
+    origin = get_origin(kind)
+    if origin is Annotated:
+        return "plain", None
+    if origin in (Union, UnionType):
+        records = [arm for arm in get_args(kind) if arm is not NoneType and dataclasses.is_dataclass(arm)]
+        return ("optional", records[0]) if records else ("plain", None)
+    if origin is tuple:
+        return "array", get_args(kind)[0]
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        return "enum", kind
+    if dataclasses.is_dataclass(kind):
+        return "record", kind
+    return "plain", None
+
+
+__all__ = ["HEADER", "Codec", "avro_schema", "plain"]

@@ -1,0 +1,157 @@
+"""Every fact that may be written to the log: one frozen dataclass per record, one .avsc beside it.
+
+`ALL` maps a record's name to its class; `Event` is their union by structure (every record has `event_id` and `run_id`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from turnlog.schemas.events.batches import (
+    BatchSample,
+    BatchSkipped,
+    DroppedSample,
+    SampleBatchFormed,
+    SourcePosition,
+    StepCompleted,
+    Weighting,
+)
+from turnlog.schemas.events.engines import (
+    EngineDraining,
+    EngineGone,
+    EngineRegistered,
+    EngineWeightsLoaded,
+    EngineWeightsRefused,
+)
+from turnlog.schemas.events.runs import DeadLetter, RunConfigured
+from turnlog.schemas.events.samples import (
+    ExpertRows,
+    GroupScored,
+    GroupStatus,
+    MaskReason,
+    RolloutScore,
+    SampleScored,
+    SampleSpan,
+    SegmentSample,
+    TreeBooks,
+    TreeLineage,
+    TreeNode,
+    TreeSegment,
+    TurnTreeAssembled,
+)
+from turnlog.schemas.events.sessions import (
+    Agent,
+    Environment,
+    Expects,
+    GroupClosed,
+    Outcome,
+    RewardAssigned,
+    RewardFailed,
+    SessionAdopted,
+    SessionFinished,
+    SessionStarted,
+    SkipRequested,
+    StepRewardAssigned,
+    Verifier,
+)
+from turnlog.schemas.events.tasks import Limits, Purpose, RolloutRequested, Sampling
+from turnlog.schemas.events.tools import (
+    SandboxLimits,
+    SandboxSpec,
+    ToolCallCancelled,
+    ToolCallCompleted,
+    ToolCallRequested,
+    ToolCallStarted,
+    ToolStatus,
+)
+from turnlog.schemas.events.turns import (
+    Boundary,
+    FinishReason,
+    ImageRef,
+    TokenSnapshot,
+    TurnCompleted,
+    VersionSpan,
+)
+from turnlog.schemas.events.weights import WeightFile, WeightVersionPublished
+
+Event = Any
+"""One of the records of `ALL`. The fold and the codec narrow it by class."""
+
+ALL: dict[str, type] = {
+    cls.__name__: cls
+    for cls in (
+        RunConfigured, RolloutRequested,
+        SessionStarted, SessionAdopted, RewardAssigned, RewardFailed, StepRewardAssigned, SessionFinished,
+        GroupClosed, SkipRequested,
+        TurnCompleted, TokenSnapshot,
+        ToolCallRequested, ToolCallCancelled, ToolCallStarted, ToolCallCompleted,
+        TurnTreeAssembled, SegmentSample, GroupScored, SampleScored,
+        SampleBatchFormed, BatchSkipped, StepCompleted, WeightVersionPublished,
+        EngineRegistered, EngineWeightsLoaded, EngineWeightsRefused, EngineDraining, EngineGone,
+        DeadLetter,
+    )
+}  # fmt: skip
+
+__all__ = [
+    "ALL",
+    "Agent",
+    "BatchSample",
+    "BatchSkipped",
+    "Boundary",
+    "DeadLetter",
+    "DroppedSample",
+    "EngineDraining",
+    "EngineGone",
+    "EngineRegistered",
+    "EngineWeightsLoaded",
+    "EngineWeightsRefused",
+    "Environment",
+    "Event",
+    "Expects",
+    "ExpertRows",
+    "FinishReason",
+    "GroupClosed",
+    "GroupScored",
+    "GroupStatus",
+    "ImageRef",
+    "Limits",
+    "MaskReason",
+    "Outcome",
+    "Purpose",
+    "RewardAssigned",
+    "RewardFailed",
+    "RolloutRequested",
+    "RolloutScore",
+    "RunConfigured",
+    "SampleBatchFormed",
+    "SampleScored",
+    "SampleSpan",
+    "Sampling",
+    "SandboxLimits",
+    "SandboxSpec",
+    "SegmentSample",
+    "SessionAdopted",
+    "SessionFinished",
+    "SessionStarted",
+    "SkipRequested",
+    "SourcePosition",
+    "StepCompleted",
+    "StepRewardAssigned",
+    "TokenSnapshot",
+    "ToolCallCancelled",
+    "ToolCallCompleted",
+    "ToolCallRequested",
+    "ToolCallStarted",
+    "ToolStatus",
+    "TreeBooks",
+    "TreeLineage",
+    "TreeNode",
+    "TreeSegment",
+    "TurnCompleted",
+    "TurnTreeAssembled",
+    "Verifier",
+    "VersionSpan",
+    "WeightFile",
+    "WeightVersionPublished",
+    "Weighting",
+]  # fmt: skip

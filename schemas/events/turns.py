@@ -1,0 +1,112 @@
+"""One generation by the policy: what people read (TurnCompleted) and what training reads (TokenSnapshot)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from turnlog.schemas.types import BlobRef, Float32Payload, Int32Payload, JsonPayload, TurnId
+
+
+class FinishReason(StrEnum):
+    """Why the engine stopped."""
+
+    error = "error"
+    stop = "stop"
+    tool_calls = "tool_calls"
+    length = "length"
+    abort = "abort"
+
+
+class Boundary(StrEnum):
+    """Kinship of a turn's prompt to its base: extends it exactly, diverges from it, or has none."""
+
+    root = "root"
+    append = "append"
+    branch = "branch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnCompleted:
+    """Messages, usage and timing of one turn."""
+
+    event_id: str
+    run_id: str
+    group_id: str
+    session_id: str
+    floor: int
+    turn: TurnId
+    request_sha256: str
+    api: str
+    """chat | responses | messages"""
+    agent_path: str | None = None
+    base_turn: TurnId | None = None
+    system_sha256: str
+    tools_sha256: str
+    new_messages: JsonPayload
+    """The request's messages beyond those of the base."""
+    tools: JsonPayload | None = None
+    """The tool schemas, when they differ from the base's."""
+    response: JsonPayload
+    """The assistant message as sent."""
+    finish_reason: FinishReason
+    aborted: bool
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    weight_version_first: int
+    weight_version_last: int
+    queue_s: float
+    first_token_s: float
+    total_s: float
+    engine_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """`length` consecutive output tokens sampled by weight version `version`."""
+
+    version: int
+    length: int
+    kv_version: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRef:
+    """An image in the prompt and the token positions that it takes."""
+
+    image: BlobRef
+    position: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSnapshot:
+    """The tokens of one turn: a delta to `parent_turn`, the output ids, their log-probs and weight versions."""
+
+    event_id: str
+    run_id: str
+    group_id: str
+    session_id: str
+    floor: int
+    turn: TurnId
+    parent_turn: TurnId | None
+    """Storage parent: the turn with the longest common token prefix."""
+    base_len: int
+    """Tokens taken from parent_turn's prompt + output."""
+    delta_ids: Int32Payload
+    """Prompt ids after base_len. prompt = (parent prompt + output)[:base_len] + delta."""
+    output_ids: Int32Payload
+    output_logprobs: Float32Payload
+    version_spans: tuple[VersionSpan, ...]
+    """Cover output_ids exactly."""
+    boundary: Boundary
+    boundary_reason: str
+    """first | append | tools_changed | history_rewritten | template_not_incremental | new_conversation"""
+    prompt_sha256: str
+    """Hex sha256 of the whole prompt as little-endian int32 ids."""
+    temperature: float
+    logprob_kind: str
+    """at_temperature | raw"""
+    experts: BlobRef | None = None
+    images: tuple[ImageRef, ...] = ()
