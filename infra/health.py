@@ -66,7 +66,7 @@ class QuietServer(uvicorn.Server):
     async def running(self) -> AsyncIterator[None]:
         """Serve in the background until the block ends."""
         task = asyncio.create_task(self._serve())
-        while not self.started and not task.done():
+        while not self.started and not task.done():  # noqa: ASYNC110 - uvicorn offers a flag, no event
             await asyncio.sleep(0.01)
         try:
             yield

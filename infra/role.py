@@ -50,7 +50,7 @@ async def opened(name: str, settings: Settings) -> AsyncIterator[Role]:
     settings = resolved(settings)
     instance = os.environ.get("TURNLOG_INSTANCE") or f"{name}-{socket.gethostname()}-{os.getpid()}"
     async with AsyncExitStack() as stack:
-        kafka = KafkaLog(settings.kafka.bootstrap)
+        kafka = KafkaLog(settings.kafka.bootstrap, prefix=settings.kafka.prefix)
         stack.push_async_callback(kafka.close)
         registry = HttpRegistry(settings.registry.url)
         stack.push_async_callback(registry.close)

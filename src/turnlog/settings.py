@@ -36,6 +36,8 @@ class KafkaSettings:
 
     bootstrap: str = ""
     """host:port[,host:port]; empty starts the embedded broker."""
+    prefix: str = ""
+    """Prepended to every topic, group and transactional id, so that several runs share one cluster."""
     groups: int = 4
     """Partitions of every topic keyed by group_id; never changes."""
     rollouts: int = 4
