@@ -1,0 +1,70 @@
+"""Batch files: Arrow IPC, one row per sample, memory-mappable by pyarrow, DuckDB and Hugging Face datasets."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+
+from turnlog.processors.core.rows import COLUMNS, TEXT, TOKEN, BatchRows
+
+MEDIA_TYPE = "application/vnd.apache.arrow.file"
+ARROW = {"<i4": pa.int32(), "<i8": pa.int64(), "|u1": pa.uint8(), "<f4": pa.float32()}
+
+
+class CorruptBatch(Exception):
+    """The bytes are no batch file, or its columns are not those of this version. Remedy: form the batch again from
+    its manifest (`turnlog replay` recomputes it), or restore the object in the store."""
+
+
+def write_rows(rows: BatchRows) -> bytes:
+    """The Arrow IPC file of a batch."""
+    ends = np.cumsum(rows.lengths, dtype=np.int32)
+    offsets = pa.array(np.concatenate([[0], ends]).astype(np.int32))
+    columns: dict[str, pa.Array] = {}
+    for name, kind, dtype in COLUMNS:
+        column = getattr(rows, name)
+        if kind == TEXT:
+            columns[name] = pa.array(column, pa.string())
+        elif kind == TOKEN:
+            columns[name] = pa.ListArray.from_arrays(offsets, pa.array(column, ARROW[str(dtype)]))
+        elif name != "lengths":  # the list columns carry it
+            columns[name] = pa.array(column, ARROW[str(dtype)])
+    table = pa.table(columns)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    return bytes(sink.getvalue())
+
+
+def read_rows(content: bytes) -> BatchRows:
+    """The rows of an Arrow IPC file. Raises CorruptBatch."""
+    try:
+        table = pa.ipc.open_file(pa.BufferReader(content)).read_all()
+        return _rows(table)
+    except (pa.ArrowException, KeyError, ValueError, OSError) as error:
+        raise CorruptBatch(f"not a batch file ({len(content)} bytes): {error}") from error
+
+
+def _rows(table: pa.Table) -> BatchRows:
+    values: dict[str, object] = {}
+    for name, kind, dtype in COLUMNS:
+        if name == "lengths":
+            lists = table["token_ids"].combine_chunks()
+            values[name] = np.diff(_list_array(lists).offsets.to_numpy()).astype("<i4")
+            continue
+        column = table[name].combine_chunks()
+        if kind == TEXT:
+            values[name] = tuple(column.to_pylist())
+        else:
+            flat = _list_array(column).flatten() if kind == TOKEN else column
+            if isinstance(flat, pa.ChunkedArray):
+                flat = pa.concat_arrays(flat.chunks)
+            values[name] = np.ascontiguousarray(flat.to_numpy(zero_copy_only=False).astype(dtype))
+    return BatchRows(**values)  # type: ignore[arg-type]
+
+
+def _list_array(column: pa.Array | pa.ChunkedArray) -> pa.ListArray:
+    array = pa.concat_arrays(column.chunks) if isinstance(column, pa.ChunkedArray) else column
+    if not isinstance(array, pa.ListArray):
+        raise ValueError("a token column is not a list column")
+    return array

@@ -1,0 +1,106 @@
+"""A batch as columns: what the batcher writes, the trainer reads and replay recomputes, with its canonical hash."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+TEXT, ROW, TOKEN = "text", "row", "token"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BatchRows:
+    """n rows in canonical order (group, rollout_index, segment); T tokens in all rows together.
+
+    Token columns are aligned with `token_ids`: entry t is about token t, so a trainer that predicts token t from the
+    tokens before it shifts by one. The loss of a step is the sum over trained tokens of token loss / weight_divisor.
+    """
+
+    sample_ids: tuple[str, ...]
+    group_ids: tuple[str, ...]
+    session_ids: tuple[str, ...]
+    rollout_index: NDArray[np.int32]
+    segment_index: NDArray[np.int32]
+    lengths: NDArray[np.int32]
+    """[n] tokens per row; sums to T."""
+    token_ids: NDArray[np.int32]
+    """[T]"""
+    trained: NDArray[np.uint8]
+    """[T] 1 where the token carries loss."""
+    logprobs: NDArray[np.float32]
+    """[T] the engine's log-probs, 0 where the token was not sampled in this row."""
+    advantages: NDArray[np.float32]
+    """[T] 0 where not trained."""
+    weight_divisor: NDArray[np.int64]
+    """[n] each trained token of the row weighs 1 / weight_divisor."""
+    temperature: NDArray[np.float32]
+    rewards: NDArray[np.float32]
+    version_min: NDArray[np.int32]
+    """[n] oldest weight version among the row's trained tokens; -1 without one."""
+    version_max: NDArray[np.int32]
+
+    def __post_init__(self) -> None:
+        rows, tokens = len(self.sample_ids), int(self.lengths.sum())
+        for name, kind, dtype in COLUMNS:
+            column = getattr(self, name)
+            wanted = tokens if kind == TOKEN else rows
+            if len(column) != wanted:
+                raise ValueError(f"column {name} has {len(column)} entries, wanted {wanted}")
+            if dtype is not None and column.dtype != dtype:
+                raise ValueError(f"column {name} is {column.dtype}, wanted {dtype}")
+
+    def __len__(self) -> int:
+        return len(self.sample_ids)
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """[n] where each row's tokens start."""
+        return np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])[:-1]
+
+    def trained_per_row(self) -> NDArray[np.int64]:
+        """[n] trained tokens of each row."""
+        edges = np.concatenate([[0], np.cumsum(self.trained, dtype=np.int64)])
+        return edges[self.starts + self.lengths] - edges[self.starts]
+
+
+def _columns() -> tuple[tuple[str, str, str | None], ...]:
+    tokens = {"token_ids", "trained", "logprobs", "advantages"}
+    kinds = {"int32": "<i4", "int64": "<i8", "uint8": "|u1", "float32": "<f4"}
+    columns: list[tuple[str, str, str | None]] = []
+    for field in dataclasses.fields(BatchRows):
+        annotation = str(field.type)
+        if annotation.startswith("tuple"):
+            columns.append((field.name, TEXT, None))
+            continue
+        dtype = next(code for name, code in kinds.items() if f"np.{name}]" in annotation)
+        columns.append((field.name, TOKEN if field.name in tokens else ROW, dtype))
+    return tuple(columns)
+
+
+COLUMNS = _columns()
+"""(name, kind, little-endian dtype or None for text) in schema order: what the hash covers."""
+
+
+def rows_sha256(rows: BatchRows) -> str:
+    """Hex sha256 over the columns in schema order: name, count and bytes, each length-prefixed, little-endian.
+
+    Framing of the file (Arrow) is left out on purpose. Raises ValueError for NaN, which has many byte forms.
+    """
+    running = hashlib.sha256()
+    for name, kind, dtype in COLUMNS:
+        column = getattr(rows, name)
+        if kind == TEXT:
+            parts = [text.encode() for text in column]
+            content = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+        else:
+            if dtype == "<f4" and np.isnan(column).any():
+                raise ValueError(f"column {name} holds NaN")
+            content = np.ascontiguousarray(column, dtype=dtype).tobytes()
+        for part in (name.encode(), content):
+            running.update(len(part).to_bytes(8, "little"))
+            running.update(part)
+    return running.hexdigest()
