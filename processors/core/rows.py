@@ -64,7 +64,8 @@ class BatchRows:
     def trained_per_row(self) -> NDArray[np.int64]:
         """[n] trained tokens of each row."""
         edges = np.concatenate([[0], np.cumsum(self.trained, dtype=np.int64)])
-        return edges[self.starts + self.lengths] - edges[self.starts]
+        counts: NDArray[np.int64] = edges[self.starts + self.lengths] - edges[self.starts]
+        return counts
 
 
 def _columns() -> tuple[tuple[str, str, str | None], ...]:

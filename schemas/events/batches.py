@@ -71,7 +71,7 @@ class SampleBatchFormed:
     rows_sha256: str
     samples: tuple[BatchSample, ...]
     groups: tuple[str, ...]
-    """Group ids of the draw that are in this batch."""
+    """Group ids of the draw that are in this batch; part 0 names those that fell out whole, too."""
     weighting: Weighting
     prompts: int
     """P: groups with a trained token in this batch."""
@@ -103,6 +103,8 @@ class BatchSkipped:
     batch_index: int
     draw_index: int
     reason: str
+    groups: tuple[str, ...]
+    masked: dict[str, int]
     dropped: tuple[DroppedSample, ...]
     positions: tuple[SourcePosition, ...]
     settings_sha256: str

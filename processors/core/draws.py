@@ -1,0 +1,156 @@
+"""From scored groups to batches: length cut, version mask, lag, admission, whole-group drops, weights (folds.md 4).
+
+A draw is `prompts_per_draw` groups taken together. Its composition is a recorded decision; everything else here is a
+function of it, so replay recomputes rows, weights and hashes from the manifest alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from turnlog.processors.core.rows import BatchRows
+from turnlog.processors.core.trimmed import DrawRules, PlacedSample, TrimmedSample, trim
+from turnlog.processors.core.weighting import LiveRow, Weights, weigh
+from turnlog.schemas.events import BatchSample, DroppedSample, GroupScored, MaskReason
+
+
+@dataclass(frozen=True, slots=True)
+class ReadableGroup:
+    """A group whose GroupScored is on the log, with the samples before it."""
+
+    score: GroupScored
+    samples: tuple[PlacedSample, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FormedBatch:
+    """One optimizer step's rows and the facts of its manifest."""
+
+    rows: BatchRows
+    samples: tuple[BatchSample, ...]
+    groups: tuple[str, ...]
+    weights: Weights
+    masked: dict[str, int]
+    max_lag: int
+
+
+@dataclass(frozen=True, slots=True)
+class FormedDraw:
+    """The batches of a draw (none when nothing was left to train) and what fell out."""
+
+    batches: tuple[FormedBatch, ...]
+    dropped: tuple[DroppedSample, ...]
+    masked: dict[str, int]
+    """Tokens cut or masked in dropped samples."""
+
+
+def form_draw(groups: Sequence[ReadableGroup], trainer_version: int, rules: DrawRules) -> FormedDraw:
+    """Cut, mask, admit and weigh `groups` for a trainer that will hold `trainer_version`."""
+    live: list[list[TrimmedSample]] = []
+    dropped: list[DroppedSample] = []
+    masked: Counter[str] = Counter()
+    for group in groups:
+        kept, out = _admit([trim(placed, trainer_version, rules) for placed in group.samples], trainer_version, rules)
+        dropped += [_dropped(sample, reason) for sample, reason in out]
+        for sample, _ in out:
+            masked.update(sample.masked)
+        if kept:
+            live.append(kept)
+    parts = _parts(live, rules.updates_per_draw)
+    batches = tuple(form_batch([row for group in part for row in group], trainer_version, rules) for part in parts)
+    return FormedDraw(batches, tuple(dropped), dict(sorted(masked.items())))
+
+
+def form_batch(samples: Sequence[TrimmedSample], trainer_version: int, rules: DrawRules) -> FormedBatch:
+    """Rows in canonical order with their weights. Raises WeightsDoNotAddUp."""
+    ordered = sorted(samples, key=lambda row: (row.group_id, row.rollout_index, row.segment_index))
+    live = [LiveRow(row.group_id, row.session_id, row.trained_tokens) for row in ordered]
+    weights = weigh(live, rules.weighting, rules.constant_length)
+    masked: Counter[str] = Counter()
+    for row in ordered:
+        masked.update(row.masked)
+    manifest = tuple(
+        BatchSample(
+            sample_id=row.sample_id,
+            group_id=row.group_id,
+            session_id=row.session_id,
+            rollout_index=row.rollout_index,
+            segment_index=row.segment_index,
+            tokens=len(row.token_ids),
+            trained_tokens=row.trained_tokens,
+            weight_divisor=divisor,
+            partition=row.partition,
+            offset=row.offset,
+        )
+        for row, divisor in zip(ordered, weights.divisors, strict=True)
+    )
+    lag = max((trainer_version - row.version_min for row in ordered), default=0)
+    groups = tuple(sorted({row.group_id for row in ordered}))
+    return FormedBatch(_rows(ordered, weights), manifest, groups, weights, dict(sorted(masked.items())), lag)
+
+
+def reform_batch(
+    manifest: Sequence[BatchSample], samples: Mapping[str, PlacedSample], trainer_version: int, rules: DrawRules
+) -> FormedBatch:
+    """The batch that a manifest names, from the samples on the log: what replay compares. Raises KeyError."""
+    trimmed = [trim(samples[entry.sample_id], trainer_version, rules) for entry in manifest]
+    return form_batch(trimmed, trainer_version, rules)
+
+
+def _admit(
+    samples: list[TrimmedSample], trainer_version: int, rules: DrawRules
+) -> tuple[list[TrimmedSample], list[tuple[TrimmedSample, MaskReason]]]:
+    """(what trains, what falls out and why) of one group. Lag is a trajectory's; advantages are not recomputed."""
+    oldest: dict[str, int] = {}
+    for sample in samples:
+        if sample.trained_tokens:
+            oldest[sample.session_id] = min(oldest.get(sample.session_id, sample.version_min), sample.version_min)
+    fresh = {session for session, version in oldest.items() if trainer_version - version <= rules.max_lag}
+    kept: list[TrimmedSample] = []
+    out: list[tuple[TrimmedSample, MaskReason]] = []
+    for sample in samples:
+        if sample.trained_tokens and sample.session_id not in fresh:
+            out.append((sample, MaskReason.stale))
+        elif not sample.trained_tokens:
+            out.append((sample, MaskReason(max(sample.masked, default=MaskReason.length_cut.value))))
+        elif len(fresh) < rules.min_valid:
+            out.append((sample, MaskReason.discarded_group))
+        else:
+            kept.append(sample)
+    return kept, out
+
+
+def _dropped(row: TrimmedSample, reason: MaskReason) -> DroppedSample:
+    return DroppedSample(row.sample_id, row.group_id, reason.value, row.trained_tokens, row.partition, row.offset)
+
+
+def _parts(groups: list[list[TrimmedSample]], updates: int) -> list[list[list[TrimmedSample]]]:
+    """At most `updates` runs of whole groups, sizes as equal as can be, none empty."""
+    count = min(updates, len(groups))
+    edges = [len(groups) * part // count for part in range(count + 1)] if count else [0]
+    return [groups[low:high] for low, high in itertools.pairwise(edges)]
+
+
+def _rows(ordered: Sequence[TrimmedSample], weights: Weights) -> BatchRows:
+    return BatchRows(
+        sample_ids=tuple(row.sample_id for row in ordered),
+        group_ids=tuple(row.group_id for row in ordered),
+        session_ids=tuple(row.session_id for row in ordered),
+        rollout_index=np.array([row.rollout_index for row in ordered], "<i4"),
+        segment_index=np.array([row.segment_index for row in ordered], "<i4"),
+        lengths=np.array([len(row.token_ids) for row in ordered], "<i4"),
+        token_ids=np.concatenate([row.token_ids for row in ordered]),
+        trained=np.concatenate([row.trained for row in ordered]),
+        logprobs=np.concatenate([row.logprobs for row in ordered]),
+        advantages=np.concatenate([row.advantages for row in ordered]),
+        weight_divisor=np.array(weights.divisors, "<i8"),
+        temperature=np.array([row.temperature for row in ordered], "<f4"),
+        rewards=np.array([row.reward for row in ordered], "<f4"),
+        version_min=np.array([row.version_min for row in ordered], "<i4"),
+        version_max=np.array([row.version_max for row in ordered], "<i4"),
+    )

@@ -1,0 +1,252 @@
+"""The batcher: scored groups become draws, draws become batch files and manifests. The manifest is its commit.
+
+One active batcher: fenced by `<run>.batcher`, restarted from its own manifests. It keeps at most `ready_batches` ahead
+of the last completed step and measures lag against the version that the trainer will hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections import deque
+
+from prometheus_client import Counter, Gauge
+
+from turnlog.infra.batch_files import MEDIA_TYPE, write_rows
+from turnlog.infra.log import Partition, Record, Transactor
+from turnlog.infra.role import Role
+from turnlog.processors.core.draws import FormedBatch, FormedDraw, ReadableGroup, form_draw
+from turnlog.processors.core.progress import Progress
+from turnlog.processors.core.rows import rows_sha256
+from turnlog.processors.core.trimmed import DrawRules, PlacedSample
+from turnlog.schemas import ids, topics
+from turnlog.schemas.events import (
+    BatchSkipped,
+    Event,
+    GroupScored,
+    GroupStatus,
+    SampleBatchFormed,
+    SegmentSample,
+    SourcePosition,
+    Weighting,
+)
+from turnlog.schemas.types import BlobRef
+from turnlog.settings import Settings, fold_settings_json, settings_sha256
+
+log = logging.getLogger(__name__)
+BATCHES = Counter("turnlog_batches_formed", "Batches formed")
+DROPPED = Counter("turnlog_samples_dropped", "Samples that no batch trains", ["reason"])
+WAITING = Gauge("turnlog_groups_waiting", "Scored groups that wait for a draw")
+
+
+def draw_rules(settings: Settings) -> DrawRules:
+    """The rules of draws, from [batcher] and [fold]."""
+    batcher = settings.batcher
+    return DrawRules(
+        prompts_per_draw=batcher.prompts_per_draw,
+        updates_per_draw=batcher.updates_per_draw,
+        max_lag=batcher.max_lag,
+        max_tokens=batcher.max_tokens,
+        weighting=Weighting(batcher.weighting),
+        constant_length=batcher.constant_length,
+        version_mask=batcher.version_mask,
+        min_valid=settings.fold.min_valid,
+    )
+
+
+async def main(role: Role) -> None:
+    """Form batches until the role stops.
+
+    Order of effects: 1. fence the last batcher; 2. read manifests, steps and versions to their ends; 3. read samples
+    from the last manifest's positions; 4. per draw: upload the files, then its manifests in one transaction.
+    """
+    async with role.log.transactor(f"{role.settings.run.id}.batcher") as transactor:
+        batcher = Batcher(role, transactor)
+        await batcher.run()
+
+
+class Batcher:
+    """Groups that wait, and what the log says of draws, steps and versions."""
+
+    def __init__(self, role: Role, transactor: Transactor) -> None:
+        self._role = role
+        self._transactor = transactor
+        self._rules = draw_rules(role.settings)
+        self._hash = settings_sha256(fold_settings_json(role.settings))
+        self._progress = Progress(publish_every=role.settings.trainer.publish_every)
+        self._ready: deque[ReadableGroup] = deque()
+        self._open: dict[str, list[PlacedSample]] = {}
+        self._next: dict[int, int] = {}
+        self._followed = (topics.BATCHES.name, topics.STEPS.name, topics.WEIGHTS.name)
+
+    async def run(self) -> None:
+        """See `main`."""
+        role = self._role
+        control = [Partition(topic, 0) for topic in self._followed]
+        async with role.log.reader() as reader:
+            reader.assign(dict.fromkeys(control, 0))
+            ends = await role.log.end_offsets(control)
+            while any(reader.position(partition) < ends[partition] for partition in control):
+                await self._take(await reader.poll())
+            groups = range(role.settings.kafka.groups)
+            starts = {Partition(topics.SAMPLES.name, number): self._progress.position(number) for number in groups}
+            self._next = {partition.number: offset for partition, offset in starts.items()}
+            reader.assign({**{partition: reader.position(partition) for partition in control}, **starts})
+            role.health.started()
+            while not role.stopping.is_set():
+                await self._take(await reader.poll(timeout_s=0.05))
+                while self._may_form():
+                    await self._form()
+
+    async def _take(self, records: list[Record]) -> None:
+        for record in records:
+            event = await self._role.events.decode(record)
+            if record.topic == topics.SAMPLES.name:
+                await self._sample(record, event)
+            elif event.run_id == self._role.settings.run.id:
+                self._progress.apply(event)
+
+    async def _sample(self, record: Record, event: Event) -> None:
+        self._next[record.partition] = record.offset + 1
+        if event.run_id != self._role.settings.run.id or event.group_id in self._progress.consumed:
+            return
+        if isinstance(event, SegmentSample):
+            inlined = await self._inlined(event)
+            placed = PlacedSample(inlined, record.partition, record.offset)
+            self._open.setdefault(event.group_id, []).append(placed)
+        elif isinstance(event, GroupScored):
+            samples = tuple(self._open.pop(event.group_id, ()))
+            if event.status is GroupStatus.trained:
+                self._ready.append(ReadableGroup(event, samples))
+                WAITING.set(len(self._ready))
+
+    async def _inlined(self, sample: SegmentSample) -> SegmentSample:
+        token_ids, logprobs = [
+            await self._role.blobs.get(payload) if isinstance(payload, BlobRef) else payload
+            for payload in (sample.token_ids, sample.logprobs)
+        ]
+        return dataclasses.replace(sample, token_ids=token_ids, logprobs=logprobs)
+
+    def _may_form(self) -> bool:
+        settings, progress = self._role.settings, self._progress
+        return (
+            len(self._ready) >= self._rules.prompts_per_draw
+            and progress.trained_draws_formed < settings.feeder.draws
+            and progress.batches_ahead < settings.batcher.ready_batches
+            and progress.version is not None
+        )
+
+    async def _form(self) -> None:
+        freshest = self._role.settings.batcher.order == "freshest"
+        take = self._ready.pop if freshest else self._ready.popleft
+        groups = [take() for _ in range(self._rules.prompts_per_draw)]
+        version = self._progress.version_at_next_draw()
+        # Rows of a large draw are seconds of arithmetic: keep heartbeats of the clients alive.
+        draw = await asyncio.to_thread(form_draw, groups, version, self._rules)
+        names = tuple(sorted(group.score.group_id for group in groups))
+        events = await self._events(draw, names, version)
+        transactor = self._transactor
+        await transactor.begin()
+        acks = [
+            await transactor.send(
+                topics.BATCHES.name,
+                0,
+                topics.BATCHES.key_of(event),
+                self._role.events.codec.encode(event),
+                headers=self._role.events.headers(event),
+            )
+            for event in events
+        ]
+        await asyncio.gather(*acks)
+        await transactor.commit()
+        for event in events:
+            self._progress.apply(event)
+        self._report(draw, version)
+
+    async def _events(self, draw: FormedDraw, groups: tuple[str, ...], version: int) -> list[Event]:
+        """Upload each batch's file, then make its manifest. Positions already leave the draw's groups behind."""
+        first, index = self._progress.next_batch, self._progress.next_draw
+        positions = tuple(SourcePosition(number, self._low(number)) for number in sorted(self._next))
+        run_id = self._role.settings.run.id
+        if not draw.batches:
+            return [
+                BatchSkipped(
+                    event_id=ids.digest("BatchSkipped", run_id, first),
+                    run_id=run_id,
+                    batch_index=first,
+                    draw_index=index,
+                    reason="nothing left to train",
+                    groups=groups,
+                    masked=draw.masked,
+                    dropped=draw.dropped,
+                    positions=positions,
+                    settings_sha256=self._hash,
+                )
+            ]
+        fallen = set(groups) - {name for batch in draw.batches for name in batch.groups}
+        manifests: list[Event] = []
+        for part, batch in enumerate(draw.batches):
+            file = await self._role.blobs.put(write_rows(batch.rows), media_type=MEDIA_TYPE)
+            manifest = self._manifest(batch, file, version, first + part, part, len(draw.batches), positions)
+            if part == 0:
+                masked = {reason: batch.masked.get(reason, 0) + draw.masked.get(reason, 0) for reason in
+                          sorted({*batch.masked, *draw.masked})}  # fmt: skip
+                manifest = dataclasses.replace(
+                    manifest, dropped=draw.dropped, masked=masked, groups=tuple(sorted({*manifest.groups, *fallen}))
+                )
+            manifests.append(manifest)
+        return manifests
+
+    def _manifest(
+        self,
+        batch: FormedBatch,
+        file: BlobRef,
+        version: int,
+        index: int,
+        part: int,
+        parts: int,
+        positions: tuple[SourcePosition, ...],
+    ) -> SampleBatchFormed:
+        run_id, weights = self._role.settings.run.id, batch.weights
+        return SampleBatchFormed(
+            event_id=ids.digest("SampleBatchFormed", run_id, index),
+            run_id=run_id,
+            batch_index=index,
+            draw_index=self._progress.next_draw,
+            part=part,
+            parts=parts,
+            file=file,
+            rows_sha256=rows_sha256(batch.rows),
+            samples=batch.samples,
+            groups=batch.groups,
+            weighting=self._rules.weighting,
+            prompts=weights.prompts,
+            trajectories=weights.trajectories,
+            trained_tokens=weights.trained_tokens,
+            constant_length=weights.constant_length,
+            masked=batch.masked,
+            trainer_version=version,
+            max_lag=batch.max_lag,
+            dropped=(),
+            whitening_mean=None,
+            whitening_std=None,
+            positions=positions,
+            settings_sha256=self._hash,
+        )
+
+    def _low(self, number: int) -> int:
+        """First offset of the partition that a group not yet drawn needs, or the next to read."""
+        waiting = [placed for group in self._ready for placed in group.samples]
+        waiting += [placed for samples in self._open.values() for placed in samples]
+        return min((placed.offset for placed in waiting if placed.partition == number), default=self._next[number])
+
+    def _report(self, draw: FormedDraw, version: int) -> None:
+        BATCHES.inc(len(draw.batches))
+        WAITING.set(len(self._ready))
+        for row in draw.dropped:
+            DROPPED.labels(row.reason).inc()
+        lag = max((batch.max_lag for batch in draw.batches), default=0)
+        rows = sum(len(batch.rows) for batch in draw.batches)
+        log.info("draw %d: %d rows, %d dropped, lag %d at version %d", self._progress.next_draw - 1, rows,
+                 len(draw.dropped), lag, version)  # fmt: skip
