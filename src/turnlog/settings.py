@@ -95,7 +95,7 @@ class ModelSettings:
     """[model] The policy."""
 
     path: str = ""
-    """Hugging Face folder: config, weights, tokenizer, chat template; empty warm-starts the recipe's tiny one."""
+    """Hugging Face folder: config, weights, tokenizer, chat template; empty makes the recipe's tiny one."""
     name: str = "turnlog-policy"
 
 
@@ -219,6 +219,9 @@ class BatcherSettings:
 class TrainerSettings:
     """[trainer] Megatron."""
 
+    initial_weights: str = ""
+    """Hugging Face folder whose weights become version 0; empty is model.path (or, for a recipe's tiny model, the
+    result of its warm start)."""
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     world_size: int = 1

@@ -1,0 +1,224 @@
+"""`turnlog VERB`: the hallway. Every verb imports its room only when it is called, so that --help is instant."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from turnlog import __version__
+from turnlog.settings import Settings, SettingsError, load
+
+ROLES: dict[str, tuple[str, str]] = {
+    "feeder": ("turnlog.producers.feeder", "draw tasks and admit groups of rollouts"),
+    "gateway": ("turnlog.producers.gateway.app", "sessions and OpenAI chat completions over the engines"),
+    "runner": ("turnlog.producers.runner", "run white-box agents"),
+    "sandbox": ("turnlog.sandbox_workers.worker", "run tool calls in sandboxes"),
+    "assembler": ("turnlog.processors.shells.assembler", "fold turns into trees, segments and advantages"),
+    "batcher": ("turnlog.processors.shells.batcher", "form one batch per optimizer step"),
+    "loader": ("turnlog.consumers.loader", "load published weights into one engine"),
+}
+"""Roles that are one asyncio process: verb -> (module with `main(role)`, what it does)."""
+
+EPILOG = """\
+First steps:
+  turnlog demo                      the whole loop on this machine: agents act, tools run, the reward rises
+  turnlog up && turnlog status      servers and roles, left running; `turnlog down` stops them
+  turnlog replay --verify           fold the topics again and compare with what was trained
+
+Settings: one TOML file (--settings), then TURNLOG_SECTION_KEY from the environment; see docs/settings.md.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; the exit status. Typed errors end as one line on stderr and status 2."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(
+        level=os.environ.get("TURNLOG_LOG_LEVEL", "INFO").upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    for noisy in ("aiokafka", "httpx", "uvicorn.access"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    try:
+        settings = _settings(arguments)
+        status: int = arguments.call(settings, arguments)
+        return status
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        if not _is_ours(error) or os.environ.get("TURNLOG_TRACEBACK"):
+            raise
+        print(f"turnlog {arguments.verb}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+
+
+def _is_ours(error: Exception) -> bool:
+    """Errors of our own trees carry what, where and the remedy; a traceback would only hide it."""
+    return type(error).__module__.startswith("turnlog.")
+
+
+def _settings(arguments: argparse.Namespace) -> Settings:
+    settings = load(arguments.settings, os.environ)
+    if arguments.run_id:
+        run = dataclasses.replace(settings.run, id=arguments.run_id, directory=f"runs/{arguments.run_id}")
+        settings = dataclasses.replace(settings, run=run)
+        kept = Path(run.directory) / "settings.toml"
+        if arguments.settings is None and kept.exists():
+            settings = load(kept, os.environ)
+    return settings
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="turnlog",
+        description="Event-sourced data plane and training loop for agentic RL.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("--settings", type=Path, metavar="FILE", help="TOML settings (default: built-in defaults)")
+    parser.add_argument("--run", dest="run_id", metavar="ID", help="run id; its files are in runs/ID")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for name, (module, what) in ROLES.items():
+        _verb(verbs, name, _role(name, module), f"role: {what}")
+    _verb(verbs, "trainer", _trainer, "role: Megatron steps, checkpoints, weight versions")
+    _verb(verbs, "views", _views, "role: the Faust live views behind `turnlog status`")
+    _verb(verbs, "registry", _registry, "role: the embedded schema registry")
+    _verb(verbs, "supervise", _supervise, "run the servers and roles of a run in the foreground")
+    _verb(verbs, "up", _up, "start servers and roles, leave them running, print the endpoints")
+    _verb(verbs, "down", _down, "stop what `up` started")
+    _verb(verbs, "status", _status, "roles, lag, engines, versions").add_argument("--json", action="store_true")
+    _verb(verbs, "run", _run, "feed tasks and train until the draws of [feeder] are trained")
+    _verb(verbs, "warm-start", _warm_start, "make the recipe's tiny model by supervised fine-tuning")
+    demo = _verb(verbs, "demo", _demo, "everything at once, with a live display and a verdict")
+    demo.add_argument("--steps", type=int, default=None, metavar="N", help="draws to train (default 30)")
+    demo.add_argument("--engines", type=int, default=None, metavar="N", help="engines (default 1)")
+    replay = _verb(verbs, "replay", _replay, "fold the topics again")
+    replay.add_argument("--verify", action="store_true", help="compare samples and batches with what was trained")
+    topics = _verb(verbs, "topics", _topics, "create or check the topics of the catalogue")
+    topics.add_argument("action", choices=("apply", "check"))
+    _verb(verbs, "books", _books, "sampled = trained + masked, by reason")
+    _verb(verbs, "report", _report, "write runs/ID/report.json and print the summary")
+    return parser
+
+
+Call = Callable[[Settings, argparse.Namespace], int]
+
+
+def _verb(
+    verbs: argparse._SubParsersAction[argparse.ArgumentParser], name: str, call: Call, what: str
+) -> argparse.ArgumentParser:
+    parser = verbs.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".")
+    parser.set_defaults(call=call)
+    return parser
+
+
+def _role(name: str, module: str) -> Call:
+    def call(settings: Settings, _: argparse.Namespace) -> int:
+        from turnlog.infra.role import serve
+
+        return serve(name, importlib.import_module(module).main, settings)
+
+    return call
+
+
+def _trainer(settings: Settings, _: argparse.Namespace) -> int:
+    from turnlog.trainer.launch import launch
+
+    return launch(settings)
+
+
+def _views(settings: Settings, _: argparse.Namespace) -> int:
+    from turnlog.processors.shells.views import serve_views
+
+    return serve_views(settings)
+
+
+def _registry(settings: Settings, _: argparse.Namespace) -> int:
+    from turnlog.infra.embedded.registry_app import serve_registry
+
+    return serve_registry(settings)
+
+
+def _supervise(settings: Settings, _: argparse.Namespace) -> int:
+    from turnlog.infra.embedded.up import supervise
+
+    return supervise(settings)
+
+
+def _up(settings: Settings, _: argparse.Namespace) -> int:
+    from turnlog.infra.embedded.up import up
+
+    up(settings)
+    return 0
+
+
+def _down(settings: Settings, _: argparse.Namespace) -> int:
+    from turnlog.infra.embedded.up import down
+
+    down(settings)
+    return 0
+
+
+def _status(settings: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.consumers.status import show
+
+    return show(settings, as_json=arguments.json)
+
+
+def _run(settings: Settings, _: argparse.Namespace) -> int:
+    from turnlog.consumers.conduct import conduct
+
+    return conduct(settings)
+
+
+def _warm_start(settings: Settings, _: argparse.Namespace) -> int:
+    from turnlog.infra.recipes import recipe
+    from turnlog.trainer.warm_start import warm_start_recipe
+
+    warm_start_recipe(recipe(settings.feeder.recipe), settings)
+    return 0
+
+
+def _demo(settings: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.consumers.demo import demo
+
+    return demo(settings, steps=arguments.steps, engines=arguments.engines)
+
+
+def _replay(settings: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.consumers.replay import replay
+
+    return asyncio.run(replay(settings, verify=arguments.verify))
+
+
+def _topics(settings: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.infra.topics_admin import run
+
+    return asyncio.run(run(arguments.action, settings))
+
+
+def _books(settings: Settings, _: argparse.Namespace) -> int:
+    from turnlog.consumers.books import show
+
+    return asyncio.run(show(settings))
+
+
+def _report(settings: Settings, _: argparse.Namespace) -> int:
+    from turnlog.consumers.report import write
+
+    return asyncio.run(write(settings))
+
+
+__all__ = ["SettingsError", "main"]
+
+if __name__ == "__main__":
+    raise SystemExit(main())
