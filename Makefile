@@ -1,0 +1,69 @@
+# Everything here works on a machine that has Python 3.11, make and the package registries.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BOOTSTRAP := .cache/bootstrap
+UV := $(BOOTSTRAP)/bin/uv
+BIN := .venv/bin
+ENVIRONMENT := .venv/.ready
+# .pyc files halve the start time of every role; never inherit their prohibition.
+unexport PYTHONDONTWRITEBYTECODE
+export TURNLOG_FEEDER_DRAWS := $(STEPS)
+export TURNLOG_ENGINE_COUNT := $(ENGINES)
+ifeq ($(STEPS),)
+unexport TURNLOG_FEEDER_DRAWS
+endif
+ifeq ($(ENGINES),)
+unexport TURNLOG_ENGINE_COUNT
+endif
+
+.PHONY: help demo test check bench chaos schemas lock clean
+
+help:  ## show this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: $(ENVIRONMENT)  ## the whole loop on this machine (STEPS=5 for the impatient, ENGINES=2)
+	@$(BIN)/turnlog demo
+
+test: $(ENVIRONMENT)  ## every test: units, contracts, real servers, one small closed loop
+	@$(BIN)/python -m pytest $(TESTS)
+
+check: $(ENVIRONMENT)  ## format, lint, types, import floors, unit tests
+	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/lint-imports
+	@$(BIN)/python -m pytest -q tests/unit
+
+bench: $(ENVIRONMENT)  ## measure the goals (ONLY=G1,T1 for some); one JSON line each on stdout
+	@$(BIN)/python benchmarks/run.py $(if $(ONLY),--only $(ONLY))
+
+chaos: $(ENVIRONMENT)  ## kill -9 roles many times (ONLY=assembler,trainer; KILLS=20)
+	@$(BIN)/python benchmarks/chaos/run.py $(if $(ONLY),--only $(ONLY)) $(if $(KILLS),--kills $(KILLS))
+
+schemas: $(ENVIRONMENT)  ## rewrite schemas/avro from the event dataclasses
+	@$(BIN)/python -m turnlog.schemas.avsc
+
+$(UV): locks/uv.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 is needed: install it or set PYTHON=/path/to/python3.11"; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || \
+	  { echo "$(PYTHON) is $$($(PYTHON) -V); turnlog needs 3.11: set PYTHON=/path/to/python3.11"; exit 2; }
+	@$(PYTHON) -m venv $(BOOTSTRAP)
+	@$(BOOTSTRAP)/bin/pip install --quiet --disable-pip-version-check --require-hashes -r locks/uv.txt
+	@touch $(UV)
+
+$(ENVIRONMENT): $(UV) locks/all.lock pyproject.toml
+	@echo "environment: installing $$(grep -c == locks/all.lock) pinned packages into .venv (5.5 GB, a minute or two)" >&2
+	@test -x $(BIN)/python || $(UV) venv --quiet --python $(PYTHON) .venv
+	@VIRTUAL_ENV=.venv $(UV) pip sync --quiet --require-hashes --compile-bytecode locks/all.lock
+	@VIRTUAL_ENV=.venv $(UV) pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $(ENVIRONMENT)
+
+# One resolution of everything; the others are constrained by it. Only uv reads the dependency metadata of pyproject.toml
+# (SGLang's CUDA-only kernels stand behind an extra there), and only from the repository root.
+COMPILE = $(UV) pip compile --quiet --generate-hashes --no-emit-index-url --no-header \
+  --python-version 3.11 --python-platform x86_64-manylinux_2_34 pyproject.toml
+lock: $(UV)  ## resolve all locks again
+	@$(COMPILE) --extra dev -o locks/all.lock
+	@$(COMPILE) -c locks/all.lock -o locks/base.lock
+	@$(COMPILE) -c locks/all.lock --extra embedded --extra views -o locks/processors.lock
+	@$(COMPILE) -c locks/all.lock --extra demo -o locks/demo.lock
+	@$(COMPILE) --extra gpu -o locks/gpu.lock
+
+clean:  ## remove the environment and caches, keep runs
+	@rm -rf .venv .cache build dist *.egg-info src/*.egg-info
