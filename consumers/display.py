@@ -1,0 +1,102 @@
+"""The live terminal display of a run, drawn with rich: phase, steps, reward curve, tokens/s, lag, engines, tools."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from turnlog.consumers.watch import Picture
+
+BARS = " ▁▂▃▄▅▆▇█"
+REFRESH_PER_S = 4
+
+
+def curve(values: list[float], width: int = 60) -> str:
+    """Values in [0, 1] as one line of bars, the newest `width` of them."""
+    return "".join(BARS[round(min(max(value, 0.0), 1.0) * (len(BARS) - 1))] for value in values[-width:])
+
+
+class Display:
+    """What is shown. `phase` may be set from outside; on a terminal that is none, one line per step is printed."""
+
+    def __init__(self, run_id: str, steps: int, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self.phase = "starting"
+        self.picture = Picture()
+        self._run_id = run_id
+        self._wanted = steps
+        self._console = console
+        self._clock = clock
+        self._loop_began: float | None = None
+        self._said = 0
+
+    @asynccontextmanager
+    async def shown(self) -> AsyncIterator[Display]:
+        """Draw until the block ends."""
+        if not self._console.is_terminal:
+            yield self
+            self.refreshed()
+            return
+        with Live(get_renderable=self.render, console=self._console, refresh_per_second=REFRESH_PER_S):
+            yield self
+
+    def refreshed(self) -> None:
+        """The picture changed. Where nothing can be redrawn, print each new step once."""
+        if self._loop_began is None and self.picture.sessions_started:
+            self._loop_began = self._clock()
+        if self._console.is_terminal:
+            return
+        for index in sorted(self.picture.steps)[self._said :]:
+            step = self.picture.steps[index]
+            self._said += 1
+            self._console.print(
+                f"step {self._said:3d}/{self._wanted}  reward {step.reward_mean:.3f}  loss {step.loss:+.4f}  "
+                f"gap {step.logprob_gap_max:.0e}  lag {step.lag_max}  version {self.picture.version}  "
+                f"{self._tokens_per_s():.0f} tok/s"
+            )
+
+    def render(self) -> RenderableType:
+        """The whole panel."""
+        picture = self.picture
+        done = len(picture.steps)
+        rewards = picture.rewards
+        facts = Table.grid(padding=(0, 2))
+        facts.add_row("phase", Text(self.phase, style="bold"))
+        facts.add_row("steps", Group(Text(f"{done}/{self._wanted}  {self._left()}"),
+                                     ProgressBar(total=self._wanted, completed=done, width=40)))  # fmt: skip
+        facts.add_row("reward", Text(f"{curve(rewards)} {rewards[-1]:.3f}" if rewards else "-", style="green"))
+        facts.add_row("sessions", f"{picture.sessions_started} started, {_counts(picture.outcomes)}")
+        facts.add_row("turns", f"{picture.turns}  ({picture.output_tokens:,} tokens, {self._tokens_per_s():.0f} tok/s)")
+        facts.add_row("tool calls", _counts(Counter(picture.tool_calls.values())))
+        facts.add_row("weights", f"version {picture.version}, lag {picture.lag}")
+        engines = ", ".join(f"{name}: {_serving(version)}" for name, version in sorted(picture.engines.items()))
+        facts.add_row("engines", engines or "-")
+        return Panel(facts, title=f"turnlog · run {self._run_id}")
+
+    def _tokens_per_s(self) -> float:
+        if self._loop_began is None:
+            return 0.0
+        return self.picture.output_tokens / max(self._clock() - self._loop_began, 1e-9)
+
+    def _left(self) -> str:
+        done = len(self.picture.steps)
+        if self._loop_began is None or not done:
+            return ""
+        seconds = (self._clock() - self._loop_began) / done * (self._wanted - done)
+        return f"about {seconds:.0f} s left"
+
+
+def _serving(version: int) -> str:
+    return {-2: "gone", -1: "no weights yet"}.get(version, f"version {version}")
+
+
+def _counts(counts: Counter[str]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.most_common()) or "-"

@@ -1,0 +1,224 @@
+"""`runs/<id>/report.json`: what a run did, from its topics (load, phases and replay are handed in by who ran it)."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from turnlog.consumers import books
+from turnlog.consumers.history import all_events, partitions, records
+from turnlog.consumers.replay import Verdict
+from turnlog.consumers.replay import run as replay
+from turnlog.infra.role import Role, opened
+from turnlog.processors.core.run_books import RunBooks
+from turnlog.schemas import topics
+from turnlog.schemas.events import (
+    EngineRegistered,
+    EngineWeightsLoaded,
+    EngineWeightsRefused,
+    SampleBatchFormed,
+    SessionFinished,
+    StepCompleted,
+    ToolCallCompleted,
+)
+from turnlog.settings import Settings
+
+RISE = 0.25
+"""Mean reward of the last five steps minus the first two, at least (goals.md L1)."""
+JUDGED_FROM = 15
+"""Below so many steps the reward is shown, not judged."""
+GAP = 1e-4
+"""Trainer and engine log-probs agree to this."""
+PACKAGES = ("aiokafka", "faust-streaming", "avro-python3", "fastavro", "sglang", "torch", "megatron-core", "ray",
+            "transformers", "minio", "httpx", "pytest")  # fmt: skip
+
+
+@dataclass(slots=True)
+class Measured:
+    """What the log does not know."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    load_average: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The body of report.json, and the reasons for which the run is not a success."""
+
+    body: dict[str, Any]
+    failures: tuple[str, ...]
+
+
+async def gather(role: Role, verdict: Verdict, measured: Measured) -> Report:
+    """Read the run's topics and judge it."""
+    steps = newest_incarnations([e for e in await all_events(role, topics.STEPS) if isinstance(e, StepCompleted)])
+    run = await books.read(role)
+    rewards = [step.reward_mean for step in steps]
+    finished = Counter(e.outcome.value for e in await all_events(role, topics.SESSIONS)
+                       if isinstance(e, SessionFinished))  # fmt: skip
+    results = {e.call_id: e.status.value for e in reversed(await all_events(role, topics.TOOL_RESULTS))
+               if isinstance(e, ToolCallCompleted)}  # fmt: skip
+    manifests = [e for e in await all_events(role, topics.BATCHES) if isinstance(e, SampleBatchFormed)]
+    weights = await acknowledgements(role)
+    gaps = {step.batch_index: step.logprob_gap_max for step in steps if step.logprob_gap_max > GAP}
+    body: dict[str, Any] = {
+        "run": role.settings.run.id,
+        "steps": len(steps),
+        "rewards": [round(reward, 4) for reward in rewards],
+        "reward_first_2": fmean(rewards[:2]) if rewards else None,
+        "reward_last_5": fmean(rewards[-5:]) if rewards else None,
+        "load_average": measured.load_average or os.getloadavg()[0],
+        "sampled_tokens": run.sampled,
+        "trained_tokens": run.trained,
+        "masked_tokens": run.masked,
+        "books_balance": run.balance,
+        "sessions": dict(finished),
+        "tool_calls": dict(Counter(results.values())),
+        **weights,
+        "max_lag_seen": max((manifest.max_lag for manifest in manifests), default=0),
+        "logprob_gap_max": max((step.logprob_gap_max for step in steps), default=None),
+        "logprob_gap_steps": gaps,
+        "replay": {"samples_compared": verdict.samples_compared, "batches_compared": verdict.batches_compared,
+                   "identical": verdict.identical, "divergence": verdict.divergence},
+        "seconds": {phase: round(seconds, 2) for phase, seconds in measured.seconds.items()},
+        "bytes_on_log": await log_bytes(role),
+        "versions": versions(),
+    }  # fmt: skip
+    return Report(body, tuple(failures(body, run, verdict)))
+
+
+def newest_incarnations(steps: list[StepCompleted]) -> list[StepCompleted]:
+    """One step per batch, by batch index: the one of the highest incarnation."""
+    newest: dict[int, StepCompleted] = {}
+    for step in steps:
+        if step.batch_index not in newest or newest[step.batch_index].incarnation <= step.incarnation:
+            newest[step.batch_index] = step
+    return [newest[index] for index in sorted(newest)]
+
+
+async def acknowledgements(role: Role) -> dict[str, Any]:
+    """Versions published; per engine those loaded, refused, superseded before it loaded them, and unanswered ones."""
+    published = {event.version for event in await all_events(role, topics.WEIGHTS)}
+    loaded: dict[str, set[int]] = {}
+    refused: dict[str, set[int]] = {}
+    superseded: dict[str, set[int]] = {}
+    for event in await all_events(role, topics.ENGINES):
+        loaded.setdefault(event.engine_id, set())
+        if isinstance(event, EngineWeightsLoaded):
+            loaded[event.engine_id].add(event.version)
+            superseded.setdefault(event.engine_id, set()).update(event.superseded)
+        elif isinstance(event, EngineWeightsRefused):
+            refused.setdefault(event.engine_id, set()).add(event.refused_version)
+        elif isinstance(event, EngineRegistered) and event.version >= 0:
+            loaded[event.engine_id].add(event.version)
+    unanswered = {
+        engine: sorted(published - versions - refused.get(engine, set()) - superseded.get(engine, set()))
+        for engine, versions in loaded.items()
+    }
+    return {
+        "weight_versions_published": len(published),
+        "weight_versions_acknowledged": {engine: len(versions & published) for engine, versions in loaded.items()},
+        "weight_versions_refused": {engine: len(versions) for engine, versions in refused.items() if versions},
+        "weight_versions_superseded": {engine: len(versions) for engine, versions in superseded.items() if versions},
+        "weight_versions_unanswered": {engine: versions for engine, versions in unanswered.items() if versions},
+    }
+
+
+async def log_bytes(role: Role) -> dict[str, int]:
+    """Bytes of keys, values and headers per topic, as a consumer receives them (before the broker's compression)."""
+    totals: dict[str, int] = {}
+    for topic in topics.CATALOGUE:
+        wanted = partitions(role, topic)
+        totals[topic.name] = 0
+        async for record in records(role, wanted, await role.log.end_offsets(wanted)):
+            headers = sum(len(name) + len(value) for name, value in record.headers)
+            totals[topic.name] += len(record.key) + len(record.value) + headers
+    return totals
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of the packages that the loop runs on."""
+    found: dict[str, str] = {}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def failures(body: Mapping[str, Any], run: RunBooks, verdict: Verdict) -> list[str]:
+    """Sentences that say why the run is not a success; empty when it is one."""
+    said: list[str] = []
+    if not body["steps"]:
+        said.append("no step was trained")
+    elif body["steps"] >= JUDGED_FROM and body["reward_last_5"] - body["reward_first_2"] < RISE:
+        rise = body["reward_last_5"] - body["reward_first_2"]
+        said.append(f"the reward rose by {rise:.3f}, wanted at least {RISE}")
+    if not run.balance:
+        said.append(f"the books do not balance: sampled {run.sampled}, trained {run.trained}, masked {run.masked}")
+    if not verdict.identical:
+        said.append(f"replay differs: {verdict.divergence or 'nothing was compared'}")
+    if body["weight_versions_unanswered"] or not body["weight_versions_acknowledged"]:
+        said.append(f"weight versions without an answer: {body['weight_versions_unanswered'] or 'all'}")
+    return said
+
+
+def summary(report: Report) -> Table:
+    """The report as people read it."""
+    body = report.body
+    shown = Table("", "", title=f"run {body['run']}", show_header=False)
+    first, last = body["reward_first_2"], body["reward_last_5"]
+    if first is not None:
+        shown.add_row("reward, first two -> last five steps", f"{first:.3f} -> {last:.3f} ({last - first:+.3f})")
+    shown.add_row("steps", str(body["steps"]))
+    masked = ", ".join(f"{reason} {count:,}" for reason, count in body["masked_tokens"].items()) or "none"
+    shown.add_row("tokens sampled = trained + masked",
+                  f"{body['sampled_tokens']:,} = {body['trained_tokens']:,} + [{masked}]"
+                  f" ({'balance' if body['books_balance'] else 'DO NOT BALANCE'})")  # fmt: skip
+    shown.add_row("sessions", _counts(body["sessions"]))
+    shown.add_row("tool calls", _counts(body["tool_calls"]))
+    acknowledged = _counts(body["weight_versions_acknowledged"])
+    shown.add_row("weight versions published / acknowledged", f"{body['weight_versions_published']} / {acknowledged}")
+    shown.add_row("largest lag", str(body["max_lag_seen"]))
+    if body["logprob_gap_max"] is not None:
+        where = f"; above {GAP} at batches {list(body['logprob_gap_steps'])}" if body["logprob_gap_steps"] else ""
+        shown.add_row("largest |trainer - engine| log-prob", f"{body['logprob_gap_max']:.1e}{where}")
+    replayed = body["replay"]
+    shown.add_row("replay", f"{'identical' if replayed['identical'] else 'DIFFERENT'}: "
+                  f"{replayed['samples_compared']:,} samples, {replayed['batches_compared']} batches")  # fmt: skip
+    shown.add_row("seconds", _counts(body["seconds"]))
+    shown.add_row("on the log", f"{sum(body['bytes_on_log'].values()) / 1e6:.1f} MB")
+    return shown
+
+
+def _counts(counts: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items()) or "none"
+
+
+def store(report: Report, directory: Path) -> Path:
+    """Write report.json, keeping it readable."""
+    path = directory / "report.json"
+    path.write_text(json.dumps(report.body, indent=2, sort_keys=False) + "\n")
+    return path
+
+
+async def write(settings: Settings) -> int:
+    """`turnlog report`: replay, gather, write, print; 0 when nothing is wrong with the run."""
+    console = Console()
+    async with opened("report", settings) as role:
+        with console.status("reading the run's topics"):
+            report = await gather(role, await replay(role), Measured())
+    path = store(report, Path(settings.run.directory))
+    console.print(summary(report), f"written to {path}", *report.failures, sep="\n")
+    return 1 if report.failures else 0
