@@ -1,0 +1,166 @@
+"""The Faust live views: sessions, steps and weight versions of a run, kept in tables and served as JSON at /views.
+
+At-least-once, every update idempotent, rebuilt from the topics at will; never on the training path (ADR 4).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import faust
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from turnlog.infra.endpoints import resolved
+from turnlog.infra.registry import HttpRegistry
+from turnlog.processors.shells import faust_recovery
+from turnlog.schemas import topics
+from turnlog.schemas.avsc import stored_schema
+from turnlog.schemas.codec import Codec
+from turnlog.schemas.errors import SchemaError
+from turnlog.schemas.events import ALL, SessionFinished, SessionStarted, StepCompleted, WeightVersionPublished
+from turnlog.schemas.topics import Topic
+from turnlog.settings import Settings
+
+OPEN = "open"
+
+
+def serve_views(settings: Settings) -> int:
+    """Run the worker until SIGTERM. The port is [views] port, else the role's health port."""
+    settings = resolved(settings)
+    codec = asyncio.run(_codec(settings))
+    app = make_app(settings, codec)
+    worker = faust.Worker(app, loglevel=os.environ.get("TURNLOG_LOG_LEVEL", "WARNING"), redirect_stdouts=False, quiet=True)
+    try:
+        worker.execute_from_commandline()
+    except SystemExit as done:
+        return int(done.code or 0)
+    return 0
+
+
+async def _codec(settings: Settings) -> Codec:
+    registry = HttpRegistry(settings.registry.url)
+    try:
+        return Codec({name: await registry.register(name, stored_schema(name)) for name in ALL})
+    finally:
+        await registry.close()
+
+
+def make_app(settings: Settings, codec: Codec) -> faust.App:
+    """The application: three agents, three tables, four pages."""
+    faust_recovery.install()
+    port = settings.views.port or int(os.environ.get("TURNLOG_HEALTH_PORT", "0"))
+    app = faust.App(
+        f"{settings.kafka.prefix}{settings.run.id}-views",
+        broker=[f"kafka://{address}" for address in settings.kafka.bootstrap.split(",")],
+        store="memory://",
+        datadir=str(Path(settings.run.directory) / "views"),
+        topic_partitions=settings.kafka.groups,
+        topic_replication_factor=settings.kafka.replication,
+        topic_disable_leader=True,
+        consumer_auto_offset_reset="earliest",
+        table_standby_replicas=0,
+        broker_commit_interval=0.5,
+        web_enabled=bool(port),
+        web_host="127.0.0.1",
+        web_port=port or 6066,
+        web_bind="127.0.0.1",
+    )
+    tables = _tables(app, settings)
+    _agents(app, settings, codec, tables)
+    _pages(app, tables)
+    return app
+
+
+def _tables(app: faust.App, settings: Settings) -> dict[str, Any]:
+    """One table per topic; a changelog has as many partitions as its topic."""
+    counts = {"sessions": settings.kafka.groups, "steps": 1, "versions": 1}
+    return {
+        name: app.Table(name, key_type=str, partitions=count, default=None)
+        for name, count in counts.items()
+    }
+
+
+def _agents(app: faust.App, settings: Settings, codec: Codec, tables: dict[str, Any]) -> None:
+    def source(topic: Topic, partitions: int) -> Any:
+        name = settings.kafka.prefix + topic.name
+        return app.topic(name, key_serializer="raw", value_serializer="raw", partitions=partitions, internal=False)
+
+    async def keep(stream: Any, table: Any) -> AsyncIterator[None]:
+        """One key per record: applying it again, or an older one after a newer, changes nothing that counts."""
+        async for raw in stream:
+            try:
+                event = codec.decode(raw)
+            except SchemaError:
+                yield  # the role that owns the topic parks it; an exception here would only skip it silently
+                continue
+            update = view(event)
+            if event.run_id == settings.run.id and update is not None:
+                key, value = update
+                before = table.get(key)
+                if before is None or before["rank"] <= value["rank"]:
+                    table[key] = value
+            yield
+
+    wiring = ((topics.SESSIONS, settings.kafka.groups, "sessions"), (topics.STEPS, 1, "steps"),
+              (topics.WEIGHTS, 1, "versions"))  # fmt: skip
+    for topic, partitions, name in wiring:
+        _attach(app, source(topic, partitions), tables[name], keep, name)
+
+
+def _attach(app: faust.App, source: Any, table: Any, keep: Any, name: str) -> None:
+    async def agent(stream: Any) -> AsyncIterator[None]:
+        async for _ in keep(stream, table):
+            yield
+
+    app.agent(source, name=f"views.{name}")(agent)
+
+
+def view(event: object) -> tuple[str, dict[str, Any]] | None:
+    """(table key, value) of an event; `rank` orders updates of one key: a repeat of an older one is passed over."""
+    match event:
+        case SessionStarted():
+            return event.session_id, {"rank": 0, "outcome": OPEN}
+        case SessionFinished():
+            return event.session_id, {"rank": 1, "outcome": event.outcome.value}
+        case StepCompleted():
+            facts = {"reward": event.reward_mean, "loss": event.loss, "lag": event.lag_max, "step": event.step}
+            return str(event.batch_index), {"rank": event.incarnation, **facts}
+        case WeightVersionPublished():
+            return str(event.version), {"rank": 0, "step": event.step, "batch": event.batch_index}
+        case _:
+            return None
+
+
+def picture(sessions: Any, steps: Any, versions: Any) -> dict[str, Any]:
+    """What `turnlog status` shows of the run, from the tables."""
+    newest = max(map(int, steps.keys()), default=None)
+    return {
+        "sessions": dict(Counter(value["outcome"] for value in sessions.values())),
+        "steps": len(steps),
+        "last_step": None if newest is None else {"batch": newest, **steps[str(newest)]},
+        "weight_versions": len(versions),
+        "newest_version": max(map(int, versions.keys()), default=None),
+    }
+
+
+def _pages(app: faust.App, tables: dict[str, Any]) -> None:
+    async def views(web: Any, request: Any) -> Any:
+        return web.json(picture(tables["sessions"], tables["steps"], tables["versions"]))
+
+    async def healthz(web: Any, request: Any) -> Any:
+        return web.json({"role": "views", "pid": os.getpid()})
+
+    async def readyz(web: Any, request: Any) -> Any:
+        ready = not app.rebalancing and app.tables.recovery.completed.is_set()
+        return web.json({"ready": ready}, status=200 if ready else 503)
+
+    async def metrics(web: Any, request: Any) -> Any:
+        return web.bytes(generate_latest(), content_type=CONTENT_TYPE_LATEST)
+
+    for path, page in (("/views", views), ("/healthz", healthz), ("/readyz", readyz), ("/metrics", metrics)):
+        app.page(path)(page)

@@ -1,0 +1,127 @@
+"""The Faust live views on real Kafka: restarts with a table to recover lose nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from turnlog.infra.embedded.ports import free_ports
+from turnlog.infra.role import Role, opened
+from turnlog.schemas import ids
+from turnlog.schemas.events import (
+    Agent,
+    Environment,
+    Expects,
+    Outcome,
+    Purpose,
+    Sampling,
+    SessionFinished,
+    SessionStarted,
+)
+from turnlog.settings import Settings
+
+LIVES = 4
+SESSIONS = 100
+
+
+def started(run_id: str, number: int) -> SessionStarted:
+    session = ids.digest("session", run_id, number)
+    return SessionStarted(
+        event_id=ids.digest("SessionStarted", session),
+        run_id=run_id,
+        group_id=f"g{number}",
+        session_id=session,
+        floor=0,
+        task_id="t",
+        group_size=1,
+        rollout_id=f"r{number}",
+        rollout_index=0,
+        attempt=0,
+        purpose=Purpose.train,
+        recipe="calc",
+        agent=Agent("white-box", "1"),
+        model="m",
+        tokenizer_sha256="",
+        chat_template_sha256="",
+        sampling=Sampling(),
+        environment=Environment(name="none", version="1"),
+        writer_url="http://gateway",
+    )
+
+
+def finished(start: SessionStarted) -> SessionFinished:
+    return SessionFinished(
+        event_id=ids.digest("SessionFinished", start.session_id),
+        run_id=start.run_id,
+        group_id=start.group_id,
+        session_id=start.session_id,
+        floor=0,
+        epoch=start.event_id,
+        turns=(),
+        undelivered=(),
+        outcome=Outcome.completed,
+        reason="",
+        final=True,
+        expects=Expects(False),
+    )
+
+
+async def write(role: Role, life: int) -> None:
+    """Each life starts 100 sessions and ends those of the life before."""
+    run_id = role.settings.run.id
+    now = [started(run_id, number) for number in range(life * SESSIONS, (life + 1) * SESSIONS)]
+    before = [started(run_id, number) for number in range((life - 1) * SESSIONS, life * SESSIONS)] if life else []
+    events = [*now, *map(finished, before), *now[:5]]
+    await asyncio.gather(*[role.events.append(event) for event in events])
+
+
+async def seen(url: str, wanted: dict[str, int], worker: subprocess.Popen[bytes]) -> Any:
+    async with httpx.AsyncClient(base_url=url, timeout=2) as http:
+        async with asyncio.timeout(90):
+            while True:
+                assert worker.poll() is None, "the views died"
+                try:
+                    answer = await http.get("/views")
+                    if answer.is_success and answer.json()["sessions"] == wanted:
+                        return answer.json()
+                except httpx.TransportError:
+                    pass
+                await asyncio.sleep(0.1)
+
+
+@pytest.mark.kafka
+async def test_restarts_with_a_table_to_recover_lose_no_session(live_settings: Settings, tmp_path: Path) -> None:
+    port = free_ports(1)[0]
+    env = {
+        **os.environ,
+        "TURNLOG_RUN_ID": live_settings.run.id,
+        "TURNLOG_RUN_DIRECTORY": str(tmp_path),
+        "TURNLOG_KAFKA_BOOTSTRAP": live_settings.kafka.bootstrap,
+        "TURNLOG_KAFKA_PREFIX": live_settings.kafka.prefix,
+        "TURNLOG_REGISTRY_URL": live_settings.registry.url,
+        "TURNLOG_STORE_ENDPOINT": live_settings.store.endpoint,
+        "TURNLOG_VIEWS_PORT": str(port),
+    }
+    wanted: Counter[str] = Counter()
+    async with opened("test", live_settings) as role:
+        for life in range(LIVES):
+            await write(role, life)
+            wanted = Counter({"open": SESSIONS, "completed": life * SESSIONS})
+            with (tmp_path / f"views-{life}.log").open("wb") as out:
+                command = [sys.executable, "-m", "turnlog.cli", "views"]
+                worker = subprocess.Popen(command, env=env, stdout=out, stderr=out)  # noqa: ASYNC220 - starts at once
+            try:
+                await seen(f"http://127.0.0.1:{port}", {k: n for k, n in wanted.items() if n}, worker)
+            finally:
+                worker.send_signal(signal.SIGTERM)
+                worker.wait(60)
+            assert worker.returncode == 0
