@@ -81,6 +81,10 @@ class Display:
         facts.add_row("engines", engines or "-")
         return Panel(facts, title=f"turnlog · run {self._run_id}")
 
+    def loop_seconds(self) -> float:
+        """Seconds since the first session started."""
+        return 0.0 if self._loop_began is None else self._clock() - self._loop_began
+
     def _tokens_per_s(self) -> float:
         if self._loop_began is None:
             return 0.0

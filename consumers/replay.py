@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator
-from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from rich.console import Console
-from turnlog.processors.core.assembler import FoldRules, GroupFold
 
 from turnlog.consumers.history import all_events, records
 from turnlog.infra.batch_files import CorruptBatch, read_rows
@@ -21,6 +19,7 @@ from turnlog.infra.blobs import BlobError
 from turnlog.infra.log import Partition, Record
 from turnlog.infra.payloads import inlined
 from turnlog.infra.role import Role, opened
+from turnlog.processors.core.assembler import FoldRules, GroupFold
 from turnlog.processors.core.draws import reform_batch
 from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.low_water import committed_high
@@ -111,19 +110,18 @@ async def _verify_unit(
     refolded = await _refold(role, highs, rules)
     wanted = [Partition(topic.name, unit) for topic in OUTPUTS]
     ends = await role.log.end_offsets(wanted)
-    async with aclosing(records(role, wanted, ends)) as emitted:
-        async for record in emitted:
-            event = await inlined(await role.events.decode(record), role.blobs)
-            if event.run_id != role.settings.run.id:
-                continue
-            verdict.divergence = _compare(record, event, refolded, role)
-            if verdict.divergence:
-                return
-            verdict.records_compared += 1
-            if isinstance(event, SegmentSample):
-                verdict.samples_compared += 1
-                placed = PlacedSample(refolded.samples.pop(event.event_id), record.partition, record.offset)
-                samples[event.sample_id] = placed
+    async for record in records(role, wanted, ends):
+        event = await inlined(await role.events.decode(record), role.blobs)
+        if event.run_id != role.settings.run.id:
+            continue
+        verdict.divergence = _compare(record, event, refolded, role)
+        if verdict.divergence:
+            return
+        verdict.records_compared += 1
+        if isinstance(event, SegmentSample):
+            verdict.samples_compared += 1
+            placed = PlacedSample(refolded.samples.pop(event.event_id), record.partition, record.offset)
+            samples[event.sample_id] = placed
     for about, _ in refolded.bodies.values():
         verdict.divergence = f"unit {unit}: the fold gives {about}, which was never emitted"
         return
@@ -171,20 +169,19 @@ async def _refold(role: Role, highs: dict[Partition, int], rules: FoldRules) -> 
     refolded = Refolded()
     groups: dict[str, GroupFold] = {}
     done: set[str] = set()
-    async with aclosing(records(role, list(highs), highs)) as history:
-        async for record, event in _decoded(role, history):
-            if event.group_id in done:
-                continue
-            group = groups.get(event.group_id) or GroupFold(event.group_id, event.floor, rules)
-            groups[event.group_id] = group
-            for output in _outputs(group, record, event):
-                about, body = _about(output), _body_sha256(role, output)
-                refolded.bodies[output.event_id] = (about, body)
-                if isinstance(output, SegmentSample):
-                    refolded.samples[output.event_id] = output
-            if group.complete:
-                done.add(event.group_id)
-                del groups[event.group_id]
+    async for record, event in _decoded(role, records(role, list(highs), highs)):
+        if event.group_id in done:
+            continue
+        group = groups.get(event.group_id) or GroupFold(event.group_id, event.floor, rules)
+        groups[event.group_id] = group
+        for output in _outputs(group, record, event):
+            about, body = _about(output), _body_sha256(role, output)
+            refolded.bodies[output.event_id] = (about, body)
+            if isinstance(output, SegmentSample):
+                refolded.samples[output.event_id] = output
+        if group.complete:
+            done.add(event.group_id)
+            del groups[event.group_id]
     return refolded
 
 

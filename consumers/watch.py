@@ -37,6 +37,8 @@ class Picture:
     batches: int = 0
     lag: int = 0
     version: int = -1
+    version_batch: int = -2
+    """Last batch behind the newest version."""
     engines: dict[str, int] = field(default_factory=dict)
     """Engine -> version served; -2 when it is gone."""
 
@@ -57,13 +59,18 @@ class Picture:
             case StepCompleted():
                 self.steps[event.batch_index] = event
             case WeightVersionPublished():
-                self.version = max(self.version, event.version)
+                if event.version > self.version:
+                    self.version, self.version_batch = event.version, event.batch_index
             case EngineRegistered() | EngineWeightsLoaded():
                 self.engines[event.engine_id] = event.version
             case EngineGone():
                 self.engines[event.engine_id] = -2
             case _:
                 pass  # other records of these topics are not shown
+
+    def published_after(self, batch: int) -> bool:
+        """Whether the newest weights have seen `batch`."""
+        return self.version_batch >= batch
 
     @property
     def rewards(self) -> list[float]:

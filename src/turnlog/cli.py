@@ -22,6 +22,7 @@ ROLES: dict[str, tuple[str, str]] = {
     "sandbox": ("turnlog.sandbox_workers.worker", "run tool calls in sandboxes"),
     "assembler": ("turnlog.processors.shells.assembler", "fold turns into trees, segments and advantages"),
     "batcher": ("turnlog.processors.shells.batcher", "form one batch per optimizer step"),
+    "trainer": ("turnlog.trainer.loop", "Megatron steps, checkpoints, weight versions"),
     "loader": ("turnlog.consumers.loader", "load published weights into one engine"),
 }
 """Roles that are one asyncio process: verb -> (module with `main(role)`, what it does)."""
@@ -89,7 +90,6 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, (module, what) in ROLES.items():
         _verb(verbs, name, _role(name, module), f"role: {what}")
-    _verb(verbs, "trainer", _trainer, "role: Megatron steps, checkpoints, weight versions")
     _verb(verbs, "views", _views, "role: the Faust live views behind `turnlog status`")
     _verb(verbs, "registry", _registry, "role: the embedded schema registry")
     _verb(verbs, "supervise", _supervise, "run the servers and roles of a run in the foreground")
@@ -130,12 +130,6 @@ def _role(name: str, module: str) -> Call:
     return call
 
 
-def _trainer(settings: Settings, _: argparse.Namespace) -> int:
-    from turnlog.trainer.launch import launch
-
-    return launch(settings)
-
-
 def _views(settings: Settings, _: argparse.Namespace) -> int:
     from turnlog.processors.shells.views import serve_views
 
@@ -156,8 +150,9 @@ def _supervise(settings: Settings, _: argparse.Namespace) -> int:
 
 def _up(settings: Settings, _: argparse.Namespace) -> int:
     from turnlog.infra.embedded.up import up
+    from turnlog.trainer.tiny_policy import prepared
 
-    up(settings)
+    up(prepared(settings))
     return 0
 
 
@@ -181,17 +176,17 @@ def _run(settings: Settings, _: argparse.Namespace) -> int:
 
 
 def _warm_start(settings: Settings, _: argparse.Namespace) -> int:
-    from turnlog.infra.recipes import recipe
-    from turnlog.trainer.warm_start import warm_start_recipe
+    from turnlog.trainer.tiny_policy import initial_weights, prepared
 
-    warm_start_recipe(recipe(settings.feeder.recipe), settings)
+    print(initial_weights(prepared(settings)))
     return 0
 
 
 def _demo(settings: Settings, arguments: argparse.Namespace) -> int:
     from turnlog.consumers.demo import demo
+    from turnlog.trainer.tiny_policy import prepared
 
-    return demo(settings, steps=arguments.steps, engines=arguments.engines)
+    return demo(settings, prepared, steps=arguments.steps, engines=arguments.engines)
 
 
 def _replay(settings: Settings, arguments: argparse.Namespace) -> int:

@@ -141,6 +141,8 @@ class RunnerSettings:
     max_attempts: int = 3
     """Sessions per rollout before the failure is final."""
     tool_deadline_s: float = 60.0
+    gateway_patience_s: float = 60.0
+    """A gateway that gives no answer for longer is an infrastructure failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +193,11 @@ class AssemblerSettings:
     """A session silent for longer is expired."""
     group_deadline_s: float = 1800.0
     """A group open for longer is closed with what it has."""
+    commit_interval_s: float = 1.0
+    """Outputs are committed at once, progress without outputs this often."""
+    horizon_records: int = 20_000
+    """agent.sessions records of one partition between a group's admission and its first record, at most: a group that
+    shows up later is taken for one that was scored and forgotten. A restart reads back the samples of that span."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,7 +247,9 @@ class TrainerSettings:
     publish_every: int = 1
     """Draws between published weights."""
     checkpoint_every: int = 10
-    """Optimizer steps between checkpoints; one more at the end."""
+    """Optimizer steps between checkpoints; one more at the start and at the end."""
+    checkpoints_kept: int = 3
+    """The newest ones stay on disk."""
     seed: int = 1234
     dtype: str = "float32"
     warm_start_steps: int = 400

@@ -1,0 +1,166 @@
+"""`turnlog run`: write RunConfigured, feed tasks, show the loop until the draws of [feeder] are trained.
+
+ConductError
+├── OtherSettings   the run was configured with other fold or batcher settings
+├── RoleFailed      a role of the run gave up; names its log
+└── NotEveryDraw    the trainer ended before all draws were trained
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from rich.console import Console
+
+from turnlog.consumers.display import Display
+from turnlog.consumers.history import all_events, partitions
+from turnlog.consumers.watch import WATCHED
+from turnlog.infra.embedded.plan import answers
+from turnlog.infra.embedded.ports import HOST, free_ports
+from turnlog.infra.embedded.process import Launch
+from turnlog.infra.embedded.run_files import LOGS, SETTINGS
+from turnlog.infra.embedded.supervisor import Member, Supervisor
+from turnlog.infra.embedded.up import status_processes
+from turnlog.infra.role import Role, opened
+from turnlog.processors.core.fold_rules import FOLD_VERSION
+from turnlog.schemas import ids, topics
+from turnlog.schemas.errors import UndecodableRecord
+from turnlog.schemas.events import RunConfigured
+from turnlog.settings import Settings, fold_settings_json, settings_sha256
+
+LOOK_EVERY_S = 0.5
+POLL_S = 0.2
+
+
+class ConductError(Exception):
+    """Base of the tree above."""
+
+
+class OtherSettings(ConductError):
+    """A run keeps its fold and batcher settings for life; use another --run ID for others."""
+
+
+class RoleFailed(ConductError):
+    """A role died too often."""
+
+
+class NotEveryDraw(ConductError):
+    """The trainer is done, the draws are not."""
+
+
+def conduct(settings: Settings) -> int:
+    """Feed and show a run that is up; 0 when every draw was trained."""
+    console = Console()
+    display = Display(settings.run.id, settings.feeder.draws, console)
+    try:
+        asyncio.run(run(settings, display))
+    except asyncio.CancelledError:
+        console.print("interrupted: the servers go on (`turnlog down` stops them); `turnlog run` continues")
+        return 130
+    console.print(f"{len(display.picture.steps)} steps trained; next: turnlog --run {settings.run.id} replay --verify")
+    return 0
+
+
+async def run(settings: Settings, display: Display) -> None:
+    """Configure the run, feed it, return when every draw is trained and its weights are acknowledged."""
+    async with opened("run", settings) as role:
+        stop_at_signal(asyncio.current_task())
+        await configure(role)
+        async with display.shown(), _fed(settings), asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(_watch(role, display))
+            display.phase = "waiting for the first weights"
+            while not _over(settings, display):
+                await asyncio.sleep(LOOK_EVERY_S)  # states of processes are files, not events
+                display.phase = "looping" if display.picture.sessions_started else display.phase
+            watching.cancel()
+
+
+def stop_at_signal(task: asyncio.Task[None] | None) -> None:
+    """SIGINT and SIGTERM cancel `task`, so that every context is left in order."""
+    assert task is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+
+
+async def configure(role: Role) -> None:
+    """Write RunConfigured once. Raises OtherSettings."""
+    run_id, settings_json = role.settings.run.id, fold_settings_json(role.settings)
+    wanted = settings_sha256(settings_json)
+    for event in await all_events(role, topics.RUNS):
+        if event.settings_sha256 != wanted:
+            raise OtherSettings(
+                f"run {run_id!r} was configured with {event.settings.decode()}, now it is {settings_json.decode()}: "
+                "use those settings, or another --run ID"
+            )
+        return
+    await role.events.append(
+        RunConfigured(
+            event_id=ids.digest("RunConfigured", run_id),
+            run_id=run_id,
+            settings=settings_json,
+            settings_sha256=wanted,
+            fold_version=FOLD_VERSION,
+        )
+    )
+
+
+@contextlib.asynccontextmanager
+async def _fed(settings: Settings) -> AsyncIterator[None]:
+    """A feeder beside us, restarted when it dies, stopped at the end."""
+    directory = Path(settings.run.directory)
+    health = f"http://{HOST}:{free_ports(1)[0]}"
+    launch = Launch(
+        name="feeder-0",
+        argv=(sys.executable, "-m", "turnlog.cli", "--settings", str(directory / SETTINGS), "feeder"),
+        log=directory / LOGS / "feeder-0.log",
+        env={"TURNLOG_INSTANCE": "feeder-0", "TURNLOG_HEALTH_PORT": health.rpartition(":")[2], "OMP_NUM_THREADS": "1"},
+        ready=lambda: answers(f"{health}/readyz"),
+    )
+    supervisor = Supervisor([Member(launch=launch, essential=True, must_be_ready=False)], lambda _: None)
+    task = asyncio.create_task(supervisor.run())
+    try:
+        yield
+    finally:
+        supervisor.stopping.set()
+        await task
+
+
+async def _watch(role: Role, display: Display) -> None:
+    starts = await role.log.start_offsets([partition for topic in WATCHED for partition in partitions(role, topic)])
+    async with role.log.reader() as reader:
+        reader.assign(starts)
+        while True:
+            for record in await reader.poll(max_records=2000, timeout_s=POLL_S):
+                try:
+                    event = await role.events.decode(record)
+                except UndecodableRecord:
+                    continue  # the role that owns the topic parks it
+                if event.run_id == role.settings.run.id:
+                    display.picture.apply(event)
+            display.refreshed()
+
+
+def _over(settings: Settings, display: Display) -> bool:
+    """Every draw trained, every engine on the newest version. Raises RoleFailed, NotEveryDraw."""
+    picture = display.picture
+    drawn = len({step.draw_index for step in picture.steps.values()})
+    loaded = all(version >= picture.version for version in picture.engines.values())
+    if drawn >= settings.feeder.draws and picture.published_after(max(picture.steps)) and loaded:
+        return True
+    for child in status_processes(settings):
+        if child["state"] == "failed":
+            raise RoleFailed(f"{child['name']}: {child['error']}; log {child['log']}")
+        if child["name"].startswith("trainer") and child["state"] == "done" and drawn < settings.feeder.draws:
+            raise NotEveryDraw(f"the trainer ended after {drawn} of {settings.feeder.draws} draws; log {child['log']}")
+        waiting = child["waiting"]
+        if waiting and not picture.sessions_started:
+            display.phase = f"{child['name']}: {waiting}"
+    return False
+
+
+__all__ = ["conduct", "configure", "run", "stop_at_signal"]

@@ -1,0 +1,300 @@
+"""The weight loader: one per engine, so that every published version is acknowledged or refused by name.
+
+EngineSwapFailed   the engine died or cannot be resumed: EngineGone is on the log, the process ends, the supervisor
+                   restarts engine and loader
+
+Files are fetched and verified before the engine hears of them; then pause(retract) -> load -> check the label ->
+resume, resumed whatever happens. When several versions wait, only the newest is loaded. A refused version is not tried
+again: the old weights serve until the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prometheus_client import Counter, Gauge
+
+from turnlog.consumers.engine_weights import BadWeights, fetch, model_shapes, verify, write
+from turnlog.infra.blobs import BlobError
+from turnlog.infra.engine import EngineDead, EngineError, EngineRefused
+from turnlog.infra.engine_control import EngineControl, SGLangControl
+from turnlog.infra.log import Partition, Reader
+from turnlog.infra.role import Role
+from turnlog.schemas.events import (
+    EngineGone,
+    EngineRegistered,
+    EngineWeightsLoaded,
+    EngineWeightsRefused,
+    Event,
+    WeightVersionPublished,
+)
+from turnlog.schemas.ids import digest
+from turnlog.schemas.topics import ENGINES, WEIGHTS
+
+log = logging.getLogger(__name__)
+LOADED = Counter("turnlog_loader_loaded", "Weight versions loaded")
+REFUSED = Counter("turnlog_loader_refused", "Weight versions refused", ["cause"])
+VERSION = Gauge("turnlog_loader_version", "Weight version served; -1 before the first")
+
+PARTITION = Partition(WEIGHTS.name, 0)
+STARTING, SERVING, GONE = "starting", "serving", "gone"
+PROBE_S = 1.0
+SILENT_PROBES = 3
+"""An engine that does not answer this many probes in a row is gone; one that refuses the connection is gone at once."""
+RETRY_S = 0.5
+
+
+class EngineSwapFailed(Exception):
+    """The engine is gone or left paused; the supervisor restarts both."""
+
+
+async def main(role: Role) -> None:
+    """Keep one engine on the newest weight version until the role stops. Raises EngineSwapFailed, LogError, BlobError.
+
+    TURNLOG_ENGINE_INDEX (default 0) says which of engine.urls.
+    """
+    index = int(os.environ.get("TURNLOG_ENGINE_INDEX", "0"))
+    urls = role.settings.engine.urls
+    if index >= len(urls):
+        raise EngineSwapFailed(f"there is no engine {index}: [engine] urls and endpoints.json name {len(urls)}")
+    control = SGLangControl(urls[index])
+    try:
+        await Loader(role, control, f"engine-{index}", urls[index]).run()
+    finally:
+        await control.close()
+
+
+@dataclass(slots=True)
+class Timer:
+    """Seconds by phase."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the block, also when it fails."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = time.monotonic() - start
+
+
+class Loader:
+    """One engine's weights."""
+
+    def __init__(self, role: Role, control: EngineControl, engine_id: str, url: str) -> None:
+        settings = role.settings
+        self._role, self._control, self._engine_id, self._url = role, control, engine_id, url
+        self._directory = Path(settings.run.directory).resolve() / "weights" / engine_id
+        self._model = Path(settings.model.path)
+        self._expected: Mapping[str, tuple[int, ...]] = {}
+        self._version = -1
+        self._considered = -1
+        """Newest version loaded or refused."""
+        self._newest: WeightVersionPublished | None = None
+        self._waiting: list[WeightVersionPublished] = []
+        self._said = 0
+        self._silent = 0
+
+    async def run(self) -> None:
+        """See the module."""
+        self._expected = model_shapes(self._model)
+        self._said = (await self._role.log.end_offsets([Partition(ENGINES.name, 0)]))[Partition(ENGINES.name, 0)]
+        await self._wait_for_engine()
+        await self._register()
+        async with self._role.log.reader() as reader:
+            reader.assign(await self._role.log.start_offsets([PARTITION]))
+            await self._catch_up(reader)
+            self._role.health.started()
+            probed = time.monotonic()
+            while not self._role.stopping.is_set():
+                if self._waiting:
+                    await self._swap()
+                await self._take(reader, timeout_s=0.2)
+                if time.monotonic() - probed >= PROBE_S:
+                    await self._probe()
+                    probed = time.monotonic()
+
+    async def _wait_for_engine(self) -> None:
+        limit = time.monotonic() + self._role.settings.engine.start_timeout_s
+        while not self._role.stopping.is_set():
+            try:
+                await self._control.model_info()
+                # A loader that was killed in a swap leaves its engine paused.
+                await self._control.resume()
+            except EngineError as error:
+                if time.monotonic() > limit:
+                    await self._gone(error)
+                    raise EngineSwapFailed(f"{self._url} did not start; raise [engine] start_timeout_s") from error
+                await asyncio.sleep(RETRY_S)
+            else:
+                return
+
+    async def _register(self) -> None:
+        info = await self._control.model_info()
+        self._version = info.version
+        VERSION.set(self._version)
+        await self._say(
+            EngineRegistered(
+                event_id=self._event_id("EngineRegistered"),
+                run_id=self._role.settings.run.id,
+                engine_id=self._engine_id,
+                url=self._url,
+                state=self._state,
+                version=self._version,
+                model=self._role.settings.model.name,
+            )
+        )
+
+    async def _catch_up(self, reader: Reader) -> None:
+        end = (await self._role.log.end_offsets([PARTITION]))[PARTITION]
+        while reader.position(PARTITION) < end:
+            await self._take(reader, timeout_s=0.2)
+
+    async def _take(self, reader: Reader, *, timeout_s: float) -> None:
+        for record in await reader.poll(timeout_s=timeout_s):
+            event = await self._role.events.decode(record)
+            if isinstance(event, WeightVersionPublished) and event.run_id == self._role.settings.run.id:
+                self._newest = event
+                if event.version > max(self._version, self._considered):
+                    self._waiting.append(event)
+
+    async def _probe(self) -> None:
+        """Is the engine there, with the weights that we gave it? One that restarted is registered and loaded anew."""
+        try:
+            info = await self._control.model_info()
+        except EngineRefused as error:
+            await self._gone(error)
+            raise EngineSwapFailed(f"{self._url} refuses /model_info") from error
+        except EngineDead as error:
+            self._silent += 1
+            if self._silent >= SILENT_PROBES or "ConnectError" in str(error):
+                await self._gone(error)
+                raise EngineSwapFailed(str(error)) from error
+            return
+        self._silent = 0
+        if info.version != self._version:
+            log.warning("%s serves %s, not %d: it restarted", self._url, info.weight_version, self._version)
+            await self._register()
+            if self._newest is not None and self._newest.version > self._version:
+                self._waiting = [self._newest]
+
+    async def _swap(self) -> None:
+        """Load the newest of the waiting versions."""
+        *older, event = self._waiting
+        timer = Timer()
+        try:
+            contents = await self._fetched(event, timer)
+            with timer.phase("verify"):
+                await asyncio.to_thread(verify, event, contents, self._expected)
+                folder = await asyncio.to_thread(write, contents, self._directory, event.version)
+            await self._load(event, folder, timer)
+        except (BadWeights, EngineRefused) as error:
+            await self._refuse(event, error)
+        else:
+            superseded = tuple(one.version for one in older)
+            await self._loaded(event, superseded, timer.seconds)
+        self._considered = event.version
+        self._waiting = []
+
+    async def _fetched(self, event: WeightVersionPublished, timer: Timer) -> dict[str, bytes]:
+        """The files; a store that does not answer is asked [loader] attempts times, then the process ends."""
+        with timer.phase("fetch"):
+            for attempt in range(1, self._role.settings.loader.attempts + 1):
+                try:
+                    return await fetch(event, self._role.blobs)
+                except BlobError as error:
+                    if attempt == self._role.settings.loader.attempts:
+                        raise
+                    log.warning("version %d: %s; attempt %d", event.version, error, attempt)
+                    await asyncio.sleep(RETRY_S * attempt)
+        raise AssertionError("unreachable")
+
+    async def _load(self, event: WeightVersionPublished, folder: Path, timer: Timer) -> None:
+        """pause -> load -> check -> resume. Raises EngineRefused (old weights serve), EngineSwapFailed."""
+        control, timeout_s = self._control, self._role.settings.loader.timeout_s
+        try:
+            try:
+                with timer.phase("pause"):
+                    await control.pause()
+                with timer.phase("load"):
+                    await control.load(folder, event.version, timeout_s=timeout_s)
+                with timer.phase("check"):
+                    info = await control.model_info()
+                if info.version != event.version:
+                    raise EngineRefused(f"{self._url} reports {info.weight_version!r} after loading {event.version}")
+            finally:
+                with timer.phase("resume"):
+                    await control.resume()
+        except EngineDead as error:
+            await self._gone(error)
+            raise EngineSwapFailed(f"{self._url} died while it loaded version {event.version}: {error}") from error
+
+    async def _loaded(
+        self, event: WeightVersionPublished, superseded: tuple[int, ...], seconds: dict[str, float]
+    ) -> None:
+        self._version = event.version
+        LOADED.inc()
+        VERSION.set(event.version)
+        await self._say(
+            EngineWeightsLoaded(
+                event_id=self._event_id("EngineWeightsLoaded"),
+                run_id=self._role.settings.run.id,
+                engine_id=self._engine_id,
+                url=self._url,
+                state=self._state,
+                version=event.version,
+                superseded=superseded,
+                seconds=seconds,
+            )
+        )
+
+    async def _refuse(self, event: WeightVersionPublished, error: Exception) -> None:
+        log.error("version %d refused, %d stays: %s", event.version, self._version, error)
+        REFUSED.labels(type(error).__name__).inc()
+        await self._say(
+            EngineWeightsRefused(
+                event_id=self._event_id("EngineWeightsRefused"),
+                run_id=self._role.settings.run.id,
+                engine_id=self._engine_id,
+                url=self._url,
+                state=self._state,
+                version=self._version,
+                refused_version=event.version,
+                cause=type(error).__name__,
+                message=str(error),
+            )
+        )
+
+    async def _gone(self, error: Exception) -> None:
+        await self._say(
+            EngineGone(
+                event_id=self._event_id("EngineGone"),
+                run_id=self._role.settings.run.id,
+                engine_id=self._engine_id,
+                url=self._url,
+                state=GONE,
+                version=self._version,
+                cause=str(error),
+            )
+        )
+
+    @property
+    def _state(self) -> str:
+        return SERVING if self._version >= 0 else STARTING
+
+    def _event_id(self, record: str) -> str:
+        """Nothing but its place in time sets one report of an engine apart from the next."""
+        self._said += 1
+        return digest(record, self._role.settings.run.id, self._engine_id, self._role.instance, self._said)
+
+    async def _say(self, event: Event) -> None:
+        await self._role.events.append(event)

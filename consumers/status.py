@@ -1,0 +1,112 @@
+"""`turnlog status`: processes, lag per role, engines, weight versions, and what the live views count."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from turnlog.consumers.history import all_events, partitions
+from turnlog.infra import endpoints
+from turnlog.infra.embedded.up import status_processes
+from turnlog.infra.log import LogUnavailable
+from turnlog.infra.role import Role, opened
+from turnlog.processors.core.low_water import committed_high
+from turnlog.schemas import topics
+from turnlog.settings import Settings
+
+ASSEMBLER = "assembler"
+GROUPS = {
+    ASSEMBLER: (topics.SESSIONS, topics.TURNS, topics.SNAPSHOTS),
+    "runner": (topics.TASKS,),
+    "sandbox": (topics.TOOL_CALLS,),
+}
+"""Consumer groups by role, and what they read. Their committed offsets are low-water marks; the assembler's metadata
+says how far it has really folded."""
+VIEWS_TIMEOUT_S = 2.0
+
+
+def show(settings: Settings, *, as_json: bool) -> int:
+    """Print the status; 0 when every process is ready, 1 otherwise, 3 when the run is not up."""
+    processes = status_processes(settings)
+    found: dict[str, Any] = {"run": settings.run.id, "processes": processes, "views": views(settings)}
+    if processes:
+        try:
+            found |= asyncio.run(_from_log(settings))
+        except LogUnavailable as error:
+            found["log"] = str(error)
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        _print(found, settings)
+    if not processes:
+        return 3
+    return 0 if all(process["state"] in ("ready", "done") for process in processes) else 1
+
+
+def views(settings: Settings) -> dict[str, Any]:
+    """What the live views answer; {"unavailable": why} when they do not."""
+    try:
+        url = endpoints.read(Path(settings.run.directory)).views
+        with urllib.request.urlopen(f"{url}/views", timeout=VIEWS_TIMEOUT_S) as answer:
+            body: dict[str, Any] = json.load(answer)
+            return body
+    except (endpoints.NoEndpoints, urllib.error.URLError, OSError, ValueError) as error:
+        return {"unavailable": str(error)}
+
+
+async def _from_log(settings: Settings) -> dict[str, Any]:
+    async with opened("status", settings) as role:
+        lag = {name: await _lag(role, name) for name in GROUPS}
+        engines = {event.engine_id: {"state": event.state, "version": event.version, "url": event.url}
+                   for event in await all_events(role, topics.ENGINES)}  # fmt: skip
+        return {"lag": lag, "engines": engines}
+
+
+async def _lag(role: Role, name: str) -> dict[str, int]:
+    """Records behind the end, per topic."""
+    behind: dict[str, int] = {}
+    for topic in GROUPS[name]:
+        wanted = partitions(role, topic)
+        commits = await role.log.commits(f"{role.settings.run.id}.{name}", wanted)
+        ends = await role.log.end_offsets(wanted)
+        done = {partition: committed_high(commit.metadata) if name == ASSEMBLER else commit.offset
+                for partition, commit in commits.items()}  # fmt: skip
+        behind[topic.name] = sum(ends[partition] - done.get(partition, 0) for partition in wanted)
+    return behind
+
+
+def _print(found: dict[str, Any], settings: Settings) -> None:
+    console = Console()
+    if not found["processes"]:
+        console.print(f"run {settings.run.id!r} is not up: start it with `turnlog --run {settings.run.id} up`")
+        return
+    table = Table("process", "state", "pid", "restarts", "waits for / error", title=f"run {found['run']}")
+    for process in found["processes"]:
+        why = process["waiting"] or process["error"].splitlines()[:1] or ""
+        table.add_row(
+            process["name"], process["state"], str(process["pid"] or "-"), str(process["restarts"]), str(why or "")
+        )
+    console.print(table)
+    for role, lag in found.get("lag", {}).items():
+        console.print(f"lag of {role}: " + ", ".join(f"{topic} {count}" for topic, count in lag.items()))
+    for engine, facts in found.get("engines", {}).items():
+        console.print(f"{engine}: {facts['state']}, weight version {facts['version']}, {facts['url']}")
+    seen = found["views"]
+    if "unavailable" in seen:
+        console.print(f"live views: {seen['unavailable']}")
+        return
+    sessions = ", ".join(f"{outcome} {count}" for outcome, count in sorted(seen["sessions"].items()))
+    step = seen["last_step"]
+    console.print(
+        f"sessions: {sessions or 'none'}; steps {seen['steps']}; newest weight version {seen['newest_version']}"
+    )
+    if step:
+        facts = f"reward {step['reward']:.3f}, loss {step['loss']:+.4f}, lag {step['lag']}"
+        console.print(f"last step: batch {step['batch']}, {facts}")

@@ -1,0 +1,115 @@
+"""The policy of a recipe that brings none: a random tiny model at once, its warm start when the trainer first needs it.
+
+Both are cached below $XDG_CACHE_HOME/turnlog/models, named by everything that they are a function of.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from turnlog.infra.recipes import Recipe, WarmStart, recipe
+from turnlog.settings import Settings
+from turnlog.trainer.shape import ModelShape, read_shape
+
+FORMAT = "1"
+"""Changes when the same settings would make another model."""
+Progress = Callable[[int, int, float], None]
+"""(steps taken, steps wanted, loss)"""
+
+
+class NoPolicy(Exception):
+    """[model] path is empty and the recipe has no warm start: name a Hugging Face folder in [model] path."""
+
+
+def prepared(settings: Settings, env: Mapping[str, str] = os.environ) -> Settings:
+    """Settings whose model.path exists: the user's, else the recipe's random tiny model, with trainer.initial_weights
+    naming where its warm start is or will be. Raises NoPolicy, UnknownRecipe."""
+    if settings.model.path:
+        return settings
+    chosen = recipe(settings.feeder.recipe)
+    start = _warm_start(chosen)
+    cache = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "turnlog" / "models"
+    tokenizer, base = cache / f"{chosen.name}-tokenizer", cache / f"{chosen.name}-base-{_key(start, settings, steps=0)}"
+    if not (base / "config.json").exists():
+        _write_whole(tokenizer, start.write_tokenizer)
+        _write_whole(base, lambda part: _base(start, settings, tokenizer, part))
+    warm = cache / f"{chosen.name}-warm-{_key(start, settings, steps=settings.trainer.warm_start_steps)}"
+    replace = dataclasses.replace
+    return replace(
+        settings,
+        model=replace(settings.model, path=str(base)),
+        trainer=replace(settings.trainer, initial_weights=settings.trainer.initial_weights or str(warm)),
+    )
+
+
+def initial_weights(settings: Settings, progress: Progress = lambda *_: None) -> Path:
+    """The folder that version 0 comes from; runs the recipe's warm start first where it is still missing."""
+    if not settings.trainer.initial_weights:
+        return Path(settings.model.path)
+    folder = Path(settings.trainer.initial_weights)
+    if not (folder / "config.json").exists():
+        start = _warm_start(recipe(settings.feeder.recipe))
+        _write_whole(folder, lambda part: _warm(start, settings, part, progress))
+    return folder
+
+
+def _warm_start(chosen: Recipe) -> WarmStart:
+    if chosen.warm_start is None:
+        raise NoPolicy(f"[model] path is empty and recipe {chosen.name!r} has no warm start: name a model folder there")
+    return chosen.warm_start
+
+
+def _base(start: WarmStart, settings: Settings, tokenizer: Path, folder: Path) -> None:
+    from turnlog.trainer.warm_start import make_base
+
+    make_base(_shape(start, tokenizer), tokenizer, folder, seed=settings.trainer.warm_start_seed)
+
+
+def _warm(start: WarmStart, settings: Settings, folder: Path, progress: Progress) -> None:
+    from turnlog.trainer.warm_start import warm_start
+
+    trainer, base = settings.trainer, Path(settings.model.path)
+    rows = ((row.token_ids, row.mask) for row in start.rows(base, trainer.warm_start_seed))
+    warm_start(
+        read_shape(base),
+        base,
+        rows,
+        steps=trainer.warm_start_steps,
+        learning_rate=trainer.warm_start_rate,
+        seed=trainer.warm_start_seed,
+        folder=folder,
+        progress=lambda step, loss: progress(step, trainer.warm_start_steps, loss),
+        threads=trainer.threads,
+    )
+
+
+def _shape(start: WarmStart, folder: Path) -> ModelShape:
+    (folder / "config.json").write_text(json.dumps(start.model.config()))
+    return read_shape(folder)
+
+
+def _key(start: WarmStart, settings: Settings, *, steps: int) -> str:
+    trainer = settings.trainer
+    demonstrations = [dataclasses.asdict(one) for one in itertools.islice(start.demonstrations(0), 8)]
+    about = [FORMAT, start.model.config(), demonstrations, trainer.warm_start_seed, steps, trainer.warm_start_rate]
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _write_whole(folder: Path, write: Callable[[Path], None]) -> None:
+    """Make `folder` in one step: a second process finds all of it or none."""
+    part = folder.with_name(f"{folder.name}.part-{os.getpid()}")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        write(part)
+        if not folder.exists():
+            os.replace(part, folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
