@@ -1,0 +1,171 @@
+"""The whole loop on one machine, three steps, with the assembler and the trainer killed -9 in the middle of it.
+
+Equal means: every sample and batch equals the offline fold of the same topics, and the trainer re-run from its first
+checkpoint over the same manifests gives the same losses, bit for bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from turnlog.consumers.history import all_events
+from turnlog.consumers.report import newest_incarnations
+from turnlog.infra.embedded.up import down, status_processes, up
+from turnlog.infra.role import opened
+from turnlog.schemas import topics
+from turnlog.schemas.events import StepCompleted
+from turnlog.settings import Settings, load
+
+DRAWS = 3
+SETTINGS = f"""
+[run]
+id = "closed-loop"
+directory = "{{directory}}"
+[feeder]
+draws = {DRAWS}
+group_size = 4
+[batcher]
+prompts_per_draw = 4
+[trainer]
+warm_start_steps = 120
+threads = 1
+"""
+
+pytestmark = [pytest.mark.kafka, pytest.mark.engine, pytest.mark.chaos, pytest.mark.timeout(900)]
+
+
+class Loop:
+    """A run that is up, reached as a user does: by the command line."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory / "closed-loop"
+        self.file = directory / "settings.toml"
+        self.file.write_text(SETTINGS.format(directory=self.directory))
+
+    def turnlog(self, *verb: str, file: Path | None = None) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "turnlog.cli", "--settings", str(file or self.file), *verb]
+        return subprocess.run(command, capture_output=True, text=True, timeout=600)
+
+    @property
+    def kept(self) -> Path:
+        """The settings in effect, as `up` wrote them."""
+        return self.directory / "settings.toml"
+
+    @property
+    def settings(self) -> Settings:
+        return load(self.kept, {})
+
+    def pid(self, name: str) -> int:
+        return next(child["pid"] for child in status_processes(self.settings) if child["name"] == name)
+
+    def steps(self) -> list[StepCompleted]:
+        async def read() -> list[Any]:
+            async with opened("test", self.settings) as role:
+                return await all_events(role, topics.STEPS)
+
+        return asyncio.run(read())
+
+
+@pytest.fixture(scope="module")
+def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loop]:
+    """The run, trained to its end, with two kills on the way."""
+    loop = Loop(tmp_path_factory.mktemp("loop"))
+    started = loop.turnlog("up")
+    assert started.returncode == 0, started.stderr
+    try:
+        command = [sys.executable, "-m", "turnlog.cli", "--settings", str(loop.kept), "run"]
+        running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        asyncio.run(_killed_midway(loop, running))
+        said, _ = running.communicate(timeout=600)
+        assert running.returncode == 0, said
+        yield loop
+    finally:
+        if status_processes(loop.settings):
+            down(loop.settings)
+
+
+async def _killed_midway(loop: Loop, running: subprocess.Popen[str]) -> None:
+    """Kill -9 the assembler when the first turns are on the log, the trainer when its first step is."""
+    async with opened("test", loop.settings) as role:
+        for topic, victim in ((topics.TURNS, "assembler-0"), (topics.STEPS, "trainer-0")):
+            while not await all_events(role, topic):
+                assert running.poll() is None, running.communicate()[0]
+                await asyncio.sleep(0.05)  # another process writes: there is nothing here to wait on
+            os.kill(loop.pid(victim), signal.SIGKILL)
+
+
+def test_every_draw_is_trained_once_in_the_history_that_counts(loop: Loop) -> None:
+    steps = newest_incarnations(loop.steps())
+    assert [step.batch_index for step in steps] == list(range(DRAWS))
+    assert [step.step for step in steps] == list(range(1, DRAWS + 1))
+    assert max(step.incarnation for step in steps) >= 1
+    restarts = {child["name"]: child["restarts"] for child in status_processes(loop.settings)}
+    assert restarts["assembler-0"] >= 1
+    assert restarts["trainer-0"] >= 1
+
+
+def test_the_offline_fold_of_the_topics_gives_every_sample_and_batch(loop: Loop) -> None:
+    done = loop.turnlog("replay", "--verify", file=loop.kept)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "identical" in done.stdout
+
+
+def test_the_books_balance_and_the_report_says_so(loop: Loop) -> None:
+    done = loop.turnlog("books", file=loop.kept)
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = loop.turnlog("report", file=loop.kept)
+    assert done.returncode == 0, done.stdout + done.stderr
+    body = json.loads((loop.directory / "report.json").read_text())
+    assert body["sampled_tokens"] == body["trained_tokens"] + sum(body["masked_tokens"].values()) > 0
+    assert body["steps"] == DRAWS
+    assert body["replay"]["identical"]
+    assert body["replay"]["batches_compared"] == DRAWS
+    assert body["max_lag_seen"] == 0
+    assert set(body["weight_versions_acknowledged"]) == {"engine-0"}
+    assert not body["weight_versions_unanswered"]
+    assert body["logprob_gap_max"] < 1e-4
+
+
+def test_a_rerun_from_the_first_checkpoint_gives_the_same_losses_bit_for_bit(loop: Loop) -> None:
+    logged = [step.loss for step in newest_incarnations(loop.steps())]
+    program = (
+        "import json, sys; from pathlib import Path; from turnlog.settings import load; from turnlog.trainer.rerun import rerun\n"
+        "print(json.dumps(rerun(load(Path(sys.argv[1]), {}), None, int(sys.argv[2]))))"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", program, str(loop.kept), str(DRAWS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == logged
+
+
+def test_the_status_shows_roles_lag_and_versions(loop: Loop) -> None:
+    done = loop.turnlog("status", "--json", file=loop.kept)
+    found = json.loads(done.stdout)
+    assert {child["name"] for child in found["processes"]} >= {"kafka", "gateway-0", "assembler-0", "engine-0"}
+    assert found["lag"]["assembler"] == {"agent.sessions": 0, "agent.turns": 0, "agent.token-snapshots": 0}
+    assert found["views"]["steps"] == DRAWS
+    assert found["views"]["newest_version"] == found["engines"]["engine-0"]["version"]
+
+
+def test_down_leaves_no_process_and_up_opens_the_run_again(loop: Loop) -> None:
+    children = [child["pid"] for child in status_processes(loop.settings) if child["pid"]]
+    assert loop.turnlog("down", file=loop.kept).returncode == 0
+    assert not [pid for pid in children if psutil.pid_exists(pid)]
+    servers_only = load(loop.kept, {"TURNLOG_ENGINE_URLS": "http://127.0.0.1:9"})
+    up(servers_only, roles=(), say=lambda _: None)
+    try:
+        done = loop.turnlog("replay", "--verify", file=loop.kept)
+        assert done.returncode == 0, done.stdout + done.stderr
+    finally:
+        down(servers_only, say=lambda _: None)
