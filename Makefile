@@ -15,7 +15,7 @@ ifeq ($(ENGINES),)
 unexport TURNLOG_ENGINE_COUNT
 endif
 
-.PHONY: help demo test check bench chaos schemas lock clean
+.PHONY: help demo test check bench chaos schemas docs lock clean
 
 help:  ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -38,6 +38,10 @@ chaos: $(ENVIRONMENT)  ## kill -9 roles many times (ONLY=assembler,trainer; KILL
 
 schemas: $(ENVIRONMENT)  ## rewrite schemas/avro from the event dataclasses
 	@$(BIN)/python -m turnlog.schemas.avsc
+
+docs: $(ENVIRONMENT)  ## rewrite the generated pages
+	@$(BIN)/python -m turnlog.schemas.catalogue_page > docs/events.md
+	@$(BIN)/python -m turnlog.settings_page > docs/settings.md
 
 $(UV): locks/uv.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 is needed: install it or set PYTHON=/path/to/python3.11"; exit 2; }

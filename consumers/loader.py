@@ -4,8 +4,8 @@ EngineSwapFailed   the engine died or cannot be resumed: EngineGone is on the lo
                    restarts engine and loader
 
 Files are fetched and verified before the engine hears of them; then pause(retract) -> load -> check the label ->
-resume, resumed whatever happens. When several versions wait, only the newest is loaded. A refused version is not tried
-again: the old weights serve until the next one.
+resume, resumed whatever happens. When several versions wait, the newest that is good is loaded and the others are
+superseded. A refused version is not tried again: the old weights serve until the next one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import asyncio
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -49,6 +50,7 @@ PROBE_S = 1.0
 SILENT_PROBES = 3
 """An engine that does not answer this many probes in a row is gone; one that refuses the connection is gone at once."""
 RETRY_S = 0.5
+RECENT = 8
 
 
 class EngineSwapFailed(Exception):
@@ -97,10 +99,11 @@ class Loader:
         self._model = Path(settings.model.path)
         self._expected: Mapping[str, tuple[int, ...]] = {}
         self._version = -1
-        self._considered = -1
-        """Newest version loaded or refused."""
-        self._newest: WeightVersionPublished | None = None
-        self._waiting: list[WeightVersionPublished] = []
+        self._recent: deque[WeightVersionPublished] = deque(maxlen=RECENT)
+        """The newest versions on the log, for an engine that comes back without weights."""
+        self._waiting: list[int] = []
+        """Versions neither loaded, refused nor superseded, ascending."""
+        self._refused: set[int] = set()
         self._said = 0
         self._silent = 0
 
@@ -109,6 +112,8 @@ class Loader:
         self._expected = model_shapes(self._model)
         self._said = (await self._role.log.end_offsets([Partition(ENGINES.name, 0)]))[Partition(ENGINES.name, 0)]
         await self._wait_for_engine()
+        if self._role.stopping.is_set():
+            return
         await self._register()
         async with self._role.log.reader() as reader:
             reader.assign(await self._role.log.start_offsets([PARTITION]))
@@ -163,9 +168,9 @@ class Loader:
         for record in await reader.poll(timeout_s=timeout_s):
             event = await self._role.events.decode(record)
             if isinstance(event, WeightVersionPublished) and event.run_id == self._role.settings.run.id:
-                self._newest = event
-                if event.version > max(self._version, self._considered):
-                    self._waiting.append(event)
+                self._recent.append(event)
+                if event.version > self._version:
+                    self._waiting.append(event.version)
 
     async def _probe(self) -> None:
         """Is the engine there, with the weights that we gave it? One that restarted is registered and loaded anew."""
@@ -184,12 +189,17 @@ class Loader:
         if info.version != self._version:
             log.warning("%s serves %s, not %d: it restarted", self._url, info.weight_version, self._version)
             await self._register()
-            if self._newest is not None and self._newest.version > self._version:
-                self._waiting = [self._newest]
+            self._waiting = [
+                one.version for one in self._recent if self._version < one.version and one.version not in self._refused
+            ]
 
     async def _swap(self) -> None:
-        """Load the newest of the waiting versions."""
-        *older, event = self._waiting
+        """Load the newest of the waiting versions; refused, the next newest is tried in the next round."""
+        newest = self._waiting.pop()
+        event = next((one for one in self._recent if one.version == newest), None)
+        if event is None:  # every recent version was refused
+            self._waiting = []
+            return
         timer = Timer()
         try:
             contents = await self._fetched(event, timer)
@@ -198,12 +208,11 @@ class Loader:
                 folder = await asyncio.to_thread(write, contents, self._directory, event.version)
             await self._load(event, folder, timer)
         except (BadWeights, EngineRefused) as error:
+            self._refused.add(event.version)
             await self._refuse(event, error)
         else:
-            superseded = tuple(one.version for one in older)
+            superseded, self._waiting = tuple(self._waiting), []
             await self._loaded(event, superseded, timer.seconds)
-        self._considered = event.version
-        self._waiting = []
 
     async def _fetched(self, event: WeightVersionPublished, timer: Timer) -> dict[str, bytes]:
         """The files; a store that does not answer is asked [loader] attempts times, then the process ends."""

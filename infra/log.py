@@ -5,6 +5,8 @@ LogError
 ├── Fenced              another owner started with the same transactional id: this process must end
 ├── TopicMissing        name it and say `turnlog topics apply`
 ├── OffsetOutOfRange    the log no longer holds what was asked for
+├── Oversized           a record or commit metadata above the limit: refused before it is sent, never retried
+├── BrokenAssignment    a group assigned less than whole units: this process must end
 └── TransactionFailed   never repaired in place: close the transactor, end the process
 """
 
@@ -36,6 +38,14 @@ class TopicMissing(LogError):
 
 class OffsetOutOfRange(LogError):
     """The asked offset lies outside the log."""
+
+
+class Oversized(LogError):
+    """The broker would refuse it for its size."""
+
+
+class BrokenAssignment(LogError):
+    """The group's assignment is not whole units. Remedy: `turnlog topics check`."""
 
 
 class TransactionFailed(LogError):

@@ -7,7 +7,9 @@ Source of the framing: Confluent Schema Registry, "Wire format".
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
+import operator
 import struct
 from collections.abc import Callable, Mapping
 from enum import StrEnum
@@ -15,6 +17,8 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 import fastavro
+from fastavro.read import SchemaResolutionError
+from fastavro.schema import SchemaParseException, UnknownType
 
 from turnlog.schemas.avsc import avro_schema, field_types, stored_schema
 from turnlog.schemas.errors import UndecodableRecord, UnknownRecord, UnknownSchemaId
@@ -23,6 +27,8 @@ from turnlog.schemas.events import ALL, Event
 MAGIC = 0
 HEADER = struct.Struct(">bI")
 Convert = Callable[[Any], Any]
+BROKEN = (EOFError, ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError, SchemaResolutionError)
+"""What fastavro raises for bytes that are not of their schema, or for schemas that do not resolve."""
 
 
 class Codec:
@@ -30,8 +36,8 @@ class Codec:
 
     def __init__(self, ids: Mapping[str, int]) -> None:
         """`ids`: record name -> schema id of its present schema."""
-        self._ids = dict(ids)
         self._present = {name: fastavro.parse_schema(stored_schema(name)) for name in ALL}
+        self._headers = {name: HEADER.pack(MAGIC, schema_id) for name, schema_id in ids.items()}
         self._written = {schema_id: (name, self._present[name]) for name, schema_id in ids.items()}
 
     def hold(self, schema_id: int, schema: Mapping[str, Any]) -> None:
@@ -39,87 +45,90 @@ class Codec:
         name = str(schema.get("name", "")).rpartition(".")[2]
         if name not in ALL:
             raise UndecodableRecord(f"schema id {schema_id} is of {name!r}, which is no record of turnlog")
-        self._written[schema_id] = (name, fastavro.parse_schema(dict(schema)))
+        try:
+            self._written[schema_id] = (name, fastavro.parse_schema(dict(schema)))
+        except (SchemaParseException, UnknownType) as error:
+            raise UndecodableRecord(f"schema id {schema_id} of {name} is no Avro schema: {error}") from error
 
     def encode(self, event: Event) -> bytes:
         """Raises UnknownRecord for a class outside the catalogue, ValueError for a field that does not fit."""
         name = type(event).__name__
-        if name not in self._ids:
+        if name not in self._headers:
             raise UnknownRecord(f"{name} is not a record of the catalogue")
         out = io.BytesIO()
-        out.write(HEADER.pack(MAGIC, self._ids[name]))
-        fastavro.schemaless_writer(out, self._present[name], _to_avro(type(event))(event), strict=True)
+        out.write(self._headers[name])
+        fastavro.schemaless_writer(out, self._present[name], _to_avro(ALL[name])(event), strict=True)
         return out.getvalue()
 
     def decode(self, data: bytes) -> Event:
         """Raises UnknownSchemaId (ask the registry, `hold`, try again) or UndecodableRecord (park it)."""
-        name, body = self.frame(data)
-        written = self._written[HEADER.unpack_from(data)[1]][1]
-        stream = io.BytesIO(body)
+        name, written = self._frame(data)
+        stream = io.BytesIO(data)  # shares the bytes, where a slice would copy them
+        stream.seek(HEADER.size)
         try:
             datum = fastavro.schemaless_reader(stream, written, self._present[name])
             event = _from_avro(ALL[name])(datum)
-        except (EOFError, ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError) as error:
+        except BROKEN as error:
             raise UndecodableRecord(f"{name}: the Avro body is broken ({type(error).__name__}: {error})") from error
         if stream.read(1):
             raise UndecodableRecord(f"{name}: bytes follow the Avro body")
         return event
 
     def frame(self, data: bytes) -> tuple[str, bytes]:
-        """(record name, Avro body) of framed bytes, without decoding the body."""
+        """(record name, Avro body) of framed bytes, without decoding the body. Raises as `decode`."""
+        return self._frame(data)[0], data[HEADER.size :]
+
+    def _frame(self, data: bytes) -> tuple[str, Any]:
         if len(data) < HEADER.size or data[0] != MAGIC:
             raise UndecodableRecord(f"no Confluent frame: starts with {data[:5].hex() or 'nothing'}")
         schema_id = HEADER.unpack_from(data)[1]
         if schema_id not in self._written:
             raise UnknownSchemaId(schema_id)
-        return self._written[schema_id][0], data[HEADER.size :]
+        return self._written[schema_id]
 
 
 def plain(event: Event) -> Any:
     """The event as the dict that Avro writers take (enums as symbols, nested records as dicts)."""
-    return _to_avro(type(event))(event)
+    return _to_avro(ALL[type(event).__name__])(event)
 
 
-_TO: dict[type, Convert] = {}
-_FROM: dict[type, Convert] = {}
-
-
+@functools.cache
 def _to_avro(record: type) -> Convert:
-    if record not in _TO:
-        fields = [(name, _writes(kind)) for name, kind in field_types(record).items()]
-        direct = tuple(name for name, convert in fields if convert is None)
-        others = tuple((name, convert) for name, convert in fields if convert is not None)
+    """A function from the record to its datum; the conversions of its fields are looked up once, here."""
+    names = tuple(field_types(record))
+    values = operator.attrgetter(*names) if len(names) > 1 else lambda event: (getattr(event, names[0]),)
+    others = tuple((name, convert) for name, kind in field_types(record).items() if (convert := _writes(kind)))
 
-        def to_dict(event: Any) -> dict[str, Any]:
-            datum = {name: getattr(event, name) for name in direct}
-            for name, convert in others:
-                datum[name] = convert(getattr(event, name))
-            return datum
+    def to_dict(event: Any) -> dict[str, Any]:
+        datum = dict(zip(names, values(event), strict=True))
+        for name, convert in others:
+            datum[name] = convert(datum[name])
+        return datum
 
-        _TO[record] = to_dict
-    return _TO[record]
+    return to_dict
 
 
+@functools.cache
 def _from_avro(record: type) -> Convert:
-    if record not in _FROM:
-        others = tuple((name, convert) for name, kind in field_types(record).items() if (convert := _reads(kind)))
+    """The inverse of `_to_avro`; takes the datum over."""
+    others = tuple((name, convert) for name, kind in field_types(record).items() if (convert := _reads(kind)))
 
-        def from_dict(datum: dict[str, Any]) -> Any:
-            for name, convert in others:
-                datum[name] = convert(datum[name])
-            return record(**datum)
+    def from_dict(datum: dict[str, Any]) -> Any:
+        for name, convert in others:
+            datum[name] = convert(datum[name])
+        return record(**datum)
 
-        _FROM[record] = from_dict
-    return _FROM[record]
+    return from_dict
 
 
 def _writes(kind: Any) -> Convert | None:
     """How a value of this annotation becomes an Avro datum; None when it is one already."""
     match _shape(kind):
         case ("record", record):
-            return lambda value: _to_avro(record)(value)
+            return _to_avro(record)
         case ("optional", record):
-            return lambda value: _to_avro(record)(value) if dataclasses.is_dataclass(value) else value
+            to_dict = _to_avro(record)
+            return lambda value: to_dict(value) if type(value) is record else value
         case ("array", item):
             convert = _writes(item)
             return list if convert is None else lambda values: [convert(value) for value in values]
@@ -131,14 +140,15 @@ def _reads(kind: Any) -> Convert | None:
     """The inverse of `_writes`."""
     match _shape(kind):
         case ("record", record):
-            return lambda datum: _from_avro(record)(datum)
+            return _from_avro(record)
         case ("optional", record):
-            return lambda datum: _from_avro(record)(datum) if isinstance(datum, dict) else datum
+            from_dict = _from_avro(record)
+            return lambda datum: from_dict(datum) if type(datum) is dict else datum
         case ("array", item):
             convert = _reads(item)
             return tuple if convert is None else lambda data: tuple([convert(datum) for datum in data])
         case ("enum", enum):
-            return lambda symbol: enum(symbol)
+            return {member.value: member for member in enum}.__getitem__
         case _:
             return None
 

@@ -15,11 +15,13 @@ from prometheus_client import Counter, Gauge
 
 from turnlog.infra.batch_files import MEDIA_TYPE, write_rows
 from turnlog.infra.log import Partition, Record, Transactor
+from turnlog.infra.payloads import inlined
 from turnlog.infra.role import Role
 from turnlog.processors.core.draws import FormedBatch, FormedDraw, ReadableGroup, form_draw
 from turnlog.processors.core.progress import Progress
 from turnlog.processors.core.rows import rows_sha256
-from turnlog.processors.core.trimmed import DrawRules, PlacedSample
+from turnlog.processors.core.rules import draw_rules
+from turnlog.processors.core.trimmed import PlacedSample
 from turnlog.schemas import ids, topics
 from turnlog.schemas.events import (
     BatchSkipped,
@@ -29,30 +31,14 @@ from turnlog.schemas.events import (
     SampleBatchFormed,
     SegmentSample,
     SourcePosition,
-    Weighting,
 )
 from turnlog.schemas.types import BlobRef
-from turnlog.settings import Settings, fold_settings_json, settings_sha256
+from turnlog.settings import fold_settings_json, settings_sha256
 
 log = logging.getLogger(__name__)
 BATCHES = Counter("turnlog_batches_formed", "Batches formed")
 DROPPED = Counter("turnlog_samples_dropped", "Samples that no batch trains", ["reason"])
 WAITING = Gauge("turnlog_groups_waiting", "Scored groups that wait for a draw")
-
-
-def draw_rules(settings: Settings) -> DrawRules:
-    """The rules of draws, from [batcher] and [fold]."""
-    batcher = settings.batcher
-    return DrawRules(
-        prompts_per_draw=batcher.prompts_per_draw,
-        updates_per_draw=batcher.updates_per_draw,
-        max_lag=batcher.max_lag,
-        max_tokens=batcher.max_tokens,
-        weighting=Weighting(batcher.weighting),
-        constant_length=batcher.constant_length,
-        version_mask=batcher.version_mask,
-        min_valid=settings.fold.min_valid,
-    )
 
 
 async def main(role: Role) -> None:
@@ -72,7 +58,7 @@ class Batcher:
     def __init__(self, role: Role, transactor: Transactor) -> None:
         self._role = role
         self._transactor = transactor
-        self._rules = draw_rules(role.settings)
+        self._rules = draw_rules(role.settings.fold, role.settings.batcher)
         self._hash = settings_sha256(fold_settings_json(role.settings))
         self._progress = Progress(publish_every=role.settings.trainer.publish_every)
         self._ready: deque[ReadableGroup] = deque()
@@ -112,21 +98,13 @@ class Batcher:
         if event.run_id != self._role.settings.run.id or event.group_id in self._progress.consumed:
             return
         if isinstance(event, SegmentSample):
-            inlined = await self._inlined(event)
-            placed = PlacedSample(inlined, record.partition, record.offset)
+            placed = PlacedSample(await inlined(event, self._role.blobs), record.partition, record.offset)
             self._open.setdefault(event.group_id, []).append(placed)
         elif isinstance(event, GroupScored):
             samples = tuple(self._open.pop(event.group_id, ()))
             if event.status is GroupStatus.trained:
                 self._ready.append(ReadableGroup(event, samples))
                 WAITING.set(len(self._ready))
-
-    async def _inlined(self, sample: SegmentSample) -> SegmentSample:
-        token_ids, logprobs = [
-            await self._role.blobs.get(payload) if isinstance(payload, BlobRef) else payload
-            for payload in (sample.token_ids, sample.logprobs)
-        ]
-        return dataclasses.replace(sample, token_ids=token_ids, logprobs=logprobs)
 
     def _may_form(self) -> bool:
         settings, progress = self._role.settings, self._progress

@@ -39,8 +39,7 @@ Settings: one TOML file (--settings), then TURNLOG_SECTION_KEY from the environm
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; the exit status. Typed errors end as one line on stderr and status 2."""
-    parser = _parser()
-    arguments = parser.parse_args(argv)
+    arguments = parser().parse_args(argv)
     logging.basicConfig(
         level=os.environ.get("TURNLOG_LOG_LEVEL", "INFO").upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
@@ -77,17 +76,18 @@ def _settings(arguments: argparse.Namespace) -> Settings:
     return settings
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Every verb with its help."""
+    top = argparse.ArgumentParser(
         prog="turnlog",
         description="Event-sourced data plane and training loop for agentic RL.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=__version__)
-    parser.add_argument("--settings", type=Path, metavar="FILE", help="TOML settings (default: built-in defaults)")
-    parser.add_argument("--run", dest="run_id", metavar="ID", help="run id; its files are in runs/ID")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    top.add_argument("--version", action="version", version=__version__)
+    top.add_argument("--settings", type=Path, metavar="FILE", help="TOML settings (default: built-in defaults)")
+    top.add_argument("--run", dest="run_id", metavar="ID", help="run id; its files are in runs/ID")
+    verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, (module, what) in ROLES.items():
         _verb(verbs, name, _role(name, module), f"role: {what}")
     _verb(verbs, "views", _views, "role: the Faust live views behind `turnlog status`")
@@ -107,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     topics.add_argument("action", choices=("apply", "check"))
     _verb(verbs, "books", _books, "sampled = trained + masked, by reason")
     _verb(verbs, "report", _report, "write runs/ID/report.json and print the summary")
-    return parser
+    return top
 
 
 Call = Callable[[Settings, argparse.Namespace], int]
@@ -116,9 +116,9 @@ Call = Callable[[Settings, argparse.Namespace], int]
 def _verb(
     verbs: argparse._SubParsersAction[argparse.ArgumentParser], name: str, call: Call, what: str
 ) -> argparse.ArgumentParser:
-    parser = verbs.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".")
-    parser.set_defaults(call=call)
-    return parser
+    verb = verbs.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".")
+    verb.set_defaults(call=call)
+    return verb
 
 
 def _role(name: str, module: str) -> Call:

@@ -140,7 +140,8 @@ def test_the_books_balance_and_the_report_says_so(loop: Loop) -> None:
 def test_a_rerun_from_the_first_checkpoint_gives_the_same_losses_bit_for_bit(loop: Loop) -> None:
     logged = [step.loss for step in newest_incarnations(loop.steps())]
     program = (
-        "import json, sys; from pathlib import Path; from turnlog.settings import load; from turnlog.trainer.rerun import rerun\n"
+        "import json, sys; from pathlib import Path; from turnlog.settings import load\n"
+        "from turnlog.trainer.rerun import rerun\n"
         "print(json.dumps(rerun(load(Path(sys.argv[1]), {}), None, int(sys.argv[2]))))"
     )
     command = [sys.executable, "-W", "ignore", "-c", program, str(loop.kept), str(DRAWS)]

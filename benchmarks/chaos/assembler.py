@@ -1,0 +1,196 @@
+"""Kill the assembler, again and again, under load: `python benchmarks/chaos/assembler.py [--kills 20]`.
+
+A writer appends histories as bad days leave them (repeats however late, zombies, racing closes) while a real
+`turnlog assembler` is killed by SIGKILL at random moments and started again. In the end a read_committed reader must
+find every tree, sample and score exactly once, with the bytes of an offline fold that read the topics one after
+another, in two orders.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import random
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from uuid import uuid4
+
+from servers import role, say, servers, told
+
+from turnlog.infra.embedded.process import Child
+from turnlog.infra.event_log import EventLog
+from turnlog.infra.log import Log, Partition
+from turnlog.infra.role import opened
+from turnlog.processors.core.errors import FoldError
+from turnlog.processors.core.low_water import Fold, decode_marks
+from turnlog.processors.shells.assembler import assembler_plan
+from turnlog.processors.shells.examples import bad_days
+from turnlog.processors.shells.restoring import INPUTS, OUTPUTS, Plan, records_between
+from turnlog.schemas.events import Event
+from turnlog.settings import Settings
+
+EVENTS_PER_S = 250
+PATIENCE_S = 180.0
+
+
+@dataclass(slots=True)
+class Story:
+    """What happened."""
+
+    kills: int = 0
+    deaths: int = 0
+    """Ends that nobody asked for: a fenced process, for example."""
+    events: int = 0
+    written: bool = False
+    exit_status: int | None = None
+    between: list[int] = field(default_factory=list)
+    """Input records folded when each kill struck."""
+
+
+async def write(events: EventLog, settings: Settings, story: Story, *, kills: int, seed: int) -> None:
+    """Append until the last kill, and finish what was begun."""
+    started = time.monotonic()
+    days = (
+        bad_days(random.Random(seed + n), groups=60, partitions=settings.kafka.groups, run_id=settings.run.id,
+                 name=f"day-{n}", ends=ends)
+        for ends in ([0] * settings.kafka.groups,)
+        for n in itertools.count()
+    )  # fmt: skip
+    for day in days:
+        for event in day:
+            await events.append(event)
+            story.events += 1
+            await asyncio.sleep(max(0.0, started + story.events / EVENTS_PER_S - time.monotonic()))
+        if story.kills >= kills:
+            break
+    story.written = True
+
+
+async def kill(settings: Settings, log: Log, plan: Plan, story: Story, *, kills: int, rng: random.Random) -> Child:
+    """Kill at random moments once the process has begun to work; the process that is left alive."""
+    child = role("assembler", settings, instance="assembler-0")
+    while story.kills < kills:
+        await works(log, plan, settings, child)
+        await asyncio.sleep(rng.uniform(0.0, 1.5))
+        if child.returncode is None:
+            child.kill()
+            story.kills += 1
+            story.between.append(await folded(log, plan, settings))
+        else:
+            story.deaths += 1
+            say(child.tail())
+        child = role("assembler", settings, instance="assembler-0")
+    return child
+
+
+async def works(log: Log, plan: Plan, settings: Settings, child: Child) -> None:
+    """Return when the process has folded something, or ended."""
+    before = await folded(log, plan, settings)
+    deadline = time.monotonic() + PATIENCE_S
+    while child.returncode is None and time.monotonic() < deadline:
+        if await folded(log, plan, settings) > before:
+            return
+        await asyncio.sleep(0.05)
+
+
+async def folded(log: Log, plan: Plan, settings: Settings) -> int:
+    """Input records that committed transactions have folded."""
+    total = 0
+    for unit in range(settings.kafka.groups):
+        commits = await log.commits(plan.group, [Partition(topic, unit) for topic in INPUTS])
+        marks = decode_marks({name.topic: (at.offset, at.metadata) for name, at in commits.items()}, INPUTS, plan.fold)
+        total += 0 if marks is None else sum(marks.high.values())
+    return total
+
+
+async def drained(log: Log, plan: Plan, settings: Settings, child: Child) -> Child:
+    """Wait until everything that was written is folded; a process that ended is started again."""
+    names = [Partition(topic, unit) for topic in INPUTS for unit in range(settings.kafka.groups)]
+    end = sum((await log.end_offsets(names)).values())
+    deadline = time.monotonic() + PATIENCE_S
+    while await folded(log, plan, settings) < end and time.monotonic() < deadline:
+        if child.returncode is not None:
+            child = role("assembler", settings, instance="assembler-0")
+        await asyncio.sleep(0.1)
+    return child
+
+
+async def committed(events: EventLog, topic: str, units: int) -> list[tuple[int, Event, bytes]]:
+    """(offset, event, bytes) of every committed record, unit after unit."""
+    names = [Partition(topic, unit) for unit in range(units)]
+    ends = await events.log.end_offsets(names)
+    return [
+        (record.offset, await events.decode(record), record.value)
+        for name in names
+        async for record in records_between(events.log, name, 0, ends[name])
+    ]
+
+
+def offline(records: Iterable[tuple[str, int, Event]], plan: Plan) -> list[Event]:
+    """Outputs of folding whole topics one after the other."""
+    groups: dict[str, Fold] = {}
+    outputs: list[Event] = []
+    for topic, offset, event in records:
+        if event.group_id not in groups:
+            groups[event.group_id] = plan.factory(event.group_id, event.floor)
+        try:
+            outputs += groups[event.group_id].apply(topic, offset, event)
+        except FoldError as refusal:
+            outputs += refusal.outputs
+    return outputs
+
+
+async def verdict(events: EventLog, plan: Plan, settings: Settings, story: Story) -> int:
+    """Compare what is on the log with the offline fold."""
+    units = settings.kafka.groups
+    found = [value for topic in OUTPUTS for _, _, value in await committed(events, topic, units)]
+    inputs = {topic: await committed(events, topic, units) for topic in INPUTS}
+    wanted: list[set[bytes]] = []
+    for order in (INPUTS, INPUTS[::-1]):
+        records = ((topic, offset, event) for topic in order for offset, event, _ in inputs[topic])
+        wanted.append({events.codec.encode(event) for event in offline(records, plan)})
+    twice = sum(count - 1 for count in Counter(found).values())
+    lost = len(wanted[0] - set(found))
+    strange = len(set(found) - wanted[0])
+    total = sum(len(records) for records in inputs.values())
+    skipped = total - await folded(events.log, plan, settings)
+    identical = not lost and not strange and wanted[0] == wanted[1]
+    ok = identical and not twice and not skipped and story.exit_status == 0
+    detail = {
+        "input_records": total, "outputs": len(found), "strange": strange, "deaths": story.deaths,
+        "exit_status": story.exit_status, "folded_at_kill": story.between,
+    }  # fmt: skip
+    return told(
+        id="assembler", kills=story.kills, lost=lost, twice=twice, skipped=skipped, identical=identical, ok=ok,
+        detail=detail,
+    )  # fmt: skip
+
+
+async def torture(settings: Settings, *, kills: int, seed: int) -> int:
+    """The whole run; the exit status."""
+    async with opened("chaos", settings) as tool:
+        plan, story, rng = assembler_plan(tool.settings), Story(), random.Random(seed)
+        writing = asyncio.create_task(write(tool.events, settings, story, kills=kills, seed=seed))
+        child = await kill(settings, tool.log, plan, story, kills=kills, rng=rng)
+        await writing
+        say(f"{story.kills} kills, {story.events} events written; waiting for the rest to be folded")
+        child = await drained(tool.log, plan, settings, child)
+        story.exit_status = child.stop()
+        return await verdict(tool.events, plan, settings, story)
+
+
+def main() -> int:
+    """Parse and run."""
+    parser = argparse.ArgumentParser(description="Kill the assembler under load.")
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    with servers(f"chaos-{uuid4().hex[:8]}") as settings:
+        return asyncio.run(torture(settings, kills=arguments.kills, seed=arguments.seed))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

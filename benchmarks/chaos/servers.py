@@ -1,0 +1,107 @@
+"""What chaos runs share: real servers, or those named in the environment; roles as processes; the line they print."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from turnlog.infra.embedded.broker import Broker
+from turnlog.infra.embedded.object_store import ObjectStore
+from turnlog.infra.embedded.ports import HOST, free_ports
+from turnlog.infra.embedded.process import Child, Launch
+from turnlog.infra.kafka import KafkaLog
+from turnlog.infra.topics_admin import apply
+from turnlog.settings import KafkaSettings, RegistrySettings, RunSettings, Settings, StoreSettings, load
+
+TURNLOG = (sys.executable, "-m", "turnlog.cli")
+
+
+@contextlib.contextmanager
+def servers(run_id: str) -> Iterator[Settings]:
+    """Settings of a run on servers of its own (gone afterwards), or on those of TURNLOG_KAFKA_BOOTSTRAP and the like;
+    its topics exist."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="turnlog-chaos-")))
+        given = load(None, os.environ)
+        settings = given if given.kafka.bootstrap else _started(stack, folder, given)
+        settings = dataclasses.replace(settings, run=RunSettings(id=run_id, directory=str(folder)))
+        asyncio.run(_topics(settings))
+        yield settings
+
+
+def role(name: str, settings: Settings, *, instance: str) -> Child:
+    """Start `turnlog NAME`."""
+    log = Path(settings.run.directory) / f"{instance}.log"
+    return Child(Launch(name=instance, argv=(*TURNLOG, name), log=log, env=environment(settings, instance))).start()
+
+
+def environment(settings: Settings, instance: str) -> dict[str, str]:
+    """Variables that give a role these addresses."""
+    return {
+        "TURNLOG_INSTANCE": instance,
+        "TURNLOG_RUN_ID": settings.run.id,
+        "TURNLOG_RUN_DIRECTORY": settings.run.directory,
+        "TURNLOG_KAFKA_BOOTSTRAP": settings.kafka.bootstrap,
+        "TURNLOG_KAFKA_PREFIX": settings.kafka.prefix,
+        "TURNLOG_REGISTRY_URL": settings.registry.url,
+        "TURNLOG_STORE_ENDPOINT": settings.store.endpoint,
+    }
+
+
+def told(**line: Any) -> int:
+    """Print the one line of a chaos run; the exit status."""
+    print(json.dumps(line), flush=True)
+    return 0 if line["ok"] else 1
+
+
+def say(text: str) -> None:
+    """To stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _started(stack: contextlib.ExitStack, folder: Path, given: Settings) -> Settings:
+    broker = stack.enter_context(Broker(folder / "kafka"))
+    store = stack.enter_context(ObjectStore(folder / "store", StoreSettings()))
+    port = free_ports(1)[0]
+    url = f"http://{HOST}:{port}"
+    registry = Launch(
+        name="registry",
+        argv=(*TURNLOG, "registry"),
+        log=folder / "registry.log",
+        env={"TURNLOG_KAFKA_BOOTSTRAP": broker.bootstrap, "TURNLOG_REGISTRY_PORT": str(port)},
+        ready=lambda: _answers(f"{url}/subjects"),
+    )
+    child = Child(registry).start()
+    stack.callback(child.stop)
+    child.wait_ready()
+    return dataclasses.replace(
+        given,
+        kafka=KafkaSettings(bootstrap=broker.bootstrap),
+        registry=RegistrySettings(url=url),
+        store=dataclasses.replace(given.store, endpoint=store.endpoint),
+    )
+
+
+async def _topics(settings: Settings) -> None:
+    log = KafkaLog(settings.kafka.bootstrap, prefix=settings.kafka.prefix)
+    try:
+        await apply(log, settings)
+    finally:
+        await log.close()
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=0.5).is_success
+    except httpx.TransportError:
+        return False

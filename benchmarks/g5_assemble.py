@@ -1,0 +1,145 @@
+"""G5: agent events that lie on Kafka -> tree -> segments -> advantage -> samples, in one process, broker included.
+
+Samples of 8 turns and 8,192 tokens, half of them sampled. Measured from the assignment of the units to the commit of
+the last group. The floor of the same run: the same bytes consumed and the same outputs produced, in transactions of
+the same units, through the bare log: nothing decoded, nothing folded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from log_server import ACKS, broker, say, told
+
+from turnlog.infra.event_log import EventLog
+from turnlog.infra.health import Health
+from turnlog.infra.kafka import KafkaLog
+from turnlog.infra.log import Log, Partition, Record, TopicSpec
+from turnlog.infra.memory_blobs import MemoryBlobs
+from turnlog.infra.murmur2 import partition_of
+from turnlog.infra.registry import MemoryRegistry
+from turnlog.infra.topics_admin import apply
+from turnlog.processors.shells.assembler import assembler_plan
+from turnlog.processors.shells.examples import GroupName, Shape, whole_group
+from turnlog.processors.shells.restoring import INPUTS, OUTPUTS, records_between
+from turnlog.processors.shells.runner import Runner
+from turnlog.schemas.topics import SAMPLES
+from turnlog.settings import Settings
+
+GOAL_SAMPLES, GOAL_TOKENS = 300, 2_000_000
+GROUPS, SIZE, TURNS, SHAPE = 100, 8, 8, Shape(delta=512, output=512)
+TOKENS = TURNS * (SHAPE.delta + SHAPE.output)
+SETTINGS = Settings()
+UNITS = SETTINGS.kafka.groups
+PLAN = assembler_plan(SETTINGS)
+FLOOR = "floor"
+PER_TRANSACTION = 18
+"""Outputs per transaction of the floor: two groups, about what the runner commits at once."""
+
+
+async def write(events: EventLog) -> None:
+    """Append every group, session after session."""
+    rng = np.random.default_rng(0)
+    ends = [0] * UNITS
+    for number in range(GROUPS):
+        name = f"group-{number}"
+        unit = partition_of(name.encode(), UNITS)
+        group = GroupName(SETTINGS.run.id, name, ends[unit], SIZE)
+        acks = [await events.submit(event) for event in whole_group(group, rng, turns=TURNS, shape=SHAPE)]
+        await asyncio.gather(*acks)
+        ends[unit] += 3 * SIZE
+
+
+async def assemble(log: Log, events: EventLog) -> float:
+    """Seconds until everything is folded and committed."""
+    runner = Runner(PLAN, log, events, MemoryBlobs(), Health("assembler"), clock=time.monotonic)
+    names = [Partition(topic, unit) for topic in INPUTS for unit in range(UNITS)]
+    ends = await log.end_offsets(names)
+    member = log.group_reader(PLAN.group, INPUTS, assigned=runner._assigned, revoked=runner._revoked, instance="bench")
+    async with member as reader:
+        while len(runner.units) < UNITS:
+            await runner.turn(reader)
+        started = time.perf_counter()
+        while any(runner.units[name.number].position[name.topic] < end for name, end in ends.items()):
+            await runner.turn(reader)
+        await asyncio.gather(*(unit.commit() for unit in runner.units.values()))
+        return time.perf_counter() - started
+
+
+async def read_all(log: Log, topics: Sequence[str]) -> list[Record]:
+    """Every committed record."""
+    names = [Partition(topic, unit) for topic in topics for unit in range(UNITS)]
+    ends = await log.end_offsets(names)
+    return [record for name in names async for record in records_between(log, name, 0, ends[name])]
+
+
+async def bare(log: Log, outputs: list[Record]) -> float:
+    """Seconds of the floor: poll all inputs once, write all outputs once."""
+    names = [Partition(topic, unit) for topic in INPUTS for unit in range(UNITS)]
+    ends = await log.end_offsets(names)
+    started = time.perf_counter()
+    async with log.reader() as reader:
+        reader.assign(dict.fromkeys(names, 0))
+        while any(reader.position(name) < end for name, end in ends.items()):
+            await reader.poll()
+    reading = time.perf_counter() - started
+
+    async def unit(number: int) -> None:
+        mine = [record for record in outputs if record.partition == number]
+        async with log.transactor(f"floor.{number}") as transactor:
+            for at in range(0, len(mine), PER_TRANSACTION):
+                await transactor.begin()
+                part = mine[at : at + PER_TRANSACTION]
+                await asyncio.gather(*[await transactor.send(FLOOR, number, r.key, r.value) for r in part])
+                await transactor.commit()
+
+    started = time.perf_counter()
+    await asyncio.gather(*(unit(number) for number in range(UNITS)))
+    return reading + time.perf_counter() - started
+
+
+async def measure(bootstrap: str) -> int:
+    """Write, assemble, floor; the exit status."""
+    log = KafkaLog(bootstrap)
+    await apply(log, SETTINGS)
+    await log.create_topics([TopicSpec(FLOOR, UNITS, 1, SAMPLES.config())])
+    async with EventLog.open(log, MemoryRegistry(), writer="bench") as events:
+        say(f"writing {GROUPS * SIZE} sessions of {TOKENS} tokens")
+        await write(events)
+        seconds = await assemble(log, events)
+    outputs = await read_all(log, OUTPUTS)
+    floor_seconds = await bare(log, outputs)
+    await log.close()
+    samples = GROUPS * SIZE
+    rate = samples / seconds
+    return told(
+        id="G5",
+        value=round(rate, 1),
+        unit="samples/s",
+        goal=GOAL_SAMPLES,
+        ok=rate >= GOAL_SAMPLES and rate * TOKENS >= GOAL_TOKENS and len(outputs) == 2 * samples + GROUPS,
+        floor=round(samples / floor_seconds, 1),
+        detail={
+            "tokens_per_s": round(rate * TOKENS),
+            "goal_tokens_per_s": GOAL_TOKENS,
+            "samples": samples,
+            "tokens_per_sample": TOKENS,
+            "turns_per_sample": TURNS,
+            "output_bytes_per_token": round(sum(len(r.value) for r in outputs) / samples / TOKENS, 2),
+            "floor_is": "the same bytes read and written in transactions, nothing decoded or folded",
+            **ACKS,
+        },
+    )
+
+
+def main() -> int:
+    """One broker, one run."""
+    with broker() as (bootstrap, _):
+        return asyncio.run(measure(bootstrap))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

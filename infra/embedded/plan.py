@@ -1,0 +1,224 @@
+"""What a run consists of: servers (embedded where no setting names the user's own) and roles, with their addresses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from turnlog.infra.embedded.broker import Broker
+from turnlog.infra.embedded.engine import Engine
+from turnlog.infra.embedded.errors import RegistryDied, RoleDied
+from turnlog.infra.embedded.object_store import ObjectStore
+from turnlog.infra.embedded.ports import HOST, claim, free_ports
+from turnlog.infra.embedded.process import Launch
+from turnlog.infra.embedded.run_files import LOGS, SETTINGS
+from turnlog.infra.embedded.supervisor import Member
+from turnlog.infra.endpoints import Endpoints
+from turnlog.settings import Settings
+
+ROLES = ("gateway", "runner", "sandbox", "assembler", "batcher", "trainer", "loader", "views")
+"""What `turnlog up` runs; a name given twice is two processes, `loader` is one per engine. Tasks are fed by
+`turnlog run`."""
+THREADED = frozenset({"trainer"})
+"""Roles that compute; all others get OMP_NUM_THREADS=1."""
+LOG_AND_STORE, ON_LOG, GATEWAY, ROLE = 0, 1, 2, 3
+"""Tiers: the highest is stopped first, so that a role can drain into what it writes to."""
+ENGINE_DEATHS = 2
+SERVER_DEATHS = 3
+PROBE_TIMEOUT_S = 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slot:
+    """One process of a role."""
+
+    role: str
+    number: int
+
+    @property
+    def name(self) -> str:
+        """role-number: log file, TURNLOG_INSTANCE and key in endpoints.json."""
+        return f"{self.role}-{self.number}"
+
+
+class Plan:
+    """Members in no order, and where clients reach them. Ports are chosen, nothing runs."""
+
+    def __init__(self, settings: Settings, roles: Sequence[str] = ROLES) -> None:
+        """Formats Kafka's folder and fetches its jars when needed.
+        Raises EmbeddedError (PortTaken, NoJava, JarError, ModelMissing, ...)."""
+        self._settings = settings
+        self._directory = Path(settings.run.directory)
+        self._ports = iter(free_ports(64))
+        self.members: list[Member] = []
+        engines = self._engines()  # first: what is wrong with a model shows before Kafka's folder is made
+        kafka, store = self._kafka(), self._store()
+        registry = self._registry()
+        self._topics()
+        slots = self._slots(roles, len(engines))
+        self.endpoints = Endpoints(
+            kafka=kafka,
+            registry=registry,
+            store=store,
+            engines=engines,
+            gateway=settings.gateway.url or f"http://{HOST}:{self._port(settings.gateway.port, '[gateway] port')}",
+            views=f"http://{HOST}:{self._port(settings.views.port, '[views] port')}",
+            health={slot.name: f"http://{HOST}:{next(self._ports)}" for slot in slots},
+        )
+        if "views-0" in self.endpoints.health:  # Faust serves its pages and its health on one port
+            self.endpoints.health["views-0"] = self.endpoints.views
+        self.members += [self._role(slot) for slot in slots]
+
+    def _port(self, wanted: int, setting: str) -> int:
+        return claim(wanted, setting) if wanted else next(self._ports)
+
+    def _log(self, name: str) -> Path:
+        return self._directory / LOGS / f"{name}.log"
+
+    def _serve(self, launch: Launch, *, tier: int, after: tuple[str, ...] = (), deaths: int = SERVER_DEATHS) -> None:
+        self.members.append(Member(launch=launch, after=after, essential=True, deaths=deaths, tier=tier))
+
+    def _there(self, *names: str) -> tuple[str, ...]:
+        """Those that this run starts itself; the user's own servers are there already."""
+        mine = {member.launch.name for member in self.members}
+        return tuple(name for name in names if name in mine)
+
+    def _kafka(self) -> str:
+        wanted = self._settings.kafka
+        if wanted.bootstrap:
+            return wanted.bootstrap
+        broker = Broker(
+            self._directory / "kafka",
+            port=self._port(wanted.port, "[kafka] port"),
+            controller_port=next(self._ports),
+            heap_mb=wanted.heap_mb,
+            log=self._log("kafka"),
+        )
+        self._serve(broker.launch(), tier=LOG_AND_STORE)
+        return broker.bootstrap
+
+    def _store(self) -> str:
+        wanted = self._settings.store
+        if wanted.endpoint:
+            return wanted.endpoint
+        chosen = dataclasses.replace(wanted, port=self._port(wanted.port, "[store] port"))
+        server = ObjectStore(self._directory / "store", chosen, log=self._log("store"))
+        self._serve(server.launch(), tier=LOG_AND_STORE)
+        return server.endpoint
+
+    def _engines(self) -> tuple[str, ...]:
+        wanted = self._settings.engine
+        if wanted.urls:
+            return wanted.urls
+        urls = []
+        for number in range(wanted.count):
+            name = f"engine-{number}"
+            engine = Engine(
+                Path(self._settings.model.path),
+                wanted,
+                log=self._log(name),
+                port=next(self._ports),
+                name=name,
+                seed=number + 1,
+            )
+            self.members.append(Member(launch=engine.launch(), deaths=ENGINE_DEATHS, tier=ON_LOG))
+            urls.append(engine.url)
+        return tuple(urls)
+
+    def _registry(self) -> str:
+        wanted = self._settings.registry
+        if wanted.url:
+            return wanted.url
+        port = self._port(wanted.port, "[registry] port")
+        url = f"http://{HOST}:{port}"
+        launch = Launch(
+            name="registry",
+            argv=self._turnlog("registry"),
+            log=self._log("registry"),
+            env={"TURNLOG_REGISTRY_PORT": str(port), "OMP_NUM_THREADS": "1"},
+            ready=lambda: answers(f"{url}/subjects"),
+            died=RegistryDied,
+        )
+        self._serve(launch, tier=ON_LOG, after=self._there("kafka"))
+        return url
+
+    def _topics(self) -> None:
+        """A process that makes what is missing and ends; roles wait for it."""
+        launch = Launch(
+            name="topics",
+            argv=self._turnlog("topics", "apply"),
+            log=self._log("topics"),
+            ready=lambda: False,
+            died=RoleDied,
+        )
+        self._serve(launch, tier=ROLE, after=self._there("kafka", "registry"))
+
+    def _slots(self, roles: Sequence[str], engines: int) -> list[Slot]:
+        counts = Counter(roles)
+        if "loader" in counts:
+            counts["loader"] = engines
+        if not self._settings.views.enabled:
+            counts.pop("views", None)
+        return [Slot(role, number) for role, count in counts.items() for number in range(count)]
+
+    def _role(self, slot: Slot) -> Member:
+        health = self.endpoints.health[slot.name]
+        env = {"TURNLOG_INSTANCE": slot.name, "TURNLOG_HEALTH_PORT": _port_of(health)}
+        after = self._there("kafka", "store", "registry", "topics")
+        if slot.role not in THREADED:
+            env["OMP_NUM_THREADS"] = "1"
+        if slot.role == "gateway":
+            env["TURNLOG_GATEWAY_PORT"] = _port_of(self.endpoints.gateway)
+        if slot.role == "views":
+            env["TURNLOG_VIEWS_PORT"] = _port_of(self.endpoints.views)
+        if slot.role == "loader":
+            env["TURNLOG_ENGINE_URLS"] = self.endpoints.engines[slot.number]
+            after += self._there(f"engine-{slot.number}")
+        launch = Launch(
+            name=slot.name,
+            argv=self._turnlog(slot.role),
+            log=self._log(slot.name),
+            env=env,
+            ready=lambda: answers(f"{health}/readyz"),
+            died=RoleDied,
+            remedy=f"`turnlog {slot.role}` can be run by hand with the same settings",
+        )
+        return Member(launch=launch, after=after, tier=GATEWAY if slot.role == "gateway" else ROLE, must_be_ready=False)
+
+    def _turnlog(self, *verb: str) -> tuple[str, ...]:
+        return (sys.executable, "-m", "turnlog.cli", "--settings", str(self._directory / SETTINGS), *verb)
+
+
+def answers(url: str) -> bool:
+    """Whether GET answers 2xx."""
+    try:
+        with urllib.request.urlopen(url, timeout=PROBE_TIMEOUT_S):
+            return True
+    except urllib.error.HTTPError as refusal:
+        refusal.close()
+        return False
+    except (OSError, ValueError):
+        return False
+
+
+def waiting_for(health: str) -> str:
+    """What a role says that it waits for (/readyz); empty when it is ready or does not answer."""
+    try:
+        with urllib.request.urlopen(f"{health}/readyz", timeout=PROBE_TIMEOUT_S):
+            return ""
+    except urllib.error.HTTPError as refusal:
+        with refusal:
+            reasons: dict[str, str] = json.load(refusal).get("waiting", {})
+        return "; ".join(reasons.values())
+    except (OSError, ValueError):
+        return "does not answer yet"
+
+
+def _port_of(url: str) -> str:
+    return url.rpartition(":")[2].rstrip("/")

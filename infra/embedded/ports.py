@@ -1,0 +1,78 @@
+"""Free ports for embedded servers, below the range that the kernel gives to outgoing connections.
+
+A port of that range would be unsafe across a restart: a client that keeps connecting to a dead server's port may be
+given that very port as its own, connect to itself and hold it.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+from pathlib import Path
+
+from turnlog.infra.embedded.errors import PortTaken
+
+HOST = "127.0.0.1"
+FIRST = 15000
+EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+def free_ports(count: int) -> list[int]:
+    """`count` distinct ports of 127.0.0.1 on which nothing listens now."""
+    candidates = list(range(FIRST, max(_first_ephemeral(), FIRST + 1000)))
+    random.SystemRandom().shuffle(candidates)
+    found: list[int] = []
+    for port in candidates:
+        if len(found) == count:
+            return found
+        if is_free(port):
+            found.append(port)
+    raise PortTaken(f"no {count} free ports of {HOST} between {candidates and FIRST} and {_first_ephemeral()}")
+
+
+def is_free(port: int) -> bool:
+    """Whether a server could listen on the port now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True
+
+
+def listens(port: int, *, timeout_s: float = 0.2) -> bool:
+    """Whether something accepts connections on the port."""
+    try:
+        socket.create_connection((HOST, port), timeout_s).close()
+    except OSError:
+        return False
+    return True
+
+
+def claim(port: int, setting: str) -> int:
+    """The port itself when free, a free one for 0. Raises PortTaken, naming `setting` and who holds the port."""
+    if port == 0:
+        return free_ports(1)[0]
+    if not is_free(port):
+        raise PortTaken(
+            f"port {port} of {HOST} is taken{_holder(port)}: end that process, or set {setting} to another port "
+            "or to 0 for a free one"
+        )
+    return port
+
+
+def _first_ephemeral() -> int:
+    try:
+        return int(EPHEMERAL.read_text().split()[0])
+    except OSError:
+        return 32768
+
+
+def _holder(port: int) -> str:
+    import psutil  # type: ignore[import-untyped]
+
+    for connection in psutil.net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+            return f" by process {connection.pid} ({psutil.Process(connection.pid).name()})"
+    return ""

@@ -1,0 +1,241 @@
+"""A server or role as a child process: own session, log in a file, ready by a probe, gone when its parent is gone.
+
+A child dies with its parent, also when the parent is killed: the kernel sends it SIGKILL (prctl PR_SET_PDEATHSIG).
+The kernel means the parent *thread*, so every child is started from one thread that lives as long as the process.
+What a child leaves behind (its own children) is found by a mark in the environment: `sweep`. `stop` and `kill` do
+that; for the case that nobody is left to call them, `swept_by_another` starts a process that does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from turnlog.infra.embedded.errors import NotReady, ServerDied
+
+MARK = "TURNLOG_CHILD"
+TAIL_LINES = 20
+PROBE_EVERY_S = 0.02
+KILL_TIMEOUT_S = 5.0
+CLEAN_EXITS = frozenset({0, 128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGINT})
+"""The JVM ends with 143 after SIGTERM."""
+
+DIE_WITH_PARENT = (
+    "import ctypes, os, sys\n"
+    "ctypes.CDLL(None).prctl(1, 9)\n"  # PR_SET_PDEATHSIG, SIGKILL; kept over exec
+    "if os.getppid() != int(sys.argv[1]): sys.exit('the parent is gone')\n"
+    "os.execvpe(sys.argv[2], sys.argv[2:], os.environ)\n"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """How a child is started, and how one sees that it works."""
+
+    name: str
+    argv: tuple[str, ...]
+    log: Path
+    """Standard output and error are appended here."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Added to the inherited environment."""
+    without: frozenset[str] = frozenset({"PYTHONDONTWRITEBYTECODE"})
+    """Variables that the child does not inherit."""
+    ready: Callable[[], bool] = lambda: True
+    """One quick look (below a second)."""
+    ready_timeout_s: float = 60.0
+    stop_timeout_s: float = 15.0
+    died: type[ServerDied] = ServerDied
+    remedy: str = "see its log"
+
+
+@functools.cache
+def scope() -> str:
+    """What the marks of all children of this process begin with."""
+    return f"{os.getpid()}-{time.time_ns()}"
+
+
+class Child:
+    """One run of a Launch. Not thread-safe."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
+        self.mark = f"{scope()}:{launch.name}-{next(_numbers)}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Self:
+        """Start the process; does not wait until it is ready."""
+        launch = self.launch
+        launch.log.parent.mkdir(parents=True, exist_ok=True)
+        env = {key: value for key, value in os.environ.items() if key not in launch.without}
+        env |= {MARK: self.mark, **launch.env}
+        with launch.log.open("ab") as log:
+            self._process = _spawn(launch.argv, env, log.fileno())
+        return self
+
+    @property
+    def pid(self) -> int:
+        """Of the process (leader of its own process group)."""
+        return self._started.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs; negative signal number when it was killed by one."""
+        return None if self._process is None else self._process.poll()
+
+    def wait_ready(self) -> None:
+        """Return when the probe says so. Raises the launch's `died` with the log's tail, or NotReady."""
+        deadline = time.monotonic() + self.launch.ready_timeout_s
+        while not self.launch.ready():
+            if self.wait(PROBE_EVERY_S):
+                raise self.death()
+            if time.monotonic() > deadline:
+                raise NotReady(
+                    f"{self.launch.name} was not ready after {self.launch.ready_timeout_s:.0f} s: "
+                    f"{self.launch.remedy}; log {self.launch.log}\n{self.tail()}"
+                )
+        if self.returncode is not None:  # someone else answered the probe
+            raise self.death()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether the process has ended, waiting for that at most so long."""
+        if self.returncode is not None:
+            return True
+        pidfd = os.pidfd_open(self.pid)
+        try:
+            select.select([pidfd], [], [], timeout_s)
+        finally:
+            os.close(pidfd)
+        return self.returncode is not None
+
+    def stop(self) -> int:
+        """SIGTERM, then SIGKILL after the launch's time, then whatever it left behind; its exit status."""
+        if self._process is None:
+            return 0
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+        if not self.wait(self.launch.stop_timeout_s):
+            self._process.kill()
+        status = self._process.wait()
+        sweep(self.mark)
+        return status
+
+    def kill(self) -> None:
+        """SIGKILL, now, it and everything that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            self._started.kill()
+        self._started.wait()
+        sweep(self.mark)
+
+    def death(self) -> ServerDied:
+        """The typed error of a process that has ended."""
+        return self.launch.died(
+            f"{self.launch.name} ended with status {self.returncode}: {self.launch.remedy}; "
+            f"log {self.launch.log}\n{self.tail()}"
+        )
+
+    def tail(self, lines: int = TAIL_LINES) -> str:
+        """The last lines of the log."""
+        return log_tail(self.launch.log, lines)
+
+    @property
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            raise RuntimeError(f"{self.launch.name} was not started")
+        return self._process
+
+
+def log_tail(log: Path, lines: int = TAIL_LINES) -> str:
+    """The last lines of a file; empty when there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 256 * lines))
+            return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+    except FileNotFoundError:
+        return ""
+
+
+def marked(mark: str) -> list[int]:
+    """Pids of live processes whose environment carries the mark (or one that begins with it and ':')."""
+    begins = f"{MARK}={mark}".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
+            variables = (folder / "environ").read_bytes().split(b"\0")
+            if any(variable == begins or variable.startswith(begins + b":") for variable in variables):
+                found.append(int(folder.name))
+    return found
+
+
+def sweep(mark: str) -> int:
+    """SIGKILL every process that carries the mark, until there is none; how many there were."""
+    killed: set[int] = set()
+    while left := marked(mark):
+        for pid in left:
+            _end(pid)
+        killed.update(left)
+    return len(killed)
+
+
+def _end(pid: int) -> None:
+    """SIGKILL and wait until it is gone; nothing when it is gone already."""
+    with contextlib.suppress(ProcessLookupError):
+        pidfd = os.pidfd_open(pid)
+        try:
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            select.select([pidfd], [], [], KILL_TIMEOUT_S)
+        finally:
+            os.close(pidfd)
+
+
+@contextlib.contextmanager
+def swept_by_another() -> Iterator[None]:
+    """While the block runs, another process waits for the end of this one, then sweeps what it left behind."""
+    argv = [sys.executable, "-m", "turnlog.infra.embedded.sweeper", scope()]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True):
+        yield  # leaving closes the pipe, which is what the sweeper waits for
+
+
+_Request = tuple[Sequence[str], Mapping[str, str], int, "Future[subprocess.Popen[bytes]]"]
+_requests: queue.SimpleQueue[_Request] = queue.SimpleQueue()
+_numbers = itertools.count()
+_start_once = threading.Lock()
+_spawner: threading.Thread | None = None
+
+
+def _spawn(argv: Sequence[str], env: Mapping[str, str], log: int) -> subprocess.Popen[bytes]:
+    global _spawner
+    with _start_once:
+        if _spawner is None or not _spawner.is_alive():
+            _spawner = threading.Thread(target=_serve_spawns, name="spawner", daemon=True)
+            _spawner.start()
+    answer: Future[subprocess.Popen[bytes]] = Future()
+    _requests.put((argv, env, log, answer))
+    return answer.result()
+
+
+def _serve_spawns() -> None:
+    while True:
+        argv, env, log, answer = _requests.get()
+        guard = [sys.executable, "-I", "-S", "-c", DIE_WITH_PARENT, str(os.getpid()), *argv]
+        try:
+            process = subprocess.Popen(
+                guard, env=dict(env), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        except OSError as error:
+            answer.set_exception(error)
+        else:
+            answer.set_result(process)

@@ -1,0 +1,208 @@
+"""Starts children in the order of their needs, watches them, restarts what dies, stops everything in reverse.
+
+Each child is waiting -> starting -> ready; a death leads to restarting and back to starting, too many quick deaths to
+failed, an end with status 0 to done. `on_change` hears of every step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from turnlog.infra.embedded.errors import EmbeddedError, NotReady, ServerDied
+from turnlog.infra.embedded.process import CLEAN_EXITS, Child, Launch
+
+QUICK_S = 10.0
+"""A child that was ready for less counts as a quick death."""
+FIRST_BACKOFF_S = 0.25
+LONGEST_BACKOFF_S = 8.0
+PROBE_EVERY_S = 0.1
+
+
+class State(StrEnum):
+    """Where a child stands."""
+
+    WAITING = "waiting"
+    STARTING = "starting"
+    READY = "ready"
+    RESTARTING = "restarting"
+    FAILED = "failed"
+    DONE = "done"
+    STOPPED = "stopped"
+
+
+SATISFIED = frozenset({State.READY, State.DONE})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A child of the supervisor."""
+
+    launch: Launch
+    after: tuple[str, ...] = ()
+    """Names of members that must be ready (or done) before the first start."""
+    essential: bool = False
+    """When it fails, everything ends."""
+    deaths: int = 5
+    """Quick deaths in a row before it has failed."""
+    tier: int = 0
+    """Higher tiers are stopped first."""
+    must_be_ready: bool = True
+    """Whether not being ready in time is a death; a role may have to wait for others as long as it takes."""
+
+
+@dataclass(slots=True)
+class Watched:
+    """A member and what became of it."""
+
+    member: Member
+    state: State = State.WAITING
+    since: float = field(default_factory=time.time)
+    restarts: int = 0
+    error: EmbeddedError | None = None
+    child: Child | None = None
+    satisfied: asyncio.Event = field(default_factory=asyncio.Event)
+    ready_at: float = float("inf")
+    """time.monotonic() of this life's readiness."""
+
+    @property
+    def name(self) -> str:
+        """Of the launch."""
+        return self.member.launch.name
+
+    def as_dict(self) -> dict[str, object]:
+        """For supervisor.json."""
+        return {
+            "name": self.name,
+            "pid": self.child.pid if self.child and self.state in (State.STARTING, State.READY) else 0,
+            "state": str(self.state),
+            "restarts": self.restarts,
+            "since": round(self.since, 3),
+            "log": str(self.member.launch.log),
+            "error_type": type(self.error).__name__ if self.error else "",
+            "error": str(self.error or ""),
+        }
+
+
+class Supervisor:
+    """Runs members until `stopping` is set or an essential one has failed."""
+
+    def __init__(self, members: Sequence[Member], on_change: Callable[[Watched], None]) -> None:
+        self.watched = {member.launch.name: Watched(member) for member in members}
+        self.stopping = asyncio.Event()
+        self._on_change = on_change
+
+    async def run(self) -> None:
+        """Start all; return after `stopping` was set and everything is stopped. Raises the error of an essential
+        member that failed, after stopping the others."""
+        loops = [asyncio.create_task(self._keep(watched)) for watched in self.watched.values()]
+        stop = asyncio.create_task(self.stopping.wait())
+        try:
+            await self._until_over(stop, loops)
+        finally:
+            for task in (stop, *loops):
+                task.cancel()
+            await asyncio.gather(stop, *loops, return_exceptions=True)
+            await self._stop_all()
+
+    async def _until_over(self, stop: asyncio.Task[bool], loops: list[asyncio.Task[None]]) -> None:
+        waiting: set[asyncio.Task[bool] | asyncio.Task[None]] = {stop, *loops}
+        while not stop.done() and waiting:
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+
+    async def _keep(self, watched: Watched) -> None:
+        """Keep one member running. Raises when it is essential and fails."""
+        for name in watched.member.after:
+            await self.watched[name].satisfied.wait()
+        quick, backoff_s = 0, FIRST_BACKOFF_S
+        while True:
+            watched.ready_at = float("inf")
+            try:
+                await self._live(watched)
+                self._change(watched, State.DONE)
+                return
+            except (NotReady, ServerDied) as death:
+                watched.error = death
+            long_ago = time.monotonic() - watched.ready_at > QUICK_S
+            quick, backoff_s = (1, FIRST_BACKOFF_S) if long_ago else (quick + 1, min(2 * backoff_s, LONGEST_BACKOFF_S))
+            if quick >= watched.member.deaths:
+                self._change(watched, State.FAILED)
+                if watched.member.essential:
+                    raise watched.error
+                return
+            watched.restarts += 1
+            self._change(watched, State.RESTARTING)
+            await asyncio.sleep(backoff_s)
+
+    async def _live(self, watched: Watched) -> None:
+        """One life of a member: return when it ends with status 0. Raises its death, or NotReady."""
+        child = watched.child = Child(watched.member.launch)
+        child.start()
+        self._change(watched, State.STARTING)
+        ended = asyncio.create_task(_end(child))
+        try:
+            if await self._becomes_ready(watched, ended):
+                self._change(watched, State.READY)
+            await ended
+        finally:
+            ended.cancel()
+        await asyncio.to_thread(child.stop)  # sweeps what it left behind
+        if child.returncode != 0:
+            raise child.death()
+
+    async def _becomes_ready(self, watched: Watched, ended: asyncio.Task[None]) -> bool:
+        """Whether the child is ready; False when it ended. Raises NotReady, and stops it, when time is over."""
+        launch = watched.member.launch
+        deadline = time.monotonic() + launch.ready_timeout_s
+        while not await asyncio.to_thread(launch.ready):
+            await asyncio.wait({ended}, timeout=PROBE_EVERY_S)
+            if ended.done():
+                return False
+            if watched.member.must_be_ready and time.monotonic() > deadline:
+                assert watched.child is not None
+                await asyncio.to_thread(watched.child.stop)
+                raise NotReady(
+                    f"{launch.name} was not ready after {launch.ready_timeout_s:.0f} s: {launch.remedy}; "
+                    f"log {launch.log}\n{watched.child.tail()}"
+                )
+        return not ended.done()
+
+    async def _stop_all(self) -> None:
+        """Tier by tier, the highest first; the members of one at once."""
+        for tier in sorted({watched.member.tier for watched in self.watched.values()}, reverse=True):
+            await asyncio.gather(*(self._stop(w) for w in self.watched.values() if w.member.tier == tier))
+
+    async def _stop(self, watched: Watched) -> None:
+        if watched.child is None or watched.state in (State.FAILED, State.DONE):
+            return
+        status = await asyncio.to_thread(watched.child.stop)
+        if status > 0 and status not in CLEAN_EXITS:  # what we had to kill says nothing
+            watched.error = watched.child.death()
+        self._change(watched, State.STOPPED)
+
+    def _change(self, watched: Watched, state: State) -> None:
+        watched.state, watched.since = state, time.time()
+        if state is State.READY:
+            watched.ready_at = time.monotonic()
+        if state in SATISFIED:
+            watched.satisfied.set()
+        self._on_change(watched)
+
+
+async def _end(child: Child) -> None:
+    """Return when the process has ended."""
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    pidfd = os.pidfd_open(child.pid)
+    try:
+        loop.add_reader(pidfd, ended.set)
+        await ended.wait()
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)

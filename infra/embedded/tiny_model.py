@@ -1,0 +1,76 @@
+"""A tiny random Qwen3 with a byte-level tokenizer and a ChatML template, for tests and dry runs of an engine.
+
+Its weights have a standard deviation of 0.2, ten times the usual, so that its output varies with its input.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 384
+CONTEXT = 512
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
+CORPUS = (
+    "What is 12 + 34? The tool answers with a number.",
+    '{"name":"calc","arguments":{"expr":"12*(3+4)"}}',
+    "system user assistant tool 0123456789 + - * / ( ) = . ,",
+)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content or '' }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>"
+    '{"name":{{ call.function.name | tojson }},"arguments":{{ call.function.arguments if call.function.arguments '
+    "is string else call.function.arguments | tojson }}}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_tiny_model(folder: Path, *, seed: int = 0) -> Path:
+    """Write config, weights, tokenizer and chat template into `folder`; the same seed gives the same bytes."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    network: Any = Qwen3ForCausalLM
+    tokenizer = _tokenizer()
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
+        pad_token_id=tokenizer.convert_tokens_to_ids("<|endoftext|>"),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = network(config).to(torch.float32)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _tokenizer() -> Any:
+    """Byte-level BPE, trained on a few lines."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    wrapped: Any = PreTrainedTokenizerFast
+    return wrapped(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
+    )

@@ -1,0 +1,291 @@
+"""`turnlog up`, `supervise`, `down`: a run's servers and roles under one supervisor, left running or in the foreground.
+
+The supervisor tells `up` about every step over a pipe, a JSON line each; the last one says ready, or which error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from turnlog.infra import endpoints as endpoints_file
+from turnlog.infra.embedded import errors
+from turnlog.infra.embedded.errors import EmbeddedError, NotReady, NotUp, SupervisorDied
+from turnlog.infra.embedded.jars import class_path
+from turnlog.infra.embedded.plan import ROLES, Plan, waiting_for
+from turnlog.infra.embedded.process import log_tail, scope, sweep, swept_by_another
+from turnlog.infra.embedded.run_files import (
+    LOGS,
+    SETTINGS,
+    is_live,
+    locked,
+    prune,
+    read_state,
+    write_key,
+    write_settings,
+    write_state,
+)
+from turnlog.infra.embedded.supervisor import SATISFIED, State, Supervisor, Watched
+from turnlog.infra.endpoints import Endpoints
+from turnlog.settings import Settings
+
+NOTIFY = "TURNLOG_NOTIFY_FD"
+PARENT = "TURNLOG_PARENT_FD"
+SUPERVISED_ROLES = "TURNLOG_SUPERVISED_ROLES"
+STOP_TIMEOUT_S = 90.0
+Say = Callable[[str], None]
+Notify = Callable[[dict[str, Any]], None]
+_held: dict[Path, int] = {}
+"""Pipes that tell an attached supervisor that we live, by the run's directory."""
+
+
+class SupervisorFailed(Exception):
+    """What the supervisor told us; becomes its `cause` at the caller."""
+
+    def __init__(self, cause: EmbeddedError) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+def up(
+    settings: Settings,
+    roles: Sequence[str] = ROLES,
+    *,
+    wait: bool = True,
+    attached: bool = False,
+    timeout_s: float = 900.0,
+    say: Say | None = None,
+) -> Endpoints:
+    """Start a run and leave it running; returns when every server answers and every role is ready (`wait` False: when
+    the addresses are known). `attached`: it dies with this process. Raises EmbeddedError (AlreadyUp; what kept a
+    server from starting, after stopping the others; NotReady, leaving the run as it is)."""
+    say = say or _say
+    directory = Path(settings.run.directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    with locked(directory):  # raises AlreadyUp
+        for removed in prune(directory.parent, directory):
+            say(f"removed the old run {removed}")
+        write_settings(directory, settings)
+    if not settings.kafka.bootstrap:
+        class_path(say=say)
+    pipe, pid = _spawn(directory, roles, attached=attached)
+    with pipe:
+        try:
+            _follow(pipe, directory, wait=wait, timeout_s=timeout_s, say=say)
+        except (KeyboardInterrupt, SupervisorFailed) as error:
+            _end(pid)
+            if isinstance(error, SupervisorFailed):
+                raise error.cause from None
+            raise
+    found = endpoints_file.read(directory)
+    _show(found, say)
+    return found
+
+
+def supervise(settings: Settings, roles: Sequence[str] | None = None) -> int:
+    """Run a run's servers and roles in the foreground until SIGTERM or SIGINT; 0. Raises EmbeddedError."""
+    directory = Path(settings.run.directory)
+    (directory / LOGS).mkdir(parents=True, exist_ok=True)
+    named = os.environ.pop(SUPERVISED_ROLES, None)
+    chosen = roles if roles is not None else named.split(",") if named is not None else ROLES
+    notify = _notifier()
+    with locked(directory), swept_by_another():
+        try:
+            write_settings(directory, settings)
+            write_key(directory)
+            asyncio.run(_supervise(settings, [role for role in chosen if role], notify))
+        except EmbeddedError as error:
+            notify({"error": type(error).__name__, "message": str(error)})
+            raise
+        finally:
+            (directory / endpoints_file.FILE).unlink(missing_ok=True)
+            sweep(scope())
+    return 0
+
+
+def down(settings: Settings, *, say: Say | None = None) -> None:
+    """Stop a run: roles drain, then the servers. Also ends what a killed supervisor left. Raises NotUp."""
+    say = say or _say
+    directory = Path(settings.run.directory)
+    state = read_state(directory)
+    _let_go(directory)
+    if not is_live(directory):
+        left = sweep(state["scope"]) if state else 0
+        if left:
+            say(f"ended {left} processes that a killed supervisor had left")
+            return
+        raise NotUp(f"nothing of {directory} is running; `turnlog up` starts it")
+    pidfd = os.pidfd_open(state["pid"])
+    try:
+        say(f"stopping {len(state['children'])} processes of {directory}")
+        signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+        if not select.select([pidfd], [], [], STOP_TIMEOUT_S)[0]:
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            sweep(state["scope"])
+    finally:
+        os.close(pidfd)
+    say("stopped")
+
+
+def status_processes(settings: Settings) -> list[dict[str, Any]]:
+    """What the supervisor says of each child (name, pid, state, restarts, since, log, error), with `waiting`: why a
+    role is not ready. Empty when the run is not up."""
+    directory = Path(settings.run.directory)
+    if not is_live(directory):
+        return []
+    with contextlib.suppress(endpoints_file.NoEndpoints):
+        health = endpoints_file.read(directory).health
+        children: list[dict[str, Any]] = read_state(directory).get("children", [])
+        starting = {child["name"] for child in children if child["state"] == State.STARTING}
+        return [
+            {**child, "waiting": waiting_for(health[child["name"]]) if child["name"] in starting & set(health) else ""}
+            for child in children
+        ]
+    return []
+
+
+async def _supervise(settings: Settings, roles: Sequence[str], notify: Notify) -> None:
+    directory = Path(settings.run.directory)
+    plan = await asyncio.to_thread(Plan, settings, roles)
+    pid, began = os.getpid(), time.time()
+    endpoints_file.write(directory, dataclasses.replace(plan.endpoints, supervisor_pid=pid))
+
+    def changed(watched: Watched) -> None:
+        children = [one.as_dict() for one in supervisor.watched.values()]
+        write_state(directory, {"pid": pid, "scope": scope(), "since": began, "children": children})
+        notify({"child": watched.as_dict()})
+        if all(one.state in SATISFIED for one in supervisor.watched.values()):
+            notify({"ready": True})
+
+    supervisor = Supervisor(plan.members, changed)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, supervisor.stopping.set)
+    if parent := os.environ.pop(PARENT, ""):
+        loop.add_reader(int(parent), supervisor.stopping.set)  # end of file: the process we belong to is gone
+    notify({"endpoints": True})
+    await supervisor.run()
+
+
+def _spawn(directory: Path, roles: Sequence[str], *, attached: bool) -> tuple[BinaryIO, int]:
+    """Start the supervisor in a session of its own; the pipe it reports on, and its pid. Not subprocess.Popen, which
+    complains about a process that it was not told to wait for."""
+    logs = directory / LOGS
+    logs.mkdir(parents=True, exist_ok=True)
+    reading, writing = os.pipe()
+    env = {**os.environ, NOTIFY: str(writing), SUPERVISED_ROLES: ",".join(roles)}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
+    passed = [writing]
+    if attached:
+        alive, _held[directory.resolve()] = os.pipe()
+        env[PARENT] = str(alive)
+        passed.append(alive)
+    for number in passed:
+        os.set_inheritable(number, True)
+    argv = [sys.executable, "-m", "turnlog.cli", "--settings", str(directory / SETTINGS), "supervise"]
+    append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    actions = [
+        (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+        (os.POSIX_SPAWN_OPEN, 1, str(logs / "supervisor.log"), append, 0o600),
+        (os.POSIX_SPAWN_DUP2, 1, 2),
+    ]
+    try:
+        pid = os.posix_spawn(sys.executable, argv, env, file_actions=actions, setsid=True)
+    finally:
+        for number in passed:
+            os.close(number)
+    return os.fdopen(reading, "rb", buffering=0), pid
+
+
+def _follow(pipe: BinaryIO, directory: Path, *, wait: bool, timeout_s: float, say: Say) -> None:
+    """Say what the supervisor tells, until everything is ready. Raises SupervisorFailed, NotReady."""
+    began = time.monotonic()
+    for told in _told(pipe, began + timeout_s):
+        if "error" in told:
+            raise SupervisorFailed(_error(told["error"], told["message"]))
+        if "child" in told:
+            child = told["child"]
+            if child["state"] == State.FAILED:
+                raise SupervisorFailed(_error(child["error_type"], child["error"]))
+            if child["state"] in (State.READY, State.RESTARTING):
+                say(f"{time.monotonic() - began:6.1f} s  {child['name']} {child['state']}")
+        if "ready" in told or ("endpoints" in told and not wait):
+            return
+    if time.monotonic() < began + timeout_s:
+        log = directory / LOGS / "supervisor.log"
+        raise SupervisorFailed(SupervisorDied(f"the supervisor of {directory} ended; log {log}\n{log_tail(log)}"))
+    unready = [child["name"] for child in read_state(directory)["children"] if child["state"] not in SATISFIED]
+    raise NotReady(
+        f"{', '.join(unready)} not ready after {timeout_s:.0f} s; the run was left as it is: `turnlog status` says "
+        "what they wait for, `turnlog down` stops it"
+    )
+
+
+def _told(pipe: BinaryIO, deadline: float) -> Iterator[dict[str, Any]]:
+    """What comes over the pipe until it ends or time is over."""
+    rest = b""
+    while (left := deadline - time.monotonic()) > 0 and select.select([pipe], [], [], left)[0]:
+        chunk = os.read(pipe.fileno(), 1 << 16)
+        if not chunk:
+            return
+        *lines, rest = (rest + chunk).split(b"\n")
+        yield from map(json.loads, lines)
+
+
+def _notifier() -> Notify:
+    """Writes to the pipe of `up`, if there is one and as long as somebody reads it."""
+    number = os.environ.pop(NOTIFY, "")
+    if not number:
+        return lambda _: None
+    pipe = [os.fdopen(int(number), "wb", buffering=0)]
+    os.set_inheritable(int(number), False)
+
+    def notify(told: dict[str, Any]) -> None:
+        try:
+            for open_pipe in pipe:
+                open_pipe.write(json.dumps(told).encode() + b"\n")
+        except BrokenPipeError:  # `up` has seen enough
+            pipe.clear()
+
+    return notify
+
+
+def _error(name: str, message: str) -> EmbeddedError:
+    """The typed error that another process met."""
+    kind = getattr(errors, name, EmbeddedError)
+    return kind(message) if issubclass(kind, EmbeddedError) else EmbeddedError(f"{name}: {message}")
+
+
+def _end(pid: int) -> None:
+    """Ask the supervisor that we started to stop, and wait for it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0)
+
+
+def _let_go(directory: Path) -> None:
+    number = _held.pop(directory.resolve(), None)
+    if number is not None:
+        os.close(number)
+
+
+def _show(found: Endpoints, say: Say) -> None:
+    for name in ("kafka", "registry", "store", "gateway", "views"):
+        say(f"{name:9} {getattr(found, name)}")
+    for url in found.engines:
+        say(f"engine    {url}")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

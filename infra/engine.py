@@ -1,0 +1,217 @@
+"""Client of SGLang's native /generate: token ids in; token ids, log-probs and weight versions out.
+
+EngineError
+├── EngineDead      refused, dropped or silent connection, or a 5xx: another engine is asked
+├── EngineRefused   the engine answered 4xx, or what it answered cannot be used; asking again changes nothing
+└── EngineAborted   a request was aborted again and again by weight updates
+
+aiohttp and not httpx: a call costs a quarter of the processor time, and its pool does not slow down with its size.
+Sources: sglang 0.5.21 `entrypoints/http_server.py`, `managers/io_struct.py` (GenerateReqInput). `infra.memory_engine`
+is the fake; both pass tests/contract/test_engine_contract.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, AsyncIterator
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, Protocol
+
+import aiohttp
+import orjson
+
+KEEP_ALIVE_S = 3.0
+"""Below uvicorn's 5 s, so that an idle connection is dropped by us and never by the engine in mid-request."""
+CONNECT_S = 5.0
+JSON = {"content-type": "application/json"}
+
+
+class EngineError(Exception):
+    """Base of the tree above."""
+
+
+class EngineDead(EngineError):
+    """No answer can be had: SGLang drops the connection when its scheduler dies, it never answers 5xx then."""
+
+
+class EngineRefused(EngineError):
+    """The engine will not do this, whoever asks."""
+
+
+class EngineAborted(EngineError):
+    """Resubmitted as often as is sensible. Remedy: update weights with pause mode `retract`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generate:
+    """One request. Neutral sampling (top_p 1, top_k -1, min_p 0, no penalties) is fixed: the log-probs depend on it."""
+
+    rid: str
+    """Unique; SGLang aborts by prefix, so all rids have one length."""
+    input_ids: list[int]
+    temperature: float
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Output tokens as they come. A request gives one or more; the last has `finish`."""
+
+    ids: list[int]
+    logprobs: list[float]
+    """Natural log, one per id, of log_softmax(logits / temperature)."""
+    finish: str | None = None
+    """stop | length | abort; None before the end."""
+    versions: tuple[tuple[str, int], ...] = ()
+    """(label, tokens) of all output so far, in order, as far as the engine says."""
+    cached_tokens: int = 0
+
+
+class Engine(Protocol):
+    """One engine."""
+
+    def generate(self, request: Generate, *, stream: bool, timeout_s: float) -> AsyncIterator[Piece]:
+        """Yield pieces; without `stream` exactly one. Raises EngineDead, EngineRefused."""
+        ...
+
+    async def abort(self, rid: str) -> None:
+        """End the request: its pieces finish with `abort`. Raises EngineDead."""
+        ...
+
+    async def close(self) -> None:
+        """Release connections."""
+        ...
+
+
+class SGLang:
+    """The real engine behind `url`. One connection pool for all requests."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._session: aiohttp.ClientSession | None = None
+
+    async def generate(self, request: Generate, *, stream: bool, timeout_s: float) -> AsyncIterator[Piece]:
+        """See Engine."""
+        body = orjson.dumps(_body(request, stream))
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=timeout_s)
+        try:
+            async with self._http().post(f"{self.url}/generate", data=body, headers=JSON, timeout=timeout) as answer:
+                await self._checked(answer)
+                if not stream:
+                    yield _Pieces().take(orjson.loads(await answer.read()))
+                    return
+                async for piece in self._streamed(answer):
+                    yield piece
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EngineDead(f"{self.url}: {type(error).__name__} {error}".rstrip()) from error
+        except (orjson.JSONDecodeError, KeyError, TypeError, IndexError) as error:
+            raise EngineRefused(f"{self.url}: an answer that is not SGLang's: {error!r}") from error
+
+    async def abort(self, rid: str) -> None:
+        """See Engine. SGLang answers 200 whether it knew the rid or not."""
+        timeout = aiohttp.ClientTimeout(total=CONNECT_S)
+        try:
+            body = orjson.dumps({"rid": rid})
+            async with self._http().post(f"{self.url}/abort_request", data=body, headers=JSON, timeout=timeout):
+                return
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EngineDead(f"{self.url}: {type(error).__name__} {error}".rstrip()) from error
+
+    async def close(self) -> None:
+        """See Engine."""
+        if self._session is not None:
+            await self._session.close()
+
+    def _http(self) -> aiohttp.ClientSession:
+        """Made in the loop that uses it."""
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+            self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
+        return self._session
+
+    async def _checked(self, answer: aiohttp.ClientResponse) -> None:
+        if answer.status < HTTPStatus.BAD_REQUEST:
+            return
+        text = (await answer.read())[:500].decode(errors="replace")
+        if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise EngineDead(f"{self.url} answered {answer.status}: {text}")
+        raise EngineRefused(f"{self.url} answered {answer.status}: {text}")
+
+    async def _streamed(self, answer: aiohttp.ClientResponse) -> AsyncIterator[Piece]:
+        pieces, finish = _Pieces(), None
+        async for data in _server_sent(answer.content.iter_any()):
+            if data == b"[DONE]":
+                break
+            event = orjson.loads(data)
+            if "error" in event:
+                raise EngineRefused(f"{self.url}: {event['error'].get('message', event['error'])}")
+            piece = pieces.take(event)
+            finish = piece.finish
+            yield piece
+        if finish is None:
+            raise EngineDead(f"{self.url}: the stream ended without a finish reason")
+
+
+def _body(request: Generate, stream: bool) -> dict[str, Any]:
+    sampling: dict[str, Any] = {
+        "temperature": request.temperature,
+        "max_new_tokens": request.max_new_tokens,
+        "skip_special_tokens": False,
+    }
+    if request.stop_token_ids:
+        sampling["stop_token_ids"] = list(request.stop_token_ids)
+    return {
+        "rid": request.rid,
+        "input_ids": request.input_ids,
+        "sampling_params": sampling,
+        "return_logprob": True,
+        "stream": stream,
+    }
+
+
+async def _server_sent(chunks: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
+    """The data of each server-sent event (WHATWG HTML, section 9.2; one data line per event, as SGLang writes)."""
+    rest = b""
+    async for chunk in chunks:
+        *events, rest = (rest + chunk).split(b"\n\n")
+        for event in events:
+            if event.startswith(b"data:"):
+                yield event[5:].strip()
+
+
+class _Pieces:
+    """Turns SGLang's answers into pieces, whether they repeat all output so far (the default) or bring only what is
+    new (--incremental-streaming-output)."""
+
+    def __init__(self) -> None:
+        self._seen = 0
+
+    def take(self, answer: dict[str, Any]) -> Piece:
+        meta, ids = answer["meta_info"], answer["output_ids"]
+        triples = meta["output_token_logprobs"]
+        count = min(len(ids), len(triples))  # a running request's list may grow while SGLang writes it
+        start = self._seen if count >= meta["completion_tokens"] else 0
+        new = triples[start:count]
+        if [triple[1] for triple in new] != ids[start:count]:
+            raise EngineRefused("the engine's log-probs belong to other tokens than its output")
+        self._seen += len(new)
+        reason = meta["finish_reason"]
+        finish = None if reason is None else str(reason["type"])
+        if finish is not None and self._seen != meta["completion_tokens"]:
+            raise EngineRefused(f"the engine gave {self._seen} log-probs for {meta['completion_tokens']} tokens")
+        return Piece(
+            ids=ids[start:count],
+            logprobs=[triple[0] for triple in new],
+            finish=finish,
+            versions=_versions(meta, self._seen),
+            cached_tokens=meta.get("cached_tokens") or 0,
+        )
+
+
+def _versions(meta: dict[str, Any], tokens: int) -> tuple[tuple[str, int], ...]:
+    spans = meta.get("weight_versions")
+    if spans:
+        return tuple((str(span["version"]), span["end"] - span["start"]) for span in spans)
+    label = meta.get("weight_version")
+    return ((str(label), tokens),) if label is not None and tokens else ()

@@ -1,0 +1,113 @@
+"""What every aiokafka client of one KafkaLog shares: where the cluster is, the prefix of names, limits, typed errors.
+
+aiokafka stays within the modules `infra.kafka*`. (confluent-kafka was weighed: two to three times the throughput, but
+callbacks on its own thread, and no asyncio consumer groups whose listeners can be awaited.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import aiokafka.producer.sender
+from aiokafka import TopicPartition
+from aiokafka.errors import (
+    CommitFailedError,
+    InvalidProducerEpoch,
+    KafkaError,
+    MessageSizeTooLargeError,
+    OffsetMetadataTooLargeError,
+    ProducerFenced,
+    RecordTooLargeError,
+    UnknownTopicOrPartitionError,
+)
+from aiokafka.errors import OffsetOutOfRangeError as OutOfRange
+from aiokafka.structs import OffsetAndMetadata
+
+from turnlog.infra.log import (
+    Commit,
+    Fenced,
+    LogError,
+    LogUnavailable,
+    OffsetOutOfRange,
+    Oversized,
+    Partition,
+    TopicMissing,
+)
+
+METADATA_LIMIT_BYTES = 4096
+"""Kafka's default `offset.metadata.max.bytes`. Above it a broker's refusal kills the whole transactional producer."""
+REQUEST_TIMEOUT_MS = 40_000
+"""Of one request; the broker's long polls and the append of a large batch stay below."""
+ANSWER_TIMEOUT_S = 60.0
+"""After that an acknowledgement counts as lost (LogUnavailable): a broker restart after kill -9 takes up to 12 s."""
+CLOSE_TIMEOUT_S = 10.0
+"""Closing flushes; a broker that is gone must not hold a process up for longer."""
+
+# The markers of a transaction are written after its commit is answered (KAFKA-5477). Until then the next transaction's
+# first send is told CONCURRENT_TRANSACTIONS and waits this long. Measured with 10 records per transaction: aiokafka's
+# 20 ms give 36 transactions/s, 2 ms give 92.
+aiokafka.producer.sender.BACKOFF_OVERRIDE = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """Where the cluster is and what our names are prefixed with there."""
+
+    bootstrap: str
+    prefix: str = ""
+
+    def full(self, name: str) -> str:
+        """The name on the cluster of a topic, group or transactional id."""
+        return self.prefix + name
+
+    def short(self, name: str) -> str:
+        """The inverse of `full`."""
+        return name[len(self.prefix) :]
+
+    def place(self, partition: Partition) -> TopicPartition:
+        """aiokafka's name of a partition."""
+        return TopicPartition(self.prefix + partition.topic, partition.number)
+
+    def commits(self, commits: Mapping[Partition, Commit]) -> dict[TopicPartition, OffsetAndMetadata]:
+        """Commits as aiokafka takes them. Raises Oversized, which would end a transactional producer if sent."""
+        for partition, commit in commits.items():
+            size = len(commit.metadata.encode())
+            if size > METADATA_LIMIT_BYTES:
+                raise Oversized(
+                    f"{partition.topic}[{partition.number}]: commit metadata of {size} bytes; "
+                    f"the broker takes {METADATA_LIMIT_BYTES} (offset.metadata.max.bytes)"
+                )
+        return {self.place(name): OffsetAndMetadata(commit.offset, commit.metadata) for name, commit in commits.items()}
+
+
+@contextmanager
+def typed(connection: Connection, doing: str) -> Iterator[None]:
+    """Turn aiokafka's errors and time-outs into the tree of `infra.log`; `doing` says what, where."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise LogUnavailable(f"{doing}: {connection.bootstrap} did not answer; check [kafka] bootstrap") from error
+    except KafkaError as error:
+        raise typed_error(connection, doing, error) from error
+
+
+def typed_error(connection: Connection, doing: str, error: KafkaError) -> LogError:
+    """The error of our tree for one of aiokafka's; its cause decides where the client wrapped it in its base class."""
+    wrapped = type(error) is KafkaError and isinstance(error.__cause__, KafkaError)
+    reason = error.__cause__ if wrapped else error
+    said = f"{doing}: {type(reason).__name__} {reason}".rstrip()
+    match reason:
+        case ProducerFenced() | InvalidProducerEpoch():
+            return Fenced(f"{doing}: a newer owner started, or the transaction timed out; this process must end")
+        case CommitFailedError():
+            return Fenced(f"{doing}: the group went on without this member; this process must end")
+        case UnknownTopicOrPartitionError():
+            return TopicMissing(f"{doing}: no such topic or partition; run `turnlog topics apply`")
+        case OutOfRange():
+            return OffsetOutOfRange(said)
+        case MessageSizeTooLargeError() | RecordTooLargeError() | OffsetMetadataTooLargeError():
+            return Oversized(said)
+        case _:
+            return LogUnavailable(f"{said}; check [kafka] bootstrap ({connection.bootstrap})")

@@ -1,0 +1,286 @@
+"""Readers of KafkaLog: one that reads what it is told to, one that reads what its group gives it.
+
+A group member is two aiokafka consumers. One is in the group and fetches nothing; the other is in no group and fetches.
+So positions never come from the group protocol, and a rebalance cannot discard or deliver a record behind poll's back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, TopicPartition
+from aiokafka.coordinator.assignors.range import RangePartitionAssignor
+from aiokafka.errors import IllegalStateError, KafkaError
+
+from turnlog.infra.kafka_connection import (
+    ANSWER_TIMEOUT_S,
+    CLOSE_TIMEOUT_S,
+    REQUEST_TIMEOUT_MS,
+    Connection,
+    typed,
+)
+from turnlog.infra.log import Assigned, BrokenAssignment, Commit, Fenced, Partition, Record
+from turnlog.schemas.topics import MAX_MESSAGE_BYTES
+
+FETCH_WAIT_MS = 250
+"""How long a fetch waits at the broker for data. A partition that is sought meanwhile waits for it to come back."""
+FETCH_BYTES = 4 * MAX_MESSAGE_BYTES
+SESSION_TIMEOUT_MS = 6_000
+"""A member that was killed holds its units for this long (the least that brokers allow by default)."""
+HEARTBEAT_MS = 1_000
+REBALANCE_TIMEOUT_MS = 60_000
+"""How long the group waits for a member that works on a batch to come back to poll()."""
+MAX_POLL_INTERVAL_MS = 300_000
+"""A member that does not poll for longer loses its units."""
+SLICE_S = 0.1
+"""A rebalance waits at most this long for a poll() that waits for records."""
+
+
+@contextlib.asynccontextmanager
+async def consuming(
+    connection: Connection, *, committed: bool = True, group: str | None = None, instance: str | None = None
+) -> AsyncIterator[AIOKafkaConsumer]:
+    """A started aiokafka consumer without subscription. Raises LogUnavailable."""
+    consumer = AIOKafkaConsumer(
+        bootstrap_servers=connection.bootstrap,
+        group_id=None if group is None else connection.full(group),
+        group_instance_id=instance,
+        enable_auto_commit=False,
+        auto_offset_reset="none",
+        isolation_level="read_committed" if committed else "read_uncommitted",
+        max_partition_fetch_bytes=MAX_MESSAGE_BYTES,
+        fetch_max_bytes=FETCH_BYTES,
+        fetch_max_wait_ms=FETCH_WAIT_MS,
+        request_timeout_ms=REQUEST_TIMEOUT_MS,
+        partition_assignment_strategy=[RangePartitionAssignor],
+        session_timeout_ms=SESSION_TIMEOUT_MS,
+        heartbeat_interval_ms=HEARTBEAT_MS,
+        rebalance_timeout_ms=REBALANCE_TIMEOUT_MS,
+        max_poll_interval_ms=MAX_POLL_INTERVAL_MS,
+    )
+    try:
+        with typed(connection, "start consumer"):
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                await consumer.start()
+        yield consumer
+    finally:
+        with contextlib.suppress(KafkaError, TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await asyncio.sleep(0)  # aiokafka's stop falls over tasks of its own that have not run yet
+                await consumer.stop()
+
+
+class KafkaReader:
+    """See Reader. Broker outages show as empty polls: the client goes on trying."""
+
+    def __init__(self, connection: Connection, consumer: AIOKafkaConsumer) -> None:
+        self._connection = connection
+        self._consumer = consumer
+        self._places: dict[TopicPartition, Partition] = {}
+        self._positions: dict[Partition, int] = {}
+
+    def assign(self, starts: Mapping[Partition, int]) -> None:
+        """See Reader."""
+        self._places = {self._connection.place(name): name for name in starts}
+        self._positions = dict(starts)
+        self._consumer.assign(list(self._places))
+        for place, name in self._places.items():  # before the client can look for a position of its own
+            self._consumer.seek(place, starts[name])
+
+    def seek(self, partition: Partition, offset: int) -> None:
+        """See Reader. Raises KeyError for a partition that is not assigned."""
+        if partition not in self._positions:
+            raise KeyError(f"{partition.topic}[{partition.number}] is not assigned to this reader")
+        self._positions[partition] = offset
+        self._consumer.seek(self._connection.place(partition), offset)
+
+    def position(self, partition: Partition) -> int:
+        """See Reader."""
+        return self._positions[partition]
+
+    async def poll(self, *, max_records: int = 500, timeout_s: float = 0.1) -> list[Record]:
+        """See Reader."""
+        if not self._places:
+            await asyncio.sleep(timeout_s)
+            return []
+        with typed(self._connection, "poll"):
+            batches = await self._consumer.getmany(timeout_ms=int(timeout_s * 1000), max_records=max_records)
+            for place, name in self._places.items():  # also past markers and aborted records
+                self._positions[name] = await self._consumer.position(place)
+        return [
+            Record(
+                topic=self._places[place].topic,
+                partition=place.partition,
+                offset=found.offset,
+                key=found.key or b"",
+                value=found.value or b"",
+                headers=found.headers,
+                timestamp_ms=found.timestamp,
+            )
+            for place, batch in batches.items()
+            for found in batch
+        ]
+
+
+class _Rebalances(ConsumerRebalanceListener):  # type: ignore[misc]
+    """What the group asks of this member, kept until poll() serves it. Runs on the coordinator's task; aiokafka logs
+    and swallows what a listener raises, so it raises nothing."""
+
+    def __init__(self, member: AIOKafkaConsumer) -> None:
+        self._member = member
+        self.news = asyncio.Event()
+        """Something waits for poll()."""
+        self.gone = asyncio.Event()
+        """poll() has given everything up; the group may go on."""
+        self.gone.set()
+        self.new: frozenset[TopicPartition] | None = None
+        """An assignment that poll() has not taken up."""
+        self.rebalancing = True
+        """Between a revocation and the next assignment."""
+
+    async def on_partitions_revoked(self, revoked: set[TopicPartition]) -> None:
+        """Hold the group up (heartbeats go on) until poll() has given everything up."""
+        self.rebalancing = True
+        self.new = None
+        self.gone.clear()
+        self.news.set()
+        await self.gone.wait()
+
+    def on_partitions_assigned(self, assigned: set[TopicPartition]) -> None:
+        """Returns at once: heartbeats start only after it. The member is given a position, or the client would look
+        for a committed one, and is paused there, so that it never fetches."""
+        for place in assigned:
+            self._member.seek(place, 0)
+        self._member.pause(*assigned)
+        self.rebalancing = False
+        self.new = frozenset(assigned)
+        self.news.set()
+
+
+class KafkaGroupReader(KafkaReader):
+    """See GroupReader. Guarantees:
+
+    * Both callbacks run inside poll(), on its caller's task, before it fetches. So whatever the caller does between two
+      polls (a batch and its transaction) ends before its units are given up: no batch straddles a rebalance.
+    * The group waits for this member's next poll() (up to REBALANCE_TIMEOUT_MS) before it gives the units to another.
+    * After `assigned`, nothing is delivered until `seek` was called for every assigned partition.
+    * An error of a callback, and BrokenAssignment, come out of that poll() and of every later one.
+    * A member that the group expelled learns it at its next poll (`revoked`, then `assigned`); until then it may work
+      on units that another one owns. Only a Transactor's fence keeps its writes out.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        consumer: AIOKafkaConsumer,
+        member: AIOKafkaConsumer,
+        topics: Sequence[str],
+        assigned: Assigned,
+        revoked: Assigned,
+    ) -> None:
+        """`member` is in the group and started; `consumer` reads."""
+        super().__init__(connection, consumer)
+        self._member = member
+        self._topics = frozenset(topics)
+        self._assigned = assigned
+        self._revoked = revoked
+        self._held: frozenset[int] = frozenset()
+        self._unsought: set[Partition] = set()
+        self._failed: BaseException | None = None
+        self._rebalances = _Rebalances(member)
+        member.subscribe([connection.full(topic) for topic in topics], listener=self._rebalances)
+
+    def seek(self, partition: Partition, offset: int) -> None:
+        """See Reader."""
+        super().seek(partition, offset)
+        self._unsought.discard(partition)
+        self._consumer.resume(self._connection.place(partition))
+
+    async def poll(self, *, max_records: int = 500, timeout_s: float = 0.1) -> list[Record]:
+        """See Reader. Serves rebalances first."""
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + timeout_s
+        while True:
+            await self._serve()
+            left = deadline - clock()
+            if self._rebalances.rebalancing or self._unsought or not self._held:
+                if left <= 0 or not await self._news(left):
+                    return []
+                continue
+            records = await super().poll(max_records=max_records, timeout_s=min(SLICE_S, max(0.0, left)))
+            if records or left <= SLICE_S:
+                return records
+
+    async def commit(self, commits: Mapping[Partition, Commit]) -> None:
+        """See GroupReader. Raises Fenced when the group went on without this member, Oversized, LogUnavailable."""
+        places = self._connection.commits(commits)
+        with typed(self._connection, "commit offsets"):
+            try:
+                async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                    await self._member.commit(places)
+            except IllegalStateError as error:
+                raise Fenced(f"commit offsets: {error}; another member owns them, this process must end") from error
+
+    async def leave(self) -> None:
+        """Give up what is held; the callback runs first. Then leave the group at once, also in mid-rebalance: aiokafka
+        would join once more, wait for every other member to do so, and only then leave."""
+        try:
+            await self._give_up()
+        finally:
+            coordinator = self._member._coordinator
+            coordinator._coordination_task.cancel()
+            await asyncio.wait({coordinator._coordination_task})
+            if self._rebalances.rebalancing and self._rebalances.gone.is_set():
+                # A join is unanswered and the broker reads nothing behind it: a goodbye would wait as long.
+                coordinator.reset_generation()
+
+    async def _serve(self) -> None:
+        """Run the callbacks that wait. Raises what they raise, BrokenAssignment, and the coordinator's errors."""
+        if self._failed is not None:
+            raise self._failed
+        try:
+            while self._rebalances.news.is_set():
+                self._rebalances.news.clear()
+                if not self._rebalances.gone.is_set():
+                    await self._give_up()
+                    self._rebalances.gone.set()
+                if (new := self._rebalances.new) is not None:
+                    self._rebalances.new = None
+                    await self._take_up(new)
+            if not self._rebalances.rebalancing:  # during a rebalance this call would wait for its end
+                with typed(self._connection, "group"):
+                    await self._member.getmany(timeout_ms=0)
+        except BaseException as error:
+            self._failed = error
+            self._rebalances.gone.set()
+            raise
+
+    async def _give_up(self) -> None:
+        held, self._held = self._held, frozenset()
+        self._unsought = set()
+        self.assign({})
+        if held:
+            await self._revoked(held)
+
+    async def _take_up(self, places: frozenset[TopicPartition]) -> None:
+        await self._give_up()
+        names = {Partition(self._connection.short(place.topic), place.partition) for place in places}
+        units = frozenset(name.number for name in names)
+        if names != {Partition(topic, unit) for topic in self._topics for unit in units}:
+            raise BrokenAssignment(
+                f"{sorted(names)} are not whole units of {sorted(self._topics)}: their partition counts must be equal "
+                "and every member must subscribe to the same topics; see `turnlog topics check`"
+            )
+        self.assign(dict.fromkeys(names, 0))
+        self._consumer.pause(*self._places)
+        self._held, self._unsought = units, set(names)
+        await self._assigned(units)
+
+    async def _news(self, timeout_s: float) -> bool:
+        """Wait for something to serve; False after `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                return await self._rebalances.news.wait()
+        return False

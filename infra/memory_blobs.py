@@ -1,0 +1,34 @@
+"""The object store in memory: the fake that passes the contract of `infra.blobs`."""
+
+from __future__ import annotations
+
+import hashlib
+
+from turnlog.infra.blobs import BlobCorrupt, BlobMissing
+from turnlog.schemas.types import BlobRef
+
+
+class MemoryBlobs:
+    """See Blobs. `objects` maps sha256 to bytes, for tests that damage them."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+
+    async def put(self, content: bytes, *, media_type: str = "application/octet-stream") -> BlobRef:
+        """See Blobs."""
+        sha256 = hashlib.sha256(content).hexdigest()
+        self.objects[sha256] = content
+        return BlobRef(sha256, len(content), media_type)
+
+    async def get(self, ref: BlobRef) -> bytes:
+        """See Blobs."""
+        try:
+            content = self.objects[ref.sha256]
+        except KeyError:
+            raise BlobMissing(f"the store holds no object {ref.sha256}") from None
+        if len(content) != ref.size or hashlib.sha256(content).hexdigest() != ref.sha256:
+            raise BlobCorrupt(f"object {ref.sha256}: its {len(content)} bytes are not the {ref.size} that were put")
+        return content
+
+    async def close(self) -> None:
+        """Nothing to release."""

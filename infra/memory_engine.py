@@ -1,0 +1,152 @@
+"""The fake engine: tokens are a function of the prompt, requests can be held, aborted, killed and relabelled."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from turnlog.infra.engine import EngineDead, EngineRefused, Generate, Piece
+
+Script = Callable[[Sequence[int]], list[int]]
+"""Prompt ids -> the output that the policy would give, its stop token included."""
+
+
+class MemoryEngine:
+    """See Engine. Without a script the ids are a hash of (prompt, position), so equal prompts give equal outputs."""
+
+    def __init__(self, *, vocabulary: int, context: int, script: Script | None = None, version: str = "0") -> None:
+        self.vocabulary = vocabulary
+        self.context = context
+        self.script = script
+        self.version = version
+        self.requests: list[Generate] = []
+        """Everything that was asked, in order."""
+        self.aborted: list[str] = []
+        """rids that somebody aborted."""
+        self.holds_after: int | None = None
+        """Stop before the n-th output token of each request until `released` is set."""
+        self.released = asyncio.Event()
+        self.reached = asyncio.Event()
+        """Set when a request stands at `holds_after`."""
+        self._dead = False
+        self._live: dict[str, asyncio.Event] = {}
+
+    def kill(self) -> None:
+        """As kill -9: running requests lose their connection, new ones are refused."""
+        self._dead = True
+        self.abort_all()
+
+    def abort_all(self) -> None:
+        """As pause(abort): running requests answer what they have with `abort`."""
+        for event in self._live.values():
+            event.set()
+
+    async def generate(self, request: Generate, *, stream: bool, timeout_s: float) -> AsyncIterator[Piece]:
+        """See Engine."""
+        self._check(request)
+        self.requests.append(request)
+        stop = self._live[request.rid] = asyncio.Event()
+        try:
+            if stream:
+                async for piece in self._pieces(request, stop, timeout_s):
+                    yield piece
+            else:
+                yield joined([piece async for piece in self._pieces(request, stop, timeout_s)])
+        finally:
+            del self._live[request.rid]
+
+    async def abort(self, rid: str) -> None:
+        """See Engine."""
+        if self._dead:
+            raise EngineDead("the engine was killed")
+        self.aborted.append(rid)
+        for live, event in self._live.items():
+            if live.startswith(rid):
+                event.set()
+
+    async def close(self) -> None:
+        """Nothing to release."""
+
+    def _check(self, request: Generate) -> None:
+        if self._dead:
+            raise EngineDead("the engine was killed")
+        if any(not 0 <= token < self.vocabulary for token in request.input_ids):
+            self.kill()
+            raise EngineDead("a token id outside the vocabulary killed the engine")
+        if not request.input_ids or len(request.input_ids) + request.max_new_tokens > self.context:
+            raise EngineRefused(
+                f"{len(request.input_ids)} prompt + {request.max_new_tokens} new tokens do not fit {self.context}"
+            )
+
+    async def _pieces(self, request: Generate, stop: asyncio.Event, timeout_s: float) -> AsyncIterator[Piece]:
+        versions: list[str] = []
+        ids, finish = self._output(request)
+        for position, token in enumerate(ids):
+            if position == self.holds_after:
+                await self._hold(stop, timeout_s)
+            if self._dead:
+                raise EngineDead("the engine was killed")
+            if stop.is_set():
+                yield Piece(ids=[], logprobs=[], finish="abort", versions=spans(versions))
+                return
+            versions.append(self.version)
+            last = position == len(ids) - 1
+            logprob = logprob_of(request.input_ids, position)
+            yield Piece(ids=[token], logprobs=[logprob], finish=finish if last else None, versions=spans(versions))
+        if not ids:
+            yield Piece(ids=[], logprobs=[], finish="length")
+
+    async def _hold(self, stop: asyncio.Event, timeout_s: float) -> None:
+        self.reached.set()
+        waits = [asyncio.ensure_future(event.wait()) for event in (self.released, stop)]
+        done, pending = await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for wait in pending:
+            wait.cancel()
+        if not done:
+            raise EngineDead(f"silent for {timeout_s} s")
+
+    def _output(self, request: Generate) -> tuple[list[int], str]:
+        if self.script is not None:
+            ids = self.script(request.input_ids)
+        else:
+            ids = [token_of(request.input_ids, at, self.vocabulary) for at in range(request.max_new_tokens)]
+        for position, token in enumerate(ids[: request.max_new_tokens]):
+            if token in request.stop_token_ids:
+                return ids[: position + 1], "stop"
+        return ids[: request.max_new_tokens], "length"
+
+
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """The pieces of one request as one."""
+    last = pieces[-1]
+    return Piece(
+        ids=[token for piece in pieces for token in piece.ids],
+        logprobs=[logprob for piece in pieces for logprob in piece.logprobs],
+        finish=last.finish,
+        versions=last.versions,
+        cached_tokens=last.cached_tokens,
+    )
+
+
+def token_of(prompt: Sequence[int], position: int, vocabulary: int) -> int:
+    """The fake policy: a hash of the prompt's length, end and the position."""
+    seed = hashlib.sha256(repr((len(prompt), tuple(prompt[-8:]), position)).encode()).digest()
+    return int.from_bytes(seed[:4], "little") % vocabulary
+
+
+def logprob_of(prompt: Sequence[int], position: int) -> float:
+    """A log-prob that tells prompts and positions apart."""
+    return -math.log(2 + (len(prompt) + position) % 97)
+
+
+def spans(versions: Sequence[str]) -> tuple[tuple[str, int], ...]:
+    """Runs of equal labels."""
+    runs: list[tuple[str, int]] = []
+    for label in versions:
+        if runs and runs[-1][0] == label:
+            runs[-1] = (label, runs[-1][1] + 1)
+        else:
+            runs.append((label, 1))
+    return tuple(runs)

@@ -1,0 +1,67 @@
+"""The fake of infra.engine_control: an engine that behaves as SGLang was seen to, death by truncated file included."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+from turnlog.infra.engine import EngineDead, EngineRefused
+from turnlog.infra.engine_control import ModelInfo
+
+
+class MemoryEngineControl:
+    """One engine in memory. `paused`, `alive` and `loads` are for tests to look at."""
+
+    def __init__(self, model: Path) -> None:
+        self._info = ModelInfo("default", str(model))
+        self.paused = False
+        self.alive = True
+        self.loads: list[int] = []
+
+    def restart(self) -> None:
+        """Come back with the model folder's own weights."""
+        self._info = ModelInfo("default", self._info.model_path)
+        self.paused, self.alive = False, True
+
+    async def model_info(self) -> ModelInfo:
+        """See EngineControl."""
+        self._alive()
+        return self._info
+
+    async def pause(self) -> None:
+        """See EngineControl."""
+        self._alive()
+        self.paused = True
+
+    async def load(self, folder: Path, version: int, *, timeout_s: float) -> None:
+        """See EngineControl. Like SGLang: no folder is refused, a short file kills, wrong tensors are not noticed."""
+        self._alive()
+        if not _exists(folder):
+            raise EngineRefused(f"no folder {folder}")
+        if not _whole(folder):
+            self.alive = False
+            self._alive()
+        self.loads.append(version)
+        self._info = ModelInfo(str(version), str(folder))
+
+    async def resume(self) -> None:
+        """See EngineControl."""
+        self._alive()
+        self.paused = False
+
+    async def close(self) -> None:
+        """See EngineControl."""
+
+    def _alive(self) -> None:
+        if not self.alive:
+            raise EngineDead("memory engine: ConnectError")
+
+
+def _exists(folder: Path) -> bool:
+    return folder.is_dir()
+
+
+def _whole(folder: Path) -> bool:
+    """Does every file go on behind its header?"""
+    contents = [file.read_bytes() for file in folder.glob("*.safetensors")]
+    return all(len(content) > 8 and len(content) > 8 + struct.unpack_from("<Q", content)[0] for content in contents)

@@ -1,0 +1,166 @@
+"""Blobs in any S3 store, over minio-py (synchronous, so calls run in a bounded thread pool).
+
+A blob's key is its hash, so that a repeated put is harmless and nothing rests on conditional puts or user metadata.
+aiobotocore was weighed: it pins botocore and brings ten packages for four calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import urllib3
+from minio import Minio
+from minio.error import InvalidResponseError, MinioException, S3Error
+
+from turnlog.infra.blobs import BlobCorrupt, BlobError, BlobMissing, StoreUnavailable
+from turnlog.schemas.types import BlobRef
+from turnlog.settings import StoreSettings
+
+THREADS = 8
+RETRIES = 4
+BACKOFF_S = 0.1
+"""Waits between retries: 0, 0.2, 0.4, 0.8 s."""
+CONNECT_TIMEOUT_S = 3.0
+READ_TIMEOUT_S = 60.0
+SETTINGS = "check [store] endpoint, access_key, secret_key and bucket"
+
+T = TypeVar("T")
+
+
+def key(sha256: str) -> str:
+    """The object's key: the first two hex digits spread objects over folders."""
+    return f"blobs/{sha256[:2]}/{sha256}"
+
+
+class S3Blobs:
+    """See Blobs. The bucket is made at the first call when it is missing."""
+
+    def __init__(self, settings: StoreSettings, *, threads: int = THREADS) -> None:
+        """Connects at the first call. Raises StoreUnavailable for an endpoint that is no address."""
+        self._settings = settings
+        self._http = _http(threads)
+        self._client = _client(settings, self._http)
+        self._pool = ThreadPoolExecutor(threads, "s3")
+        self._bucket_lock = threading.Lock()
+        self._bucket_there = False
+
+    async def put(self, content: bytes, *, media_type: str = "application/octet-stream") -> BlobRef:
+        """See Blobs."""
+        return await self._run(lambda: self._put(content, media_type))
+
+    async def get(self, ref: BlobRef) -> bytes:
+        """See Blobs."""
+        return await self._run(lambda: self._get(ref))
+
+    async def close(self) -> None:
+        """See Blobs; waits for calls under way."""
+        await asyncio.to_thread(self._pool.shutdown)
+        self._http.clear()
+
+    async def _run(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._translated, call)
+
+    def _translated(self, call: Callable[[], T]) -> T:
+        """Run `call` with the bucket there. MinioException covers what the store said, HTTPError the transport."""
+        try:
+            self._ensure_bucket()
+            return call()
+        except (MinioException, urllib3.exceptions.HTTPError, OSError) as error:
+            raise StoreUnavailable(f"{self._settings.endpoint}: {_what(error)}; {SETTINGS}") from error
+
+    def _ensure_bucket(self) -> None:
+        with self._bucket_lock:
+            if self._bucket_there:
+                return
+            bucket = self._settings.bucket
+            if not self._client.bucket_exists(bucket):
+                try:
+                    self._client.make_bucket(bucket, self._settings.region)
+                except MinioException:
+                    if not self._client.bucket_exists(bucket):  # else another process made it just now
+                        raise
+            self._bucket_there = True
+
+    def _put(self, content: bytes, media_type: str) -> BlobRef:
+        sha256 = hashlib.sha256(content).hexdigest()
+        self._client.put_object(
+            self._settings.bucket, key(sha256), io.BytesIO(content), len(content), content_type=media_type
+        )
+        return BlobRef(sha256, len(content), media_type)
+
+    def _get(self, ref: BlobRef) -> bytes:
+        try:
+            answer = self._client.get_object(self._settings.bucket, key(ref.sha256))
+        except MinioException as error:
+            if _status(error) == HTTPStatus.NOT_FOUND:
+                raise _missing(ref, self._settings) from None
+            raise
+        try:
+            content = answer.read()
+        finally:
+            answer.close()
+            answer.release_conn()
+        if len(content) != ref.size or hashlib.sha256(content).hexdigest() != ref.sha256:
+            raise BlobCorrupt(
+                f"{self._settings.bucket}/{key(ref.sha256)}: {len(content)} bytes do not hash to their name "
+                f"(expected {ref.size}); restore the object from a copy, or remove it and let its writer put it again"
+            )
+        return content
+
+
+def _client(settings: StoreSettings, http: urllib3.PoolManager) -> Minio:
+    address = urlsplit(settings.endpoint)
+    if address.scheme not in ("http", "https") or not address.netloc:
+        raise StoreUnavailable(f"[store] endpoint must be http(s)://host:port, got {settings.endpoint!r}")
+    return Minio(
+        address.netloc,
+        access_key=settings.access_key,
+        secret_key=settings.secret_key,
+        secure=address.scheme == "https",
+        region=settings.region,
+        http_client=http,
+    )
+
+
+def _http(threads: int) -> urllib3.PoolManager:
+    retries = urllib3.Retry(
+        total=RETRIES,
+        backoff_factor=BACKOFF_S,
+        status_forcelist=(500, 502, 503, 504),
+        allowed_methods=None,  # every call is idempotent
+        raise_on_status=False,
+    )
+    timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=READ_TIMEOUT_S)
+    return urllib3.PoolManager(maxsize=threads, retries=retries, timeout=timeout)
+
+
+def _missing(ref: BlobRef, settings: StoreSettings) -> BlobError:
+    return BlobMissing(
+        f"{settings.endpoint} holds no {settings.bucket}/{key(ref.sha256)}: it was not written yet, or [store] names "
+        "another store than its writer used"
+    )
+
+
+def _status(error: MinioException) -> int:
+    """HTTP status of an answer. rclone's errors are not parsed by minio-py, which keeps their status to itself."""
+    if isinstance(error, S3Error):
+        return int(error.response.status)
+    if isinstance(error, InvalidResponseError):
+        return int(error._code)
+    return 0
+
+
+def _what(error: Exception) -> str:
+    """One line about an error, without the request that a signature could be read from."""
+    if isinstance(error, MinioException) and _status(error):
+        status = HTTPStatus(_status(error))
+        return f"answered {status.value} {status.phrase}"
+    return type(error).__name__ if isinstance(error, MinioException) else f"{error}"

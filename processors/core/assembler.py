@@ -1,0 +1,135 @@
+"""The fold of one group: agent.sessions, agent.turns and agent.token-snapshots to trees, samples and a score.
+
+agent.sessions, in its own order, decides; the other topics supply data. So every interleaving of the topics gives the
+same outputs, and records that come again change nothing.
+"""
+
+from __future__ import annotations
+
+from turnlog.processors.core.assembly import SessionTree, assemble, named_turns, tree_event
+from turnlog.processors.core.errors import FoldError, MisplacedRecord
+from turnlog.processors.core.fold_rules import FOLD_VERSION, FoldRules
+from turnlog.processors.core.settlement import score
+from turnlog.processors.core.spine import Spine
+from turnlog.processors.core.supply import Supply
+from turnlog.processors.core.turns import TurnKey, key_of
+from turnlog.schemas.events import Event, TokenSnapshot, TurnCompleted
+from turnlog.schemas.topics import SESSIONS, SNAPSHOTS, TURNS
+
+__all__ = ["FOLD_VERSION", "FoldRules", "GroupFold"]
+
+Need = tuple[str, TurnKey]
+"""(topic, turn) of a record that a settled session waits for."""
+
+
+class GroupFold:
+    """State of one group. Payloads are inline: the shell fetches blobs before it folds."""
+
+    def __init__(self, group_id: str, floor: int, rules: FoldRules) -> None:
+        self.group_id = group_id
+        self.floor = floor
+        self.first: dict[str, int] = {}
+        """Topic to the offset of the group's first record in it: what a refold must start from."""
+        self.complete = False
+        """GroupScored was emitted; the group may be forgotten."""
+        self._rules = rules
+        self._last: dict[str, int] = {}
+        self._spine = Spine()
+        self._supplies: dict[str, Supply] = {}
+        self._waiting: dict[str, set[Need]] = {}
+        """Settled sessions to what they still need; in order of settlement."""
+        self._trees: dict[str, SessionTree] = {}
+
+    def apply(self, topic: str, offset: int, event: Event) -> list[Event]:
+        """Fold one record and return what became due, in order.
+
+        Outputs: a TurnTreeAssembled when a session is settled and supplied; once, when the group is settled and every
+        session that settled before it (or that the reaper's close names) is supplied, its SegmentSamples and
+        GroupScored. Records of one topic come in offset order; one that came before is absorbed. Raises FoldError:
+        park the record and emit `error.outputs` in its place; the state is then as if the record had been folded as
+        refused. Raises FoldDefect: stop.
+        """
+        if self.complete or offset <= self._last.get(topic, -1):
+            return []
+        self._last[topic] = offset
+        self.first.setdefault(topic, offset)
+        try:
+            self._fold(topic, offset, event)
+        except FoldError as refusal:
+            refusal.outputs = self._due()
+            raise
+        return self._due()
+
+    def trees(self) -> frozenset[str]:
+        """Sessions whose TurnTreeAssembled was emitted."""
+        return frozenset(self._trees)
+
+    def key(self) -> object:
+        """Canonical comparable value of the whole state."""
+        return (
+            self.group_id, self.floor, tuple(sorted(self.first.items())), tuple(sorted(self._last.items())),
+            self._spine.key(), tuple(sorted((session, supply.key()) for session, supply in self._supplies.items())),
+            tuple(sorted(self._trees)), self.complete,
+        )  # fmt: skip
+
+    def _fold(self, topic: str, offset: int, event: Event) -> None:
+        if topic == SESSIONS.name:
+            self._fold_spine(offset, event)
+        elif topic == TURNS.name and isinstance(event, TurnCompleted):
+            try:
+                self._supply(event.session_id).add_turn(event)
+            finally:
+                self._got(topic, event)
+        elif topic == SNAPSHOTS.name and isinstance(event, TokenSnapshot):
+            try:
+                self._supply(event.session_id).add_snapshot(offset, event)
+            finally:
+                self._got(topic, event)
+        else:
+            raise MisplacedRecord(
+                f"{topic} offset {offset}", f"holds a {type(event).__name__}", "write it to its topic"
+            )
+
+    def _fold_spine(self, offset: int, event: Event) -> None:
+        known = len(self._spine.settled)
+        try:
+            self._spine.fold(offset, event)
+        finally:
+            for session_id in self._spine.settled[known:]:
+                self._waiting[session_id] = self._needs(session_id)
+
+    def _needs(self, session_id: str) -> set[Need]:
+        supply, turns = self._supply(session_id), named_turns(self._spine.sessions[session_id])
+        named = [key_of(turn) for turn in turns]
+        completed = {(TURNS.name, turn) for turn in named if turn not in supply.kinships}
+        return completed | {(SNAPSHOTS.name, turn) for turn in named if turn not in supply.snapshots}
+
+    def _supply(self, session_id: str) -> Supply:
+        return self._supplies.setdefault(session_id, Supply())
+
+    def _got(self, topic: str, event: TurnCompleted | TokenSnapshot) -> None:
+        if event.session_id in self._waiting:
+            self._waiting[event.session_id].discard((topic, key_of(event.turn)))
+
+    def _due(self) -> list[Event]:
+        """Emit every tree that is supplied, then the score if nothing is missing."""
+        if not self._waiting and self._spine.members is None:
+            return []
+        outputs: list[Event] = []
+        if self._spine.vouched is not None:
+            self._waiting = {s: needs for s, needs in self._waiting.items() if s in self._spine.vouched}
+        for session_id in [session for session, needs in self._waiting.items() if not needs]:
+            del self._waiting[session_id]
+            tree = assemble(self._spine.sessions[session_id], self._supply(session_id), self._rules)
+            self._trees[session_id] = tree
+            outputs.append(tree_event(self.group_id, tree, self._rules))
+        if self._spine.members is not None and not self._waiting:
+            vouched = self._spine.vouched
+            trees = {s: tree for s, tree in self._trees.items() if vouched is None or s in vouched}
+            outputs += score(self.group_id, self._floor(), self._spine, self._supplies, trees, self._rules)
+            self.complete = True
+        return outputs
+
+    def _floor(self) -> int:
+        """As the spine's first start says it: whichever topic is read first, the score is the same."""
+        return self._spine.task.floor if self._spine.task else self.floor

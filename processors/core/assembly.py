@@ -1,0 +1,169 @@
+"""A settled session with its supply becomes a tree: turns, lineages, segments, and why each turn is masked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from turnlog.processors.core.books import Ledger
+from turnlog.processors.core.fold_rules import FOLD_VERSION, FoldRules
+from turnlog.processors.core.lineages import MAIN, SIDE_CALL, SUB_AGENT, Lineages, Turn, lineages
+from turnlog.processors.core.segments import Segments, cut, taken_out
+from turnlog.processors.core.spine import Session
+from turnlog.processors.core.supply import Supply, output_tokens
+from turnlog.processors.core.turns import Tokens, key_of
+from turnlog.schemas.events import (
+    MaskReason,
+    Outcome,
+    TreeBooks,
+    TreeLineage,
+    TreeNode,
+    TreeSegment,
+    TurnTreeAssembled,
+)
+from turnlog.schemas.ids import digest
+from turnlog.schemas.types import TurnId
+
+
+@dataclass(frozen=True, slots=True)
+class SessionTree:
+    """One session, assembled. A refused session has no turns and no segments."""
+
+    session: Session
+    supply: Supply
+    turns: tuple[Turn, ...]
+    """In order of (epoch, index)."""
+    lineages: Lineages
+    segments: Segments
+    masked: dict[int, MaskReason]
+    """By turn order; the others are trained if their group is."""
+    refused: bool
+    end: int
+    """Snapshots of the session up to this offset are in its books."""
+
+    @property
+    def anchor(self) -> int | None:
+        """Index of the segment that holds the last turn of the main lineage."""
+        main = self.lineages.main
+        held = [(turn, index) for index, run in enumerate(self.segments.runs) for turn in run]
+        return max(((t, i) for t, i in held if self.lineages.of[t] == main), default=(0, None))[1]
+
+    def entries(self, end: int) -> Iterator[tuple[int, MaskReason | None]]:
+        """(output tokens, why masked) of every turn of the session whose snapshot stands at or below `end`."""
+        assert self.session.finish is not None
+        named = {key_of(turn.id): self.masked.get(order) for order, turn in enumerate(self.turns)}
+        undelivered = {key_of(turn) for turn in self.session.finish.undelivered}
+        for turn, snapshot in self.supply.snapshots.items():
+            if snapshot.offset > end:
+                continue
+            reason: MaskReason | None
+            if self.refused or not isinstance(snapshot, Tokens):
+                reason = MaskReason.refused
+            elif turn in named:
+                reason = named[turn]
+            else:
+                reason = MaskReason.undelivered if turn in undelivered else MaskReason.not_named
+            yield output_tokens(snapshot), reason
+
+    def trained(self, run: tuple[int, ...]) -> int:
+        """Output tokens of a segment that the tree does not mask."""
+        return sum(len(self.turns[order].tokens.output) for order in run if order not in self.masked)
+
+
+def named_turns(session: Session) -> tuple[TurnId, ...]:
+    """The turns of the counting finish, once each, in order of (epoch, index)."""
+    assert session.finish is not None
+    rank = {epoch: order for order, epoch in enumerate(session.epochs)}
+    named = {(rank[turn.epoch], turn.index): turn for turn in session.finish.turns}
+    return tuple(named[key] for key in sorted(named))
+
+
+def assemble(session: Session, supply: Supply, rules: FoldRules) -> SessionTree:
+    """The tree of a settled session whose named turns have both records."""
+    named = named_turns(session)
+    keys = [key_of(turn) for turn in named]
+    refused = session.refused or supply.refused(keys)
+    turns = () if refused else tuple(_turn(supply, turn) for turn in named)
+    tree = lineages(turns)
+    assert session.finish is not None
+    out = taken_out(turns, tree, {key_of(turn) for turn in session.finish.undelivered})
+    segments = cut(turns, out)
+    masked = out | _masked(session.finish.outcome, tree, segments, rules)
+    return SessionTree(session, supply, turns, tree, segments, masked, refused, supply.end(keys))
+
+
+def tree_event(group_id: str, tree: SessionTree, rules: FoldRules) -> TurnTreeAssembled:
+    """The record of a tree: structure and books, no tokens. Raises BooksDoNotBalance."""
+    session = tree.session
+    assert session.started is not None
+    assert session.finish is not None
+    return TurnTreeAssembled(
+        event_id=digest("TurnTreeAssembled", session.session_id),
+        run_id=rules.run_id,
+        group_id=group_id,
+        session_id=session.session_id,
+        rollout_id=session.started.rollout_id,
+        nodes=tuple(_node(tree, order) for order in range(len(tree.turns))),
+        lineages=tuple(TreeLineage(index, kind) for index, kind in enumerate(tree.lineages.kinds)),
+        segments=tuple(_segment(tree, index) for index in range(len(tree.segments.runs))),
+        anchor_segment=tree.anchor,
+        books=_books(tree),
+        outcome=session.finish.outcome,
+        reward=session.reward,
+        duplicated_prefix_tokens=tree.segments.duplicated,
+        fold_version=FOLD_VERSION,
+        settings_sha256=rules.settings_sha256,
+    )
+
+
+def _turn(supply: Supply, turn: TurnId) -> Turn:
+    tokens, kinship = supply.snapshots[key_of(turn)], supply.kinships[key_of(turn)]
+    assert isinstance(tokens, Tokens)
+    assert kinship is not None
+    return Turn(turn, tokens, kinship)
+
+
+def _masked(outcome: Outcome, tree: Lineages, segments: Segments, rules: FoldRules) -> dict[int, MaskReason]:
+    """Turns of segments that the settings keep as context."""
+    trains = {MAIN: True, SUB_AGENT: rules.train_sub_agents, SIDE_CALL: rules.train_side_calls}
+    kept = [order for run in segments.runs for order in run]
+    masked = {order: MaskReason.side_call for order in kept if not trains[tree.kinds[tree.of[order]]]}
+    if kept and outcome is Outcome.truncated and rules.truncated == "mask_last_turn":
+        masked.setdefault(max(kept), MaskReason.excluded_outcome)
+    return masked
+
+
+def _node(tree: SessionTree, order: int) -> TreeNode:
+    turn, base = tree.turns[order], tree.lineages.bases[order]
+    versions = [span.version for span in turn.tokens.versions if span.length]
+    return TreeNode(
+        turn=turn.id,
+        base=None if base is None else tree.turns[base].id,
+        lineage=tree.lineages.of[order],
+        prompt_tokens=turn.tokens.prompt_len,
+        output_tokens=len(turn.tokens.output),
+        version_min=min(versions, default=-1),
+        version_max=max(versions, default=-1),
+        finish_reason=turn.kinship.finish_reason,
+    )
+
+
+def _segment(tree: SessionTree, index: int) -> TreeSegment:
+    run = tree.segments.runs[index]
+    turns = [tree.turns[order] for order in run]
+    length = turns[-1].tokens.length
+    sampled = sum(len(turn.tokens.output) for turn in turns)
+    return TreeSegment(index, tuple(turn.id for turn in turns), length, tree.trained(run), length - sampled)
+
+
+def _books(tree: SessionTree) -> TreeBooks:
+    """Trained is counted over segments, sampled over snapshots, masked over turns: three ways to find a lost token."""
+    ledger = Ledger()
+    for run in tree.segments.runs:
+        ledger.enter(tree.trained(run), None)
+    sampled = 0
+    for count, reason in tree.entries(tree.end):
+        sampled += count
+        if reason is not None:
+            ledger.enter(count, reason)
+    return ledger.close(f"session {tree.session.session_id}", sampled)

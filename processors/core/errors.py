@@ -1,0 +1,139 @@
+"""What the folds refuse, and what may never happen.
+
+FoldError                     the record is wrong: park it, go on; the session is excluded as `refused`
+├── MisplacedRecord           a record in a topic that is not its own
+├── SpineError                agent.sessions
+│   ├── UnknownSession        adopts a session that never started
+│   ├── SessionContradicted   a start that contradicts its group or its session
+│   ├── UnknownEpoch          a finish names turns of an epoch that was never opened
+│   └── RewardNotFinite       NaN or infinity as a reward
+├── BaseNotBefore             a turn whose base is not an earlier turn
+└── SnapshotError             agent.token-snapshots
+    ├── BrokenArray           bytes that are no packed 4-byte array
+    ├── TokenOutOfRange       a negative token id
+    ├── EmptyPrompt           nothing was sampled on
+    ├── UnknownParent         the storage parent does not stand before it, or was refused
+    ├── BaseBeyondParent      takes more tokens than the parent has
+    ├── LogprobLengthMismatch one log-prob per output token
+    ├── SpansDoNotCover       version spans that do not cover the output exactly
+    ├── UnknownVersion        a span without a weight version
+    ├── NotFinite             a log-prob or temperature that is not finite
+    └── PromptHashMismatch    the reconstructed prompt is not what the engine saw
+
+FoldDefect                    we are wrong: stop the unit, never park
+├── BooksDoNotBalance         sampled != trained + masked
+└── PayloadNotFetched         the shell must fetch blobs before folding
+"""
+
+from __future__ import annotations
+
+from turnlog.schemas.events import Event
+from turnlog.schemas.types import TurnId
+
+
+class FoldError(Exception):
+    """A record that cannot be folded. `outputs` are the events that became due although it was refused."""
+
+    def __init__(self, where: str, what: str, remedy: str) -> None:
+        super().__init__(f"{where}: {what}; {remedy}")
+        self.outputs: list[Event] = []
+
+
+class MisplacedRecord(FoldError):
+    """The topic carries other records."""
+
+
+class SpineError(FoldError):
+    """A record of agent.sessions that cannot follow those before it."""
+
+    def __init__(self, session_id: str, what: str, remedy: str) -> None:
+        super().__init__(f"session {session_id}", what, remedy)
+
+
+class UnknownSession(SpineError):
+    """SessionAdopted without SessionStarted."""
+
+
+class SessionContradicted(SpineError):
+    """A second story about a session or its group."""
+
+
+class UnknownEpoch(SpineError):
+    """SessionFinished names a turn of an epoch that no Started or Adopted opened."""
+
+
+class RewardNotFinite(SpineError):
+    """A verdict must be a number; a verifier that cannot judge writes RewardFailed."""
+
+
+class TurnError(FoldError):
+    """A record of one turn; the message names session, epoch and index."""
+
+    def __init__(self, session_id: str, turn: TurnId, what: str, remedy: str) -> None:
+        super().__init__(f"session {session_id} turn ({turn.epoch}, {turn.index})", what, remedy)
+
+
+class BaseNotBefore(TurnError):
+    """base_turn must be an earlier turn of the session."""
+
+
+class SnapshotError(TurnError):
+    """A TokenSnapshot that does not say exactly which tokens were sampled on which."""
+
+
+class BrokenArray(SnapshotError):
+    """A packed array whose length is no multiple of 4 bytes."""
+
+
+class TokenOutOfRange(SnapshotError):
+    """A token id below 0."""
+
+
+class EmptyPrompt(SnapshotError):
+    """No prompt token."""
+
+
+class UnknownParent(SnapshotError):
+    """The parent's snapshot must stand before its child's in agent.token-snapshots."""
+
+
+class BaseBeyondParent(SnapshotError):
+    """base_len exceeds the parent's prompt and output."""
+
+
+class LogprobLengthMismatch(SnapshotError):
+    """Output ids and log-probs differ in number."""
+
+
+class SpansDoNotCover(SnapshotError):
+    """Version spans are negative, or their lengths do not sum to the output."""
+
+
+class UnknownVersion(SnapshotError):
+    """A span with a weight version below 0."""
+
+
+class NotFinite(SnapshotError):
+    """NaN or infinity where a number belongs."""
+
+
+class PromptHashMismatch(SnapshotError):
+    """The prompt rebuilt from deltas has another sha256 than the one that the engine was given."""
+
+
+class FoldDefect(Exception):
+    """A defect of ours: the unit stops and names the record."""
+
+
+class BooksDoNotBalance(FoldDefect):
+    """Some output token was counted twice or not at all."""
+
+    def __init__(self, about: str, sampled: int, trained: int, masked: dict[str, int]) -> None:
+        super().__init__(f"books of {about}: sampled {sampled} != trained {trained} + masked {masked}; report this bug")
+
+
+class PayloadNotFetched(FoldDefect):
+    """A BlobRef reached the fold."""
+
+    def __init__(self, session_id: str, field: str) -> None:
+        super().__init__(f"session {session_id}: {field} is a BlobRef; fetch payloads before folding")

@@ -1,0 +1,90 @@
+"""Lineages: turns that continue one conversation; main, sub-agent or side call."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from turnlog.processors.core.turns import Kinship, Tokens, key_of
+from turnlog.schemas.types import TurnId
+
+MAIN = "main"
+SUB_AGENT = "sub_agent"
+SIDE_CALL = "side_call"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn that the counting SessionFinished names, with both of its records."""
+
+    id: TurnId
+    tokens: Tokens
+    kinship: Kinship
+
+
+@dataclass(frozen=True, slots=True)
+class Lineages:
+    """`of[i]` is the lineage of turn i; ids count from 0 in order of their first turns."""
+
+    of: tuple[int, ...]
+    kinds: tuple[str, ...]
+    """By lineage id."""
+    bases: tuple[int | None, ...]
+    """`bases[i]`: the turn that turn i continues by its messages."""
+
+    @property
+    def main(self) -> int | None:
+        """Id of the main lineage; None where agent paths leave none."""
+        return self.kinds.index(MAIN) if MAIN in self.kinds else None
+
+    @property
+    def continued(self) -> frozenset[int]:
+        """Turns that another one continues by its messages."""
+        return frozenset(base for base in self.bases if base is not None)
+
+
+def lineages(turns: Sequence[Turn]) -> Lineages:
+    """The lineages of a session's named turns, in order of (epoch, index).
+
+    A turn belongs to its base's lineage; a base that is not named, or not earlier, is none. Main is the first root that
+    has tools or is continued, else turn 0; another root with main's system digest continues main; a root with tools or
+    continued is a sub-agent, one turn without tools is a side call. A harness profile's `agent_path` overrides the
+    guess: one path is one lineage, `main` and "" are main, `side...` a side call, any other a sub-agent.
+    """
+    rank = {key_of(turn.id): order for order, turn in enumerate(turns)}
+    found = (None if turn.kinship.base is None else rank.get(key_of(turn.kinship.base)) for turn in turns)
+    bases = tuple(None if base is None or base >= order else base for order, base in enumerate(found))
+    lively = {base for base in bases if base is not None} | {o for o, t in enumerate(turns) if t.kinship.has_tools}
+    keys = _keys(turns, bases, lively)
+    ids: dict[Hashable, int] = {}
+    of = tuple(ids.setdefault(key, len(ids)) for key in keys)
+    return Lineages(of, tuple(_kind(key, lively) for key in ids), bases)
+
+
+def _keys(turns: Sequence[Turn], bases: Sequence[int | None], lively: set[int]) -> list[Hashable]:
+    """What names each turn's lineage: MAIN, an agent path, or the order of its root."""
+    roots = [o for o, turn in enumerate(turns) if bases[o] is None and turn.kinship.agent_path is None]
+    paths_name_main = any(turn.kinship.agent_path in ("", MAIN) for turn in turns)
+    main = None if paths_name_main else next((root for root in roots if root in lively), 0)
+    keys: list[Hashable] = []
+    for order, turn in enumerate(turns):
+        base, path = bases[order], turn.kinship.agent_path
+        if path is not None:
+            keys.append(path or MAIN)
+        elif order == main:
+            keys.append(MAIN)
+        elif base is not None:
+            keys.append(keys[base])
+        elif main is not None and turn.kinship.system_sha256 == turns[main].kinship.system_sha256:
+            keys.append(MAIN)
+        else:
+            keys.append(order)
+    return keys
+
+
+def _kind(key: Hashable, lively: set[int]) -> str:
+    if key == MAIN:
+        return MAIN
+    if isinstance(key, str):
+        return SIDE_CALL if key.startswith("side") else SUB_AGENT
+    return SUB_AGENT if key in lively else SIDE_CALL

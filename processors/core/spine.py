@@ -1,0 +1,249 @@
+"""The spine: agent.sessions in offset order decides epochs, finishes, verdicts and the members of the group.
+
+Later facts change nothing: a session is frozen when it settles, the group when it settles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from turnlog.processors.core.errors import (
+    MisplacedRecord,
+    RewardNotFinite,
+    SessionContradicted,
+    UnknownEpoch,
+    UnknownSession,
+)
+from turnlog.schemas.events import (
+    Event,
+    GroupClosed,
+    RewardAssigned,
+    RewardFailed,
+    SessionAdopted,
+    SessionFinished,
+    SessionStarted,
+    SkipRequested,
+    StepRewardAssigned,
+)
+from turnlog.schemas.types import TurnId
+
+REAPED = frozenset({"deadline", "orphan"})
+"""Reasons of a GroupClosed that names every session whose turns are all on the log."""
+MAX_REWARD = 1e100
+"""A larger magnitude would overflow the variance of its group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the verifier said first: a finite value, or None for a failure; `refused` for no number at all."""
+
+    value: float | None
+    refused: bool = False
+
+
+@dataclass(slots=True)
+class Session:
+    """What the spine knows of one session."""
+
+    session_id: str
+    started: SessionStarted | None = None
+    epochs: list[str] = field(default_factory=list)
+    """In offset order; the last one is the only one that may finish the session."""
+    finish: SessionFinished | None = None
+    """The first that counts."""
+    verdict: Verdict | None = None
+    steps: dict[TurnId, float | None] = field(default_factory=dict)
+    """First reward per turn; None for one that was refused."""
+    refused: bool = False
+    settled: bool = False
+
+    @property
+    def reward(self) -> float | None:
+        """The verdict's value, if there is one."""
+        return self.verdict.value if self.verdict else None
+
+    def due(self) -> bool:
+        """Whether the finish and every verdict that it expects are there."""
+        if self.finish is None:
+            return False
+        expects = self.finish.expects
+        return self.refused or (
+            (self.verdict is not None or not expects.reward) and len(self.steps) >= expects.step_rewards
+        )
+
+    def key(self) -> object:
+        """Canonical comparable value."""
+        return (
+            self.session_id, self.started and self.started.event_id, tuple(self.epochs), self.finish,
+            self.verdict, tuple(sorted((t.epoch, t.index, repr(v)) for t, v in self.steps.items())),
+            self.refused, self.settled,
+        )  # fmt: skip
+
+
+class Spine:
+    """Folds agent.sessions of one group. After `members` is set nothing changes any more."""
+
+    def __init__(self) -> None:
+        self.sessions: dict[str, Session] = {}
+        """Every session that the spine mentions, in order of first mention."""
+        self.task: SessionStarted | None = None
+        """The first start: it says task, group size and purpose."""
+        self.settled: list[str] = []
+        """Sessions that settled before the group did, in that order."""
+        self.members: tuple[str, ...] | None = None
+        """Of the settled group: one session per rollout."""
+        self.vouched: frozenset[str] | None = None
+        """Set by the reaper's close: the group waits for no other session's records, since some will never come."""
+        self.last = -1
+        """Offset of the group's latest record."""
+
+    def fold(self, offset: int, event: Event) -> None:
+        """Apply one record. Raises SpineError or MisplacedRecord after folding it as refused."""
+        before, self.last = self.last, offset
+        if isinstance(event, GroupClosed):
+            if event.seen > before:
+                self._close(event)
+            return
+        if self.members is not None:
+            return
+        match event:
+            case SkipRequested():
+                return
+            case (
+                SessionStarted()
+                | SessionAdopted()
+                | SessionFinished()
+                | RewardAssigned()
+                | RewardFailed()
+                | StepRewardAssigned()
+            ):
+                session = self.sessions.setdefault(event.session_id, Session(event.session_id))
+            case _:
+                raise MisplacedRecord(
+                    f"agent.sessions offset {offset}", f"holds a {type(event).__name__}", "write it to its own topic"
+                )
+        try:
+            self._apply(session, event)
+        finally:
+            self._settle(session)
+
+    def rollouts(self) -> dict[str, str]:
+        """Rollout id to the session that settled it: the first settled `final` attempt."""
+        settled: dict[str, str] = {}
+        for session_id in self.settled:
+            session = self.sessions[session_id]
+            assert session.started is not None
+            assert session.finish is not None
+            if session.finish.final:
+                settled.setdefault(session.started.rollout_id, session_id)
+        return settled
+
+    def key(self) -> object:
+        """Canonical comparable value."""
+        return (
+            tuple(session.key() for session in self.sessions.values()), self.task and self.task.event_id,
+            tuple(self.settled), self.members, self.vouched, self.last,
+        )  # fmt: skip
+
+    def _apply(self, session: Session, event: Any) -> None:
+        if session.settled:
+            return
+        match event:
+            case SessionStarted():
+                self._start(session, event)
+            case SessionAdopted():
+                _adopt(session, event)
+            case SessionFinished():
+                _finish(session, event)
+            case RewardAssigned() if session.verdict is None:
+                session.verdict = _verdict(session, event)
+            case RewardFailed() if session.verdict is None:
+                session.verdict = Verdict(None)
+            case StepRewardAssigned() if event.turn not in session.steps:
+                session.steps[event.turn] = None
+                session.steps[event.turn] = _finite(session, event.value)
+
+    def _start(self, session: Session, event: SessionStarted) -> None:
+        if event.event_id in session.epochs:
+            return
+        task = self.task or event
+        told = (event.task_id, event.group_size, event.purpose)
+        if session.started is not None or event.group_size < 1 or told != (task.task_id, task.group_size, task.purpose):
+            raise SessionContradicted(
+                session.session_id,
+                f"a start with task {event.task_id}, group of {event.group_size}, purpose {event.purpose}, rollout "
+                f"{event.rollout_id} contradicts an earlier one",
+                "one group_id is one drawing of one task, one session_id one attempt of one rollout",
+            )
+        self.task = task
+        session.started = event
+        session.epochs.append(event.event_id)
+
+    def _settle(self, session: Session) -> None:
+        if session.settled or session.started is None or not session.due():
+            return
+        session.settled = True
+        self.settled.append(session.session_id)
+        rollouts = self.rollouts()
+        assert self.task is not None
+        if len(rollouts) >= self.task.group_size:
+            self.members = tuple(rollouts.values())
+
+    def _close(self, event: GroupClosed) -> None:
+        """Settle, unless settled; a close by the reaper also says which sessions' turns are all on the log."""
+        if self.members is None:
+            self.members = self._named(event.members)
+        if event.reason in REAPED and self.vouched is None:
+            self.vouched = frozenset(event.members)
+            self.members = tuple(member for member in self.members if member in self.vouched)
+
+    def _named(self, named: tuple[str, ...]) -> tuple[str, ...]:
+        """The named sessions that are settled; of a rollout's several, the final one, else the latest."""
+        members: dict[str, str] = {}
+        final = self.rollouts()
+        for session_id in self.settled:
+            if session_id in named:
+                started = self.sessions[session_id].started
+                assert started is not None
+                if (
+                    members.get(started.rollout_id) != final.get(started.rollout_id)
+                    or started.rollout_id not in members
+                ):
+                    members[started.rollout_id] = session_id
+        return tuple(members.values())
+
+
+def _adopt(session: Session, event: SessionAdopted) -> None:
+    if session.started is None:
+        raise UnknownSession(session.session_id, "is adopted but never started", "write SessionStarted first")
+    if event.event_id not in session.epochs:
+        session.epochs.append(event.event_id)
+
+
+def _finish(session: Session, event: SessionFinished) -> None:
+    """A finish counts iff its epoch is the latest; the first that counts wins."""
+    if session.finish is not None or not session.epochs or event.epoch != session.epochs[-1]:
+        return
+    unknown = sorted({turn.epoch for turn in event.turns} - set(session.epochs))
+    session.finish = event
+    if unknown:
+        session.finish, session.refused = replace(event, turns=()), True
+        raise UnknownEpoch(
+            session.session_id, f"is finished with turns of epochs {unknown}, it has {session.epochs}",
+            "name turns by the event_id of the Started or Adopted that opened their epoch",
+        )  # fmt: skip
+
+
+def _verdict(session: Session, event: RewardAssigned) -> Verdict:
+    session.verdict = Verdict(None, refused=True)
+    return Verdict(_finite(session, event.value))
+
+
+def _finite(session: Session, value: float) -> float:
+    if not abs(value) <= MAX_REWARD:
+        session.refused = True
+        raise RewardNotFinite(
+            session.session_id, f"is rewarded with {value}", "a verifier that cannot judge writes RewardFailed"
+        )
+    return value

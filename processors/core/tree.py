@@ -1,0 +1,115 @@
+"""The radix tree of a session's tokens: which turn's tokens are a prefix of which prompt, without whole prompts.
+
+Every turn is inserted below the place where its storage parent's prefix ends, so it costs O(new tokens).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from turnlog.processors.core.turns import Ids, Tokens
+
+NOBODY = 1 << 62
+"""Above every order."""
+
+
+class Node:
+    """A place in the tree where a prompt or a turn ends, or where two turns part."""
+
+    __slots__ = ("above", "below", "depth", "earliest", "ending", "label")
+
+    def __init__(self, above: Node | None, depth: int, label: Ids) -> None:
+        self.above = above
+        self.depth = depth
+        """Tokens from the root to here."""
+        self.label = label
+        """The last of them: those after `above`."""
+        self.below: dict[int, Node] = {}
+        """By first token."""
+        self.ending: list[int] = []
+        """Orders of the marked turns whose S ends here, ascending."""
+        self.earliest = NOBODY
+        """Lowest order of a marked turn whose S passes through or ends here."""
+
+
+class TokenTree:
+    """Insert turns parents first, mark those that count, then ask. `order` is a turn's rank in its session."""
+
+    def __init__(self) -> None:
+        self._root = Node(None, 0, np.empty(0, dtype=np.int32))
+        self._ends: dict[Tokens, tuple[Node, Node]] = {}
+
+    def insert(self, turn: Tokens) -> None:
+        """Add a turn whose storage parent is in the tree."""
+        place = self._root
+        if turn.parent is not None:
+            place = self._ends[turn.parent][1]
+            while place.above is not None and place.above.depth >= turn.base_len:
+                place = place.above
+        prompt = _grow(place, turn.base_len, turn.delta)
+        self._ends[turn] = prompt, _grow(prompt, prompt.depth, turn.output)
+
+    def mark(self, turn: Tokens, order: int) -> None:
+        """Let a turn count. Turns are marked in ascending order."""
+        node: Node | None = self._ends[turn][1]
+        assert node is not None
+        node.ending.append(order)
+        while node is not None and node.earliest > order:
+            node.earliest = order
+            node = node.above
+
+    def extended(self, turn: Tokens, order: int) -> Iterator[int]:
+        """Orders of the marked earlier turns whose S is a prefix of this prompt: longest first, then latest first."""
+        node: Node | None = self._ends[turn][0]
+        while node is not None:
+            yield from (other for other in reversed(node.ending) if other < order)
+            node = node.above
+
+    def shared(self, turn: Tokens, order: int) -> int:
+        """Tokens of the longest prefix that this prompt shares with any marked earlier turn."""
+        node: Node | None = self._ends[turn][0]
+        while node is not None and node.earliest >= order:
+            node = node.above
+        return node.depth if node is not None else 0
+
+
+def _grow(node: Node, depth: int, ids: Ids) -> Node:
+    """The node at the end of `ids` below the place at `depth` on the edge to `node`; made, with its forks, if new."""
+    done = 0
+    while done < len(ids):
+        if depth == node.depth:
+            first = int(ids[done])
+            if first not in node.below:
+                leaf = Node(node, depth + len(ids) - done, ids[done:])
+                node.below[first] = leaf
+                return leaf
+            node = node.below[first]
+        edge, rest = node.label[len(node.label) - (node.depth - depth) :], ids[done:]
+        same = _common(edge, rest)
+        depth, done = depth + same, done + same
+        if depth < node.depth:
+            node = _split(node, depth)
+    return node if depth == node.depth else _split(node, depth)
+
+
+def _common(a: Ids, b: Ids) -> int:
+    """Length of the longest common prefix."""
+    size = min(len(a), len(b))
+    differ = a[:size] != b[:size]
+    first = int(differ.argmax()) if size else 0
+    return first if size and differ[first] else size
+
+
+def _split(node: Node, depth: int) -> Node:
+    """A new node at `depth` on the edge to `node`."""
+    above = node.above
+    assert above is not None
+    cut = depth - above.depth
+    middle = Node(above, depth, node.label[:cut])
+    above.below[int(node.label[0])] = middle
+    node.above, node.label = middle, node.label[cut:]
+    middle.below[int(node.label[0])] = node
+    middle.earliest = node.earliest
+    return middle

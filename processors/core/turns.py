@@ -1,0 +1,258 @@
+"""What the fold keeps of a turn: the tokens of its snapshot, checked, and the kinship of its TurnCompleted."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from turnlog.processors.core.errors import (
+    BaseBeyondParent,
+    BaseNotBefore,
+    BrokenArray,
+    EmptyPrompt,
+    LogprobLengthMismatch,
+    NotFinite,
+    PayloadNotFetched,
+    PromptHashMismatch,
+    SpansDoNotCover,
+    TokenOutOfRange,
+    UnknownParent,
+    UnknownVersion,
+)
+from turnlog.schemas.events import FinishReason, ImageRef, TokenSnapshot, TurnCompleted, VersionSpan
+from turnlog.schemas.types import BlobRef, Payload, TurnId, float32s, int32s
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
+
+Ids = NDArray[np.int32]
+
+NO_TOOLS: Final = frozenset({"", *(hashlib.sha256(text).hexdigest() for text in (b"", b"[]", b"null"))})
+"""Every way to say that a request had no tools."""
+
+
+TurnKey = tuple[str, int]
+"""(epoch, index) of a turn: hashes ten times faster than a TurnId, and every record is looked up."""
+
+
+def key_of(turn: TurnId) -> TurnKey:
+    """The key of a turn within its session."""
+    return turn.epoch, turn.index
+
+
+@dataclass(slots=True)
+class Kinship:
+    """What a TurnCompleted says of a turn's place in its conversation. Messages are left on the log."""
+
+    base: TurnId | None
+    agent_path: str | None
+    system_sha256: str
+    has_tools: bool
+    finish_reason: FinishReason
+    aborted: bool
+
+
+def kinship(event: TurnCompleted) -> Kinship:
+    """Raises BaseNotBefore when the base is the turn itself or a later one of its epoch."""
+    base = event.base_turn
+    if base is not None and base.epoch == event.turn.epoch and base.index >= event.turn.index:
+        raise BaseNotBefore(
+            event.session_id,
+            event.turn,
+            f"base_turn is turn {base.index}",
+            "a base is an earlier turn: fix the gateway",
+        )
+    return Kinship(
+        base, event.agent_path, event.system_sha256, event.tools_sha256 not in NO_TOOLS,
+        event.finish_reason, event.aborted,
+    )  # fmt: skip
+
+
+@dataclass(slots=True, eq=False)
+class Tokens:
+    """The tokens of one turn as a delta to its storage parent: views of the record's bytes, never whole prompts.
+
+    S = prompt + output; prompt = parent's S[:base_len] + delta. Memory is O(new tokens).
+    """
+
+    offset: int
+    parent: Tokens | None
+    base_len: int
+    delta: Ids
+    output: Ids
+    logprobs: NDArray[np.float32]
+    versions: tuple[VersionSpan, ...]
+    temperature: float
+    logprob_kind: str
+    prompt_sha256: str
+    experts: BlobRef | None
+    images: tuple[ImageRef, ...]
+    hashed_base: _Hash
+    """sha256 over the little-endian bytes of S[:base_len]."""
+    hashed: _Hash
+    """sha256 over S: a child that extends S continues it."""
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens that were sampled on."""
+        return self.base_len + len(self.delta)
+
+    @property
+    def length(self) -> int:
+        """Tokens of S."""
+        return self.base_len + len(self.delta) + len(self.output)
+
+    def chain(self, length: int) -> list[tuple[Tokens, int]]:
+        """Who owns S[:length], first token first: (turn, end), each turn owning [its base_len, end)."""
+        owners: list[tuple[Tokens, int]] = []
+        owner: Tokens | None = self
+        while owner is not None and length > 0:
+            if length > owner.base_len:
+                owners.append((owner, length))
+                length = owner.base_len
+            owner = owner.parent
+        return owners[::-1]
+
+    def prefix(self, length: int) -> list[Ids]:
+        """S[:length] as views, in order."""
+        pieces: list[Ids] = []
+        for owner, end in self.chain(length):
+            own, cut = end - owner.base_len, len(owner.delta)
+            pieces.append(owner.delta[:own])
+            if own > cut:
+                pieces.append(owner.output[: own - cut])
+        return pieces
+
+    def hash_prefix(self, length: int) -> _Hash:
+        """sha256 over S[:length], not to be updated in place. O(1) where a turn ends, else O(tokens of one turn)."""
+        owner: Tokens = self
+        while length <= owner.base_len and owner.parent is not None:
+            owner = owner.parent
+        if length == owner.length:
+            return owner.hashed
+        hashed = owner.hashed_base.copy()
+        own, cut = length - owner.base_len, len(owner.delta)
+        hashed.update(owner.delta[:own].data)
+        if own > cut:
+            hashed.update(owner.output[: own - cut].data)
+        return hashed
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedTokens:
+    """A snapshot that was refused: only how many tokens it says were sampled."""
+
+    offset: int
+    output_tokens: int
+
+
+def refused_tokens(event: TokenSnapshot, offset: int) -> RefusedTokens:
+    """The count agrees with the record's `output_tokens` header: the sum of its version spans."""
+    return RefusedTokens(offset, sum(max(span.length, 0) for span in event.version_spans))
+
+
+def tokens(event: TokenSnapshot, offset: int, parent: Tokens | None) -> Tokens:
+    """Check a snapshot against itself and its storage parent.
+
+    `parent`: of event.parent_turn, as found among the snapshots before this one. Raises a SnapshotError naming session,
+    turn, numbers and remedy; PayloadNotFetched for a BlobRef. Costs O(new tokens) when the prompt extends the parent.
+    """
+    delta = _ids(event, "delta_ids", event.delta_ids)
+    output = _ids(event, "output_ids", event.output_ids)
+    logprobs = _logprobs(event, len(output))
+    _check_spans(event, len(output))
+    _check_parent(event, parent, len(delta))
+    hashed_base = hashlib.sha256() if parent is None else parent.hash_prefix(event.base_len)
+    hashed = hashed_base.copy()
+    hashed.update(delta.data)
+    if hashed.hexdigest() != event.prompt_sha256:
+        raise PromptHashMismatch(
+            event.session_id, event.turn,
+            f"the prompt of {event.base_len} + {len(delta)} tokens hashes to {hashed.hexdigest()[:16]}..., the record "
+            f"says {event.prompt_sha256[:16]}...",
+            "the gateway stored other tokens than the engine saw: compare parent_turn, base_len and delta_ids",
+        )  # fmt: skip
+    hashed.update(output.data)
+    return Tokens(
+        offset, parent, event.base_len, delta, output, logprobs, event.version_spans, event.temperature,
+        event.logprob_kind, event.prompt_sha256, event.experts, event.images,
+        hashed_base, hashed,
+    )  # fmt: skip
+
+
+def _inline(event: TokenSnapshot, field: str, payload: Payload) -> bytes:
+    if isinstance(payload, BlobRef):
+        raise PayloadNotFetched(event.session_id, field)
+    if len(payload) % 4:
+        raise BrokenArray(
+            event.session_id, event.turn, f"{field} has {len(payload)} bytes", "pack 4 bytes per number, little-endian"
+        )
+    return payload
+
+
+def _ids(event: TokenSnapshot, field: str, payload: Payload) -> Ids:
+    ids = int32s(_inline(event, field, payload))
+    if len(ids) and (lowest := np.minimum.reduce(ids)) < 0:
+        raise TokenOutOfRange(event.session_id, event.turn, f"{field} holds id {lowest}", "token ids start at 0")
+    return ids
+
+
+def _logprobs(event: TokenSnapshot, output_len: int) -> NDArray[np.float32]:
+    logprobs = float32s(_inline(event, "output_logprobs", event.output_logprobs))
+    if len(logprobs) != output_len:
+        raise LogprobLengthMismatch(
+            event.session_id, event.turn, f"{output_len} output ids, {len(logprobs)} log-probs",
+            "the engine must return one log-prob per sampled token",
+        )  # fmt: skip
+    if not (
+        np.logical_and.reduce(np.isfinite(logprobs)) and math.isfinite(event.temperature) and event.temperature >= 0
+    ):
+        raise NotFinite(
+            event.session_id, event.turn,
+            f"{int((~np.isfinite(logprobs)).sum())} of {output_len} log-probs are not finite; temperature "
+            f"{event.temperature}",
+            "sample with a finite temperature >= 0 and return finite log-probs",
+        )  # fmt: skip
+    return logprobs
+
+
+def _finite(values: NDArray[np.float32]) -> bool:
+    """One pass: the square is finite only if every value is; where it overflows, look again."""
+    return math.isfinite(np.dot(values, values)) or bool(np.isfinite(values).all())
+
+
+def _check_spans(event: TokenSnapshot, output_len: int) -> None:
+    covered, shortest, oldest = 0, 0, 0
+    for span in event.version_spans:
+        covered += span.length
+        shortest, oldest = min(shortest, span.length), min(oldest, span.version)
+    if covered != output_len or shortest < 0:
+        raise SpansDoNotCover(
+            event.session_id, event.turn, f"version spans cover {covered} of {output_len} output ids",
+            "spans must cover the output exactly",
+        )  # fmt: skip
+    if oldest < 0:
+        raise UnknownVersion(
+            event.session_id, event.turn, f"a span of version {oldest}",
+            "serve only engines whose weight version is known",
+        )  # fmt: skip
+
+
+def _check_parent(event: TokenSnapshot, parent: Tokens | None, delta_len: int) -> None:
+    if parent is None and (event.parent_turn is not None or event.base_len != 0):
+        raise UnknownParent(
+            event.session_id, event.turn, f"takes {event.base_len} tokens of {event.parent_turn}, not before it",
+            "a parent's snapshot stands before its child's in agent.token-snapshots and was not refused",
+        )  # fmt: skip
+    if parent is not None and not 0 <= event.base_len <= parent.length:
+        raise BaseBeyondParent(
+            event.session_id, event.turn, f"base_len {event.base_len}, the parent has {parent.length} tokens",
+            "base_len counts tokens of the parent's prompt and output",
+        )  # fmt: skip
+    if event.base_len + delta_len == 0:
+        raise EmptyPrompt(event.session_id, event.turn, "the prompt has no token", "sample on at least one token")

@@ -1,0 +1,114 @@
+"""The reaper: the shell has a clock, the fold learns of time by events.
+
+It appends SessionFinished(expired) for silent sessions and GroupClosed for stragglers and orphans, with the plain
+producer: agent.* topics hold no transactional records, so no open transaction holds their readers back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from turnlog.infra.event_log import EventLog
+from turnlog.infra.log import Log, Partition
+from turnlog.processors.shells import assembler_metrics as metrics
+from turnlog.processors.shells.restoring import INPUTS, SPINE
+from turnlog.processors.shells.unit import Clock, Unit
+from turnlog.schemas.events import GroupClosed, SessionFinished
+
+
+@dataclass(slots=True)
+class _Look:
+    """One look at a unit: what was due at `at` is decided once the unit has passed `ends`, read after `at`."""
+
+    unit: Unit
+    at: float
+    ends: dict[str, int]
+    caught_up_at: float | None = None
+    """When this owner first passed an end; before, nothing is overdue."""
+
+
+class Reaper:
+    """Watches the units of one process."""
+
+    def __init__(
+        self, units: Mapping[int, Unit], client: Log, events: EventLog, *, clock: Clock, silence_s: float,
+        deadline_s: float,
+    ) -> None:  # fmt: skip
+        """`silence_s`: of a session or an orphan; `deadline_s`: of a group since its first record."""
+        self._units = units
+        self._log = client
+        self._events = events
+        self._clock = clock
+        self._silence_s = silence_s
+        self._deadline_s = deadline_s
+        self._looks: dict[int, _Look] = {}
+        self._written: dict[str, float] = {}
+        """Subject -> when we wrote about it: it takes a moment to come back, and a GroupClosed may be void."""
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Look several times per limit, until `stopping`."""
+        pause_s = min(max(min(self._silence_s, self._deadline_s) / 10, 0.05), 5.0)
+        while not stopping.is_set():
+            await self.look()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await stopping.wait()
+
+    async def look(self) -> list[SessionFinished | GroupClosed]:
+        """Decide what the last look found due, then look again; what was appended."""
+        for number in self._looks.keys() - self._units.keys():
+            del self._looks[number]
+        appended: list[SessionFinished | GroupClosed] = []
+        for number, unit in list(self._units.items()):
+            if unit.opened:
+                appended += await self._decide(number, unit)
+        return appended
+
+    async def _decide(self, number: int, unit: Unit) -> list[SessionFinished | GroupClosed]:
+        look = self._looks.get(number)
+        if look is None or look.unit is not unit:  # a new owner catches up anew
+            look = self._looks[number] = _Look(unit, self._clock(), await self._ends(number))
+        due: list[SessionFinished | GroupClosed] = []
+        if all(unit.position[topic] >= end for topic, end in look.ends.items()):
+            if look.caught_up_at is None:
+                look.caught_up_at = self._clock()
+            due = self._due(look, look.caught_up_at)
+            look.at = self._clock()
+            look.ends = await self._ends(number)
+        for topic, end in look.ends.items():
+            metrics.LAG.labels(str(number), topic).set(max(0, end - unit.position[topic]))
+        for event in due:
+            await self._events.append(event)
+            self._count(event)
+        return due
+
+    def _due(self, look: _Look, caught_up_at: float) -> list[SessionFinished | GroupClosed]:
+        overdue = look.unit.watch.overdue(
+            look.at,
+            caught_up_at=caught_up_at,
+            silence_s=self._silence_s,
+            deadline_s=self._deadline_s,
+            seen=look.unit.position[SPINE],
+        )
+        now = self._clock()
+        self._written = {name: at for name, at in self._written.items() if now - at <= self._silence_s}
+        fresh = [event for event in overdue if _subject(event) not in self._written]
+        self._written |= dict.fromkeys(map(_subject, fresh), now)
+        return fresh
+
+    async def _ends(self, number: int) -> dict[str, int]:
+        ends = await self._log.end_offsets([Partition(topic, number) for topic in INPUTS])
+        return {name.topic: end for name, end in ends.items()}
+
+    def _count(self, event: SessionFinished | GroupClosed) -> None:
+        if isinstance(event, SessionFinished):
+            metrics.EXPIRED.inc()
+        else:
+            metrics.CLOSED.labels(event.reason).inc()
+
+
+def _subject(event: SessionFinished | GroupClosed) -> str:
+    return event.event_id if isinstance(event, SessionFinished) else f"{event.group_id} {event.reason}"

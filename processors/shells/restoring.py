@@ -1,0 +1,117 @@
+"""What a unit must know before it folds: its last commit, and what its outputs hold already.
+
+Read only after the unit's transactor was entered: until then the last owner may still commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from turnlog.infra.event_log import RECORD_HEADER, EventLog
+from turnlog.infra.log import Log, Partition, Record
+from turnlog.processors.core.low_water import (
+    Done,
+    FoldFactory,
+    FoldName,
+    LogTruncated,
+    LowWater,
+    Marks,
+    decode_marks,
+)
+from turnlog.schemas.topics import SAMPLES, SESSIONS, SNAPSHOTS, TREES, TURNS
+
+SPINE = SESSIONS.name
+INPUTS = (SESSIONS.name, TURNS.name, SNAPSHOTS.name)
+OUTPUTS = (TREES.name, SAMPLES.name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What all units of one assembler share."""
+
+    run_id: str
+    fold: FoldName
+    factory: FoldFactory
+    horizon_records: int = 20_000
+    commit_interval_s: float = 1.0
+    """Progress without outputs is committed this often; outputs at once."""
+
+    @property
+    def group(self) -> str:
+        """The consumer group."""
+        return f"{self.run_id}.assembler"
+
+    def transactional_id(self, unit: int) -> str:
+        """One id per unit, not per process: starting it is what fences the last owner."""
+        return f"{self.run_id}.assembler.{unit}"
+
+
+@dataclass(slots=True)
+class Restored:
+    """Where a unit begins."""
+
+    low_water: LowWater
+    output_ends: dict[str, int]
+
+
+async def restore(log: Log, events: EventLog, plan: Plan, unit: int) -> Restored:
+    """Raises MigrationNeeded, BrokenMetadata, LogTruncated, LogUnavailable."""
+    inputs = [Partition(topic, unit) for topic in INPUTS]
+    outputs = [Partition(topic, unit) for topic in OUTPUTS]
+    commits = await log.commits(plan.group, inputs)
+    found = decode_marks({name.topic: (at.offset, at.metadata) for name, at in commits.items()}, INPUTS, plan.fold)
+    marks = found or Marks.start(INPUTS)
+    starts = await log.start_offsets([*inputs, *outputs])
+    ends = await log.end_offsets([*inputs, *outputs])
+    wanted = {**marks.low, TREES.name: marks.tree_low, SAMPLES.name: marks.score_low}
+    for name in (*inputs, *outputs):
+        if starts[name] > wanted[name.topic]:
+            raise LogTruncated(
+                f"{name.topic}[{unit}] begins at {starts[name]}, but the fold needs it from {wanted[name.topic]} on"
+            )
+    for name in inputs:
+        if ends[name] < marks.high[name.topic]:
+            raise LogTruncated(
+                f"{name.topic}[{unit}] ends at {ends[name]}, but {marks.high[name.topic]} records of it were folded"
+            )
+    done = await _done(log, events, marks, {name: ends[name] for name in outputs}, unit)
+    low_water = LowWater(marks, done, plan.factory, spine=SPINE, horizon_records=plan.horizon_records)
+    return Restored(low_water, {name.topic: ends[name] for name in outputs})
+
+
+async def _done(log: Log, events: EventLog, marks: Marks, ends: dict[Partition, int], unit: int) -> Done:
+    done = Done()
+    trees, samples = Partition(TREES.name, unit), Partition(SAMPLES.name, unit)
+    async for record in records_between(log, trees, marks.tree_low, ends[trees]):
+        done.trees[(await events.decode(record)).session_id] = record.offset
+    async for record in records_between(log, samples, marks.score_low, ends[samples], only=("GroupScored",)):
+        scored = await events.decode(record)
+        if scored.floor >= marks.horizon:
+            done.score(scored.group_id, scored.floor, record.offset)
+    return done
+
+
+async def requested_skips(log: Log, events: EventLog, unit: int, start: int) -> dict[tuple[str, int], str]:
+    """{(topic, offset): reason} of every SkipRequested for this unit in agent.sessions from `start` to its end."""
+    spine = Partition(SPINE, unit)
+    end = (await log.end_offsets([spine]))[spine]
+    skips: dict[tuple[str, int], str] = {}
+    async for record in records_between(log, spine, start, end, only=("SkipRequested",)):
+        request = await events.decode(record)
+        if request.partition == unit:
+            skips[request.topic, request.offset] = request.reason
+    return skips
+
+
+async def records_between(
+    log: Log, name: Partition, start: int, end: int, *, only: Sequence[str] = ()
+) -> AsyncIterator[Record]:
+    """Records of [start, end) whose header names one of `only` (empty: all)."""
+    wanted = {record.encode() for record in only}
+    async with log.reader() as reader:
+        reader.assign({name: start})
+        while reader.position(name) < end:
+            for record in await reader.poll():
+                if record.offset < end and (not wanted or dict(record.headers).get(RECORD_HEADER) in wanted):
+                    yield record

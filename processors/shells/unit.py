@@ -1,0 +1,223 @@
+"""One unit of the assembler: partition p of every input and output topic, its transactor, its groups.
+
+A batch is decoded, then folded, then its outputs and input offsets go out in one transaction. After a restart the same
+code folds again from the low-water marks; nothing is committed before every topic has passed what was folded before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+
+from turnlog.infra.blobs import Blobs
+from turnlog.infra.event_log import EventLog
+from turnlog.infra.log import Commit, Log, Partition, Record, Transactor
+from turnlog.infra.payloads import externalized
+from turnlog.processors.core.errors import FoldDefect, FoldError
+from turnlog.processors.core.low_water import LowWater, encode_marks
+from turnlog.processors.shells import assembler_metrics as metrics
+from turnlog.processors.shells.decoding import decoded
+from turnlog.processors.shells.open_span import OpenSpan
+from turnlog.processors.shells.parking import RecordSkipped, RefusedRecord, check_place, dead_letter, where
+from turnlog.processors.shells.restoring import INPUTS, SPINE, Plan, restore
+from turnlog.processors.shells.watch import Watch
+from turnlog.schemas.errors import UndecodableRecord
+from turnlog.schemas.events import DeadLetter, Event, GroupScored, TurnTreeAssembled
+from turnlog.schemas.topics import SAMPLES, TOPIC_OF, TREES
+
+Clock = Callable[[], float]
+"""Seconds; only differences matter."""
+
+BUGS = (
+    ArithmeticError, AssertionError, AttributeError, BufferError, FoldDefect, LookupError, NameError, RuntimeError,
+    TypeError, ValueError,
+)  # fmt: skip
+"""What a defect in a fold looks like. Everything else (memory, transport) ends the process."""
+
+
+class Surprise(Exception):
+    """A defect met at one record: its unit stops, the others go on. Remedy: fix the fold, or SkipRequested."""
+
+    def __init__(self, record: Record, error: Exception) -> None:
+        super().__init__(f"{where(record)}: {type(error).__name__}: {error}")
+        self.topic = record.topic
+        self.offset = record.offset
+
+
+class Unit:
+    """Folds partition `number`. Use: `open`, then seek the inputs to `position`, then `step` for each poll, `close`."""
+
+    def __init__(
+        self, number: int, plan: Plan, log: Log, events: EventLog, blobs: Blobs, *, clock: Clock,
+        skips: Mapping[tuple[str, int], str],
+    ) -> None:  # fmt: skip
+        """`skips`: {(topic, offset): reason} of records to pass over."""
+        self.number = number
+        self.watch = Watch()
+        self.skips = skips
+        self._plan = plan
+        self._log = log
+        self._events = events
+        self._blobs = blobs
+        self._clock = clock
+        self._stack = AsyncExitStack()
+        self._span = OpenSpan()
+        self._pending: list[Event] = []
+        self._committed_at = clock()
+        self._opened_at = clock()
+        self._transactor: Transactor
+        self._low_water: LowWater
+        self._output_ends: dict[str, int]
+        self._start: dict[str, int] = {}
+        self.opened = False
+
+    async def open(self) -> None:
+        """Fence the last owner, then read what it committed. Raises LowWaterError, LogError."""
+        transactional_id = self._plan.transactional_id(self.number)
+        self._transactor = await self._stack.enter_async_context(self._log.transactor(transactional_id))
+        restored = await restore(self._log, self._events, self._plan, self.number)
+        self._low_water, self._output_ends = restored.low_water, restored.output_ends
+        self._start = dict(self._low_water.position)
+        self.opened = True
+
+    async def close(self) -> None:
+        """Let go of the transactional id; what was not committed is folded again by the next owner."""
+        await self._stack.aclose()
+
+    @property
+    def position(self) -> dict[str, int]:
+        """Next offset to fold, by input topic."""
+        return self._low_water.position
+
+    @property
+    def start(self) -> dict[str, int]:
+        """Where this owner began: the low-water marks."""
+        return self._start
+
+    @property
+    def refolding(self) -> bool:
+        """It has not yet folded all that was folded before."""
+        return self._low_water.refolding
+
+    def state(self) -> dict[str, object]:
+        """Comparable value of every open group."""
+        return {group: found.fold.key() for group, found in self._low_water.open.items()}
+
+    async def step(self, records: Sequence[Record]) -> None:
+        """Fold records of this unit and, when outputs are due or the interval has passed, commit.
+
+        Raises Surprise (the unit must be closed), or anything that must end the process.
+        """
+        refolding = self.refolding
+        fresh = [record for record in records if not self._low_water.is_done(record.key.decode(errors="replace"))]
+        events = await decoded(fresh, self._events, self._blobs)
+        found = {(record.topic, record.offset): event for record, event in zip(fresh, events, strict=True)}
+        now = self._clock()
+        for record in records:
+            self._fold(record, found.get((record.topic, record.offset)), now)
+        self._span.passed(records)
+        metrics.RECORDS.inc(len(records))
+        if refolding and not self.refolding:
+            metrics.REFOLD_SECONDS.set(now - self._opened_at)
+        await self.commit_if_due()
+
+    async def commit_if_due(self) -> None:
+        """Outputs are committed at once, progress without outputs at most once per interval."""
+        if self._pending or self._clock() - self._committed_at >= self._plan.commit_interval_s:
+            await self.commit()
+
+    async def commit(self) -> None:
+        """Outputs and input offsets in one transaction. Nothing happens while refolding, or without progress.
+
+        In this order: blobs, encoding; begin, sends, their acknowledgements, offsets with the marks, commit.
+        """
+        if self.refolding or (not self._pending and self._low_water.high == self.position):
+            return
+        outputs = [await externalized(event, self._blobs) for event in self._pending]
+        values = [self._events.codec.encode(event) for event in outputs]
+        await self._transactor.begin()
+        sends = [await self._send(event, value) for event, value in zip(outputs, values, strict=True)]
+        for event, (_, offset) in zip(outputs, await asyncio.gather(*sends), strict=True):
+            self._sent(event, offset)
+        await self._transactor.offsets(self._plan.group, self._commits())
+        await self._transactor.commit()
+        self._pending = []
+        self._committed_at = self._clock()
+        metrics.OPEN_GROUPS.labels(str(self.number)).set(len(self._low_water.open))
+
+    def _fold(self, record: Record, event: Event | UndecodableRecord | None, now: float) -> None:
+        """One record: passed over, folded or parked. `event` is None when its group was done before the batch."""
+        group = record.key.decode(errors="replace")
+        if event is not None and not self._low_water.is_done(group):
+            try:
+                if (record.topic, record.offset) in self.skips:
+                    raise RecordSkipped(f"{where(record)}: {self.skips[record.topic, record.offset]}")
+                if isinstance(event, UndecodableRecord):
+                    raise event
+                check_place(record, event)
+                self._apply(group, record, event, now)
+            except (RefusedRecord, UndecodableRecord) as refusal:
+                self._park(record, refusal)
+            except BUGS as defect:
+                raise Surprise(record, defect) from defect
+        self._low_water.pass_over(record.topic, record.offset)
+
+    def _apply(self, group: str, record: Record, event: Event, now: float) -> None:
+        fold = self._low_water.open_group(group, event.floor)
+        if fold is None:
+            if not self._low_water.repeated(record.topic, record.offset):
+                metrics.LATE.inc()
+            return
+        self.watch.saw(event, now)
+        try:
+            outputs = fold.apply(record.topic, record.offset, event)
+        except FoldError as refusal:
+            outputs = refusal.outputs
+            self._park(record, refusal)
+        for output in outputs:
+            if not isinstance(output, TurnTreeAssembled) or self._low_water.new_tree(output.session_id):
+                self._pending.append(output)
+            if isinstance(output, GroupScored):
+                self._low_water.close(group, output.floor)
+                self.watch.forget(group)
+
+    def _park(self, record: Record, refusal: Exception) -> None:
+        if not self._low_water.repeated(record.topic, record.offset):
+            metrics.DEAD_LETTERS.inc()
+            self._pending.append(dead_letter(record, refusal, run_id=self._plan.run_id, role="assembler"))
+
+    async def _send(self, event: Event, value: bytes) -> Awaitable[tuple[int, int]]:
+        topic = TOPIC_OF[type(event).__name__]
+        partition = 0 if isinstance(event, DeadLetter) else self.number
+        headers = self._events.headers(event)
+        return await self._transactor.send(topic.name, partition, topic.key_of(event), value, headers=headers)
+
+    def _sent(self, event: Event, offset: int) -> None:
+        match event:
+            case TurnTreeAssembled():
+                self._low_water.sent_tree(event.session_id, offset)
+            case GroupScored():
+                self._low_water.sent_score(event.group_id, offset)
+        topic = TOPIC_OF[type(event).__name__].name
+        if topic in self._output_ends:
+            self._output_ends[topic] = offset + 1
+
+    def _commits(self) -> dict[Partition, Commit]:
+        marks = self._low_water.advance((self._output_ends[TREES.name], self._output_ends[SAMPLES.name]))
+        metrics.OPEN_SPAN.labels(str(self.number)).set(self._span.above(marks.low))
+        return {
+            Partition(topic, self.number): Commit(marks.low[topic], encode_marks(marks, self._plan.fold, topic))
+            for topic in INPUTS
+        }
+
+
+def by_unit(records: Iterable[Record]) -> dict[int, list[Record]]:
+    """The records of a poll, by unit, in the order of the poll."""
+    units: dict[int, list[Record]] = {}
+    for record in records:
+        units.setdefault(record.partition, []).append(record)
+    return units
+
+
+__all__ = ["INPUTS", "SPINE", "Clock", "Plan", "Surprise", "Unit", "by_unit"]

@@ -1,0 +1,212 @@
+"""Which groups to ask for, and when: arithmetic over facts of the log, without clock or I/O.
+
+    groups alive <= min(max_lag x publish_every + draws trained + 1, draws) x prompts_per_draw
+
+A group is alive from its first request on, unless it was discarded by its score or dropped whole by a manifest (stale).
+Those give their slots back, and their tasks are drawn again as new groups, before any fresh task. Facts may come in any
+order between topics, and more than once.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+from turnlog.schemas.events import (
+    BatchSkipped,
+    Event,
+    GroupScored,
+    GroupStatus,
+    Purpose,
+    RolloutRequested,
+    SampleBatchFormed,
+    StepCompleted,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionRules:
+    """Settings that admission depends on."""
+
+    prompts_per_draw: int
+    draws: int
+    """Draws to train in the whole run."""
+    max_lag: int
+    publish_every: int
+    rows: int
+    """Of the dataset."""
+    seed: int
+    """Of the order of rows after the first epoch."""
+
+
+class Place(NamedTuple):
+    """One visit of one row: a task is drawn once per epoch, and again at the same place when its group fails."""
+
+    epoch: int
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """A group to ask for."""
+
+    place: Place
+    draw: int
+    """How often the task was drawn before."""
+
+
+@dataclass(slots=True)
+class _Parts:
+    """One draw of the batcher: its batches as far as they are known."""
+
+    wanted: int
+    batches: set[int] = field(default_factory=set)
+    taken: set[str] = field(default_factory=set)
+    """Groups that the draw consumed."""
+    live: set[str] = field(default_factory=set)
+    """Those of them that have a row in a batch."""
+
+
+class Admission:
+    """The fold of tasks, GroupScored, manifests and steps."""
+
+    def __init__(self, rules: AdmissionRules) -> None:
+        self._rules = rules
+        self._drawn: dict[int, int] = {}
+        """Row index -> times drawn."""
+        self._latest: dict[Place, tuple[int, str]] = {}
+        """Place -> (draw, group) of its latest group."""
+        self._places: dict[str, Place] = {}
+        """Group asked for -> its place."""
+        self._alive: set[str] = set()
+        self._failed: set[str] = set()
+        self._again: set[Place] = set()
+        self._draws: dict[int, _Parts] = {}
+        self._stepped: set[int] = set()
+        self._trained: dict[int, int] = {}
+        """Draw index of a trained draw -> its last batch index."""
+
+    @property
+    def alive(self) -> int:
+        """Groups asked for that were neither discarded nor dropped."""
+        return len(self._alive)
+
+    @property
+    def asked(self) -> int:
+        """Train groups asked for so far."""
+        return len(self._places)
+
+    @property
+    def draws_trained(self) -> int:
+        """Draws whose every batch has a StepCompleted."""
+        return len(self._trained)
+
+    @property
+    def last_batch_trained(self) -> int:
+        """Batch index of the last batch of the trained draws; -1 before the first."""
+        return max(self._trained.values(), default=-1)
+
+    @property
+    def limit(self) -> int:
+        """How many groups may be alive now."""
+        rules = self._rules
+        draws = min(rules.max_lag * rules.publish_every + self.draws_trained + 1, rules.draws)
+        return draws * rules.prompts_per_draw
+
+    @property
+    def finished(self) -> bool:
+        """Every draw of the run is trained."""
+        return self.draws_trained >= self._rules.draws
+
+    def apply(self, event: Event) -> None:
+        """Fold one record; repeats change nothing, records of other kinds and purposes are passed over."""
+        match event:
+            case RolloutRequested(purpose=Purpose.train):
+                self._requested(event)
+            case GroupScored(status=GroupStatus.discarded):
+                self._fail(event.group_id)
+            case SampleBatchFormed():
+                self._formed(event)
+            case BatchSkipped():
+                for group_id in event.groups:
+                    self._fail(group_id)
+            case StepCompleted():
+                self._stepped.add(event.batch_index)
+                self._settle(event.draw_index)
+
+    def due(self) -> list[Drawing]:
+        """The groups to ask for now, in order: failed ones again (oldest place first), then fresh rows."""
+        room = self.limit - self.alive
+        if room <= 0:
+            return []
+        drawn = dict(self._drawn)
+        drawings: list[Drawing] = []
+        for place in self._candidates():
+            if len(drawings) == room:
+                break
+            drawings.append(Drawing(place, drawn.get(place.row, 0)))
+            drawn[place.row] = drawn.get(place.row, 0) + 1
+        return drawings
+
+    def _candidates(self) -> Iterator[Place]:
+        yield from sorted(self._again)
+        position = len(self._latest)  # fresh places are asked for in order, so their count is the next position
+        while True:
+            yield nth_place(position, self._rules.rows, self._rules.seed)
+            position += 1
+
+    def _requested(self, event: RolloutRequested) -> None:
+        if event.group_id in self._places:
+            return
+        place = self._places[event.group_id] = Place(event.dataset_epoch, event.index)
+        self._drawn[event.index] = max(self._drawn.get(event.index, 0), event.draw + 1)
+        self._latest[place] = max(self._latest.get(place, (-1, "")), (event.draw, event.group_id))
+        if event.group_id not in self._failed:
+            self._alive.add(event.group_id)
+        self._mark(place)
+
+    def _fail(self, group_id: str) -> None:
+        self._failed.add(group_id)
+        self._alive.discard(group_id)
+        if group_id in self._places:
+            self._mark(self._places[group_id])
+
+    def _mark(self, place: Place) -> None:
+        """A place is due again iff the latest group drawn there failed."""
+        if self._latest[place][1] in self._failed:
+            self._again.add(place)
+        else:
+            self._again.discard(place)
+
+    def _formed(self, event: SampleBatchFormed) -> None:
+        draw = self._draws.setdefault(event.draw_index, _Parts(event.parts))
+        draw.batches.add(event.batch_index)
+        draw.taken.update(event.groups)
+        draw.live.update(sample.group_id for sample in event.samples)
+        if len(draw.batches) == draw.wanted:  # part 0 also names groups that fell out; a later part may hold others
+            for group_id in draw.taken - draw.live:
+                self._fail(group_id)
+        self._settle(event.draw_index)
+
+    def _settle(self, draw_index: int) -> None:
+        draw = self._draws.get(draw_index)
+        if draw is not None and len(draw.batches) == draw.wanted and draw.batches <= self._stepped:
+            self._trained[draw_index] = max(draw.batches)
+
+
+def nth_place(position: int, rows: int, seed: int) -> Place:
+    """The position-th fresh place: the first epoch in file order, later ones shuffled by (seed, epoch)."""
+    epoch, rank = divmod(position, rows)
+    return Place(epoch, _order(epoch, rows, seed)[rank])
+
+
+@lru_cache(maxsize=2)
+def _order(epoch: int, rows: int, seed: int) -> tuple[int, ...] | range:
+    if epoch == 0:
+        return range(rows)
+    order = list(range(rows))
+    random.Random(f"{seed} {epoch}").shuffle(order)
+    return tuple(order)

@@ -1,0 +1,209 @@
+"""The task feeder: reads the dataset, admits groups of rollouts as fast as training can use them, never one twice.
+
+What it knows is a fold of the log (admission.py), so a new feeder continues where the last one died. Admissions go out
+in transactions of `<run>.feeder`: a group is asked for whole or not at all, and a feeder that was replaced is fenced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+from prometheus_client import Counter, Gauge
+
+from turnlog.infra import recipes
+from turnlog.infra.event_log import RECORD_HEADER
+from turnlog.infra.log import Partition, Record, TopicMissing, Transactor
+from turnlog.infra.murmur2 import partition_of
+from turnlog.infra.payloads import externalized
+from turnlog.infra.role import Role
+from turnlog.producers.admission import Admission, AdmissionRules, Drawing
+from turnlog.producers.parking import dead_letter
+from turnlog.producers.readiness import Readiness
+from turnlog.producers.sampling import checked_sampling
+from turnlog.producers.tasks import Dataset, provided_dataset, read_dataset
+from turnlog.schemas import ids, topics
+from turnlog.schemas.errors import UndecodableRecord
+from turnlog.schemas.events import Limits, Purpose, RolloutRequested, Sampling, SegmentSample
+
+log = logging.getLogger(__name__)
+FOLLOWED = (topics.TASKS, topics.SAMPLES, topics.BATCHES, topics.STEPS, topics.WEIGHTS, topics.ENGINES)
+PASSED_OVER = SegmentSample.__name__.encode()
+"""The bulk of segment-samples, which admission has no use for."""
+DATASET_FILE = "tasks.jsonl"
+ADMITTED = Counter("turnlog_feeder_groups_admitted", "Groups asked for", ["drawn"])
+ALIVE = Gauge("turnlog_feeder_groups_alive", "Groups asked for, neither discarded nor dropped")
+TRAINED = Gauge("turnlog_feeder_draws_trained", "Draws whose every batch was trained")
+
+
+class DatasetChanged(Exception):
+    """The run has drawn tasks from another dataset; use a new [run] id, or restore the file."""
+
+
+async def main(role: Role) -> None:
+    """Admit groups until every draw is trained, then wait for the role to stop.
+
+    Order of effects: 1. fence the last feeder; 2. read the log to its end; 3. per admission: read the floors of
+    agent.sessions, then write the requests of all due groups in one transaction.
+    """
+    settings = role.settings
+    sampling, limits = checked_sampling(settings)
+    dataset = await asyncio.to_thread(_dataset, role)
+    async with role.log.transactor(f"{settings.run.id}.feeder") as transactor, role.log.reader() as reader:
+        feeder = Feeder(role, transactor, dataset, sampling, limits)
+        partitions = await _partitions(role)
+        reader.assign(await role.log.start_offsets(partitions))
+        ends = await role.log.end_offsets(partitions)
+        while any(reader.position(partition) < ends[partition] for partition in partitions):
+            await feeder.take(await reader.poll())
+        role.health.started()
+        while not role.stopping.is_set():
+            await feeder.admit()
+            await feeder.take(await reader.poll(timeout_s=0.2))
+
+
+class Feeder:
+    """What the log says, and the requests that follow from it."""
+
+    def __init__(
+        self, role: Role, transactor: Transactor, dataset: Dataset, sampling: Sampling, limits: Limits
+    ) -> None:
+        settings = role.settings
+        self._role = role
+        self._transactor = transactor
+        self._dataset = dataset
+        self._sampling = sampling
+        self._limits = limits
+        self._told = False
+        self._readiness = Readiness(publish_every=settings.trainer.publish_every)
+        self.admission = Admission(
+            AdmissionRules(
+                prompts_per_draw=settings.batcher.prompts_per_draw,
+                draws=settings.feeder.draws,
+                max_lag=settings.batcher.max_lag,
+                publish_every=settings.trainer.publish_every,
+                rows=len(dataset.rows),
+                seed=settings.feeder.seed,
+            )
+        )
+
+    async def take(self, records: list[Record]) -> None:
+        """Fold records of the followed topics; what does not decode is parked. Raises DatasetChanged."""
+        for record in records:
+            if (RECORD_HEADER, PASSED_OVER) in record.headers:
+                continue
+            try:
+                event = await self._role.events.decode(record)
+            except UndecodableRecord as cause:
+                await self._role.events.append(dead_letter(record, cause, role=self._role))
+                continue
+            if event.run_id != self._role.settings.run.id:
+                continue
+            if isinstance(event, RolloutRequested) and event.dataset != self._dataset.name:
+                raise DatasetChanged(
+                    f"run {event.run_id} has drawn from {event.dataset}, [feeder] dataset is {self._dataset.name} now: "
+                    "restore the file, or start another [run] id"
+                )
+            self.admission.apply(event)
+            self._readiness.apply(event)
+        if records:
+            self._report()
+
+    async def admit(self) -> None:
+        """Ask for the groups that are due, unless weights are on their way that they must be sampled with."""
+        admission = self.admission
+        due = admission.due()
+        waits_for = due and self._readiness.waits_for(
+            trained_batch=admission.last_batch_trained, first=admission.asked == 0
+        )
+        if waits_for:
+            self._role.health.waits("weights", waits_for)
+            return
+        self._role.health.holds("weights")
+        if due:
+            await self._ask(due)
+
+    async def _ask(self, due: list[Drawing]) -> None:
+        role, transactor = self._role, self._transactor
+        counts = role.settings.kafka
+        sessions = [Partition(topics.SESSIONS.name, number) for number in range(counts.groups)]
+        ends = await role.log.end_offsets(sessions)
+        floors = {partition.number: offset for partition, offset in ends.items()}
+        requests = [request for drawing in due for request in await self._requests(drawing, floors)]
+        await transactor.begin()
+        acks = [
+            await transactor.send(
+                topics.TASKS.name,
+                partition_of(topics.TASKS.key_of(request), counts.rollouts),
+                topics.TASKS.key_of(request),
+                role.events.codec.encode(request),
+                headers=role.events.headers(request),
+            )
+            for request in requests
+        ]
+        await asyncio.gather(*acks)
+        await transactor.commit()
+        for request in requests:
+            self.admission.apply(request)
+        for drawing in due:
+            ADMITTED.labels("again" if drawing.draw else "fresh").inc()
+        self._report()
+
+    async def _requests(self, drawing: Drawing, floors: dict[int, int]) -> list[RolloutRequested]:
+        """The group's requests: functions of the run, the task and the draw, but for floor and weight version."""
+        settings, (epoch, row) = self._role.settings, drawing.place
+        task_id = ids.digest("task", self._dataset.name, row)
+        group_id = ids.group_id(settings.run.id, task_id, drawing.draw)
+        requests = []
+        for index in range(settings.feeder.group_size):
+            rollout_id = ids.rollout_id(group_id, index)
+            request = RolloutRequested(
+                event_id=ids.digest("RolloutRequested", rollout_id),
+                run_id=settings.run.id,
+                group_id=group_id,
+                floor=floors[partition_of(group_id.encode(), settings.kafka.groups)],
+                task_id=task_id,
+                rollout_id=rollout_id,
+                rollout_index=index,
+                group_size=settings.feeder.group_size,
+                draw=drawing.draw,
+                dataset=self._dataset.name,
+                dataset_epoch=epoch,
+                index=row,
+                recipe=settings.feeder.recipe,
+                purpose=Purpose.train,
+                task=self._dataset.rows[row],
+                sampling=self._sampling,
+                limits=self._limits,
+                min_weight_version=self._readiness.version,
+            )
+            requests.append(await externalized(request, self._role.blobs))
+        return requests
+
+    def _report(self) -> None:
+        ALIVE.set(self.admission.alive)
+        TRAINED.set(self.admission.draws_trained)
+        if self.admission.finished and not self._told:
+            self._told = True
+            log.info("all %d draws are trained", self.admission.draws_trained)
+
+
+def _dataset(role: Role) -> Dataset:
+    """The user's file, or the recipe's own in the run's directory. Raises DatasetError, RecipeError."""
+    settings = role.settings
+    recipe = recipes.recipe(settings.feeder.recipe)
+    if settings.feeder.dataset:
+        return read_dataset(Path(settings.feeder.dataset))
+    count = settings.feeder.draws * settings.batcher.prompts_per_draw
+    path = Path(settings.run.directory) / DATASET_FILE
+    return read_dataset(provided_dataset(recipe, path, count=count, seed=settings.feeder.seed))
+
+
+async def _partitions(role: Role) -> list[Partition]:
+    """Every partition of the followed topics. Raises TopicMissing."""
+    found = await role.log.topics()
+    missing = [topic.name for topic in FOLLOWED if topic.name not in found]
+    if missing:
+        raise TopicMissing(f"{', '.join(missing)}: no such topic; run `turnlog topics apply`")
+    return [Partition(topic.name, number) for topic in FOLLOWED for number in range(found[topic.name].partitions)]

@@ -1,0 +1,165 @@
+"""The turns of one session in memory: found by the messages that they answer, stored as strands of shared tokens.
+
+A strand is one growing array of ids that a line of turns shares, so a session of N tokens takes O(N) bytes however
+many turns it has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from turnlog.producers.gateway.messages import CHAIN_START, Message, chained
+from turnlog.schemas.events.turns import FinishReason
+from turnlog.schemas.types import TurnId
+
+
+@dataclass(slots=True)
+class Strand:
+    """Ids of a line of turns; `turns` in order of their length."""
+
+    ids: array[int] = field(default_factory=lambda: array("i"))
+    turns: list[Turn] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True)
+class Turn:
+    """One recorded turn. Its tokens are the first `total` ids of its strand: prompt, then output."""
+
+    id: TurnId
+    base: Turn | None
+    request_sha256: str
+    tools_sha256: str
+    system_sha256: str
+    new_raw: list[Any]
+    """The request's messages beyond the base's, as they came."""
+    new: tuple[Message, ...]
+    response_raw: dict[str, Any]
+    response: Message
+    chain: bytes
+    """Hash chain over all messages and the response."""
+    finish_reason: FinishReason
+    aborted: bool
+    cached_tokens: int
+    output_tokens: int
+    versions: tuple[int, int]
+    """Weight version of the first and of the last output token."""
+    strand: Strand
+    total: int
+    delivered: bool = False
+    continued: bool = False
+    """Another turn has this one as its base."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return self.total - self.output_tokens
+
+    @property
+    def last(self) -> int:
+        """The last id of prompt + output."""
+        return self.strand.ids[self.total - 1]
+
+    def tokens(self) -> list[int]:
+        """Prompt + output."""
+        return self.strand.ids[: self.total].tolist()
+
+    def lineage(self) -> Iterator[Turn]:
+        """This turn, its base, and so on to the root."""
+        turn: Turn | None = self
+        while turn is not None:
+            yield turn
+            turn = turn.base
+
+    def messages(self) -> list[Any]:
+        """All messages up to and with the response, as they came."""
+        return [one for turn in reversed(list(self.lineage())) for one in (*turn.new_raw, turn.response_raw)]
+
+
+class Conversation:
+    """Recorded turns in the order in which they were recorded."""
+
+    def __init__(self) -> None:
+        self.turns: dict[TurnId, Turn] = {}
+        self._answered: dict[bytes, list[Turn]] = {}
+        self._strands: list[Strand] = []
+        self._openings: set[bytes] = set()
+
+    def base_of(self, messages: Sequence[Message]) -> tuple[Turn | None, int]:
+        """The turn whose messages and response are a prefix of `messages`, longest first, then the latest; and that
+        prefix's length."""
+        chain = chained(CHAIN_START, messages)
+        for length in range(len(messages), 0, -1):
+            for turn in reversed(self._answered.get(chain[length - 1], ())):
+                if _reasoning_agrees(turn, messages[:length]):
+                    return turn, length
+        return None, 0
+
+    def knows_opening(self, messages: Sequence[Message]) -> bool:
+        """Whether an earlier root began with the same message."""
+        return messages[0].digest in self._openings
+
+    def parent_of(self, prompt: Sequence[int], base: Turn | None, appended: bool) -> tuple[Turn | None, int]:
+        """Where to store the prompt against: the turn with the longest common token prefix, and that length."""
+        if base is not None and appended and len(self._strands) == 1:
+            return base, base.total
+        best, length = (base, base.total) if base is not None and appended else (None, 0)
+        ids = np.asarray(prompt, dtype=np.int32)
+        for strand in self._strands:
+            common = _common(ids, np.frombuffer(strand.ids.tobytes(), dtype=np.int32))
+            if common > length:
+                best, length = next(turn for turn in strand.turns if turn.total >= common), common
+        return best, length
+
+    def record(self, turn: Turn, prompt: Sequence[int], output: Sequence[int], appended: bool) -> None:
+        """Add a turn; sets its strand. `appended`: the prompt extends the base's tokens."""
+        base = turn.base
+        if base is not None:
+            base.continued = True
+        else:
+            self._openings.add(turn.new[0].digest)
+        if base is not None and appended and base.total == len(base.strand.ids):
+            turn.strand = base.strand
+            turn.strand.ids.extend(prompt[base.total :])
+        else:
+            turn.strand = Strand(array("i", prompt))
+            self._strands.append(turn.strand)
+        turn.strand.ids.extend(output)
+        turn.total = len(turn.strand.ids)
+        turn.strand.turns.append(turn)
+        self.turns[turn.id] = turn
+        self._answered.setdefault(turn.chain, []).append(turn)
+
+    def main_line(self) -> Turn | None:
+        """The newest turn of the first root's lineage that was not cut off."""
+        first = next(iter(self.turns.values()), None)
+        for turn in reversed(self.turns.values()):
+            if turn.finish_reason is not FinishReason.abort and list(turn.lineage())[-1] is first:
+                return turn
+        return None
+
+
+def prompt_sha256(prompt: Sequence[int]) -> str:
+    """Hex sha256 of the ids as little-endian int32."""
+    return hashlib.sha256(np.asarray(prompt, dtype="<i4").tobytes()).hexdigest()
+
+
+def _common(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> int:
+    size = min(len(one), len(other))
+    differs = np.flatnonzero(one[:size] != other[:size])
+    return int(differs[0]) if len(differs) else size
+
+
+def _reasoning_agrees(turn: Turn, messages: Sequence[Message]) -> bool:
+    """Reasoning that is absent in the echo matches any; present, it must match."""
+    if not any(one.reasoning for one in messages):
+        return True
+    recorded = [one for each in reversed(list(turn.lineage())) for one in (*each.new, each.response)]
+    return all(
+        not echo.reasoning or echo.reasoning == own.reasoning for echo, own in zip(messages, recorded, strict=True)
+    )

@@ -1,0 +1,95 @@
+"""What the gateway answers instead of a turn, in OpenAI's error shape.
+
+GatewayError
+├── BadRequest            400 the body or a field of it cannot be used
+├── ContextOverflow       400 the prompt leaves no room in the context window
+├── Unauthorized          401 no, a forged or a foreign token
+├── UnknownSession        404 the log holds no such session
+├── SessionEnded          409 the session is finished
+├── KeyReused             409 an Idempotency-Key came back with another body
+├── EpochLost             409 another gateway owns the session and cannot be reached
+├── EngineFailed          502 the engine refused, or gave what cannot be recorded
+├── NoEngine              503 no engine may serve this turn in time
+└── NotRecorded           503 the log did not take the turn
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class GatewayError(Exception):
+    """Base of the tree above."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    code: ClassVar[str] = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+    def body(self) -> dict[str, Any]:
+        """The body of the answer."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+class BadRequest(GatewayError):
+    """Names the field and what it must be."""
+
+    status, type, code = 400, "invalid_request_error", "invalid_request"
+
+
+class ContextOverflow(GatewayError):
+    """Names the prompt's length and the window."""
+
+    status, type, code = 400, "invalid_request_error", "context_length_exceeded"
+
+
+class Unauthorized(GatewayError):
+    """Says which key belongs here, never which one came."""
+
+    status, type, code = 401, "authentication_error", "invalid_api_key"
+
+
+class UnknownSession(GatewayError):
+    """The session was never started, or its floor is wrong."""
+
+    status, type, code = 404, "invalid_request_error", "session_not_found"
+
+
+class SessionEnded(GatewayError):
+    """Nothing can be added to a finished session."""
+
+    status, type, code = 409, "invalid_request_error", "session_finished"
+
+
+class KeyReused(GatewayError):
+    """One key, one body."""
+
+    status, type, code = 409, "invalid_request_error", "idempotency_key_reused"
+
+
+class EpochLost(GatewayError):
+    """Open the session again."""
+
+    status, type, code = 409, "server_error", "epoch_lost"
+
+
+class EngineFailed(GatewayError):
+    """Names the engine and what it said."""
+
+    status, type, code = 502, "server_error", "engine_failed"
+
+
+class NoEngine(GatewayError):
+    """Names what was waited for."""
+
+    status, type, code = 503, "server_error", "engines_unavailable"
+
+
+class NotRecorded(GatewayError):
+    """The turn was sampled but is not on the log: it never happened. Ask again."""
+
+    status, type, code = 503, "server_error", "log_unavailable"

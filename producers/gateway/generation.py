@@ -1,0 +1,184 @@
+"""Sampling one turn: an engine is chosen, its pieces are gathered, what an abort or a death cut off is continued.
+
+An engine's `abort` is not a stop: prompt + partial output are submitted again for the tokens that are left, and the
+version spans show both weights. A natural stop that races an abort is a stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from turnlog.infra.engine import EngineAborted, EngineDead, EngineRefused, Generate, Piece
+from turnlog.producers.gateway.engines import Engines, LiveEngine, Wanted
+from turnlog.producers.gateway.errors import EngineFailed, NoEngine
+from turnlog.producers.gateway.metrics import ENGINE_S, RESUBMITTED
+from turnlog.schemas.events.tasks import Sampling
+from turnlog.schemas.events.turns import VersionSpan
+
+RESUBMISSIONS = 32
+"""Aborts and deaths that one turn survives."""
+
+
+@dataclass(slots=True)
+class Draft:
+    """Output so far, over all engine calls of the turn."""
+
+    started: float
+    """Event loop time of admission."""
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    finish: str = ""
+    """stop | length | abort | error"""
+    cached_tokens: int = 0
+    engine_id: str = ""
+    engine_version: int = -1
+    queue_s: float = 0.0
+    first_token_s: float = 0.0
+    failure: Exception | None = None
+    """Why a draft with tokens ended in `error`."""
+
+    def versions(self) -> tuple[int, int]:
+        """Weight version of the first and of the last token."""
+        if not self.spans:
+            return self.engine_version, self.engine_version
+        return self.spans[0].version, self.spans[-1].version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampler:
+    """Runs drafts on live engines."""
+
+    engines: Engines
+    timeout_s: float
+    end_of_turn: int | None
+
+    async def sample(
+        self,
+        session_id: str,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        max_new_tokens: int,
+        wanted: Wanted,
+        stream: bool,
+        gone: asyncio.Event,
+        progress: Callable[[list[int]], None],
+    ) -> Draft:
+        """The turn's output; `progress` is told of new ids. Raises EngineFailed, NoEngine when there is no token."""
+        loop = asyncio.get_running_loop()
+        draft = Draft(loop.time())
+        stops = dict.fromkeys((*sampling.stop_token_ids, *([] if self.end_of_turn is None else [self.end_of_turn])))
+        try:
+            for attempt in range(RESUBMISSIONS):
+                left = self.timeout_s - (loop.time() - draft.started)
+                engine = await self._engine(draft, session_id, wanted, left, first=attempt == 0)
+                request = Generate(
+                    rid=uuid.uuid4().hex,
+                    input_ids=[*prompt, *draft.ids],
+                    temperature=sampling.temperature,
+                    max_new_tokens=max_new_tokens - len(draft.ids),
+                    stop_token_ids=tuple(stops),
+                )
+                await self._call(engine, request, draft, stream, gone, progress, max(1.0, left))
+                if draft.finish == "abort" and len(draft.ids) >= max_new_tokens:
+                    draft.finish = "length"
+                if draft.finish in ("stop", "length") or (draft.finish == "abort" and gone.is_set()):
+                    return draft
+                RESUBMITTED.labels(draft.finish).inc()
+            raise EngineAborted(f"cut off {RESUBMISSIONS} times; do weight updates pause with mode `retract`?")
+        except (EngineRefused, EngineAborted, NoEngine) as error:
+            failure = error if isinstance(error, NoEngine) else EngineFailed(f"engine {draft.engine_id}: {error}")
+            if not draft.ids:
+                raise failure from error
+            draft.finish, draft.failure = "error", failure
+            return draft
+
+    async def _engine(self, draft: Draft, session_id: str, wanted: Wanted, left: float, *, first: bool) -> LiveEngine:
+        loop = asyncio.get_running_loop()
+        asked = loop.time()
+        engine = await self.engines.choose(session_id, wanted, timeout_s=max(0.0, left))
+        if first:
+            draft.queue_s = loop.time() - asked
+        draft.engine_id, draft.engine_version = engine.id, engine.version
+        return engine
+
+    async def _call(
+        self,
+        engine: LiveEngine,
+        request: Generate,
+        draft: Draft,
+        stream: bool,
+        gone: asyncio.Event,
+        progress: Callable[[list[int]], None],
+        timeout_s: float,
+    ) -> None:
+        """One engine call into the draft. Raises EngineRefused."""
+        loop = asyncio.get_running_loop()
+        begun, before = loop.time(), len(draft.ids)
+        labels: tuple[tuple[str, int], ...] = ()
+        watch = asyncio.create_task(_abort_when_gone(gone, engine, request.rid))
+        engine.in_flight += 1
+        try:
+            async for piece in engine.client.generate(request, stream=stream, timeout_s=timeout_s):
+                self._add(draft, piece, loop.time())
+                labels = piece.versions or labels
+                progress(piece.ids)
+                draft.finish = piece.finish or ""
+            self.engines.served(engine)
+        except EngineDead:
+            draft.finish = "dead"
+            self.engines.failed(engine)
+        finally:
+            watch.cancel()
+            engine.in_flight -= 1
+            ENGINE_S.labels(engine.id).observe(loop.time() - begun)
+        _extend(draft.spans, _spans(labels, len(draft.ids) - before, engine))
+
+    def _add(self, draft: Draft, piece: Piece, now: float) -> None:
+        if piece.ids and not draft.ids:
+            draft.first_token_s = now - draft.started
+        draft.ids += piece.ids
+        draft.logprobs += piece.logprobs
+        draft.cached_tokens = max(draft.cached_tokens, piece.cached_tokens)
+
+
+async def _abort_when_gone(gone: asyncio.Event, engine: LiveEngine, rid: str) -> None:
+    await gone.wait()
+    try:
+        await engine.client.abort(rid)
+    except EngineDead:
+        return  # the call itself sees it
+
+
+def _spans(labels: Sequence[tuple[str, int]], count: int, engine: LiveEngine) -> list[VersionSpan]:
+    """Version spans of one call's tokens. Raises EngineRefused for a label that names no version."""
+    spans = [VersionSpan(_version(label, engine), length) for label, length in labels if length]
+    missing = count - sum(span.length for span in spans)
+    if missing < 0:
+        raise EngineRefused(f"version spans {labels} cover more than the {count} tokens that were sampled")
+    if missing:  # the engine died before it said: the weights that it was registered with
+        spans.append(VersionSpan(_version("", engine), missing))
+    return spans
+
+
+def _version(label: str, engine: LiveEngine) -> int:
+    if label.isdecimal():
+        return int(label)
+    if engine.version >= 0:
+        return engine.version
+    raise EngineRefused(
+        f"weights labelled {label!r} at {engine.url} have no version: start the engine with --weight-version N, or let "
+        "its weight loader load a published version"
+    )
+
+
+def _extend(spans: list[VersionSpan], more: Sequence[VersionSpan]) -> None:
+    for span in more:
+        if spans and spans[-1].version == span.version:
+            spans[-1] = VersionSpan(span.version, spans[-1].length + span.length)
+        else:
+            spans.append(span)

@@ -1,0 +1,126 @@
+"""Chat messages made comparable: what a client echoes must be found again although its shape has changed.
+
+A string equals one text block; None, "" and [] are equal; tool arguments are compared parsed with sorted keys; call ids
+and indexes, cache marks and billing lines do not count. Reasoning that an echo leaves out matches any.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from turnlog.producers.gateway.errors import BadRequest
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+BILLING = "x-anthropic-billing-header:"
+CHAIN_START = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message: what the chat template is given, and what it is compared by."""
+
+    role: str
+    template: dict[str, Any]
+    """For the chat template: content as text, tool arguments parsed."""
+    digest: bytes
+    """Of everything that counts but reasoning."""
+    reasoning: str
+
+
+def normalised(raw: Any) -> tuple[Message, ...]:
+    """The messages of a request. Raises BadRequest naming the message."""
+    if not isinstance(raw, list) or not raw:
+        raise BadRequest("messages must be a list of at least one message", param="messages")
+    return tuple([message(one, f"messages[{index}]") for index, one in enumerate(raw)])
+
+
+def message(raw: Any, where: str) -> Message:
+    """One message in OpenAI's shape. Raises BadRequest."""
+    if not isinstance(raw, dict) or raw.get("role") not in ROLES:
+        raise BadRequest(f"{where} must be an object whose role is one of {', '.join(ROLES)}", param=where)
+    role = ROLES[raw["role"]]
+    content = _text(raw.get("content"), where)
+    reasoning = str(raw.get("reasoning_content") or raw.get("reasoning") or "").strip()
+    template: dict[str, Any] = {"role": role, "content": content}
+    canonical: list[Any] = [role, content]
+    if raw.get("name"):
+        template["name"] = raw["name"]
+        canonical.append(["name", str(raw["name"])])
+    if role == "assistant" and raw.get("tool_calls"):
+        template["tool_calls"] = _calls(raw["tool_calls"], where)
+        canonical.append([[call["function"]["name"], call["function"]["arguments"]] for call in template["tool_calls"]])
+    if role == "tool" and raw.get("tool_call_id"):
+        template["tool_call_id"] = raw["tool_call_id"]
+    if reasoning:
+        template["reasoning_content"] = reasoning
+    digest = hashlib.blake2b(orjson.dumps(canonical, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
+    return Message(role, template, digest, reasoning)
+
+
+def chained(start: bytes, messages: Sequence[Message]) -> list[bytes]:
+    """h_1 .. h_n: h_k = H(h_(k-1), message_k), beginning after `start`."""
+    chain, last = [], start
+    for one in messages:
+        last = hashlib.blake2b(last + one.digest, digest_size=16).digest()
+        chain.append(last)
+    return chain
+
+
+def system_digest(messages: Sequence[Message]) -> str:
+    """Hex sha256 of the system messages before the first message of another role."""
+    hashed = hashlib.sha256()
+    for one in messages:
+        if one.role != "system":
+            break
+        hashed.update(one.digest)
+    return hashed.hexdigest()
+
+
+def tools_digest(tools: Any) -> str:
+    """Hex sha256 of the tool schemas in canonical JSON; none and an empty list are equal."""
+    return hashlib.sha256(orjson.dumps(tools or [], option=orjson.OPT_SORT_KEYS)).hexdigest()
+
+
+def _text(content: Any, where: str) -> str:
+    if not content:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise BadRequest(f"{where}.content must be text or a list of text blocks", param=where)
+    texts = []
+    for block in content:
+        text = block if isinstance(block, str) else block.get("text") if isinstance(block, dict) else None
+        if not isinstance(text, str):
+            kind = block.get("type") if isinstance(block, dict) else type(block).__name__
+            raise BadRequest(f"{where}.content has a block of type {kind!r}; only text is served", param=where)
+        if not text.startswith(BILLING):
+            texts.append(text)
+    return "\n".join(texts)
+
+
+def _calls(raw: Any, where: str) -> list[dict[str, Any]]:
+    calls = []
+    for index, one in enumerate(raw if isinstance(raw, list) else [raw]):
+        function = one.get("function") if isinstance(one, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadRequest(f"{where}.tool_calls[{index}] must have function.name", param=where)
+        call = {"type": "function", "function": {"name": function["name"], "arguments": _arguments(function)}}
+        calls.append({"id": one["id"], **call} if one.get("id") else call)
+    return calls
+
+
+def _arguments(function: dict[str, Any]) -> Any:
+    arguments = function.get("arguments") or {}
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        parsed = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return arguments.strip()
+    return parsed if isinstance(parsed, dict) else arguments.strip()

@@ -1,0 +1,278 @@
+"""Sessions: opened, found again after a crash, adopted from a gateway that is gone, finished."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from turnlog.infra.event_log import EventLog
+from turnlog.producers.gateway.conversation import Conversation, Turn
+from turnlog.producers.gateway.errors import EpochLost, SessionEnded, UnknownSession
+from turnlog.producers.gateway.metrics import ADOPTED, OPEN
+from turnlog.producers.gateway.recovery import Recovery, Sought
+from turnlog.producers.gateway.requests import FinishRequest, OpenRequest
+from turnlog.producers.gateway.session_tokens import Claims
+from turnlog.producers.gateway.tail import SessionTail, Spine
+from turnlog.schemas.events.sessions import SessionAdopted, SessionFinished, SessionStarted
+from turnlog.schemas.ids import digest
+from turnlog.schemas.types import TurnId
+
+if TYPE_CHECKING:
+    from turnlog.producers.gateway.turns import Running
+
+log = logging.getLogger(__name__)
+
+KEPT = 4096
+"""Finished sessions kept in memory; older ones are read from the log again when somebody asks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What this gateway writes into the sessions that it opens."""
+
+    url: str
+    """Where it is reached."""
+    instance: str
+    """Unique among processes: part of the ids of its adoptions."""
+    model: str
+    tokenizer_sha256: str
+    chat_template_sha256: str
+
+
+@dataclass(slots=True)
+class Session:
+    """A session that this gateway owns, or a finished one that it has read."""
+
+    started: SessionStarted
+    epoch: str
+    conversation: Conversation = field(default_factory=Conversation)
+    finished: SessionFinished | None = None
+    next_index: int = 0
+    running: dict[int, Running] = field(default_factory=dict)
+    """Turns not on the log yet, by index."""
+    by_key: dict[str, tuple[str, Running]] = field(default_factory=dict)
+    """Idempotency-Key -> body's sha256 and its turn."""
+    finishing: asyncio.Task[SessionFinished] | None = None
+
+    @property
+    def id(self) -> str:
+        """session_id."""
+        return self.started.session_id
+
+    def admit(self) -> TurnId:
+        """The id of a new turn. Raises SessionEnded."""
+        if self.finished or self.finishing:
+            raise SessionEnded(f"session {self.id} is finished; no turn can be added")
+        turn = TurnId(self.epoch, self.next_index)
+        self.next_index += 1
+        return turn
+
+    def repeated(self, request_sha256: str) -> Turn | None:
+        """The recorded turn that an identical body asks for again: nothing continues it, and it was aborted or belongs
+        to an earlier epoch."""
+        for turn in reversed(self.conversation.turns.values()):
+            if turn.request_sha256 == request_sha256 and not turn.continued:
+                return turn if turn.aborted or turn.id.epoch != self.epoch else None
+        return None
+
+    def description(self) -> dict[str, Any]:
+        """GET /sessions/{id}: enough to continue, or to judge."""
+        main = self.conversation.main_line()
+        messages = main.messages() if main else []
+        return {
+            "session_id": self.id,
+            "epoch": self.epoch,
+            "finished": self.finished is not None,
+            "outcome": self.finished.outcome.value if self.finished else None,
+            "reason": self.finished.reason if self.finished else None,
+            "turns": [
+                {"epoch": turn.id.epoch, "index": turn.id.index, "finish_reason": turn.finish_reason.value,
+                 "aborted": turn.aborted, "output_tokens": turn.output_tokens, "prompt_tokens": turn.prompt_tokens}
+                for turn in self.conversation.turns.values()
+            ],
+            "messages": messages,
+            "last_turn": {"epoch": main.id.epoch, "index": main.id.index} if main else None,
+            "call_seq": sum(message.get("role") == "tool" for message in messages),
+        }  # fmt: skip
+
+
+class Sessions:
+    """All sessions that this gateway has to do with."""
+
+    def __init__(self, events: EventLog, tail: SessionTail, recovery: Recovery, identity: Identity) -> None:
+        self._events = events
+        self._tail = tail
+        self._recovery = recovery
+        self._identity = identity
+        self._held: OrderedDict[str, Session] = OrderedDict()
+        self._pending: dict[str, asyncio.Task[Session]] = {}
+
+    async def open(self, request: OpenRequest) -> tuple[Session, int]:
+        """The session of (rollout_id, attempt) and its floor, started when the log holds none."""
+        floor = request.floor
+        if floor is None:
+            floor = await self._tail.end_offset(self._tail.partition(request.group_id))
+        return await self._once(request.session_id, lambda: self._open(request, floor)), floor
+
+    async def find(self, claims: Claims) -> Session:
+        """The session of a token, taken over when another gateway had it. Raises UnknownSession, EpochLost."""
+        session = self._owned(claims.session_id)
+        if session is not None:
+            return session
+        return await self._once(claims.session_id, lambda: self._found(claims))
+
+    async def finish(self, session: Session, request: FinishRequest) -> SessionFinished:
+        """SessionFinished with the turns that were delivered; the first call decides, others get its answer."""
+        if session.finished:
+            return session.finished
+        if session.finishing is None:
+            session.finishing = asyncio.create_task(self._finish(session, request))
+        try:
+            return await asyncio.shield(session.finishing)
+        finally:
+            if session.finishing and session.finishing.done() and session.finished is None:
+                session.finishing = None
+
+    async def drain(self) -> None:
+        """Wait for every turn that runs."""
+        tasks = [running.task for session in self._held.values() for running in session.running.values()]
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _owned(self, session_id: str) -> Session | None:
+        """A held session whose epoch is still the latest that the log is known to hold."""
+        session = self._held.get(session_id)
+        spine = self._tail.known(session_id)
+        if session is None or spine is None or not spine.epochs or session.finished:
+            return session
+        if spine.epochs[-1].id == session.epoch:
+            return session
+        own = [epoch for epoch in spine.epochs if epoch.id == session.epoch]
+        if not own:  # our own record has not come back yet, so nothing after it has either
+            return session
+        del self._held[session_id]
+        return None
+
+    async def _once(self, session_id: str, work: Callable[[], Awaitable[Session]]) -> Session:
+        """One opening or adoption of a session at a time; all who ask meanwhile get its result."""
+        task = self._pending.get(session_id)
+        if task is None:
+
+            async def run() -> Session:
+                return await work()
+
+            task = self._pending[session_id] = asyncio.create_task(run())
+            task.add_done_callback(lambda _: self._pending.pop(session_id, None))
+        return await asyncio.shield(task)
+
+    async def _open(self, request: OpenRequest, floor: int) -> Session:
+        held = self._owned(request.session_id)
+        if held is not None:
+            return held
+        spine = await self._tail.session(request.session_id, request.group_id, floor)
+        if spine is not None and spine.started is not None:
+            return await self._from_log(spine)
+        identity = self._identity
+        event = SessionStarted(
+            event_id=digest("SessionStarted", request.session_id),
+            run_id=request.run_id,
+            group_id=request.group_id,
+            session_id=request.session_id,
+            floor=floor,
+            task_id=request.task_id,
+            group_size=request.group_size,
+            rollout_id=request.rollout_id,
+            rollout_index=request.rollout_index,
+            attempt=request.attempt,
+            purpose=request.purpose,
+            recipe=request.recipe,
+            agent=request.agent,
+            model=identity.model,
+            tokenizer_sha256=identity.tokenizer_sha256,
+            chat_template_sha256=identity.chat_template_sha256,
+            sampling=request.sampling,
+            environment=request.environment,
+            writer_url=identity.url,
+        )
+        _, offset = await self._events.append(event)
+        await self._tail.reached(self._tail.partition(request.group_id), offset + 1)
+        known = self._tail.known(request.session_id)
+        if known is not None and (known.epochs[0].offset != offset or len(known.epochs) > 1):
+            return await self._from_log(known)  # another gateway opened it between our read and our write
+        return self._hold(Session(event, event.event_id))
+
+    async def _found(self, claims: Claims) -> Session:
+        spine = await self._tail.session(claims.session_id, claims.group_id, claims.floor)
+        if spine is None or spine.started is None:
+            raise UnknownSession(f"the log holds no session {claims.session_id} from floor {claims.floor} on")
+        return await self._from_log(spine)
+
+    async def _from_log(self, spine: Spine) -> Session:
+        """A finished session as it is; an open one adopted: our record first, read back, then its turns."""
+        started, finished = spine.started, spine.finished
+        assert started is not None
+        partition = self._tail.partition(started.group_id)
+        epoch = spine.epochs[-1].id
+        if finished is None:
+            epoch = await self._adopt(started, epoch)
+            if spine.epochs[-1].id != epoch:
+                raise EpochLost(f"session {started.session_id} was adopted by {spine.epochs[-1].writer_url} meanwhile")
+            finished = spine.finished
+        sought = Sought(started.session_id, started.group_id, spine.started_ms)
+        conversation = await self._recovery.conversation(sought, partition.number)
+        return self._hold(Session(started, epoch, conversation, finished))
+
+    async def _adopt(self, started: SessionStarted, last_epoch: str) -> str:
+        event = SessionAdopted(
+            event_id=digest("SessionAdopted", started.session_id, last_epoch, self._identity.instance),
+            run_id=started.run_id,
+            group_id=started.group_id,
+            session_id=started.session_id,
+            floor=started.floor,
+            writer_url=self._identity.url,
+        )
+        _, offset = await self._events.append(event)
+        await self._tail.reached(self._tail.partition(started.group_id), offset + 1)
+        ADOPTED.inc()
+        log.info("adopted session %s", started.session_id)
+        return event.event_id
+
+    async def _finish(self, session: Session, request: FinishRequest) -> SessionFinished:
+        for running in list(session.running.values()):
+            running.gone.set()
+        await asyncio.gather(*(running.task for running in session.running.values()), return_exceptions=True)
+        turns = session.conversation.turns.values()
+        started = session.started
+        event = SessionFinished(
+            event_id=digest("SessionFinished", session.id, session.epoch),
+            run_id=started.run_id,
+            group_id=started.group_id,
+            session_id=session.id,
+            floor=started.floor,
+            epoch=session.epoch,
+            turns=tuple(turn.id for turn in turns if turn.delivered or turn.continued),
+            undelivered=tuple(turn.id for turn in turns if not (turn.delivered or turn.continued)),
+            outcome=request.outcome,
+            reason=request.reason,
+            final=request.final,
+            expects=request.expects,
+        )
+        _, offset = await self._events.append(event)
+        await self._tail.reached(self._tail.partition(started.group_id), offset + 1)
+        spine = self._tail.known(session.id)
+        counting = spine.finished if spine else None
+        if counting is None:
+            raise EpochLost(f"session {session.id} was taken over meanwhile; finish it at its new gateway")
+        session.finished = counting
+        return counting
+
+    def _hold(self, session: Session) -> Session:
+        self._held[session.id] = session
+        for session_id in list(self._held)[: max(0, len(self._held) - KEPT)]:
+            if self._held[session_id].finished:
+                del self._held[session_id]
+        OPEN.set(len(self._held))
+        return session

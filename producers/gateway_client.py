@@ -1,0 +1,273 @@
+"""The runner's side of the gateway: sessions and chat completions over HTTP (httpx: pooled, typed, already here).
+
+GatewayClientError
+├── GatewayUnavailable   no answer for longer than runner.gateway_patience_s
+│   └── EnginesBusy      503; a completion is asked for again within that patience
+├── GatewayFailed        any other 5xx, an unknown session, an answer that is no completion: an infrastructure failure
+├── GatewayRefused       401, 403: the key or token is wrong; the process must end
+├── ContextExceeded      the conversation does not fit the context window: the session is truncated
+├── RequestRejected      any other 4xx: the agent asked for what cannot be had
+├── SessionOver          the session is finished already
+└── EpochLost            another gateway owns the session now: open it again
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import orjson
+
+from turnlog.infra.recipes import Message, Recipe
+from turnlog.producers.gateway.session_tokens import signing_key
+from turnlog.schemas.events import Agent, Outcome, RolloutRequested
+from turnlog.settings import Settings
+
+AGENT: Final = Agent("turnlog-white-box", "1")
+CUT_OFF: Final = ("abort", "error")
+"""Finish reasons of turns that are not the policy's whole answer."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
+
+
+class GatewayClientError(Exception):
+    """Base of the tree above."""
+
+
+class GatewayUnavailable(GatewayClientError):
+    """Is a gateway running at [gateway] url, and an engine behind it?"""
+
+
+class EnginesBusy(GatewayUnavailable):
+    """No engine serves the weights that are asked for, or the log takes no record."""
+
+
+class GatewayFailed(GatewayClientError):
+    """The gateway or an engine broke over this request."""
+
+
+class GatewayRefused(GatewayClientError):
+    """Runner and gateway must share [gateway] signing_key, or the run's directory."""
+
+
+class ContextExceeded(GatewayClientError):
+    """The window is full."""
+
+
+class RequestRejected(GatewayClientError):
+    """The gateway cannot take this request as it is."""
+
+
+class SessionOver(GatewayClientError):
+    """Nothing can be added to the session."""
+
+
+class EpochLost(GatewayClientError):
+    """The session moved to another gateway."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """An open session and the key that speaks for it."""
+
+    session_id: str
+    base_url: str
+    token: str = dataclasses.field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionState:
+    """What the log says of a session."""
+
+    finished: bool
+    outcome: Outcome
+    messages: tuple[Message, ...]
+    """The conversation up to its last turn; empty before the first."""
+    finish_reason: str
+    """Of the last turn; empty before the first."""
+    cut_off: int
+    """Turns that ended as abort or error: the next step is asked for in their place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One turn as the agent gets it."""
+
+    message: Message
+    """The assistant message; its tool calls carry the ids that the log knows them by (schemas.ids.call_id)."""
+    finish_reason: str
+
+
+class GatewayClient:
+    """One per process. Use as an async context manager."""
+
+    def __init__(self, settings: Settings, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        """`transport`: another way to reach the gateway, for tests that run it in this process."""
+        self._url = settings.gateway.url.rstrip("/")
+        self._model = settings.model.name
+        self._patience_s = settings.runner.gateway_patience_s
+        self._key = signing_key(settings.gateway.signing_key, Path(settings.run.directory)).decode()
+        connections = settings.runner.concurrency
+        self._http = httpx.AsyncClient(
+            timeout=httpx.Timeout(settings.engine.request_timeout_s + 30.0, connect=5.0, pool=None),
+            limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
+            headers={"content-type": "application/json", "accept-encoding": "identity"},
+            transport=transport,
+        )
+
+    async def __aenter__(self) -> GatewayClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.aclose()
+
+    async def open(self, request: RolloutRequested, recipe: Recipe, attempt: int) -> Session:
+        """Open the session of this attempt, or get it again: idempotent per (rollout_id, attempt)."""
+        body = {
+            "run_id": request.run_id,
+            "group_id": request.group_id,
+            "task_id": request.task_id,
+            "group_size": request.group_size,
+            "rollout_id": request.rollout_id,
+            "rollout_index": request.rollout_index,
+            "attempt": attempt,
+            "purpose": request.purpose.value,
+            "recipe": request.recipe,
+            "floor": request.floor,
+            "agent": dataclasses.asdict(AGENT),
+            "environment": dataclasses.asdict(recipe.environment),
+            "sampling": dataclasses.asdict(request.sampling),
+            "limits": dataclasses.asdict(request.limits),
+            "min_weight_version": request.min_weight_version,
+            "pin_weight_version": request.pin_weight_version,
+        }
+        answer = await self._send("POST", f"{self._url}/sessions", self._key, body)
+        opened = orjson.loads(answer.content)
+        return Session(opened["session_id"], _root(opened.get("base_url") or self._url), opened["token"])
+
+    async def state(self, session: Session) -> SessionState:
+        """Where the session stands."""
+        answer = await self._send("GET", f"{self._url}/sessions/{session.session_id}", session.token)
+        found = orjson.loads(answer.content)
+        reasons = {(turn["epoch"], turn["index"]): turn["finish_reason"] for turn in found["turns"]}
+        last = found["last_turn"]
+        return SessionState(
+            finished=found["finished"],
+            outcome=Outcome(found["outcome"]) if found["outcome"] else Outcome.unknown,
+            messages=tuple(found["messages"]),
+            finish_reason=reasons[last["epoch"], last["index"]] if last else "",
+            cut_off=sum(reason in CUT_OFF for reason in reasons.values()),
+        )
+
+    async def complete(
+        self, session: Session, messages: list[Message], tools: Any, *, step: int, again: int = 0
+    ) -> Completion:
+        """The next turn. The same step of a session is the same turn, however often it is asked for; `again` > 0 asks
+        for another one, in place of turns that were cut off. Raises GatewayClientError."""
+        url = f"{session.base_url}/v1/chat/completions"
+        body: dict[str, Any] = {"model": self._model, "messages": messages}
+        if tools:
+            body["tools"] = tools
+        patience = Patience(self._patience_s)
+        while True:
+            key = f"{session.session_id}:{step}:{again}"
+            if again:  # an identical body would be given the turn that was cut off
+                body["metadata"] = {"again": again}
+            try:
+                answer = await self._send("POST", url, session.token, body, idempotency_key=key)
+                return _completion(answer)
+            except EnginesBusy as error:
+                await patience.after(str(error))
+                again += 1
+
+    async def finish(self, session: Session, outcome: Outcome, reason: str, *, final: bool, reward: bool) -> None:
+        """End the session; idempotent. `reward`: a verdict is on the log or will be."""
+        expects = {"reward": reward, "step_rewards": 0}
+        body = {"outcome": outcome.value, "reason": reason, "final": final, "expects": expects}
+        await self._send("POST", f"{self._url}/sessions/{session.session_id}/finish", session.token, body)
+
+    async def _send(
+        self, method: str, url: str, credential: str, body: Any = None, *, idempotency_key: str = ""
+    ) -> httpx.Response:
+        """One request, repeated while nobody answers: all of ours are idempotent. Raises GatewayClientError."""
+        headers = {"authorization": f"Bearer {credential}"}
+        if idempotency_key:
+            headers["idempotency-key"] = idempotency_key
+        content = None if body is None else orjson.dumps(body)
+        patience = Patience(self._patience_s)
+        while True:
+            try:
+                answer = await self._http.request(method, url, content=content, headers=headers)
+            except httpx.TransportError as error:
+                await patience.after(f"{url}: {error or type(error).__name__}")
+                continue
+            if answer.status_code < httpx.codes.BAD_REQUEST:
+                return answer
+            raise refusal(answer)
+
+
+class Patience:
+    """Growing pauses between repeats, for so long."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._started = time.monotonic()
+        self._pause_s = FIRST_PAUSE_S
+
+    async def after(self, trouble: str) -> None:
+        """Pause before the next repeat. Raises GatewayUnavailable when patience is over."""
+        if time.monotonic() - self._started > self._limit_s:
+            raise GatewayUnavailable(f"{trouble}; given up after {self._limit_s:g} s, see [runner] gateway_patience_s")
+        await asyncio.sleep(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+
+
+def _completion(answer: httpx.Response) -> Completion:
+    """Raises GatewayFailed when the answer is none."""
+    try:
+        body = orjson.loads(answer.content)
+        choice = body["choices"][0]
+        # OpenAI's reasons know no abort; the gateway says beside them how the turn ended.
+        reason = body.get("turnlog", {}).get("finish_reason", choice["finish_reason"])
+        return Completion(choice["message"], reason)
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise GatewayFailed(f"{answer.request.url}: no chat completion: {type(error).__name__}: {error}") from error
+
+
+def refusal(answer: httpx.Response) -> GatewayClientError:
+    """The typed error of an answer of 400 or more."""
+    message = f"{answer.request.url} answered {answer.status_code}: {answer.text[:300]}"
+    match answer.status_code, _code(answer):
+        case _, "context_length_exceeded":
+            return ContextExceeded(message)
+        case _, "session_finished":
+            return SessionOver(message)
+        case _, "epoch_lost":
+            return EpochLost(message)
+        case ((401 | 403), _):
+            return GatewayRefused(message)
+        case 404, _:
+            return GatewayFailed(message)
+        case 503, _:
+            return EnginesBusy(message)
+        case status, _ if status >= httpx.codes.INTERNAL_SERVER_ERROR:
+            return GatewayFailed(message)
+        case _:
+            return RequestRejected(message)
+
+
+def _code(answer: httpx.Response) -> str:
+    """`error.code` of an answer in OpenAI's shape; empty when it has none."""
+    try:
+        return str(orjson.loads(answer.content)["error"]["code"])
+    except (ValueError, KeyError, TypeError):
+        return ""
+
+
+def _root(base_url: str) -> str:
+    """The gateway's root of an OpenAI base URL."""
+    return base_url.rstrip("/").removesuffix("/v1")

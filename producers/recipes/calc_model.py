@@ -1,0 +1,186 @@
+"""The tiny policy of `calc`: shape, tokenizer, chat template, and sloppy demonstrations for its warm start.
+
+The demonstrations have the right format and often the wrong behaviour: a quarter skips the tool and guesses, 40 % of
+the rest compute with a wrong operator. So a warm-started policy scores about one half, every good behaviour has
+probability mass already, and reinforcement only has to re-weight it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from turnlog.infra.recipes import Demonstration, TinyModel, WarmStartRow
+from turnlog.producers.gateway.template import ChatTemplate
+from turnlog.producers.recipes.calc_tasks import OPERANDS, OPERATORS, task_row
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+END: Final = "<|im_end|>"
+SPECIAL_TOKENS: Final = ("<|endoftext|>", "<|im_start|>", END, "<tool_call>", "</tool_call>")
+"""Ids 0 to 4, in this order."""
+TOKENIZER_FILE: Final = "tokenizer.json"
+TEMPLATE_FILE: Final = "chat_template.jinja"
+CORPUS_SEED, CORPUS_SIZE, VOCABULARY = 0, 300, 352
+SKIP_TOOL, WRONG_OPERATOR = 0.25, 0.4
+
+CHAT_TEMPLATE: Final = """\
+{%- for message in messages -%}
+<|im_start|>{{ message['role'] }}
+{% if message['content'] is string %}{{ message['content'] }}
+{%- elif message['content'] %}{% for part in message['content'] %}{{ part['text'] }}{% endfor %}{% endif %}
+{%- for call in message['tool_calls'] or [] -%}
+{%- set function = call['function'] if call['function'] else call -%}
+<tool_call>{"name":{{ function['name'] | tojson }},"arguments":
+{%- if function['arguments'] is string %}{{ function['arguments'] }}
+{%- else %}{{ function['arguments'] | tojson(separators=(',', ':')) }}{% endif -%}
+}</tool_call>
+{%- endfor -%}
+<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}
+<|im_start|>assistant
+{% endif -%}
+"""
+"""ChatML; tool calls are compact JSON between <tool_call> marks, and no tool schemas stand in the prompt."""
+
+
+class CalcWarmStart:
+    """See turnlog.infra.recipes.WarmStart."""
+
+    model = TinyModel(
+        vocab_size=384,
+        hidden_size=64,
+        intermediate_size=128,
+        layers=2,
+        heads=4,
+        key_value_heads=2,
+        head_dim=16,
+        context=512,
+        eos_token_id=SPECIAL_TOKENS.index(END),
+        pad_token_id=SPECIAL_TOKENS.index("<|endoftext|>"),
+    )
+    rows_per_step = 32
+
+    def write_tokenizer(self, folder: Path) -> None:
+        """A Hugging Face tokenizer folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        _trained_tokenizer().save(str(folder / TOKENIZER_FILE))
+        (folder / TEMPLATE_FILE).write_text(CHAT_TEMPLATE)
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": END,
+            "pad_token": "<|endoftext|>",
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": self.model.context,
+        }
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+    def demonstrations(self, seed: int) -> Iterator[Demonstration]:
+        """Sloppy conversations, a function of the seed."""
+        generator = random.Random(seed)
+        while True:
+            yield demonstration(generator)
+
+    def rows(self, folder: Path, seed: int) -> Iterator[WarmStartRow]:
+        """Token ids and loss mask of each demonstration, with the tokenizer and the template in `folder`."""
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+        template = ChatTemplate.load(folder)
+
+        @cache
+        def encoded(piece: str) -> tuple[int, ...]:
+            return tuple(tokenizer.encode(piece, add_special_tokens=False).ids)
+
+        known: dict[str, WarmStartRow] = {}  # few conversations are possible, and rendering is the cost
+        for example in self.demonstrations(seed):
+            key = json.dumps(example.messages)
+            if key not in known:
+                known[key] = row_of(pieces(example, template), encoded)
+            yield known[key]
+
+
+def demonstration(generator: random.Random) -> Demonstration:
+    """One conversation; all its assistant messages are trained."""
+    task = task_row(generator)
+    question = {"role": "user", "content": task["prompt"]}
+    if generator.random() < SKIP_TOOL:
+        guess = {"role": "assistant", "content": str(generator.randrange(2 * OPERANDS))}
+        return Demonstration((question, guess), (False, True))
+    left, sign, right = _parts(task["expr"])
+    if generator.random() < WRONG_OPERATOR:
+        sign = generator.choice([other for other in OPERATORS if other != sign])
+    result = str(OPERATORS[sign](int(left), int(right)))
+    call = {"name": "calc", "arguments": {"expr": f"{left}{sign}{right}"}}
+    messages = (
+        question,
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
+        {"role": "tool", "content": result},
+        {"role": "assistant", "content": result},
+    )
+    return Demonstration(messages, (False, True, False, True))
+
+
+def pieces(example: Demonstration, template: ChatTemplate) -> Iterator[tuple[str, int]]:
+    """(text, loss mask) in the cuts at which a live conversation is tokenised: the prompt with its generation prompt;
+    the assistant's text with its end-of-turn mark; what closes it, the new messages, the next generation prompt.
+
+    Needs a template whose render of a prefix is a prefix of the render, as this module's is.
+    """
+    done = ""
+    for index, message in enumerate(example.messages):
+        if message["role"] != "assistant":
+            continue
+        before = list(example.messages[:index])
+        prompt = template.render(before, None, generate=True)
+        said = template.render([*before, message], None, generate=False).removeprefix(prompt)
+        said = said[: said.rindex(END) + len(END)]
+        yield prompt.removeprefix(done), 0
+        yield said, int(example.trained[index])
+        done = prompt + said
+
+
+def row_of(parts: Iterator[tuple[str, int]], encoded: Callable[[str], tuple[int, ...]]) -> WarmStartRow:
+    """Encode each piece by itself and join."""
+    token_ids: list[int] = []
+    mask: list[int] = []
+    for text, trained in parts:
+        ids = encoded(text)
+        token_ids += ids
+        mask += [trained] * len(ids)
+    return WarmStartRow(tuple(token_ids), tuple(mask))
+
+
+def _trained_tokenizer() -> Tokenizer:
+    """Byte-level BPE trained on demonstrations; digits and operators are tokens of their own."""
+    from tokenizers import Regex, Tokenizer, decoders, models, trainers
+    from tokenizers import pre_tokenizers as split
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = split.Sequence(
+        [split.Split(Regex(r"[0-9+\-*]"), "isolated"), split.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    template, generator = ChatTemplate(CHAT_TEMPLATE, {}), random.Random(CORPUS_SEED)
+    corpus = ["".join(text for text, _ in pieces(demonstration(generator), template)) for _ in range(CORPUS_SIZE)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=split.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus, trainer)
+    return tokenizer
+
+
+def _parts(expression: str) -> tuple[str, str, str]:
+    match = re.fullmatch(r"(\d+)(.)(\d+)", expression)
+    assert match is not None
+    return match[1], match[2], match[3]

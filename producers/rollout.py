@@ -1,0 +1,235 @@
+"""One white-box rollout: a loop over chat completions with tools, its verdict, and its retries.
+
+Everything it decides follows from the log, so whoever owns the task continues it: the session's messages say which
+step is next, the same step is the same turn, the same call has the same id, the same verdict the same event_id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+
+import orjson
+from prometheus_client import Counter
+
+from turnlog.infra.event_log import EventLog
+from turnlog.infra.recipes import Episode, Message, Recipe, SandboxCall
+from turnlog.producers.gateway_client import (
+    CUT_OFF,
+    ContextExceeded,
+    EpochLost,
+    GatewayClient,
+    GatewayFailed,
+    GatewayUnavailable,
+    RequestRejected,
+    Session,
+    SessionOver,
+    SessionState,
+)
+from turnlog.producers.tool_calls import Results, ToolCalls, ToolUnanswered
+from turnlog.producers.verifiers import verdict
+from turnlog.schemas.events import Outcome, RewardAssigned, RolloutRequested, ToolStatus
+from turnlog.settings import RunnerSettings
+
+log = logging.getLogger(__name__)
+SESSIONS = Counter("turnlog_runner_sessions", "Sessions ended", ["outcome"])
+TURNS = Counter("turnlog_runner_turns", "Turns taken by agents")
+TOOL_CALLS = Counter("turnlog_runner_tool_calls", "Tool calls answered", ["status"])
+REWARDS = Counter("turnlog_runner_rewards", "Verdicts", ["verdict"])
+REWARD_SUM = Counter("turnlog_runner_reward_sum", "Sum of the positive rewards assigned")
+LIVE = (Outcome.completed, Outcome.truncated, Outcome.agent_error)
+"""Outcomes of an agent that lived: they get a verdict."""
+STEP_REPEATS = 4
+"""Times that one step may be asked for: its turn may be cut off, its session may move between gateways."""
+
+
+class ToolBroken(Exception):
+    """A tool call ended as infra_error or was cancelled: our failure, not the agent's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a session ended, and why."""
+
+    outcome: Outcome
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class Conversation:
+    """What was said so far, and why the last assistant message ended."""
+
+    messages: list[Message]
+    finish_reason: str = ""
+    cut_off: int = 0
+    """Turns of the next step that were cut off."""
+    steps: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.steps = sum(message["role"] == "assistant" for message in self.messages)
+
+
+class Rollout:
+    """One RolloutRequested, from its first attempt to its last."""
+
+    def __init__(
+        self,
+        request: RolloutRequested,
+        recipe: Recipe,
+        settings: RunnerSettings,
+        gateway: GatewayClient,
+        events: EventLog,
+        results: Results,
+    ) -> None:
+        """`request.task` holds its bytes inline."""
+        assert isinstance(request.task, bytes)
+        self._request = request
+        self._task = orjson.loads(request.task)
+        self._recipe = recipe
+        self._settings = settings
+        self._gateway = gateway
+        self._events = events
+        self._results = results
+
+    async def run(self, *, resume: bool) -> None:
+        """Until the rollout has a final session. `resume`: another owner may have begun it.
+
+        Per attempt: 1. open the session; 2. act until the agent ends; 3. write the verdict; 4. finish the session.
+        Raises GatewayUnavailable, GatewayRefused, LogUnavailable.
+        """
+        for attempt in range(self._settings.max_attempts):
+            final = attempt + 1 == self._settings.max_attempts
+            session = await self._gateway.open(self._request, self._recipe, attempt)
+            state = await self._gateway.state(session) if resume else None
+            if state is not None and state.finished:
+                ending = Ending(state.outcome)
+            else:
+                try:
+                    ending = await self._attempt(session, state, attempt, final)
+                except SessionOver as over:
+                    log.warning("rollout %s: %s", self._request.rollout_id, over)
+                    return
+            if ending.outcome is not Outcome.infra_failure:
+                return
+
+    async def _attempt(self, session: Session, state: SessionState | None, attempt: int, final: bool) -> Ending:
+        conversation = self._conversation(state)
+        ending = await self._guarded(session, conversation, attempt)
+        if ending.outcome in LIVE:
+            await self._judge(session, conversation, ending)
+        else:
+            log.warning("rollout %s, attempt %d: %s", self._request.rollout_id, attempt, ending.reason)
+        failed = ending.outcome not in LIVE
+        await self._gateway.finish(session, ending.outcome, ending.reason, final=final or not failed, reward=not failed)
+        SESSIONS.labels(ending.outcome.value).inc()
+        return ending
+
+    def _conversation(self, state: SessionState | None) -> Conversation:
+        if state is None:
+            return Conversation(self._recipe.messages(self._task))
+        if not state.messages:
+            return Conversation(self._recipe.messages(self._task), cut_off=state.cut_off)
+        return Conversation(list(state.messages), state.finish_reason, state.cut_off)
+
+    async def _guarded(self, session: Session, conversation: Conversation, attempt: int) -> Ending:
+        """Act within the deadline; every way to end has its outcome."""
+        calls = self._calls(session, conversation)
+        try:
+            async with asyncio.timeout(self._request.limits.deadline_s) as deadline:
+                return await self._act(session, conversation, calls, attempt)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            await calls.cancel("deadline")
+            return Ending(Outcome.truncated, "deadline")
+        except ContextExceeded:
+            return Ending(Outcome.truncated, "context")
+        except RequestRejected as error:
+            return Ending(Outcome.agent_error, str(error))
+        except (GatewayFailed, GatewayUnavailable, ToolUnanswered, ToolBroken) as error:
+            return Ending(Outcome.infra_failure, f"{type(error).__name__}: {error}")
+
+    def _calls(self, session: Session, conversation: Conversation) -> ToolCalls:
+        """The session's calls; those answered under another runner count, so that call_seq goes on."""
+        calls = ToolCalls(
+            self._events,
+            self._results,
+            self._request,
+            session.session_id,
+            self._recipe.sandbox,
+            self._settings.tool_deadline_s,
+        )
+        before = [call for message in conversation.messages[:-1] for call in message.get("tool_calls") or ()]
+        calls.resume(sum(isinstance(self._mapped(call), SandboxCall) for call in before))
+        return calls
+
+    async def _act(self, session: Session, conversation: Conversation, calls: ToolCalls, attempt: int) -> Ending:
+        """The agent: answer its tool calls, ask for the next turn, until it calls no more or a limit is reached."""
+        limits, messages = self._request.limits, conversation.messages
+        while True:
+            if messages[-1]["role"] == "assistant":
+                if conversation.finish_reason == "length":
+                    return Ending(Outcome.truncated, "max_new_tokens")
+                if not messages[-1].get("tool_calls"):
+                    return Ending(Outcome.completed)
+                if conversation.steps >= limits.max_turns:
+                    return Ending(Outcome.truncated, "max_turns")
+                messages += await self._answers(messages[-1], calls)
+            await self._step(session, conversation, attempt)
+
+    async def _step(self, session: Session, conversation: Conversation, attempt: int) -> None:
+        """One turn. A session that moved to another gateway is opened again and goes on there; a turn that was cut off
+        when an earlier request for it was dropped is asked for again."""
+        for _ in range(STEP_REPEATS):
+            try:
+                turn = await self._gateway.complete(
+                    session,
+                    conversation.messages,
+                    self._recipe.tools,
+                    step=conversation.steps,
+                    again=conversation.cut_off,
+                )
+            except EpochLost:
+                session = await self._gateway.open(self._request, self._recipe, attempt)
+                continue
+            if turn.finish_reason not in CUT_OFF:
+                break
+            conversation.cut_off += 1
+        else:
+            raise GatewayFailed(f"session {session.session_id}: step {conversation.steps} gave no whole turn")
+        conversation.messages.append(turn.message)
+        conversation.finish_reason, conversation.cut_off = turn.finish_reason, 0
+        conversation.steps += 1
+        TURNS.inc()
+
+    async def _answers(self, message: Message, calls: ToolCalls) -> list[Message]:
+        """Tool messages for the calls of one turn, in order. Raises ToolUnanswered, ToolBroken."""
+        answers: list[Message] = []
+        for call in message["tool_calls"]:
+            mapped = self._mapped(call)
+            if isinstance(mapped, str):
+                content = mapped
+                TOOL_CALLS.labels("unparsable").inc()
+            else:
+                done = await calls.call(mapped, call["id"])
+                TOOL_CALLS.labels(done.status.value).inc()
+                if done.status in (ToolStatus.infra_error, ToolStatus.cancelled):
+                    raise ToolBroken(f"call {done.call_id} ended as {done.status.value}: {done.reason}")
+                content = self._recipe.tool_answer(done.status is ToolStatus.ok, done.output)
+            answers.append({"role": "tool", "tool_call_id": call["id"], "content": content})
+        return answers
+
+    async def _judge(self, session: Session, conversation: Conversation, ending: Ending) -> None:
+        """The verdict goes to the log before the session is finished: a finished live session always has one."""
+        episode = Episode(
+            task=self._task, messages=tuple(conversation.messages), outcome=ending.outcome, reason=ending.reason
+        )
+        record = await verdict(self._recipe.verifier, episode, self._request, session.session_id)
+        await self._events.append(record)
+        REWARDS.labels(type(record).__name__).inc()
+        if isinstance(record, RewardAssigned):
+            REWARD_SUM.inc(max(record.value, 0.0))
+
+    def _mapped(self, call: Message) -> SandboxCall | str:
+        return self._recipe.tool_call(call["function"]["name"], call["function"]["arguments"])

@@ -1,0 +1,181 @@
+"""The agent runner: consumes tasks, runs many white-box sessions at once, answers their tool calls from the log.
+
+It keeps nothing that the log does not hold. After a death or a rebalance the new owner of a task asks the gateway for
+the session and continues it (rollout.py); commits are low-water marks (units.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Iterable
+
+from prometheus_client import Gauge
+
+from turnlog.infra import recipes
+from turnlog.infra.event_log import RECORD_HEADER
+from turnlog.infra.log import Commit, GroupReader, Partition, Record
+from turnlog.infra.payloads import inlined
+from turnlog.infra.role import Role
+from turnlog.producers.gateway_client import GatewayClient
+from turnlog.producers.parking import dead_letter
+from turnlog.producers.rollout import Rollout
+from turnlog.producers.units import Unit
+from turnlog.schemas import topics
+from turnlog.schemas.errors import UndecodableRecord
+from turnlog.schemas.events import RolloutRequested, ToolCallCompleted
+
+log = logging.getLogger(__name__)
+TOPICS = (topics.TASKS.name, topics.TOOL_RESULTS.name)
+COMPLETED = (RECORD_HEADER, ToolCallCompleted.__name__.encode())
+COMMIT_EVERY_S = 1.0
+POLL_S = 0.1
+OPEN = Gauge("turnlog_runner_rollouts_open", "Rollouts taken and not over")
+
+
+async def main(role: Role) -> None:
+    """Run rollouts until the role stops. Open ones are left to the next owner, who continues them.
+
+    Raises what a rollout raised (GatewayUnavailable, GatewayRefused, LogUnavailable, a bug): the process ends with the
+    low-water marks behind it.
+    """
+    async with GatewayClient(role.settings) as gateway:
+        runner = Runner(role, gateway)
+        async with role.log.group_reader(
+            f"{role.settings.run.id}.runner",
+            TOPICS,
+            assigned=runner.assigned,
+            revoked=runner.revoked,
+            instance=role.instance,
+        ) as reader:
+            await runner.run(reader)
+
+
+class Runner:
+    """The units of this process and the rollouts in them."""
+
+    def __init__(self, role: Role, gateway: GatewayClient) -> None:
+        self._role = role
+        self._gateway = gateway
+        self._group = f"{role.settings.run.id}.runner"
+        self._units: dict[int, Unit] = {}
+        self._slots = asyncio.Semaphore(role.settings.runner.concurrency)
+        self._reader: GroupReader | None = None
+        self._failure: BaseException | None = None
+        self._committed: dict[Partition, Commit] = {}
+
+    async def run(self, reader: GroupReader) -> None:
+        """Poll, feed, start, commit."""
+        self._reader = reader
+        self._role.health.started()
+        last_commit = time.monotonic()
+        try:
+            while not self._role.stopping.is_set():
+                await self._take(await reader.poll(timeout_s=POLL_S))
+                if self._failure is not None:
+                    raise self._failure
+                if time.monotonic() - last_commit > COMMIT_EVERY_S:
+                    await self._commit(self._units.values())
+                    last_commit = time.monotonic()
+        finally:
+            await self._cancel(self._units.values())
+        await self._commit(self._units.values())
+
+    async def assigned(self, numbers: frozenset[int]) -> None:
+        """Units that came: read on from their low-water marks."""
+        partitions = [Partition(topic, number) for number in sorted(numbers) for topic in TOPICS]
+        log_ = self._role.log
+        commits = await log_.commits(self._group, partitions)
+        starts = await log_.start_offsets(partitions)
+        ends = await log_.end_offsets(partitions)
+        assert self._reader is not None
+        for number in sorted(numbers):
+            tasks, results = (Partition(topic, number) for topic in TOPICS)
+            positions = [commits[p].offset if p in commits else starts[p] for p in (tasks, results)]
+            self._units[number] = Unit(number, ends[tasks], ends[results], positions[0], positions[1])
+            self._reader.seek(tasks, positions[0])
+            self._reader.seek(results, positions[1])
+        log.info("units %s assigned", sorted(numbers))
+
+    async def revoked(self, numbers: frozenset[int]) -> None:
+        """Units that go: their rollouts stop here and go on with the next owner."""
+        units = [self._units.pop(number) for number in sorted(numbers) if number in self._units]
+        await self._cancel(units)
+        await self._commit(units)
+        log.info("units %s revoked", sorted(numbers))
+
+    async def _take(self, records: list[Record]) -> None:
+        for record in records:
+            if record.topic == topics.TASKS.name:
+                await self._task(record)
+            elif COMPLETED in record.headers:
+                await self._result(record)
+        assert self._reader is not None
+        for unit in self._units.values():
+            unit.advance(self._reader.position(unit.tasks), self._reader.position(unit.tool_results))
+
+    async def _result(self, record: Record) -> None:
+        try:
+            event = await self._role.events.decode(record)
+        except UndecodableRecord as cause:
+            await self._role.events.append(dead_letter(record, cause, role=self._role))
+            return
+        self._units[record.partition].results.feed(event)
+
+    async def _task(self, record: Record) -> None:
+        try:
+            event = await self._role.events.decode(record)
+        except UndecodableRecord as cause:
+            await self._role.events.append(dead_letter(record, cause, role=self._role))
+            return
+        unit = self._units[record.partition]
+        if event.run_id != self._role.settings.run.id or event.rollout_id in unit.open:
+            return
+        begun = unit.take(event.rollout_id, record.offset)
+        task = asyncio.create_task(self._rollout(unit, event, begun), name=f"rollout {event.rollout_id}")
+        unit.running.add(task)
+        task.add_done_callback(functools.partial(self._over, unit, event.rollout_id))
+        OPEN.inc()
+
+    async def _rollout(self, unit: Unit, request: RolloutRequested, begun: bool) -> None:
+        if begun:
+            await unit.caught_up.wait()
+        async with self._slots:
+            role = self._role
+            rollout = Rollout(
+                await inlined(request, role.blobs),
+                recipes.recipe(request.recipe),
+                role.settings.runner,
+                self._gateway,
+                role.events,
+                unit.results,
+            )
+            await rollout.run(resume=begun)
+
+    def _over(self, unit: Unit, rollout_id: str, task: asyncio.Task[None]) -> None:
+        OPEN.dec()
+        unit.running.discard(task)
+        if task.cancelled():
+            return  # the rollout is still open: whoever reads its request next continues it
+        error = task.exception()
+        if error is None:
+            unit.close(rollout_id)
+        elif self._failure is None:
+            self._failure = error
+
+    async def _cancel(self, units: Iterable[Unit]) -> None:
+        running = [task for unit in units for task in unit.running]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    async def _commit(self, units: Iterable[Unit]) -> None:
+        """Low-water marks that moved."""
+        assert self._reader is not None
+        marks = {p: mark for unit in units for p, mark in unit.low_water().items()}
+        moved = {p: mark for p, mark in marks.items() if self._committed.get(p) != mark}
+        if moved:
+            await self._reader.commit(moved)
+            self._committed |= moved

@@ -1,0 +1,51 @@
+"""What rollouts may sample with. Only temperature and limits exist: the engine logs log-probs of the whole softmax at
+that temperature, so top-p, top-k, penalties and greedy decoding could not be trained on (and cannot be set).
+
+BadSampling: names the setting, its value and what is legal.
+"""
+
+from __future__ import annotations
+
+import math
+
+from turnlog.schemas.events import Limits, Sampling
+from turnlog.settings import Settings
+
+
+class BadSampling(Exception):
+    """A [feeder] setting with which no group could ever be trained."""
+
+
+def checked_sampling(settings: Settings) -> tuple[Sampling, Limits]:
+    """The policy's sampling parameters and a live agent's limits. Raises BadSampling."""
+    feeder = settings.feeder
+    _require(
+        math.isfinite(feeder.temperature) and feeder.temperature > 0,
+        "feeder.temperature",
+        feeder.temperature,
+        "above 0: greedy decoding has no log-probs to train on",
+    )
+    for name in ("group_size", "draws", "max_new_tokens", "max_turns", "max_context_tokens"):
+        _require(getattr(feeder, name) >= 1, f"feeder.{name}", getattr(feeder, name), "at least 1")
+    _require(feeder.deadline_s > 0, "feeder.deadline_s", feeder.deadline_s, "above 0 seconds")
+    _require(
+        feeder.group_size >= settings.fold.min_valid,
+        "feeder.group_size",
+        feeder.group_size,
+        f"at least fold.min_valid ({settings.fold.min_valid}), or every group is discarded and drawn again for ever",
+    )
+    _require(
+        feeder.max_context_tokens <= settings.engine.context,
+        "feeder.max_context_tokens",
+        feeder.max_context_tokens,
+        f"at most engine.context ({settings.engine.context})",
+    )
+    return (
+        Sampling(temperature=feeder.temperature, max_new_tokens=feeder.max_new_tokens),
+        Limits(max_turns=feeder.max_turns, max_context_tokens=feeder.max_context_tokens, deadline_s=feeder.deadline_s),
+    )
+
+
+def _require(holds: bool, key: str, value: object, legal: str) -> None:
+    if not holds:
+        raise BadSampling(f"{key} = {value!r}: it must be {legal}")

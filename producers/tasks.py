@@ -1,0 +1,95 @@
+"""A dataset of tasks: a JSON-lines file, one row a line, each with at least a `prompt`.
+
+DatasetError
+├── DatasetMissing     no such file
+├── DatasetEmpty       a file without rows
+├── RowNotJson         a line that is no JSON object
+└── RowWithoutPrompt   no `prompt`, an empty one, or one that is neither text nor chat messages
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from turnlog.infra.recipes import Recipe
+
+REMEDY = 'each line is one JSON object such as {"prompt": "3 + 5 = ?", "answer": "8"}'
+
+
+class DatasetError(Exception):
+    """Base of the tree above; the message names file, line, key and remedy."""
+
+
+class DatasetMissing(DatasetError):
+    """[feeder] dataset names a file that is not there."""
+
+
+class DatasetEmpty(DatasetError):
+    """The file holds no row."""
+
+
+class RowNotJson(DatasetError):
+    """The line is no JSON object."""
+
+
+class RowWithoutPrompt(DatasetError):
+    """The row gives the agent nothing to start from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """Rows as canonical JSON, in file order."""
+
+    name: str
+    """File name and the start of the content's sha256: a changed file is another dataset."""
+    rows: tuple[bytes, ...]
+
+
+def read_dataset(path: Path) -> Dataset:
+    """Read and check every row. Raises DatasetError naming file and line."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        remedy = "set [feeder] dataset, or leave it empty for the recipe's own"
+        raise DatasetMissing(f"{path}: no such file; {remedy}") from None
+    rows = tuple(_row(path, number, line) for number, line in enumerate(content.splitlines(), start=1) if line.strip())
+    if not rows:
+        raise DatasetEmpty(f"{path}: no rows; {REMEDY}")
+    return Dataset(f"{path.name}@{hashlib.sha256(content).hexdigest()[:16]}", rows)
+
+
+def provided_dataset(recipe: Recipe, path: Path, *, count: int, seed: int) -> Path:
+    """`path`, written by the recipe unless it is there already (a run keeps its tasks over restarts)."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(path.name + ".part")
+        recipe.write_dataset(part, count, seed)
+        os.replace(part, path)
+    return path
+
+
+def _row(path: Path, number: int, line: bytes) -> bytes:
+    where = f"{path}, line {number}"
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise RowNotJson(f"{where}: not JSON ({error}); {REMEDY}") from None
+    if not isinstance(row, dict):
+        raise RowNotJson(f"{where}: a JSON {type(row).__name__}, not an object; {REMEDY}")
+    if "prompt" not in row:
+        raise RowWithoutPrompt(f"{where}: no key `prompt` (it has {', '.join(row) or 'no keys'}); {REMEDY}")
+    if not _is_prompt(row["prompt"]):
+        raise RowWithoutPrompt(f"{where}: `prompt` must be text or a list of chat messages, and not empty; {REMEDY}")
+    return json.dumps(row, ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _is_prompt(prompt: Any) -> bool:
+    if isinstance(prompt, str):
+        return bool(prompt.strip())
+    messages = prompt if isinstance(prompt, list) else []
+    return bool(messages) and all(isinstance(m, dict) and "role" in m and "content" in m for m in messages)

@@ -1,0 +1,164 @@
+"""Tool calls of one runner: requests go to agent.tool-calls, answers come from the co-partitioned agent.tool-results.
+
+The runner's one resident reader feeds every result into the `Results` of its unit; a rollout waits there.
+
+ToolUnanswered: nobody answered in time (runner.tool_deadline_s); the call was cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from turnlog.infra.event_log import EventLog
+from turnlog.infra.recipes import SandboxCall
+from turnlog.schemas import ids
+from turnlog.schemas.events import (
+    RolloutRequested,
+    SandboxSpec,
+    ToolCallCancelled,
+    ToolCallCompleted,
+    ToolCallRequested,
+)
+from turnlog.schemas.types import BlobRef
+
+
+class ToolUnanswered(Exception):
+    """No sandbox worker answered: is one running, and are its slots enough?"""
+
+
+class Results:
+    """Answers by rollout and call; the first in the log is the effective one."""
+
+    def __init__(self) -> None:
+        self._answers: dict[str, dict[str, ToolCallCompleted]] = {}
+        self._waiting: dict[str, asyncio.Future[ToolCallCompleted]] = {}
+        self._open: set[str] = set()
+        self._settled = False
+
+    def expect(self, rollout_id: str) -> None:
+        """Keep the answers of this rollout until `forget`."""
+        self._open.add(rollout_id)
+
+    def forget(self, rollout_id: str) -> None:
+        """The rollout is over."""
+        self._open.discard(rollout_id)
+        self._answers.pop(rollout_id, None)
+
+    def settle(self) -> None:
+        """Every open rollout is expected by now: drop what belongs to others, and keep no more of it."""
+        self._settled = True
+        self._answers = {rollout: calls for rollout, calls in self._answers.items() if rollout in self._open}
+
+    def feed(self, event: ToolCallCompleted) -> None:
+        """One answer, in log order; later ones for the same call change nothing."""
+        if self._settled and event.rollout_id not in self._open:
+            return
+        first = self._answers.setdefault(event.rollout_id, {}).setdefault(event.call_id, event)
+        waiting = self._waiting.get(event.call_id)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(first)
+
+    def answer(self, rollout_id: str, call_id: str) -> ToolCallCompleted | None:
+        """The effective answer, if it is there."""
+        return self._answers.get(rollout_id, {}).get(call_id)
+
+    def workspace(self, rollout_id: str, session_id: str) -> BlobRef | None:
+        """What the last answered call of the session left behind."""
+        calls = [call for call in self._answers.get(rollout_id, {}).values() if call.session_id == session_id]
+        return max(calls, key=lambda call: call.call_seq).workspace if calls else None
+
+    async def wait(self, rollout_id: str, call_id: str, timeout_s: float) -> ToolCallCompleted:
+        """The effective answer. Raises TimeoutError."""
+        found = self.answer(rollout_id, call_id)
+        if found is not None:
+            return found
+        waiting = self._waiting[call_id] = asyncio.get_running_loop().create_future()
+        try:
+            return await asyncio.wait_for(waiting, timeout_s)
+        finally:
+            del self._waiting[call_id]
+
+
+class ToolCalls:
+    """The calls of one session, in order: `call_seq` counts those that reached a sandbox."""
+
+    def __init__(
+        self,
+        events: EventLog,
+        results: Results,
+        request: RolloutRequested,
+        session_id: str,
+        sandbox: SandboxSpec,
+        deadline_s: float,
+    ) -> None:
+        self._events = events
+        self._results = results
+        self._request = request
+        self._session_id = session_id
+        self._sandbox = sandbox
+        self._deadline_s = deadline_s
+        self._next = 0
+        self._pending: ToolCallRequested | None = None
+        self._workspace: BlobRef | None = None
+
+    def resume(self, answered: int) -> None:
+        """Go on after `answered` calls that reached a sandbox under another runner."""
+        self._next = answered
+        self._workspace = self._results.workspace(self._request.rollout_id, self._session_id)
+
+    async def call(self, call: SandboxCall, call_id: str) -> ToolCallCompleted:
+        """Have a call run. Publishing again under the same call_id is harmless: a worker answers a repeated call from
+        its stored result. Raises ToolUnanswered, LogUnavailable."""
+        request = self._pending = self._requested(call, call_id)
+        if self._results.answer(request.rollout_id, request.call_id) is None:
+            await self._events.append(request)
+        try:
+            done = await self._results.wait(request.rollout_id, request.call_id, self._deadline_s)
+        except TimeoutError:
+            await self.cancel("unanswered")
+            raise ToolUnanswered(
+                f"call {request.call_id} ({call.tool}) got no answer in {self._deadline_s:g} s: are sandbox workers "
+                "running? See [runner] tool_deadline_s"
+            ) from None
+        self._pending = None
+        self._next += 1
+        self._workspace = done.workspace
+        return done
+
+    async def cancel(self, reason: str) -> None:
+        """Say that nobody waits for the pending call, if there is one. Not for a session that moves to another runner:
+        that one asks again for the same call."""
+        if self._pending is not None:
+            cancelled, self._pending = self._cancelled(self._pending, reason), None
+            await self._events.append(cancelled)
+
+    def _requested(self, call: SandboxCall, call_id: str) -> ToolCallRequested:
+        request = self._request
+        return ToolCallRequested(
+            event_id=ids.digest("ToolCallRequested", call_id),
+            run_id=request.run_id,
+            group_id=request.group_id,
+            session_id=self._session_id,
+            floor=request.floor,
+            rollout_id=request.rollout_id,
+            call_id=call_id,
+            call_seq=self._next,
+            tool=call.tool,
+            arguments=json.dumps(call.arguments, ensure_ascii=False).encode(),
+            sandbox=self._sandbox,
+            workspace=self._workspace,
+            deadline_s=self._deadline_s,
+        )
+
+    def _cancelled(self, requested: ToolCallRequested, reason: str) -> ToolCallCancelled:
+        return ToolCallCancelled(
+            event_id=ids.digest("ToolCallCancelled", requested.call_id),
+            run_id=requested.run_id,
+            group_id=requested.group_id,
+            session_id=requested.session_id,
+            floor=requested.floor,
+            rollout_id=requested.rollout_id,
+            call_id=requested.call_id,
+            reason=reason,
+        )

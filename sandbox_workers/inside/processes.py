@@ -1,0 +1,108 @@
+"""What the kernel says of a call's processes and of the writable folders."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import NamedTuple
+
+INODE_BYTES = 1024
+"""What a file costs even when empty, so that a million of them meet the disk limit."""
+TICKS = os.sysconf("SC_CLK_TCK")
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class Place(NamedTuple):
+    """Where this sandbox lives."""
+
+    folders: list[str]
+    """Writable ones; the first is the working directory. All are emptied by a reset."""
+    own_user: bool
+    """Nobody else has our user id, so a limit on its number of processes is one on ours."""
+    namespace: bool
+    """We are pid 1 of a pid namespace."""
+
+
+class Task(NamedTuple):
+    """A process as /proc shows it."""
+
+    pid: int
+    parent: int
+    threads: int
+    cpu_s: float
+    memory_bytes: int
+
+
+def tasks(place: Place) -> list[Task]:
+    """Every process of the call: all others in the namespace, or our descendants."""
+    here = os.getpid()
+    if not place.namespace and _childless(here):
+        return []
+    seen = [task for name in os.listdir("/proc") if name.isdigit() and (task := _task(int(name)))]
+    if place.namespace:
+        return [task for task in seen if task.pid != here]
+    children: dict[int, list[Task]] = {}
+    for task in seen:
+        children.setdefault(task.parent, []).append(task)
+    found, ahead = [], [here]
+    while ahead:
+        below = children.get(ahead.pop(), [])
+        found += below
+        ahead += [task.pid for task in below]
+    return found
+
+
+def processes_of(uid: int) -> int:
+    """Processes and threads of a user, anywhere on this machine."""
+    count = 0
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError):
+                if os.stat(f"/proc/{name}").st_uid in (0, uid):  # 0: what is not dumpable hides its user
+                    count += len(os.listdir(f"/proc/{name}/task"))
+    return count
+
+
+def _childless(pid: int) -> bool:
+    """True when the kernel says so at once (CONFIG_PROC_CHILDREN); the host may have thousands of processes."""
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children", "rb") as file:
+            return not file.read(1)
+    except FileNotFoundError:
+        return False
+
+
+def _task(pid: int) -> Task | None:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        with open(f"/proc/{pid}/statm", "rb") as file:
+            memory = file.read().split()
+    except OSError:
+        return None  # it ended meanwhile
+    cpu = sum(int(field) for field in fields[11:15]) / TICKS
+    return Task(pid, int(fields[1]), int(fields[17]), cpu, (int(memory[1]) - int(memory[2])) * PAGE)
+
+
+def disk_used(place: Place) -> int:
+    """Bytes in the writable folders; each is a tmpfs of its own under bubblewrap."""
+    if not place.namespace:
+        return sum(_tree_bytes(folder) for folder in place.folders)
+    used = 0
+    for folder in place.folders:
+        figures = os.statvfs(folder)
+        free = figures.f_bavail * figures.f_frsize
+        used += figures.f_blocks * figures.f_frsize - free + (figures.f_files - figures.f_ffree) * INODE_BYTES
+        if not free:
+            return sys.maxsize
+    return used
+
+
+def _tree_bytes(folder: str) -> int:
+    total = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(path, name)).st_blocks * 512 + INODE_BYTES
+    return total

@@ -1,0 +1,128 @@
+"""Real servers for tests, started when a test first asks, once per session, gone at its end.
+
+A child dies with pytest, also when pytest is killed (infra/embedded/process.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from uuid import uuid4
+
+import httpx
+import pytest
+
+from turnlog.infra.embedded.broker import Broker
+from turnlog.infra.embedded.engine import Engine
+from turnlog.infra.embedded.errors import RegistryDied
+from turnlog.infra.embedded.object_store import ObjectStore
+from turnlog.infra.embedded.ports import HOST, free_ports
+from turnlog.infra.embedded.process import Child, Launch
+from turnlog.infra.embedded.tiny_model import make_tiny_model
+from turnlog.settings import (
+    EngineSettings,
+    GatewaySettings,
+    KafkaSettings,
+    RegistrySettings,
+    RunSettings,
+    Settings,
+    StoreSettings,
+)
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the session's servers keep data and logs."""
+    return tmp_path_factory.mktemp("servers")
+
+
+@pytest.fixture(scope="session")
+def kafka(servers: Path) -> Iterator[str]:
+    """Bootstrap address of a real Apache Kafka."""
+    with Broker(servers / "kafka") as broker:
+        yield broker.bootstrap
+
+
+@pytest.fixture(scope="session")
+def store(servers: Path) -> Iterator[StoreSettings]:
+    """Settings of a real S3 server on disk."""
+    settings = StoreSettings()
+    with ObjectStore(servers / "store", settings) as server:
+        yield dataclasses.replace(settings, endpoint=server.endpoint)
+
+
+@pytest.fixture(scope="session")
+def registry_url(kafka: str, servers: Path) -> Iterator[str]:
+    """URL of a real schema registry whose state is on `kafka`."""
+    port = free_ports(1)[0]
+    url = f"http://{HOST}:{port}"
+    launch = Launch(
+        name="registry",
+        argv=(sys.executable, "-m", "turnlog.infra.embedded.registry_app"),
+        log=servers / "registry.log",
+        env={
+            "TURNLOG_KAFKA_BOOTSTRAP": kafka,
+            "TURNLOG_KAFKA_PREFIX": "registry-",
+            "TURNLOG_REGISTRY_PORT": str(port),
+        },
+        ready=lambda: _answers(f"{url}/subjects"),
+        died=RegistryDied,
+    )
+    child = Child(launch).start()
+    try:
+        child.wait_ready()
+        yield url
+    finally:
+        child.stop()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(servers: Path) -> Path:
+    """Folder of a tiny random Qwen3."""
+    return make_tiny_model(servers / "tiny-model")
+
+
+@pytest.fixture(scope="session")
+def engine_url(tiny_model: Path, servers: Path) -> Iterator[str]:
+    """URL of a real SGLang on CPU that serves `tiny_model`; 20 to 80 s to start, so mark its tests `engine`."""
+    with Engine(tiny_model, EngineSettings(), log=servers / "engine.log") as engine:
+        yield engine.url
+
+
+@pytest.fixture
+def live_settings(kafka: str, registry_url: str, store: StoreSettings, tmp_path: Path) -> Settings:
+    """Settings of a fresh run on the session's servers: own topic prefix, topics created, no engine."""
+    name = f"t{uuid4().hex[:8]}"
+    settings = Settings(
+        run=RunSettings(id=name, directory=str(tmp_path)),
+        kafka=KafkaSettings(bootstrap=kafka, prefix=f"{name}-"),
+        registry=RegistrySettings(url=registry_url),
+        store=store,
+        gateway=GatewaySettings(url=f"http://{HOST}:{free_ports(1)[0]}"),
+        engine=EngineSettings(urls=(f"http://{HOST}:{free_ports(1)[0]}",)),
+    )
+    with ThreadPoolExecutor(1) as pool:  # a loop of its own, whatever loop the test runs on
+        pool.submit(asyncio.run, _create_topics(settings)).result()
+    return settings
+
+
+async def _create_topics(settings: Settings) -> None:
+    from turnlog.infra.kafka import KafkaLog
+    from turnlog.infra.topics_admin import apply
+
+    log = KafkaLog(settings.kafka.bootstrap, prefix=settings.kafka.prefix)
+    try:
+        await apply(log, settings)
+    finally:
+        await log.close()
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=0.5).is_success
+    except httpx.TransportError:
+        return False

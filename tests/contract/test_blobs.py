@@ -1,0 +1,147 @@
+"""The object store's contract: on the fake, on the real server, and on the user's when TURNLOG_S3_ENDPOINT names it
+(with TURNLOG_STORE_BUCKET, TURNLOG_STORE_ACCESS_KEY, TURNLOG_STORE_SECRET_KEY)."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import io
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from minio import Minio
+
+from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs, StoreUnavailable
+from turnlog.infra.embedded.object_store import ObjectStore
+from turnlog.infra.embedded.ports import HOST, free_ports
+from turnlog.infra.memory_blobs import MemoryBlobs
+from turnlog.infra.s3 import S3Blobs, key
+from turnlog.schemas.types import BlobRef
+from turnlog.settings import StoreSettings, load
+
+USERS_OWN = "TURNLOG_S3_ENDPOINT"
+STORES = ["memory", "embedded", *(["users_own"] if USERS_OWN in os.environ else [])]
+
+
+def _settings_of(name: str, request: pytest.FixtureRequest) -> StoreSettings:
+    if name == "users_own":
+        return dataclasses.replace(load(None, os.environ).store, endpoint=os.environ[USERS_OWN])
+    found: StoreSettings = request.getfixturevalue("store")
+    return found
+
+
+@pytest.fixture(params=STORES)
+async def blobs(request: pytest.FixtureRequest) -> AsyncIterator[Blobs]:
+    opened: Blobs = MemoryBlobs() if request.param == "memory" else S3Blobs(_settings_of(request.param, request))
+    yield opened
+    await opened.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"x", bytes(range(256)) * 40_000], ids=["empty", "one byte", "10 MB"])
+async def test_what_was_put_comes_back(blobs: Blobs, content: bytes) -> None:
+    ref = await blobs.put(content, media_type="text/plain")
+    assert ref == BlobRef(hashlib.sha256(content).hexdigest(), len(content), "text/plain")
+    assert await blobs.get(ref) == content
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(content=st.binary(max_size=2000))
+async def test_any_bytes_come_back(blobs: Blobs, content: bytes) -> None:
+    assert await blobs.get(await blobs.put(content)) == content
+
+
+async def test_putting_again_changes_nothing(blobs: Blobs) -> None:
+    first = await blobs.put(b"again and again")
+    assert await blobs.put(b"again and again") == first
+    assert await blobs.get(first) == b"again and again"
+
+
+async def test_many_at_once_all_arrive(blobs: Blobs) -> None:
+    contents = [f"content {number}".encode() * 500 for number in range(64)]
+    refs = await asyncio.gather(*map(blobs.put, contents))
+    assert await asyncio.gather(*map(blobs.get, refs)) == contents
+
+
+async def test_what_was_never_put_is_missing(blobs: Blobs) -> None:
+    ref = BlobRef(hashlib.sha256(b"never put").hexdigest(), 9)
+    with pytest.raises(BlobMissing, match=ref.sha256):
+        await blobs.get(ref)
+
+
+async def test_a_reference_of_another_size_is_corrupt(blobs: Blobs) -> None:
+    ref = await blobs.put(b"twelve bytes")
+    with pytest.raises(BlobCorrupt):
+        await blobs.get(dataclasses.replace(ref, size=11))
+
+
+@pytest.mark.parametrize("damaged", [b"twelve byteS", b"twelve", b""])
+async def test_a_damaged_object_is_corrupt_and_never_returned(store: StoreSettings, damaged: bytes) -> None:
+    real, fake = S3Blobs(store), MemoryBlobs()
+    ref = await real.put(b"twelve bytes")
+    assert await fake.put(b"twelve bytes") == ref
+    _client(store).put_object(store.bucket, key(ref.sha256), io.BytesIO(damaged), len(damaged))
+    fake.objects[ref.sha256] = damaged
+    for blobs in (real, fake):
+        with pytest.raises(BlobCorrupt, match=ref.sha256):
+            await blobs.get(ref)
+        await blobs.close()
+
+
+async def test_a_bucket_that_is_not_there_is_made_also_by_several_at_once(store: StoreSettings) -> None:
+    fresh = dataclasses.replace(store, bucket="made-by-the-test")
+    clients = [S3Blobs(fresh) for _ in range(4)]
+    refs = await asyncio.gather(*(client.put(b"first") for client in clients))
+    assert len(set(refs)) == 1
+    for client in clients:
+        await client.close()
+
+
+@pytest.mark.parametrize("change", [{"secret_key": "wrong"}, {"access_key": "nobody"}])
+async def test_wrong_credentials_name_the_settings_and_not_the_secret(
+    store: StoreSettings, change: dict[str, str]
+) -> None:
+    blobs = S3Blobs(dataclasses.replace(store, **change))  # type: ignore[arg-type]
+    with pytest.raises(StoreUnavailable, match=r"403.*\[store\] endpoint, access_key, secret_key") as refused:
+        await blobs.put(b"x")
+    assert "wrong" not in str(refused.value)
+    await blobs.close()
+
+
+async def test_an_unreachable_store_is_retried_and_then_named(store: StoreSettings) -> None:
+    nowhere = f"http://{HOST}:{free_ports(1)[0]}"
+    blobs = S3Blobs(dataclasses.replace(store, endpoint=nowhere))
+    with pytest.raises(StoreUnavailable, match=rf"{nowhere}.*\[store\] endpoint"):
+        await blobs.get(BlobRef("00" * 32, 1))
+    await blobs.close()
+
+
+def test_an_endpoint_that_is_no_address_is_refused_at_once() -> None:
+    with pytest.raises(StoreUnavailable, match=r"\[store\] endpoint must be http"):
+        S3Blobs(StoreSettings(endpoint="localhost:9000"))
+
+
+async def test_objects_survive_a_kill_of_the_embedded_store(tmp_path: Path) -> None:
+    settings_ = StoreSettings()
+    with ObjectStore(tmp_path, settings_) as server:
+        blobs = S3Blobs(dataclasses.replace(settings_, endpoint=server.endpoint))
+        refs = await asyncio.gather(*(blobs.put(bytes([number]) * 100_000) for number in range(20)))
+        server.kill()
+        server.start()
+        for number, ref in enumerate(refs):
+            assert await blobs.get(ref) == bytes([number]) * 100_000
+        await blobs.close()
+
+
+def _client(store: StoreSettings) -> Minio:
+    return Minio(
+        store.endpoint.removeprefix("http://"),
+        access_key=store.access_key,
+        secret_key=store.secret_key,
+        secure=False,
+        region=store.region,
+    )

@@ -1,0 +1,103 @@
+"""The engine protocol on the fake and on a real SGLang: ids in; ids, log-probs, versions out; aborts and refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from turnlog.infra.engine import Engine, EngineDead, EngineRefused, Generate, Piece, SGLang
+from turnlog.infra.memory_engine import MemoryEngine, joined
+
+PROMPT = [10, 20, 30, 40]
+CONTEXT = 512
+
+
+@pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.engine)])
+async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
+    """Either engine; both have a vocabulary of 384 and a window of 512."""
+    found: Engine
+    if request.param == "fake":
+        found = MemoryEngine(vocabulary=384, context=CONTEXT)
+    else:
+        found = SGLang(request.getfixturevalue("engine_url"))
+    yield found
+    await found.close()
+
+
+def _request(**more: Any) -> Generate:
+    values: dict[str, Any] = {"input_ids": PROMPT, "temperature": 1.0, "max_new_tokens": 12, **more}
+    return Generate(rid=uuid.uuid4().hex, **values)
+
+
+async def _pieces(engine: Engine, request: Generate, *, stream: bool) -> list[Piece]:
+    return [piece async for piece in engine.generate(request, stream=stream, timeout_s=60)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_every_output_id_has_a_logprob_and_a_version(engine: Engine, stream: bool) -> None:
+    pieces = await _pieces(engine, _request(), stream=stream)
+    assert len(pieces) == 1 or stream
+    assert [piece.finish is not None for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    whole = joined(pieces)
+    assert whole.finish in ("length", "stop")
+    assert len(whole.ids) == len(whole.logprobs) == sum(length for _, length in whole.versions)
+    assert len(whole.ids) == 12 or whole.finish == "stop"
+    assert all(0 <= token < 384 for token in whole.ids)
+    assert all(logprob <= 0 for logprob in whole.logprobs)
+
+
+async def test_a_stop_id_ends_the_output_and_stays_in_it(engine: Engine) -> None:
+    every = tuple(range(384))
+    for stream in (False, True):
+        whole = joined(await _pieces(engine, _request(stop_token_ids=every), stream=stream))
+        assert (whole.finish, len(whole.ids), len(whole.logprobs)) == ("stop", 1, 1)
+
+
+async def test_what_does_not_fit_the_window_is_refused(engine: Engine) -> None:
+    for stream in (False, True):
+        with pytest.raises(EngineRefused):
+            await _pieces(engine, _request(max_new_tokens=CONTEXT), stream=stream)
+
+
+async def test_requests_run_at_the_same_time(engine: Engine) -> None:
+    answers = await asyncio.gather(*(_pieces(engine, _request(), stream=bool(n % 2)) for n in range(8)))
+    assert all(joined(answer).finish for answer in answers)
+
+
+async def test_an_aborted_request_ends_with_what_it_has(engine: Engine) -> None:
+    if isinstance(engine, MemoryEngine):
+        engine.holds_after = 3
+    request = _request(max_new_tokens=CONTEXT - len(PROMPT) - 1, stop_token_ids=())
+    pieces = []
+    async for piece in engine.generate(request, stream=True, timeout_s=60):
+        pieces.append(piece)
+        if sum(len(each.ids) for each in pieces) == 3 or (len(pieces) == 1 and not isinstance(engine, MemoryEngine)):
+            await engine.abort(request.rid)
+    whole = joined(pieces)
+    assert whole.finish in ("abort", "stop")  # a natural stop may win the race
+    assert 0 < len(whole.ids) < request.max_new_tokens
+    assert len(whole.ids) == len(whole.logprobs) == sum(length for _, length in whole.versions)
+
+
+async def test_nobody_home_is_a_dead_engine() -> None:
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    for closed in (False, True):
+        if closed:
+            server.close()
+            await server.wait_closed()
+        engine = SGLang(f"http://127.0.0.1:{port}")
+        for stream in (False, True):
+            with pytest.raises(EngineDead, match=str(port)):
+                await _pieces(engine, _request(), stream=stream)
+        with pytest.raises(EngineDead):
+            await engine.abort("x")
+        await engine.close()
+    fake = MemoryEngine(vocabulary=384, context=CONTEXT)
+    fake.kill()
+    with pytest.raises(EngineDead):
+        await _pieces(fake, _request(), stream=False)

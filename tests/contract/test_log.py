@@ -1,0 +1,600 @@
+"""What every Log promises, on the fake in memory and on a real Apache Kafka."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from uuid import uuid4
+
+import pytest
+from aiokafka.partitioner import DefaultPartitioner, murmur2
+
+from turnlog.infra import murmur2 as ours
+from turnlog.infra.kafka import KafkaLog
+from turnlog.infra.log import (
+    Commit,
+    Fenced,
+    GroupReader,
+    Log,
+    LogError,
+    OffsetOutOfRange,
+    Oversized,
+    Partition,
+    Reader,
+    Record,
+    TopicMissing,
+    TopicSpec,
+    TransactionFailed,
+)
+from turnlog.infra.memory import MemoryLog
+from turnlog.schemas.topics import MAX_MESSAGE_BYTES
+
+UNITS = 4
+ALL_UNITS = frozenset(range(UNITS))
+PATIENCE_S = 60.0
+"""Nothing here waits by the clock: this only ends a test that hangs."""
+CONFIG = {"max.message.bytes": str(MAX_MESSAGE_BYTES), "retention.ms": "-1"}
+IN = Partition("in", 1)
+OUT = Partition("out", 1)
+
+Connect = Callable[[], Log]
+
+
+async def read(reader: Reader, count: int) -> list[Record]:
+    """Poll until `count` records came."""
+    found: list[Record] = []
+    async with asyncio.timeout(PATIENCE_S):
+        while len(found) < count:
+            found += await reader.poll(max_records=count - len(found))
+    return found
+
+
+async def read_to_end(log: Log, partition: Partition, start: int = 0) -> list[Record]:
+    """What a fresh reader sees of one partition up to the committed end, which its position must reach."""
+    end = (await log.end_offsets([partition]))[partition]
+    found: list[Record] = []
+    async with log.reader() as reader, asyncio.timeout(PATIENCE_S):
+        reader.assign({partition: start})
+        while reader.position(partition) < end:
+            found += await reader.poll()
+    return found
+
+
+class Owner:
+    """A group member that seeks every unit to its start when it gets it, as a role would, and remembers what it saw."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.units: frozenset[int] = frozenset()
+        self.calls: list[tuple[str, frozenset[int]]] = []
+        self.records: list[Record] = []
+        self.reader: GroupReader
+
+    async def assigned(self, units: frozenset[int]) -> None:
+        self.calls.append(("assigned", units))
+        self.units = units
+        for unit in units:
+            self.reader.seek(Partition("in", unit), 0)
+            self.reader.seek(Partition("side", unit), 0)
+
+    async def revoked(self, units: frozenset[int]) -> None:
+        self.calls.append(("revoked", units))
+        assert units == self.units
+        self.units = frozenset()
+
+    async def join(self, log: Log, stack: AsyncExitStack, instance: str | None = None) -> Owner:
+        member = log.group_reader(
+            "owners", ["in", "side"], assigned=self.assigned, revoked=self.revoked, instance=instance
+        )
+        self.reader = await stack.enter_async_context(member)
+        return self
+
+    async def poll(self) -> None:
+        for record in await self.reader.poll(timeout_s=0.02):
+            assert record.partition in self.units
+            self.records.append(record)
+
+
+async def poll_until(done: Callable[[], bool], *owners: Owner) -> None:
+    """Let the members poll, each as its own process would, until `done`."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not done():
+            await asyncio.gather(*(owner.poll() for owner in owners))
+
+
+class LogContract:
+    """Subclasses give `connect`: each call is another process's connection to one log that holds the topics."""
+
+    @pytest.fixture
+    async def log(self, connect: Connect) -> Log:
+        log = connect()
+        names = ("in", "side", "out")
+        await log.create_topics([TopicSpec(name, UNITS, 1, CONFIG) for name in names])
+        return log
+
+    # -- topics
+
+    async def test_created_topics_exist_with_their_partitions_and_configuration(self, log: Log) -> None:
+        topics = await log.topics()
+        assert set(topics) == {"in", "side", "out"}
+        assert (topics["in"].name, topics["in"].partitions, topics["in"].replication) == ("in", UNITS, 1)
+        assert CONFIG.items() <= topics["in"].config.items()
+
+    async def test_creating_a_topic_again_leaves_it_as_it_is(self, log: Log) -> None:
+        await log.create_topics([TopicSpec("in", UNITS + 1, 1, {})])
+        assert (await log.topics())["in"].partitions == UNITS
+
+    async def test_whoever_names_a_topic_that_does_not_exist_is_told_the_remedy(self, log: Log) -> None:
+        async def nothing(_: frozenset[int]) -> None: ...
+
+        async with log.appender() as appender, log.transactor("t") as transactor:
+            await transactor.begin()
+            calls: list[Callable[[], Awaitable[object]]] = [
+                lambda: appender.append("absent", b"k", b"v"),
+                lambda: transactor.send("absent", 0, b"k", b"v"),
+                lambda: log.start_offsets([Partition("absent", 0)]),
+                lambda: log.end_offsets([Partition("absent", 0)]),
+                lambda: log.group_reader("g", ["absent"], assigned=nothing, revoked=nothing).__aenter__(),
+            ]
+            for call in calls:
+                with pytest.raises(TopicMissing, match=r"turnlog topics apply"):
+                    await call()
+
+    async def test_a_partition_that_does_not_exist_is_missing(self, log: Log) -> None:
+        async with log.appender() as appender:
+            with pytest.raises(TopicMissing, match=f"{UNITS}"):
+                await appender.append("in", b"k", b"v", partition=UNITS)
+        with pytest.raises(TopicMissing, match=f"{UNITS}"):
+            await log.end_offsets([Partition("in", UNITS)])
+
+    # -- plain producers and readers
+
+    async def test_records_come_back_as_they_were_written(self, log: Log) -> None:
+        headers = (("writer", b"gateway-0"), ("empty", b""))
+        async with log.appender() as appender:
+            placed = await appender.append("in", "schlüssel".encode(), b"\x00value", headers=headers)
+        (record,) = await read_to_end(log, Partition("in", placed[0]))
+        assert (record.topic, record.partition, record.offset) == ("in", *placed)
+        assert (record.key, record.value, record.headers) == ("schlüssel".encode(), b"\x00value", headers)
+        assert record.timestamp_ms > 1_600_000_000_000
+
+    async def test_an_empty_value_stays_empty(self, log: Log) -> None:
+        async with log.appender() as appender:
+            await appender.append("in", b"k", b"", partition=1)
+        assert [record.value for record in await read_to_end(log, IN)] == [b""]
+
+    async def test_keys_are_placed_by_murmur2_as_aiokafka_does(self, log: Log) -> None:
+        keys = [b"", b"a", b"ab", b"abc", b"abcd", b"\xff" * 7, *(uuid4().hex.encode() for _ in range(40))]
+        place = DefaultPartitioner()
+        async with log.appender() as appender:
+            placed = [await (await appender.submit("in", key, b"v")) for key in keys]
+        assert [partition for partition, _ in placed] == [place(key, list(ALL_UNITS), list(ALL_UNITS)) for key in keys]
+
+    async def test_the_order_of_submits_is_the_order_in_the_partition(self, log: Log) -> None:
+        values = [b"%d" % number + b"." * (number % 7 * 20_000) for number in range(300)]
+        async with log.appender() as appender:
+            pending = [asyncio.ensure_future(appender.submit("in", b"k", value, partition=1)) for value in values]
+            placed = await asyncio.gather(*[await one for one in pending])
+        assert [offset for _, offset in placed] == list(range(len(values)))
+        assert [record.value for record in await read_to_end(log, IN)] == values
+
+    async def test_an_acknowledgement_that_nobody_awaits_is_still_sent(self, log: Log) -> None:
+        async with log.appender() as appender:
+            await appender.submit("in", b"k", b"v", partition=1)
+        assert len(await read_to_end(log, IN)) == 1
+
+    async def test_a_poll_groups_by_partition_and_keeps_offset_order(self, log: Log) -> None:
+        async with log.appender() as appender:
+            for number in range(60):
+                await (await appender.submit("in", b"k", b"%d" % number, partition=number % UNITS))
+        async with log.reader() as reader:
+            reader.assign({Partition("in", unit): 0 for unit in ALL_UNITS})
+            found = await read(reader, 60)
+        for unit in ALL_UNITS:
+            assert [r.offset for r in found if r.partition == unit] == list(range(15))
+
+    async def test_a_poll_gives_at_most_what_was_asked_for(self, log: Log) -> None:
+        async with log.appender() as appender:
+            for _ in range(10):
+                await appender.append("in", b"k", b"v", partition=1)
+        async with log.reader() as reader:
+            reader.assign({IN: 0})
+            sizes = []
+            while reader.position(IN) < 10:
+                sizes.append(len(await reader.poll(max_records=3)))
+        assert max(sizes) == 3
+        assert sum(sizes) == 10
+
+    async def test_an_idle_poll_is_empty_and_wakes_for_a_new_record(self, log: Log) -> None:
+        async with log.reader() as reader, log.appender() as appender:
+            reader.assign({IN: 0})
+            assert await reader.poll(timeout_s=0.01) == []
+            waiting = asyncio.ensure_future(reader.poll(timeout_s=PATIENCE_S))
+            await appender.append("in", b"k", b"v", partition=1)
+            assert [record.value for record in await waiting] == [b"v"]
+
+    async def test_a_reader_without_partitions_reads_nothing(self, log: Log) -> None:
+        async with log.reader() as reader:
+            assert await reader.poll(timeout_s=0.01) == []
+
+    async def test_seek_goes_back_and_forth(self, log: Log) -> None:
+        async with log.appender() as appender:
+            for number in range(6):
+                await appender.append("in", b"k", b"%d" % number, partition=1)
+        async with log.reader() as reader:
+            reader.assign({IN: 4})
+            assert [r.offset for r in await read(reader, 2)] == [4, 5]
+            reader.seek(IN, 1)
+            assert reader.position(IN) == 1
+            assert [r.offset for r in await read(reader, 5)] == [1, 2, 3, 4, 5]
+            with pytest.raises(KeyError, match=r"in\[3\]"):
+                reader.seek(Partition("in", 3), 0)
+
+    async def test_assigning_anew_forgets_the_old_partitions(self, log: Log) -> None:
+        async with log.appender() as appender:
+            await appender.append("in", b"k", b"one", partition=1)
+            await appender.append("in", b"k", b"two", partition=2)
+        async with log.reader() as reader:
+            reader.assign({IN: 0})
+            reader.assign({Partition("in", 2): 0})
+            assert [record.value for record in await read(reader, 1)] == [b"two"]
+            assert await reader.poll(timeout_s=0.3) == []
+
+    async def test_an_offset_beyond_the_log_is_out_of_range(self, log: Log) -> None:
+        async with log.reader() as reader:
+            reader.assign({IN: 7})
+            with pytest.raises(OffsetOutOfRange, match="7"):
+                await read(reader, 1)
+
+    async def test_start_and_end_offsets_of_an_empty_and_a_written_partition(self, log: Log) -> None:
+        async with log.appender() as appender:
+            await appender.append("in", b"k", b"v", partition=1)
+        both = [IN, Partition("in", 2)]
+        assert await log.start_offsets(both) == dict.fromkeys(both, 0)
+        for committed in (True, False):
+            assert await log.end_offsets(both, committed=committed) == {IN: 1, both[1]: 0}
+
+    async def test_a_record_near_the_limit_passes_and_one_above_is_refused(self, log: Log) -> None:
+        large = bytes(range(256)) * ((MAX_MESSAGE_BYTES - 4096) // 256)
+        async with log.appender() as appender:
+            await appender.append("in", b"k", large, partition=1)
+            with pytest.raises(Oversized):
+                await appender.append("in", b"k", bytes(MAX_MESSAGE_BYTES), partition=1)
+            await appender.append("in", b"k", b"after", partition=1)
+        assert [record.value for record in await read_to_end(log, IN)] == [large, b"after"]
+
+    # -- transactions
+
+    async def test_a_transaction_is_invisible_until_it_commits(self, log: Log) -> None:
+        async with log.transactor("t") as transactor, log.reader() as reader:
+            reader.assign({OUT: 0})
+            await transactor.begin()
+            await (await transactor.send("out", 1, b"k", b"one"))
+            assert await reader.poll(timeout_s=0.3) == []
+            assert await log.end_offsets([OUT]) == {OUT: 0}
+            assert await log.end_offsets([OUT], committed=False) == {OUT: 1}
+            await transactor.send("out", 1, b"k", b"two", headers=[("h", b"1")])
+            await transactor.commit()
+            found = await read(reader, 2)
+        assert [(r.key, r.value, r.headers) for r in found] == [(b"k", b"one", ()), (b"k", b"two", (("h", b"1"),))]
+
+    async def test_an_aborted_transaction_leaves_nothing_and_the_end_can_be_reached(self, log: Log) -> None:
+        async with log.transactor("t") as transactor:
+            for value, fate in ((b"a", "commit"), (b"lost", "abort"), (b"b", "commit"), (b"lost", "abort")):
+                await transactor.begin()
+                await transactor.send("out", 1, b"k", value)
+                await getattr(transactor, fate)()
+        assert [record.value for record in await read_to_end(log, OUT)] == [b"a", b"b"]
+
+    async def test_the_end_after_an_aborted_tail_can_be_reached_from_its_middle(self, log: Log) -> None:
+        async with log.transactor("t") as transactor:
+            await transactor.begin()
+            for _ in range(5):
+                await transactor.send("out", 1, b"k", b"lost")
+            await transactor.abort()
+        assert await read_to_end(log, OUT, start=2) == []
+
+    async def test_leaving_aborts_the_open_transaction(self, log: Log) -> None:
+        async with log.transactor("t") as transactor:
+            await transactor.begin()
+            await (await transactor.send("out", 1, b"k", b"lost"))
+        async with log.appender() as appender:
+            await appender.append("out", b"k", b"kept", partition=1)
+        assert [record.value for record in await read_to_end(log, OUT)] == [b"kept"]
+
+    async def test_empty_transactions_commit(self, log: Log) -> None:
+        async with log.transactor("t") as transactor:
+            for _ in range(3):
+                await transactor.begin()
+                await transactor.commit()
+            await transactor.begin()
+            await transactor.send("out", 1, b"k", b"v")
+            await transactor.commit()
+        assert len(await read_to_end(log, OUT)) == 1
+
+    async def test_transactions_back_to_back_keep_their_order_across_partitions(self, log: Log) -> None:
+        async with log.transactor("t") as transactor:
+            for number in range(20):
+                await transactor.begin()
+                for unit in ALL_UNITS:
+                    await transactor.send("out", unit, b"k", b"%d" % number)
+                await transactor.commit()
+        for unit in ALL_UNITS:
+            found = await read_to_end(log, Partition("out", unit))
+            assert [record.value for record in found] == [b"%d" % number for number in range(20)]
+
+    async def test_a_call_outside_a_transaction_fails_and_the_transactor_stays_failed(self, log: Log) -> None:
+        async with log.transactor("t") as transactor:
+            with pytest.raises(TransactionFailed, match="begin"):
+                await transactor.send("out", 1, b"k", b"v")
+            with pytest.raises(TransactionFailed, match="begin"):
+                await transactor.begin()
+        async with log.transactor("u") as transactor:
+            await transactor.begin()
+            with pytest.raises(TransactionFailed, match="open already"):
+                await transactor.begin()
+
+    async def test_offsets_and_metadata_are_committed_with_the_records(self, log: Log) -> None:
+        both = {IN: Commit(5, "1:9:abc"), Partition("side", 1): Commit(7, "größe")}
+        async with log.transactor("t") as transactor:
+            await transactor.begin()
+            await transactor.send("out", 1, b"k", b"v")
+            await transactor.offsets("g", both)
+            await transactor.commit()
+        async with log.transactor("t"):  # ownership first, then the commits
+            assert await log.commits("g", [*both, Partition("in", 2)]) == both
+            assert await log.commits("another", list(both)) == {}
+
+    async def test_offsets_alone_make_a_transaction_and_may_go_backwards(self, log: Log) -> None:
+        async with log.transactor("t") as transactor:
+            for offset in (9, 3):
+                await transactor.begin()
+                await transactor.offsets("g", {IN: Commit(offset, str(offset))})
+                await transactor.commit()
+        async with log.transactor("t"):
+            assert await log.commits("g", [IN]) == {IN: Commit(3, "3")}
+
+    async def test_offsets_of_an_aborted_transaction_are_not_committed(self, log: Log) -> None:
+        async with log.transactor("t") as transactor:
+            await transactor.begin()
+            await transactor.offsets("g", {IN: Commit(5, "lost")})
+            await transactor.abort()
+        async with log.transactor("t"):
+            assert await log.commits("g", [IN]) == {}
+
+    async def test_metadata_at_the_limit_passes_and_above_it_is_refused(self, log: Log) -> None:
+        async with log.transactor("t") as transactor:
+            await transactor.begin()
+            await transactor.offsets("g", {IN: Commit(1, "é" * 2048)})
+            await transactor.commit()
+            await transactor.begin()
+            with pytest.raises(Oversized, match="4096"):
+                await transactor.offsets("g", {IN: Commit(2, "é" * 2048 + "!")})
+        async with log.transactor("t"):
+            assert await log.commits("g", [IN]) == {IN: Commit(1, "é" * 2048)}
+
+    # -- fencing
+
+    async def test_a_new_owner_aborts_what_the_old_one_left_open(self, log: Log, connect: Connect) -> None:
+        async with AsyncExitStack() as stack:
+            old = await stack.enter_async_context(log.transactor("t"))
+            await old.begin()
+            await (await old.send("out", 1, b"k", b"zombie"))
+            await old.offsets("g", {IN: Commit(3, "zombie")})
+            another = connect()
+            new = await stack.enter_async_context(another.transactor("t"))
+            assert await another.commits("g", [IN]) == {}
+            await new.begin()
+            await new.send("out", 1, b"k", b"owner")
+            await new.commit()
+            with pytest.raises(Fenced):
+                await old.commit()
+            with pytest.raises(Fenced):
+                await old.begin()
+        assert [record.value for record in await read_to_end(log, OUT)] == [b"owner"]
+
+    async def test_a_fenced_owner_can_neither_send_nor_commit_offsets(self, log: Log, connect: Connect) -> None:
+        async with AsyncExitStack() as stack:
+            for number, doing in enumerate(("send", "offsets", "both")):
+                old = await stack.enter_async_context(log.transactor(f"t{number}"))
+                await old.begin()
+                await old.commit()
+                await stack.enter_async_context(connect().transactor(f"t{number}"))
+                with pytest.raises(Fenced):
+                    await self._work(old, doing)
+        assert await read_to_end(log, OUT) == []
+        assert await log.commits("g", [IN]) == {}
+
+    @staticmethod
+    async def _work(transactor, doing: str) -> None:
+        await transactor.begin()
+        if doing != "offsets":
+            await transactor.send("out", 1, b"k", b"zombie")
+        if doing != "send":
+            await transactor.offsets("g", {IN: Commit(3, "zombie")})
+        await transactor.commit()
+
+    async def test_a_takeover_reads_the_commit_of_the_owner_before_it(self, log: Log, connect: Connect) -> None:
+        """Each owner commits one more and is abandoned with a transaction open: the next sees exactly the committed."""
+        async with AsyncExitStack() as stack:
+            for number in range(6):
+                another = connect()
+                owner = await stack.enter_async_context(another.transactor("t"))
+                found = await another.commits("g", [IN])
+                assert found == ({IN: Commit(number, str(number))} if number else {})
+                await owner.begin()
+                await owner.send("out", 1, b"k", b"%d" % number)
+                await owner.offsets("g", {IN: Commit(number + 1, str(number + 1))})
+                await owner.commit()
+                await owner.begin()
+                await owner.send("out", 1, b"k", b"lost")
+                await owner.offsets("g", {IN: Commit(99, "lost")})
+        assert [record.value for record in await read_to_end(log, OUT)] == [b"%d" % number for number in range(6)]
+
+    # -- groups
+
+    async def test_one_member_gets_every_unit_and_nothing_is_delivered_before_seek(self, log: Log) -> None:
+        got: list[frozenset[int]] = []
+
+        async def assigned(units: frozenset[int]) -> None:
+            got.append(units)
+
+        async def revoked(units: frozenset[int]) -> None:
+            got.append(units)
+
+        async with log.appender() as appender:
+            await appender.append("in", b"k", b"v", partition=1)
+        async with log.group_reader("g", ["in", "side"], assigned=assigned, revoked=revoked) as reader:
+            async with asyncio.timeout(PATIENCE_S):
+                while not got:
+                    assert await reader.poll(timeout_s=0.02) == []
+            assert got == [ALL_UNITS]
+            *most, last = [Partition(topic, unit) for topic in ("in", "side") for unit in ALL_UNITS]
+            for partition in most:
+                reader.seek(partition, 0)
+            assert await reader.poll(timeout_s=0.3) == []
+            reader.seek(last, 0)
+            assert [record.value for record in await read(reader, 1)] == [b"v"]
+            assert reader.position(IN) == 1
+        assert got == [ALL_UNITS, ALL_UNITS]  # leaving gives up what is held
+
+    async def test_a_member_starts_where_it_seeks_whatever_the_group_committed(self, log: Log) -> None:
+        async with log.appender() as appender:
+            for number in range(4):
+                await appender.append("in", b"k", b"%d" % number, partition=1)
+        async with AsyncExitStack() as stack:
+            owner = await Owner("a").join(log, stack)
+            await poll_until(lambda: len(owner.records) == 4, owner)
+            await owner.reader.commit({IN: Commit(3, "note"), Partition("side", 2): Commit(0)})
+            assert await log.commits("owners", [IN, Partition("side", 2), OUT]) == {
+                IN: Commit(3, "note"),
+                Partition("side", 2): Commit(0, ""),
+            }
+        async with AsyncExitStack() as stack:
+            again = await Owner("b").join(log, stack)
+            await poll_until(lambda: len(again.records) == 4, again)
+            assert [record.offset for record in again.records] == [0, 1, 2, 3]
+
+    async def test_plain_commit_refuses_metadata_above_the_limit(self, log: Log) -> None:
+        async with AsyncExitStack() as stack:
+            owner = await Owner("a").join(log, stack)
+            await poll_until(lambda: owner.units == ALL_UNITS, owner)
+            with pytest.raises(Oversized, match="4096"):
+                await owner.reader.commit({IN: Commit(0, "x" * 4097)})
+            await owner.reader.commit({IN: Commit(0, "x" * 4096)})
+
+    async def test_two_members_share_whole_units_and_one_takes_over(self, log: Log, connect: Connect) -> None:
+        async with log.appender() as appender:
+            for number in range(40):
+                await appender.append("in", b"k", b"%d" % number, partition=number % UNITS)
+                await appender.append("side", b"k", b"%d" % number, partition=number % UNITS)
+        async with AsyncExitStack() as first, AsyncExitStack() as second:
+            a = await Owner("a").join(log, first)
+            await poll_until(lambda: len(a.records) == 80, a)
+            b = await Owner("b").join(connect(), second)
+            await poll_until(lambda: len(a.units) == len(b.units) == 2 and len(a.records + b.records) == 160, a, b)
+            assert a.units | b.units == ALL_UNITS
+            assert [call for call, _ in a.calls] == ["assigned", "revoked"] * (len(a.calls) // 2) + ["assigned"]
+            of_b = sorted((r.topic, r.partition, r.offset) for r in b.records)
+            assert of_b == sorted(itertools.product(("in", "side"), b.units, range(10)))
+            await second.aclose()
+            assert b.units == frozenset()
+            await poll_until(lambda: a.units == ALL_UNITS, a)
+
+    async def test_more_members_than_units_leave_one_without(self, log: Log, connect: Connect) -> None:
+        async with AsyncExitStack() as stack:
+            owners = [await Owner(str(n)).join(connect(), stack) for n in range(UNITS + 1)]
+            await poll_until(
+                lambda: (
+                    sorted(len(o.units) for o in owners) == [0, 1, 1, 1, 1]
+                    and frozenset().union(*(o.units for o in owners)) == ALL_UNITS
+                ),
+                *owners,
+            )
+
+    async def test_records_that_come_later_reach_the_owner_of_their_unit(self, log: Log, connect: Connect) -> None:
+        async with AsyncExitStack() as stack, log.appender() as appender:
+            a, b = await Owner("a").join(log, stack), await Owner("b").join(connect(), stack)
+            await poll_until(lambda: len(a.units) == len(b.units) == 2, a, b)
+            for unit in ALL_UNITS:
+                await appender.append("side", b"k", b"late", partition=unit)
+            await poll_until(lambda: len(a.records) == len(b.records) == 2, a, b)
+
+    async def test_a_static_member_that_comes_back_gets_its_units_and_the_other_keeps_its_own(
+        self, log: Log, connect: Connect
+    ) -> None:
+        async with AsyncExitStack() as stack:
+            a = await Owner("a").join(log, stack, instance="static-a")
+            gone = AsyncExitStack()
+            b = await Owner("b").join(connect(), gone, instance="static-b")
+            await poll_until(lambda: len(a.units) == len(b.units) == 2, a, b)
+            kept, held = b.units, a.units
+            await gone.aclose()
+            again = await Owner("b").join(connect(), stack, instance="static-b")
+            await poll_until(lambda: len(a.units) == len(again.units) == 2, a, again)
+            assert (a.units, again.units) == (held, kept)
+
+    async def test_what_a_callback_raises_comes_out_of_poll_for_ever(self, log: Log) -> None:
+        async def assigned(_: frozenset[int]) -> None:
+            raise LookupError("no state for this unit")
+
+        async def revoked(_: frozenset[int]) -> None: ...
+
+        async with log.group_reader("g", ["in"], assigned=assigned, revoked=revoked) as reader:
+            for _ in range(2):
+                with pytest.raises(LookupError, match="no state"):
+                    await self._poll_for_ever(reader)
+
+    @staticmethod
+    async def _poll_for_ever(reader: GroupReader) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                await reader.poll(timeout_s=0.02)
+
+    async def test_topics_whose_partition_counts_differ_are_refused(self, log: Log) -> None:
+        await log.create_topics([TopicSpec("odd", UNITS + 1, 1, {})])
+
+        async def nothing(_: frozenset[int]) -> None: ...
+
+        with pytest.raises(LogError, match="odd"):
+            async with log.group_reader("g", ["in", "odd"], assigned=nothing, revoked=nothing):
+                pass
+
+
+class TestMemoryLog(LogContract):
+    @pytest.fixture
+    async def connect(self) -> AsyncIterator[Connect]:
+        first = MemoryLog()
+        logs = [first]
+
+        def make() -> Log:
+            logs.append(MemoryLog(first.broker))
+            return logs[-1]
+
+        yield make
+        for log in logs:
+            await log.close()
+
+
+@pytest.mark.kafka
+class TestKafkaLog(LogContract):
+    @pytest.fixture
+    async def connect(self, kafka: str) -> AsyncIterator[Connect]:
+        prefix = f"t{uuid4().hex[:8]}-"
+        logs: list[KafkaLog] = []
+
+        def make() -> Log:
+            logs.append(KafkaLog(kafka, prefix=prefix))
+            return logs[-1]
+
+        yield make
+        for log in logs:
+            await log.close()
+
+
+def test_our_murmur2_is_the_one_of_aiokafka() -> None:
+    for length in range(40):
+        key = bytes((length * 37 + at * 101) % 256 for at in range(length))
+        assert ours.murmur2(key) == murmur2(key) & 0xFFFFFFFF

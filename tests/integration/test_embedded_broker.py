@@ -1,0 +1,84 @@
+"""The embedded Apache Kafka: it keeps what it acknowledged, and says what keeps it from starting."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from turnlog.infra.embedded.broker import Broker
+from turnlog.infra.embedded.errors import BrokerDied, PortTaken
+from turnlog.infra.embedded.ports import HOST, free_ports, listens
+from turnlog.infra.embedded.process import log_tail
+from turnlog.infra.kafka import KafkaLog
+from turnlog.infra.log import Partition, TopicSpec
+
+pytestmark = pytest.mark.kafka
+TOPIC = "kept"
+COUNT = 200
+
+
+async def _append(bootstrap: str, first: int) -> None:
+    log = KafkaLog(bootstrap)
+    try:
+        if TOPIC not in await log.topics():
+            await log.create_topics([TopicSpec(TOPIC, 1, 1, {})])
+        async with log.appender() as appender:
+            for number in range(first, first + COUNT):
+                await appender.append(TOPIC, b"key", str(number).encode())
+    finally:
+        await log.close()
+
+
+async def _values(bootstrap: str) -> list[int]:
+    log, partition = KafkaLog(bootstrap), Partition(TOPIC, 0)
+    try:
+        end = (await log.end_offsets([partition]))[partition]
+        found: list[int] = []
+        async with log.reader() as reader:
+            reader.assign({partition: 0})
+            while reader.position(partition) < end:
+                found += [int(record.value) for record in await reader.poll()]
+        return found
+    finally:
+        await log.close()
+
+
+async def test_what_was_acknowledged_is_there_after_a_kill_a_stop_and_on_another_port(tmp_path: Path) -> None:
+    with Broker(tmp_path / "kafka") as broker:
+        address = broker.bootstrap
+        await _append(address, 0)
+        broker.kill()
+        assert not listens(broker.port)
+        assert broker.start() == address
+        assert await _values(address) == list(range(COUNT))
+        await _append(address, COUNT)
+        assert broker.stop() == 143
+    with Broker(tmp_path / "kafka") as reopened:
+        assert await _values(reopened.bootstrap) == list(range(2 * COUNT))
+
+
+def test_a_taken_port_is_told_before_anything_is_started(tmp_path: Path) -> None:
+    with socket.create_server((HOST, 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(PortTaken, match=rf"{port}.*\[kafka\] port"):
+            Broker(tmp_path / "kafka", port=port)
+    assert not (tmp_path / "kafka").exists()
+
+
+def test_a_port_taken_since_is_told_at_the_start(tmp_path: Path) -> None:
+    broker = Broker(tmp_path / "kafka", port=free_ports(1)[0])
+    with socket.create_server((HOST, broker.port)), pytest.raises(PortTaken, match=r"\[kafka\] port"):
+        broker.start()
+
+
+def test_a_broker_that_cannot_open_its_data_dies_with_the_tail_of_its_log(tmp_path: Path) -> None:
+    """A second broker on the folder of a live one."""
+    with Broker(tmp_path / "kafka") as broker:
+        second = Broker(tmp_path / "kafka", log=tmp_path / "second.log")
+        with pytest.raises(BrokerDied, match=r"(?s)\[kafka\] port.*lock") as died:
+            second.start()
+        assert str(tmp_path / "second.log") in str(died.value)
+        assert log_tail(tmp_path / "second.log")
+        assert listens(broker.port)

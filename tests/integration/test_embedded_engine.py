@@ -1,0 +1,49 @@
+"""Real SGLang on CPU: it serves the model, and says why it does not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+
+from turnlog.infra.embedded.engine import Engine
+from turnlog.infra.embedded.errors import EngineDied, ModelMissing
+from turnlog.infra.embedded.process import marked, scope
+from turnlog.settings import EngineSettings
+
+
+@pytest.mark.engine
+async def test_the_engine_samples_tokens_with_log_probabilities_and_versions(engine_url: str) -> None:
+    body = {
+        "input_ids": [5, 6, 7, 8],
+        "sampling_params": {"max_new_tokens": 8, "temperature": 1.0, "ignore_eos": True},
+        "return_logprob": True,
+    }
+    async with httpx.AsyncClient(base_url=engine_url, timeout=120) as client:
+        answers = [(await client.post("/generate", json=body)).json() for _ in range(4)]
+    for answer in answers:
+        tokens = [token for _, token, _ in answer["meta_info"]["output_token_logprobs"]]
+        assert tokens == answer["output_ids"]
+        assert len(tokens) == 8
+        assert all(logprob <= 0 for logprob, _, _ in answer["meta_info"]["output_token_logprobs"])
+        assert answer["meta_info"]["weight_versions"]
+    assert len({tuple(answer["output_ids"]) for answer in answers}) > 1, "random weights must give varied output"
+
+
+@pytest.mark.engine
+def test_an_engine_that_cannot_start_dies_with_the_tail_of_its_log(tiny_model: Path, tmp_path: Path) -> None:
+    settings = EngineSettings(extra_args=("--no-such-flag",))
+    engine = Engine(tiny_model, settings, log=tmp_path / "engine.log")
+    with pytest.raises(EngineDied, match=r"(?s)\[model\] path.*extra_args.*no-such-flag"):
+        engine.start()
+    assert not [pid for pid in marked(scope()) if b"no-such-flag" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "weights.safetensors"])
+def test_a_folder_that_is_no_model_is_refused_at_once(tmp_path: Path, missing: str) -> None:
+    for name in {"config.json", "tokenizer.json", "weights.safetensors"} - {missing}:
+        (tmp_path / name).write_text(json.dumps({}))
+    with pytest.raises(ModelMissing, match=r"\[model\] path"):
+        Engine(tmp_path, EngineSettings(), log=tmp_path / "engine.log")

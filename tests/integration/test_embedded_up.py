@@ -1,0 +1,163 @@
+"""A run's servers under the supervisor: up, down, up again, and nothing left behind however it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turnlog.infra import endpoints
+from turnlog.infra.embedded.errors import AlreadyUp, EmbeddedError, ModelMissing, NotUp, PortTaken
+from turnlog.infra.embedded.ports import HOST, free_ports, listens
+from turnlog.infra.embedded.process import marked
+from turnlog.infra.embedded.run_files import read_state, write_settings
+from turnlog.infra.embedded.up import down, status_processes, up
+from turnlog.infra.registry import HttpRegistry
+from turnlog.settings import EngineSettings, KafkaSettings, ModelSettings, RunSettings, Settings
+
+pytestmark = pytest.mark.kafka
+SCHEMA = {"type": "record", "name": "Kept", "fields": []}
+
+
+def _settings(directory: Path, **changes: Any) -> Settings:
+    engine = EngineSettings(urls=(f"http://{HOST}:{free_ports(1)[0]}",))
+    return Settings(**{"run": RunSettings(id="r", directory=str(directory)), "engine": engine, **changes})
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Iterator[Settings]:
+    made = _settings(tmp_path / "runs" / "r")
+    yield made
+    with contextlib.suppress(NotUp):
+        down(made, say=_silent)
+
+
+async def test_a_run_goes_up_and_down_and_up_again_with_what_it_held(settings: Settings) -> None:
+    said: list[str] = []
+    first = up(settings, (), say=said.append)
+    assert any("kafka ready" in line for line in said)
+    assert any(first.kafka in line for line in said)
+    directory = Path(settings.run.directory)
+    assert endpoints.read(directory) == first
+    states = {child["name"]: child["state"] for child in status_processes(settings)}
+    assert states == {"kafka": "ready", "store": "ready", "registry": "ready", "topics": "done"}
+    registry = HttpRegistry(first.registry)
+    schema_id = await registry.register("kept", SCHEMA)
+    await registry.close()
+    with pytest.raises(AlreadyUp, match="turnlog down"):
+        up(settings, (), say=_silent)
+
+    down(settings, say=_silent)
+    assert marked(read_state(directory)["scope"]) == []
+    assert not (directory / endpoints.FILE).exists()
+    assert status_processes(settings) == []
+    with pytest.raises(NotUp, match="turnlog up"):
+        down(settings, say=_silent)
+
+    again = up(settings, (), say=_silent)
+    registry = HttpRegistry(again.registry)
+    assert await registry.schema(schema_id) == SCHEMA
+    await registry.close()
+
+
+@contextlib.contextmanager
+def _foreground(directory: Path) -> Iterator[tuple[subprocess.Popen[bytes], Iterator[dict[str, Any]]]]:
+    """`turnlog supervise` without roles, and what it tells."""
+    directory.mkdir(parents=True)
+    path = write_settings(directory, _settings(directory))
+    reading, writing = os.pipe()
+    argv = [sys.executable, "-m", "turnlog.cli", "--settings", str(path), "supervise"]
+    env = {**os.environ, "TURNLOG_NOTIFY_FD": str(writing), "TURNLOG_SUPERVISED_ROLES": ""}
+    with subprocess.Popen(argv, env=env, pass_fds=[writing], stderr=subprocess.DEVNULL) as supervisor:
+        os.close(writing)
+        with open(reading, "rb") as pipe:
+            yield supervisor, map(json.loads, pipe)
+
+
+def test_ctrl_c_in_the_foreground_leaves_nothing(tmp_path: Path) -> None:
+    directory = tmp_path / "runs" / "r"
+    with _foreground(directory) as (supervisor, told):
+        assert any("ready" in line for line in told)
+        assert len(marked(read_state(directory)["scope"])) == 3
+        supervisor.send_signal(signal.SIGINT)
+        stopped = [line["child"]["name"] for line in told if line["child"]["state"] == "stopped"]
+        assert supervisor.wait(60) == 0
+    assert stopped[0] == "registry"
+    assert set(stopped[1:]) == {"kafka", "store"}
+    assert marked(read_state(directory)["scope"]) == []
+
+
+def test_a_killed_broker_comes_back_on_its_port_and_a_killed_supervisor_leaves_nothing(tmp_path: Path) -> None:
+    directory = tmp_path / "runs" / "r"
+    with _foreground(directory) as (supervisor, told):
+        assert any("ready" in line for line in told)
+        port = int(endpoints.read(directory).kafka.rpartition(":")[2])
+        state = read_state(directory)
+        os.kill(next(child["pid"] for child in state["children"] if child["name"] == "kafka"), signal.SIGKILL)
+        changes = (line["child"] for line in told if "child" in line)
+        again = next(child for child in changes if child["name"] == "kafka" and child["state"] == "ready")
+        assert again["restarts"] == 1
+        assert listens(port)
+
+        family = [os.pidfd_open(pid) for pid in marked(state["scope"])]
+        assert len(family) >= 3
+        supervisor.kill()
+    for pidfd in family:
+        assert select.select([pidfd], [], [], 30)[0]
+        os.close(pidfd)
+    assert marked(state["scope"]) == []
+
+
+def test_an_attached_run_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    directory = tmp_path / "runs" / "r"
+    directory.mkdir(parents=True)
+    path = write_settings(directory, _settings(directory))
+    code = (
+        "import os, signal, sys, pathlib\n"
+        "from turnlog.settings import load\n"
+        "from turnlog.infra.embedded.up import up\n"
+        "found = up(load(pathlib.Path(sys.argv[1]), {}), (), attached=True, say=lambda _: None)\n"
+        "print(found.supervisor_pid, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    argv = [sys.executable, "-c", code, str(path)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        pidfd = os.pidfd_open(int(owner.stdout.readline()))
+        owner.kill()
+    assert select.select([pidfd], [], [], 60)[0]
+    os.close(pidfd)
+    assert marked(read_state(directory)["scope"]) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "why"),
+    [
+        ({"kafka": "taken"}, PortTaken, r"\[kafka\] port"),
+        ({"engine": EngineSettings(), "model": ModelSettings(path="/nowhere")}, ModelMissing, r"\[model\] path"),
+    ],
+)
+def test_what_keeps_a_run_from_starting_is_told_to_who_asked(
+    tmp_path: Path, changes: dict[str, Any], error: type[EmbeddedError], why: str
+) -> None:
+    directory = tmp_path / "runs" / "r"
+    with socket.create_server((HOST, 0)) as other:
+        if changes.get("kafka") == "taken":
+            changes = {"kafka": KafkaSettings(port=other.getsockname()[1])}
+        with pytest.raises(error, match=why):
+            up(_settings(directory, **changes), (), say=_silent)
+    assert status_processes(_settings(directory)) == []
+
+
+def _silent(_: str) -> None:
+    """Progress that nobody reads."""

@@ -1,0 +1,392 @@
+"""The feeder over the log: floors, weights, draws, restarts at any point, bad input."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from turnlog.infra.event_log import EventLog
+from turnlog.infra.health import Health
+from turnlog.infra.log import Fenced, Partition, TopicMissing
+from turnlog.infra.memory import Died, MemoryLog
+from turnlog.infra.memory_blobs import MemoryBlobs
+from turnlog.infra.memory_broker import MemoryBroker
+from turnlog.infra.murmur2 import partition_of
+from turnlog.infra.registry import MemoryRegistry
+from turnlog.infra.role import Role
+from turnlog.infra.topics_admin import specs
+from turnlog.producers import feeder
+from turnlog.producers.sampling import BadSampling
+from turnlog.producers.tasks import RowWithoutPrompt
+from turnlog.schemas import topics
+from turnlog.schemas.events import (
+    EngineRegistered,
+    EngineWeightsLoaded,
+    GroupScored,
+    GroupStatus,
+    Purpose,
+    RolloutRequested,
+    SampleBatchFormed,
+    StepCompleted,
+    TreeBooks,
+    Weighting,
+    WeightVersionPublished,
+)
+from turnlog.schemas.events.batches import BatchSample
+from turnlog.schemas.types import BlobRef
+from turnlog.settings import BatcherSettings, FeederSettings, KafkaSettings, RunSettings, Settings
+
+PROMPTS, GROUP, DRAWS = 3, 2, 4
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(
+        run=RunSettings(id="r", directory=str(tmp_path)),
+        kafka=KafkaSettings(groups=3, rollouts=2),
+        feeder=FeederSettings(group_size=GROUP, draws=DRAWS),
+        batcher=BatcherSettings(prompts_per_draw=PROMPTS),
+    )
+
+
+@dataclasses.dataclass
+class Bench:
+    """A log in memory, and what a test does to it as other roles would."""
+
+    settings: Settings
+    broker: MemoryBroker
+    registry: MemoryRegistry
+    events: EventLog
+
+    async def role(self, log: MemoryLog, events: EventLog) -> Role:
+        return Role("feeder", "feeder-1", self.settings, log, events, MemoryBlobs(), Health("feeder"))
+
+    @asynccontextmanager
+    async def feeding(self, settings: Settings | None = None) -> AsyncIterator[asyncio.Task[None]]:
+        log = MemoryLog(self.broker)
+        async with EventLog.open(log, self.registry, writer="feeder-1") as events:
+            role = await self.role(log, events)
+            role.settings = settings or self.settings
+            task = asyncio.create_task(feeder.main(role))
+            try:
+                yield task
+            finally:
+                role.stopping.set()
+                if not task.done():
+                    await task
+
+    async def asked(self) -> list[RolloutRequested]:
+        """Every request on the log that a reader may see."""
+        found = []
+        for number in range(self.settings.kafka.rollouts):
+            records, _ = self.broker.read(Partition(topics.TASKS.name, number), 0, 10**6)
+            found += [await self.events.decode(record) for record in records]
+        return found
+
+    async def groups(self) -> dict[str, int]:
+        return dict(Counter(request.group_id for request in await self.asked()))
+
+    async def until(self, groups: int) -> list[RolloutRequested]:
+        """Wait for so many groups."""
+        async with asyncio.timeout(20):
+            while len(await self.groups()) < groups:
+                await self.broker.changed(1)
+        return await self.asked()
+
+    async def publish(self, version: int, batch: int) -> None:
+        await self.events.append(
+            WeightVersionPublished(
+                event_id=f"w{version}",
+                run_id="r",
+                version=version,
+                step=version,
+                batch_index=batch,
+                incarnation=0,
+                kind="full",
+                base_version=None,
+                files=(),
+                dtype="float32",
+                checksums={},
+                checkpoint=None,
+            )
+        )
+
+    async def engine(self, name: str, version: int) -> None:
+        """An engine says that it serves `version` (-1: none yet)."""
+        about = {"event_id": f"{name}{version}", "run_id": "r", "engine_id": name, "url": "http://e"}
+        if version < 0:
+            await self.events.append(EngineRegistered(**about, state="starting", version=version, model="m"))
+        else:
+            loaded = EngineWeightsLoaded(**about, state="serving", version=version, superseded=(), seconds={})
+            await self.events.append(loaded)
+
+    async def started(self) -> None:
+        """Version 0 is published and served."""
+        await self.publish(0, -1)
+        await self.engine("e1", 0)
+
+    async def score(self, group: str, status: GroupStatus = GroupStatus.trained) -> None:
+        await self.events.append(
+            GroupScored(
+                event_id=group,
+                run_id="r",
+                group_id=group,
+                floor=0,
+                task_id="t",
+                purpose=Purpose.train,
+                rollouts=(),
+                baseline=None,
+                std=None,
+                estimator="grpo/1",
+                status=status,
+                reason="",
+                samples=1,
+                books=TreeBooks(0, 0, {}),
+                fold_version="1",
+                settings_sha256="",
+            )
+        )
+
+    async def train(self, draw: int, groups: list[str], *, publish: bool = True) -> None:
+        """A draw of these groups is formed and trained."""
+        rows = tuple(BatchSample(g, g, g, 0, 0, 1, 1, 1, 0, 0) for g in groups)
+        await self.events.append(
+            SampleBatchFormed(
+                event_id=f"b{draw}",
+                run_id="r",
+                batch_index=draw,
+                draw_index=draw,
+                part=0,
+                parts=1,
+                file=BlobRef("0", 0),
+                rows_sha256="",
+                samples=rows,
+                groups=tuple(groups),
+                weighting=Weighting.prompt,
+                prompts=1,
+                trajectories=1,
+                trained_tokens=1,
+                constant_length=0,
+                masked={},
+                trainer_version=0,
+                max_lag=0,
+                dropped=(),
+                whitening_mean=None,
+                whitening_std=None,
+                positions=(),
+                settings_sha256="",
+            )
+        )
+        await self.events.append(
+            StepCompleted(
+                event_id=f"s{draw}",
+                run_id="r",
+                batch_index=draw,
+                draw_index=draw,
+                incarnation=0,
+                step=draw + 1,
+                loss=0.0,
+                grad_norm=0.0,
+                learning_rate=0.0,
+                lag_max=0,
+                tokens=1,
+                trained_tokens=1,
+                masked={},
+                skipped=False,
+                reward_mean=0.0,
+                logprob_gap_max=0.0,
+                logprob_gap_mean=0.0,
+                entropy=None,
+                clip_fraction=0.0,
+                seconds={},
+                world_size=1,
+            )
+        )
+        if publish:
+            await self.publish(draw + 1, draw)
+
+
+@pytest.fixture
+async def bench(settings: Settings) -> AsyncIterator[Bench]:
+    log, registry = MemoryLog(), MemoryRegistry()
+    await log.create_topics(specs(settings))
+    async with EventLog.open(log, registry, writer="test") as events:
+        yield Bench(settings, log.broker, registry, events)
+
+
+async def test_a_draw_is_asked_for_whole_with_the_floor_of_each_groups_partition(bench: Bench) -> None:
+    await bench.started()
+    for number in range(3):
+        bench.broker.write(Partition(topics.SESSIONS.name, number), b"k", b"v", ())
+    async with bench.feeding():
+        requests = await bench.until(PROMPTS)
+    assert set((await bench.groups()).values()) == {GROUP}
+    assert {request.floor for request in requests} == {1}
+    assert {request.min_weight_version for request in requests} == {0}
+    assert len({request.rollout_id for request in requests}) == PROMPTS * GROUP
+    for request in requests:
+        number = partition_of(request.rollout_id.encode(), 2)
+        records, _ = bench.broker.read(Partition(topics.TASKS.name, number), 0, 1000)
+        assert request.rollout_id.encode() in {record.key for record in records}
+
+
+async def test_nothing_is_asked_before_every_registered_engine_serves_the_first_weights(bench: Bench) -> None:
+    await bench.engine("e1", -1)
+    await bench.engine("e2", -1)
+    async with bench.feeding():
+        await bench.publish(0, -1)
+        await bench.engine("e1", 0)
+        for _ in range(3):
+            await bench.broker.changed(0.05)
+        assert await bench.asked() == []
+        await bench.engine("e2", 0)
+        await bench.until(PROMPTS)
+
+
+async def test_the_next_draw_waits_for_the_weights_of_the_last_one(bench: Bench) -> None:
+    await bench.started()
+    async with bench.feeding():
+        await bench.until(PROMPTS)
+        first = list(await bench.groups())
+        for group in first:
+            await bench.score(group)
+        await bench.train(0, first, publish=False)
+        for _ in range(5):
+            await bench.broker.changed(0.05)
+        assert len(await bench.groups()) == PROMPTS
+        await bench.publish(1, 0)
+        requests = await bench.until(2 * PROMPTS)
+    assert {request.min_weight_version for request in requests if request.group_id not in first} == {1}
+
+
+async def test_a_discarded_group_is_drawn_again_whole_as_a_new_group(bench: Bench) -> None:
+    await bench.started()
+    async with bench.feeding():
+        requests = await bench.until(PROMPTS)
+        failed = requests[0]
+        await bench.score(failed.group_id, GroupStatus.discarded)
+        again = [request for request in await bench.until(PROMPTS + 1) if request.task_id == failed.task_id]
+    assert Counter((request.group_id == failed.group_id, request.draw) for request in again) == {
+        (True, 0): GROUP,
+        (False, 1): GROUP,
+    }
+
+
+async def test_a_run_asks_for_exactly_its_draws_and_then_rests(bench: Bench) -> None:
+    await bench.started()
+    seen: set[str] = set()
+    async with bench.feeding() as task:
+        for draw in range(DRAWS):
+            await bench.until((draw + 1) * PROMPTS)
+            fresh = [group for group in await bench.groups() if group not in seen]
+            seen.update(fresh)
+            for group in fresh:
+                await bench.score(group)
+            await bench.train(draw, fresh)
+        for _ in range(5):
+            await bench.broker.changed(0.05)
+        assert not task.done()
+    assert len(await bench.groups()) == DRAWS * PROMPTS
+
+
+@pytest.mark.parametrize("point", range(1, 24, 2))
+async def test_a_feeder_killed_at_any_point_is_followed_by_one_that_asks_for_nothing_twice(
+    bench: Bench, point: int
+) -> None:
+    await bench.started()
+    log = MemoryLog(bench.broker)
+    async with EventLog.open(log, bench.registry, writer="feeder-0") as events:
+        log.dies_at = log.points + point
+        role = await bench.role(log, events)
+        task = asyncio.create_task(feeder.main(role))
+        discarded: set[str] = set()
+        while not task.done():  # every group is discarded, so that there is always another to ask for
+            for group in set(await bench.groups()) - discarded:
+                await bench.score(group, GroupStatus.discarded)
+                discarded.add(group)
+            await bench.broker.changed(0.05)
+        with pytest.raises(Died):
+            await task
+    survived = set(await bench.groups())
+    async with bench.feeding():
+        await bench.until(max(PROMPTS, len(survived)))
+        for _ in range(3):
+            await bench.broker.changed(0.05)
+    requests = await bench.asked()
+    assert len({request.rollout_id for request in requests}) == len(requests)
+    assert set(Counter(request.group_id for request in requests).values()) == {GROUP}
+    assert len({(request.index, request.draw) for request in requests}) * GROUP == len(requests)
+
+
+async def test_a_feeder_that_was_replaced_is_fenced_when_it_asks_again(bench: Bench) -> None:
+    await bench.started()
+    log = MemoryLog(bench.broker)
+    async with EventLog.open(log, bench.registry, writer="feeder-0") as events:
+        old = asyncio.create_task(feeder.main(await bench.role(log, events)))
+        requests = await bench.until(PROMPTS)
+        async with log.transactor("r.feeder"):  # a newer feeder came, and is gone again
+            pass
+        await bench.score(requests[0].group_id, GroupStatus.discarded)
+        with pytest.raises(Fenced):
+            await old
+    assert len(await bench.groups()) == PROMPTS
+    async with bench.feeding():
+        await bench.until(PROMPTS + 1)
+    assert set((await bench.groups()).values()) == {GROUP}
+
+
+async def test_a_restarted_feeder_with_another_dataset_refuses_to_go_on(bench: Bench, tmp_path: Path) -> None:
+    await bench.started()
+    async with bench.feeding():
+        await bench.until(PROMPTS)
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"prompt": "else"}\n')
+    changed = dataclasses.replace(bench.settings, feeder=dataclasses.replace(bench.settings.feeder, dataset=str(other)))
+    async with bench.feeding(changed) as task:
+        with pytest.raises(feeder.DatasetChanged, match=r"has drawn from tasks.jsonl@\w+, \[feeder\] dataset is other"):
+            await task
+
+
+async def test_bad_input_ends_the_feeder_with_a_typed_error_before_anything_is_asked(
+    bench: Bench, tmp_path: Path
+) -> None:
+    await bench.started()
+    (tmp_path / "bad.jsonl").write_text('{"question": "?"}\n')
+    feeder_settings = bench.settings.feeder
+    for change, error in (
+        ({"dataset": str(tmp_path / "bad.jsonl")}, RowWithoutPrompt),
+        ({"temperature": 0.0}, BadSampling),
+    ):
+        bad = dataclasses.replace(bench.settings, feeder=dataclasses.replace(feeder_settings, **change))
+        async with bench.feeding(bad) as task:
+            with pytest.raises(error):
+                await task
+    assert await bench.asked() == []
+
+
+async def test_missing_topics_are_named_with_the_remedy(settings: Settings) -> None:
+    registry = MemoryRegistry()
+    log = MemoryLog()
+    async with EventLog.open(log, registry, writer="test") as events:
+        bench = Bench(settings, log.broker, registry, events)
+        async with bench.feeding() as task:
+            with pytest.raises(TopicMissing, match=r"tasks, .*turnlog topics apply"):
+                await task
+
+
+async def test_a_poison_record_is_parked_and_the_feeder_goes_on(bench: Bench) -> None:
+    await bench.started()
+    bench.broker.write(Partition(topics.STEPS.name, 0), b"r", b"not avro", ())
+    async with bench.feeding():
+        await bench.until(PROMPTS)
+    records, _ = bench.broker.read(Partition(topics.DEAD_LETTERS.name, 0), 0, 10)
+    letters = [await bench.events.decode(record) for record in records]
+    assert [(letter.topic, letter.offset, letter.cause) for letter in letters] == [
+        ("train-steps", 0, "UndecodableRecord")
+    ]

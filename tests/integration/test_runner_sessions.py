@@ -1,0 +1,492 @@
+"""The runner against the real gateway over HTTP, with the log and the engine in memory.
+
+The policy is scripted on the text of its prompt; a stand-in answers tool calls on the log as a sandbox worker does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turnlog.infra.event_log import EventLog
+from turnlog.infra.health import Health
+from turnlog.infra.log import Partition
+from turnlog.infra.memory import Died, MemoryLog
+from turnlog.infra.memory_blobs import MemoryBlobs
+from turnlog.infra.memory_broker import MemoryBroker
+from turnlog.infra.memory_engine import MemoryEngine
+from turnlog.infra.registry import MemoryRegistry
+from turnlog.infra.role import Role
+from turnlog.infra.topics_admin import specs
+from turnlog.producers import runner
+from turnlog.producers.gateway.app import Gateway, serving
+from turnlog.producers.gateway.tokenizer import TextTokens
+from turnlog.producers.recipes.calc import RECIPE
+from turnlog.schemas import ids, topics
+from turnlog.schemas.events import (
+    EngineRegistered,
+    Event,
+    FinishReason,
+    Limits,
+    Outcome,
+    Purpose,
+    RewardAssigned,
+    RolloutRequested,
+    Sampling,
+    SessionAdopted,
+    SessionFinished,
+    TokenSnapshot,
+    ToolCallCancelled,
+    ToolCallCompleted,
+    ToolCallRequested,
+    ToolStatus,
+    TurnCompleted,
+)
+from turnlog.settings import GatewaySettings, KafkaSettings, ModelSettings, RunnerSettings, RunSettings, Settings
+
+CALL = '<tool_call>{"name":"calc","arguments":{"expr":"3+5"}}</tool_call>'
+QUESTION = "3 + 5 = ?"
+Policy = Callable[[str], str]
+Answerer = Callable[[ToolCallRequested, int], ToolStatus | None]
+
+
+def uses_the_tool(prompt: str) -> str:
+    return "8" if "tool\n8" in prompt else CALL
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    RECIPE.warm_start.write_tokenizer(folder)
+    (folder / "config.json").write_text(json.dumps(RECIPE.warm_start.model.config()))
+    return folder
+
+
+@dataclasses.dataclass
+class Stage:
+    """Everything around the runner."""
+
+    settings: Settings
+    broker: MemoryBroker
+    registry: MemoryRegistry
+    events: EventLog
+    engine: MemoryEngine
+    policy: Policy = uses_the_tool
+    answers: Answerer = lambda request, count: ToolStatus.ok
+    executed: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    async def request(self, group: str = "g", index: int = 0, **limits: Any) -> str:
+        """Ask for a rollout; its id."""
+        rollout = ids.rollout_id(group, index)
+        await self.events.append(
+            RolloutRequested(
+                event_id=rollout,
+                run_id="r",
+                group_id=group,
+                floor=0,
+                task_id="t",
+                rollout_id=rollout,
+                rollout_index=index,
+                group_size=2,
+                draw=0,
+                dataset="d",
+                dataset_epoch=0,
+                index=0,
+                recipe="calc",
+                purpose=Purpose.train,
+                task=json.dumps({"prompt": QUESTION, "answer": "8"}).encode(),
+                sampling=Sampling(max_new_tokens=24),
+                min_weight_version=0,
+                limits=Limits(**{"max_turns": 4, "max_context_tokens": 512, "deadline_s": 30.0, **limits}),
+            )
+        )
+        return rollout
+
+    async def said(self, *kinds: type) -> list[Any]:
+        """Events of these kinds, in log order per topic."""
+        found: list[Event] = []
+        for topic in dict.fromkeys(topics.TOPIC_OF[kind.__name__].name for kind in kinds):
+            for number in range(self.broker.partitions(topic)):
+                records, _ = self.broker.read(Partition(topic, number), 0, 10**6)
+                found += [e for record in records if isinstance(e := await self.events.decode(record), kinds)]
+        return found
+
+    async def finished(self, sessions: int, seconds: float = 20) -> list[SessionFinished]:
+        """Wait for so many SessionFinished."""
+        async with asyncio.timeout(seconds):
+            while len(found := await self.said(SessionFinished)) < sessions:
+                await self.broker.changed(1)
+        return found
+
+    @asynccontextmanager
+    async def gateway(self) -> AsyncIterator[None]:
+        """A real gateway on the address of the settings."""
+        log = MemoryLog(self.broker)
+        async with EventLog.open(log, self.registry, writer="gateway") as events:
+            role = Role("gateway", "gateway-1", self.settings, log, events, MemoryBlobs(), Health("gateway"))
+            url = self.settings.gateway.url
+            listener = socket.socket()
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(("127.0.0.1", int(url.rpartition(":")[2])))
+            with contextlib.closing(listener):
+                gateway = await Gateway.assembled(role, url, connect=lambda _: self.engine)
+                async with gateway.current(), serving(gateway, listener):
+                    yield
+
+    @asynccontextmanager
+    async def running(
+        self, settings: Settings | None = None, instance: str = "r-1"
+    ) -> AsyncIterator[tuple[asyncio.Task[None], MemoryLog]]:
+        """A runner; stopped at the end, unless it is dead."""
+        log = MemoryLog(self.broker)
+        async with EventLog.open(log, self.registry, writer="runner") as events:
+            role = Role("runner", instance, settings or self.settings, log, events, MemoryBlobs(), Health("runner"))
+            task = asyncio.create_task(runner.main(role))
+            try:
+                yield task, log
+            finally:
+                role.stopping.set()
+                if not task.done():
+                    await task
+
+    async def work(self) -> None:
+        """A stand-in sandbox worker: the first request of a call is executed once, repeats get the stored answer."""
+        stored: dict[str, ToolCallCompleted] = {}
+        position = dict.fromkeys(range(self.settings.kafka.rollouts), 0)
+        while True:
+            for number in position:
+                records, position[number] = self.broker.read(
+                    Partition(topics.TOOL_CALLS.name, number), position[number], 99
+                )
+                for record in records:
+                    event = await self.events.decode(record)
+                    if not isinstance(event, ToolCallRequested):
+                        continue
+                    if event.call_id not in stored:
+                        status = self.answers(event, sum(self.executed.values()))
+                        self.executed[event.call_id] += 1
+                        if status is None:
+                            continue
+                        stored[event.call_id] = self._completed(event, status)
+                    await self.events.append(stored[event.call_id])
+            await self.broker.changed(0.2)
+
+    def _completed(self, event: ToolCallRequested, status: ToolStatus) -> ToolCallCompleted:
+        expression = json.loads(event.arguments)["code"].removeprefix("print(").removesuffix(")")
+        return ToolCallCompleted(
+            event_id=event.call_id, run_id="r", group_id=event.group_id, session_id=event.session_id,
+            floor=event.floor, rollout_id=event.rollout_id, call_id=event.call_id, call_seq=event.call_seq,
+            status=status, reason="", exit_code=0, output=f"{eval(expression)}\n".encode(), full_output=None,
+            duration_s=0.0, queue_s=0.0, workspace=None, attempt=0, worker="w", cached=False,
+        )  # fmt: skip
+
+    def script(self, tokens: TextTokens) -> Callable[[Any], list[int]]:
+        """The policy on token ids."""
+        return lambda prompt: tokens.encode(self.policy(tokens.literal(prompt)) + "<|im_end|>")
+
+
+@pytest.fixture
+async def stage(model: Path, tmp_path: Path) -> AsyncIterator[Stage]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    settings = Settings(
+        run=RunSettings(id="r", directory=str(tmp_path)),
+        kafka=KafkaSettings(groups=2, rollouts=2),
+        model=ModelSettings(path=str(model)),
+        gateway=GatewaySettings(url=url),
+        runner=RunnerSettings(concurrency=8, max_attempts=2, tool_deadline_s=20.0, gateway_patience_s=5.0),
+    )
+    log, registry = MemoryLog(), MemoryRegistry()
+    await log.create_topics(specs(settings))
+    async with AsyncExitStack() as stack:
+        events = await stack.enter_async_context(EventLog.open(log, registry, writer="test"))
+        engine = MemoryEngine(vocabulary=384, context=512)
+        stage = Stage(settings, log.broker, registry, events, engine)
+        engine.script = stage.script(TextTokens(model))
+        await events.append(
+            EngineRegistered(
+                event_id="e", run_id="r", engine_id="e", url="http://e", state="serving", version=0, model="m"
+            )
+        )
+        worker = asyncio.create_task(stage.work())
+        yield stage
+        worker.cancel()
+        await asyncio.gather(worker, return_exceptions=True)
+
+
+async def rewards(stage: Stage) -> list[float]:
+    return [reward.value for reward in await stage.said(RewardAssigned)]
+
+
+async def test_a_rollout_uses_its_tool_through_the_log_and_is_rewarded_before_it_is_finished(stage: Stage) -> None:
+    rollout = await stage.request()
+    async with stage.gateway(), stage.running():
+        [finish] = await stage.finished(1)
+    assert (finish.outcome, finish.final, len(finish.turns)) == (Outcome.completed, True, 2)
+    assert finish.expects.reward
+    [called] = await stage.said(ToolCallRequested)
+    session = ids.session_id(rollout, 0)
+    assert called.call_id == ids.call_id(session, finish.turns[0].epoch, 0, 0, "agent")
+    assert (called.tool, json.loads(called.arguments), called.call_seq) == ("python", {"code": "print(3+5)"}, 0)
+    assert called.sandbox == RECIPE.sandbox
+    spine = [type(event) for event in await stage.said(RewardAssigned, SessionFinished)]
+    assert spine == [RewardAssigned, SessionFinished]
+    assert await rewards(stage) == [1.0]
+
+
+async def test_tokens_of_a_live_rollout_are_a_row_of_the_warm_start(stage: Stage, model: Path) -> None:
+    await stage.request()
+    async with stage.gateway(), stage.running():
+        [finish] = await stage.finished(1)
+    snapshots = {snapshot.turn: snapshot for snapshot in await stage.said(TokenSnapshot)}
+    first, second = (snapshots[turn] for turn in finish.turns)
+    assert (second.parent_turn, second.base_len) == (
+        first.turn,
+        (len(first.delta_ids) + len(first.output_ids)) // 4,
+    )
+    lived = first.delta_ids + first.output_ids + second.delta_ids + second.output_ids
+    rows = RECIPE.warm_start.rows(model, 0)
+    assert any(
+        b"".join(token.to_bytes(4, "little") for token in row.token_ids) == lived
+        for row, _ in zip(rows, range(4000), strict=False)
+    )
+
+
+async def test_a_guess_without_the_tool_gets_nothing(stage: Stage) -> None:
+    stage.policy = lambda prompt: "8"
+    await stage.request()
+    async with stage.gateway(), stage.running():
+        [finish] = await stage.finished(1)
+    assert (finish.outcome, await rewards(stage)) == (Outcome.completed, [0.0])
+
+
+async def test_a_call_that_fails_in_the_sandbox_is_answered_with_error_and_the_agent_goes_on(stage: Stage) -> None:
+    stage.answers = lambda request, count: ToolStatus.tool_error
+    stage.policy = lambda prompt: "sorry" if "tool\nerror" in prompt else CALL
+    await stage.request()
+    async with stage.gateway(), stage.running():
+        [finish] = await stage.finished(1)
+    assert (finish.outcome, len(finish.turns), await rewards(stage)) == (Outcome.completed, 2, [0.0])
+
+
+@pytest.mark.parametrize(
+    ("policy", "limits", "reason", "turns"),
+    [
+        (lambda prompt: CALL, {"max_turns": 2}, "max_turns", 2),
+        (lambda prompt: "x" * 60, {}, "max_new_tokens", 1),
+        (lambda prompt: CALL, {"max_turns": 50, "max_context_tokens": 100}, "context", 2),
+    ],
+)
+async def test_a_live_agent_that_hits_a_limit_is_truncated_and_still_judged(
+    stage: Stage, policy: Policy, limits: dict[str, int], reason: str, turns: int
+) -> None:
+    stage.policy = policy
+    await stage.request(**limits)
+    async with stage.gateway(), stage.running():
+        [finish] = await stage.finished(1)
+    assert (finish.outcome, finish.reason, finish.final) == (Outcome.truncated, reason, True)
+    assert len(finish.turns) >= turns
+    assert await rewards(stage) == [0.0]
+
+
+async def test_a_deadline_truncates_the_session_and_cancels_the_call_that_it_waited_for(stage: Stage) -> None:
+    stage.answers = lambda request, count: None
+    await stage.request(deadline_s=0.5)
+    async with stage.gateway(), stage.running():
+        [finish] = await stage.finished(1)
+    assert (finish.outcome, finish.reason) == (Outcome.truncated, "deadline")
+    [called], [cancelled] = await stage.said(ToolCallRequested), await stage.said(ToolCallCancelled)
+    assert (cancelled.call_id, cancelled.reason) == (called.call_id, "deadline")
+
+
+async def test_a_broken_sandbox_fails_the_attempt_without_a_verdict_and_the_rollout_is_tried_again(
+    stage: Stage,
+) -> None:
+    stage.answers = lambda request, count: ToolStatus.infra_error if count == 0 else ToolStatus.ok
+    await stage.request()
+    async with stage.gateway(), stage.running():
+        first, second = await stage.finished(2)
+    assert (first.outcome, first.final, first.expects.reward) == (Outcome.infra_failure, False, False)
+    assert (second.outcome, second.final) == (Outcome.completed, True)
+    assert [reward.session_id for reward in await stage.said(RewardAssigned)] == [second.session_id]
+
+
+async def test_the_last_attempt_of_a_rollout_is_final_even_when_it_fails(stage: Stage) -> None:
+    stage.answers = lambda request, count: ToolStatus.infra_error
+    await stage.request()
+    async with stage.gateway(), stage.running():
+        finishes = await stage.finished(2)
+    assert [(finish.outcome, finish.final) for finish in finishes] == [
+        (Outcome.infra_failure, False),
+        (Outcome.infra_failure, True),
+    ]
+    assert await rewards(stage) == []
+
+
+async def test_a_call_that_nobody_answers_is_an_infrastructure_failure_and_is_cancelled(stage: Stage) -> None:
+    stage.answers = lambda request, count: None
+    impatient = dataclasses.replace(
+        stage.settings, runner=dataclasses.replace(stage.settings.runner, tool_deadline_s=0.2, max_attempts=1)
+    )
+    await stage.request()
+    async with stage.gateway(), stage.running(impatient):
+        [finish] = await stage.finished(1)
+    assert finish.outcome is Outcome.infra_failure
+    assert "tool_deadline_s" in finish.reason
+    assert [cancelled.reason for cancelled in await stage.said(ToolCallCancelled)] == ["unanswered"]
+
+
+@pytest.mark.parametrize("point", range(1, 9))
+async def test_a_runner_killed_at_any_point_is_followed_by_one_that_runs_nothing_twice(
+    stage: Stage, point: int
+) -> None:
+    """Points: before and after each of two tool calls, two verdicts."""
+    for index in range(2):
+        await stage.request(index=index)
+    async with stage.gateway():
+        async with stage.running() as (task, log):
+            log.dies_at = log.points + point
+            await asyncio.wait([task], timeout=20)
+            assert task.done()
+            with pytest.raises(Died):
+                await task
+        async with stage.running():
+            finishes = await stage.finished(2)
+    assert {finish.outcome for finish in finishes} == {Outcome.completed}
+    assert len({finish.session_id for finish in finishes}) == len(finishes) == 2
+    assert set(stage.executed.values()) == {1}
+    assert len({called.call_id for called in await stage.said(ToolCallRequested)}) == 2
+    assert len(await stage.said(TurnCompleted)) == len(stage.engine.requests) == 4
+    assert {reward.event_id: reward.value for reward in await stage.said(RewardAssigned)} == {
+        ids.digest("RewardAssigned", finish.session_id, "calc", "1"): 1.0 for finish in finishes
+    }
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["cut off before the next runner looks", "or meanwhile"])
+async def test_a_turn_that_died_with_its_runner_is_sampled_again_in_the_same_session(
+    stage: Stage, recorded: bool
+) -> None:
+    stage.engine.holds_after = 3
+    await stage.request()
+    async with stage.gateway():
+        async with stage.running() as (task, _):
+            await asyncio.wait_for(stage.engine.reached.wait(), 20)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        async with asyncio.timeout(20):
+            while recorded and not await stage.said(TurnCompleted):
+                await stage.broker.changed(1)
+        stage.engine.holds_after = None
+        async with stage.running():
+            [finish] = await stage.finished(1)
+    assert (finish.outcome, len(finish.turns), await rewards(stage)) == (Outcome.completed, 2, [1.0])
+    [cut] = [turn for turn in await stage.said(TurnCompleted) if turn.aborted]
+    assert cut.finish_reason is FinishReason.abort
+    assert finish.undelivered == (cut.turn,)
+
+
+async def test_a_session_goes_on_at_a_gateway_that_was_restarted(stage: Stage) -> None:
+    called = asyncio.Event()
+
+    def held(request: ToolCallRequested, count: int) -> ToolStatus | None:
+        called.set()
+        return None if count == 0 else ToolStatus.ok
+
+    stage.answers = held
+    await stage.request()
+    async with stage.running():
+        async with stage.gateway():
+            await asyncio.wait_for(called.wait(), 20)
+        [waiting] = await stage.said(ToolCallRequested)
+        await stage.events.append(stage._completed(waiting, ToolStatus.ok))
+        async with stage.gateway():
+            [finish] = await stage.finished(1)
+    assert (finish.outcome, len(finish.turns), await rewards(stage)) == (Outcome.completed, 2, [1.0])
+    assert len(await stage.said(SessionAdopted)) == 1
+    assert len({turn.epoch for turn in finish.turns}) == 2
+
+
+async def test_units_that_move_to_a_second_runner_lose_and_repeat_nothing(stage: Stage) -> None:
+    for index in range(12):
+        await stage.request(index=index)
+    async with stage.gateway(), stage.running(), stage.running(instance="r-2"):
+        finishes = await stage.finished(12)
+    assert len({finish.session_id for finish in finishes}) == len(finishes) == 12
+    assert {finish.outcome for finish in finishes} == {Outcome.completed}
+    assert set(stage.executed.values()) == {1}
+
+
+async def test_commits_are_low_water_marks_and_reach_the_end_when_everything_is_over(stage: Stage) -> None:
+    for index in range(4):
+        await stage.request(index=index)
+    async with stage.gateway(), stage.running():
+        await stage.finished(4)
+    names = [Partition(topic, number) for topic in runner.TOPICS for number in range(2)]
+    commits = await MemoryLog(stage.broker).commits("r.runner", names)
+    ends = await MemoryLog(stage.broker).end_offsets(names)
+    assert {name: commits[name].offset for name in names} == ends
+
+
+async def test_an_open_rollout_holds_the_commit_back(stage: Stage) -> None:
+    stage.answers = lambda request, count: None
+    await stage.request()
+    async with stage.gateway(), stage.running():
+        async with asyncio.timeout(20):
+            while not await stage.said(ToolCallRequested):
+                await stage.broker.changed(1)
+    names = [Partition(topics.TASKS.name, number) for number in range(2)]
+    commits = await MemoryLog(stage.broker).commits("r.runner", names)
+    assert {commit.offset for commit in commits.values()} == {0}
+
+
+async def test_a_poison_task_is_parked_and_the_others_run(stage: Stage) -> None:
+    for number in range(2):
+        stage.broker.write(Partition(topics.TASKS.name, number), b"k", b"\x00garbage", ())
+    await stage.request()
+    async with stage.gateway(), stage.running():
+        await stage.finished(1)
+    records, _ = stage.broker.read(Partition(topics.DEAD_LETTERS.name, 0), 0, 10)
+    letters = [await stage.events.decode(record) for record in records]
+    assert {(letter.topic, letter.partition, letter.role) for letter in letters} == {
+        ("tasks", 0, "runner"),
+        ("tasks", 1, "runner"),
+    }
+
+
+async def test_a_gateway_that_never_answers_ends_the_process_and_nothing_is_lost(stage: Stage) -> None:
+    from turnlog.producers.gateway_client import GatewayUnavailable
+
+    impatient = dataclasses.replace(
+        stage.settings, runner=dataclasses.replace(stage.settings.runner, gateway_patience_s=0.1)
+    )
+    await stage.request()
+    async with stage.running(impatient) as (task, _):
+        with pytest.raises(GatewayUnavailable, match="gateway_patience_s"):
+            await task
+    async with stage.gateway(), stage.running():
+        [finish] = await stage.finished(1)
+    assert finish.outcome is Outcome.completed
+
+
+async def test_a_runner_with_another_signing_key_ends_with_the_setting_to_check(stage: Stage, tmp_path: Path) -> None:
+    from turnlog.producers.gateway_client import GatewayRefused
+
+    stranger = dataclasses.replace(
+        stage.settings, gateway=dataclasses.replace(stage.settings.gateway, signing_key="another")
+    )
+    await stage.request()
+    async with stage.gateway(), stage.running(stranger) as (task, _):
+        with pytest.raises(GatewayRefused, match="signing_key"):
+            await task
+    assert await stage.said(SessionFinished) == []

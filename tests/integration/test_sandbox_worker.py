@@ -1,0 +1,147 @@
+"""The sandbox worker as a process, on a real broker, with bubblewrap: calls answered, and answered after kill -9."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+from turnlog.infra.log import Partition
+from turnlog.infra.role import Role, opened
+from turnlog.schemas.events import SandboxSpec, ToolCallCompleted, ToolCallRequested, ToolCallStarted, ToolStatus
+from turnlog.schemas.ids import digest
+from turnlog.schemas.topics import TOOL_RESULTS
+from turnlog.settings import Settings
+
+pytestmark = pytest.mark.kafka
+
+PROGRAM = """
+import logging, os
+from turnlog.infra.role import serve
+from turnlog.sandbox_workers.worker import main
+from turnlog.settings import load
+logging.basicConfig(level=logging.WARNING)
+serve("sandbox", main, load(None, os.environ))
+"""
+
+
+def environment(settings: Settings) -> dict[str, str]:
+    """What a worker needs to find the test's servers."""
+    ours = {
+        "TURNLOG_RUN_ID": settings.run.id,
+        "TURNLOG_RUN_DIRECTORY": settings.run.directory,
+        "TURNLOG_KAFKA_BOOTSTRAP": settings.kafka.bootstrap,
+        "TURNLOG_KAFKA_PREFIX": settings.kafka.prefix,
+        "TURNLOG_REGISTRY_URL": settings.registry.url,
+        "TURNLOG_STORE_ENDPOINT": settings.store.endpoint,
+        "TURNLOG_SANDBOX_FIRST_UID": "250000",
+        "TURNLOG_INSTANCE": "sandbox-0",
+    }
+    return {**{key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}, **ours}
+
+
+@contextmanager
+def worker(settings: Settings) -> Iterator[psutil.Popen]:
+    """A worker process; stopped by SIGTERM at the end, unless it is dead."""
+    with psutil.Popen([sys.executable, "-c", PROGRAM], env=environment(settings), stderr=subprocess.PIPE) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.terminate()
+            _, said = process.communicate(timeout=30)
+            print(said.decode())
+
+
+def call(session: str, seq: int, command: str) -> ToolCallRequested:
+    """A shell call."""
+    return ToolCallRequested(
+        event_id=digest(session, seq),
+        run_id="run",
+        group_id="g",
+        session_id=session,
+        floor=0,
+        rollout_id=session,
+        call_id=f"{session}-{seq}",
+        call_seq=seq,
+        tool="shell",
+        arguments=json.dumps({"command": command}).encode(),
+        sandbox=SandboxSpec(),
+        workspace=None,
+        deadline_s=300.0,
+    )
+
+
+@pytest.fixture
+async def role(live_settings: Settings) -> AsyncIterator[Role]:
+    """The test's own way into the log."""
+    async with opened("test", live_settings) as role:
+        yield role
+
+
+class Results:
+    """agent.tool-results, as they come."""
+
+    def __init__(self, role: Role) -> None:
+        self._role = role
+        places = [Partition(TOOL_RESULTS.name, number) for number in range(role.settings.kafka.rollouts)]
+        self._position = dict.fromkeys(places, 0)
+        self.started: list[ToolCallStarted] = []
+        self.completed: list[ToolCallCompleted] = []
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Read on until it holds."""
+        deadline = time.monotonic() + 90
+        async with self._role.log.reader() as reader:
+            reader.assign(self._position)
+            while not condition():
+                assert time.monotonic() < deadline, (self.started, self.completed)
+                for record in await reader.poll():
+                    event = await self._role.events.decode(record)
+                    (self.started if isinstance(event, ToolCallStarted) else self.completed).append(event)  # type: ignore[arg-type]
+            self._position = {place: reader.position(place) for place in self._position}
+
+
+async def test_sessions_are_served_in_order_by_isolated_sandboxes(role: Role) -> None:
+    results = Results(role)
+    with worker(role.settings):
+        calls = [call(f"s{session}", seq, "id -u; pwd") for seq in range(4) for session in range(10)]
+        await asyncio.gather(*[await role.events.submit(request) for request in calls])
+        await results.until(lambda: len(results.completed) >= len(calls))
+    assert {(answer.status, answer.output, answer.worker) for answer in results.completed} == {
+        (ToolStatus.ok, b"1000\n/workspace\n", "sandbox-0")
+    }
+    for session in range(10):
+        seqs = [answer.call_seq for answer in results.completed if answer.session_id == f"s{session}"]
+        assert seqs == [0, 1, 2, 3]
+
+
+async def test_kill_9_leaves_no_sandbox_and_the_next_worker_answers(role: Role) -> None:
+    results = Results(role)
+    with worker(role.settings) as process:
+        await role.events.append(call("quick", 0, "echo quick"))
+        await results.until(lambda: len(results.completed) == 1)
+        await role.events.append(call("slow", 0, "setsid sleep 4 & sleep 4; echo slow"))
+        await results.until(lambda: len(results.started) == 2)
+        sandboxes = process.children(recursive=True)
+        assert any("inside.init" in " ".join(inside.cmdline()) for inside in sandboxes)
+        process.kill()
+        _, alive = psutil.wait_procs(sandboxes, timeout=10)
+        assert alive == []
+    with worker(role.settings):
+        await role.events.append(call("quick", 0, "echo quick"))
+        await results.until(lambda: {"slow-0"} <= {answer.call_id for answer in results.completed})
+        await results.until(lambda: any(answer.cached for answer in results.completed))
+    (slow,) = [answer for answer in results.completed if answer.call_id == "slow-0"]
+    assert (slow.status, slow.output, slow.attempt) == (ToolStatus.ok, b"slow\n", 2)
+    quick = [answer for answer in results.completed if answer.call_id == "quick-0"]
+    assert {(answer.output, answer.attempt) for answer in quick} == {(b"quick\n", 1)}
+    assert [event.attempt for event in results.started] == [1, 1, 2]

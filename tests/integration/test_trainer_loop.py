@@ -1,0 +1,214 @@
+"""The trainer on a real log and store, fed with hand-made manifests."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models
+
+from turnlog.infra.batch_files import MEDIA_TYPE, write_rows
+from turnlog.infra.log import Partition
+from turnlog.infra.role import Role, opened
+from turnlog.schemas.events import BatchSkipped, Event, StepCompleted, WeightVersionPublished
+from turnlog.schemas.topics import STEPS, WEIGHTS
+from turnlog.settings import Settings
+from turnlog.trainer.rerun import rerun
+from turnlog.trainer.shape import TINY
+from turnlog.trainer.synthetic import append_batches, synthetic_manifest, synthetic_rows
+from turnlog.trainer.warm_start import make_base
+
+pytestmark = pytest.mark.kafka
+ROLE = """
+import json, sys
+from turnlog.infra.role import serve
+from turnlog.settings import from_tables
+from turnlog.trainer.loop import main
+if __name__ == "__main__":
+    serve("trainer", main, from_tables(json.load(sys.stdin), {}, source="test"))
+"""
+
+
+@pytest.fixture
+def settings(live_settings: Settings, tmp_path: Path) -> Settings:
+    """A run of six draws on a random tiny model, one thread, checkpoints every second step."""
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    vocabulary = {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2, "a": 3}
+    Tokenizer(models.WordLevel(vocabulary, "a")).save(str(tokenizer / "tokenizer.json"))
+    (tokenizer / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    make_base(TINY, tokenizer, tmp_path / "model")
+    return dataclasses.replace(
+        live_settings,
+        model=dataclasses.replace(live_settings.model, path=str(tmp_path / "model")),
+        feeder=dataclasses.replace(live_settings.feeder, draws=6),
+        trainer=dataclasses.replace(live_settings.trainer, threads=1, checkpoint_every=2),
+    )
+
+
+@pytest.fixture
+async def role(settings: Settings) -> AsyncIterator[Role]:
+    async with opened("test", settings) as role:
+        yield role
+
+
+async def test_trains_every_batch_once_and_publishes_each_draw(settings: Settings, role: Role) -> None:
+    await append_batches(role.events, role.blobs, settings.run.id, 6)
+    trainer = await start(settings)
+    assert await trainer.wait() == 0
+    steps, versions = await steps_of(role), await versions_of(role)
+    assert [step.batch_index for step in steps] == list(range(6))
+    assert [step.step for step in steps] == list(range(1, 7))
+    assert {step.incarnation for step in steps} == {0}
+    assert [(version.version, version.batch_index) for version in versions] == [(n, n - 1) for n in range(7)]
+    assert versions[0].checkpoint is not None
+
+
+async def test_a_kill_neither_skips_nor_repeats_and_losses_are_those_of_a_rerun(settings: Settings, role: Role) -> None:
+    await append_batches(role.events, role.blobs, settings.run.id, 6)
+    first = await start(settings)
+    await steps_until(role, 3)
+    first.kill()
+    await first.wait()
+    second = await start(settings)
+    assert await second.wait() == 0
+    steps = await steps_of(role)
+    final = {step.batch_index: step for step in sorted(steps, key=lambda step: step.incarnation)}
+    assert sorted(final) == list(range(6))
+    assert [final[index].step for index in range(6)] == list(range(1, 7))
+    assert {step.incarnation for step in steps} == {0, 1}
+    losses = await asyncio.to_thread(rerun, settings, None, 6)
+    assert [step.loss for step in steps] == [losses[step.batch_index] for step in steps]
+    versions = [version.version for version in await versions_of(role)]
+    assert versions == list(range(len(versions)))
+
+
+async def test_a_stop_saves_and_the_next_incarnation_goes_on_behind_it(settings: Settings, role: Role) -> None:
+    await append_batches(role.events, role.blobs, settings.run.id, 3)
+    first = await start(settings)
+    await steps_until(role, 3)
+    first.terminate()
+    assert await first.wait() == 0
+    await append_batches(role.events, role.blobs, settings.run.id, 6)
+    second = await start(settings)
+    assert await second.wait() == 0
+    steps = await steps_of(role)
+    assert [(step.batch_index, step.incarnation) for step in steps] == [(0, 0), (1, 0), (2, 0), (3, 1), (4, 1), (5, 1)]
+    versions = await versions_of(role)
+    restored = next(version for version in versions if version.incarnation == 1)
+    assert (restored.version, restored.batch_index, restored.step) == (4, 2, 3)
+    assert restored.files == versions[3].files
+    assert restored.checkpoint is not None
+
+
+async def test_a_corrupt_batch_ends_the_process_and_is_not_skipped(settings: Settings, role: Role) -> None:
+    await append_batches(role.events, role.blobs, settings.run.id, 1)
+    rows = synthetic_rows(1)
+    wrong = await role.blobs.put(b"not a batch", media_type=MEDIA_TYPE)
+    await role.events.append(synthetic_manifest(rows, wrong, settings.run.id, 1))
+    trainer = await start(settings, stderr=subprocess.PIPE)
+    _, errors = await trainer.communicate()
+    assert trainer.returncode == 1
+    assert b"CorruptBatch" in errors
+    assert [step.batch_index for step in await steps_of(role)] == [0]
+
+
+async def test_a_skipped_draw_moves_the_cursor_only(settings: Settings, role: Role) -> None:
+    rows = [synthetic_rows(index) for index in range(3)]
+    files = [await role.blobs.put(write_rows(one), media_type=MEDIA_TYPE) for one in rows]
+    await role.events.append(synthetic_manifest(rows[0], files[0], settings.run.id, 0))
+    skipped = BatchSkipped(
+        event_id="skipped",
+        run_id=settings.run.id,
+        batch_index=1,
+        draw_index=1,
+        reason="nothing left to train",
+        groups=(),
+        masked={},
+        dropped=(),
+        positions=(),
+        settings_sha256="",
+    )
+    await role.events.append(skipped)
+    await role.events.append(synthetic_manifest(rows[2], files[2], settings.run.id, 2))
+    short = dataclasses.replace(settings, feeder=dataclasses.replace(settings.feeder, draws=2))
+    trainer = await start(short)
+    assert await trainer.wait() == 0
+    assert [(step.batch_index, step.step) for step in await steps_of(role)] == [(0, 1), (2, 2)]
+
+
+async def test_weights_go_out_after_every_second_draw_and_at_the_end(settings: Settings, role: Role) -> None:
+    rare = dataclasses.replace(
+        settings,
+        feeder=dataclasses.replace(settings.feeder, draws=3),
+        trainer=dataclasses.replace(settings.trainer, publish_every=2),
+    )
+    await append_batches(role.events, role.blobs, settings.run.id, 6, parts=2)
+    trainer = await start(rare)
+    assert await trainer.wait() == 0
+    assert [(version.version, version.batch_index) for version in await versions_of(role)] == [(0, -1), (1, 3), (2, 5)]
+    assert [(step.draw_index, step.batch_index) for step in await steps_of(role)] == [(n // 2, n) for n in range(6)]
+
+
+async def test_two_ranks_started_by_the_role_train_the_same(settings: Settings, role: Role) -> None:
+    await append_batches(role.events, role.blobs, settings.run.id, 6)
+    two = dataclasses.replace(settings, trainer=dataclasses.replace(settings.trainer, world_size=2, tensor_parallel=2))
+    trainer = await start(two)
+    assert await trainer.wait() == 0
+    steps = await steps_of(role)
+    assert [step.batch_index for step in steps] == list(range(6))
+    assert {step.world_size for step in steps} == {2}
+    losses = await asyncio.to_thread(rerun, settings, None, 6)
+    assert [step.loss for step in steps] == pytest.approx(losses, abs=1e-5)
+
+
+async def steps_until(role: Role, count: int) -> None:
+    """Wait until `count` steps are on the log."""
+    partition = Partition(STEPS.name, 0)
+    async with asyncio.timeout(120), role.log.reader() as reader:
+        reader.assign({partition: 0})
+        seen = 0
+        while seen < count:
+            seen += len(await reader.poll())
+
+
+async def start(settings: Settings, *, stderr: int | None = None) -> asyncio.subprocess.Process:
+    """A trainer process on `settings`."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", ROLE, stdin=subprocess.PIPE, stderr=stderr
+    )
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(tables(settings)).encode())
+    process.stdin.close()
+    return process
+
+
+def tables(settings: Settings) -> dict[str, dict[str, object]]:
+    """`settings` as the tables of a TOML file."""
+    return json.loads(json.dumps(dataclasses.asdict(settings)))  # type: ignore[no-any-return]
+
+
+async def steps_of(role: Role) -> list[StepCompleted]:
+    return [event for event in await everything(role, STEPS.name) if isinstance(event, StepCompleted)]
+
+
+async def versions_of(role: Role) -> list[WeightVersionPublished]:
+    return [event for event in await everything(role, WEIGHTS.name) if isinstance(event, WeightVersionPublished)]
+
+
+async def everything(role: Role, topic: str) -> list[Event]:
+    """All committed events of a one-partition topic."""
+    partition = Partition(topic, 0)
+    end = (await role.log.end_offsets([partition]))[partition]
+    events: list[Event] = []
+    async with role.log.reader() as reader:
+        reader.assign({partition: 0})
+        while reader.position(partition) < end:
+            events += [await role.events.decode(record) for record in await reader.poll()]
+    return events

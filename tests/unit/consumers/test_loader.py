@@ -1,0 +1,188 @@
+"""The weight loader over a log, a store and an engine in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save, save_file
+
+from turnlog.consumers.loader import EngineSwapFailed, Loader
+from turnlog.infra.event_log import EventLog
+from turnlog.infra.health import Health
+from turnlog.infra.log import Partition
+from turnlog.infra.memory import MemoryLog
+from turnlog.infra.memory_blobs import MemoryBlobs
+from turnlog.infra.memory_engine_control import MemoryEngineControl
+from turnlog.infra.registry import MemoryRegistry
+from turnlog.infra.role import Role
+from turnlog.infra.topics_admin import apply
+from turnlog.schemas.events import EngineGone, EngineRegistered, EngineWeightsLoaded, EngineWeightsRefused, Event
+from turnlog.schemas.events.weights import WeightFile
+from turnlog.schemas.topics import ENGINES
+from turnlog.settings import ModelSettings, RunSettings, Settings
+from turnlog.trainer.checkpoint import Cursor
+from turnlog.trainer.weights import published
+
+URL = "http://engine"
+
+
+@pytest.fixture
+async def role(tmp_path: Path) -> AsyncIterator[Role]:
+    model = tmp_path / "model"
+    model.mkdir()
+    save_file(tensors(0), str(model / "model.safetensors"))
+    settings = Settings(
+        run=RunSettings(id="run", directory=str(tmp_path / "run")), model=ModelSettings(path=str(model))
+    )
+    log = MemoryLog()
+    await apply(log, settings)
+    async with EventLog.open(log, MemoryRegistry(), writer="test") as events:
+        yield Role("loader", "loader-0", settings, log, events, MemoryBlobs(), Health("loader"))
+
+
+def tensors(version: int) -> dict[str, torch.Tensor]:
+    return {"a": torch.full((2, 3), float(version)), "b": torch.ones(4)}
+
+
+async def publish(role: Role, version: int, *, content: bytes | None = None) -> None:
+    """Version `version`; `content` stands in for its file."""
+    weights = tensors(version)
+    ref = await role.blobs.put(save(weights) if content is None else content)
+    files = (WeightFile("model.safetensors", ref),)
+    cursor = Cursor(next_batch=version, step=version)
+    await role.events.append(
+        published(weights, files, run_id="run", version=version, incarnation=0, cursor=cursor, checkpoint=None)
+    )
+
+
+async def said(role: Role, count: int) -> list[Event]:
+    """The first `count` events of engine-status, once they are there."""
+    events: list[Event] = []
+    async with asyncio.timeout(20), role.log.reader() as reader:
+        reader.assign({Partition(ENGINES.name, 0): 0})
+        while len(events) < count:
+            events += [await role.events.decode(record) for record in await reader.poll()]
+    return events
+
+
+@pytest.fixture
+async def control(role: Role) -> MemoryEngineControl:
+    return MemoryEngineControl(Path(role.settings.model.path))
+
+
+@pytest.fixture
+async def running(role: Role, control: MemoryEngineControl) -> AsyncIterator[asyncio.Task[None]]:
+    task = asyncio.create_task(Loader(role, control, "engine-0", URL).run())
+    yield task
+    role.stopping.set()
+    if not task.done():
+        await task
+
+
+async def test_registers_and_acknowledges_each_version(
+    role: Role, control: MemoryEngineControl, running: asyncio.Task[None]
+) -> None:
+    await publish(role, 0)
+    registered, loaded = await said(role, 2)
+    assert isinstance(registered, EngineRegistered)
+    assert isinstance(loaded, EngineWeightsLoaded)
+    assert (registered.version, registered.state, registered.url) == (-1, "starting", URL)
+    assert (loaded.version, loaded.state) == (0, "serving")
+    assert set(loaded.seconds) == {"fetch", "verify", "pause", "load", "check", "resume"}
+    assert control.loads == [0]
+    assert not control.paused
+
+
+async def test_of_several_waiting_versions_only_the_newest_is_loaded(role: Role, control: MemoryEngineControl) -> None:
+    for version in range(4):
+        await publish(role, version)
+    task = asyncio.create_task(Loader(role, control, "engine-0", URL).run())
+    loaded = (await said(role, 2))[1]
+    role.stopping.set()
+    await task
+    assert isinstance(loaded, EngineWeightsLoaded)
+    assert (loaded.version, loaded.superseded) == (3, (0, 1, 2))
+    assert control.loads == [3]
+
+
+async def test_a_truncated_file_is_refused_before_the_engine_sees_it(
+    role: Role, control: MemoryEngineControl, running: asyncio.Task[None]
+) -> None:
+    await publish(role, 0)
+    await said(role, 2)
+    await publish(role, 1, content=save(tensors(1))[:-8])
+    await publish_after(role, 3, 2)
+    _, _, refused, loaded = await said(role, 4)
+    assert isinstance(refused, EngineWeightsRefused)
+    assert isinstance(loaded, EngineWeightsLoaded)
+    assert (refused.cause, refused.refused_version, refused.version) == ("TruncatedSafetensors", 1, 0)
+    assert refused.state == "serving"
+    assert (loaded.version, control.loads) == (2, [0, 2])
+
+
+async def publish_after(role: Role, count: int, version: int) -> None:
+    """Publish `version` once `count` status events are there."""
+    await said(role, count)
+    await publish(role, version)
+
+
+async def test_when_the_newest_is_bad_the_next_newest_is_loaded(role: Role, control: MemoryEngineControl) -> None:
+    await publish(role, 0)
+    await publish(role, 1)
+    await publish(role, 2, content=b"short")
+    task = asyncio.create_task(Loader(role, control, "engine-0", URL).run())
+    _, refused, loaded = await said(role, 3)
+    role.stopping.set()
+    await task
+    assert isinstance(refused, EngineWeightsRefused)
+    assert isinstance(loaded, EngineWeightsLoaded)
+    assert (refused.refused_version, loaded.version, loaded.superseded) == (2, 1, (0,))
+
+
+async def test_an_engine_left_paused_is_resumed(role: Role, control: MemoryEngineControl) -> None:
+    await control.pause()
+    task = asyncio.create_task(Loader(role, control, "engine-0", URL).run())
+    await said(role, 1)
+    assert not control.paused
+    role.stopping.set()
+    await task
+
+
+async def test_an_engine_that_came_back_empty_is_loaded_again(
+    role: Role, control: MemoryEngineControl, running: asyncio.Task[None]
+) -> None:
+    await publish(role, 0)
+    await said(role, 2)
+    control.restart()
+    _, _, registered, loaded = await said(role, 4)
+    assert isinstance(registered, EngineRegistered)
+    assert isinstance(loaded, EngineWeightsLoaded)
+    assert (registered.version, loaded.version) == (-1, 0)
+
+
+async def test_a_dead_engine_is_reported_and_ends_the_process(
+    role: Role, control: MemoryEngineControl, running: asyncio.Task[None]
+) -> None:
+    await said(role, 1)
+    control.alive = False
+    gone = (await said(role, 2))[1]
+    assert isinstance(gone, EngineGone)
+    assert gone.state == "gone"
+    with pytest.raises(EngineSwapFailed):
+        await running
+
+
+async def test_event_ids_differ_between_reports(
+    role: Role, control: MemoryEngineControl, running: asyncio.Task[None]
+) -> None:
+    await publish(role, 0)
+    await said(role, 2)
+    control.restart()
+    events = await said(role, 4)
+    assert len({event.event_id for event in events}) == len(events)
+    assert all(dataclasses.is_dataclass(event) for event in events)

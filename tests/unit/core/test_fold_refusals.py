@@ -1,0 +1,176 @@
+"""Every record that the fold refuses: which error, what it names, and what becomes of the session."""
+
+from __future__ import annotations
+
+import pytest
+
+from turnlog.processors.core import errors
+from turnlog.processors.core.assembler import FoldRules, GroupFold
+from turnlog.processors.core.books import Ledger
+from turnlog.schemas.events import GroupStatus, MaskReason, VersionSpan
+from turnlog.schemas.types import BlobRef, TurnId, pack_float32s, pack_int32s
+
+RULES = FoldRules(run_id="r", settings_sha256="s" * 64, min_valid=1)
+NAN = float("nan")
+
+BAD_SNAPSHOTS = {
+    "BrokenArray": {"output_ids": b"12345"},
+    "TokenOutOfRange": {"output_ids": pack_int32s([-1, 66])},
+    "LogprobLengthMismatch": {"output_logprobs": pack_float32s([-0.5])},
+    "SpansDoNotCover": {"version_spans": (VersionSpan(1, 1),)},
+    "UnknownVersion": {"version_spans": (VersionSpan(-1, 2),)},
+    "NotFinite": {"output_logprobs": pack_float32s([-0.5, NAN])},
+    "PromptHashMismatch": {"prompt_sha256": "0" * 64},
+    "UnknownParent": {"parent_turn": TurnId("start/a", 9)},
+    "BaseBeyondParent": {"base_len": 99},
+    "EmptyPrompt": {"delta_ids": b"", "base_len": 0},
+}
+
+
+def only_refusal(folded):
+    ((topic, offset, error),) = folded.refused
+    return topic, offset, error
+
+
+@pytest.mark.parametrize("name", BAD_SNAPSHOTS)
+def test_a_bad_snapshot_is_refused_by_name_and_excludes_its_session(story, name):
+    s = story(size=2)
+    s.turn("a", 0, "sq", "A")
+    s.turn("a", 1, "sqAr", "BB", base=0, **BAD_SNAPSHOTS[name])
+    s.end("a", reward=1.0)
+    s.turn("b", 0, "sq", "CCC")
+    s.end("b", reward=0.0)
+    folded = s.fold(RULES)
+    topic, _, error = only_refusal(folded)
+    assert (topic, type(error).__name__) == ("agent.token-snapshots", name)
+    assert "session a turn (start/a, 1)" in str(error)
+    assert folded.score.status is GroupStatus.trained
+    assert [rollout.excluded_reason for rollout in folded.score.rollouts] == ["refused", None]
+    assert [sample.session_id for sample in folded.samples] == ["b"]
+    assert set(folded.score.books.masked) == {"refused"}
+    assert folded.trees["a"].books.trained == 0
+    assert folded.trees["a"].segments == ()
+
+
+def test_the_message_says_what_where_and_what_to_do(story):
+    s = story()
+    s.turn("a", 0, "sq", "A")
+    s.turn("a", 1, "sqAr", "B", base=0, base_len=99)
+    _, _, error = only_refusal(s.fold(RULES))
+    assert str(error) == (
+        "session a turn (start/a, 1): base_len 99, the parent has 3 tokens; "
+        "base_len counts tokens of the parent's prompt and output"
+    )
+
+
+def test_a_refused_record_comes_with_the_outputs_that_it_makes_due(story, folded):
+    s = story()
+    s.turn("a", 0, "sq", "A", prompt_sha256="0" * 64)
+    s.end("a", reward=1.0)
+    records = sorted(s.arrivals, key=lambda record: record[0] == "agent.token-snapshots")  # the snapshot is last
+    group = GroupFold("g", 5, RULES)
+    for topic, offset, event in records[:-1]:
+        assert group.apply(topic, offset, event) == []
+    with pytest.raises(errors.PromptHashMismatch) as refusal:
+        group.apply(*records[-1])
+    assert [type(output).__name__ for output in refusal.value.outputs] == ["TurnTreeAssembled", "GroupScored"]
+    assert group.complete
+
+
+def test_the_first_record_of_a_turn_decides_even_when_a_good_one_follows(story):
+    s = story()
+    s.turn("a", 0, "sq", "A", prompt_sha256="0" * 64)
+    s.snapshot("a", s.id("a", 0), "sq", "A")
+    s.end("a", reward=1.0)
+    assert s.fold(RULES).score.rollouts[0].excluded_reason == "refused"
+
+
+def test_a_refused_turn_that_the_finish_does_not_name_excludes_nobody(story):
+    s = story()
+    s.turn("a", 0, "sq", "A")
+    s.turn("a", 1, "sqAr", "BB", base=0, prompt_sha256="0" * 64)
+    s.turn("a", 2, "sqAt", "C", base=0)
+    s.end("a", reward=1.0, turns=[s.id("a", 0), s.id("a", 2)])
+    folded = s.fold(RULES)
+    assert folded.score.rollouts[0].excluded_reason is None
+    assert (folded.score.books.trained, folded.score.books.masked) == (2, {"refused": 2})
+
+
+def test_a_child_of_a_refused_parent_is_refused_too(story):
+    s = story()
+    s.turn("a", 0, "sq", "A", prompt_sha256="0" * 64)
+    s.turn("a", 1, "sqAr", "B", base=0)
+    folded = s.fold(RULES)
+    assert [type(error).__name__ for _, _, error in folded.refused] == ["PromptHashMismatch", "UnknownParent"]
+
+
+def test_a_base_that_is_not_earlier_is_refused(story):
+    s = story()
+    s.turn("a", 0, "sq", "A", base=0)
+    s.end("a", reward=1.0)
+    folded = s.fold(RULES)
+    topic, _, error = only_refusal(folded)
+    assert (topic, type(error)) == ("agent.turns", errors.BaseNotBefore)
+    assert folded.score.rollouts[0].excluded_reason == "refused"
+
+
+@pytest.mark.parametrize("value", [NAN, float("inf"), -1e101])
+def test_a_reward_that_is_no_number_excludes_its_session(story, value):
+    s = story()
+    s.turn("a", 0, "sq", "A")
+    s.end("a", reward=value)
+    s.reward("a", 1.0)
+    folded = s.fold(RULES)
+    assert isinstance(only_refusal(folded)[2], errors.RewardNotFinite)
+    assert (folded.score.rollouts[0].excluded_reason, folded.score.rollouts[0].reward) == ("refused", None)
+
+
+def test_a_finish_that_names_an_unknown_epoch_ends_its_session_as_refused(story):
+    s = story()
+    s.turn("a", 0, "sq", "A")
+    s.finish("a", turns=[TurnId("nowhere", 0)])
+    folded = s.fold(RULES)
+    assert isinstance(only_refusal(folded)[2], errors.UnknownEpoch)
+    assert folded.score.rollouts[0].excluded_reason == "refused"
+
+
+def test_a_session_that_never_started_cannot_be_adopted(story):
+    s = story()
+    s.epochs["a"] = []
+    s.adopt("a")
+    assert isinstance(only_refusal(s.fold(RULES))[2], errors.UnknownSession)
+
+
+@pytest.mark.parametrize(
+    "change", [{"group_size": 5}, {"task_id": "other"}, {"purpose": "eval"}, {"event_id": "twin", "session_id": "a"}]
+)
+def test_a_start_that_contradicts_its_group_is_refused(story, change):
+    s = story(size=2)
+    s.start("a")
+    s.start("b", **change)
+    assert isinstance(only_refusal(s.fold(RULES))[2], errors.SessionContradicted)
+
+
+def test_a_record_in_a_topic_of_others_is_refused(story, folded):
+    s = story()
+    s.turn("a", 0, "sq", "A")
+    start, turn, _ = s.arrivals
+    assert isinstance(only_refusal(folded([("agent.sessions", 3, turn[2])]))[2], errors.MisplacedRecord)
+    assert isinstance(only_refusal(folded([("agent.turns", 3, start[2])]))[2], errors.MisplacedRecord)
+
+
+def test_a_payload_that_was_not_fetched_is_a_defect_of_the_shell_and_parks_nothing(story):
+    s = story()
+    s.turn("a", 0, "sq", "A", delta_ids=BlobRef("0" * 64, 8))
+    with pytest.raises(errors.PayloadNotFetched, match="delta_ids"):
+        s.fold(RULES)
+
+
+def test_books_that_do_not_balance_stop_the_unit():
+    ledger = Ledger()
+    ledger.enter(3, None)
+    ledger.enter(2, MaskReason.side_call)
+    assert ledger.close("x", 5).masked == {"side_call": 2}
+    with pytest.raises(errors.BooksDoNotBalance, match="sampled 6 != trained 3"):
+        ledger.close("x", 6)
+    assert not issubclass(errors.BooksDoNotBalance, errors.FoldError)

@@ -1,0 +1,180 @@
+"""Bad requests, engines that fail, weights that are not there: each a typed error that names the thing."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from turnlog.producers.gateway.engines import Wanted
+from turnlog.producers.gateway.errors import NoEngine, Unauthorized
+from turnlog.producers.gateway.session_tokens import KEY_FILE, Claims, sign, signing_key, verify
+from turnlog.schemas.events import FinishReason
+from turnlog.schemas.types import int32s
+
+QUESTION = {"role": "user", "content": "3 + 5 = ?"}
+
+
+@pytest.mark.parametrize(
+    ("body", "names"),
+    [
+        (b"{", "JSON"),
+        (b"[]", "JSON object"),
+        (b"{}", "messages"),
+        (b'{"messages": []}', "messages"),
+        (b'{"messages": [{"role": "wizard", "content": "x"}]}', "messages[0]"),
+        (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "image_url"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}', "max_tokens"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": "9"}', "max_tokens"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "tools": {"a": 1}}', "tools"),
+        (b'{"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}', "tool_calls[0]"),
+    ],
+)
+async def test_a_bad_body_is_refused_by_name_and_writes_nothing(rig: Any, body: bytes, names: str) -> None:
+    session = await rig.open()
+    headers = {"authorization": f"Bearer {session['token']}"}
+    answer = await rig.http.post("/v1/chat/completions", content=body, headers=headers)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert names in error["message"]
+    assert await rig.written("TurnCompleted") == []
+
+
+async def test_a_prompt_that_leaves_no_room_is_a_context_overflow(rig: Any) -> None:
+    session = await rig.open(limits={"max_context_tokens": 40})
+    answer = await rig.chat(session, [{"role": "user", "content": "x y " * 60}])
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert "40 tokens" in answer.json()["error"]["message"]
+    assert await rig.written("TurnCompleted") == []
+    rig.script.says("123456789012345678901234567890", end=False)
+    assert (await rig.chat(session, [QUESTION])).json()["usage"]["total_tokens"] == 39
+
+
+async def test_only_the_right_key_opens_each_door(rig: Any) -> None:
+    session, other = await rig.open("a"), await rig.open("b")
+    assert (await rig.http.post("/sessions", json={})).status_code == 401
+    assert (await rig.http.post("/sessions", json={}, headers={"authorization": "Bearer wrong"})).status_code == 401
+    forged = {**session, "token": session["token"][:-2] + "xx"}
+    answer = await rig.chat(forged, [QUESTION])
+    assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert forged["token"] not in answer.text
+    assert (await rig.finish({**session, "token": other["token"]})).status_code == 401
+
+
+async def test_a_token_of_a_session_that_was_never_started_is_not_found(rig: Any) -> None:
+    token = sign(Claims(session_id="nobody", group_id="g", floor=0), rig.gateway.key)
+    answer = await rig.chat({"token": token}, [QUESTION])
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "session_not_found")
+
+
+async def test_a_dead_engine_is_left_for_another(rig: Any) -> None:
+    rig.engines["e1"] = rig.new_engine("http://e1")
+    await rig.engine_says("e1")
+    rig.engines["e0"].kill()
+    answers = [await rig.chat(await rig.open(f"rollout-{number}"), [QUESTION]) for number in range(6)]
+    assert {answer.status_code for answer in answers} == {200}
+    assert {turn.engine_id for turn in await rig.written("TurnCompleted")} == {"e1"}
+
+
+async def test_a_turn_waits_for_its_weights_and_says_so_when_they_do_not_come(rig: Any) -> None:
+    session = await rig.open(min_weight_version=3)
+    with pytest.raises(NoEngine, match="weight version >= 3"):
+        await rig.gateway.engines.choose("s", Wanted(3), timeout_s=0.2)
+    ask = asyncio.create_task(rig.chat(session, [QUESTION]))
+    await rig.engine_says(version=2)
+    await rig.engine_says(version=3)
+    answer = await ask
+    assert answer.json()["turnlog"]["weight_version_first"] == 0  # what the engine itself says of its tokens wins
+    assert rig.gateway.engines.live["e0"].version == 3
+
+
+async def test_an_engine_that_is_not_serving_is_passed_over(rig: Any) -> None:
+    rig.engines["e1"] = rig.new_engine("http://e1")
+    await rig.engine_says("e0", state="draining")
+    await rig.engine_says("e1")
+    for number in range(4):
+        await rig.chat(await rig.open(f"rollout-{number}"), [QUESTION])
+    assert rig.engines["e0"].requests == []
+
+
+async def test_an_abort_by_a_weight_update_is_continued_and_shows_both_versions(rig: Any) -> None:
+    session = await rig.open()
+    engine = rig.engines["e0"]
+    first, rest = rig.script.says("123456"), [*rig.tokens.encode("456"), 2]
+    rig.script.answers.append(rest)
+    engine.holds_after = 3
+    ask = asyncio.create_task(rig.chat(session, [QUESTION]))
+    await engine.reached.wait()
+    engine.version, engine.holds_after = "1", None
+    engine.abort_all()
+    answer = (await ask).json()
+    assert answer["choices"][0]["message"]["content"] == "123456"
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert engine.requests[1].input_ids == engine.requests[0].input_ids + first[:3]
+    assert engine.requests[1].max_new_tokens == engine.requests[0].max_new_tokens - 3
+    [snapshot] = await rig.written("TokenSnapshot")
+    assert [(span.version, span.length) for span in snapshot.version_spans] == [(0, 3), (1, 4)]
+    assert int32s(snapshot.output_ids).tolist() == first[:3] + rest
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_engine_that_dies_in_mid_turn_is_continued_elsewhere(rig: Any, stream: bool) -> None:
+    session = await rig.open()
+    engine = rig.engines["e0"]
+    rig.script.says("123")
+    rig.script.says("3" if stream else "123")
+    engine.holds_after = 2
+    ask = asyncio.create_task(rig.chat(session, [QUESTION], stream=stream))
+    await engine.reached.wait()
+    rig.engines["e1"] = rig.new_engine("http://e1")
+    await rig.engine_says("e1", version=1)
+    engine.kill()
+    assert (await ask).status_code == 200
+    [turn] = await rig.written("TurnCompleted")
+    assert (turn.finish_reason, turn.engine_id) == (FinishReason.stop, "e1")
+    [snapshot] = await rig.written("TokenSnapshot")
+    assert int32s(snapshot.output_ids).tolist() == [*rig.tokens.encode("123"), 2]
+    spans = [(span.version, span.length) for span in snapshot.version_spans]
+    assert spans == [(0, 4)]  # the fake e1 labels its weights 0
+
+
+async def test_weights_without_a_version_are_refused_and_an_integer_registration_stands_in(rig: Any) -> None:
+    session = await rig.open(min_weight_version=-1)
+    rig.engines["e0"].version = "default"
+    await rig.engine_says(version=5)
+    await rig.chat(session, [QUESTION])
+    [snapshot] = await rig.written("TokenSnapshot")
+    assert {span.version for span in snapshot.version_spans} == {5}
+    await rig.engine_says(version=-1)
+    rig.gateway.engines.live["e0"].version = -1
+    answer = await rig.chat(session, [{"role": "user", "content": "x"}])
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "engine_failed")
+    assert "--weight-version" in answer.json()["error"]["message"]
+
+
+async def test_a_pinned_session_is_sampled_by_that_version_alone(rig: Any) -> None:
+    rig.engines["e1"] = rig.new_engine("http://e1")
+    await rig.engine_says("e1", version=4)
+    session = await rig.open(pin_weight_version=4)
+    await rig.chat(session, [QUESTION])
+    assert [turn.engine_id for turn in await rig.written("TurnCompleted")] == ["e1"]
+
+
+def test_a_token_is_good_for_its_claims_and_its_key_alone() -> None:
+    claims = Claims(session_id="s", group_id="g", floor=3, min_weight_version=1, pin_weight_version=2)
+    token = sign(claims, b"key")
+    assert verify(token, b"key") == claims
+    for wrong in (token[:-1] + ("A" if token[-1] != "A" else "B"), "x" + token, token.split(".")[0], "", "a.b.c"):
+        with pytest.raises(Unauthorized):
+            verify(wrong, b"key")
+    with pytest.raises(Unauthorized):
+        verify(token, b"other")
+
+
+def test_the_signing_key_is_made_once_and_private(tmp_path: Any) -> None:
+    key = signing_key("", tmp_path)
+    assert signing_key("", tmp_path) == key
+    assert (tmp_path / KEY_FILE).stat().st_mode & 0o777 == 0o600
+    assert signing_key("mine", tmp_path) == b"mine"

@@ -1,0 +1,217 @@
+"""Sessions: opened once, retried, taken over, finished, and what a client that goes away leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from turnlog.schemas.events import Boundary, FinishReason, Outcome
+from turnlog.schemas.types import int32s
+
+QUESTION = {"role": "user", "content": "3 + 5 = ?"}
+
+
+async def _until(condition: Any) -> None:
+    """Wait for what another task does; pytest's timeout ends a wait in vain."""
+    while not condition():  # noqa: ASYNC110 - what is waited for is a state of the gateway
+        await asyncio.sleep(0.005)
+
+
+async def test_opening_is_idempotent_also_when_many_ask_at_once(rig: Any) -> None:
+    answers = await asyncio.gather(*(rig.open("rollout-7") for _ in range(8)))
+    assert len({answer["session_id"] for answer in answers}) == 1
+    assert len({answer["epoch"] for answer in answers}) == 1
+    [started] = await rig.written("SessionStarted")
+    assert started.event_id == answers[0]["epoch"]
+    assert started.writer_url == rig.url
+    other = await rig.open("rollout-7", attempt=1)
+    assert other["session_id"] != answers[0]["session_id"]
+
+
+async def test_someone_who_tries_the_gateway_needs_no_task(rig: Any) -> None:
+    answer = await rig.http.post("/sessions", json={}, headers={"authorization": "Bearer test-key"})
+    session = answer.json()
+    assert (await rig.chat(session, [QUESTION])).status_code == 200
+    [started] = await rig.written("SessionStarted")
+    assert started.group_id == started.session_id
+    assert started.purpose == "other"
+
+
+async def test_finish_names_the_delivered_turns_and_is_idempotent(rig: Any) -> None:
+    session = await rig.open()
+    one = (await rig.chat(session, [QUESTION])).json()
+    first = await rig.finish(session)
+    again = await rig.finish(session, outcome="agent_error")
+    assert first.json() == again.json()
+    assert first.json()["turns"] == [{"epoch": session["epoch"], "index": one["turnlog"]["index"]}]
+    [finished] = await rig.written("SessionFinished")
+    assert (finished.outcome, finished.epoch, finished.undelivered) == (Outcome.completed, session["epoch"], ())
+    late = await rig.chat(session, [QUESTION])
+    assert (late.status_code, late.json()["error"]["code"]) == (409, "session_finished")
+    assert (await rig.describe(session))["finished"] is True
+
+
+async def test_an_idempotency_key_gives_the_recorded_turn(rig: Any) -> None:
+    session = await rig.open()
+    answers = [await rig.chat(session, [QUESTION], key="s:0") for _ in range(2)]
+    assert answers[0].json()["choices"] == answers[1].json()["choices"]
+    other = await rig.chat(session, [{"role": "user", "content": "else"}], key="s:0")
+    assert (other.status_code, other.json()["error"]["code"]) == (409, "idempotency_key_reused")
+    assert len(await rig.written("TurnCompleted")) == 1
+
+
+async def test_concurrent_repeats_under_one_key_share_one_turn(rig: Any) -> None:
+    session = await rig.open()
+    rig.engines["e0"].holds_after = 0
+    asks = [asyncio.create_task(rig.chat(session, [QUESTION], key="k", stream=True)) for _ in range(3)]
+    await rig.engines["e0"].reached.wait()
+    rig.engines["e0"].released.set()
+    answers = await asyncio.gather(*asks)
+    assert all(answer.text.endswith("data: [DONE]\n\n") for answer in answers)
+    assert len(rig.engines["e0"].requests) == 1
+    assert len(await rig.written("TokenSnapshot")) == 1
+
+
+async def test_concurrent_turns_have_distinct_indexes(rig: Any) -> None:
+    session = await rig.open()
+    answers = await asyncio.gather(
+        *(rig.chat(session, [{"role": "user", "content": f"question {number}"}]) for number in range(6))
+    )
+    assert {answer.json()["turnlog"]["index"] for answer in answers} == set(range(6))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_aborts_the_engine_and_its_retry_gets_the_recorded_turn(
+    rig: Any, stream: bool
+) -> None:
+    session = await rig.open()
+    engine = rig.engines["e0"]
+    sampled = rig.script.says("123456")
+    engine.holds_after = 3
+    body = {"messages": [QUESTION], "stream": stream}
+    headers = {"authorization": f"Bearer {session['token']}"}
+    async with httpx.AsyncClient(base_url=rig.url) as client:
+        ask = asyncio.create_task(client.post("/v1/chat/completions", json=body, headers=headers))
+        await engine.reached.wait()
+        ask.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await ask
+    await _until(lambda: rig.gateway.sessions._held[session["session_id"]].conversation.turns)
+    assert engine.aborted == [engine.requests[0].rid]
+    [turn] = await rig.written("TurnCompleted")
+    assert (turn.aborted, turn.finish_reason) == (True, FinishReason.abort)
+    [snapshot] = await rig.written("TokenSnapshot")
+    assert int32s(snapshot.output_ids).tolist() == sampled[:3]
+    engine.holds_after = None
+    retry = await rig.http.post("/v1/chat/completions", json=body, headers=headers)
+    assert retry.status_code == 200
+    assert "123" in retry.text if not stream else "[DONE]" in retry.text
+    assert len(await rig.written("TurnCompleted")) == 1
+    assert (await rig.finish(session)).json()["undelivered"] == []
+
+
+async def test_a_turn_that_nobody_received_is_named_undelivered(rig: Any) -> None:
+    session = await rig.open()
+    engine = rig.engines["e0"]
+    engine.holds_after = 1
+    rig.script.says("123")
+    async with httpx.AsyncClient(base_url=rig.url) as client:
+        headers = {"authorization": f"Bearer {session['token']}"}
+        ask = asyncio.create_task(client.post("/v1/chat/completions", json={"messages": [QUESTION]}, headers=headers))
+        await engine.reached.wait()
+        ask.cancel()
+    await _until(lambda: rig.gateway.sessions._held[session["session_id"]].conversation.turns)
+    engine.holds_after = None
+    one = (await rig.chat(session, [{"role": "user", "content": "another"}])).json()
+    finished = (await rig.finish(session)).json()
+    assert finished["undelivered"] == [{"epoch": session["epoch"], "index": 0}]
+    assert finished["turns"] == [{"epoch": session["epoch"], "index": one["turnlog"]["index"]}]
+
+
+async def test_after_a_kill_another_gateway_continues_with_the_same_tokens(rig: Any) -> None:
+    session = await rig.open()
+    first = rig.script.says("1+1")
+    one = (await rig.chat(session, [QUESTION])).json()["choices"][0]["message"]
+    asked = rig.engines["e0"].requests[0].input_ids
+    await rig.start("gateway-1")
+    described = await rig.describe(session)
+    assert described["messages"] == [QUESTION, one]
+    assert described["epoch"] != session["epoch"]
+    assert described["call_seq"] == 0
+    await rig.chat(session, [QUESTION, one, {"role": "tool", "content": "2"}])
+    assert rig.engines["e0"].requests[1].input_ids[: len(asked) + len(first)] == asked + first
+    snapshots = await rig.written("TokenSnapshot")
+    assert snapshots[1].boundary is Boundary.append
+    assert snapshots[1].parent_turn == snapshots[0].turn
+    assert snapshots[1].turn.epoch == described["epoch"]
+    assert snapshots[1].turn.index == 0
+    [adopted] = await rig.written("SessionAdopted")
+    assert adopted.event_id == described["epoch"]
+    finished = (await rig.finish(session)).json()
+    assert [turn["epoch"] for turn in finished["turns"]] == [session["epoch"], described["epoch"]]
+
+
+async def test_a_runner_that_opens_again_after_a_kill_gets_the_session_in_a_new_epoch(rig: Any) -> None:
+    session = await rig.open()
+    rig.script.says("5")
+    body = [QUESTION]
+    first = (await rig.chat(session, body)).json()
+    await rig.start("gateway-1")
+    again = await rig.open()
+    assert again["session_id"] == session["session_id"]
+    assert again["epoch"] != session["epoch"]
+    repeat = (await rig.chat(again, body)).json()
+    assert repeat["choices"] == first["choices"]
+    assert repeat["turnlog"] == first["turnlog"]
+    assert len(rig.engines["e0"].requests) == 1
+    assert len(await rig.written("SessionStarted")) == 1
+
+
+async def test_a_gateway_that_lost_its_session_does_not_end_it(rig: Any) -> None:
+    session = await rig.open()
+    await rig.chat(session, [QUESTION])
+    zombie, http = rig.gateway, rig.http
+    await rig.start("gateway-1")
+    await rig.describe(session)
+    headers = {"authorization": f"Bearer {session['token']}"}
+    held = zombie.sessions._held[session["session_id"]]
+    await _until(lambda: zombie.sessions._owned(session["session_id"]) is not held)
+    assert (await http.get(f"/sessions/{session['session_id']}", headers=headers)).status_code == 200
+    assert len(await rig.written("SessionAdopted")) == 2
+
+
+async def test_a_finished_session_is_described_by_another_gateway_without_an_adoption(rig: Any) -> None:
+    session = await rig.open()
+    one = (await rig.chat(session, [QUESTION])).json()["choices"][0]["message"]
+    await rig.finish(session, outcome="truncated", reason="turns")
+    await rig.start("gateway-1")
+    described = await rig.describe(session)
+    assert (described["finished"], described["outcome"], described["reason"]) == (True, "truncated", "turns")
+    assert described["messages"] == [QUESTION, one]
+    assert await rig.written("SessionAdopted") == []
+    assert (await rig.finish(session)).json()["turns"] == [{"epoch": session["epoch"], "index": 0}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_last_byte_waits_for_both_acknowledgements(rig: Any, stream: bool) -> None:
+    session = await rig.open()
+    rig.held.acknowledging.clear()
+    ask = asyncio.create_task(rig.chat(session, [QUESTION], stream=stream))
+    await _until(lambda: rig.held.handed_over == ["agent.turns", "agent.token-snapshots"])
+    done, _ = await asyncio.wait([ask], timeout=0.3)
+    assert not done
+    rig.held.acknowledging.set()
+    assert (await ask).status_code == 200
+
+
+async def test_a_turn_that_the_log_does_not_take_is_not_answered(rig: Any) -> None:
+    session = await rig.open()
+    rig.held.down = True
+    answer = await rig.chat(session, [QUESTION])
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "log_unavailable")
+    rig.held.down = False
+    assert (await rig.chat(session, [QUESTION])).status_code == 200
+    assert len(await rig.written("TurnCompleted")) == 1

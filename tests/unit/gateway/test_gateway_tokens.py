@@ -1,0 +1,222 @@
+"""Templates render as transformers renders them; prompts append what a full render would, or say that they cannot."""
+
+from __future__ import annotations
+
+import json
+import random
+import string
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnlog.producers.gateway.messages import normalised
+from turnlog.producers.gateway.template import ChatTemplate, TemplateMissing
+from turnlog.producers.gateway.tokenizer import ModelMissing, TextStream, TextTokens
+from turnlog.producers.gateway.tokens import Prompts
+from turnlog.producers.gateway.tool_calls import Call, parse, settled
+
+TOOLS = [{"type": "function", "function": {"name": "calc", "description": "ü <b>", "parameters": {"type": "object"}}}]
+CALL = {"id": "c1", "type": "function", "function": {"name": "calc", "arguments": '{"expr": "1<2", "b": 1}'}}
+CONVERSATIONS: tuple[list[dict[str, Any]], ...] = (
+    [{"role": "user", "content": "3 + 5 = ?"}],
+    [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hé"}],
+    [
+        {"role": "user", "content": "3 + 5 = ?"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c1", "content": "8"},
+        {"role": "tool", "tool_call_id": "c2", "content": "9"},
+    ],
+    [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "reasoning_content": "because"},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "d", "tool_calls": [CALL]},
+        {"role": "tool", "content": "e"},
+        {"role": "assistant", "content": "f"},
+        {"role": "user", "content": "g"},
+    ],
+)
+QWEN3_LIKE = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}
+        {{- messages[0].content + '\\n\\n' }}
+    {%- endif %}
+    {{- "# Tools" }}
+    {%- for tool in tools %}
+        {{- "\\n" }}
+        {{- tool | tojson }}
+    {%- endfor %}
+    {{- "<|im_end|>\\n" }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- set ns = namespace(searching=true, last_query=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.searching and message.role == "user" %}
+        {%- set ns.searching = false %}
+        {%- set ns.last_query = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if (message.role == "user") or (message.role == "system" and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- elif message.role == "assistant" %}
+        {%- set reasoning = message.reasoning_content if message.reasoning_content is string else '' %}
+        {%- if loop.index0 > ns.last_query and (loop.last or reasoning) %}
+            {{- '<|im_start|>assistant\\n<think>\\n' + reasoning.strip('\\n') + '\\n</think>\\n\\n' + message.content }}
+        {%- else %}
+            {{- '<|im_start|>assistant\\n' + message.content }}
+        {%- endif %}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {%- if call.function.arguments is string %}{{ call.function.arguments }}
+            {%- else %}{{ call.function.arguments | tojson }}{% endif %}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == "tool" %}
+        {%- if loop.first or (messages[loop.index0 - 1].role != "tool") %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {%- if loop.last or (messages[loop.index0 + 1].role != "tool") %}{{- '<|im_end|>\\n' }}{%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+"""What matters of a stock Qwen3 template: merged tool results, reasoning of the last query only."""
+NEXT_ROLE_ENDS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""As GLM: nothing ends a turn but the next role's mark."""
+ALTERNATING = (
+    "{% for m in messages %}{% if m.role != 'user' and m.role != 'assistant' %}{{ raise_exception('no ' + m.role) }}"
+    "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def _prompts(folder: Path, source: str | None = None) -> Prompts:
+    template = ChatTemplate.load(folder) if source is None else ChatTemplate(source, {"eos_token": "<|im_end|>"})
+    return Prompts(TextTokens(folder), template)
+
+
+@pytest.mark.parametrize("source", [None, QWEN3_LIKE], ids=["chatml", "qwen3"])
+def test_rendering_and_tokens_equal_transformers(model_folder: Path, source: str | None, monkeypatch: Any) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(model_folder / "tokenizer.json"), eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    ours = _prompts(model_folder, source)
+    text = source or (model_folder / "chat_template.jinja").read_text()
+    for conversation in CONVERSATIONS:
+        for tools in (None, TOOLS):
+            messages = normalised(conversation)
+            expected = theirs.apply_chat_template(
+                [dict(one.template) for one in messages],
+                tools=tools,
+                chat_template=text,
+                add_generation_prompt=True,
+                tokenize=False,
+            )
+            assert ours.text(messages, tools) == expected
+            assert ours.full(messages, tools) == theirs(expected, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("source", [None, QWEN3_LIKE], ids=["chatml", "qwen3"])
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
+def test_a_continuation_is_what_a_full_render_puts_after_the_answer(
+    model_folder: Path, source: str | None, tools: Any
+) -> None:
+    prompts = _prompts(model_folder, source)
+    for new in (
+        [{"role": "tool", "content": "8"}],
+        [{"role": "tool", "content": "8"}, {"role": "tool", "content": "9"}],
+        [{"role": "user", "content": "and 2?"}],
+        [{"role": "tool", "content": "8"}, {"role": "user", "content": "so?"}],
+    ):
+        answer = {"role": "assistant", "content": "x", **({"tool_calls": [CALL]} if new[0]["role"] == "tool" else {})}
+        whole = prompts.full(normalised([{"role": "user", "content": "q"}, answer, *new]), tools)
+        more = prompts.continuation(prompts.end_of_turn or -1, normalised(new), tools, "t")
+        assert more is not None
+        assert whole[-len(more) - 1 :] == [prompts.end_of_turn, *more]
+        cut = prompts.continuation(100, normalised(new), tools, "t")
+        assert cut == [prompts.end_of_turn, *more]
+
+
+def test_a_base_that_ends_in_the_next_roles_mark_keeps_it_once(model_folder: Path) -> None:
+    prompts = _prompts(model_folder, NEXT_ROLE_ENDS)
+    new = normalised([{"role": "user", "content": "b"}])
+    mark = prompts.tokens.encode("<|im_start|>")[0]
+    whole = prompts.continuation(7, new, None, "t")
+    assert whole is not None
+    assert whole[0] == mark
+    assert prompts.continuation(mark, new, None, "t") == whole[1:]
+
+
+def test_a_kind_that_the_template_refuses_falls_back_alone(model_folder: Path) -> None:
+    prompts = _prompts(model_folder, ALTERNATING)
+    assert prompts.continuation(2, normalised([{"role": "tool", "content": "8"}]), None, "t") is None
+    assert prompts.continuation(2, normalised([{"role": "user", "content": "8"}]), None, "t") is not None
+
+
+def test_a_template_that_rewrites_history_is_not_incremental(model_folder: Path) -> None:
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% if m.role == 'assistant' and not loop.last %} (said){% endif %}<|im_end|>\n{% endfor %}"
+        "[{{ messages | length }}]{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    prompts = _prompts(model_folder, source)
+    assert prompts.continuation(2, normalised([{"role": "user", "content": "a"}]), None, "t") is None
+
+
+@given(st.lists(st.integers(0, 383), max_size=60), st.randoms(use_true_random=False))
+def test_a_stream_never_takes_back_what_it_gave(model_folder: Path, ids: list[int], cuts: random.Random) -> None:
+    tokens = TextTokens(model_folder)
+    stream, given_out, at = TextStream(tokens), "", 0
+    while at < len(ids):
+        size = cuts.randint(1, 7)
+        text = stream.push(ids[at : at + size])
+        assert text.startswith(given_out)
+        given_out, at = text, at + size
+    assert tokens.decode(ids).startswith(given_out)
+
+
+@given(st.text(alphabet=string.ascii_letters + " <>{}/\n", max_size=40), st.text(alphabet="ab \n", max_size=10))
+def test_what_is_settled_stays_content_whatever_follows(before: str, after: str) -> None:
+    whole = f'{before}<tool_call>{{"name":"f","arguments":{{}}}}</tool_call>{after}'
+    content, calls = parse(whole)
+    assert calls[-1:] == (Call("f", "{}"),)
+    for size in range(len(whole) + 1):
+        assert content.startswith(whole[: settled(whole[:size])])
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("plain", "plain", ()),
+        ('<tool_call>{"name":"f"}</tool_call>', "", (Call("f", "{}"),)),
+        ('a <tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>', "a", (Call("f", '{"x":1}'),)),
+        ("<tool_call>{broken</tool_call>", "<tool_call>{broken</tool_call>", ()),
+        ('<tool_call>{"name":"f"}', '<tool_call>{"name":"f"}', ()),
+        ("<tool_call>[1]</tool_call>x", "<tool_call>[1]</tool_call>x", ()),
+    ],
+)
+def test_only_well_formed_calls_leave_the_content(text: str, content: str, calls: tuple[Call, ...]) -> None:
+    assert parse(text) == (content, calls)
+
+
+def test_a_folder_without_a_model_or_template_is_named(tmp_path: Path, model_folder: Path) -> None:
+    with pytest.raises(ModelMissing, match=r"tokenizer\.json"):
+        TextTokens(tmp_path)
+    with pytest.raises(TemplateMissing, match=str(tmp_path)):
+        ChatTemplate.load(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": "{{ eos_token }}", "eos_token": {"content": "E"}})
+    )
+    assert ChatTemplate.load(tmp_path).render([], None, generate=True) == "E"

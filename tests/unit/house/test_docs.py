@@ -1,0 +1,64 @@
+"""What the documents say works: code blocks run, settings load, commands parse, generated pages are fresh."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from turnlog import cli
+from turnlog.schemas.catalogue_page import catalogue_page
+from turnlog.settings import from_tables
+from turnlog.settings_page import settings_page
+
+ROOT = Path(__file__).parents[3]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(language: str) -> list[object]:
+    return [
+        pytest.param(text, id=f"{page.relative_to(ROOT)}-{number}")
+        for page in PAGES
+        for number, (kind, text) in enumerate(BLOCK.findall(page.read_text()))
+        if kind == language
+    ]
+
+
+@pytest.mark.parametrize("text", blocks("python"))
+def test_a_python_block_runs(text: str) -> None:
+    exec(compile(text, "block", "exec"), {"__name__": "block"})
+
+
+@pytest.mark.parametrize("text", blocks("toml"))
+def test_a_settings_block_loads(text: str) -> None:
+    assert from_tables(tomllib.loads(text), {}, source="block").run.id
+
+
+@pytest.mark.parametrize("text", blocks("console"))
+def test_a_command_block_parses(text: str) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for line in text.strip().splitlines():
+        program, *arguments = shlex.split(line, comments=True)
+        if program == "make":
+            assert {word for word in arguments if "=" not in word} <= targets, line
+        else:
+            assert program == "turnlog", line
+            assert cli.parser().parse_args(arguments).verb
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+def test_the_settings_page_is_what_the_settings_say() -> None:
+    assert (ROOT / "docs/settings.md").read_text() == settings_page(), "run `make docs`"
+
+
+def test_the_events_page_is_what_the_catalogue_says() -> None:
+    assert (ROOT / "docs/events.md").read_text() == catalogue_page(), "run `make docs`"

@@ -1,0 +1,126 @@
+"""Children: ready, dead, stopped, and never left behind."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from turnlog.infra.embedded.errors import NotReady, ServerDied
+from turnlog.infra.embedded.process import Child, Launch, marked, sweep
+
+SLEEPER = "import time; time.sleep(600)"
+
+
+def _launch(tmp_path: Path, code: str, **changes: object) -> Launch:
+    fields: dict[str, object] = {
+        "name": "child",
+        "argv": (sys.executable, "-S", "-c", code),
+        "log": tmp_path / "child.log",
+        **changes,
+    }
+    return Launch(**fields)  # type: ignore[arg-type]
+
+
+def _ends(pid: int, *, within_s: float = 20.0) -> bool:
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([pidfd], [], [], within_s)[0])
+    finally:
+        os.close(pidfd)
+
+
+def test_a_child_that_ends_before_it_is_ready_is_told_with_its_log(tmp_path: Path) -> None:
+    launch = _launch(tmp_path, "print('no such model'); raise SystemExit(3)", ready=lambda: False, remedy="set it")
+    child = Child(launch).start()
+    with pytest.raises(ServerDied, match=r"(?s)child ended with status 3: set it.*no such model"):
+        child.wait_ready()
+    child.stop()
+
+
+def test_a_child_that_is_never_ready_is_told_in_time(tmp_path: Path) -> None:
+    child = Child(_launch(tmp_path, SLEEPER, ready=lambda: False, ready_timeout_s=0.1)).start()
+    with pytest.raises(NotReady, match="child was not ready after 0 s"):
+        child.wait_ready()
+    child.kill()
+    assert child.returncode == -signal.SIGKILL
+
+
+def test_stop_ends_a_child_that_ignores_sigterm_and_what_it_started(tmp_path: Path) -> None:
+    up = tmp_path / "up"
+    code = (
+        "import pathlib, signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"subprocess.Popen([sys.executable, '-c', {SLEEPER!r}], start_new_session=True)\n"
+        f"pathlib.Path({str(up)!r}).touch()\n"
+        "time.sleep(600)"
+    )
+    child = Child(_launch(tmp_path, code, ready=up.exists, stop_timeout_s=0.1)).start()
+    child.wait_ready()
+    assert len(marked(child.mark)) == 2
+    assert child.stop() == -signal.SIGKILL
+    assert marked(child.mark) == []
+
+
+def test_a_child_does_not_inherit_what_slows_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    code = "import os; print(os.environ.get('PYTHONDONTWRITEBYTECODE'), os.environ['OWN'])"
+    child = Child(_launch(tmp_path, code, env={"OWN": "value"})).start()
+    assert child.wait(20)
+    assert child.tail() == "None value"
+
+
+def test_a_child_outlives_the_thread_that_asked_for_it(tmp_path: Path) -> None:
+    child = Child(_launch(tmp_path, SLEEPER))
+    thread = threading.Thread(target=child.start)
+    thread.start()
+    thread.join()
+    assert not child.wait(0.3)
+    child.kill()
+
+
+PARENT = """
+import pathlib, sys
+from turnlog.infra.embedded.process import Child, Launch, swept_by_another
+sleeper = "import time; time.sleep(600)"
+up = pathlib.Path(sys.argv[1]) / "up"
+code = (
+    "import pathlib, subprocess, sys, time;"
+    f"subprocess.Popen([sys.executable, '-c', {sleeper!r}], start_new_session=True);"
+    f"pathlib.Path({str(up)!r}).touch();" + sleeper
+)
+with swept_by_another():
+    child = Child(Launch(name="c", argv=(sys.executable, "-c", code), log=up.with_name("c.log"), ready=up.exists))
+    child.start().wait_ready()
+    print(child.mark, child.pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_when_the_parent_is_killed_children_and_grandchildren_end(tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", PARENT, str(tmp_path)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        mark, child = parent.stdout.readline().split()
+        family = marked(mark)
+        assert int(child) in family
+        assert len(family) == 2
+        parent.kill()
+    assert all(_ends(pid) for pid in family)
+
+
+def test_sweep_kills_what_carries_the_mark_and_nothing_else(tmp_path: Path) -> None:
+    one, other = Child(_launch(tmp_path, SLEEPER)).start(), Child(_launch(tmp_path, SLEEPER)).start()
+    assert sweep(one.mark) == 1
+    assert one.wait(20)
+    assert not other.wait(0)
+    other.kill()

@@ -1,0 +1,136 @@
+"""The supervisor's rules, on small real children."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from turnlog.infra.embedded.errors import BrokerDied, NotReady
+from turnlog.infra.embedded.process import Launch, marked, scope
+from turnlog.infra.embedded.supervisor import Member, State, Supervisor, Watched
+
+SLEEPER = "import time; time.sleep(600)"
+Seen = asyncio.Queue[tuple[str, State]]
+
+
+def _member(tmp_path: Path, name: str, code: str = SLEEPER, **changes: object) -> Member:
+    launch_fields = {key: changes.pop(key) for key in ("ready", "ready_timeout_s", "died") if key in changes}
+    launch = Launch(
+        name=name,
+        argv=(sys.executable, "-S", "-c", code),
+        log=tmp_path / f"{name}.log",
+        **launch_fields,  # type: ignore[arg-type]
+    )
+    return Member(launch=launch, **changes)  # type: ignore[arg-type]
+
+
+@contextlib.asynccontextmanager
+async def _running(*members: Member) -> AsyncIterator[tuple[Supervisor, Seen]]:
+    """A supervisor at work; stopped at the end."""
+    seen: Seen = asyncio.Queue()
+
+    def changed(watched: Watched) -> None:
+        seen.put_nowait((watched.name, watched.state))
+
+    supervisor = Supervisor(members, changed)
+    task = asyncio.create_task(supervisor.run())
+    try:
+        yield supervisor, seen
+    finally:
+        supervisor.stopping.set()
+        await task
+
+
+async def _until(seen: Seen, wanted: tuple[str, State]) -> list[tuple[str, State]]:
+    """Everything seen up to and with `wanted`."""
+    found = []
+    while not found or found[-1] != wanted:
+        found.append(await asyncio.wait_for(seen.get(), 60))
+    return found
+
+
+def _drained(seen: Seen) -> list[tuple[str, State]]:
+    return [seen.get_nowait() for _ in range(seen.qsize())]
+
+
+async def test_a_member_starts_after_what_it_needs_and_is_stopped_before_it(tmp_path: Path) -> None:
+    needs = _member(tmp_path, "role", after=("log",), tier=3)
+    async with _running(needs, _member(tmp_path, "log", tier=0)) as (_, seen):
+        order = await _until(seen, ("role", State.READY))
+        assert order.index(("log", State.READY)) < order.index(("role", State.STARTING))
+    assert _drained(seen) == [("role", State.STOPPED), ("log", State.STOPPED)]
+    assert marked(scope()) == []
+
+
+async def test_a_killed_member_is_started_again(tmp_path: Path) -> None:
+    async with _running(_member(tmp_path, "role")) as (supervisor, seen):
+        await _until(seen, ("role", State.READY))
+        first = supervisor.watched["role"].child
+        assert first is not None
+        os.kill(first.pid, signal.SIGKILL)
+        order = await _until(seen, ("role", State.READY))
+        assert order == [("role", State.RESTARTING), ("role", State.STARTING), ("role", State.READY)]
+        assert supervisor.watched["role"].restarts == 1
+        assert "status -9" in str(supervisor.watched["role"].error)
+
+
+async def test_a_member_that_ends_well_is_done_and_lets_others_start(tmp_path: Path) -> None:
+    once = _member(tmp_path, "topics", "pass", ready=lambda: False)
+    async with _running(once, _member(tmp_path, "role", after=("topics",))) as (_, seen):
+        order = await _until(seen, ("role", State.READY))
+        assert ("topics", State.DONE) in order
+
+
+async def test_a_role_that_dies_again_and_again_fails_and_the_others_go_on(tmp_path: Path) -> None:
+    bad = _member(tmp_path, "bad", "raise SystemExit('wrong setting')", ready=lambda: False, deaths=2)
+    async with _running(bad, _member(tmp_path, "good")) as (supervisor, seen):
+        await _until(seen, ("bad", State.FAILED))
+        assert "wrong setting" in str(supervisor.watched["bad"].error)
+        good = supervisor.watched["good"].child
+        assert good is not None
+        assert good.returncode is None
+
+
+async def test_when_an_essential_member_fails_everything_ends_with_its_error(tmp_path: Path) -> None:
+    bad = _member(
+        tmp_path,
+        "kafka",
+        "raise SystemExit('bad disk')",
+        ready=lambda: False,
+        deaths=1,
+        essential=True,
+        died=BrokerDied,
+    )
+    supervisor = Supervisor([bad, _member(tmp_path, "store")], lambda _: None)
+    with pytest.raises(BrokerDied, match="bad disk"):
+        await supervisor.run()
+    assert marked(scope()) == []
+
+
+@pytest.mark.parametrize("must_be_ready", [True, False])
+async def test_only_a_server_dies_of_not_being_ready(tmp_path: Path, must_be_ready: bool) -> None:
+    looks = 0
+
+    def third_look() -> bool:
+        nonlocal looks
+        looks += 1
+        return looks > 3
+
+    member = _member(
+        tmp_path, "one", ready=third_look, ready_timeout_s=0.05, deaths=1, must_be_ready=must_be_ready, essential=True
+    )
+    never: Callable[[Watched], None] = lambda _: None  # noqa: E731
+    supervisor = Supervisor([member], never)
+    if must_be_ready:
+        with pytest.raises(NotReady):
+            await supervisor.run()
+        return
+    async with _running(member) as (_, seen):
+        await _until(seen, ("one", State.READY))

@@ -1,0 +1,248 @@
+"""Admission: how many groups may be alive, which come next, and that the order of facts does not matter."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnlog.producers.admission import Admission, AdmissionRules, Drawing, Place, nth_place
+from turnlog.schemas.events import (
+    BatchSample,
+    BatchSkipped,
+    Event,
+    GroupScored,
+    GroupStatus,
+    Limits,
+    Purpose,
+    RolloutRequested,
+    SampleBatchFormed,
+    Sampling,
+    StepCompleted,
+    TreeBooks,
+    Weighting,
+)
+from turnlog.schemas.types import BlobRef
+
+RULES = AdmissionRules(prompts_per_draw=2, draws=5, max_lag=0, publish_every=1, rows=3, seed=0)
+
+
+def requested(drawing: Drawing, purpose: Purpose = Purpose.train) -> RolloutRequested:
+    group = f"g{drawing.place.epoch}.{drawing.place.row}.{drawing.draw}"
+    return RolloutRequested(
+        event_id=group, run_id="r", group_id=group, floor=0, task_id="t", rollout_id=group, rollout_index=0,
+        group_size=1, draw=drawing.draw, dataset="d", dataset_epoch=drawing.place.epoch, index=drawing.place.row,
+        recipe="calc", purpose=purpose, task=b"{}", sampling=Sampling(), limits=Limits(), min_weight_version=0,
+    )  # fmt: skip
+
+
+def scored(group: str, status: GroupStatus) -> GroupScored:
+    return GroupScored(
+        event_id=group, run_id="r", group_id=group, floor=0, task_id="t", purpose=Purpose.train, rollouts=(),
+        baseline=None, std=None, estimator="grpo/1", status=status, reason="", samples=1,
+        books=TreeBooks(0, 0, {}), fold_version="1", settings_sha256="",
+    )  # fmt: skip
+
+
+def formed(draw: int, batch: int, groups: list[str], live: list[str], part: int = 0, parts: int = 1) -> Event:
+    rows = tuple(BatchSample(g, g, g, 0, 0, 1, 1, 1, 0, 0) for g in live)
+    return SampleBatchFormed(
+        event_id=f"b{batch}", run_id="r", batch_index=batch, draw_index=draw, part=part, parts=parts,
+        file=BlobRef("0", 0), rows_sha256="", samples=rows, groups=tuple(groups), weighting=Weighting.prompt,
+        prompts=len(live), trajectories=len(live), trained_tokens=len(live), constant_length=0, masked={},
+        trainer_version=0, max_lag=0, dropped=(), whitening_mean=None, whitening_std=None, positions=(),
+        settings_sha256="",
+    )  # fmt: skip
+
+
+def skipped(draw: int, batch: int, groups: list[str]) -> BatchSkipped:
+    return BatchSkipped(
+        event_id=f"b{batch}", run_id="r", batch_index=batch, draw_index=draw, reason="", groups=tuple(groups),
+        masked={}, dropped=(), positions=(), settings_sha256="",
+    )  # fmt: skip
+
+
+def stepped(draw: int, batch: int) -> StepCompleted:
+    return StepCompleted(
+        event_id=f"s{batch}", run_id="r", batch_index=batch, draw_index=draw, incarnation=0, step=batch + 1, loss=0.0,
+        grad_norm=0.0, learning_rate=0.0, lag_max=0, tokens=1, trained_tokens=1, masked={}, skipped=False,
+        reward_mean=0.0, logprob_gap_max=0.0, logprob_gap_mean=0.0, entropy=None, clip_fraction=0.0, seconds={},
+        world_size=1,
+    )  # fmt: skip
+
+
+def ask(admission: Admission, history: list[Event] | None = None) -> list[str]:
+    """Ask for what is due; the groups."""
+    groups = []
+    for drawing in admission.due():
+        event = requested(drawing)
+        admission.apply(event)
+        groups.append(event.group_id)
+        if history is not None:
+            history.append(event)
+    return groups
+
+
+def test_one_draw_is_admitted_before_anything_is_trained() -> None:
+    admission = Admission(RULES)
+    assert ask(admission) == ["g0.0.0", "g0.1.0"]
+    assert admission.due() == []
+
+
+def test_a_trained_draw_makes_room_for_the_next() -> None:
+    admission = Admission(RULES)
+    first = ask(admission)
+    for group in first:
+        admission.apply(scored(group, GroupStatus.trained))
+    admission.apply(formed(0, 0, first, first))
+    assert admission.due() == []
+    admission.apply(stepped(0, 0))
+    assert (admission.draws_trained, admission.last_batch_trained) == (1, 0)
+    assert len(ask(admission)) == 2
+
+
+@pytest.mark.parametrize(("max_lag", "publish_every", "alive"), [(0, 1, 2), (1, 1, 4), (2, 1, 6), (2, 2, 10)])
+def test_lag_lets_groups_run_ahead_by_whole_draws_but_not_past_the_last(
+    max_lag: int, publish_every: int, alive: int
+) -> None:
+    rules = AdmissionRules(prompts_per_draw=2, draws=5, max_lag=max_lag, publish_every=publish_every, rows=3, seed=0)
+    admission = Admission(rules)
+    ask(admission)
+    assert admission.alive == alive
+
+
+def test_a_discarded_group_is_drawn_again_before_fresh_tasks() -> None:
+    admission = Admission(RULES)
+    first = ask(admission)
+    admission.apply(scored(first[1], GroupStatus.discarded))
+    assert admission.due() == [Drawing(Place(0, 1), 1)]
+    assert ask(admission) == ["g0.1.1"]
+    assert admission.due() == []
+
+
+def test_a_group_dropped_whole_by_a_manifest_is_drawn_again() -> None:
+    admission = Admission(RULES)
+    first = ask(admission)
+    admission.apply(formed(0, 0, first, first[:1]))
+    admission.apply(stepped(0, 0))
+    assert admission.due()[0] == Drawing(Place(0, 1), 1)
+    assert len(admission.due()) == 3
+
+
+def test_a_group_in_a_later_part_of_its_draw_was_not_dropped() -> None:
+    admission = Admission(RULES)
+    first = ask(admission)
+    admission.apply(formed(0, 0, first, first[:1], part=0, parts=2))
+    assert admission.alive == 2
+    admission.apply(formed(0, 1, first[1:], first[1:], part=1, parts=2))
+    assert admission.alive == 2
+    admission.apply(stepped(0, 0))
+    assert admission.draws_trained == 0
+    admission.apply(stepped(0, 1))
+    assert (admission.draws_trained, admission.last_batch_trained) == (1, 1)
+
+
+def test_a_skipped_draw_gives_all_its_slots_back_and_does_not_count() -> None:
+    admission = Admission(RULES)
+    first = ask(admission)
+    admission.apply(skipped(0, 0, first))
+    assert [drawing.draw for drawing in admission.due()] == [1, 1]
+    assert admission.draws_trained == 0
+
+
+def test_evaluation_is_outside_admission() -> None:
+    admission = Admission(RULES)
+    admission.apply(requested(Drawing(Place(0, 0), 0), Purpose.eval))
+    assert (admission.alive, len(admission.due())) == (0, 2)
+
+
+def test_epochs_after_the_first_are_shuffled_by_the_seed_and_visit_every_row() -> None:
+    rows = 50
+    assert [nth_place(n, rows, 1) for n in range(rows)] == [Place(0, row) for row in range(rows)]
+    second = [nth_place(rows + n, rows, 1).row for n in range(rows)]
+    assert sorted(second) == list(range(rows))
+    assert second != list(range(rows))
+    assert second == [nth_place(rows + n, rows, 1).row for n in range(rows)]
+    assert second != [nth_place(rows + n, rows, 2).row for n in range(rows)]
+
+
+def test_a_row_that_comes_again_is_another_draw_of_the_same_task() -> None:
+    admission = Admission(AdmissionRules(prompts_per_draw=4, draws=1, max_lag=0, publish_every=1, rows=2, seed=0))
+    assert sorted((d.place, d.draw) for d in admission.due()) == [
+        (Place(0, 0), 0), (Place(0, 1), 0), (Place(1, 0), 1), (Place(1, 1), 1),
+    ]  # fmt: skip
+
+
+@dataclass
+class World:
+    """A run in which groups fail, draws are cut and trained at random."""
+
+    rules: AdmissionRules
+    choose: random.Random
+    history: list[Event] = field(default_factory=list)
+    waiting: list[str] = field(default_factory=list)
+    open: list[str] = field(default_factory=list)
+    draw: int = 0
+
+    def lives(self, admission: Admission, steps: int) -> None:
+        for _ in range(steps):
+            self.open += ask(admission, self.history)
+            for event in self._happens():
+                self.history.append(event)
+                admission.apply(event)
+            assert admission.alive <= admission.limit
+
+    def _happens(self) -> list[Event]:
+        if self.open and self.choose.random() < 0.7:
+            group = self.open.pop(self.choose.randrange(len(self.open)))
+            failed = self.choose.random() < 0.3
+            if not failed:
+                self.waiting.append(group)
+            return [scored(group, GroupStatus.discarded if failed else GroupStatus.trained)]
+        if len(self.waiting) < self.rules.prompts_per_draw:
+            return []
+        groups, self.waiting = self.waiting[: self.rules.prompts_per_draw], self.waiting[self.rules.prompts_per_draw :]
+        live = [group for group in groups if self.choose.random() < 0.7]
+        draw, self.draw = self.draw, self.draw + 1
+        if not live:
+            return [skipped(draw, draw, groups)]
+        return [formed(draw, draw, groups, live), stepped(draw, draw)]
+
+
+def lived(seed: int, max_lag: int, steps: int) -> tuple[World, Admission]:
+    rules = AdmissionRules(prompts_per_draw=3, draws=6, max_lag=max_lag, publish_every=1, rows=5, seed=seed)
+    world, admission = World(rules, random.Random(seed)), Admission(rules)
+    world.lives(admission, steps)
+    return world, admission
+
+
+@given(st.integers(0, 10_000), st.integers(0, 2), st.integers(1, 150))
+def test_a_new_feeder_knows_the_same_whatever_order_topics_come_in_and_however_often(
+    seed: int, max_lag: int, steps: int
+) -> None:
+    world, admission = lived(seed, max_lag, steps)
+    shuffled = [*world.history, *world.history]
+    random.Random(seed).shuffle(shuffled)
+    again = Admission(world.rules)
+    for event in shuffled:
+        again.apply(event)
+    assert (again.alive, again.limit, again.due()) == (admission.alive, admission.limit, admission.due())
+
+
+@given(st.integers(0, 10_000), st.integers(0, 2))
+def test_every_run_trains_all_its_draws_and_asks_for_no_group_twice(seed: int, max_lag: int) -> None:
+    world, admission = lived(seed, max_lag, 1500)
+    asked = [event.group_id for event in world.history if isinstance(event, RolloutRequested)]
+    assert admission.finished
+    assert len(asked) == len(set(asked)) == admission.asked
+
+
+@given(st.integers(0, 10_000), st.integers(0, 2), st.integers(1, 150))
+def test_fresh_rows_are_asked_for_in_order(seed: int, max_lag: int, steps: int) -> None:
+    world, _ = lived(seed, max_lag, steps)
+    places = [Place(e.dataset_epoch, e.index) for e in world.history if isinstance(e, RolloutRequested)]
+    fresh = list(dict.fromkeys(places))
+    assert fresh == [nth_place(n, world.rules.rows, world.rules.seed) for n in range(len(fresh))]

@@ -1,0 +1,37 @@
+"""Settings with which nothing could be trained are refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from turnlog.producers.sampling import BadSampling, checked_sampling
+from turnlog.settings import Settings
+
+
+def test_the_defaults_are_legal() -> None:
+    sampling, limits = checked_sampling(Settings())
+    assert (sampling.temperature, sampling.max_new_tokens, limits.max_turns) == (1.0, 24, 4)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("temperature", 0.0),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("group_size", 1),
+        ("draws", 0),
+        ("max_new_tokens", 0),
+        ("max_turns", 0),
+        ("max_context_tokens", 513),
+        ("deadline_s", 0.0),
+    ],
+)
+def test_what_could_not_be_trained_is_refused_by_name(key: str, value: Any) -> None:
+    settings = Settings()
+    settings = dataclasses.replace(settings, feeder=dataclasses.replace(settings.feeder, **{key: value}))
+    with pytest.raises(BadSampling, match=f"feeder.{key} = "):
+        checked_sampling(settings)

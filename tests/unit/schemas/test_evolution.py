@@ -1,0 +1,119 @@
+"""Readers of today, writers of another day: defaults fill in, unknown fields are passed over, the rest is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+import struct
+from typing import Any
+
+import fastavro
+import pytest
+
+from turnlog.schemas.avsc import stored_schema
+from turnlog.schemas.codec import Codec, plain
+from turnlog.schemas.errors import UndecodableRecord
+from turnlog.schemas.events import ALL, Boundary, FinishReason, TokenSnapshot, TurnCompleted, VersionSpan
+from turnlog.schemas.types import TurnId
+
+THEIRS = 77
+TURN = TurnCompleted(
+    event_id="e", run_id="r", group_id="g", session_id="s", floor=1, turn=TurnId("x", 0), request_sha256="q",
+    api="chat", agent_path="main/1", base_turn=TurnId("x", 1), system_sha256="y", tools_sha256="t", tools=b"[1]",
+    new_messages=b"[]", response=b"{}", finish_reason=FinishReason.stop, aborted=False, prompt_tokens=1,
+    output_tokens=2, cached_tokens=0, weight_version_first=3, weight_version_last=3, queue_s=0.5, first_token_s=0.25,
+    total_s=1.0, engine_id="n",
+)  # fmt: skip
+SNAPSHOT = TokenSnapshot(
+    event_id="e", run_id="r", group_id="g", session_id="s", floor=1, turn=TurnId("x", 0), parent_turn=None, base_len=0,
+    delta_ids=b"\x01\0\0\0", output_ids=b"\x02\0\0\0", output_logprobs=b"\0\0\0\0",
+    version_spans=(VersionSpan(3, 1, kv_version=2),), boundary=Boundary.root, boundary_reason="first",
+    prompt_sha256="p", temperature=1.0, logprob_kind="at_temperature",
+)  # fmt: skip
+
+
+def written(schema: dict[str, Any], datum: Any) -> bytes:
+    """Bytes of a writer that holds `schema` under the id THEIRS."""
+    out = io.BytesIO(struct.pack(">bI", 0, THEIRS))
+    out.seek(5)
+    fastavro.schemaless_writer(out, fastavro.parse_schema(copy.deepcopy(schema)), datum)
+    return out.getvalue()
+
+
+def without(schema: dict[str, Any], *names: str) -> dict[str, Any]:
+    """The schema as it was before these fields were added."""
+    return {**schema, "fields": [field for field in schema["fields"] if field["name"] not in names]}
+
+
+def read(schema: dict[str, Any], datum: Any) -> Any:
+    codec = Codec({name: place for place, name in enumerate(ALL)})
+    codec.hold(THEIRS, schema)
+    return codec.decode(written(schema, datum))
+
+
+def test_fields_that_an_older_writer_did_not_know_take_their_defaults() -> None:
+    older = without(stored_schema("TurnCompleted"), "agent_path", "base_turn", "tools")
+    event = read(older, plain(TURN))
+    assert (event.agent_path, event.base_turn, event.tools) == (None, None, None)
+    assert (event.turn, event.response, event.finish_reason) == (TURN.turn, TURN.response, TURN.finish_reason)
+
+
+def test_defaults_reach_into_nested_records() -> None:
+    older = copy.deepcopy(stored_schema("TokenSnapshot"))
+    (spans,) = (field for field in older["fields"] if field["name"] == "version_spans")
+    spans["type"]["items"] = without(spans["type"]["items"], "kv_version")
+    event = read(without(older, "images", "experts"), plain(SNAPSHOT))
+    assert event.version_spans == (VersionSpan(3, 1, kv_version=None),)
+    assert (event.images, event.experts) == ((), None)
+
+
+def test_fields_that_a_newer_writer_added_are_passed_over() -> None:
+    newer = copy.deepcopy(stored_schema("TurnCompleted"))
+    newer["fields"].insert(3, {"name": "later", "type": {"type": "array", "items": "string"}})
+    assert read(newer, {**plain(TURN), "later": ["a", "b"]}) == TURN
+
+
+def test_an_enum_symbol_of_a_newer_writer_reads_as_the_default() -> None:
+    newer = copy.deepcopy(stored_schema("TurnCompleted"))
+    (reason,) = (field for field in newer["fields"] if field["name"] == "finish_reason")
+    reason["type"]["symbols"].append("refusal")
+    assert read(newer, {**plain(TURN), "finish_reason": "refusal"}).finish_reason is FinishReason.error
+
+
+def test_a_missing_field_without_a_default_is_refused() -> None:
+    with pytest.raises(UndecodableRecord, match="TurnCompleted: the Avro body is broken"):
+        read(without(stored_schema("TurnCompleted"), "engine_id"), plain(TURN))
+
+
+def test_a_field_of_another_type_is_refused() -> None:
+    other = copy.deepcopy(stored_schema("TurnCompleted"))
+    (field,) = (field for field in other["fields"] if field["name"] == "engine_id")
+    field["type"] = {"type": "map", "values": "long"}
+    with pytest.raises(UndecodableRecord, match="TurnCompleted"):
+        read(other, {**plain(TURN), "engine_id": {"a": 1}})
+
+
+def test_a_schema_of_no_record_of_ours_is_not_held() -> None:
+    codec = Codec({})
+    with pytest.raises(UndecodableRecord, match="'Stranger', which is no record"):
+        codec.hold(THEIRS, {"type": "record", "name": "else.where.Stranger", "fields": []})
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_enum_has_a_default_so_that_it_may_grow(name: str) -> None:
+    def enums(part: Any) -> list[dict[str, Any]]:
+        if isinstance(part, list):
+            return [found for item in part for found in enums(item)]
+        if not isinstance(part, dict):
+            return []
+        return [part] * (part.get("type") == "enum") + [found for item in part.values() for found in enums(item)]
+
+    for enum in enums(stored_schema(name)):
+        assert enum["default"] in enum["symbols"]
+
+
+def test_a_schema_that_is_none_is_refused_by_name() -> None:
+    with pytest.raises(UndecodableRecord, match="EngineGone is no Avro schema"):
+        Codec({}).hold(
+            THEIRS, {"type": "record", "name": "turnlog.v1.EngineGone", "fields": [{"name": "a", "type": "b"}]}
+        )

@@ -1,0 +1,341 @@
+"""The runner on the log in memory: refusals, defects, restarts, refusals to start."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from contextlib import AbstractAsyncContextManager
+
+import numpy as np
+import pytest
+
+from turnlog.infra.blobs import BlobMissing
+from turnlog.infra.event_log import EventLog
+from turnlog.infra.health import Health
+from turnlog.infra.log import Fenced, GroupReader, Partition, TopicSpec
+from turnlog.infra.memory import MemoryLog
+from turnlog.infra.memory_blobs import MemoryBlobs
+from turnlog.infra.memory_broker import MemoryBroker
+from turnlog.infra.registry import MemoryRegistry
+from turnlog.infra.role import Role
+from turnlog.processors.core.assembler import GroupFold
+from turnlog.processors.core.low_water import LogTruncated, MigrationNeeded
+from turnlog.processors.shells import decoding
+from turnlog.processors.shells.assembler import SettingsDiffer, assembler_plan, fold_rules, main
+from turnlog.processors.shells.examples import GroupName, SessionStory, Shape, whole_group
+from turnlog.processors.shells.restoring import INPUTS, Plan, records_between
+from turnlog.processors.shells.runner import Runner
+from turnlog.schemas.codec import Codec
+from turnlog.schemas.events import (
+    ALL,
+    DeadLetter,
+    Event,
+    GroupScored,
+    RunConfigured,
+    SegmentSample,
+    SkipRequested,
+    TokenSnapshot,
+    TurnTreeAssembled,
+)
+from turnlog.schemas.topics import CATALOGUE, TOPIC_OF
+from turnlog.schemas.types import BlobRef
+from turnlog.settings import AssemblerSettings, FoldSettings, RunSettings, Settings
+
+SETTINGS = Settings(run=RunSettings(id="run"), assembler=AssemblerSettings(commit_interval_s=0.0))
+PLAN = assembler_plan(SETTINGS)
+TURNS, SNAPSHOTS = "agent.turns", "agent.token-snapshots"
+UNIT_OF = {"a": 0, "b": 0, "d": 1}
+"""Where murmur2 places these group ids among two partitions."""
+
+
+class Cluster:
+    """A log in memory with two units, its store, and processes on it."""
+
+    def __init__(self) -> None:
+        self.broker = MemoryBroker()
+        self.registry = MemoryRegistry()
+        self.blobs = MemoryBlobs()
+        self.broker.create(TopicSpec(t.name, 2 if t.partitions == "groups" else 1, 1, {}) for t in CATALOGUE)
+        self.codec = Codec({name: number for number, name in enumerate(ALL)})
+        self.health = Health("assembler")
+
+    def events(self, log: MemoryLog) -> EventLog:
+        return EventLog(log, self.registry, self.codec, "test")
+
+    async def append(self, *events: Event) -> None:
+        for event in events:
+            await self.raw(
+                TOPIC_OF[type(event).__name__].name, event.group_id.encode(), self.codec.encode(event), event
+            )
+
+    async def raw(self, topic: str, key: bytes, value: bytes, event: Event = None) -> None:
+        log = MemoryLog(self.broker)
+        async with log.appender() as appender:
+            await appender.append(topic, key, value, headers=self.events(log).headers(event))
+
+    def runner(self, plan: Plan = PLAN) -> Runner:
+        log = MemoryLog(self.broker)
+        self.health = Health("assembler")
+        return Runner(plan, log, self.events(log), self.blobs, self.health, clock=lambda: 0.0)
+
+    async def fold(self, plan: Plan = PLAN) -> dict[str, str]:
+        """One process until nothing is left to read, then a clean stop; what it says on /readyz before that."""
+        runner = self.runner(plan)
+        async with self.joined(runner) as reader:
+            idle = 0
+            while idle < 3:
+                idle = 0 if await runner.turn(reader, poll_s=0.001) else idle + 1
+            return self.health.waiting
+
+    def joined(self, runner: Runner) -> AbstractAsyncContextManager[GroupReader]:
+        log = runner._log
+        return log.group_reader(
+            PLAN.group, INPUTS, assigned=runner._assigned, revoked=runner._revoked, instance="assembler-0"
+        )
+
+    async def read(self, topic: str) -> list[Event]:
+        log = MemoryLog(self.broker)
+        names = [Partition(topic, p) for p in range(self.broker.partitions(topic))]
+        ends = await log.end_offsets(names)
+        return [
+            self.codec.decode(record.value)
+            for name in names
+            async for record in records_between(log, name, 0, ends[name])
+        ]
+
+    async def scored(self) -> list[str]:
+        return [event.group_id for event in await self.read("segment-samples") if isinstance(event, GroupScored)]
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    return Cluster()
+
+
+def group(name: str, *, size: int = 2, turns: int = 2, shape: Shape = Shape()) -> list[Event]:  # noqa: B008
+    rng = np.random.default_rng(1)
+    return list(whole_group(GroupName("run", name, 0, size), rng, turns=turns, shape=shape))
+
+
+async def test_a_group_becomes_trees_samples_and_a_score(cluster: Cluster) -> None:
+    await cluster.append(*group("a"))
+    await cluster.fold()
+    assert [type(event) for event in await cluster.read("turn-trees")] == [TurnTreeAssembled] * 2
+    assert [type(event) for event in await cluster.read("segment-samples")] == [SegmentSample] * 2 + [GroupScored]
+
+
+async def test_a_restart_writes_nothing_twice(cluster: Cluster) -> None:
+    *most, last = group("a")
+    await cluster.append(*most)
+    await cluster.fold()
+    await cluster.append(last)
+    await cluster.fold()
+    await cluster.fold()
+    assert len(await cluster.read("turn-trees")) == 2
+    assert len(await cluster.read("segment-samples")) == 3
+
+
+async def test_undecodable_bytes_are_parked_once_and_the_rest_goes_on(cluster: Cluster) -> None:
+    await cluster.raw(TURNS, b"a", b"\x00poison")
+    await cluster.append(*group("a"))
+    await cluster.fold()
+    await cluster.fold()
+    (letter,) = await cluster.read("dead-letters")
+    assert isinstance(letter, DeadLetter)
+    assert (letter.topic, letter.partition, letter.offset) == (TURNS, UNIT_OF["a"], 0)
+    assert (letter.cause, letter.value, letter.role) == ("UndecodableRecord", b"\x00poison", "assembler")
+    assert await cluster.scored() == ["a"]
+
+
+async def test_a_refused_record_is_parked_once_although_it_is_folded_again(cluster: Cluster) -> None:
+    *most, last = group("a")
+    broken = [
+        dataclasses.replace(event, prompt_sha256="0" * 64) if isinstance(event, TokenSnapshot) else event
+        for event in most
+    ]
+    await cluster.append(*broken)
+    await cluster.fold()
+    await cluster.append(last)
+    await cluster.fold()
+    letters = await cluster.read("dead-letters")
+    assert len({letter.event_id for letter in letters}) == len(letters) == 4
+    assert {letter.cause for letter in letters} <= {"PromptHashMismatch", "UnknownParent"}
+    (score,) = [event for event in await cluster.read("segment-samples") if isinstance(event, GroupScored)]
+    assert {rollout.excluded_reason for rollout in score.rollouts} == {"refused"}
+
+
+async def test_a_record_under_the_wrong_key_or_in_the_wrong_topic_is_parked(cluster: Cluster) -> None:
+    started, completed, *_ = group("a")
+    await cluster.raw("agent.sessions", b"b", cluster.codec.encode(started))
+    await cluster.raw("agent.sessions", b"a", cluster.codec.encode(completed))
+    await cluster.fold()
+    assert sorted(letter.cause for letter in await cluster.read("dead-letters")) == ["KeyMismatch", "WrongTopic"]
+
+
+async def test_a_parked_record_that_is_too_large_for_a_dead_letter_is_cut(cluster: Cluster) -> None:
+    await cluster.raw(TURNS, b"a", b"\x07" * (7 << 20))
+    await cluster.fold()
+    (letter,) = await cluster.read("dead-letters")
+    assert len(letter.value) == 1 << 20
+    assert "cut to 1048576 bytes" in letter.message
+
+
+class Defective(GroupFold):
+    """Trips over the second turn of group a."""
+
+    def apply(self, topic: str, offset: int, event: Event) -> list[Event]:
+        if topic == TURNS and event.group_id == "a" and event.turn.index == 1:
+            raise ZeroDivisionError("a bug")
+        return super().apply(topic, offset, event)
+
+
+def defective_plan() -> Plan:
+    rules = fold_rules(SETTINGS, PLAN.fold.settings_sha256)
+    return dataclasses.replace(PLAN, factory=lambda group_id, floor: Defective(group_id, floor, rules))
+
+
+async def test_a_defect_stops_its_unit_and_says_where_while_others_go_on(cluster: Cluster) -> None:
+    await cluster.append(*group("a"), *group("d"))
+    waiting = await cluster.fold(defective_plan())
+    assert await cluster.scored() == ["d"]
+    assert waiting["unit 0"].startswith(
+        "agent.turns[0]@1: ZeroDivisionError: a bug; fix the fold or write SkipRequested"
+    )
+    assert await cluster.read("dead-letters") == []
+
+
+async def test_an_operator_lets_a_stopped_unit_pass_the_record_after_a_restart(cluster: Cluster) -> None:
+    await cluster.append(*group("a", size=1), *group("b"))
+    await cluster.fold(defective_plan())
+    assert await cluster.scored() == []
+    skip = SkipRequested(
+        event_id="skip", run_id="run", group_id="a", floor=0, topic=TURNS, partition=0, offset=1, reason="known bug"
+    )
+    await cluster.append(skip)
+    for _ in range(2):
+        assert await cluster.fold(defective_plan()) == {}
+    (letter,) = await cluster.read("dead-letters")
+    assert (letter.cause, letter.message) == ("RecordSkipped", "agent.turns[0]@1: known bug")
+    assert await cluster.scored() == ["b"], "a lacks the turn that was passed over"
+
+
+async def test_other_settings_refuse_to_start(cluster: Cluster) -> None:
+    await cluster.append(*group("a")[:3])
+    await cluster.fold()
+    other = assembler_plan(dataclasses.replace(SETTINGS, fold=FoldSettings(estimator="dr_grpo")))
+    with pytest.raises(
+        MigrationNeeded, match=f"{PLAN.fold.settings_sha256}, this process has {other.fold.settings_sha256}"
+    ):
+        await cluster.fold(other)
+
+
+async def test_a_log_that_begins_after_its_commit_refuses_to_start(cluster: Cluster) -> None:
+    await cluster.append(*group("a")[:4])
+    await cluster.fold()
+    cluster.broker.truncate(Partition("agent.sessions", UNIT_OF["a"]), 1)
+    with pytest.raises(LogTruncated, match=r"agent.sessions\[0\] begins at 1, but the fold needs it from 0 on"):
+        await cluster.fold()
+
+
+async def test_a_truncated_log_without_any_commit_refuses_to_start(cluster: Cluster) -> None:
+    await cluster.append(*group("a"))
+    cluster.broker.truncate(Partition(SNAPSHOTS, UNIT_OF["a"]), 2)
+    with pytest.raises(LogTruncated, match="begins at 2"):
+        await cluster.fold()
+
+
+async def test_truncated_outputs_refuse_to_start(cluster: Cluster) -> None:
+    await cluster.append(*group("a"))
+    await cluster.fold()
+    cluster.broker.truncate(Partition("segment-samples", UNIT_OF["a"]), 4)
+    with pytest.raises(LogTruncated, match="segment-samples"):
+        await cluster.fold()
+
+
+async def test_a_log_that_lost_its_end_refuses_to_start(cluster: Cluster) -> None:
+    await cluster.append(*group("a"))
+    await cluster.fold()
+    del cluster.broker.logs[Partition(TURNS, UNIT_OF["a"])].entries[-1]
+    with pytest.raises(LogTruncated, match="ends at 3, but 4 records of it were folded"):
+        await cluster.fold()
+
+
+async def test_a_process_that_was_fenced_ends(cluster: Cluster) -> None:
+    runner = cluster.runner()
+    async with cluster.joined(runner) as reader:
+        await runner.turn(reader, poll_s=0.001)
+        async with MemoryLog(cluster.broker).transactor(PLAN.transactional_id(UNIT_OF["a"])):
+            await cluster.append(*group("a"))
+            with pytest.raises(Fenced, match="a newer owner started"):
+                await runner.turn(reader, poll_s=0.001)
+    assert await cluster.scored() == []
+
+
+async def test_large_payloads_come_from_the_store_and_go_to_it(cluster: Cluster) -> None:
+    events = group("a", turns=1, shape=Shape(delta=300_000, output=10))
+    for at, event in enumerate(events):
+        if isinstance(event, TokenSnapshot):
+            assert isinstance(event.delta_ids, bytes)
+            events[at] = dataclasses.replace(event, delta_ids=await cluster.blobs.put(event.delta_ids))
+    await cluster.append(*events)
+    await cluster.fold()
+    sample = (await cluster.read("segment-samples"))[0]
+    assert isinstance(sample.token_ids, BlobRef)
+    assert len(await cluster.blobs.get(sample.token_ids)) == 4 * 300_010
+
+
+async def test_a_blob_that_is_not_there_ends_the_process_uncommitted(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding.decoded, "__defaults__", ((0.0, 0.0),))
+    events = group("a", turns=1)
+    events[2] = dataclasses.replace(events[2], output_ids=BlobRef("0" * 64, 16))
+    await cluster.append(*events)
+    with pytest.raises(BlobMissing):
+        await cluster.fold()
+    assert cluster.broker.group(PLAN.group).commits.keys().isdisjoint({Partition(SNAPSHOTS, UNIT_OF["a"])})
+
+
+async def test_a_record_of_a_forgotten_group_is_dropped(cluster: Cluster) -> None:
+    plan = dataclasses.replace(PLAN, horizon_records=0)
+    await cluster.append(*group("a"))
+    await cluster.fold(plan)
+    later = GroupName("run", "c", 6, 1)
+    await cluster.append(SessionStory(later, 0, np.random.default_rng(0)).started())
+    await cluster.fold(plan)
+    await cluster.append(*group("a"))
+    await cluster.fold(plan)
+    assert await cluster.scored() == ["a"]
+
+
+async def test_the_role_refuses_to_start_under_settings_other_than_the_run_was_configured_with(
+    cluster: Cluster,
+) -> None:
+    role = await role_of(cluster, settings_sha256="e" * 64)
+    with pytest.raises(SettingsDiffer, match=f"settings {'e' * 64}.*{PLAN.fold.settings_sha256}"):
+        await main(role)
+
+
+async def test_the_role_folds_until_it_is_stopped(cluster: Cluster) -> None:
+    role = await role_of(cluster, settings_sha256=PLAN.fold.settings_sha256)
+    await cluster.append(*group("a"), *group("d"))
+    running = asyncio.create_task(main(role))
+    async with asyncio.timeout(20):
+        while sorted(await cluster.scored()) != ["a", "d"]:
+            await cluster.broker.changed(0.1)
+    assert not role.health.waiting
+    role.stopping.set()
+    await running
+    held = cluster.broker.group(PLAN.group).commits
+    assert {name.number for name in held} == {0, 1}
+
+
+async def role_of(cluster: Cluster, *, settings_sha256: str) -> Role:
+    configured = RunConfigured(
+        event_id="configured", run_id="run", settings=b"{}", settings_sha256=settings_sha256,
+        fold_version=PLAN.fold.version,
+    )  # fmt: skip
+    await cluster.raw("runs", b"run", cluster.codec.encode(configured), configured)
+    log = MemoryLog(cluster.broker)
+    events = cluster.events(log)
+    return Role("assembler", "assembler-0", SETTINGS, log, events, cluster.blobs, Health("assembler"))

@@ -1,0 +1,185 @@
+"""The reaper: what time decides, and what our own outages must not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+
+from turnlog.infra.event_log import EventLog
+from turnlog.infra.health import Health
+from turnlog.infra.log import GroupReader, Partition, TopicSpec
+from turnlog.infra.memory import MemoryLog
+from turnlog.infra.memory_blobs import MemoryBlobs
+from turnlog.infra.registry import MemoryRegistry
+from turnlog.processors.shells.assembler import assembler_plan
+from turnlog.processors.shells.examples import GroupName, SessionStory, Shape
+from turnlog.processors.shells.reaper import Reaper
+from turnlog.processors.shells.restoring import INPUTS, records_between
+from turnlog.processors.shells.runner import Runner
+from turnlog.schemas.events import Event, GroupClosed, GroupScored, GroupStatus, Outcome, SessionFinished
+from turnlog.schemas.topics import CATALOGUE
+from turnlog.settings import AssemblerSettings, Settings
+
+PLAN = assembler_plan(Settings(assembler=AssemblerSettings(commit_interval_s=0.0)))
+SILENCE_S, DEADLINE_S = 10.0, 100.0
+
+
+class Assembler:
+    """One process on one partition, whose time is a number."""
+
+    def __init__(self, log: MemoryLog, events: EventLog) -> None:
+        self.log = log
+        self.events = events
+        self.now = 1000.0
+        self.runner = Runner(PLAN, log, events, MemoryBlobs(), Health("assembler"), clock=self.clock)
+        self.reaper = Reaper(
+            self.runner.units, log, events, clock=self.clock, silence_s=SILENCE_S, deadline_s=DEADLINE_S
+        )
+        self.reader: GroupReader
+
+    def clock(self) -> float:
+        return self.now
+
+    async def fold(self) -> None:
+        for _ in range(3):
+            await self.runner.turn(self.reader, poll_s=0.001)
+
+    async def append(self, *events: Event) -> None:
+        for event in events:
+            await self.events.append(event)
+
+    async def after(self, seconds: float) -> list[SessionFinished | GroupClosed]:
+        """What the reaper appends when it looks, catches up, and looks again after `seconds`."""
+        appended = await self.reaper.look()
+        self.now += seconds
+        for _ in range(2):
+            await self.fold()
+            appended += await self.reaper.look()
+        await self.fold()
+        return appended
+
+    async def scores(self) -> list[GroupScored]:
+        name = Partition("segment-samples", 0)
+        end = (await self.log.end_offsets([name]))[name]
+        found = [await self.events.decode(r) async for r in records_between(self.log, name, 0, end)]
+        return [event for event in found if isinstance(event, GroupScored)]
+
+
+@pytest.fixture
+async def assembler() -> AsyncIterator[Assembler]:
+    log = MemoryLog()
+    await log.create_topics([TopicSpec(topic.name, 1, 1, {}) for topic in CATALOGUE])
+    async with EventLog.open(log, MemoryRegistry(), writer="test") as events:
+        process = Assembler(log, events)
+        member = log.group_reader(
+            PLAN.group, INPUTS, assigned=process.runner._assigned, revoked=process.runner._revoked
+        )
+        async with member as process.reader:
+            yield process
+
+
+def story(group: str, *, size: int = 1, index: int = 0) -> SessionStory:
+    return SessionStory(GroupName("local", group, 0, size), index, np.random.default_rng(0))
+
+
+async def test_a_silent_session_is_expired_with_the_turns_that_are_on_the_log(assembler: Assembler) -> None:
+    silent = story("g")
+    await assembler.append(silent.started(), *silent.turn(Shape()), silent.turn(Shape())[0])
+    await assembler.fold()
+    assert await assembler.after(SILENCE_S - 1) == []
+    (finish,) = await assembler.after(2)
+    assert isinstance(finish, SessionFinished)
+    assert (finish.outcome, finish.final, finish.epoch) == (Outcome.expired, True, silent.epoch)
+    assert finish.turns == (silent.turns[0],), "its second turn has no snapshot"
+    (score,) = await assembler.scores()
+    assert score.rollouts[0].excluded_reason == "expired"
+
+
+async def test_a_sign_of_life_starts_the_silence_anew(assembler: Assembler) -> None:
+    alive = story("g")
+    await assembler.append(alive.started())
+    await assembler.fold()
+    await assembler.after(SILENCE_S - 1)
+    await assembler.append(*alive.turn(Shape()))
+    assert await assembler.after(SILENCE_S - 1) == []
+    assert await assembler.after(1) == []
+
+
+async def test_an_outage_of_ours_expires_nobody(assembler: Assembler) -> None:
+    waiting = story("g")
+    await assembler.append(waiting.started())
+    assembler.now += 10 * DEADLINE_S
+    await assembler.fold()
+    assert await assembler.after(SILENCE_S - 1) == []
+    assert await assembler.scores() == []
+
+
+async def test_nothing_is_decided_before_what_came_in_meanwhile_was_read(assembler: Assembler) -> None:
+    busy = story("g")
+    await assembler.append(busy.started())
+    await assembler.fold()
+    await assembler.reaper.look()
+    await assembler.reaper.look()
+    assembler.now += SILENCE_S + 1
+    await assembler.append(*busy.turn(Shape()))
+    assert await assembler.reaper.look() == []
+    assert await assembler.reaper.look() == [], "the unit has not passed the end that was read after the limit"
+    await assembler.fold()
+    assert await assembler.reaper.look() == []
+
+
+async def test_a_session_is_expired_once_while_its_finish_is_on_the_way(assembler: Assembler) -> None:
+    silent = story("g")
+    await assembler.append(silent.started())
+    await assembler.fold()
+    assert len(await assembler.after(SILENCE_S + 1)) == 1
+    assert await assembler.after(SILENCE_S + 1) == []
+
+
+async def test_a_straggling_group_is_closed_at_its_deadline_with_who_is_done(assembler: Assembler) -> None:
+    done, never = story("g", size=2), story("g", size=2, index=1)
+    await assembler.append(done.started(), *done.turn(Shape()), done.finished(), done.rewarded(1.0))
+    await assembler.append(never.started(), never.finished())
+    await assembler.fold()
+    assert await assembler.after(DEADLINE_S - 1) == []
+    (closed,) = await assembler.after(2)
+    assert isinstance(closed, GroupClosed)
+    assert closed.reason == "deadline"
+    assert set(closed.members) == {done.session_id, never.session_id}, "the fold keeps those that are settled"
+    assert closed.seen == 5
+    (score,) = await assembler.scores()
+    assert [rollout.session_id for rollout in score.rollouts] == [done.session_id], "the other has no verdict"
+    assert score.status is GroupStatus.discarded
+
+
+async def test_turns_of_nobody_are_closed_as_an_orphan(assembler: Assembler) -> None:
+    orphan = story("g")
+    orphan.epoch = "nobody"
+    await assembler.append(*orphan.turn(Shape()))
+    await assembler.fold()
+    (closed,) = await assembler.after(SILENCE_S + 1)
+    assert isinstance(closed, GroupClosed)
+    assert closed.reason == "orphan"
+    assert not assembler.runner.units[0].state()
+
+
+async def test_a_close_that_lost_a_race_is_void_and_is_asked_for_again(assembler: Assembler) -> None:
+    late, other = story("g", size=2), story("g", size=2, index=1)
+    await assembler.append(late.started(), late.finished())
+    await assembler.fold()
+    await assembler.reaper.look()
+    await assembler.reaper.look()
+    assembler.now += DEADLINE_S + 1
+    await assembler.fold()
+    await assembler.reaper.look()
+    await assembler.append(other.started())
+    (closed,) = await assembler.reaper.look()
+    await assembler.fold()
+    assert await assembler.scores() == [], "a record of the group lies between what it had seen and the close"
+    again = await assembler.after(SILENCE_S + 1)
+    assert [type(event) for event in again].count(GroupClosed) >= 1
+    assert dataclasses.replace(closed, event_id="", seen=0).reason == "deadline"
+    assert len(await assembler.scores()) == 1

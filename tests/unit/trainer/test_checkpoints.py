@@ -1,0 +1,80 @@
+"""Where checkpoints lie: complete or absent, newest by marker, closed to zombies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from turnlog.trainer.checkpoint import MARKER, Checkpoints, Cursor, cursor_values
+from turnlog.trainer.errors import CheckpointUnusable, Superseded
+
+
+def opened(directory: Path, incarnation: int, keep: int = 3) -> Checkpoints:
+    checkpoints = Checkpoints(directory, keep=keep)
+    checkpoints.claim(incarnation)
+    return checkpoints
+
+
+def save(checkpoints: Checkpoints, step: int) -> Path:
+    part = checkpoints.begin(Cursor(step=step))
+    (part / "content").write_text(str(step))
+    return checkpoints.seal(part)
+
+
+def test_a_run_starts_without_one(tmp_path: Path) -> None:
+    assert opened(tmp_path, 0).newest() is None
+
+
+def test_the_newest_is_the_one_sealed_last(tmp_path: Path) -> None:
+    first = opened(tmp_path, 0)
+    save(first, 0)
+    folder = save(first, 10)
+    assert opened(tmp_path, 1).newest() == folder
+    assert (folder / "content").read_text() == "10"
+
+
+def test_a_checkpoint_killed_before_it_was_sealed_does_not_count(tmp_path: Path) -> None:
+    first = opened(tmp_path, 0)
+    folder = save(first, 0)
+    part = first.begin(Cursor(step=10))
+    second = opened(tmp_path, 1)
+    assert second.newest() == folder
+    assert not part.exists()
+
+
+def test_a_zombie_neither_begins_nor_seals(tmp_path: Path) -> None:
+    zombie = opened(tmp_path, 0)
+    save(zombie, 0)
+    part = zombie.begin(Cursor(step=10))
+    owner = opened(tmp_path, 1)
+    newest = owner.newest()
+    with pytest.raises(Superseded):
+        zombie.seal(part)
+    with pytest.raises(Superseded):
+        zombie.begin(Cursor(step=20))
+    assert owner.newest() == newest
+
+
+def test_only_the_newest_stay(tmp_path: Path) -> None:
+    checkpoints = opened(tmp_path, 0, keep=2)
+    for step in (0, 2, 4):
+        save(checkpoints, step)
+    checkpoints = opened(tmp_path, 1, keep=2)
+    save(checkpoints, 3)
+    names = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+    assert names == ["step-00000003-i1", "step-00000004-i0"]
+
+
+def test_a_marker_without_its_folder_says_what_to_do(tmp_path: Path) -> None:
+    checkpoints = opened(tmp_path, 0)
+    folder = save(checkpoints, 0)
+    (folder / "content").unlink()
+    folder.rmdir()
+    with pytest.raises(CheckpointUnusable, match=MARKER):
+        checkpoints.newest()
+
+
+def test_a_cursor_survives_as_plain_values() -> None:
+    cursor = Cursor(next_batch=4, offset=17, step=4, draws=2)
+    assert Cursor(**cursor_values(cursor)) == cursor  # type: ignore[arg-type]

@@ -1,0 +1,194 @@
+"""Megatron's model and step against transformers and torch, in one process without a port."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
+
+from turnlog.trainer import hf_weights, mcore, reference
+from turnlog.trainer.errors import BooksOff, CheckpointUnusable, UnsupportedModel, WeightsMismatch
+from turnlog.trainer.learner import Learner, LearnerOptions
+from turnlog.trainer.loss import PolicyGradient, imitation
+from turnlog.trainer.model import build_model, model_config
+from turnlog.trainer.process_group import process_group
+from turnlog.trainer.shape import TINY, ModelShape, read_shape
+from turnlog.trainer.sharded_state import read_common
+from turnlog.trainer.synthetic import synthetic_rows
+from turnlog.trainer.warm_start import random_weights
+
+OBJECTIVE = PolicyGradient(0.2, 0.2)
+ONE = LearnerOptions(threads=1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone() -> Iterator[None]:
+    """One rank for the module."""
+    torch.set_num_threads(1)
+    with process_group():
+        yield
+
+
+def hugging_face(folder: Path, kind: str, *, tied: bool, vocabulary: int) -> tuple[Any, ModelShape]:
+    """A small random model whose norms and biases are not trivial, saved as transformers saves it."""
+    sizes: dict[str, Any] = {
+        "vocab_size": vocabulary,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": tied,
+        "rms_norm_eps": 1e-6,
+    }
+    config = Qwen3Config(head_dim=16, **sizes) if kind == "qwen3" else Qwen2Config(**sizes)
+    generator = torch.Generator().manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(folder)
+    return model, read_shape(folder)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_logits_are_those_of_transformers_and_weights_come_back_exactly(tmp_path: Path, kind: str, tied: bool) -> None:
+    model, shape = hugging_face(tmp_path, kind, tied=tied, vocabulary=83)
+    state = model.state_dict()
+    tokens = torch.randint(0, 83, (3, 40), generator=torch.Generator().manual_seed(5))
+    with mcore.quiet(), torch.no_grad():
+        config = model_config(shape, tensor_parallel=1, pipeline_parallel=1, dtype="float32")
+        megatron = build_model(shape, config, vocabulary_multiple=16)
+        hf_weights.load(megatron, state, shape)
+        logits = megatron(tokens, torch.arange(40).expand(3, -1), None)
+        wanted = model(tokens).logits
+    assert logits.shape[-1] == 96
+    torch.testing.assert_close(logits[..., :83], wanted, rtol=0, atol=1e-5)
+    exported = hf_weights.export(megatron, shape)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in exported.items())
+    assert exported.keys() == hf_weights.expected_shapes(shape).keys()
+
+
+def test_steps_are_those_of_transformers_and_adamw() -> None:
+    weights = random_weights(TINY, 1)
+    learner = Learner(TINY, weights, dataclasses.replace(ONE, microbatch_tokens=200))
+    plain = reference.PlainLearner(TINY, weights, ONE)
+    for step in range(4):
+        rows = synthetic_rows(step)
+        ours, theirs = learner.step(rows, OBJECTIVE, 1e-3), plain.step(rows, OBJECTIVE, 1e-3)
+        assert ours.loss == pytest.approx(theirs.loss, abs=1e-5)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
+    after = plain.export()
+    assert max(float((tensor - after[name]).abs().max()) for name, tensor in learner.export().items()) < 1e-5
+
+
+def test_measures_are_taken_before_the_step() -> None:
+    learner = Learner(TINY, random_weights(TINY, 1), ONE)
+    rows = synthetic_rows(0)
+    before = learner.measure(rows, OBJECTIVE)
+    stepped = learner.step(rows, OBJECTIVE, 1e-2)
+    assert dataclasses.replace(stepped, grad_norm=0.0) == before
+    assert learner.measure(rows, OBJECTIVE).loss < before.loss
+    assert before.entropy == pytest.approx(np.log(TINY.vocabulary), rel=0.01)
+
+
+def test_a_row_without_advantage_still_runs_and_moves_nothing() -> None:
+    weights = random_weights(TINY, 1)
+    learner = Learner(TINY, weights, ONE)
+    rows = synthetic_rows(0)
+    result = learner.step(dataclasses.replace(rows, advantages=rows.advantages * 0), OBJECTIVE, 1e-2)
+    assert (result.loss, result.grad_norm) == (0.0, 0.0)
+    assert result.trained_tokens == int(rows.trained.sum())
+
+
+def test_a_gradient_that_is_not_finite_moves_nothing() -> None:
+    weights = random_weights(TINY, 1)
+    learner = Learner(TINY, weights, ONE)
+    rows = synthetic_rows(0)
+    broken = dataclasses.replace(rows, advantages=np.where(rows.trained, np.float32(3e38), np.float32(0)))
+    result = learner.step(broken, OBJECTIVE, 1e-2)
+    assert result.skipped
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in learner.export().items())
+    assert not learner.step(rows, OBJECTIVE, 1e-2).skipped
+
+
+def test_books_that_do_not_balance_stop_the_step() -> None:
+    weights = random_weights(TINY, 1)
+    learner = Learner(TINY, weights, ONE)
+    rows = synthetic_rows(0)
+    trained = rows.trained.copy()
+    trained[0] = 1
+    with pytest.raises(BooksOff):
+        learner.step(dataclasses.replace(rows, trained=trained), imitation, 1e-2)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in learner.export().items())
+
+
+def test_microbatching_changes_rounding_only() -> None:
+    rows = synthetic_rows(7)
+    results = []
+    for limit in (10_000, 100):
+        learner = Learner(TINY, random_weights(TINY, 1), dataclasses.replace(ONE, microbatch_tokens=limit))
+        results.append(learner.step(rows, OBJECTIVE, 1e-3))
+    assert results[0].loss == pytest.approx(results[1].loss, abs=1e-6)
+    assert results[0].grad_norm == pytest.approx(results[1].grad_norm, rel=1e-5)
+
+
+def test_a_checkpoint_goes_on_bit_for_bit_with_its_cursor(tmp_path: Path) -> None:
+    learner = Learner(TINY, random_weights(TINY, 1), ONE)
+    for step in range(2):
+        learner.step(synthetic_rows(step), OBJECTIVE, 1e-3)
+    learner.save(tmp_path, {"cursor": {"next_batch": 2}})
+    wanted = learner.step(synthetic_rows(2), OBJECTIVE, 1e-3)
+    after = learner.export()
+    other = Learner(TINY, random_weights(TINY, 9), ONE)
+    other.restore(tmp_path)
+    assert read_common(tmp_path)["cursor"] == {"next_batch": 2}
+    assert other.step(synthetic_rows(2), OBJECTIVE, 1e-3) == wanted
+    assert all(torch.equal(tensor, after[name]) for name, tensor in other.export().items())
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    Learner(TINY, random_weights(TINY, 1), ONE).save(tmp_path, {})
+    other = dataclasses.replace(TINY, ffn=64)
+    with pytest.raises(CheckpointUnusable, match="another model"):
+        Learner(other, random_weights(other, 1), ONE).restore(tmp_path)
+
+
+def test_half_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointUnusable, match="no complete checkpoint"):
+        Learner(TINY, random_weights(TINY, 1), ONE).restore(tmp_path)
+
+
+def test_weights_of_another_shape_are_refused() -> None:
+    weights = random_weights(TINY, 1)
+    weights["model.norm.weight"] = torch.ones(3)
+    with pytest.raises(WeightsMismatch, match=r"model\.norm\.weight"):
+        Learner(TINY, weights, ONE)
+
+
+def test_bfloat16_learns(tmp_path: Path) -> None:
+    learner = Learner(TINY, random_weights(TINY, 1), dataclasses.replace(ONE, dtype="bfloat16"))
+    losses = [learner.step(synthetic_rows(0), imitation, 1e-2).loss for _ in range(8)]
+    assert losses[-1] < losses[0]
+    assert {tensor.dtype for tensor in learner.export().values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ('"model_type": "llama"', "model_type 'llama'"),
+        ('"model_type": "qwen3", "rope_scaling": {"rope_type": "yarn"}', "scaled rotary"),
+    ],
+)
+def test_a_model_that_the_mapping_does_not_cover_is_refused(tmp_path: Path, change: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(f"{{{change}}}")
+    with pytest.raises(UnsupportedModel, match=message):
+        read_shape(tmp_path)

@@ -1,0 +1,73 @@
+"""Token losses against arithmetic and against derivatives by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from turnlog.trainer.loss import PolicyGradient, imitation, scaled_logits
+
+CLIP = PolicyGradient(0.2, 0.3)
+
+
+def one(logprob: float, recorded: float, advantage: float) -> tuple[float, bool, float]:
+    """(loss, clipped, d loss / d log-prob) of one token."""
+    logprobs = torch.tensor([logprob], dtype=torch.float64, requires_grad=True)
+    result = CLIP(logprobs, torch.tensor([recorded], dtype=torch.float64), torch.tensor([advantage]))
+    result.value.sum().backward()
+    assert logprobs.grad is not None
+    return float(result.value.detach()), bool(result.clipped), float(logprobs.grad)
+
+
+@pytest.mark.parametrize("advantage", [1.5, -0.5])
+def test_on_policy_the_gradient_is_minus_the_advantage(advantage: float) -> None:
+    loss, clipped, gradient = one(-2.0, -2.0, advantage)
+    assert (loss, clipped) == (-advantage, False)
+    assert gradient == pytest.approx(-advantage)
+
+
+def test_inside_the_bounds_the_gradient_carries_the_ratio() -> None:
+    ratio = 1.1
+    loss, clipped, gradient = one(-2.0 + math.log(ratio), -2.0, 2.0)
+    assert loss == pytest.approx(-2.0 * ratio)
+    assert gradient == pytest.approx(-2.0 * ratio)
+    assert not clipped
+
+
+@pytest.mark.parametrize(("ratio", "advantage", "bound"), [(1.5, 1.0, 1.3), (0.5, -1.0, 0.8)])
+def test_beyond_the_bound_that_the_advantage_asks_for_there_is_no_gradient(
+    ratio: float, advantage: float, bound: float
+) -> None:
+    loss, clipped, gradient = one(-2.0 + math.log(ratio), -2.0, advantage)
+    assert loss == pytest.approx(-bound * advantage)
+    assert (clipped, gradient) == (True, 0.0)
+
+
+@pytest.mark.parametrize(("ratio", "advantage"), [(1.5, -1.0), (0.5, 1.0)])
+def test_beyond_the_other_bound_the_gradient_pulls_back(ratio: float, advantage: float) -> None:
+    loss, clipped, gradient = one(-2.0 + math.log(ratio), -2.0, advantage)
+    assert loss == pytest.approx(-ratio * advantage)
+    assert gradient == pytest.approx(-ratio * advantage)
+    assert not clipped
+
+
+def test_imitation_is_the_negative_logprob() -> None:
+    logprobs = torch.tensor([-1.0, -2.0])
+    assert torch.equal(imitation(logprobs, logprobs, logprobs).value, torch.tensor([1.0, 2.0]))
+
+
+def test_temperature_divides_before_the_softmax_and_padding_columns_have_no_mass() -> None:
+    logits = torch.randn(2, 3, 10, generator=torch.Generator().manual_seed(0))
+    temperature = torch.tensor([1.0, 0.5])
+    scaled = scaled_logits(logits, temperature, first_column=0, vocabulary=7)
+    probabilities = scaled.softmax(-1)
+    wanted = (logits[..., :7] / temperature[:, None, None]).softmax(-1)
+    torch.testing.assert_close(probabilities[..., :7], wanted, rtol=1e-6, atol=1e-7)
+    assert float(probabilities[..., 7:].sum()) == 0.0
+
+
+def test_padding_is_found_in_the_columns_of_another_rank() -> None:
+    scaled = scaled_logits(torch.zeros(1, 1, 5), torch.ones(1), first_column=5, vocabulary=7)
+    assert (scaled[0, 0] == 0).tolist() == [True, True, False, False, False]

@@ -1,0 +1,99 @@
+"""Manifests in order, files that are what their manifests say."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator
+
+import pytest
+
+from turnlog.infra.batch_files import CorruptBatch, write_rows
+from turnlog.infra.event_log import EventLog
+from turnlog.infra.memory import MemoryLog
+from turnlog.infra.memory_blobs import MemoryBlobs
+from turnlog.infra.registry import MemoryRegistry
+from turnlog.infra.topics_admin import apply
+from turnlog.schemas.events import SampleBatchFormed
+from turnlog.settings import Settings
+from turnlog.trainer.checkpoint import Cursor
+from turnlog.trainer.errors import BatchGap
+from turnlog.trainer.manifests import Manifests, fetch_rows
+from turnlog.trainer.synthetic import append_batches, synthetic_manifest, synthetic_rows
+
+
+@pytest.fixture
+async def events() -> AsyncIterator[EventLog]:
+    log = MemoryLog()
+    await apply(log, Settings())
+    async with EventLog.open(log, MemoryRegistry(), writer="test") as events:
+        yield events
+
+
+async def taken(events: EventLog, cursor: Cursor, count: int) -> list[tuple[int, int]]:
+    """(batch_index, offset behind) of the next `count` manifests."""
+    async with events.log.reader() as reader:
+        manifests = Manifests(reader, events, "run", cursor, start=0)
+        found = [await manifests.next(timeout_s=0.2) for _ in range(count)]
+        return [(manifest.batch_index, offset) for manifest, offset in filter(None, found)]
+
+
+async def test_each_manifest_comes_once_in_order(events: EventLog) -> None:
+    blobs = MemoryBlobs()
+    await append_batches(events, blobs, "run", 3)
+    await append_batches(events, blobs, "other-run", 2)
+    await append_batches(events, blobs, "run", 3)
+    assert await taken(events, Cursor(), 9) == [(0, 1), (1, 2), (2, 3)]
+
+
+async def test_reading_goes_on_behind_the_cursor(events: EventLog) -> None:
+    await append_batches(events, MemoryBlobs(), "run", 4)
+    assert await taken(events, Cursor(next_batch=2, offset=2), 9) == [(2, 3), (3, 4)]
+
+
+async def test_a_gap_ends_the_trainer(events: EventLog) -> None:
+    rows = synthetic_rows(0)
+    file = await MemoryBlobs().put(write_rows(rows))
+    await events.append(synthetic_manifest(rows, file, "run", 1))
+    with pytest.raises(BatchGap, match="holds batch 1, the next one is 0"):
+        await taken(events, Cursor(), 1)
+
+
+async def formed(blobs: MemoryBlobs, seed: int = 0) -> SampleBatchFormed:
+    rows = synthetic_rows(seed)
+    return synthetic_manifest(rows, await blobs.put(write_rows(rows)), "run", seed)
+
+
+async def test_a_good_file_is_read(events: EventLog) -> None:
+    blobs = MemoryBlobs()
+    rows = await fetch_rows(await formed(blobs), blobs)
+    assert rows.sample_ids == synthetic_rows(0).sample_ids
+
+
+async def test_a_file_damaged_in_the_store_is_corrupt() -> None:
+    blobs = MemoryBlobs()
+    manifest = await formed(blobs)
+    blobs.objects[manifest.file.sha256] += b"x"
+    with pytest.raises(CorruptBatch, match="batch 0"):
+        await fetch_rows(manifest, blobs)
+
+
+async def test_the_file_of_another_batch_is_corrupt() -> None:
+    blobs = MemoryBlobs()
+    manifest, other = await formed(blobs), await formed(blobs, 1)
+    with pytest.raises(CorruptBatch, match="rows hash to"):
+        await fetch_rows(dataclasses.replace(manifest, file=other.file), blobs)
+
+
+async def test_bytes_that_are_no_batch_file_are_corrupt() -> None:
+    blobs = MemoryBlobs()
+    manifest = await formed(blobs)
+    file = await blobs.put(b"not arrow")
+    with pytest.raises(CorruptBatch, match="not a batch file"):
+        await fetch_rows(dataclasses.replace(manifest, file=file), blobs)
+
+
+async def test_counts_that_differ_from_the_manifest_are_corrupt() -> None:
+    blobs = MemoryBlobs()
+    manifest = await formed(blobs)
+    with pytest.raises(CorruptBatch, match="the manifest counts"):
+        await fetch_rows(dataclasses.replace(manifest, trained_tokens=1), blobs)

@@ -1,0 +1,56 @@
+"""Rows to ranks and microbatches: properties over all lengths, sizes and limits."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnlog.trainer.microbatches import microbatches
+
+LENGTHS = st.lists(st.integers(1, 300), min_size=0, max_size=60)
+RANKS = st.integers(1, 5)
+LIMITS = st.integers(1, 2000)
+
+
+@given(LENGTHS, RANKS, LIMITS)
+def test_every_row_is_in_exactly_one_microbatch(lengths: list[int], ranks: int, limit: int) -> None:
+    plan = microbatches(lengths, ranks, limit)
+    assert sorted(row for rank in plan for batch in rank for row in batch) == list(range(len(lengths)))
+
+
+@given(LENGTHS, RANKS, LIMITS)
+def test_every_rank_runs_equally_many_and_at_least_one(lengths: list[int], ranks: int, limit: int) -> None:
+    plan = microbatches(lengths, ranks, limit)
+    assert len(plan) == ranks
+    assert len({len(rank) for rank in plan}) == 1
+    assert plan[0]
+
+
+@given(LENGTHS, RANKS, LIMITS)
+def test_padded_size_stays_within_the_limit_unless_a_row_alone_exceeds_it(
+    lengths: list[int], ranks: int, limit: int
+) -> None:
+    for batch in (batch for rank in microbatches(lengths, ranks, limit) for batch in rank if batch):
+        assert len(batch) == 1 or len(batch) * max(lengths[row] for row in batch) <= limit
+
+
+@given(LENGTHS, RANKS, LIMITS)
+def test_ranks_differ_by_no_more_tokens_than_the_longest_row(lengths: list[int], ranks: int, limit: int) -> None:
+    loads = [sum(lengths[row] for batch in rank for row in batch) for rank in microbatches(lengths, ranks, limit)]
+    assert max(loads) - min(loads) <= max(lengths, default=0)
+
+
+@given(LENGTHS, RANKS, LIMITS)
+def test_rows_stay_in_canonical_order_within_a_microbatch(lengths: list[int], ranks: int, limit: int) -> None:
+    assert all(batch == tuple(sorted(batch)) for rank in microbatches(lengths, ranks, limit) for batch in rank)
+
+
+def test_more_ranks_than_rows_leaves_stand_ins() -> None:
+    assert microbatches([5], 3, 10) == (((0,),), ((),), ((),))
+
+
+@pytest.mark.parametrize(("ranks", "limit"), [(0, 1), (1, 0)])
+def test_nonsense_is_refused(ranks: int, limit: int) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        microbatches([1], ranks, limit)

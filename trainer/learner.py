@@ -1,0 +1,249 @@
+"""The optimizer step: one rank's model, Megatron's DDP, distributed optimizer and schedule.
+
+Loss of the step = sum over trained tokens of token loss / weight_divisor; nothing else normalises it. Megatron divides
+gradients by the number of tokens that the loss function reports (calculate_per_token_loss), so the loss function hands
+over M x its share and its own m_i trained tokens; that the m_i of all ranks sum to M is checked before the optimizer
+moves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from turnlog.processors.core.rows import BatchRows
+from turnlog.trainer import hf_weights, mcore, sharded_state
+from turnlog.trainer.errors import BooksOff
+from turnlog.trainer.loss import Objective, scaled_logits
+from turnlog.trainer.microbatches import microbatches
+from turnlog.trainer.model import build_model, model_config
+from turnlog.trainer.padding import PaddedRows, padded
+from turnlog.trainer.shape import ModelShape, as_dict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerOptions:
+    """How to learn; the same on every rank."""
+
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    microbatch_tokens: int = 8192
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+    seed: int = 1234
+    dtype: str = "float32"
+    threads: int = 1
+    vocabulary_multiple: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one step did; measured before the weights moved, the same on every rank."""
+
+    loss: float
+    grad_norm: float
+    """Before clipping."""
+    trained_tokens: int
+    skipped: bool
+    """The gradient was not finite: weights and optimizer are as before."""
+    logprob_gap_max: float
+    """max |trainer - recorded| log-prob over trained tokens."""
+    logprob_gap_mean: float
+    entropy: float
+    """Mean over trained tokens, nats, at the row's temperature."""
+    clip_fraction: float
+
+
+class Learner:
+    """Collective: every rank makes the same calls with the same arguments. Process groups exist before it."""
+
+    def __init__(self, shape: ModelShape, weights: Mapping[str, torch.Tensor], options: LearnerOptions) -> None:
+        """Raises WeightsMismatch."""
+        torch.set_num_threads(options.threads)
+        mcore.tensor_parallel.model_parallel_cuda_manual_seed(options.seed)
+        self.shape, self._options = shape, options
+        with mcore.quiet():
+            self._config = model_config(
+                shape,
+                tensor_parallel=options.tensor_parallel,
+                pipeline_parallel=options.pipeline_parallel,
+                dtype=options.dtype,
+            )
+            self._model = build_model(shape, self._config, vocabulary_multiple=options.vocabulary_multiple)
+            hf_weights.load(self._model, weights, shape)
+            distributed = mcore.DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+            self._ddp = mcore.DistributedDataParallel(self._config, distributed, self._model)
+            self._optimizer = mcore.get_megatron_optimizer(self._optimizer_config(), [self._ddp])
+            for one in self._optimizer.chained_optimizers:  # moments of 0, so that step 0 can be saved
+                one.init_state_fn(one.optimizer, one.config)
+                for group in one.optimizer.param_groups:
+                    group.setdefault("step", 0)
+        self._config.grad_scale_func = self._optimizer.scale_loss
+        self._config.finalize_model_grads_func = mcore.finalize_model_grads
+        self._schedule = mcore.get_forward_backward_func()
+
+    @mcore.quiet()
+    def step(self, rows: BatchRows, objective: Objective, learning_rate: float) -> StepResult:
+        """One optimizer step on all rows together. Raises BooksOff, with the weights as before."""
+        self._ddp.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        totals = self._run(rows, objective, forward_only=False)
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.prepare_grads()
+        grad_norm = float(self._optimizer.get_grad_norm())
+        finite = math.isfinite(grad_norm) and math.isfinite(totals.loss)
+        if finite:
+            self._optimizer.step()
+        return totals.result(grad_norm, skipped=not finite)
+
+    @mcore.quiet()
+    def measure(self, rows: BatchRows, objective: Objective) -> StepResult:
+        """What `step` would report, without moving anything; grad_norm is 0."""
+        return self._run(rows, objective, forward_only=True).result(0.0, skipped=False)
+
+    def export(self) -> hf_weights.Tensors:
+        """The weights under Hugging Face names, on the CPU."""
+        return hf_weights.export(self._model, self.shape)
+
+    def save(self, directory: Path, common: Mapping[str, Any]) -> None:
+        """Weights, optimizer and `common` as one Megatron checkpoint in an existing empty folder."""
+        sharded_state.save(self._model, self._optimizer, directory, {**common, "shape": as_dict(self.shape)})
+
+    def restore(self, directory: Path) -> None:
+        """Become what `save` stored, whatever the layout then was. Raises CheckpointUnusable."""
+        sharded_state.load(self._model, self._optimizer, directory, as_dict(self.shape))
+
+    def _optimizer_config(self) -> Any:
+        options = self._options
+        return mcore.OptimizerConfig(
+            optimizer="adam",
+            lr=1.0,  # set before every step
+            weight_decay=options.weight_decay,
+            adam_beta1=options.beta1,
+            adam_beta2=options.beta2,
+            clip_grad=options.clip_grad,
+            bf16=self._config.bf16,
+            params_dtype=self._config.params_dtype,
+            use_distributed_optimizer=True,
+        )
+
+    def _run(self, rows: BatchRows, objective: Objective, *, forward_only: bool) -> Totals:
+        trained = int(rows.trained.sum())
+        rank = mcore.parallel_state.get_data_parallel_rank()
+        ranks = mcore.parallel_state.get_data_parallel_world_size()
+        plan = microbatches(rows.lengths.tolist(), ranks, self._options.microbatch_tokens)[rank]
+        batches = [padded(rows, microbatch, mcore.DEVICE) for microbatch in plan]
+        forward = _Forward(objective, self.shape.vocabulary, trained)
+        self._schedule(
+            forward_step_func=forward,
+            data_iterator=iter(batches),
+            model=[self._ddp],
+            num_microbatches=len(batches),
+            seq_length=max(batch.inputs.size(1) for batch in batches),
+            micro_batch_size=max(batch.inputs.size(0) for batch in batches),
+            forward_only=forward_only,
+        )
+        totals = Totals.over_ranks(forward)
+        if totals.trained != trained:
+            raise BooksOff(f"the ranks trained {totals.trained} tokens, the batch counts {trained}")
+        return totals
+
+
+class _Forward:
+    """Megatron's forward_step_func; sums what the microbatches of this rank report."""
+
+    def __init__(self, objective: Objective, vocabulary: int, trained_total: int) -> None:
+        self._objective, self._vocabulary, self._trained_total = objective, vocabulary, trained_total
+        self.sums = torch.zeros(5, dtype=torch.float64)
+        """weighted loss, trained tokens, entropy, clipped tokens, |gap|"""
+        self.gap_max = torch.zeros(1, dtype=torch.float64)
+
+    def __call__(self, batches: Iterator[PaddedRows], model: Any) -> tuple[torch.Tensor, Any]:
+        batch = next(batches)
+        output = model(batch.inputs, batch.positions, None)
+        return output, lambda logits: self._loss(logits, batch)
+
+    def _loss(self, logits: torch.Tensor, batch: PaddedRows) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        columns = logits.size(-1)
+        first = mcore.parallel_state.get_tensor_model_parallel_rank() * columns
+        scaled = scaled_logits(logits, batch.temperature, first_column=first, vocabulary=self._vocabulary)
+        entropy = _entropy(scaled.detach())
+        logprobs = -mcore.vocab_parallel_cross_entropy(scaled, batch.targets)  # it overwrites `scaled`
+        token = self._objective(logprobs, batch.recorded, batch.advantages)
+        weighted = (batch.weights * token.value).sum()
+        gap = torch.where(batch.trained, (logprobs.detach() - batch.recorded).abs(), 0.0)
+        shares = (
+            weighted.detach(),
+            batch.trained.sum(),
+            torch.where(batch.trained, entropy, 0.0).sum(),
+            (batch.trained & token.clipped).sum(),
+            gap.sum(),
+        )
+        self.sums += torch.stack([share.double() for share in shares]).cpu()
+        self.gap_max = torch.maximum(self.gap_max, gap.max().double().cpu())
+        return weighted * self._trained_total, batch.trained.sum().to(torch.int), {}
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Sums over all microbatches of all ranks."""
+
+    loss: float
+    trained: int
+    entropy: float
+    clipped: float
+    gap: float
+    gap_max: float
+
+    @classmethod
+    def over_ranks(cls, forward: _Forward) -> Totals:
+        """Only the last pipeline stage has sums; every rank gets them."""
+        state = mcore.parallel_state
+        sums, gap_max = forward.sums.to(mcore.DEVICE), forward.gap_max.to(mcore.DEVICE)
+        dist.all_reduce(sums, group=state.get_data_parallel_group())
+        dist.all_reduce(gap_max, op=dist.ReduceOp.MAX, group=state.get_data_parallel_group())
+        if state.get_pipeline_model_parallel_world_size() > 1:
+            last, stages = state.get_pipeline_model_parallel_last_rank(), state.get_pipeline_model_parallel_group()
+            dist.broadcast(sums, last, group=stages)
+            dist.broadcast(gap_max, last, group=stages)
+        loss, trained, entropy, clipped, gap = sums.tolist()
+        return cls(loss, round(trained), entropy, clipped, gap, float(gap_max))
+
+    def result(self, grad_norm: float, *, skipped: bool) -> StepResult:
+        """Means over the trained tokens."""
+        each = max(1, self.trained)
+        return StepResult(
+            loss=self.loss,
+            grad_norm=grad_norm,
+            trained_tokens=self.trained,
+            skipped=skipped,
+            logprob_gap_max=self.gap_max,
+            logprob_gap_mean=self.gap / each,
+            entropy=self.entropy / each,
+            clip_fraction=self.clipped / each,
+        )
+
+
+@torch.no_grad()
+def _entropy(logits: torch.Tensor) -> torch.Tensor:
+    """[b, s, v / tensor parallel] -> [b, s]: -sum p log p over the whole vocabulary."""
+    group = mcore.parallel_state.get_tensor_model_parallel_group()
+    alone = mcore.parallel_state.get_tensor_model_parallel_world_size() == 1
+    top = logits.max(-1).values
+    if not alone:
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+    shifted = logits - top[..., None]
+    exp = shifted.exp()
+    sums = torch.stack([exp.sum(-1), torch.where(exp > 0, exp * shifted, 0.0).sum(-1)])
+    if not alone:
+        dist.all_reduce(sums, group=group)
+    return sums[0].log() - sums[1] / sums[0]

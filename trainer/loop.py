@@ -1,0 +1,291 @@
+"""The trainer's loop: manifest -> step -> weights -> one transaction -> checkpoint.
+
+Order of effects, and why a kill at any instruction neither repeats nor skips a batch in the history that counts
+(readers take the highest incarnation per batch_index):
+
+  1. The transactor is entered: the last owner is fenced, its open transaction aborted. Then the incarnation is taken.
+  2. The newest checkpoint is loaded (none: the model folder) and its weights go out under a new version number.
+  3. Per batch: read and check the file, step, upload weights when the draw publishes, then StepCompleted and
+     WeightVersionPublished in one transaction. Only after the commit the cursor moves, and only then a checkpoint may
+     be written: a checkpoint never covers a step that is not on the log.
+  4. Killed before the commit, the step is not on the log and the next incarnation takes the batch again. Killed after
+     it, the batches since the last checkpoint are stepped again from the same weights under the next incarnation,
+     whose records win. With the same layout and threads on CPU their losses are the same bits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from prometheus_client import Counter, Gauge
+
+from turnlog.infra.log import Transactor
+from turnlog.infra.role import Role
+from turnlog.processors.core.rows import BatchRows
+from turnlog.schemas.events import BatchSkipped, Event, SampleBatchFormed, StepCompleted, WeightVersionPublished
+from turnlog.schemas.ids import digest
+from turnlog.schemas.topics import TOPIC_OF
+from turnlog.trainer import launch
+from turnlog.trainer.checkpoint import Checkpoints, Cursor, cursor_values
+from turnlog.trainer.incarnation import read_past
+from turnlog.trainer.learner import StepResult
+from turnlog.trainer.manifests import PARTITION, Manifests, fetch_rows
+from turnlog.trainer.plan import LearningPlan, learning_plan
+from turnlog.trainer.ranks import Ranks
+from turnlog.trainer.sharded_state import read_common
+from turnlog.trainer.weights import published, upload
+
+log = logging.getLogger(__name__)
+STEPS = Counter("turnlog_trainer_steps", "Optimizer steps")
+TOKENS = Counter("turnlog_trainer_tokens", "Tokens of the rows stepped on")
+LOSS = Gauge("turnlog_trainer_loss", "Loss of the last step")
+REWARD = Gauge("turnlog_trainer_reward", "Mean reward of the last batch")
+VERSION = Gauge("turnlog_trainer_weight_version", "Newest published weight version")
+WAITED = Counter("turnlog_trainer_wait_seconds", "Seconds without a batch")
+
+
+async def main(role: Role) -> None:
+    """Train until feeder.draws draws are trained or the role stops. Raises TrainerError, CorruptBatch, LogError."""
+    plan = learning_plan(role.settings)
+    rank = launch.torchrun_rank(os.environ)
+    if rank:
+        await asyncio.to_thread(_follow, plan, rank)
+        return
+    async with role.log.transactor(f"{role.settings.run.id}.trainer") as transactor:
+        with LearnerThread(plan) as learner:
+            await Trainer(role, transactor, plan, learner).run()
+
+
+def _follow(plan: LearningPlan, rank: int) -> None:
+    options = plan.options
+    launch.serve_rank(
+        None,
+        rank=rank,
+        world_size=plan.world_size,
+        tensor=options.tensor_parallel,
+        pipeline=options.pipeline_parallel,
+        port=0,
+    )
+
+
+class LearnerThread:
+    """The ranks, called from one thread of their own, so that a step never holds up clients, health and signals."""
+
+    def __init__(self, plan: LearningPlan) -> None:
+        self._plan = plan
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="learner")
+        self._open = ExitStack()
+        self._ranks: Ranks | None = None
+
+    def __enter__(self) -> LearnerThread:
+        try:
+            self._ranks = self._thread.submit(self._open.enter_context, launch.ranks(self._plan)).result()
+        except BaseException:
+            self._thread.shutdown()
+            raise
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        try:
+            self._thread.submit(self._open.__exit__, *failure).result()
+        finally:
+            self._thread.shutdown()
+
+    async def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        """`method` of Ranks, in the thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, method, self._ranks, *arguments)
+
+
+class Trainer:
+    """One incarnation."""
+
+    def __init__(self, role: Role, transactor: Transactor, plan: LearningPlan, learner: LearnerThread) -> None:
+        settings = role.settings
+        self._role, self._transactor, self._plan, self._learner = role, transactor, plan, learner
+        self._run_id, self._draws = settings.run.id, settings.feeder.draws
+        directory = Path(settings.run.directory).resolve() / "checkpoints"
+        self._checkpoints = Checkpoints(directory, keep=settings.trainer.checkpoints_kept)
+        self._cursor = Cursor()
+        self._saved: Cursor | None = None
+        self._incarnation = self._version = -1
+        self._save_s = 0.0
+
+    async def run(self) -> None:
+        """See the module."""
+        await self._take_over()
+        if not self._done():
+            await self._publish_start()
+        async with self._role.log.reader() as reader:
+            start = (await self._role.log.start_offsets([PARTITION]))[PARTITION]
+            manifests = Manifests(reader, self._role.events, self._run_id, self._cursor, start=start)
+            self._role.health.started()
+            free = time.monotonic()
+            while not self._role.stopping.is_set() and not self._done():
+                found = await manifests.next(timeout_s=0.2)
+                if found is None:
+                    continue
+                manifest, offset = found
+                if isinstance(manifest, BatchSkipped):
+                    self._cursor = dataclasses.replace(self._cursor, next_batch=manifest.batch_index + 1, offset=offset)
+                    continue
+                await self._train(manifest, offset, waited=time.monotonic() - free)
+                free = time.monotonic()
+        if self._cursor != self._saved:
+            await self._save()
+        log.info("trained %d of %d draws, %d steps", self._cursor.draws, self._draws, self._cursor.step)
+
+    async def _take_over(self) -> None:
+        """Incarnation, then the state to go on from."""
+        past = await read_past(self._role.log, self._role.events, self._run_id)
+        self._incarnation, self._version = past.incarnation + 1, past.version
+        self._checkpoints.claim(self._incarnation)
+        folder = self._checkpoints.newest()
+        if folder is not None:
+            self._saved = self._cursor = Cursor(**read_common(folder)["cursor"])
+            await self._learner.call(Ranks.restore, folder)
+        elif self._incarnation:
+            log.warning("no checkpoint of the %d incarnations before: training starts over", self._incarnation)
+        log.info("incarnation %d starts at batch %d", self._incarnation, self._cursor.next_batch)
+
+    async def _publish_start(self) -> None:
+        """The weights that this incarnation starts from; they always lie in a checkpoint."""
+        folder = self._checkpoints.newest() if self._saved else await self._save()
+        await self._commit([await self._weights(self._cursor, folder)])
+
+    async def _train(self, manifest: SampleBatchFormed, offset: int, *, waited: float) -> None:
+        seconds = {"wait": waited, "checkpoint": self._save_s}
+        mark = time.monotonic()
+        rows = await fetch_rows(manifest, self._role.blobs)
+        seconds["read"] = time.monotonic() - mark
+        mark = time.monotonic()
+        rate = self._plan.learning_rate(self._cursor.step)
+        result: StepResult = await self._learner.call(Ranks.step, rows, self._plan.objective, rate)
+        seconds["step"] = time.monotonic() - mark
+        cursor = self._after(manifest, offset)
+        mark = time.monotonic()
+        events: list[Event] = []
+        if self._publishes(manifest, cursor):
+            events.append(await self._weights(cursor, None))
+        seconds["export"] = time.monotonic() - mark
+        await self._commit([self._completed(manifest, rows, result, rate, seconds), *events])
+        self._cursor = cursor
+        self._observe(rows, result, waited)
+        self._save_s = 0.0
+        if cursor.step % self._role.settings.trainer.checkpoint_every == 0:
+            await self._save()
+
+    def _done(self) -> bool:
+        return self._cursor.draws >= self._draws
+
+    def _after(self, manifest: SampleBatchFormed, offset: int) -> Cursor:
+        return Cursor(
+            next_batch=manifest.batch_index + 1,
+            offset=offset,
+            step=self._cursor.step + 1,
+            draws=self._cursor.draws + (manifest.part == manifest.parts - 1),
+        )
+
+    def _publishes(self, manifest: SampleBatchFormed, after: Cursor) -> bool:
+        """After the last part of every publish_every-th draw, and after the last step of the run."""
+        last_part = manifest.part == manifest.parts - 1
+        due = (manifest.draw_index + 1) % self._role.settings.trainer.publish_every == 0
+        return last_part and (due or after.draws >= self._draws)
+
+    async def _weights(self, cursor: Cursor, checkpoint: Path | None) -> WeightVersionPublished:
+        tensors = await self._learner.call(Ranks.export)
+        files = await upload(tensors, self._plan.model, self._role.blobs)
+        return published(
+            tensors,
+            files,
+            run_id=self._run_id,
+            version=self._version + 1,
+            incarnation=self._incarnation,
+            cursor=cursor,
+            checkpoint=checkpoint,
+        )
+
+    async def _commit(self, events: list[Event]) -> None:
+        """All of `events` or none. An error ends the process; nothing is repaired in place."""
+        codec, headers = self._role.events.codec, self._role.events.headers
+        await self._transactor.begin()
+        acks = []
+        for event in events:
+            topic = TOPIC_OF[type(event).__name__]
+            acks.append(
+                await self._transactor.send(
+                    topic.name, 0, topic.key_of(event), codec.encode(event), headers=headers(event)
+                )
+            )
+        await self._transactor.commit()
+        await asyncio.gather(*acks)
+        for event in events:
+            if isinstance(event, WeightVersionPublished):
+                self._version = event.version
+                VERSION.set(event.version)
+
+    async def _save(self) -> Path:
+        mark = time.monotonic()
+        part = self._checkpoints.begin(self._cursor)
+        await self._learner.call(Ranks.save, part, {"cursor": cursor_values(self._cursor)})
+        folder = self._checkpoints.seal(part)
+        self._saved, self._save_s = self._cursor, time.monotonic() - mark
+        return folder
+
+    def _completed(
+        self, manifest: SampleBatchFormed, rows: BatchRows, result: StepResult, rate: float, seconds: dict[str, float]
+    ) -> StepCompleted:
+        oldest = rows.version_min[rows.trained_per_row() > 0]
+        return StepCompleted(
+            event_id=digest("StepCompleted", self._run_id, manifest.batch_index, self._incarnation),
+            run_id=self._run_id,
+            batch_index=manifest.batch_index,
+            draw_index=manifest.draw_index,
+            incarnation=self._incarnation,
+            step=self._cursor.step + 1,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            learning_rate=rate,
+            lag_max=int(manifest.trainer_version - oldest.min()) if oldest.size else 0,
+            tokens=len(rows.token_ids),
+            trained_tokens=result.trained_tokens,
+            masked={"step_skipped": result.trained_tokens} if result.skipped else {},
+            skipped=result.skipped,
+            reward_mean=_mean_reward(rows),
+            logprob_gap_max=result.logprob_gap_max,
+            logprob_gap_mean=result.logprob_gap_mean,
+            entropy=result.entropy,
+            clip_fraction=result.clip_fraction,
+            seconds=seconds,
+            world_size=self._plan.world_size,
+        )
+
+    def _observe(self, rows: BatchRows, result: StepResult, waited: float) -> None:
+        STEPS.inc()
+        TOKENS.inc(len(rows.token_ids))
+        LOSS.set(result.loss)
+        REWARD.set(_mean_reward(rows))
+        WAITED.inc(waited)
+        log.info(
+            "step %d: loss %.5f, gradient %.3f, gap %.1e%s",
+            self._cursor.step,
+            result.loss,
+            result.grad_norm,
+            result.logprob_gap_max,
+            " SKIPPED: the gradient is not finite" if result.skipped else "",
+        )
+
+
+def _mean_reward(rows: BatchRows) -> float:
+    """Over trajectories: each session counts once, however many segments it has."""
+    _, first = np.unique(np.asarray(rows.session_ids), return_index=True)
+    return float(rows.rewards[first].mean()) if len(first) else 0.0

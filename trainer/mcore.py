@@ -1,0 +1,75 @@
+"""The one door to megatron-core: prepares it for this machine, then names what the trainer uses of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from turnlog.trainer import adam, megatron_cpu
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # it says at import that TransformerEngine and apex are absent
+    from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.dist_checkpointing.strategies.torch import (
+        TorchDistSaveShardedStrategy,
+    )
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+    )
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.enums import ModelType
+    from megatron.core.transformer.module import Float16Module, MegatronModule
+
+    ON_CPU = megatron_cpu.enable()
+    adam.install()
+
+DEVICE = torch.device("cpu") if ON_CPU else torch.device("cuda", torch.cuda.current_device())
+BACKEND = "gloo" if ON_CPU else "nccl"
+"""By device: torch says that NCCL is available on machines without a GPU too."""
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Megatron warns about its own defaults while it builds, saves and loads; nothing of it is ours to act on."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+__all__ = [
+    "BACKEND",
+    "DEVICE",
+    "ON_CPU",
+    "DistributedDataParallel",
+    "DistributedDataParallelConfig",
+    "Float16Module",
+    "GPTModel",
+    "MegatronModule",
+    "ModelType",
+    "OptimizerConfig",
+    "TorchDistSaveShardedStrategy",
+    "TransformerConfig",
+    "dist_checkpointing",
+    "filesystem_async",
+    "finalize_model_grads",
+    "get_forward_backward_func",
+    "get_gpt_layer_local_spec",
+    "get_megatron_optimizer",
+    "parallel_state",
+    "quiet",
+    "tensor_parallel",
+    "vocab_parallel_cross_entropy",
+]

@@ -1,0 +1,161 @@
+"""Run unmodified megatron-core on CPU and gloo. `enable()` does nothing where CUDA is available.
+
+Megatron names "cuda" in many places that no setting reaches. The real torch module stays as it is; instead
+  * in each listed megatron.core module the global `torch` becomes a proxy that forwards everything, except that
+    factories take device="cuda" for the CPU, and torch.cuda's stream, device and RNG functions are torch.cpu's;
+  * the few functions of SCOPED, which compare `tensor.type()` with a CUDA name or call `tensor.cuda()`, run under a
+    TorchFunctionMode that answers as they expect.
+torch.compile (`jit_fuser`) is off for the whole process. Pinned to megatron-core 0.16.1: a new call site in another
+version shows itself as "Torch not compiled with CUDA enabled", never as wrong numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+# fmt: off
+FACTORIES = frozenset((
+    "tensor", "zeros", "ones", "empty", "full", "arange", "eye", "rand", "randn", "zeros_like", "ones_like",
+    "empty_like", "full_like", "linspace", "randint", "as_tensor",
+))
+MODULES = (
+    "parallel_state", "utils", "timers",
+    "tensor_parallel.layers", "tensor_parallel.mappings", "tensor_parallel.random", "tensor_parallel.utils",
+    "tensor_parallel.data",
+    "pipeline_parallel.schedules", "pipeline_parallel.p2p_communication", "pipeline_parallel.utils",
+    "distributed.param_and_grad_buffer", "distributed.distributed_data_parallel", "distributed.finalize_model_grads",
+    "optimizer.optimizer", "optimizer.clip_grads", "optimizer.distrib_optimizer", "optimizer.grad_scaler",
+    "transformer.utils", "transformer.attention", "transformer.dot_product_attention", "transformer.module",
+    "transformer.transformer_layer", "transformer.transformer_block", "transformer.mlp",
+    "models.gpt.gpt_model", "models.common.embeddings.rotary_pos_embedding",
+    "models.common.language_module.language_module",
+    "dist_checkpointing.exchange_utils", "dist_checkpointing.strategies.async_utils",
+    "dist_checkpointing.strategies.filesystem_async", "dist_checkpointing.strategies.fully_parallel",
+    "dist_checkpointing.strategies.state_dict_saver",
+)
+# fmt: on
+"""Modules on the path of dense GPT training and checkpointing that mention CUDA."""
+SCOPED = (
+    ("optimizer.optimizer", "clip_grad_by_total_norm_fp32"),
+    ("optimizer.optimizer", "Float16OptimizerWithFloat16Params.__init__"),
+    ("optimizer.distrib_optimizer", "DistributedOptimizer.__init__"),
+    ("optimizer.distrib_optimizer", "DistributedOptimizer.get_parameter_state_dp_zero"),
+    ("models.common.language_module.language_module", "LanguageModule.setup_embeddings_and_output_layer"),
+    ("dist_checkpointing.exchange_utils", "exchange_loaded_tensors_gather_rounds"),
+    ("dist_checkpointing.exchange_utils", "exchange_loaded_tensors_broadcast"),
+    ("tensor_parallel.data", "broadcast_data"),
+    ("utils", "check_param_hashes_across_dp_replicas"),
+)
+"""(module, attribute): setup and clipping functions that look at CUDA type names or move tensors."""
+CPU_MIRROR = ("synchronize", "current_device", "stream", "set_device", "device_count", "Event")
+"""torch.cpu mirrors these of torch.cuda; current_device() is "cpu"."""
+
+
+@functools.cache
+def enable() -> bool:
+    """Prepare megatron-core for a machine without CUDA; True when it did. Call before a model is built."""
+    if torch.cuda.is_available():
+        return False
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    importlib.import_module("torch._dynamo").config.disable = True
+    proxy = _TorchProxy()
+    for name in MODULES:
+        importlib.import_module(f"megatron.core.{name}").torch = proxy  # type: ignore[attr-defined]
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)  # type: ignore[attr-defined]
+    for name, path in SCOPED:
+        *outer, leaf = path.split(".")
+        owner: Any = functools.reduce(getattr, outer, importlib.import_module(f"megatron.core.{name}"))
+        setattr(owner, leaf, _scoped(getattr(owner, leaf)))
+    return True
+
+
+class _Stream(torch.cpu.Stream):
+    """A stream without order: on the CPU everything has happened when a call returns."""
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or torch.cpu.Event()
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+def _rng_state(*_: Any, **__: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+class _CudaProxy(types.ModuleType):
+    """torch.cuda as Megatron's modules see it; `is_available()` and the rest stay truthful."""
+
+    def __init__(self) -> None:
+        super().__init__("torch.cuda")
+        stands_in: dict[str, Any] = {name: getattr(torch.cpu, name) for name in CPU_MIRROR}
+        stands_in["Stream"] = stands_in["current_stream"] = stands_in["default_stream"] = lambda *_, **__: _Stream()
+        stands_in["empty_cache"] = lambda: None
+        stands_in["manual_seed"] = lambda seed: torch.default_generator.manual_seed(seed)
+        stands_in["get_rng_state"] = _rng_state
+        stands_in["set_rng_state"] = lambda state, *_, **__: torch.set_rng_state(state)
+        stands_in["random"] = types.SimpleNamespace(get_rng_state=_rng_state)
+        self.__dict__.update(stands_in)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+class _TorchProxy(types.ModuleType):
+    """torch as Megatron's modules see it."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        self.__dict__["cuda"] = _CudaProxy()
+        self.__dict__["autocast"] = lambda device, *args, **named: torch.autocast(
+            "cpu" if device == "cuda" else device, *args, **named
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(torch, name)
+        if name in FACTORIES:
+            value = _on_cpu(value)
+        self.__dict__[name] = value
+        return value
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def make(*args: Any, **named: Any) -> Any:
+        device = named.get("device")
+        if device is not None and (str(device).startswith("cuda") or type(device) is int):
+            named["device"] = CPU
+        return factory(*args, **named)
+
+    return make
+
+
+class _AnswersAsCuda(TorchFunctionMode):
+    """`tensor.type()` says "torch.cuda.XTensor" and `tensor.cuda()` is the tensor itself."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        answer = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.type and isinstance(answer, str) and not answer.startswith("torch.cuda."):
+            return answer.replace("torch.", "torch.cuda.", 1)
+        return answer
+
+
+def _scoped(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any, **named: Any) -> Any:
+        with _AnswersAsCuda():
+            return function(*args, **named)
+
+    return run

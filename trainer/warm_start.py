@@ -1,0 +1,103 @@
+"""A policy to start from: a random one at once, then supervised training on demonstrations, by the same Learner.
+
+An engine can start on `make_base` while `warm_start` runs, since the architecture is what it needs to start.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from turnlog.processors.core.rows import BatchRows
+from turnlog.trainer.hf_weights import Tensors, expected_shapes
+from turnlog.trainer.model_folder import write_folder
+from turnlog.trainer.shape import ModelShape
+
+ROWS_PER_STEP = 32
+RAMP_STEPS = 30
+LOWEST_RATE = 0.05
+INITIAL_STD = 0.02
+
+Demonstration = tuple[Sequence[int], Sequence[int]]
+"""(token ids, mask): mask 1 where the token is to be imitated; the first one never is."""
+Progress = Callable[[int, float], None]
+"""(steps taken, mean negative log-prob of the step)"""
+
+
+def random_weights(shape: ModelShape, seed: int) -> Tensors:
+    """Normal(0, 0.02) matrices, norms of 1, biases of 0: what transformers starts such models from."""
+    generator = torch.Generator().manual_seed(seed)
+    weights: Tensors = {}
+    for name, size in expected_shapes(shape).items():
+        if len(size) == 2:
+            weights[name] = torch.randn(size, generator=generator) * INITIAL_STD
+        else:
+            weights[name] = torch.zeros(size) if name.endswith(".bias") else torch.ones(size)
+    return weights
+
+
+def make_base(shape: ModelShape, tokenizer: Path, folder: Path, *, seed: int = 0) -> None:
+    """Write a model folder with random weights: the one that `warm_start` with the same seed starts from."""
+    write_folder(folder, shape, random_weights(shape, seed), tokenizer)
+
+
+def warm_start(
+    shape: ModelShape,
+    tokenizer: Path,
+    demonstrations: Iterator[Demonstration],
+    *,
+    steps: int,
+    learning_rate: float,
+    seed: int,
+    folder: Path,
+    progress: Progress = lambda step, loss: None,
+    threads: int = 2,
+) -> None:
+    """Train `steps` x 32 rows of demonstrations and write the model folder. Needs no other process, no port.
+
+    The rate rises over 30 steps and falls linearly to 5 %.
+    """
+    from turnlog.trainer.learner import Learner, LearnerOptions
+    from turnlog.trainer.loss import imitation
+    from turnlog.trainer.process_group import process_group
+
+    torch.set_num_threads(threads)
+    with process_group():
+        learner = Learner(shape, random_weights(shape, seed), LearnerOptions(threads=threads, seed=seed))
+        for step in range(steps):
+            rate = learning_rate * min(1.0, (step + 1) / RAMP_STEPS) * max(LOWEST_RATE, 1 - step / steps)
+            rows = demonstration_rows(list(itertools.islice(demonstrations, ROWS_PER_STEP)))
+            progress(step + 1, learner.step(rows, imitation, rate).loss)
+        write_folder(folder, shape, learner.export(), tokenizer)
+
+
+def demonstration_rows(demonstrations: Sequence[Demonstration]) -> BatchRows:
+    """Rows whose imitated tokens weigh equally."""
+    rows = len(demonstrations)
+    lengths = np.array([len(ids) for ids, _ in demonstrations], "<i4")
+    trained = np.concatenate([np.asarray(mask, "u1") for _, mask in demonstrations])
+    trained[np.cumsum(lengths) - lengths] = 0
+    tokens = int(lengths.sum())
+    names = tuple(str(row) for row in range(rows))
+    none = np.zeros(rows, "<i4")
+    return BatchRows(
+        sample_ids=names,
+        group_ids=names,
+        session_ids=names,
+        rollout_index=none,
+        segment_index=none,
+        lengths=lengths,
+        token_ids=np.concatenate([np.asarray(ids, "<i4") for ids, _ in demonstrations]),
+        trained=trained,
+        logprobs=np.zeros(tokens, "<f4"),
+        advantages=np.zeros(tokens, "<f4"),
+        weight_divisor=np.full(rows, max(1, int(trained.sum())), "<i8"),
+        temperature=np.ones(rows, "<f4"),
+        rewards=np.zeros(rows, "<f4"),
+        version_min=none,
+        version_max=none,
+    )
