@@ -14,9 +14,9 @@ from turnlog.schemas.topics import CATALOGUE
 HEAD = """\
 # Events and topics
 
-Avro records, namespace `turnlog.v1`, in the Confluent wire format (byte 0, 4-byte schema id, Avro body); subject = record name.
-Arrays of numbers are `bytes`, packed little-endian; `logicalType` names the packing. No topic is compacted, nothing expires.
-This page is generated (`make docs`).
+Avro records, namespace `turnlog.v1`, in the Confluent wire format (byte 0, 4-byte schema id, Avro body); subject =
+record name. Arrays of numbers are `bytes`, packed little-endian; `logicalType` names the packing. No topic is compacted,
+nothing expires. This page is generated (`make docs`).
 
 | topic | key | partitions | records |
 |---|---|---|---|
@@ -47,8 +47,7 @@ def _notes(cls: type) -> dict[str, str]:
     notes: dict[str, str] = {}
     for before, after in zip(body.body, body.body[1:], strict=False):
         if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name) and isinstance(after, ast.Expr):
-            if isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
-                notes[before.target.id] = " ".join(after.value.value.split()).replace("|", "\\|")
+            notes[before.target.id] = " ".join(str(ast.literal_eval(after.value)).split()).replace("|", "\\|")
     return notes
 
 

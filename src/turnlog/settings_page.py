@@ -13,8 +13,8 @@ from turnlog.settings import CHOICES, Settings
 HEAD = """\
 # Settings
 
-One TOML file (`--settings FILE`), then `TURNLOG_SECTION_KEY` from the environment, which wins. Unknown keys are errors. The run's
-effective settings are kept in `runs/ID/settings.toml`. This page is generated (`make docs`).
+One TOML file (`--settings FILE`), then `TURNLOG_SECTION_KEY` from the environment, which wins. Unknown keys are errors.
+The run's effective settings are kept in `runs/ID/settings.toml`. This page is generated (`make docs`).
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import re
 import shlex
 import tomllib
@@ -24,13 +25,22 @@ def blocks(language: str) -> list[object]:
         pytest.param(text, id=f"{page.relative_to(ROOT)}-{number}")
         for page in PAGES
         for number, (kind, text) in enumerate(BLOCK.findall(page.read_text()))
-        if kind == language
+        if kind == language and not text.startswith(">>>")
     ]
 
 
 @pytest.mark.parametrize("text", blocks("python"))
 def test_a_python_block_runs(text: str) -> None:
     exec(compile(text, "block", "exec"), {"__name__": "block"})
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "\n>>> " in page.read_text()], ids=lambda page: page.name)
+def test_what_a_page_types_at_the_prompt_answers_as_it_says(page: Path) -> None:
+    text = "\n".join(block for kind, block in BLOCK.findall(page.read_text()) if kind == "python")
+    examples = doctest.DocTestParser().get_doctest(text, {}, page.name, str(page), 0)
+    said: list[str] = []
+    doctest.DocTestRunner().run(examples, out=said.append)
+    assert not said, "".join(said)
 
 
 @pytest.mark.parametrize("text", blocks("toml"))
