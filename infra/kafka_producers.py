@@ -22,6 +22,7 @@ from turnlog.infra.kafka_connection import (
     REQUEST_TIMEOUT_MS,
     Connection,
     typed,
+    typed_error,
 )
 from turnlog.infra.log import (
     Commit,
@@ -74,28 +75,40 @@ async def producing(connection: Connection, transactional_id: str | None = None)
                 await producer.stop()
 
 
-class Acknowledgement:
-    """Awaits the broker's answer to one record: (partition, offset). Never awaited, it costs and warns of nothing."""
+def answered(
+    connection: Connection, sent: asyncio.Future[Any], where: str, *, quiet: bool = False
+) -> asyncio.Future[tuple[int, int]]:
+    """A future of (partition, offset) that follows aiokafka's `sent`, with errors of our tree and LogUnavailable after
+    ANSWER_TIMEOUT_S. A future, so that gathering thousands makes no tasks; cancelling it leaves `sent` alone. `quiet`:
+    somebody else raises its error, so asyncio need not report one that nobody retrieved."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[tuple[int, int]] = loop.create_future()
 
-    __slots__ = ("_connection", "_future", "_shielded", "_where")
+    def fail(error: BaseException) -> None:
+        if not answer.done():
+            answer.set_exception(error)
+            if quiet:
+                answer.exception()
 
-    def __init__(
-        self, connection: Connection, future: asyncio.Future[Any], where: str, *, shielded: bool = False
-    ) -> None:
-        """`shielded`: somebody else needs the future as well, so a waiter that is cancelled must not cancel it."""
-        self._connection = connection
-        self._future = future
-        self._where = where
-        self._shielded = shielded
+    def settle(done: asyncio.Future[Any]) -> None:
+        timer.cancel()
+        error = asyncio.CancelledError() if done.cancelled() else done.exception()
+        if isinstance(error, KafkaError):
+            fail(typed_error(connection, f"append to {where}", error))
+        elif error is not None:
+            fail(LogUnavailable(f"append to {where}: {error!r}"))
+        elif not answer.done():
+            placed = done.result()
+            answer.set_result((placed.partition, placed.offset))
 
-    def __await__(self) -> Generator[Any, None, tuple[int, int]]:
-        return self._answer().__await__()
-
-    async def _answer(self) -> tuple[int, int]:
-        with typed(self._connection, f"append to {self._where}"):
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                placed = await (asyncio.shield(self._future) if self._shielded else self._future)
-        return placed.partition, placed.offset
+    timer = loop.call_later(
+        ANSWER_TIMEOUT_S,
+        lambda: fail(
+            LogUnavailable(f"append to {where}: {connection.bootstrap} did not answer; check [kafka] bootstrap")
+        ),
+    )
+    sent.add_done_callback(settle)
+    return answer
 
 
 class KafkaAppender:
@@ -125,7 +138,7 @@ class KafkaAppender:
                 future = await self._producer.send(
                     self._connection.full(topic), value, key=key, partition=partition, headers=list(headers)
                 )
-        return Acknowledgement(self._connection, future, topic)
+        return answered(self._connection, future, topic)
 
 
 class KafkaTransactor:
@@ -162,7 +175,7 @@ class KafkaTransactor:
                     self._connection.full(topic), value, key=key, partition=partition, headers=list(headers)
                 )
             self._sent.append(future)
-            return Acknowledgement(self._connection, future, f"{topic} in a transaction of {self._id}", shielded=True)
+            return answered(self._connection, future, f"{topic} in a transaction of {self._id}", quiet=True)
 
     async def offsets(self, group: str, commits: Mapping[Partition, Commit]) -> None:
         """See Transactor. Raises Fenced, TransactionFailed, Oversized (before anything is sent)."""

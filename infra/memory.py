@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from turnlog.infra.log import (
@@ -20,10 +20,8 @@ from turnlog.infra.log import (
     GroupReader,
     Headers,
     LogError,
-    Oversized,
     Partition,
     Reader,
-    Record,
     TopicSpec,
     TransactionFailed,
     Transactor,

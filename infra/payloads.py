@@ -15,7 +15,7 @@ from turnlog.schemas.types import BlobRef
 
 
 @functools.cache
-def payload_fields(record: type[Any]) -> tuple[str, ...]:
+def payload_fields(record: Any) -> tuple[str, ...]:
     """Fields of a record that hold bytes or a reference to them."""
     return tuple(name for name, kind in field_types(record).items() if _is_payload(kind))
 

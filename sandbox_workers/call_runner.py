@@ -113,6 +113,7 @@ class CallRunner:
         attempt = self._attempts(unit, pending)
         event = answers.completed(pending.request, execution, attempt=attempt, queue_s=queue_s, worker=self._name)
         CALLS.labels(execution.status).inc()
+        pending.sent = True
         return event, await self._events.submit(event)
 
     def _attempts(self, unit: Unit, pending: Pending) -> int:

@@ -25,6 +25,10 @@ class Pending:
     cancelled: bool = False
     begun: bool = False
     """Its ToolCallStarted is being written, or is on the log."""
+    sent: bool = False
+    """Its answer is being written: who asks again from now on may not see it."""
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    """Nothing more will be done about it."""
     sandbox: Sandbox | None = None
     """Where it runs now."""
 

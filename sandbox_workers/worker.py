@@ -179,10 +179,12 @@ class Worker:
         unit.finish(record.offset)
 
     def _request(self, unit: Unit, request: ToolCallRequested, record: Record) -> None:
+        known = unit.pending.get(request.call_id)
+        if unit.answer(request.call_id) or (known is not None and known.sent):
+            self._tasks.create_task(self._repeat(unit, record.offset, request.call_id, known))
+            return
         unit.belongs(record.offset, request.call_id)
-        if unit.answer(request.call_id):
-            self._tasks.create_task(self._repeat(unit, request.call_id))
-        elif request.call_id not in unit.pending:
+        if known is None:
             pending = unit.pending[request.call_id] = Pending(request, record)
             session = self._sessions.setdefault(request.session_id, Session(unit))
             session.push(pending)
@@ -196,18 +198,25 @@ class Worker:
             if pending.sandbox is not None:
                 await pending.sandbox.cancel()
 
-    async def _repeat(self, unit: Unit, call_id: str) -> None:
-        """Publish a stored answer again: whoever asks twice did not see it."""
+    async def _repeat(self, unit: Unit, offset: int, call_id: str, pending: Pending | None) -> None:
+        """Publish a stored answer again: whoever asks after it was written did not see it."""
+        if pending is not None:
+            await pending.settled.wait()
         stored = unit.answer(call_id)
-        assert stored is not None
-        again = dataclasses.replace(stored, cached=True)
-        unit.answered(again, (await self._role.events.append(again))[1])
+        if stored is not None:  # else the unit is going away with this record unfinished
+            again = dataclasses.replace(stored, cached=True)
+            unit.answered(again, (await self._role.events.append(again))[1])
+            unit.finish(offset)
 
     async def _work_off(self, session_id: str, session: Session) -> None:
         """Answer the session's calls one after the other."""
         try:
             while session.waiting:
-                await self._runner.answer(session.unit, session.pop())
+                pending = session.pop()
+                try:
+                    await self._runner.answer(session.unit, pending)
+                finally:
+                    pending.settled.set()
         finally:
             del self._sessions[session_id]
 

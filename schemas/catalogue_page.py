@@ -15,8 +15,8 @@ HEAD = """\
 # Events and topics
 
 Avro records, namespace `turnlog.v1`, in the Confluent wire format (byte 0, 4-byte schema id, Avro body); subject =
-record name. Arrays of numbers are `bytes`, packed little-endian; `logicalType` names the packing. No topic is compacted,
-nothing expires. This page is generated (`make docs`).
+record name. Arrays of numbers are `bytes`, packed little-endian; `logicalType` names the packing. No topic is
+compacted, nothing expires. This page is generated (`make docs`).
 
 | topic | key | partitions | records |
 |---|---|---|---|

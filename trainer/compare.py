@@ -1,7 +1,7 @@
 """Steps of the Learner beside steps of plain transformers and torch, on any number of ranks; rank 0 prints one line.
 
-    python -m turnlog.trainer.compare TENSOR PIPELINE STEPS
-    torchrun --nproc-per-node 2 -m turnlog.trainer.compare 2 1 4      # tensor parallel; 1 1: data, 1 2: pipeline
+python -m turnlog.trainer.compare TENSOR PIPELINE STEPS
+torchrun --nproc-per-node 2 -m turnlog.trainer.compare 2 1 4      # tensor parallel; 1 1: data, 1 2: pipeline
 """
 
 from __future__ import annotations

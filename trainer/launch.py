@@ -78,7 +78,7 @@ def _rank_zero(plan: LearningPlan, store: Store | None) -> Iterator[Ranks]:
 
 
 def _learner(plan: LearningPlan) -> Learner:
-    return Learner(read_shape(plan.model), read_weights(plan.model), plan.options)
+    return Learner(read_shape(plan.model), read_weights(plan.weights), plan.options)
 
 
 def _start(plan: LearningPlan, rank: int, port: int) -> subprocess.Popen[bytes]:

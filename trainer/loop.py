@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
 import os
 import time
@@ -43,6 +44,7 @@ from turnlog.trainer.manifests import PARTITION, Manifests, fetch_rows
 from turnlog.trainer.plan import LearningPlan, learning_plan
 from turnlog.trainer.ranks import Ranks
 from turnlog.trainer.sharded_state import read_common
+from turnlog.trainer.tiny_policy import initial_weights
 from turnlog.trainer.weights import published, upload
 
 log = logging.getLogger(__name__)
@@ -61,9 +63,14 @@ async def main(role: Role) -> None:
     if rank:
         await asyncio.to_thread(_follow, plan, rank)
         return
+    await asyncio.to_thread(initial_weights, role.settings, functools.partial(_warming, role))
     async with role.log.transactor(f"{role.settings.run.id}.trainer") as transactor:
         with LearnerThread(plan) as learner:
             await Trainer(role, transactor, plan, learner).run()
+
+
+def _warming(role: Role, step: int, steps: int, loss: float) -> None:
+    role.health.waits("start", f"warm start {step}/{steps}, loss {loss:.3f}")
 
 
 def _follow(plan: LearningPlan, rank: int) -> None:

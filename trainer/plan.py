@@ -15,6 +15,9 @@ class LearningPlan:
     """The same on every rank, and in a re-run."""
 
     model: Path
+    """Describes the policy: config, tokenizer, template."""
+    weights: Path
+    """What version 0 holds."""
     world_size: int
     options: LearnerOptions
     objective: PolicyGradient
@@ -33,6 +36,7 @@ def learning_plan(settings: Settings) -> LearningPlan:
     trainer = settings.trainer
     return LearningPlan(
         model=Path(settings.model.path),
+        weights=Path(trainer.initial_weights or settings.model.path),
         world_size=trainer.world_size,
         options=LearnerOptions(
             tensor_parallel=trainer.tensor_parallel,

@@ -178,7 +178,7 @@ class Plan:
         if slot.role == "views":
             env["TURNLOG_VIEWS_PORT"] = _port_of(self.endpoints.views)
         if slot.role == "loader":
-            env["TURNLOG_ENGINE_URLS"] = self.endpoints.engines[slot.number]
+            env["TURNLOG_ENGINE_INDEX"] = str(slot.number)
             after += self._there(f"engine-{slot.number}")
         launch = Launch(
             name=slot.name,

@@ -252,7 +252,7 @@ def _streams(rng: random.Random, group: GroupName, tokens: np.random.Generator) 
         seen = 1 << 40 if rng.random() < 0.8 else 0
         closed = GroupClosed(
             event_id=digest("GroupClosed", group.group_id), run_id=group.run_id, group_id=group.group_id,
-            floor=group.floor, members=members, reason="deadline", seen=seen,
+            floor=group.floor, members=members, reason="operator", seen=seen,
         )  # fmt: skip
         streams.append([*(noise.turn(Shape())[0] for _ in range(rng.randrange(6))), closed])
     return streams

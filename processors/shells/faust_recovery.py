@@ -29,10 +29,10 @@ def install() -> None:
         return
 
     async def on_recovery_completed(self: Recovery, generation_id: int = 0) -> Any:
-        consumer = self.app.consumer
+        consumer: Any = self.app.consumer
         consumer.stop_flow()
         await consumer.wait_for_stopped_flow()
         return await original(self, generation_id)
 
     on_recovery_completed.stops_flow_first = True  # type: ignore[attr-defined]
-    Recovery.on_recovery_completed = on_recovery_completed
+    Recovery.on_recovery_completed = on_recovery_completed  # type: ignore[method-assign]

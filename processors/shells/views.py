@@ -34,7 +34,9 @@ def serve_views(settings: Settings) -> int:
     settings = resolved(settings)
     codec = asyncio.run(_codec(settings))
     app = make_app(settings, codec)
-    worker = faust.Worker(app, loglevel=os.environ.get("TURNLOG_LOG_LEVEL", "WARNING"), redirect_stdouts=False, quiet=True)
+    worker = faust.Worker(
+        app, loglevel=os.environ.get("TURNLOG_LOG_LEVEL", "WARNING"), redirect_stdouts=False, quiet=True
+    )
     try:
         worker.execute_from_commandline()
     except SystemExit as done:
@@ -79,10 +81,7 @@ def make_app(settings: Settings, codec: Codec) -> faust.App:
 def _tables(app: faust.App, settings: Settings) -> dict[str, Any]:
     """One table per topic; a changelog has as many partitions as its topic."""
     counts = {"sessions": settings.kafka.groups, "steps": 1, "versions": 1}
-    return {
-        name: app.Table(name, key_type=str, partitions=count, default=None)
-        for name, count in counts.items()
-    }
+    return {name: app.Table(name, key_type=str, partitions=count, default=None) for name, count in counts.items()}
 
 
 def _agents(app: faust.App, settings: Settings, codec: Codec, tables: dict[str, Any]) -> None:
@@ -156,7 +155,8 @@ def _pages(app: faust.App, tables: dict[str, Any]) -> None:
         return web.json({"role": "views", "pid": os.getpid()})
 
     async def readyz(web: Any, request: Any) -> Any:
-        ready = not app.rebalancing and app.tables.recovery.completed.is_set()
+        recovery: Any = app.tables.recovery  # type: ignore[attr-defined]
+        ready = not app.rebalancing and recovery.completed.is_set()
         return web.json({"ready": ready}, status=200 if ready else 503)
 
     async def metrics(web: Any, request: Any) -> Any:

@@ -57,6 +57,10 @@ class WatchedGroup:
     last_at: float
     sessions: dict[str, WatchedSession] = field(default_factory=dict)
 
+    def in_flight(self, now: float) -> bool:
+        """Some session finished after `now`, and not all of its turns were folded yet."""
+        return any(s.finish is not None and s.last_at > now and not s.whole() for s in self.sessions.values())
+
 
 class Watch:
     """The open groups of one unit."""
@@ -96,7 +100,12 @@ class Watch:
     def overdue(
         self, now: float, *, caught_up_at: float, silence_s: float, deadline_s: float, seen: int
     ) -> Iterator[SessionFinished | GroupClosed]:
-        """What time has decided by `now`, as events to append; `seen` is the unit's position in agent.sessions."""
+        """What time has decided by `now`, as events to append; `seen` is the unit's position in agent.sessions.
+
+        The unit has folded whatever was on the log at `now`. A finish stands on the log after the turns that it names:
+        what a session that finished before `now` lacks, it lacks for ever, and a close leaves it out. For one that
+        finished later the close waits.
+        """
         for group_id, group in self.groups.items():
             started = False
             for session_id, session in group.sessions.items():
@@ -105,7 +114,7 @@ class Watch:
                     yield _expired(group_id, group, session_id, session)
             if not started and now - max(group.last_at, caught_up_at) > silence_s:
                 yield _closed(group_id, group, "orphan", seen)
-            elif started and now - max(group.opened_at, caught_up_at) > deadline_s:
+            elif started and now - max(group.opened_at, caught_up_at) > deadline_s and not group.in_flight(now):
                 yield _closed(group_id, group, "deadline", seen)
 
 

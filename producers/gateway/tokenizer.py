@@ -56,15 +56,21 @@ class TextTokens:
         """The text that an agent sees: control marks left out, unknown ids as U+FFFD."""
         parts: list[str] = []
         run: list[int] = []
-        for token in ids:
-            if token in self._hidden:
-                continue
+        for token in self.shown(ids):
             if token in self._known:
                 run.append(token)
             else:
                 parts += [self._run(run), UNKNOWN]
                 run = []
         return "".join(parts) + self._run(run)
+
+    def shown(self, ids: Sequence[int]) -> list[int]:
+        """The ids that an agent sees: all but control marks."""
+        return [token for token in ids if token not in self._hidden]
+
+    def knows(self, token: int) -> bool:
+        """Whether the tokenizer has text for the id."""
+        return token in self._known
 
     def literal(self, ids: Sequence[int]) -> str:
         """The text of every known id, control marks included."""
@@ -88,13 +94,12 @@ class TextStream:
 
     def push(self, ids: Sequence[int]) -> str:
         """All text so far but an unfinished character at its end."""
-        self._ids += ids
-        held = len(self._ids) - self._settled
+        self._ids += self._tokens.shown(ids)
         start = max(0, self._settled - self.WINDOW)
-        end = len(self._ids) - (4 if held > self.WINDOW else 0)  # a character is at most four bytes, so four ids
         before = self._tokens.decode(self._ids[start : self._settled])
-        after = self._tokens.decode(self._ids[start:end])
-        if (held > self.WINDOW or not after.endswith(UNKNOWN)) and after.startswith(before):
+        after = self._tokens.decode(self._ids[start:])
+        whole = not after.endswith(UNKNOWN) or not self._tokens.knows(self._ids[-1])
+        if whole and after.startswith(before):
             self._text += after[len(before) :]
-            self._settled = end
+            self._settled = len(self._ids)
         return self._text

@@ -79,7 +79,9 @@ def limit(place: Place, limits: dict[str, Any]) -> None:
     # not ours to count. It is always set: without it a fork bomb outruns everything that looks on.
     others = 0 if place.own_user else processes_of(os.getuid()) + SPARE_PIDS
     bounds[resource.RLIMIT_NPROC] = (limits["pids"] + 2 + others,) * 2
-    for name, (soft, hard) in bounds.items():
+    for name, wanted in bounds.items():
+        most = resource.getrlimit(name)[1]
+        soft, hard = (bound if most == resource.RLIM_INFINITY else min(bound, most) for bound in wanted)
         resource.setrlimit(name, (soft, hard))
 
 

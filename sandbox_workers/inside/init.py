@@ -44,6 +44,8 @@ def main(control: str, namespace: str, own_user: str, *folders: str) -> None:
     place = Place(list(folders), own_user == "own", namespace == "namespace")
     if place.namespace != (os.getpid() == 1):
         raise SystemExit("a sandbox's init must be pid 1 exactly when it has a pid namespace")
+    if any(os.stat(folder).st_uid != os.getuid() for folder in folders):
+        raise SystemExit(f"{', '.join(folders)}: a reset empties these, and they belong to somebody else")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # pid 1 is immune to every signal that it does not handle
     if prctl(PR_SET_DUMPABLE, 0, 0, 0, 0):  # so that no call can write to our memory through /proc/1/mem
         raise SystemExit("prctl(PR_SET_DUMPABLE) failed")

@@ -10,7 +10,6 @@ import pytest
 from turnlog.infra.embedded.broker import Broker
 from turnlog.infra.embedded.errors import BrokerDied, PortTaken
 from turnlog.infra.embedded.ports import HOST, free_ports, listens
-from turnlog.infra.embedded.process import log_tail
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import Partition, TopicSpec
 
@@ -74,11 +73,12 @@ def test_a_port_taken_since_is_told_at_the_start(tmp_path: Path) -> None:
 
 
 def test_a_broker_that_cannot_open_its_data_dies_with_the_tail_of_its_log(tmp_path: Path) -> None:
-    """A second broker on the folder of a live one."""
-    with Broker(tmp_path / "kafka") as broker:
-        second = Broker(tmp_path / "kafka", log=tmp_path / "second.log")
-        with pytest.raises(BrokerDied, match=r"(?s)\[kafka\] port.*lock") as died:
-            second.start()
-        assert str(tmp_path / "second.log") in str(died.value)
-        assert log_tail(tmp_path / "second.log")
-        assert listens(broker.port)
+    """Its folder was formatted for another node."""
+    broker = Broker(tmp_path / "kafka", log=tmp_path / "broker.log")
+    broker.launch()
+    stored = tmp_path / "kafka" / "data" / "meta.properties"
+    stored.write_text(stored.read_text().replace("node.id=1", "node.id=7"))
+    with pytest.raises(BrokerDied, match=r"(?s)\[kafka\] port.*node.id") as died:
+        broker.start()
+    assert str(tmp_path / "broker.log") in str(died.value)
+    assert not listens(broker.port)

@@ -180,9 +180,7 @@ async def steps_until(role: Role, count: int) -> None:
 
 async def start(settings: Settings, *, stderr: int | None = None) -> asyncio.subprocess.Process:
     """A trainer process on `settings`."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", ROLE, stdin=subprocess.PIPE, stderr=stderr
-    )
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", ROLE, stdin=subprocess.PIPE, stderr=stderr)
     assert process.stdin is not None
     process.stdin.write(json.dumps(tables(settings)).encode())
     process.stdin.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from turnlog.producers.gateway.messages import normalised
@@ -175,6 +175,8 @@ def test_a_template_that_rewrites_history_is_not_incremental(model_folder: Path)
     assert prompts.continuation(2, normalised([{"role": "user", "content": "a"}]), None, "t") is None
 
 
+@example([99, 0, 0, 0, 131, 0, 0, 0, 99], random.Random(0))
+@example([0, 3, 3, 99, 0, 3, 131, 99, 3, 3, 3], random.Random(0))
 @given(st.lists(st.integers(0, 383), max_size=60), st.randoms(use_true_random=False))
 def test_a_stream_never_takes_back_what_it_gave(model_folder: Path, ids: list[int], cuts: random.Random) -> None:
     tokens = TextTokens(model_folder)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -65,24 +67,31 @@ def test_the_template_renders_tool_calls_as_the_policys_own_text(folder: Path) -
     )
 
 
-@pytest.mark.parametrize("arguments", [{"expr": "3+5"}, '{"expr":"3+5"}'], ids=["parsed", "as JSON text"])
-@pytest.mark.parametrize("generate", [False, True])
-def test_transformers_loads_the_folder_and_renders_the_same(folder: Path, arguments: Any, generate: bool) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (2, 0)
-    called = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"function": {"name": "calc", "arguments": arguments}}],
-    }
-    messages = [QUESTION, called, TOOL]
-    expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate)
-    assert ChatTemplate.load(folder).render(messages, None, generate=generate) == expected
-    text = "<|im_start|>user\n3 + 5 = ?<|im_end|>\n"
-    ours = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text, add_special_tokens=False).ids
-    assert tokenizer.encode(text, add_special_tokens=False) == ours
+def test_transformers_loads_the_folder_and_renders_and_encodes_the_same(folder: Path) -> None:
+    """In a process of its own: transformers brings torch along, which no other test here needs."""
+    conversations = [
+        [
+            QUESTION,
+            {**CALLED, "content": "", "tool_calls": [{"function": {"name": "calc", "arguments": arguments}}]},
+            TOOL,
+        ]
+        for arguments in ({"expr": "3+5"}, '{"expr":"3+5"}')
+    ]
+    program = (
+        "import json, sys\n"
+        "from transformers import AutoTokenizer\n"
+        "tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])\n"
+        "texts = [tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate)\n"
+        "         for messages in json.loads(sys.argv[2]) for generate in (False, True)]\n"
+        "ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]\n"
+        "print(json.dumps([tokenizer.eos_token_id, tokenizer.pad_token_id, texts, ids]))\n"
+    )
+    command = [sys.executable, "-c", program, str(folder), json.dumps(conversations)]
+    answer = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    template, tokens = ChatTemplate.load(folder), TextTokens(folder)
+    texts = [template.render(m, None, generate=generate) for m in conversations for generate in (False, True)]
+    model = RECIPE.warm_start.model
+    assert answer == [model.eos_token_id, model.pad_token_id, texts, [tokens.encode(text) for text in texts]]
 
 
 def test_digits_and_operators_are_tokens_of_their_own(folder: Path) -> None:

@@ -19,6 +19,7 @@ from turnlog.processors.shells.examples import GroupName, SessionStory, Shape
 from turnlog.processors.shells.reaper import Reaper
 from turnlog.processors.shells.restoring import INPUTS, records_between
 from turnlog.processors.shells.runner import Runner
+from turnlog.processors.shells.watch import Watch
 from turnlog.schemas.events import Event, GroupClosed, GroupScored, GroupStatus, Outcome, SessionFinished
 from turnlog.schemas.topics import CATALOGUE
 from turnlog.settings import AssemblerSettings, Settings
@@ -183,3 +184,31 @@ async def test_a_close_that_lost_a_race_is_void_and_is_asked_for_again(assembler
     assert [type(event) for event in again].count(GroupClosed) >= 1
     assert dataclasses.replace(closed, event_id="", seen=0).reason == "deadline"
     assert len(await assembler.scores()) == 1
+
+
+def test_a_close_waits_for_the_turns_of_a_session_that_finished_a_moment_ago() -> None:
+    done = story("g", size=2)
+    watch = Watch()
+    watch.saw(done.started(), 0.0)
+    completed, _ = done.turn(Shape())
+    watch.saw(completed, 0.0)
+    watch.saw(done.finished(), 50.0)
+
+    def closed(now: float) -> list[tuple[str, ...]]:
+        due = watch.overdue(now, caught_up_at=0.0, silence_s=99.0, deadline_s=10.0, seen=2)
+        return [event.members for event in due if isinstance(event, GroupClosed)]
+
+    assert closed(49.0) == [], "its snapshot is on the log, maybe not folded yet"
+    assert closed(51.0) == [()], "the snapshot is not on the log"
+
+
+async def test_a_settled_group_whose_turn_was_lost_is_freed_at_its_deadline(assembler: Assembler) -> None:
+    whole, torn = story("g", size=2), story("g", size=2, index=1)
+    for session in (whole, torn):
+        completed, *snapshot = (session.started(), *session.turn(Shape()))[:: 1 if session is whole else 2]
+        await assembler.append(completed, *snapshot, session.finished(), session.rewarded(1.0))
+    await assembler.fold()
+    assert await assembler.scores() == []
+    await assembler.after(DEADLINE_S + 1)
+    (score,) = await assembler.scores()
+    assert [rollout.session_id for rollout in score.rollouts] == [whole.session_id]

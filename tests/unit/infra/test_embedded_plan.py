@@ -1,0 +1,57 @@
+"""What a run consists of, by its settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from turnlog.infra.embedded.plan import Plan
+from turnlog.infra.embedded.ports import HOST
+from turnlog.settings import (
+    EngineSettings,
+    KafkaSettings,
+    RegistrySettings,
+    RunSettings,
+    Settings,
+    StoreSettings,
+    ViewsSettings,
+)
+
+
+@pytest.fixture
+def own_servers(tmp_path: Path) -> Settings:
+    """Every server is the user's own."""
+    return Settings(
+        run=RunSettings(id="r", directory=str(tmp_path)),
+        kafka=KafkaSettings(bootstrap="kafka.example:9092"),
+        registry=RegistrySettings(url="http://registry.example"),
+        store=StoreSettings(endpoint="https://s3.example"),
+        engine=EngineSettings(urls=("http://one.example", "http://two.example")),
+        views=ViewsSettings(enabled=False),
+    )
+
+
+def test_servers_of_the_users_own_are_used_and_not_started(own_servers: Settings) -> None:
+    plan = Plan(own_servers, ("gateway", "views"))
+    assert [member.launch.name for member in plan.members] == ["topics", "gateway-0"]
+    assert plan.endpoints.kafka == "kafka.example:9092"
+    assert plan.endpoints.store == "https://s3.example"
+    assert plan.members[1].after == ("topics",)
+
+
+def test_each_engine_has_its_loader_and_each_process_its_own_name_and_port(own_servers: Settings) -> None:
+    plan = Plan(own_servers, ("runner", "runner", "loader"))
+    roles = {member.launch.name: member.launch.env for member in plan.members[1:]}
+    assert list(roles) == ["runner-0", "runner-1", "loader-0", "loader-1"]
+    assert [roles[f"loader-{number}"]["TURNLOG_ENGINE_INDEX"] for number in (0, 1)] == ["0", "1"]
+    assert {env["TURNLOG_INSTANCE"] for env in roles.values()} == set(roles)
+    ports = {env["TURNLOG_HEALTH_PORT"] for env in roles.values()}
+    assert ports == {url.removeprefix(f"http://{HOST}:") for url in plan.endpoints.health.values()}
+    assert len(ports) == 4
+
+
+def test_only_the_trainer_computes_with_more_than_one_thread(own_servers: Settings) -> None:
+    plan = Plan(own_servers, ("assembler", "trainer"))
+    threads = {member.launch.name: member.launch.env.get("OMP_NUM_THREADS") for member in plan.members[1:]}
+    assert threads == {"assembler-0": "1", "trainer-0": None}

@@ -1,0 +1,234 @@
+"""The batcher on the fake log: killed at every point, it puts every group into exactly one draw."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections import Counter
+
+import pytest
+
+from turnlog.infra.batch_files import read_rows
+from turnlog.infra.event_log import EventLog
+from turnlog.infra.health import Health
+from turnlog.infra.log import Partition
+from turnlog.infra.memory import Died, MemoryLog
+from turnlog.infra.memory_blobs import MemoryBlobs
+from turnlog.infra.registry import MemoryRegistry
+from turnlog.infra.role import Role
+from turnlog.infra.topics_admin import specs
+from turnlog.processors.core.rows import rows_sha256
+from turnlog.processors.shells.batcher import main
+from turnlog.schemas import topics
+from turnlog.schemas.events import (
+    Event,
+    GroupScored,
+    GroupStatus,
+    Outcome,
+    Purpose,
+    SampleBatchFormed,
+    SampleSpan,
+    SegmentSample,
+    StepCompleted,
+    TreeBooks,
+    WeightVersionPublished,
+)
+from turnlog.schemas.types import TurnId, pack_float32s, pack_int32s
+from turnlog.settings import BatcherSettings, FeederSettings, FoldSettings, KafkaSettings, Settings
+
+GROUPS = 7
+SETTINGS = Settings(
+    kafka=KafkaSettings(groups=1, rollouts=1),
+    fold=FoldSettings(min_valid=1),
+    batcher=BatcherSettings(prompts_per_draw=2, updates_per_draw=2, ready_batches=100),
+    feeder=FeederSettings(draws=100),
+)
+
+
+def sample(group: str, index: int, version: int = 0) -> SegmentSample:
+    return SegmentSample(
+        event_id=f"{group}/{index}",
+        run_id="local",
+        group_id=group,
+        session_id=f"{group}s{index}",
+        rollout_id=f"{group}r{index}",
+        rollout_index=index,
+        task_id="t",
+        sample_id=f"{group}/{index}",
+        purpose=Purpose.train,
+        segment_index=0,
+        segment_count=1,
+        is_anchor=True,
+        token_ids=pack_int32s([1, 2, 3]),
+        spans=(SampleSpan(1, 2, TurnId("e", 0), version, True),),
+        logprobs=pack_float32s([-0.5, -0.25]),
+        temperature=1.0,
+        logprob_kind="at_temperature",
+        advantage=0.5,
+        reward=1.0,
+        outcome=Outcome.completed,
+        recipe="calc",
+        weight_version_min=version,
+        weight_version_max=version,
+    )
+
+
+def score(group: str) -> GroupScored:
+    return GroupScored(
+        event_id=f"{group}/score",
+        run_id="local",
+        group_id=group,
+        floor=0,
+        task_id="t",
+        purpose=Purpose.train,
+        rollouts=(),
+        baseline=0.5,
+        std=None,
+        estimator="grpo/1",
+        status=GroupStatus.trained,
+        reason="",
+        samples=2,
+        books=TreeBooks(4, 4, {}),
+        fold_version="1",
+        settings_sha256="",
+    )
+
+
+def weights(version: int, batch: int) -> WeightVersionPublished:
+    return WeightVersionPublished(
+        event_id=f"v{version}",
+        run_id="local",
+        version=version,
+        step=batch + 1,
+        batch_index=batch,
+        incarnation=0,
+        kind="full",
+        base_version=None,
+        files=(),
+        dtype="float32",
+        checksums={},
+        checkpoint=None,
+    )
+
+
+def step(batch: int, draw: int) -> StepCompleted:
+    return StepCompleted(
+        event_id=f"step{batch}",
+        run_id="local",
+        batch_index=batch,
+        draw_index=draw,
+        incarnation=0,
+        step=batch + 1,
+        loss=0.0,
+        grad_norm=0.0,
+        learning_rate=0.0,
+        lag_max=0,
+        tokens=0,
+        trained_tokens=0,
+        masked={},
+        skipped=False,
+        reward_mean=0.0,
+        logprob_gap_max=0.0,
+        logprob_gap_mean=0.0,
+        entropy=None,
+        clip_fraction=0.0,
+        seconds={},
+        world_size=1,
+    )
+
+
+class World:
+    """One broker, one store; each life of the batcher is a connection of its own."""
+
+    def __init__(self, settings: Settings = SETTINGS) -> None:
+        self.log = MemoryLog()
+        self.registry = MemoryRegistry()
+        self.blobs = MemoryBlobs()
+        self.settings = settings
+
+    async def write(self, *events: Event) -> None:
+        async with EventLog.open(self.log, self.registry, writer="test") as log:
+            for event in events:
+                await log.append(event)
+
+    async def live(self, *, dies_at: int | None = None, draws: int, timeout_s: float = 5.0) -> None:
+        """Run a batcher until the log holds `draws` draws, or it dies at its chosen point."""
+        connection = MemoryLog(self.log.broker)
+        async with EventLog.open(connection, self.registry, writer="batcher") as events:
+            role = Role("batcher", "b", self.settings, connection, events, self.blobs, Health("batcher"))
+            connection.dies_at = dies_at
+            running = asyncio.create_task(main(role))
+            async with asyncio.timeout(timeout_s):
+                while not running.done() and len({m.draw_index for m in await self.manifests()}) < draws:  # noqa: ASYNC110 - a poll
+                    await asyncio.sleep(0)
+            role.stopping.set()
+            try:
+                await running
+            finally:
+                connection.dies_at = None
+
+    async def manifests(self) -> list[SampleBatchFormed]:
+        async with EventLog.open(self.log, self.registry, writer="reader") as events:
+            partition = topics.BATCHES.name
+            where = Partition(partition, 0)
+            end = (await self.log.end_offsets([where]))[where]
+            found: list[SampleBatchFormed] = []
+            async with self.log.reader() as reader:
+                reader.assign({where: 0})
+                while reader.position(where) < end:
+                    found += [await events.decode(record) for record in await reader.poll(timeout_s=0.01)]
+            return found
+
+
+async def world(settings: Settings = SETTINGS) -> World:
+    world = World(settings)
+    await world.log.create_topics(specs(settings))
+    await world.write(weights(0, -1))
+    for number in range(GROUPS):
+        await world.write(sample(f"g{number}", 0), sample(f"g{number}", 1), score(f"g{number}"))
+    return world
+
+
+async def test_each_draw_is_cut_into_parts_and_its_files_hold_the_rows() -> None:
+    settings = dataclasses.replace(SETTINGS, batcher=dataclasses.replace(SETTINGS.batcher, max_lag=9))
+    here = await world(settings)
+    await here.live(draws=3)
+    manifests = await here.manifests()
+    assert [(m.batch_index, m.draw_index, m.part, m.parts) for m in manifests] == [
+        (0, 0, 0, 2), (1, 0, 1, 2), (2, 1, 0, 2), (3, 1, 1, 2), (4, 2, 0, 2), (5, 2, 1, 2),
+    ]  # fmt: skip
+    assert [m.trainer_version for m in manifests] == [0, 0, 1, 1, 2, 2]
+    for manifest in manifests:
+        rows = read_rows(await here.blobs.get(manifest.file))
+        assert rows_sha256(rows) == manifest.rows_sha256
+        assert rows.sample_ids == tuple(row.sample_id for row in manifest.samples)
+
+
+@pytest.mark.parametrize("dies_at", range(1, 12))
+async def test_killed_at_any_point_it_draws_every_group_once(dies_at: int) -> None:
+    settings = dataclasses.replace(SETTINGS, batcher=dataclasses.replace(SETTINGS.batcher, max_lag=9))
+    here = await world(settings)
+    with contextlib.suppress(Died):
+        await here.live(dies_at=dies_at, draws=3)
+    await here.live(draws=3)
+    manifests = await here.manifests()
+    assert [m.batch_index for m in manifests] == list(range(6))
+    drawn = Counter(group for manifest in manifests for group in manifest.groups)
+    assert len(drawn) == 6
+    assert set(drawn.values()) == {1}
+
+
+async def test_on_policy_it_waits_for_the_step_and_drops_what_became_stale() -> None:
+    settings = dataclasses.replace(SETTINGS, batcher=dataclasses.replace(SETTINGS.batcher, ready_batches=1))
+    here = await world(settings)
+    await here.live(draws=1)
+    assert {m.draw_index for m in await here.manifests()} == {0}
+    await here.write(step(0, 0), step(1, 0), weights(1, 1), sample("h0", 0, 1), sample("h0", 1, 1), score("h0"))
+    await here.write(sample("h1", 0, 1), sample("h1", 1, 1), score("h1"))
+    await here.live(draws=4)
+    manifests = [m for m in await here.manifests() if isinstance(m, SampleBatchFormed)]
+    skipped = [m for m in await here.manifests() if not isinstance(m, SampleBatchFormed)]
+    assert {m.max_lag for m in manifests} == {0}
+    assert {row.reason for m in skipped for row in m.dropped} == {"stale"}
+    assert {"h0"} <= {group for m in manifests for group in m.groups}
