@@ -43,9 +43,8 @@ class Role:
 async def opened(name: str, settings: Settings) -> AsyncIterator[Role]:
     """A role with its clients on real servers, addresses resolved; also the way into the log for tools and tests."""
     from turnlog.infra.kafka import KafkaLog  # clients of real machines are imported where they are opened
-    from turnlog.infra.s3 import S3Blobs
-
     from turnlog.infra.registry import HttpRegistry
+    from turnlog.infra.s3 import S3Blobs
 
     settings = resolved(settings)
     instance = os.environ.get("TURNLOG_INSTANCE") or f"{name}-{socket.gethostname()}-{os.getpid()}"

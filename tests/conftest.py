@@ -33,6 +33,26 @@ from turnlog.settings import (
     StoreSettings,
 )
 
+LIMITS = Path(__file__).parents[1] / "docs/limits.md"
+"""Lists every reason for which a test may be skipped."""
+_unlisted: list[str] = []
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Note a skip whose reason docs/limits.md does not list."""
+    if report.skipped and isinstance(report.longrepr, tuple):
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        if f"`{reason}`" not in LIMITS.read_text():
+            _unlisted.append(f"{report.nodeid}: {reason}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A skip for any other reason fails the run."""
+    if _unlisted and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        print("\nskipped for a reason that docs/limits.md does not list:", *_unlisted, sep="\n  ")
+
 
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Path:

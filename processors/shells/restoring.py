@@ -35,7 +35,7 @@ class Plan:
     factory: FoldFactory
     horizon_records: int = 20_000
     commit_interval_s: float = 1.0
-    """Progress without outputs is committed this often; outputs at once."""
+    """Trees and progress are committed this often; scores and their samples at once."""
 
     @property
     def group(self) -> str:

@@ -123,8 +123,9 @@ class Unit:
         await self.commit_if_due()
 
     async def commit_if_due(self) -> None:
-        """Outputs are committed at once, progress without outputs at most once per interval."""
-        if self._pending or self._clock() - self._committed_at >= self._plan.commit_interval_s:
+        """Scores are committed at once, with whatever waits; trees alone and mere progress once per interval."""
+        scored = any(isinstance(event, GroupScored) for event in self._pending)
+        if scored or self._clock() - self._committed_at >= self._plan.commit_interval_s:
             await self.commit()
 
     async def commit(self) -> None:

@@ -194,7 +194,7 @@ class AssemblerSettings:
     group_deadline_s: float = 1800.0
     """A group open for longer is closed with what it has."""
     commit_interval_s: float = 1.0
-    """Outputs are committed at once, progress without outputs this often."""
+    """Scores and their samples are committed at once, trees and progress this often."""
     horizon_records: int = 20_000
     """agent.sessions records of one partition between a group's admission and its first record, at most: a group that
     shows up later is taken for one that was scored and forgotten. A restart reads back the samples of that span."""
