@@ -15,7 +15,7 @@ from turnlog.schemas.types import BlobRef
 
 
 @functools.cache
-def payload_fields(record: Any) -> tuple[str, ...]:
+def payload_fields(record: type) -> tuple[str, ...]:
     """Fields of a record that hold bytes or a reference to them."""
     return tuple(name for name, kind in field_types(record).items() if _is_payload(kind))
 
@@ -23,7 +23,7 @@ def payload_fields(record: Any) -> tuple[str, ...]:
 async def inlined(event: Event, blobs: Blobs) -> Event:
     """The event with every payload as bytes. Raises BlobMissing, BlobCorrupt, StoreUnavailable."""
     fetched: dict[str, Any] = {}
-    for name in payload_fields(type(event)):
+    for name in payload_fields(event.__class__):
         value = getattr(event, name)
         if isinstance(value, BlobRef):
             fetched[name] = await blobs.get(value)
@@ -33,7 +33,7 @@ async def inlined(event: Event, blobs: Blobs) -> Event:
 async def externalized(event: Event, blobs: Blobs, *, limit: int = INLINE_LIMIT_BYTES) -> Event:
     """The event with payloads above `limit` bytes in the store: blob first, then the event that names it."""
     stored: dict[str, Any] = {}
-    for name in payload_fields(type(event)):
+    for name in payload_fields(event.__class__):
         value = getattr(event, name)
         if isinstance(value, bytes) and len(value) > limit:
             stored[name] = await blobs.put(value)

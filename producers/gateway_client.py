@@ -1,4 +1,4 @@
-"""The runner's side of the gateway: sessions and chat completions over HTTP (httpx: pooled, typed, already here).
+"""The runner's side of the gateway: sessions and chat completions over HTTP.
 
 GatewayClientError
 ├── GatewayUnavailable   no answer for longer than runner.gateway_patience_s
@@ -17,13 +17,14 @@ import asyncio
 import dataclasses
 import time
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
 import orjson
 
 from turnlog.infra.recipes import Message, Recipe
+from turnlog.producers.connections import Answer, Connections, NoAnswer
 from turnlog.producers.gateway.session_tokens import signing_key
 from turnlog.schemas.events import Agent, Outcome, RolloutRequested
 from turnlog.settings import Settings
@@ -31,6 +32,7 @@ from turnlog.settings import Settings
 AGENT: Final = Agent("turnlog-white-box", "1")
 CUT_OFF: Final = ("abort", "error")
 """Finish reasons of turns that are not the policy's whole answer."""
+CONNECT_S = 5.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 
 
@@ -105,25 +107,18 @@ class Completion:
 class GatewayClient:
     """One per process. Use as an async context manager."""
 
-    def __init__(self, settings: Settings, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        """`transport`: another way to reach the gateway, for tests that run it in this process."""
+    def __init__(self, settings: Settings) -> None:
         self._url = settings.gateway.url.rstrip("/")
         self._model = settings.model.name
         self._patience_s = settings.runner.gateway_patience_s
         self._key = signing_key(settings.gateway.signing_key, Path(settings.run.directory)).decode()
-        connections = settings.runner.concurrency
-        self._http = httpx.AsyncClient(
-            timeout=httpx.Timeout(settings.engine.request_timeout_s + 30.0, connect=5.0, pool=None),
-            limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
-            headers={"content-type": "application/json", "accept-encoding": "identity"},
-            transport=transport,
-        )
+        self._http = Connections(connect_s=CONNECT_S, answer_s=settings.engine.request_timeout_s + 30.0)
 
     async def __aenter__(self) -> GatewayClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._http.aclose()
+        await self._http.close()
 
     async def open(self, request: RolloutRequested, recipe: Recipe, attempt: int) -> Session:
         """Open the session of this attempt, or get it again: idempotent per (rollout_id, attempt)."""
@@ -192,20 +187,20 @@ class GatewayClient:
 
     async def _send(
         self, method: str, url: str, credential: str, body: Any = None, *, idempotency_key: str = ""
-    ) -> httpx.Response:
+    ) -> Answer:
         """One request, repeated while nobody answers: all of ours are idempotent. Raises GatewayClientError."""
-        headers = {"authorization": f"Bearer {credential}"}
+        headers = {"authorization": f"Bearer {credential}", "content-type": "application/json"}
         if idempotency_key:
             headers["idempotency-key"] = idempotency_key
         content = None if body is None else orjson.dumps(body)
         patience = Patience(self._patience_s)
         while True:
             try:
-                answer = await self._http.request(method, url, content=content, headers=headers)
-            except httpx.TransportError as error:
-                await patience.after(f"{url}: {error or type(error).__name__}")
+                answer = await self._http.request(method, url, headers, content)
+            except NoAnswer as error:
+                await patience.after(str(error))
                 continue
-            if answer.status_code < httpx.codes.BAD_REQUEST:
+            if answer.status < HTTPStatus.BAD_REQUEST:
                 return answer
             raise refusal(answer)
 
@@ -226,7 +221,7 @@ class Patience:
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
 
-def _completion(answer: httpx.Response) -> Completion:
+def _completion(answer: Answer) -> Completion:
     """Raises GatewayFailed when the answer is none."""
     try:
         body = orjson.loads(answer.content)
@@ -235,13 +230,13 @@ def _completion(answer: httpx.Response) -> Completion:
         reason = body.get("turnlog", {}).get("finish_reason", choice["finish_reason"])
         return Completion(choice["message"], reason)
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise GatewayFailed(f"{answer.request.url}: no chat completion: {type(error).__name__}: {error}") from error
+        raise GatewayFailed(f"{answer.url}: no chat completion: {type(error).__name__}: {error}") from error
 
 
-def refusal(answer: httpx.Response) -> GatewayClientError:
+def refusal(answer: Answer) -> GatewayClientError:
     """The typed error of an answer of 400 or more."""
-    message = f"{answer.request.url} answered {answer.status_code}: {answer.text[:300]}"
-    match answer.status_code, _code(answer):
+    message = f"{answer.url} answered {answer.status}: {answer.text}"
+    match answer.status, _code(answer):
         case _, "context_length_exceeded":
             return ContextExceeded(message)
         case _, "session_finished":
@@ -254,13 +249,13 @@ def refusal(answer: httpx.Response) -> GatewayClientError:
             return GatewayFailed(message)
         case 503, _:
             return EnginesBusy(message)
-        case status, _ if status >= httpx.codes.INTERNAL_SERVER_ERROR:
+        case status, _ if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             return GatewayFailed(message)
         case _:
             return RequestRejected(message)
 
 
-def _code(answer: httpx.Response) -> str:
+def _code(answer: Answer) -> str:
     """`error.code` of an answer in OpenAI's shape; empty when it has none."""
     try:
         return str(orjson.loads(answer.content)["error"]["code"])

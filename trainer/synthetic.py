@@ -1,8 +1,11 @@
-"""Batches without agents: random rows of the right form, for benchmarks, chaos and tests of the trainer alone."""
+"""A model and batches without agents: random, of the right form, for benchmarks, chaos and tests of the trainer."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
+from tokenizers import Tokenizer, models
 
 from turnlog.infra.batch_files import MEDIA_TYPE, write_rows
 from turnlog.infra.blobs import Blobs
@@ -11,6 +14,18 @@ from turnlog.processors.core.rows import BatchRows, rows_sha256
 from turnlog.schemas.events import BatchSample, SampleBatchFormed, Weighting
 from turnlog.schemas.ids import digest
 from turnlog.schemas.types import BlobRef
+from turnlog.trainer.shape import TINY
+from turnlog.trainer.warm_start import make_base
+
+
+def synthetic_model(folder: Path) -> Path:
+    """A folder with a tiny random policy and a tokenizer of four words."""
+    folder.mkdir(parents=True, exist_ok=True)
+    vocabulary = {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2, "a": 3}
+    Tokenizer(models.WordLevel(vocabulary, "a")).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    make_base(TINY, folder, folder)
+    return folder
 
 
 def synthetic_rows(seed: int, *, rows: int = 16, group_size: int = 4, vocabulary: int = 384) -> BatchRows:

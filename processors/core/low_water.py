@@ -191,7 +191,7 @@ class Done:
 class LowWater:
     """The groups of one unit and its marks.
 
-    Per record: `pass_over` or `open_group`, then the caller folds; per transaction: `sent` for each output, then
+    Per record: `pass_over` or `open_group`, then the caller folds; per transaction: `..._stands` for each output, then
     `advance` for the marks to commit with it. Nothing may be committed while `refolding`.
     """
 
@@ -255,13 +255,16 @@ class LowWater:
         self._done.score(group, floor, None)
         self._stale_trees = True
 
-    def sent_tree(self, session: str, offset: int) -> None:
-        """Where the tree stands in its topic."""
-        self._done.trees[session] = offset
+    def tree_stands(self, session: str, offset: int) -> None:
+        """Where the tree stands in its topic, at least. Nothing is noted for one that is forgotten."""
+        if session in self._done.trees:
+            self._done.trees[session] = offset
 
-    def sent_score(self, group: str, offset: int) -> None:
-        """Where the score stands in its topic. Scores are sent in the order of `close`."""
-        self._done.scores[group] = offset
+    def score_stands(self, group: str, offset: int) -> None:
+        """Where the score stands in its topic, at least; scores stand in the order of `close`. Nothing is noted for a
+        group that is forgotten."""
+        if group in self._done.scores:
+            self._done.scores[group] = offset
 
     def advance(self, ends: tuple[int, int]) -> Marks:
         """The marks as of now, when every output was sent; `ends`: where the next tree and the next score will stand,

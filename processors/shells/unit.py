@@ -131,7 +131,8 @@ class Unit:
     async def commit(self) -> None:
         """Outputs and input offsets in one transaction. Nothing happens while refolding, or without progress.
 
-        In this order: blobs, encoding; begin, sends, their acknowledgements, offsets with the marks, commit.
+        In this order: blobs, encoding; begin, sends, offsets with the marks, acknowledgements, commit. The marks do not
+        wait for the acknowledgements: until those come, an output stands where its topic ended before, at least.
         """
         if self.refolding or (not self._pending and self._low_water.high == self.position):
             return
@@ -139,10 +140,14 @@ class Unit:
         values = [self._events.codec.encode(event) for event in outputs]
         await self._transactor.begin()
         sends = [await self._send(event, value) for event, value in zip(outputs, values, strict=True)]
-        for event, (_, offset) in zip(outputs, await asyncio.gather(*sends), strict=True):
-            self._sent(event, offset)
+        for event in outputs:
+            self._stands(event, self._output_ends.get(TOPIC_OF[type(event).__name__].name, 0))
         await self._transactor.offsets(self._plan.group, self._commits())
+        placed = await asyncio.gather(*sends)
         await self._transactor.commit()
+        for event, (_, offset) in zip(outputs, placed, strict=True):
+            self._stands(event, offset)
+            self._output_ends[TOPIC_OF[type(event).__name__].name] = offset + 1
         self._pending = []
         self._committed_at = self._clock()
         metrics.OPEN_GROUPS.labels(str(self.number)).set(len(self._low_water.open))
@@ -194,15 +199,12 @@ class Unit:
         headers = self._events.headers(event)
         return await self._transactor.send(topic.name, partition, topic.key_of(event), value, headers=headers)
 
-    def _sent(self, event: Event, offset: int) -> None:
+    def _stands(self, event: Event, offset: int) -> None:
         match event:
             case TurnTreeAssembled():
-                self._low_water.sent_tree(event.session_id, offset)
+                self._low_water.tree_stands(event.session_id, offset)
             case GroupScored():
-                self._low_water.sent_score(event.group_id, offset)
-        topic = TOPIC_OF[type(event).__name__].name
-        if topic in self._output_ends:
-            self._output_ends[topic] = offset + 1
+                self._low_water.score_stands(event.group_id, offset)
 
     def _commits(self) -> dict[Partition, Commit]:
         marks = self._low_water.advance((self._output_ends[TREES.name], self._output_ends[SAMPLES.name]))

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models
 
 from turnlog.infra.batch_files import MEDIA_TYPE, write_rows
 from turnlog.infra.log import Partition
@@ -20,9 +19,7 @@ from turnlog.schemas.events import BatchSkipped, Event, StepCompleted, WeightVer
 from turnlog.schemas.topics import STEPS, WEIGHTS
 from turnlog.settings import Settings
 from turnlog.trainer.rerun import rerun
-from turnlog.trainer.shape import TINY
-from turnlog.trainer.synthetic import append_batches, synthetic_manifest, synthetic_rows
-from turnlog.trainer.warm_start import make_base
+from turnlog.trainer.synthetic import append_batches, synthetic_manifest, synthetic_model, synthetic_rows
 
 pytestmark = pytest.mark.kafka
 ROLE = """
@@ -38,15 +35,9 @@ if __name__ == "__main__":
 @pytest.fixture
 def settings(live_settings: Settings, tmp_path: Path) -> Settings:
     """A run of six draws on a random tiny model, one thread, checkpoints every second step."""
-    tokenizer = tmp_path / "tokenizer"
-    tokenizer.mkdir()
-    vocabulary = {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2, "a": 3}
-    Tokenizer(models.WordLevel(vocabulary, "a")).save(str(tokenizer / "tokenizer.json"))
-    (tokenizer / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
-    make_base(TINY, tokenizer, tmp_path / "model")
     return dataclasses.replace(
         live_settings,
-        model=dataclasses.replace(live_settings.model, path=str(tmp_path / "model")),
+        model=dataclasses.replace(live_settings.model, path=str(synthetic_model(tmp_path / "model"))),
         feeder=dataclasses.replace(live_settings.feeder, draws=6),
         trainer=dataclasses.replace(live_settings.trainer, threads=1, checkpoint_every=2),
     )

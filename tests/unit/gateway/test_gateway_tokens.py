@@ -109,6 +109,7 @@ def _prompts(folder: Path, source: str | None = None) -> Prompts:
 def test_rendering_and_tokens_equal_transformers(model_folder: Path, source: str | None, monkeypatch: Any) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     import transformers
+
     theirs = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(model_folder / "tokenizer.json"), eos_token="<|im_end|>", pad_token="<|endoftext|>"
     )

@@ -1,0 +1,56 @@
+"""L2: optimizer steps of the Megatron learner against plain transformers and torch AdamW, on the same rows.
+
+Loss and gradient norm of every step, in one process, and in two with tensor and with data parallelism. It does not show
+bfloat16, CUDA or a model that does not fit one rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+GOAL = 1e-5
+STEPS = 6
+LAYOUTS = {"one rank": (1, 1, 1), "tensor parallel 2": (2, 2, 1), "data parallel 2": (2, 1, 1)}
+"""Name -> (ranks, tensor, pipeline)."""
+
+
+def compared(ranks: int, tensor: int, pipeline: int) -> dict[str, Any]:
+    """What turnlog.trainer.compare prints for a layout."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    command = [sys.executable, *launcher, "-m", "turnlog.trainer.compare", str(tensor), str(pipeline), str(STEPS)]
+    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(ran.stdout.strip().splitlines()[-1])
+    return found
+
+
+def worst(found: dict[str, Any]) -> float:
+    """The largest difference: of losses absolute, of gradient norms relative."""
+    losses = [abs(loss - wanted) for loss, wanted, _, _ in found["steps"]]
+    norms = [abs(norm / wanted - 1) for _, _, norm, wanted in found["steps"]]
+    return max(*losses, *norms)
+
+
+def main() -> None:
+    """Print one JSON line."""
+    detail: dict[str, Any] = {"steps": STEPS}
+    value = 0.0
+    for name, layout in LAYOUTS.items():
+        start = time.monotonic()
+        found = compared(*layout)
+        print(f"{name}: {found} ({time.monotonic() - start:.0f} s)", file=sys.stderr)
+        detail[name] = {"difference": worst(found), "weights_after": found["weights"]}
+        value = max(value, worst(found))
+    line = {
+        "id": "L2", "value": value, "unit": "difference", "goal": GOAL, "ok": value <= GOAL, "floor": None,
+        "load": os.getloadavg()[0], "detail": detail,
+    }  # fmt: skip
+    print(json.dumps(line))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""The weight loader against a real SGLang, log and store: what it loads is what the trainer exported."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from uuid import uuid4
+
+import httpx
+import pytest
+
+from turnlog.consumers.loader import main
+from turnlog.infra.log import Partition
+from turnlog.infra.role import Role, opened
+from turnlog.schemas.events import EngineRegistered, EngineWeightsLoaded, EngineWeightsRefused, Event
+from turnlog.schemas.events.weights import WeightFile
+from turnlog.schemas.topics import ENGINES
+from turnlog.settings import Settings
+from turnlog.trainer.checkpoint import Cursor
+from turnlog.trainer.model_folder import read_weights
+from turnlog.trainer.weights import published, upload
+
+pytestmark = [pytest.mark.kafka, pytest.mark.engine]
+PROMPT = [5, 6, 7, 8, 9]
+SCORE = """
+import json, sys
+import numpy as np
+from pathlib import Path
+from turnlog.trainer.learner import Learner, LearnerOptions
+from turnlog.trainer.loss import PolicyGradient
+from turnlog.trainer.model_folder import read_weights
+from turnlog.trainer.process_group import process_group
+from turnlog.trainer.shape import read_shape
+from turnlog.trainer.warm_start import demonstration_rows
+import dataclasses
+if __name__ == "__main__":
+    folder, weights, prompt, output, logprobs, temperature = json.load(sys.stdin)
+    mask = [0] * len(prompt) + [1] * len(output)
+    rows = demonstration_rows([(prompt + output, mask)])
+    recorded = np.array([0.0] * len(prompt) + logprobs, "<f4")
+    rows = dataclasses.replace(rows, logprobs=recorded, temperature=np.array([temperature], "<f4"))
+    with process_group():
+        learner = Learner(read_shape(Path(folder)), read_weights(Path(weights)), LearnerOptions())
+        print(learner.measure(rows, PolicyGradient(0.2, 0.2)).logprob_gap_max)
+"""
+
+
+@pytest.fixture
+async def role(live_settings: Settings, tiny_model: Path, engine_url: str) -> AsyncIterator[Role]:
+    settings = dataclasses.replace(
+        live_settings,
+        engine=dataclasses.replace(live_settings.engine, urls=(engine_url,)),
+        model=dataclasses.replace(live_settings.model, path=str(tiny_model)),
+    )
+    async with opened("loader", settings) as role:
+        yield role
+
+
+async def publish(role: Role, version: int, *, factor: float, truncated: bool = False) -> None:
+    """The engine's own weights with matrices times `factor`, as version `version`."""
+    model = Path(role.settings.model.path)
+    tensors = {
+        name: tensor.float() * (factor if tensor.dim() > 1 else 1.0) for name, tensor in read_weights(model).items()
+    }
+    files = await upload(tensors, model, role.blobs)
+    if truncated:
+        content = await role.blobs.get(next(file.blob for file in files if file.name == "model.safetensors"))
+        files = (WeightFile("model.safetensors", await role.blobs.put(content[:-100])),)
+    cursor = Cursor(next_batch=version, step=version)
+    await role.events.append(
+        published(
+            tensors, files, run_id=role.settings.run.id, version=version, incarnation=0, cursor=cursor, checkpoint=None
+        )
+    )
+
+
+async def said(role: Role, count: int) -> list[Event]:
+    """The first `count` events of engine-status."""
+    events: list[Event] = []
+    async with asyncio.timeout(60), role.log.reader() as reader:
+        reader.assign({Partition(ENGINES.name, 0): 0})
+        while len(events) < count:
+            events += [await role.events.decode(record) for record in await reader.poll()]
+    return events
+
+
+async def generate(url: str, temperature: float) -> tuple[list[int], list[float], str]:
+    """(output ids, log-probs, weight version) of one sampled answer."""
+    sampling = {"temperature": temperature, "max_new_tokens": 12, "ignore_eos": True}
+    body = {"rid": uuid4().hex, "input_ids": PROMPT, "return_logprob": True, "sampling_params": sampling}
+    async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
+        meta = (await http.post(f"{url}/generate", json=body)).json()["meta_info"]
+    triples = meta["output_token_logprobs"]
+    return [one[1] for one in triples], [one[0] for one in triples], meta["weight_version"]
+
+
+async def gap(role: Role, weights: Path, output: list[int], logprobs: list[float], temperature: float) -> float:
+    """max |trainer - engine| over the output tokens, by the trainer's own step code in a process of its own."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-W", "ignore", "-c", SCORE, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    request = [role.settings.model.path, str(weights), PROMPT, output, logprobs, temperature]
+    answer, _ = await process.communicate(json.dumps(request).encode())
+    return float(answer)
+
+
+async def test_loads_under_load_refuses_a_truncated_file_and_keeps_serving(role: Role, engine_url: str) -> None:
+    loader = asyncio.create_task(main(role))
+    (registered,) = await said(role, 1)
+    assert isinstance(registered, EngineRegistered)
+    first = 1000 + registered.version
+    busy = [asyncio.create_task(generate(engine_url, 1.0)) for _ in range(8)]
+    await publish(role, first, factor=1.5)
+    loaded = (await said(role, 2))[1]
+    assert isinstance(loaded, EngineWeightsLoaded)
+    assert (loaded.version, loaded.state) == (first, "serving")
+    assert all(len(output) == 12 for output, _, _ in await asyncio.gather(*busy))
+
+    folder = Path(role.settings.run.directory) / "weights" / "engine-0" / str(first)
+    for temperature in (1.0, 0.7):
+        output, logprobs, version = await generate(engine_url, temperature)
+        assert version == str(first)
+        assert await gap(role, folder, output, logprobs, temperature) < 1e-4
+
+    await publish(role, first + 1, factor=2.0, truncated=True)
+    refused = (await said(role, 3))[2]
+    assert isinstance(refused, EngineWeightsRefused)
+    assert (refused.cause, refused.version, refused.refused_version) == ("TruncatedSafetensors", first, first + 1)
+    assert (await generate(engine_url, 1.0))[2] == str(first)
+
+    await publish(role, first + 2, factor=1.0)
+    again = (await said(role, 4))[3]
+    assert isinstance(again, EngineWeightsLoaded)
+    assert again.version == first + 2
+    role.stopping.set()
+    await loader
