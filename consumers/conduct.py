@@ -12,8 +12,9 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -71,13 +72,24 @@ async def run(settings: Settings, display: Display) -> None:
     async with opened("run", settings) as role:
         stop_at_signal(asyncio.current_task())
         await configure(role)
-        async with display.shown(), _fed(settings), asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(_watch(role, display))
+        async with display.shown(), _fed(settings), beside(_watch(role, display)) as watching:
             display.phase = "waiting for the first weights"
             while not _over(settings, display):
-                await asyncio.sleep(LOOK_EVERY_S)  # states of processes are files, not events
+                await asyncio.wait({watching}, timeout=LOOK_EVERY_S)  # states of processes are files, not events
+                if watching.done():
+                    watching.result()
                 display.phase = "looping" if display.picture.sessions_started else display.phase
-            watching.cancel()
+
+
+@contextlib.asynccontextmanager
+async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.Task[None]]:
+    """Run `work` while the block runs; cancelled at its end."""
+    task = asyncio.create_task(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
 
 
 def stop_at_signal(task: asyncio.Task[None] | None) -> None:

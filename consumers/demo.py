@@ -64,12 +64,10 @@ def demo_settings(settings: Settings, steps: int | None, engines: int | None) ->
 async def _judged(settings: Settings, console: Console, measured: Measured) -> Report:
     """The loop, then replay and report while the servers still run."""
     display = Display(settings.run.id, settings.feeder.draws, console)
-    async with asyncio.TaskGroup() as tasks:
-        load = tasks.create_task(_mean_load(measured))
-        began = time.monotonic()
+    began = time.monotonic()
+    async with conduct.beside(_mean_load(measured)):
         await conduct.run(settings, display)
-        total = time.monotonic() - began
-        load.cancel()
+    total = time.monotonic() - began
     loop = display.loop_seconds()
     measured.seconds |= {"first weights": total - loop, "loop": loop}
     conduct.stop_at_signal(asyncio.current_task())
