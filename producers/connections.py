@@ -39,7 +39,8 @@ class Connections:
     def __init__(self, *, connect_s: float, answer_s: float) -> None:
         """`answer_s`: the longest silence while an answer is awaited."""
         self._timeout = {"connect": connect_s, "read": answer_s, "write": connect_s, "pool": connect_s}
-        self._free: dict[httpcore.Origin, list[httpcore.AsyncHTTPConnection]] = {}
+        self._free: dict[str, list[httpcore.AsyncHTTPConnection]] = {}
+        """By scheme and authority."""
 
     async def close(self) -> None:
         """Close what is idle."""
@@ -53,11 +54,11 @@ class Connections:
         parts = urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
         origin = httpcore.Origin(parts.scheme.encode(), (parts.hostname or "").encode(), port)
-        free = self._free.setdefault(origin, [])
-        connection = _usable(free) or httpcore.AsyncHTTPConnection(origin=origin)
+        free = self._free.setdefault(f"{parts.scheme}://{parts.netloc}", [])
+        connection = await _usable(free) or httpcore.AsyncHTTPConnection(origin=origin)
         try:
             response = await connection.request(
-                method, url, headers=dict(headers), content=content, extensions={"timeout": self._timeout}
+                method, url, headers=list(headers.items()), content=content, extensions={"timeout": self._timeout}
             )
             return Answer(url, response.status, response.content)
         except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError) as error:
@@ -69,10 +70,11 @@ class Connections:
                 await connection.aclose()
 
 
-def _usable(free: list[httpcore.AsyncHTTPConnection]) -> httpcore.AsyncHTTPConnection | None:
+async def _usable(free: list[httpcore.AsyncHTTPConnection]) -> httpcore.AsyncHTTPConnection | None:
     """The connection used last that the server has not closed meanwhile."""
     while free:
         connection = free.pop()
         if connection.is_available() and not connection.has_expired():
             return connection
+        await connection.aclose()
     return None

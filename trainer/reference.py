@@ -35,7 +35,8 @@ class PlainLearner:
         values = config_json(shape, eos_token_id=0, pad_token_id=0)
         values["pad_token_id"] = None  # transformers gives that row of the embedding no gradient
         config = AutoConfig.for_model(values.pop("model_type"), **values)
-        self._model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
+        of_config: Any = AutoModelForCausalLM.from_config
+        self._model: Any = of_config(config, attn_implementation="eager").float()
         self._model.load_state_dict(dict(weights), strict=not shape.tied)
         self._clip = options.clip_grad
         self._optimizer = torch.optim.AdamW(
@@ -60,7 +61,7 @@ class PlainLearner:
             surrogate = torch.minimum(ratio * advantages, bounded * advantages)
             mask = torch.from_numpy(rows.trained[part][1:].astype("float32"))
             loss = -(surrogate * mask).sum() / float(rows.weight_divisor[row])
-            loss.backward()
+            torch.autograd.backward(loss)
             total = total + loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip)
         for group in self._optimizer.param_groups:

@@ -1,9 +1,9 @@
 """Kill the trainer, again and again: `python benchmarks/chaos/trainer.py [--kills 20]`.
 
-Manifests wait on the log; a real `turnlog trainer` is killed by SIGKILL at random moments, some while it starts and some
-while it steps, publishes or saves, and started again. In the end the history that counts (the highest incarnation per
-batch) must hold every batch once, and every loss of every incarnation must be, bit for bit, that of a re-run over the
-same manifests; a weight version number must stand for one set of weights.
+Manifests wait on the log; a real `turnlog trainer` is killed by SIGKILL at random moments, some while it starts and
+some while it steps, publishes or saves, and started again. In the end the history that counts (the highest incarnation
+per batch) must hold every batch once, and every loss of every incarnation must be, bit for bit, that of a re-run over
+the same manifests; a weight version number must stand for one set of weights.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import dataclasses
 import random
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import uuid4
@@ -66,6 +67,13 @@ async def records(role: Role, topic: str) -> int:
     return (await role.log.end_offsets([partition]))[partition]
 
 
+async def until(condition: Callable[[], bool], limit_s: float) -> None:
+    """Wait for `condition`, at most so long."""
+    deadline = time.monotonic() + limit_s
+    while not condition() and time.monotonic() < deadline:  # noqa: ASYNC110 - a child process sets no event
+        await asyncio.sleep(0.1)
+
+
 async def kill(role: Role, settings: Settings, story: Story, *, kills: int, rng: random.Random) -> Child:
     """Kill at random moments; the process that is left alive."""
     child = trainer(settings)
@@ -111,9 +119,7 @@ async def torture(settings: Settings, *, kills: int, seed: int) -> tuple[Story, 
         await append_batches(role.events, role.blobs, settings.run.id, settings.feeder.draws)
         child = await kill(role, settings, story, kills=kills, rng=random.Random(seed))
         say(f"{story.kills} kills; waiting for the run to end")
-        deadline = time.monotonic() + 2 * PATIENCE_S
-        while child.returncode is None and time.monotonic() < deadline:
-            await asyncio.sleep(0.2)
+        await until(lambda: child.returncode is not None, 2 * PATIENCE_S)
         story.exit_status = child.stop() if child.returncode is None else child.returncode
         return story, await everything(role, STEPS.name), await everything(role, WEIGHTS.name)
 

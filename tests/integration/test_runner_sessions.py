@@ -430,12 +430,13 @@ async def test_units_that_move_to_a_second_runner_lose_and_repeat_nothing(stage:
 async def test_commits_are_low_water_marks_and_reach_the_end_when_everything_is_over(stage: Stage) -> None:
     for index in range(4):
         await stage.request(index=index)
-    async with stage.gateway(), stage.running():
-        await stage.finished(4)
     names = [Partition(topic, number) for topic in runner.TOPICS for number in range(2)]
-    commits = await MemoryLog(stage.broker).commits("r.runner", names)
-    ends = await MemoryLog(stage.broker).end_offsets(names)
-    assert {name: commits[name].offset for name in names} == ends
+    log = MemoryLog(stage.broker)
+    async with stage.gateway(), stage.running(), asyncio.timeout(20):
+        await stage.finished(4)
+        ends = await log.end_offsets(names)
+        while {name: commit.offset for name, commit in (await log.commits("r.runner", names)).items()} != ends:
+            await stage.broker.changed(0.1)
 
 
 async def test_an_open_rollout_holds_the_commit_back(stage: Stage) -> None:
