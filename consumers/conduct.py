@@ -144,7 +144,7 @@ async def _fed(settings: Settings) -> AsyncIterator[None]:
 
 async def _watch(role: Role, display: Display) -> None:
     starts = await role.log.start_offsets([partition for topic in WATCHED for partition in partitions(role, topic)])
-    async with role.log.reader() as reader:
+    async with role.log.reader(patient=True) as reader:
         reader.assign(starts)
         while True:
             for record in await reader.poll(max_records=2000, timeout_s=POLL_S):

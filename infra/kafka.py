@@ -104,9 +104,9 @@ class KafkaLog:
                 await transactor.leave()
 
     @asynccontextmanager
-    async def reader(self) -> AsyncIterator[Reader]:
+    async def reader(self, *, patient: bool = False) -> AsyncIterator[Reader]:
         """See Log."""
-        async with consuming(self._connection) as consumer:
+        async with consuming(self._connection, patient=patient) as consumer:
             yield KafkaReader(self._connection, consumer)
 
     @asynccontextmanager

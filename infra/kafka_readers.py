@@ -30,6 +30,8 @@ FETCH_BYTES = 4 * MAX_MESSAGE_BYTES
 SESSION_TIMEOUT_MS = 6_000
 """A member that was killed holds its units for this long (the least that brokers allow by default)."""
 HEARTBEAT_MS = 1_000
+PATIENT_BYTES = 1 << 20
+PATIENT_WAIT_MS = 500
 REBALANCE_TIMEOUT_MS = 60_000
 """How long the group waits for a member that works on a batch to come back to poll()."""
 MAX_POLL_INTERVAL_MS = 300_000
@@ -40,7 +42,12 @@ SLICE_S = 0.1
 
 @contextlib.asynccontextmanager
 async def consuming(
-    connection: Connection, *, committed: bool = True, group: str | None = None, instance: str | None = None
+    connection: Connection,
+    *,
+    committed: bool = True,
+    group: str | None = None,
+    instance: str | None = None,
+    patient: bool = False,
 ) -> AsyncIterator[AIOKafkaConsumer]:
     """A started aiokafka consumer without subscription. Raises LogUnavailable."""
     consumer = AIOKafkaConsumer(
@@ -52,7 +59,8 @@ async def consuming(
         isolation_level="read_committed" if committed else "read_uncommitted",
         max_partition_fetch_bytes=MAX_MESSAGE_BYTES,
         fetch_max_bytes=FETCH_BYTES,
-        fetch_max_wait_ms=FETCH_WAIT_MS,
+        fetch_min_bytes=PATIENT_BYTES if patient else 1,
+        fetch_max_wait_ms=PATIENT_WAIT_MS if patient else FETCH_WAIT_MS,
         request_timeout_ms=REQUEST_TIMEOUT_MS,
         partition_assignment_strategy=[RangePartitionAssignor],
         session_timeout_ms=SESSION_TIMEOUT_MS,

@@ -189,8 +189,9 @@ class Log(Protocol):
         """Entering fences. Leaving aborts an open transaction."""
         ...
 
-    def reader(self) -> AbstractAsyncContextManager[Reader]:
-        """A reader without a group."""
+    def reader(self, *, patient: bool = False) -> AbstractAsyncContextManager[Reader]:
+        """A reader without a group. `patient`: what is new may come up to half a second later, at a fraction of the
+        broker's work (for displays and reports)."""
         ...
 
     def group_reader(

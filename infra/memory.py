@@ -117,7 +117,7 @@ class MemoryLog:
             transactor.leave()
 
     @asynccontextmanager
-    async def reader(self) -> AsyncIterator[Reader]:
+    async def reader(self, *, patient: bool = False) -> AsyncIterator[Reader]:
         """See Log."""
         self.alive()
         yield MemoryReader(self)
