@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import io
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,8 @@ from turnlog.infra.role import opened
 from turnlog.settings import RunSettings, Settings
 
 PLOT = "reward.png"
+SCREEN = "screen.svg"
+"""The last picture of the live display, and the summary."""
 Prepare = Callable[[Settings], Settings]
 
 
@@ -74,7 +77,16 @@ async def _judged(settings: Settings, console: Console, measured: Measured) -> R
     async with opened("demo", settings) as role:
         with _phase(measured, "replay"), console.status("replaying the topics"):
             verdict = await replay(role)
-        return await gather(role, verdict, measured)
+        report = await gather(role, verdict, measured)
+    _save_screen(display, report, Path(settings.run.directory))
+    return report
+
+
+def _save_screen(display: Display, report: Report, directory: Path) -> None:
+    display.phase = "done"
+    recorder = Console(record=True, width=110, file=io.StringIO(), force_terminal=True)
+    recorder.print(display.render(), summary(report))
+    recorder.save_svg(str(directory / SCREEN), title="make demo")
 
 
 async def _mean_load(measured: Measured, every_s: float = 2.0) -> None:
@@ -102,7 +114,7 @@ def _say(report: Report, directory: Path, console: Console) -> None:
         plot_rewards(body["rewards"], directory / PLOT, title=f"turnlog demo, run {body['run']}")
     console.print(summary(report))
     console.print(f"reward  {curve(body['rewards'])}", highlight=False)
-    console.print(f"files   {path}, {directory / PLOT}, logs in {directory / 'logs'}", highlight=False)
+    console.print(f"files   {path}, {PLOT}, {SCREEN}, logs/ beside it", highlight=False, soft_wrap=True)
     console.print(
         f"next    turnlog --run {body['run']} up        servers and roles of this run again\n"
         f"        turnlog --run {body['run']} status    roles, lag, engines, versions\n"
@@ -110,6 +122,7 @@ def _say(report: Report, directory: Path, console: Console) -> None:
         f"        turnlog --run {body['run']} books     sampled = trained + masked\n"
         f"        turnlog --run {body['run']} down",
         highlight=False,
+        soft_wrap=True,
     )
     for failure in report.failures:
         console.print(f"[red]FAILED[/red]: {failure}")
