@@ -18,6 +18,7 @@ from turnlog.consumers.display import Display, curve
 from turnlog.consumers.plot import plot_rewards
 from turnlog.consumers.replay import run as replay
 from turnlog.consumers.report import Measured, Report, gather, store, summary
+from turnlog.infra.embedded.errors import NotUp
 from turnlog.infra.embedded.up import down, up
 from turnlog.infra.role import opened
 from turnlog.settings import RunSettings, Settings
@@ -46,7 +47,8 @@ def demo(settings: Settings, prepare: Prepare, *, steps: int | None, engines: in
         console.print("interrupted; stopping everything")
         return 130
     finally:
-        down(settings, say=lambda line: console.print(f"  {line}", highlight=False))
+        with contextlib.suppress(NotUp):  # `up` itself failed, and stopped what it had started
+            down(settings, say=lambda line: console.print(f"  {line}", highlight=False))
     _say(report, directory, console)
     return 1 if report.failures else 0
 

@@ -159,9 +159,9 @@ class Call:
         note = self.outputs[self.note].decode(errors="replace")
         if self._written() > self.limits["output_bytes"]:
             return "resource_limit", "output_bytes"
-        for name in ("memory_bytes", "pids", "disk_bytes"):
-            if note.startswith(name):  # each process that met the limit has written its name
-                return "resource_limit", name
+        for limit in ("memory_bytes", "pids", "disk_bytes"):
+            if note.startswith(limit):  # each process that met the limit has written its name
+                return "resource_limit", limit
         if name := LIMIT_SIGNALS.get(self._exit_code()):
             return "resource_limit", name
         if _children_cpu() - self.cpu_before >= self.limits["cpu_s"]:
