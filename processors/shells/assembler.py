@@ -9,8 +9,9 @@ import time
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Log, Partition
 from turnlog.infra.role import Role
-from turnlog.processors.core.assembler import FOLD_VERSION, FoldRules, GroupFold
+from turnlog.processors.core.assembler import FOLD_VERSION, GroupFold
 from turnlog.processors.core.low_water import FoldName
+from turnlog.processors.core.rules import fold_rules
 from turnlog.processors.shells.reaper import Reaper
 from turnlog.processors.shells.restoring import Plan, records_between
 from turnlog.processors.shells.runner import Runner
@@ -60,30 +61,13 @@ async def main(role: Role) -> None:
 def assembler_plan(settings: Settings) -> Plan:
     """What the settings make of the units."""
     sha256 = settings_sha256(fold_settings_json(settings))
-    rules = fold_rules(settings, sha256)
+    rules = fold_rules(settings.fold, run_id=settings.run.id, settings_sha256=sha256)
     return Plan(
         run_id=settings.run.id,
         fold=FoldName(FOLD_VERSION, sha256),
         factory=lambda group_id, floor: GroupFold(group_id, floor, rules),
         horizon_records=settings.assembler.horizon_records,
         commit_interval_s=settings.assembler.commit_interval_s,
-    )
-
-
-def fold_rules(settings: Settings, sha256: str) -> FoldRules:
-    """The [fold] section as the fold takes it; `sha256` names it, and [batcher]'s, on every derived record."""
-    fold = settings.fold
-    return FoldRules(
-        run_id=settings.run.id,
-        settings_sha256=sha256,
-        policy=fold.policy,
-        estimator=fold.estimator,
-        std_ddof=fold.std_ddof,
-        min_valid=fold.min_valid,
-        zero_variance=fold.zero_variance,
-        truncated=fold.truncated,
-        train_sub_agents=fold.train_sub_agents,
-        train_side_calls=fold.train_side_calls,
     )
 
 

@@ -20,8 +20,9 @@ from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role
 from turnlog.processors.core.assembler import GroupFold
 from turnlog.processors.core.low_water import LogTruncated, MigrationNeeded
+from turnlog.processors.core.rules import fold_rules
 from turnlog.processors.shells import decoding
-from turnlog.processors.shells.assembler import SettingsDiffer, assembler_plan, fold_rules, main
+from turnlog.processors.shells.assembler import SettingsDiffer, assembler_plan, main
 from turnlog.processors.shells.examples import GroupName, SessionStory, Shape, whole_group
 from turnlog.processors.shells.restoring import INPUTS, Plan, records_between
 from turnlog.processors.shells.runner import Runner
@@ -190,7 +191,7 @@ class Defective(GroupFold):
 
 
 def defective_plan() -> Plan:
-    rules = fold_rules(SETTINGS, PLAN.fold.settings_sha256)
+    rules = fold_rules(SETTINGS.fold, run_id=SETTINGS.run.id, settings_sha256=PLAN.fold.settings_sha256)
     return dataclasses.replace(PLAN, factory=lambda group_id, floor: Defective(group_id, floor, rules))
 
 
