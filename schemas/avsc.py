@@ -72,11 +72,16 @@ def _fields(record: type) -> list[tuple[dataclasses.Field[Any], Any]]:
 
 
 def _field(field: dataclasses.Field[Any], annotation: Any, seen: set[str]) -> dict[str, Any]:
-    schema: dict[str, Any] = {"name": field.name, "type": _avro(annotation, seen)}
-    if field.default is None:
-        schema["default"] = None
-    elif field.default == ():
+    kind = _avro(annotation, seen)
+    schema: dict[str, Any] = {"name": field.name, "type": kind}
+    if field.default == ():
         schema["default"] = []
+    elif field.default is None or isinstance(field.default, bool | int | float | str):
+        # Avro takes the default of a union to be of its first arm, which is null where null is an arm.
+        assert field.default is None or not isinstance(kind, list), f"{field.name}: a union's default can be None only"
+        schema["default"] = field.default
+    elif field.default_factory is dict:
+        schema["default"] = {}
     return schema
 
 

@@ -1,6 +1,7 @@
 """Event <-> bytes in the Confluent wire format: byte 0, 4-byte big-endian schema id, Avro body.
 
-fastavro on the hot path; avro-python3 is the reference that the conformance tests read with (docs/decisions/0005).
+Plain bodies of the present schemas go through `binary`; fastavro does all else and has the last word on whatever is
+not plain. avro-python3 is the reference that the conformance tests read with (docs/decisions/0005).
 Source of the framing: Confluent Schema Registry, "Wire format".
 """
 
@@ -18,8 +19,10 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 import fastavro
 from fastavro.read import SchemaResolutionError
-from fastavro.schema import SchemaParseException, UnknownType
+from fastavro.schema import SchemaParseException, UnknownType, fingerprint
+from fastavro.schema import to_parsing_canonical_form as canonical
 
+from turnlog.schemas import binary
 from turnlog.schemas.avsc import avro_schema, field_types, stored_schema
 from turnlog.schemas.errors import UndecodableRecord, UnknownRecord, UnknownSchemaId
 from turnlog.schemas.events import ALL, Event
@@ -39,12 +42,16 @@ class Codec:
         self._present = {name: fastavro.parse_schema(stored_schema(name)) for name in ALL}
         self._headers = {name: HEADER.pack(MAGIC, schema_id) for name, schema_id in ids.items()}
         self._written = {schema_id: (name, self._present[name]) for name, schema_id in ids.items()}
+        self._fingerprints: dict[int, str] = {}
+        self._readers: dict[bytes, binary.Read | None] = {}
+        """By header, made when its first record comes; None for ids of another layout than the present one."""
 
     def hold(self, schema_id: int, schema: Mapping[str, Any]) -> None:
         """Hold one more writer's schema. Raises UndecodableRecord when it is not of a record of the catalogue."""
         name = str(schema.get("name", "")).rpartition(".")[2]
         if name not in ALL:
             raise UndecodableRecord(f"schema id {schema_id} is of {name!r}, which is no record of turnlog")
+        self._readers.pop(HEADER.pack(MAGIC, schema_id), None)
         try:
             self._written[schema_id] = (name, fastavro.parse_schema(dict(schema)))
         except (SchemaParseException, UnknownType) as error:
@@ -55,6 +62,13 @@ class Codec:
         name = type(event).__name__
         if name not in self._headers:
             raise UnknownRecord(f"{name} is not a record of the catalogue")
+        if (write := binary.writer(name)) is not None:
+            parts = [self._headers[name]]
+            try:
+                write(event, parts.append)
+                return b"".join(parts)
+            except binary.NOT_PLAIN:
+                pass  # fastavro knows how to write it, or says what is wrong with it
         out = io.BytesIO()
         out.write(self._headers[name])
         fastavro.schemaless_writer(out, self._present[name], _to_avro(ALL[name])(event), strict=True)
@@ -62,6 +76,18 @@ class Codec:
 
     def decode(self, data: bytes) -> Event:
         """Raises UnknownSchemaId (ask the registry, `hold`, try again) or UndecodableRecord (park it)."""
+        read = self._readers.get(data[: HEADER.size])
+        if read is not None:
+            try:
+                event, end = read(data, HEADER.size)
+                if end == len(data):
+                    return event
+            except binary.NOT_PLAIN:
+                pass  # fastavro knows how to read it, or says what is wrong with it
+        return self._decode(data)
+
+    def _decode(self, data: bytes) -> Event:
+        """As fastavro reads it."""
         name, written = self._frame(data)
         stream = io.BytesIO(data)  # shares the bytes, where a slice would copy them
         stream.seek(HEADER.size)
@@ -72,11 +98,24 @@ class Codec:
             raise UndecodableRecord(f"{name}: the Avro body is broken ({type(error).__name__}: {error})") from error
         if stream.read(1):
             raise UndecodableRecord(f"{name}: bytes follow the Avro body")
+        header = data[: HEADER.size]
+        if header not in self._readers:
+            same = written is self._present[name] or canonical(written) == canonical(self._present[name])
+            self._readers[header] = binary.reader(name) if same else None
         return event
 
     def frame(self, data: bytes) -> tuple[str, bytes]:
         """(record name, Avro body) of framed bytes, without decoding the body. Raises as `decode`."""
         return self._frame(data)[0], data[HEADER.size :]
+
+    def written(self, data: bytes) -> tuple[str, str]:
+        """(record name, hex sha256 of its writer's schema in parsing canonical form) of framed bytes, without decoding
+        the body. Raises as `decode`. Source: Avro specification, "Parsing Canonical Form for Schemas"."""
+        name, schema = self._frame(data)
+        schema_id = HEADER.unpack_from(data)[1]
+        if schema_id not in self._fingerprints:
+            self._fingerprints[schema_id] = fingerprint(canonical(schema), "SHA-256")
+        return name, self._fingerprints[schema_id]
 
     def _frame(self, data: bytes) -> tuple[str, Any]:
         if len(data) < HEADER.size or data[0] != MAGIC:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 PROMOTIONS: dict[str, frozenset[str]] = {
@@ -23,16 +24,50 @@ NAMED = ("record", "error", "enum", "fixed")
 Schema = str | Mapping[str, Any] | list[Any]
 
 
-def incompatibilities(reader: Schema, writers: Iterable[Schema]) -> list[str]:
-    """Why `reader` cannot read what each of `writers` wrote, a line each; empty when it can.
+class Rule(StrEnum):
+    """What a change of a schema breaks. The first six are Avro's, the others the house's (evolution.py)."""
+
+    new_without_default = "new_without_default"
+    type_changed = "type_changed"
+    name_changed = "name_changed"
+    union_arm_lost = "union_arm_lost"
+    fixed_size_changed = "fixed_size_changed"
+    enum_symbol_lost = "enum_symbol_lost"
+    enum_without_default = "enum_without_default"
+    enum_default_moved = "enum_default_moved"
+    packing_changed = "packing_changed"
+    record_removed = "record_removed"
+    golden_unreadable = "golden_unreadable"
+    release_altered = "release_altered"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One reason against a schema."""
+
+    where: str
+    """Record and field, or the file."""
+    rule: Rule
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}"
+
+
+def incompatibilities(reader: Schema, writers: Iterable[Schema]) -> list[Problem]:
+    """Why `reader` cannot read what each of `writers` wrote; empty when it can.
 
     BACKWARD_TRANSITIVE is `incompatibilities(new, every_earlier_one)`. The schemas must be valid by themselves.
     """
-    return [line for writer in writers for line in _Pair(_names(reader), _names(writer)).differences(reader, writer)]
+    return [
+        problem
+        for writer in writers
+        for problem in _Pair(named_types(reader), named_types(writer)).differences(reader, writer)
+    ]
 
 
-def _names(schema: Schema) -> dict[str, Mapping[str, Any]]:
-    """Full name -> definition of every named type of a schema."""
+def named_types(schema: Schema) -> dict[str, Mapping[str, Any]]:
+    """Full name -> definition of every record, enum and fixed of a schema."""
     found: dict[str, Mapping[str, Any]] = {}
 
     def collect(part: Schema, namespace: str) -> None:
@@ -70,7 +105,7 @@ class _Pair:
 
     def differences(
         self, reader: Schema, writer: Schema, path: str = "", namespaces: tuple[str, str] = ("", "")
-    ) -> Iterator[str]:
+    ) -> Iterator[Problem]:
         """Every reason, each with the path of its field. `namespaces`: those in force for reader and writer."""
         read = _definition(reader, self.reader_names, namespaces[0])
         written = _definition(writer, self.writer_names, namespaces[1])
@@ -79,7 +114,8 @@ class _Pair:
                 yield from self.differences(read, arm, path, namespaces)
         elif isinstance(read, list):
             if not any(self._matches(arm, written, path, namespaces) for arm in read):
-                yield f"{path or 'the schema'}: no arm of the reader's union takes {_kind(written)}"
+                what = f"no arm of the reader's union takes {_kind(written)}"
+                yield Problem(path or "the schema", Rule.union_arm_lost, what)
         else:
             yield from self._same_shape(read, written, path, namespaces)
 
@@ -89,7 +125,7 @@ class _Pair:
 
     def _same_shape(
         self, read: Mapping[str, Any], written: Mapping[str, Any], path: str, namespaces: tuple[str, str]
-    ) -> Iterator[str]:
+    ) -> Iterator[Problem]:
         where, kinds = path or "the schema", (read["type"], written["type"])
         match kinds:
             case ("record" | "error", "record" | "error"):
@@ -98,17 +134,18 @@ class _Pair:
                 yield from _enums(read, written, where)
             case ("fixed", "fixed"):
                 if not _same_name(read, written) or read["size"] != written["size"]:
-                    yield f"{where}: fixed {written['name']}({written['size']}) became {read['name']}({read['size']})"
+                    what = f"fixed {written['name']}({written['size']}) became {read['name']}({read['size']})"
+                    yield Problem(where, Rule.fixed_size_changed, what)
             case ("array", "array"):
                 yield from self.differences(read["items"], written["items"], f"{where}[]", namespaces)
             case ("map", "map"):
                 yield from self.differences(read["values"], written["values"], f"{where}{{}}", namespaces)
             case (now, before) if now != before and now not in PROMOTIONS.get(before, ()):
-                yield f"{where}: {before} cannot be read as {now}"
+                yield Problem(where, Rule.type_changed, f"{before} cannot be read as {now}")
 
-    def _records(self, read: Mapping[str, Any], written: Mapping[str, Any], where: str) -> Iterator[str]:
+    def _records(self, read: Mapping[str, Any], written: Mapping[str, Any], where: str) -> Iterator[Problem]:
         if not _same_name(read, written):
-            yield f"{where}: record {written['name']} cannot be read as {read['name']}; add an alias"
+            yield _renamed("record", read, written, where)
             return
         pair = (str(read["name"]), str(written["name"]))
         if pair in self.begun:
@@ -122,7 +159,7 @@ class _Pair:
             if name is not None:
                 yield from self.differences(member["type"], there[name]["type"], path, namespaces)
             elif "default" not in member:
-                yield f"{path}: new without a default; give it one"
+                yield Problem(path, Rule.new_without_default, "new without a default; give it one")
 
 
 def _definition(schema: Schema, names: Mapping[str, Mapping[str, Any]], namespace: str) -> Any:
@@ -142,12 +179,18 @@ def _same_name(read: Mapping[str, Any], written: Mapping[str, Any]) -> bool:
     return str(written["name"]).rpartition(".")[2] in names
 
 
-def _enums(read: Mapping[str, Any], written: Mapping[str, Any], where: str) -> Iterator[str]:
+def _enums(read: Mapping[str, Any], written: Mapping[str, Any], where: str) -> Iterator[Problem]:
     if not _same_name(read, written):
-        yield f"{where}: enum {written['name']} cannot be read as {read['name']}; add an alias"
+        yield _renamed("enum", read, written, where)
     lost = [symbol for symbol in written["symbols"] if symbol not in read["symbols"]]
     if lost and "default" not in read:
-        yield f"{where}: enum {read['name']} lost {', '.join(lost)} and has no default"
+        what = f"enum {read['name']} lost {', '.join(lost)} and has no default"
+        yield Problem(where, Rule.enum_symbol_lost, what)
+
+
+def _renamed(kind: str, read: Mapping[str, Any], written: Mapping[str, Any], where: str) -> Problem:
+    what = f"{kind} {written['name']} cannot be read as {read['name']}; add an alias"
+    return Problem(where, Rule.name_changed, what)
 
 
 def _kind(schema: Any) -> str:

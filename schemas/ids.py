@@ -8,14 +8,16 @@ from __future__ import annotations
 import hashlib
 import json
 
+CANONICAL = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+"""Made once: `json.dumps` makes one at every call that asks for separators."""
+
 
 def digest(*about: str | int | None) -> str:
     """32 hex digits naming the tuple `about`. Raises TypeError for anything that JSON would not keep apart."""
     for part in about:
         if part is not None and not isinstance(part, str | int):
             raise TypeError(f"an id is made of strings and integers, got {type(part).__name__}")
-    canonical = json.dumps(about, ensure_ascii=False, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()[:32]
+    return hashlib.sha256(CANONICAL.encode(about).encode()).hexdigest()[:32]
 
 
 def group_id(run_id: str, task_id: str, draw: int) -> str:

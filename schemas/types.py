@@ -47,14 +47,19 @@ Float32Payload = Float32s | BlobRef
 JsonPayload = Json | BlobRef
 
 
+INT32 = np.dtype("<i4")
+FLOAT32 = np.dtype("<f4")
+"""Made once: numpy parses a name at every call."""
+
+
 def int32s(data: bytes) -> NDArray[np.int32]:
     """A read-only view of packed int32s. Raises ValueError when the length is no multiple of 4."""
-    return np.frombuffer(data, dtype="<i4")
+    return np.frombuffer(data, INT32)
 
 
 def float32s(data: bytes) -> NDArray[np.float32]:
     """A read-only view of packed float32s. Raises ValueError when the length is no multiple of 4."""
-    return np.frombuffer(data, dtype="<f4")
+    return np.frombuffer(data, FLOAT32)
 
 
 def pack_int32s(values: object) -> bytes:

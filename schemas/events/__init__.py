@@ -66,11 +66,13 @@ from turnlog.schemas.events.tools import (
 )
 from turnlog.schemas.events.turns import (
     Boundary,
+    ExpertsLayout,
     FinishReason,
     ImageRef,
     TokenSnapshot,
     TurnCompleted,
     VersionSpan,
+    sampled_tokens,
 )
 from turnlog.schemas.events.weights import WeightFile, WeightVersionPublished
 
@@ -109,6 +111,7 @@ __all__ = [
     "Event",
     "Expects",
     "ExpertRows",
+    "ExpertsLayout",
     "FinishReason",
     "GroupClosed",
     "GroupScored",
@@ -154,4 +157,5 @@ __all__ = [
     "WeightFile",
     "WeightVersionPublished",
     "Weighting",
+    "sampled_tokens",
 ]  # fmt: skip

@@ -29,6 +29,9 @@ class MaskReason(StrEnum):
     trainer_mask = "trainer_mask"
     step_skipped = "step_skipped"
     unused = "unused"
+    realigned = "realigned"
+    rewritten = "rewritten"
+    unrouted = "unrouted"
 
 
 class GroupStatus(StrEnum):
@@ -156,7 +159,11 @@ class SegmentSample:
     weight_version_min: int
     weight_version_max: int
     experts: tuple[ExpertRows, ...] = ()
+    """Cover positions 0 to tokens - 2 exactly, or are none."""
     images: tuple[ImageRef, ...] = ()
+    """Every image whose tokens are in token_ids, by position."""
+    experts_gap: str = ""
+    """Why there are no experts although some turn has them: turn_without_rows | layouts_differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,12 +196,16 @@ class GroupScored:
     """name/version"""
     status: GroupStatus
     reason: str
-    """Empty when trained; else too_few_valid | zero_variance | purpose."""
+    """Empty when trained; else too_few_valid | purpose | the name of the group filter that discards it."""
     samples: int
     """How many SegmentSamples of this group precede this record."""
     books: TreeBooks
     fold_version: str
     settings_sha256: str
+    group_filters: tuple[str, ...] = ()
+    """name/version:numbers, in order of application."""
+    reward_transforms: tuple[str, ...] = ()
+    """name/version:numbers, in order of application; rewards in this record are as the verifiers said them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

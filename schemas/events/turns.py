@@ -80,6 +80,19 @@ class ImageRef:
     tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertsLayout:
+    """What a turn's blob of routed experts holds, so that a fold can check it without fetching it."""
+
+    rows: int
+    """Positions: one less than the turn's tokens, less those that its storage parent gives."""
+    layers: int
+    top_k: int
+    """Experts per token and layer."""
+    dtype: str
+    """uint8 | uint16 | int32, little-endian: the narrowest that holds the largest id"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSnapshot:
     """The tokens of one turn: a delta to `parent_turn`, the output ids, their log-probs and weight versions."""
@@ -109,4 +122,15 @@ class TokenSnapshot:
     logprob_kind: str
     """at_temperature | raw"""
     experts: BlobRef | None = None
+    """NumPy's npy format, [rows, layers, top_k]: the experts that the engine chose at positions max(base_len - 1, 0) to
+    len - 2 of prompt + output."""
     images: tuple[ImageRef, ...] = ()
+    """Images in the prompt that the storage parent does not give whole, by position in the whole prompt."""
+    experts_layout: ExpertsLayout | None = None
+    """Of `experts`."""
+
+
+def sampled_tokens(snapshot: TokenSnapshot) -> int:
+    """Output tokens of a snapshot by the size of its output_ids, whatever the version spans of a broken one say."""
+    ids = snapshot.output_ids
+    return (ids.size if isinstance(ids, BlobRef) else len(ids)) // 4

@@ -1,0 +1,234 @@
+"""Avro bodies of the event records, read and written by straight-line Python that is generated from their annotations.
+
+It holds for plain bodies of the present schemas. Whatever is not plain (a negative block, an overlong number, a value
+of another type, broken bytes) raises one of NOT_PLAIN, and the codec lets fastavro decide: so fastavro's word is the
+only verdict, and the tests hold both to the same events and bytes. Measured against fastavro and its dicts, in us:
+TurnCompleted 39 -> 8 read and 39 -> 5 written, TokenSnapshot of 1,024 tokens 27 -> 8 and 32 -> 4, SegmentSample of
+8,192 tokens 66 -> 22 and 73 -> 13, TurnTreeAssembled of 8 turns 99 -> 32 and 130 -> 17.
+Reference: Apache Avro 1.11 specification, "Binary Encoding".
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Callable
+from enum import StrEnum
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from turnlog.schemas.avsc import avro_schema, field_types, stored_schema
+from turnlog.schemas.construction import twin
+from turnlog.schemas.events import ALL
+
+NOT_PLAIN = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError, struct.error)
+Read = Callable[[bytes, int], tuple[Any, int]]
+"""(bytes, where the body starts) -> (event, where it ends). The caller checks that it ends where the bytes do."""
+Write = Callable[[Any, Callable[[bytes], None]], None]
+"""(event, append): appends the body, part by part."""
+
+
+@functools.cache
+def reader(name: str) -> Read | None:
+    """The generated reader of a record; None while its class and its stored schema differ."""
+    code = _Code()
+    code.line("def read(b, p):")
+    _read(code, ALL[name], "event", 1)
+    code.line("return event, p", 1)
+    return code.function("read", READING) if avro_schema(ALL[name]) == stored_schema(name) else None
+
+
+@functools.cache
+def writer(name: str) -> Write | None:
+    """The generated writer of a record; None while its class and its stored schema differ."""
+    code = _Code()
+    code.line("def write(event, a):")
+    _write(code, ALL[name], "event", 1)
+    return code.function("write", WRITING) if avro_schema(ALL[name]) == stored_schema(name) else None
+
+
+def varint(data: bytes, at: int) -> tuple[int, int]:
+    """(zigzag-coded number as it stands, where it ends). Raises ValueError above 64 bits, IndexError at the end."""
+    number = shift = 0
+    while (byte := data[at]) & 128:
+        number |= (byte & 127) << shift
+        shift += 7
+        at += 1
+        if shift > 63:
+            raise ValueError("a number of more than 10 bytes")
+    number |= byte << shift
+    if number >> 64:
+        raise ValueError("a number of more than 64 bits")
+    return number, at + 1
+
+
+def size(data: bytes, at: int) -> tuple[int, int]:
+    """(a length or count of at most the bytes there are, where it ends). Raises ValueError for any other."""
+    number, at = varint(data, at)
+    if number & 1 or number >> 1 > len(data):
+        raise ValueError("a negative or absurd length")
+    return number >> 1, at
+
+
+@functools.lru_cache(maxsize=1 << 14, typed=True)
+def long(number: int) -> bytes:
+    """An int or long. Raises OverflowError beyond 64 bits, TypeError for anything but an int."""
+    if type(number) is not int:
+        raise TypeError(f"{number!r} is no int")
+    if not -(1 << 63) <= number < 1 << 63:
+        raise OverflowError(f"{number} does not fit 64 bits")
+    left, out = (number << 1) ^ (number >> 63), bytearray()
+    while left > 127:
+        out.append(left & 127 | 128)
+        left >>= 7
+    out.append(left)
+    return bytes(out)
+
+
+SMALL = tuple(long(number) for number in range(1024))
+DOUBLE = struct.Struct("<d")
+READING = {"varint": varint, "size": size, "double": DOUBLE.unpack_from, "BOOLEANS": (False, True)}
+WRITING = {"long": long, "SMALL": SMALL, "double": DOUBLE.pack, "BOOLEANS": {False: b"\0", True: b"\1"}}
+
+
+class _Code:
+    """Lines of a function under construction and the constants that they name."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._names: dict[str, Any] = {}
+        self._count = 0
+
+    def line(self, text: str, depth: int = 0) -> None:
+        self._lines.append("    " * depth + text)
+
+    def name(self) -> str:
+        """A variable that no other line uses."""
+        self._count += 1
+        return f"v{self._count}"
+
+    def constant(self, value: Any) -> str:
+        """A global name of `value`."""
+        name = f"C{len(self._names)}"
+        self._names[name] = value
+        return name
+
+    def function(self, name: str, names: dict[str, Any]) -> Any:
+        found = {**names, **self._names}
+        exec(compile("\n".join(self._lines), f"<{__name__}.{name}>", "exec"), found)
+        return found[name]
+
+
+def _read(code: _Code, kind: Any, target: str, depth: int) -> None:
+    """Lines that read a value of this annotation at p into `target` and move p behind it."""
+    origin = get_origin(kind)
+    if origin is Annotated:
+        _read(code, get_args(kind)[0], target, depth)
+    elif kind in SCALARS:
+        for text in SCALARS[kind]:
+            code.line(text.format(target), depth)
+    elif origin in (Union, UnionType):
+        code.line("n = b[p]; p += 1", depth)
+        for index, arm in enumerate(_arms(kind)):
+            code.line(f"{'elif' if index else 'if'} n == {2 * index}:", depth)
+            _read(code, arm, target, depth + 1)
+        code.line("else: raise ValueError(n)", depth)
+    elif origin in (tuple, dict):
+        _read_blocks(code, kind, target, depth)
+    elif issubclass(kind, StrEnum):
+        members = code.constant({2 * index: member for index, member in enumerate(kind)})
+        code.line(f"{target} = {members}[b[p]]; p += 1", depth)
+    else:
+        record = code.name()
+        code.line(f"{record} = {code.constant(twin(kind))}()", depth)
+        for field, annotation in field_types(kind).items():
+            _read(code, annotation, f"{record}.{field}", depth)
+        code.line(f"{record}.__class__ = {code.constant(kind)}; {target} = {record}", depth)
+
+
+SIZE = ("n = b[p]", "if n & 129: n, p = size(b, p)", "else: n >>= 1; p += 1")
+SCALARS: dict[Any, tuple[str, ...]] = {
+    str: (*SIZE, "q = p + n; {} = b[p:q].decode(); p = q"),
+    bytes: (*SIZE, "q = p + n; {} = b[p:q]; p = q"),
+    int: ("n = b[p]", "if n & 128: n, p = varint(b, p)", "else: p += 1", "{} = (n >> 1) ^ -(n & 1)"),
+    float: ("{} = double(b, p)[0]; p += 8",),
+    bool: ("{} = BOOLEANS[b[p]]; p += 1",),
+    NoneType: ("{} = None",),
+}
+"""How a scalar is read. A slice that runs past the end is short, and then the end is not where it should be."""
+
+
+def _read_blocks(code: _Code, kind: Any, target: str, depth: int) -> None:
+    """An array or a map: blocks of a count and so many items, then 0."""
+    many, item, key = code.name(), code.name(), code.name()
+    is_map = get_origin(kind) is dict
+    code.line(f"{many} = {'{}' if is_map else '[]'}", depth)
+    code.line("while b[p]:", depth)
+    for text in SIZE:
+        code.line(text, depth + 1)
+    code.line("for _ in range(n):", depth + 1)
+    if is_map:
+        _read(code, str, key, depth + 2)
+    _read(code, get_args(kind)[int(is_map)], item, depth + 2)
+    code.line(f"{many}[{key}] = {item}" if is_map else f"{many}.append({item})", depth + 2)
+    code.line(f"p += 1; {target} = {many if is_map else f'tuple({many})'}", depth)
+
+
+def _write(code: _Code, kind: Any, value: str, depth: int) -> None:
+    """Lines that append the expression `value` of this annotation."""
+    origin = get_origin(kind)
+    if origin is Annotated:
+        _write(code, get_args(kind)[0], value, depth)
+    elif kind in WRITTEN:
+        for text in WRITTEN[kind]:
+            code.line(text.format(value), depth)
+    elif origin in (Union, UnionType):
+        found = code.name()
+        code.line(f"{found} = {value}", depth)
+        for index, arm in enumerate(_arms(kind)):
+            python = get_args(arm)[0] if get_origin(arm) is Annotated else arm
+            code.line(f"{'elif' if index else 'if'} type({found}) is {code.constant(python)}:", depth)
+            code.line(f"a({long(index)!r})", depth + 1)
+            _write(code, arm, found, depth + 1)
+        code.line(f"else: raise TypeError({found})", depth)
+    elif origin in (tuple, dict):
+        _write_blocks(code, kind, value, depth)
+    elif issubclass(kind, StrEnum):
+        indexes = code.constant({member: long(index) for index, member in enumerate(kind)})
+        code.line(f"a({indexes}[{value}])", depth)
+    else:
+        record = code.name()
+        code.line(f"{record} = {value}", depth)
+        for field, annotation in field_types(kind).items():
+            _write(code, annotation, f"{record}.{field}", depth)
+
+
+COUNTED = ("n = len(v)", "a(SMALL[n] if n < 1024 else long(n))")
+WRITTEN: dict[Any, tuple[str, ...]] = {
+    str: ("v = {}.encode()", *COUNTED, "a(v)"),
+    bytes: ("v = {}", "if type(v) is not bytes: raise TypeError(v)", *COUNTED, "a(v)"),
+    int: ("v = {}", "a(SMALL[v] if 0 <= v < 1024 else long(v))"),
+    float: ("a(double({}))",),
+    bool: ("a(BOOLEANS[{}])",),
+    NoneType: (),
+}
+
+
+def _write_blocks(code: _Code, kind: Any, value: str, depth: int) -> None:
+    """An array or a map in one block, as fastavro writes them."""
+    many, item, key = code.name(), code.name(), code.name()
+    is_map = get_origin(kind) is dict
+    code.line(f"{many} = {value}", depth)
+    code.line(f"if {many}:", depth)
+    code.line(f"n = len({many})", depth + 1)
+    code.line(COUNTED[1], depth + 1)
+    code.line(f"for {key}, {item} in {many}.items():" if is_map else f"for {item} in {many}:", depth + 1)
+    if is_map:
+        _write(code, str, key, depth + 2)
+    _write(code, get_args(kind)[int(is_map)], item, depth + 2)
+    code.line(r"a(b'\0')", depth)
+
+
+def _arms(kind: Any) -> list[Any]:
+    """Arms of a union in the order of its schema: null first."""
+    return sorted(get_args(kind), key=lambda arm: arm is not NoneType)

@@ -1,0 +1,158 @@
+"""What was released: per release a folder whose files never change, and what it forbids today's schemas.
+
+`released/vN/` holds, for each record that was new or had changed, its schema (.avsc), golden bytes (.bin), what those
+say (.json), and SHA256SUMS over all of them. `python -m turnlog.schemas.release` cuts the next one.
+Source of the resolution rules: Avro 1.11; of BACKWARD_TRANSITIVE: Confluent Schema Registry, "Schema evolution".
+
+NoReleases (SchemaError)   there is no such folder
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from importlib.resources.abc import Traversable
+from typing import Any
+
+from turnlog.schemas.avsc import stored_schema
+from turnlog.schemas.compatibility import Problem, Rule, Schema, incompatibilities, named_types
+from turnlog.schemas.errors import SchemaError
+from turnlog.schemas.events import ALL
+
+SUMS = "SHA256SUMS"
+
+
+class NoReleases(SchemaError):
+    """Remedy: name the folder that holds v1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """One folder of released records."""
+
+    name: str
+    folder: Traversable
+
+    @property
+    def records(self) -> list[str]:
+        """Names of the records that it holds, sorted."""
+        return sorted(path.name.removesuffix(".avsc") for path in self.folder.iterdir() if path.name.endswith(".avsc"))
+
+    def schema(self, record: str) -> dict[str, Any]:
+        """The schema that the record was released with."""
+        schema: dict[str, Any] = json.loads((self.folder / f"{record}.avsc").read_text())
+        return schema
+
+    def golden(self, record: str) -> tuple[bytes, Any]:
+        """(framed bytes, what they say as JSON)."""
+        return (self.folder / f"{record}.bin").read_bytes(), json.loads((self.folder / f"{record}.json").read_text())
+
+
+def releases(folder: Traversable | None = None) -> list[Release]:
+    """Oldest first; those of this package unless a folder is given. Raises NoReleases."""
+    folder = folder or resources.files("turnlog.schemas") / "released"
+    if not folder.is_dir():
+        raise NoReleases(f"{folder} is no folder; releases are folders v1, v2, ... in one (schemas/released)")
+    found = [Release(path.name, path) for path in folder.iterdir() if path.is_dir() and path.name[1:].isdigit()]
+    return sorted(found, key=lambda release: int(release.name[1:]))
+
+
+def history(record: str, past: Iterable[Release]) -> list[dict[str, Any]]:
+    """The schemas of a record, oldest first, each that differs from the one before."""
+    return [release.schema(record) for release in past if record in release.records]
+
+
+def as_of(version: str, past: Sequence[Release]) -> dict[str, dict[str, Any]]:
+    """The schema of every record at a release, from it or an older one. Raises ValueError for an unknown release."""
+    last = [release.name for release in past].index(version)
+    return {name: release.schema(name) for release in past[: last + 1] for name in release.records}
+
+
+def changed(past: Sequence[Release]) -> list[str]:
+    """Records whose present schema is in no release yet."""
+    return [name for name in ALL if history(name, past)[-1:] != [stored_schema(name)]]
+
+
+def problems(present: Mapping[str, Schema], past: Sequence[Release]) -> list[Problem]:
+    """Why `present`, {record: schema}, must not be released after `past`; empty when it may.
+
+    Transitive: every release counts, not only the last. Beyond Avro's rules, which BACKWARD_TRANSITIVE asks for: an
+    enum has a default, keeps it and keeps its symbols, so that old readers read new data (FULL); packed arrays keep
+    their packing, which Avro does not look at; a record that was released stays.
+    """
+    found = [problem for name in present for problem in _enum_defaults(present[name])]
+    for release in past:
+        for name in release.records:
+            if name not in present:
+                found.append(Problem(name, Rule.record_removed, f"was released in {release.name}; keep its class"))
+                continue
+            old = release.schema(name)
+            found += incompatibilities(present[name], [old])
+            found += [*_enums(old, present[name]), *_packing(old, present[name])]
+    return list(dict.fromkeys(found))
+
+
+def altered(release: Release) -> list[Problem]:
+    """Files of a release that are not what its SHA256SUMS say."""
+    said = dict(line.split("  ")[::-1] for line in (release.folder / SUMS).read_text().splitlines())
+    there = {path.name: sha256(path) for path in release.folder.iterdir() if path.is_file() and path.name != SUMS}
+    return [
+        Problem(f"{release.name}/{name}", Rule.release_altered, "differs from SHA256SUMS; what was released stays")
+        for name in sorted(said.keys() | there.keys())
+        if said.get(name) != there.get(name)
+    ]
+
+
+def sha256(path: Traversable) -> str:
+    """Hex sha256 of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _enums_of(schema: Schema) -> dict[str, Mapping[str, Any]]:
+    return {name: kind for name, kind in named_types(schema).items() if kind["type"] == "enum"}
+
+
+def _enum_defaults(schema: Schema) -> Iterator[Problem]:
+    for name, enum in _enums_of(schema).items():
+        if enum.get("default") not in enum["symbols"]:
+            yield Problem(name, Rule.enum_without_default, "an older reader must know what a newer symbol means")
+
+
+def _enums(old: Schema, new: Schema) -> Iterator[Problem]:
+    """FULL: an old reader reads new data by its default, a new reader reads old data by its own symbols."""
+    known = _enums_of(old)
+    for name, enum in _enums_of(new).items():
+        if name not in known:
+            continue
+        added = [symbol for symbol in enum["symbols"] if symbol not in known[name]["symbols"]]
+        if added and "default" not in known[name]:
+            what = f"gained {', '.join(added)}, for which readers of the release have no default"
+            yield Problem(name, Rule.enum_without_default, what)
+        gone = [symbol for symbol in known[name]["symbols"] if symbol not in enum["symbols"]]
+        if gone:
+            yield Problem(name, Rule.enum_symbol_lost, f"lost {', '.join(gone)}: old data would change its meaning")
+        if enum.get("default") != known[name].get("default"):
+            what = f"the default became {enum.get('default')}: unknown symbols would change their meaning"
+            yield Problem(name, Rule.enum_default_moved, what)
+
+
+def _packing(old: Schema, new: Schema) -> Iterator[Problem]:
+    known = _logical_types(old)
+    for field, packing in _logical_types(new).items():
+        if known.get(field, packing) != packing:
+            what = f"{known[field]} became {packing}: the same bytes would be read as other numbers"
+            yield Problem(field, Rule.packing_changed, what)
+
+
+def _logical_types(schema: Schema) -> dict[str, str]:
+    """Field -> logical types of its arms; "none" for a field without."""
+    found = {}
+    for name, kind in named_types(schema).items():
+        for field in kind.get("fields", ()):
+            arms = field["type"] if isinstance(field["type"], list) else [field["type"]]
+            logical = [arm["logicalType"] for arm in arms if isinstance(arm, Mapping) and "logicalType" in arm]
+            found[f"{name}.{field['name']}"] = ", ".join(logical) or "none"
+    return found
