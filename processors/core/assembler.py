@@ -7,6 +7,7 @@ same outputs, and records that come again change nothing.
 from __future__ import annotations
 
 from turnlog.processors.core.assembly import SessionTree, assemble, named_turns, tree_event
+from turnlog.processors.core.dialogues import Dialogues
 from turnlog.processors.core.errors import FoldError, MisplacedRecord
 from turnlog.processors.core.fold_rules import FOLD_VERSION, FoldRules
 from turnlog.processors.core.settlement import score
@@ -36,6 +37,9 @@ class GroupFold:
         self._last: dict[str, int] = {}
         self._spine = Spine()
         self._supplies: dict[str, Supply] = {}
+        self._listens = rules.cutting.needs_messages
+        self._dialogues: dict[str, Dialogues] = {}
+        """Of sessions, if the policy needs messages."""
         self._waiting: dict[str, set[Need]] = {}
         """Settled sessions to what they still need; in order of settlement."""
         self._trees: dict[str, SessionTree] = {}
@@ -77,7 +81,7 @@ class GroupFold:
             self._fold_spine(offset, event)
         elif topic == TURNS.name and isinstance(event, TurnCompleted):
             try:
-                self._supply(event.session_id).add_turn(event)
+                self._add_turn(event)
             finally:
                 self._got(topic, event)
         elif topic == SNAPSHOTS.name and isinstance(event, TokenSnapshot):
@@ -105,7 +109,26 @@ class GroupFold:
         return completed | {(SNAPSHOTS.name, turn) for turn in named if turn not in supply.snapshots}
 
     def _supply(self, session_id: str) -> Supply:
-        return self._supplies.setdefault(session_id, Supply())
+        supply = self._supplies.get(session_id)
+        if supply is None:
+            supply = self._supplies[session_id] = Supply()
+        return supply
+
+    def _add_turn(self, event: TurnCompleted) -> None:
+        """Kinship, and messages if the policy needs them; what either refuses is refused as a whole."""
+        supply = self._supply(event.session_id)
+        if not self._listens:
+            supply.add_turn(event)
+            return
+        turn = key_of(event.turn)
+        known = turn in supply.kinships
+        supply.add_turn(event)
+        if not known:
+            try:
+                self._dialogues.setdefault(event.session_id, Dialogues()).add(event)
+            except FoldError:
+                supply.kinships[turn] = None
+                raise
 
     def _got(self, topic: str, event: TurnCompleted | TokenSnapshot) -> None:
         if event.session_id in self._waiting:
@@ -120,7 +143,8 @@ class GroupFold:
             self._waiting = {s: needs for s, needs in self._waiting.items() if s in self._spine.vouched}
         for session_id in [session for session, needs in self._waiting.items() if not needs]:
             del self._waiting[session_id]
-            tree = assemble(self._spine.sessions[session_id], self._supply(session_id), self._rules)
+            dialogues = self._dialogues.get(session_id)
+            tree = assemble(self._spine.sessions[session_id], self._supply(session_id), self._rules, dialogues)
             self._trees[session_id] = tree
             outputs.append(tree_event(self.group_id, tree, self._rules))
         if self._spine.members is not None and not self._waiting:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from turnlog.processors.core.books import Ledger
+from turnlog.processors.core.dialogues import Dialogues
 from turnlog.processors.core.fold_rules import FOLD_VERSION, FoldRules
 from turnlog.processors.core.lineages import MAIN, SIDE_CALL, SUB_AGENT, Lineages, Turn, lineages
-from turnlog.processors.core.segments import Segments, cut, taken_out
+from turnlog.processors.core.segments import Segments
 from turnlog.processors.core.spine import Session
 from turnlog.processors.core.supply import Supply, output_tokens
-from turnlog.processors.core.turns import Tokens, key_of
+from turnlog.processors.core.turns import Tokens, TurnKey, key_of
+from turnlog.schemas.construction import constructor
 from turnlog.schemas.events import (
     MaskReason,
     Outcome,
@@ -23,6 +26,10 @@ from turnlog.schemas.events import (
 )
 from turnlog.schemas.ids import digest
 from turnlog.schemas.types import TurnId
+
+make_turn, make_node = constructor(Turn), constructor(TreeNode)
+NO_VERSION = (-1,)
+"""Of a turn without output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +85,17 @@ def named_turns(session: Session) -> tuple[TurnId, ...]:
     return tuple(named[key] for key in sorted(named))
 
 
-def assemble(session: Session, supply: Supply, rules: FoldRules) -> SessionTree:
-    """The tree of a settled session whose named turns have both records."""
+def assemble(session: Session, supply: Supply, rules: FoldRules, dialogues: Dialogues | None = None) -> SessionTree:
+    """The tree of a settled session whose named turns have both records, by the policy of `rules`."""
     named = named_turns(session)
     keys = [key_of(turn) for turn in named]
     refused = session.refused or supply.refused(keys)
-    turns = () if refused else tuple(_turn(supply, turn) for turn in named)
+    turns = () if refused else tuple(map(partial(_turn, supply, dialogues), named, keys))
     tree = lineages(turns)
     assert session.finish is not None
-    out = taken_out(turns, tree, {key_of(turn) for turn in session.finish.undelivered})
-    segments = cut(turns, out)
-    masked = out | _masked(session.finish.outcome, tree, segments, rules)
+    undelivered = {key_of(turn) for turn in session.finish.undelivered}
+    segments = rules.cutting.cut(turns, tree, undelivered, rules)
+    masked = dict(segments.masked) | _masked(session.finish.outcome, tree, segments, rules)
     return SessionTree(session, supply, turns, tree, segments, masked, refused, supply.end(keys))
 
 
@@ -103,7 +110,7 @@ def tree_event(group_id: str, tree: SessionTree, rules: FoldRules) -> TurnTreeAs
         group_id=group_id,
         session_id=session.session_id,
         rollout_id=session.started.rollout_id,
-        nodes=tuple(_node(tree, order) for order in range(len(tree.turns))),
+        nodes=tuple([_node(tree, order) for order in range(len(tree.turns))]),
         lineages=tuple(TreeLineage(index, kind) for index, kind in enumerate(tree.lineages.kinds)),
         segments=tuple(_segment(tree, index) for index in range(len(tree.segments.runs))),
         anchor_segment=tree.anchor,
@@ -116,11 +123,11 @@ def tree_event(group_id: str, tree: SessionTree, rules: FoldRules) -> TurnTreeAs
     )
 
 
-def _turn(supply: Supply, turn: TurnId) -> Turn:
-    tokens, kinship = supply.snapshots[key_of(turn)], supply.kinships[key_of(turn)]
+def _turn(supply: Supply, dialogues: Dialogues | None, turn: TurnId, key: TurnKey) -> Turn:
+    tokens, kinship = supply.snapshots[key], supply.kinships[key]
     assert isinstance(tokens, Tokens)
     assert kinship is not None
-    return Turn(turn, tokens, kinship)
+    return make_turn(turn, tokens, kinship, None if dialogues is None else dialogues[key])
 
 
 def _masked(outcome: Outcome, tree: Lineages, segments: Segments, rules: FoldRules) -> dict[int, MaskReason]:
@@ -135,17 +142,12 @@ def _masked(outcome: Outcome, tree: Lineages, segments: Segments, rules: FoldRul
 
 def _node(tree: SessionTree, order: int) -> TreeNode:
     turn, base = tree.turns[order], tree.lineages.bases[order]
-    versions = [span.version for span in turn.tokens.versions if span.length]
-    return TreeNode(
-        turn=turn.id,
-        base=None if base is None else tree.turns[base].id,
-        lineage=tree.lineages.of[order],
-        prompt_tokens=turn.tokens.prompt_len,
-        output_tokens=len(turn.tokens.output),
-        version_min=min(versions, default=-1),
-        version_max=max(versions, default=-1),
-        finish_reason=turn.kinship.finish_reason,
-    )
+    tokens = turn.tokens
+    versions = [span.version for span in tokens.versions if span.length] or NO_VERSION
+    return make_node(
+        turn.id, None if base is None else tree.turns[base].id, tree.lineages.of[order],
+        tokens.prompt_len, len(tokens.output), min(versions), max(versions), turn.kinship.finish_reason,
+    )  # fmt: skip
 
 
 def _segment(tree: SessionTree, index: int) -> TreeSegment:

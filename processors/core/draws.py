@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from turnlog.processors.core.rows import BatchRows
-from turnlog.processors.core.trimmed import DrawRules, PlacedSample, TrimmedSample, trim
-from turnlog.processors.core.weighting import LiveRow, Weights, weigh
+from turnlog.processors.core.trimmed import LARGEST, DrawRules, PlacedSample, TrimmedSample, trim
+from turnlog.processors.core.weighting import LiveRow, Weights, WeightsDoNotAddUp, check_rows, weigh
+from turnlog.processors.core.whitening import Whitening, whitening
 from turnlog.schemas.events import BatchSample, DroppedSample, GroupScored, MaskReason
 
 
@@ -37,6 +38,8 @@ class FormedBatch:
     weights: Weights
     masked: dict[str, int]
     max_lag: int
+    whitening: Whitening | None = None
+    """What the advantages were whitened with; None for estimators that do not whiten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,12 @@ def form_draw(groups: Sequence[ReadableGroup], trainer_version: int, rules: Draw
 
 
 def form_batch(samples: Sequence[TrimmedSample], trainer_version: int, rules: DrawRules) -> FormedBatch:
-    """Rows in canonical order with their weights. Raises WeightsDoNotAddUp."""
+    """Rows in canonical order with their weights and, where the rules whiten, whitened advantages.
+
+    Raises WeightsDoNotAddUp for no rows and whenever invariant I5 does not hold of the columns.
+    """
+    if not samples:
+        raise WeightsDoNotAddUp("no sample is left to train: a draw without one is skipped, never a batch")
     ordered = sorted(samples, key=lambda row: (row.group_id, row.rollout_index, row.segment_index))
     live = [LiveRow(row.group_id, row.session_id, row.trained_tokens) for row in ordered]
     weights = weigh(live, rules.weighting, rules.constant_length)
@@ -91,7 +99,10 @@ def form_batch(samples: Sequence[TrimmedSample], trainer_version: int, rules: Dr
     )
     lag = max((trainer_version - row.version_min for row in ordered), default=0)
     groups = tuple(sorted({row.group_id for row in ordered}))
-    return FormedBatch(_rows(ordered, weights), manifest, groups, weights, dict(sorted(masked.items())), lag)
+    white = whitening(row.advantages[row.trained == 1] for row in ordered) if rules.whiten else None
+    rows = _rows(ordered, weights, white)
+    check_rows(rows, weights, rules.weighting)
+    return FormedBatch(rows, manifest, groups, weights, dict(sorted(masked.items())), lag, white)
 
 
 def reform_batch(
@@ -117,12 +128,17 @@ def _admit(
         if sample.trained_tokens and sample.session_id not in fresh:
             out.append((sample, MaskReason.stale))
         elif not sample.trained_tokens:
-            out.append((sample, MaskReason(max(sample.masked, default=MaskReason.length_cut.value))))
+            out.append((sample, _emptied_by(sample)))
         elif len(fresh) < rules.min_valid:
             out.append((sample, MaskReason.discarded_group))
         else:
             kept.append(sample)
     return kept, out
+
+
+def _emptied_by(sample: TrimmedSample) -> MaskReason:
+    """Why nothing of a sample trains: the version mask looks at what the length cut left, so it has the last word."""
+    return MaskReason.version_mask if MaskReason.version_mask.value in sample.masked else MaskReason.length_cut
 
 
 def _dropped(row: TrimmedSample, reason: MaskReason) -> DroppedSample:
@@ -136,7 +152,11 @@ def _parts(groups: list[list[TrimmedSample]], updates: int) -> list[list[list[Tr
     return [groups[low:high] for low, high in itertools.pairwise(edges)]
 
 
-def _rows(ordered: Sequence[TrimmedSample], weights: Weights) -> BatchRows:
+def _rows(ordered: Sequence[TrimmedSample], weights: Weights, white: Whitening | None) -> BatchRows:
+    advantages = [row.advantages for row in ordered]
+    if white is not None:
+        advantages = [white.apply(row.advantages) * row.trained for row in ordered]
+    rewards = [min(max(row.reward, -LARGEST), LARGEST) for row in ordered]
     return BatchRows(
         sample_ids=tuple(row.sample_id for row in ordered),
         group_ids=tuple(row.group_id for row in ordered),
@@ -147,10 +167,10 @@ def _rows(ordered: Sequence[TrimmedSample], weights: Weights) -> BatchRows:
         token_ids=np.concatenate([row.token_ids for row in ordered]),
         trained=np.concatenate([row.trained for row in ordered]),
         logprobs=np.concatenate([row.logprobs for row in ordered]),
-        advantages=np.concatenate([row.advantages for row in ordered]),
+        advantages=np.concatenate(advantages).astype("<f4"),
         weight_divisor=np.array(weights.divisors, "<i8"),
         temperature=np.array([row.temperature for row in ordered], "<f4"),
-        rewards=np.array([row.reward for row in ordered], "<f4"),
+        rewards=np.array(rewards, "<f4"),
         version_min=np.array([row.version_min for row in ordered], "<i4"),
         version_max=np.array([row.version_max for row in ordered], "<i4"),
     )

@@ -8,6 +8,8 @@ FoldError                     the record is wrong: park it, go on; the session i
 │   ├── UnknownEpoch          a finish names turns of an epoch that was never opened
 │   └── RewardNotFinite       NaN or infinity as a reward
 ├── BaseNotBefore             a turn whose base is not an earlier turn
+├── BaseUnknown               a turn whose base has no readable record (policies that route by messages)
+├── BrokenMessages            messages that are no JSON (policies that route by messages)
 └── SnapshotError             agent.token-snapshots
     ├── BrokenArray           bytes that are no packed 4-byte array
     ├── TokenOutOfRange       a negative token id
@@ -18,10 +20,14 @@ FoldError                     the record is wrong: park it, go on; the session i
     ├── SpansDoNotCover       version spans that do not cover the output exactly
     ├── UnknownVersion        a span without a weight version
     ├── NotFinite             a log-prob or temperature that is not finite
+    ├── ExpertRowsDoNotCover  routed experts of other positions than the turn's own
+    ├── ImageOutOfPlace       an image outside the prompt, or over another
     └── PromptHashMismatch    the reconstructed prompt is not what the engine saw
 
 FoldDefect                    we are wrong: stop the unit, never park
 ├── BooksDoNotBalance         sampled != trained + masked
+├── SegmentsDoNotFit          a policy gave segments whose turns are not in their tokens
+├── BrokenMethod              an estimator or reward transform gave what is no advantage or no reward
 └── PayloadNotFetched         the shell must fetch blobs before folding
 """
 
@@ -77,6 +83,14 @@ class BaseNotBefore(TurnError):
     """base_turn must be an earlier turn of the session."""
 
 
+class BaseUnknown(TurnError):
+    """Without its base's record a turn's messages are not known."""
+
+
+class BrokenMessages(TurnError):
+    """new_messages and response are JSON."""
+
+
 class SnapshotError(TurnError):
     """A TokenSnapshot that does not say exactly which tokens were sampled on which."""
 
@@ -117,6 +131,14 @@ class NotFinite(SnapshotError):
     """NaN or infinity where a number belongs."""
 
 
+class ExpertRowsDoNotCover(SnapshotError):
+    """A blob of routed experts has other rows than positions max(base_len - 1, 0) to len - 2."""
+
+
+class ImageOutOfPlace(SnapshotError):
+    """Images lie inside the prompt and never overlap."""
+
+
 class PromptHashMismatch(SnapshotError):
     """The prompt rebuilt from deltas has another sha256 than the one that the engine was given."""
 
@@ -130,6 +152,20 @@ class BooksDoNotBalance(FoldDefect):
 
     def __init__(self, about: str, sampled: int, trained: int, masked: dict[str, int]) -> None:
         super().__init__(f"books of {about}: sampled {sampled} != trained {trained} + masked {masked}; report this bug")
+
+
+class SegmentsDoNotFit(FoldDefect):
+    """Every turn is in one segment or masked under one reason, and a segment's turns lie in its last turn's tokens."""
+
+    def __init__(self, policy: str, what: str) -> None:
+        super().__init__(f"policy {policy!r} ([fold] policy): {what}; mend the policy")
+
+
+class BrokenMethod(FoldDefect):
+    """A function that the [fold] settings name, often a user's own, gave too few or too many numbers, or no number."""
+
+    def __init__(self, method: str, what: str) -> None:
+        super().__init__(f"{method} {what}; mend it and start again, or choose another in [fold] for a new run")
 
 
 class PayloadNotFetched(FoldDefect):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+from turnlog.processors.core.dialogues import Dialogue
 from turnlog.processors.core.turns import Kinship, Tokens, key_of
 from turnlog.schemas.types import TurnId
 
@@ -20,6 +21,8 @@ class Turn:
     id: TurnId
     tokens: Tokens
     kinship: Kinship
+    dialogue: Dialogue | None = None
+    """Only for policies that route by messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +50,9 @@ def lineages(turns: Sequence[Turn]) -> Lineages:
     """The lineages of a session's named turns, in order of (epoch, index).
 
     A turn belongs to its base's lineage; a base that is not named, or not earlier, is none. Main is the first root that
-    has tools or is continued, else turn 0; another root with main's system digest continues main; a root with tools or
-    continued is a sub-agent, one turn without tools is a side call. A harness profile's `agent_path` overrides the
-    guess: one path is one lineage, `main` and "" are main, `side...` a side call, any other a sub-agent.
+    has tools or is continued, else the first root; another root with main's system digest continues main; a root with
+    tools or continued is a sub-agent, one turn without tools is a side call. A harness profile's `agent_path` overrides
+    the guess: one path is one lineage, `main` and "" are main, `side...` a side call, any other a sub-agent.
     """
     rank = {key_of(turn.id): order for order, turn in enumerate(turns)}
     found = (None if turn.kinship.base is None else rank.get(key_of(turn.kinship.base)) for turn in turns)
@@ -65,7 +68,8 @@ def _keys(turns: Sequence[Turn], bases: Sequence[int | None], lively: set[int]) 
     """What names each turn's lineage: MAIN, an agent path, or the order of its root."""
     roots = [o for o, turn in enumerate(turns) if bases[o] is None and turn.kinship.agent_path is None]
     paths_name_main = any(turn.kinship.agent_path in ("", MAIN) for turn in turns)
-    main = None if paths_name_main else next((root for root in roots if root in lively), 0)
+    first = roots[0] if roots else None
+    main = None if paths_name_main else next((root for root in roots if root in lively), first)
     keys: list[Hashable] = []
     for order, turn in enumerate(turns):
         base, path = bases[order], turn.kinship.agent_path

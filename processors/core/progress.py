@@ -52,14 +52,20 @@ class Progress:
         """Batches formed that no step has eaten."""
         return sum(index > self._stepped for index in self._batches)
 
+    def room_for(self, batches: int, ready: int) -> bool:
+        """Whether a draw of so many batches keeps within `ready` batches ahead; one draw is always let through."""
+        return self.batches_ahead == 0 or self.batches_ahead + batches <= ready
+
     def position(self, partition: int) -> int:
         """Where a new batcher starts to read segment-samples."""
         return self._positions.get(partition, 0)
 
     def version_at_next_draw(self) -> int:
         """The version that the trainer will hold when it trains the next draw: the newest one published, plus one for
-        every draw between that publishes. Raises ValueError before the first version."""
+        every draw between that publishes, which is every publish_every-th of those that train. Raises ValueError before
+        the first version."""
         if self.version is None:
             raise ValueError("no weight version is published yet")
-        pending = [draw for draw, last in self._draw_ends.items() if last > self._published_batch]
-        return self.version + sum((draw + 1) % self._publish_every == 0 for draw in pending)
+        ends = [self._draw_ends[draw] for draw in sorted(self._draw_ends)]
+        publishing = ends[self._publish_every - 1 :: self._publish_every]
+        return self.version + sum(last > self._published_batch for last in publishing)

@@ -34,11 +34,11 @@ def run_books(
 ) -> RunBooks:
     """Add the levels up. `steps` may hold several incarnations of a batch; the highest counts.
 
-    Groups that were never scored, or scored and never drawn, or formed into a batch that no step ate, are `unused`.
+    Groups that were never scored, or scored and never drawn, or formed into a batch that no step ate, are `unused`. A
+    draw that trained what no group gave, or lost what one gave, leaves the sum short or long: no balance.
     """
     masked: Counter[str] = Counter()
     taken: set[str] = set()
-    trainable = 0
     unscored = dict(sampled_by_group)
     manifests = list(manifests)
     for manifest in manifests:
@@ -47,14 +47,10 @@ def run_books(
         sampled = unscored.pop(score.group_id, 0)
         masked[MaskReason.late.value] += sampled - score.books.sampled
         masked.update(score.books.masked)
-        if score.status is GroupStatus.trained and score.group_id in taken:
-            trainable += score.books.trained
-        else:
+        if score.status is not GroupStatus.trained or score.group_id not in taken:
             masked[MaskReason.unused.value] += score.books.trained
     masked[MaskReason.unused.value] += sum(unscored.values())
-    trained, drawn = _drawn(manifests, {step.batch_index: step for step in sorted(steps, key=_incarnation)}, masked)
-    if drawn != trainable:  # a draw trained what no group gave, or lost what one gave: shown as an imbalance
-        masked["unaccounted"] += trainable - drawn
+    trained = _trained(manifests, {step.batch_index: step for step in sorted(steps, key=_incarnation)}, masked)
     return RunBooks(sum(sampled_by_group.values()), trained, {k: n for k, n in sorted(masked.items()) if n})
 
 
@@ -62,24 +58,21 @@ def _incarnation(step: StepCompleted) -> int:
     return step.incarnation
 
 
-def _drawn(
+def _trained(
     manifests: list[SampleBatchFormed | BatchSkipped], steps: dict[int, StepCompleted], masked: Counter[str]
-) -> tuple[int, int]:
-    """(trained, tokens that the draws account for); adds what batches and steps masked to `masked`."""
-    trained = drawn = 0
+) -> int:
+    """Tokens that steps trained; adds what batches and steps masked to `masked`."""
+    trained = 0
     for manifest in manifests:
         masked.update(manifest.masked)
-        drawn += sum(manifest.masked.values())
         for row in manifest.dropped:
             masked[row.reason] += row.sampled_tokens
-            drawn += row.sampled_tokens
         if isinstance(manifest, BatchSkipped):
             continue
-        drawn += manifest.trained_tokens
         step = steps.get(manifest.batch_index)
         if step is None:
             masked[MaskReason.unused.value] += manifest.trained_tokens
         else:
             masked.update(step.masked)
             trained += manifest.trained_tokens - sum(step.masked.values())
-    return trained, drawn
+    return trained

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 
+from turnlog.processors.core.images import agree
 from turnlog.processors.core.lineages import Lineages, Turn
 from turnlog.processors.core.tree import TokenTree
 from turnlog.processors.core.turns import Tokens, TurnKey, key_of
@@ -14,32 +16,50 @@ from turnlog.schemas.events import MaskReason
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Runs of turn orders, in order of their first turns; every turn that was not taken out is in exactly one."""
+    """Runs of turn orders. Every turn is in one of them or masked."""
 
     runs: tuple[tuple[int, ...], ...]
     duplicated: int
-    """Context tokens of the segments that an earlier turn holds already."""
+    """Context tokens of the segments that an earlier turn of a segment holds already."""
+    masked: Mapping[int, MaskReason] = field(default_factory=dict)
+    """Turns that are in no segment, and why."""
 
 
-def taken_out(turns: Sequence[Turn], tree: Lineages, undelivered: AbstractSet[TurnKey]) -> dict[int, MaskReason]:
+def taken_out(
+    turns: Sequence[Turn], tree: Lineages, undelivered: AbstractSet[TurnKey], *, guess_retries: bool = True
+) -> dict[int, MaskReason]:
     """Leaves that no agent acted on: aborted, named undelivered, or retried.
 
-    A leaf was retried when a later turn with the same prompt is continued or is the session's last.
+    A leaf was retried when a later turn of the same agent with the same prompt is continued or is the session's last.
     """
     continued = tree.continued
-    retried: dict[str, int] = {}
-    for order, turn in enumerate(turns):
-        if order in continued or order == len(turns) - 1:
-            retried[turn.tokens.prompt_sha256] = order
+    leaves = [order for order in range(len(turns)) if order not in continued]
+    again = _asked_again(turns, continued, leaves) if guess_retries else {}
     out: dict[int, MaskReason] = {}
-    for order, turn in enumerate(turns):
-        if order in continued:
-            continue
+    for order in leaves:
+        turn = turns[order]
         if turn.kinship.aborted:
             out[order] = MaskReason.aborted
-        elif key_of(turn.id) in undelivered or retried.get(turn.tokens.prompt_sha256, -1) > order:
+        elif key_of(turn.id) in undelivered or (again and again.get(_asked(turn), -1) > order):
             out[order] = MaskReason.undelivered
     return out
+
+
+def _asked_again(
+    turns: Sequence[Turn], continued: AbstractSet[int], leaves: Sequence[int]
+) -> dict[tuple[object, ...], int]:
+    """What leaves before the last turn asked -> the latest turn that asked it and is continued or is the last."""
+    last = len(turns) - 1
+    asked = {_asked(turns[leaf]) for leaf in leaves if leaf != last}
+    if not asked:
+        return {}
+    answered = sorted({*continued, last})
+    return {_asked(turns[order]): order for order in answered if _asked(turns[order]) in asked}
+
+
+def _asked(turn: Turn) -> tuple[object, ...]:
+    """Who asked what: two agents may ask the same."""
+    return turn.kinship.agent_path, turn.tokens.prompt_sha256, turn.tokens.images
 
 
 def cut(turns: Sequence[Turn], out: Mapping[int, MaskReason]) -> Segments:
@@ -50,13 +70,15 @@ def cut(turns: Sequence[Turn], out: Mapping[int, MaskReason]) -> Segments:
     takes its segment, ties by order; the others open their own. O(new tokens) where prompts extend their parents.
     """
     kept = [order for order in range(len(turns)) if order not in out]
+    if _chained([turns[order].tokens for order in kept]):
+        return Segments((tuple(kept),) if kept else (), 0, out)
     tree = _token_tree([turns[order].tokens for order in kept])
     for order in kept:
         tree.mark(turns[order].tokens, order)
     before = {order: _extended(turns, tree, order) for order in kept}
     after = _heirs(turns, kept, before)
     runs: list[tuple[int, ...]] = []
-    duplicated = 0
+    again = 0
     for order in kept:
         parent = before[order]
         if parent is not None and after[parent] == order:
@@ -65,8 +87,32 @@ def cut(turns: Sequence[Turn], out: Mapping[int, MaskReason]) -> Segments:
         while run[-1] in after:
             run.append(after[run[-1]])
         runs.append(tuple(run))
-        duplicated += tree.shared(turns[order].tokens, order)
-    return Segments(tuple(runs), duplicated)
+        again += tree.shared(turns[order].tokens, order)
+    return Segments(tuple(runs), again, out)
+
+
+def _chained(kept: Sequence[Tokens]) -> bool:
+    """Whether each turn extends exactly the one before it, as most sessions do: one segment, at 0.5 us per turn where
+    the tree takes 5."""
+    return all(
+        turn.parent is before and turn.base_len == before.length and one_row(before, turn)
+        for before, turn in pairwise(kept)
+    )
+
+
+def duplicated(turns: Sequence[Turn], runs: Sequence[Sequence[int]]) -> int:
+    """Context tokens of segments that an earlier turn of a segment holds already, for any policy."""
+    held = sorted(order for run in runs for order in run)
+    tree = _token_tree([turns[order].tokens for order in held])
+    for order in held:
+        tree.mark(turns[order].tokens, order)
+    return sum(tree.shared(turns[run[0]].tokens, run[0]) for run in runs)
+
+
+def one_row(one: Tokens, other: Tokens) -> bool:
+    """Whether a later turn can share a row with one whose tokens it extends: one temperature and one kind of log-prob,
+    since a row has one of each, and the same images, whose tokens are the same for any."""
+    return (one.temperature, one.logprob_kind) == (other.temperature, other.logprob_kind) and agree(one, other)
 
 
 def _token_tree(kept: Sequence[Tokens]) -> TokenTree:
@@ -86,8 +132,7 @@ def _token_tree(kept: Sequence[Tokens]) -> TokenTree:
 def _extended(turns: Sequence[Turn], tree: TokenTree, order: int) -> int | None:
     mine = turns[order].tokens
     for other in tree.extended(mine, order):
-        theirs = turns[other].tokens
-        if (theirs.temperature, theirs.logprob_kind) == (mine.temperature, mine.logprob_kind):
+        if one_row(turns[other].tokens, mine):
             return other
     return None
 

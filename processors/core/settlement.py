@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 from turnlog.processors.core.assembly import SessionTree
 from turnlog.processors.core.books import Ledger
-from turnlog.processors.core.estimators import ESTIMATORS, Advantages
+from turnlog.processors.core.estimators import Advantages, Trajectory
 from turnlog.processors.core.fold_rules import FOLD_VERSION, FoldRules
+from turnlog.processors.core.methods import estimate
 from turnlog.processors.core.samples import samples
 from turnlog.processors.core.spine import Spine
 from turnlog.processors.core.supply import Supply, output_tokens
+from turnlog.processors.core.trajectories import Credit, acted_on, own_reward, trajectory
 from turnlog.schemas.events import (
     Event,
     GroupScored,
@@ -40,24 +42,25 @@ class Settlement:
 
 def excluded(tree: SessionTree, rules: FoldRules) -> str | None:
     """Why a member is no valid trajectory; None if it is one."""
-    finish, reward = tree.session.finish, tree.session.reward
+    finish = tree.session.finish
     assert finish is not None
     if tree.refused:
         return MaskReason.refused.value
     if finish.outcome not in VALID or (finish.outcome is Outcome.truncated and rules.truncated == "exclude"):
         return finish.outcome.value
-    return "verifier_failure" if reward is None else None
+    return "verifier_failure" if _reward(tree, rules) is None else None
 
 
-def settle(purpose: Purpose, rewards: Sequence[float], rules: FoldRules) -> Settlement:
-    """Decide on the rewards of the valid members, in order of rollout_index."""
+def settle(purpose: Purpose, trajectories: Sequence[Trajectory], rules: FoldRules) -> Settlement:
+    """Decide on the valid members, in order of rollout_index. Raises BrokenMethod, SettingsError."""
     if purpose is not Purpose.train:
         return Settlement(GroupStatus.not_training, "purpose", None)
-    if len(rewards) < max(rules.min_valid, 1):
+    if len(trajectories) < rules.least_valid:
         return Settlement(GroupStatus.discarded, "too_few_valid", None)
-    advantages = ESTIMATORS[rules.estimator].estimate(rewards, rules.std_ddof)
-    if rules.zero_variance == "discard" and min(rewards) == max(rewards):
-        return Settlement(GroupStatus.discarded, "zero_variance", advantages)
+    advantages = estimate(rules.formula, trajectories, rules.options)
+    for chosen in rules.filters:
+        if chosen.discards(trajectories, advantages):
+            return Settlement(GroupStatus.discarded, chosen.filter.name, advantages)
     return Settlement(GroupStatus.trained, "", advantages)
 
 
@@ -71,23 +74,20 @@ def score(
 ) -> list[Event]:
     """SegmentSamples in order of (rollout_index, segment_index), then GroupScored.
 
-    `trees`: of every session that settled before the group did. Raises BooksDoNotBalance.
+    `trees`: of every session that settled before the group did. Raises BooksDoNotBalance, BrokenMethod, SettingsError.
     """
     assert spine.members is not None
     members = sorted((trees[member] for member in spine.members), key=_rollout)
     reasons = [excluded(tree, rules) for tree in members]
     valid = [tree for tree, reason in zip(members, reasons, strict=True) if reason is None]
     purpose = spine.task.purpose if spine.task else Purpose.other
-    settlement = settle(purpose, [tree.session.reward or 0.0 for tree in valid], rules)
-    advantages = dict(
-        zip((tree.session.session_id for tree in valid), settlement.advantages.values, strict=True)
-        if settlement.status is GroupStatus.trained and settlement.advantages
-        else ()
-    )
+    transforms = rules.transforms
+    settlement = settle(purpose, [trajectory(tree, transforms) for tree in valid], rules)
+    worth = _credits(valid, settlement, rules)
     outputs: list[Event] = []
     for tree in valid:
-        if tree.session.session_id in advantages:
-            outputs.extend(samples(group_id, tree, advantages[tree.session.session_id], rules))
+        if tree.session.session_id in worth:
+            outputs.extend(samples(group_id, tree, worth[tree.session.session_id], rules))
     scored = GroupScored(
         event_id=digest("GroupScored", group_id),
         run_id=rules.run_id,
@@ -95,18 +95,41 @@ def score(
         floor=floor,
         task_id=spine.task.task_id if spine.task else "",
         purpose=purpose,
-        rollouts=tuple(_rollout_score(tree, reason, advantages) for tree, reason in zip(members, reasons, strict=True)),
+        rollouts=tuple(
+            _rollout_score(tree, reason, worth, rules) for tree, reason in zip(members, reasons, strict=True)
+        ),
         baseline=settlement.advantages.baseline if settlement.advantages else None,
         std=settlement.advantages.std if settlement.advantages else None,
-        estimator=ESTIMATORS[rules.estimator].label,
+        estimator=rules.formula.label,
         status=settlement.status,
         reason=settlement.reason,
         samples=len(outputs),
-        books=_books(group_id, supplies, trees, set(advantages), settlement.status),
+        books=_books(group_id, supplies, trees, set(worth), settlement.status),
         fold_version=FOLD_VERSION,
         settings_sha256=rules.settings_sha256,
+        group_filters=tuple(chosen.label for chosen in rules.filters),
+        reward_transforms=tuple(chosen.label for chosen in transforms),
     )
     return [*outputs, scored]
+
+
+def _reward(tree: SessionTree, rules: FoldRules) -> float | None:
+    return own_reward(tree.session, by_steps=rules.formula.by_steps)
+
+
+def _credits(valid: Sequence[SessionTree], settlement: Settlement, rules: FoldRules) -> dict[str, Credit]:
+    """By session; none unless the group is trained."""
+    advantages = settlement.advantages
+    if settlement.status is not GroupStatus.trained or advantages is None:
+        return {}
+    worth: dict[str, Credit] = {}
+    for index, tree in enumerate(valid):
+        reward = _reward(tree, rules)
+        assert reward is not None
+        turns = advantages.per_turn
+        per_turn = {} if turns is None else dict(zip(acted_on(tree), turns[index], strict=True))
+        worth[tree.session.session_id] = Credit(reward, advantages.values[index], per_turn)
+    return worth
 
 
 def _rollout(tree: SessionTree) -> tuple[int, str]:
@@ -115,16 +138,19 @@ def _rollout(tree: SessionTree) -> tuple[int, str]:
     return started.rollout_index, started.rollout_id
 
 
-def _rollout_score(tree: SessionTree, reason: str | None, advantages: Mapping[str, float]) -> RolloutScore:
+def _rollout_score(
+    tree: SessionTree, reason: str | None, worth: Mapping[str, Credit], rules: FoldRules
+) -> RolloutScore:
     session = tree.session
     assert session.started is not None
     assert session.finish is not None
+    credit = worth.get(session.session_id)
     return RolloutScore(
         rollout_id=session.started.rollout_id,
         session_id=session.session_id,
         outcome=session.finish.outcome,
-        reward=session.reward,
-        advantage=advantages.get(session.session_id),
+        reward=_reward(tree, rules),
+        advantage=credit.advantage if credit is not None else None,
         excluded_reason=reason,
     )
 

@@ -162,7 +162,7 @@ class Spine:
                 session.verdict = Verdict(None)
             case StepRewardAssigned() if event.turn not in session.steps:
                 session.steps[event.turn] = None
-                session.steps[event.turn] = _finite(session, event.value)
+                session.steps[event.turn] = _finite(session, event)
 
     def _start(self, session: Session, event: SessionStarted) -> None:
         if event.event_id in session.epochs:
@@ -237,13 +237,17 @@ def _finish(session: Session, event: SessionFinished) -> None:
 
 def _verdict(session: Session, event: RewardAssigned) -> Verdict:
     session.verdict = Verdict(None, refused=True)
-    return Verdict(_finite(session, event.value))
+    return Verdict(_finite(session, event))
 
 
-def _finite(session: Session, value: float) -> float:
-    if not abs(value) <= MAX_REWARD:
-        session.refused = True
-        raise RewardNotFinite(
-            session.session_id, f"is rewarded with {value}", "a verifier that cannot judge writes RewardFailed"
-        )
-    return value
+def _finite(session: Session, event: RewardAssigned | StepRewardAssigned) -> float:
+    """The value; its components count, too: what is shown of a reward must be numbers as well."""
+    for name, value in (("", event.value), *event.components.items()):
+        if not abs(value) <= MAX_REWARD:
+            session.refused = True
+            raise RewardNotFinite(
+                session.session_id,
+                f"is rewarded with {value}" + (f" in component {name!r}" if name else ""),
+                "a verifier that cannot judge writes RewardFailed",
+            )
+    return event.value

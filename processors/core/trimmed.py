@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from turnlog.schemas.events import MaskReason, SampleSpan, SegmentSample, Weighting
 from turnlog.schemas.types import BlobRef, float32s, int32s
 
+LARGEST = float(np.finfo(np.float32).max)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawRules:
@@ -24,6 +26,8 @@ class DrawRules:
     constant_length: int
     version_mask: str
     min_valid: int
+    whiten: bool = False
+    """Whether advantages are whitened over the trained tokens of each batch (the estimator says so)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,8 @@ class TrimmedSample:
     token_ids: NDArray[np.int32]
     trained: NDArray[np.uint8]
     logprobs: NDArray[np.float32]
-    advantages: NDArray[np.float32]
+    advantages: NDArray[np.float64]
+    """Within what a float32 can hold: larger magnitudes saturate. 0 where not trained."""
     trained_tokens: int
     temperature: float
     reward: float
@@ -66,7 +71,8 @@ def trim(placed: PlacedSample, trainer_version: int, rules: DrawRules) -> Trimme
     token_ids = int32s(kept)[: rules.max_tokens]
     logprobs_of = float32s(inline(sample.logprobs, "logprobs", sample))
     columns = _Columns(len(token_ids))
-    highest = max((span.version for span in sample.spans), default=-1)
+    left = (span.version for span in sample.spans if span.trained and span.length > 0 and span.start < len(token_ids))
+    highest = max(left, default=-1)
     sampled = 0
     for span in sample.spans:
         reason = _version_reason(span, highest, trainer_version, rules)
@@ -114,7 +120,7 @@ class _Columns:
         self.length = length
         self.trained = np.zeros(length, "|u1")
         self.logprobs = np.zeros(length, "<f4")
-        self.advantages = np.zeros(length, "<f4")
+        self.advantages = np.zeros(length, "<f8")
         self.masked: Counter[str] = Counter()
         self.versions: set[int] = set()
 
@@ -133,5 +139,5 @@ class _Columns:
             self.masked[reason.value] += inside
         elif inside:
             self.trained[span.start : end] = 1
-            self.advantages[span.start : end] = advantage
+            self.advantages[span.start : end] = min(max(advantage, -LARGEST), LARGEST)
             self.versions.add(span.version)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +24,18 @@ from turnlog.processors.core.errors import (
     UnknownParent,
     UnknownVersion,
 )
-from turnlog.schemas.events import FinishReason, ImageRef, TokenSnapshot, TurnCompleted, VersionSpan
-from turnlog.schemas.types import BlobRef, Payload, TurnId, float32s, int32s
+from turnlog.processors.core.experts import check_layout
+from turnlog.processors.core.images import visible
+from turnlog.schemas.events import (
+    ExpertsLayout,
+    FinishReason,
+    ImageRef,
+    TokenSnapshot,
+    TurnCompleted,
+    VersionSpan,
+    sampled_tokens,
+)
+from turnlog.schemas.types import FLOAT32, INT32, BlobRef, TurnId
 
 if TYPE_CHECKING:
     from hashlib import _Hash
@@ -91,21 +101,17 @@ class Tokens:
     logprob_kind: str
     prompt_sha256: str
     experts: BlobRef | None
+    experts_layout: ExpertsLayout | None
     images: tuple[ImageRef, ...]
+    """Every image in the prompt, by position."""
     hashed_base: _Hash
     """sha256 over the little-endian bytes of S[:base_len]."""
     hashed: _Hash
     """sha256 over S: a child that extends S continues it."""
-
-    @property
-    def prompt_len(self) -> int:
-        """Tokens that were sampled on."""
-        return self.base_len + len(self.delta)
-
-    @property
-    def length(self) -> int:
-        """Tokens of S."""
-        return self.base_len + len(self.delta) + len(self.output)
+    prompt_len: int
+    """Tokens that were sampled on."""
+    length: int
+    """Tokens of S."""
 
     def chain(self, length: int) -> list[tuple[Tokens, int]]:
         """Who owns S[:length], first token first: (turn, end), each turn owning [its base_len, end)."""
@@ -145,15 +151,15 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class RefusedTokens:
-    """A snapshot that was refused: only how many tokens it says were sampled."""
+    """A snapshot that was refused: only how many tokens were sampled."""
 
     offset: int
     output_tokens: int
 
 
 def refused_tokens(event: TokenSnapshot, offset: int) -> RefusedTokens:
-    """The count agrees with the record's `output_tokens` header: the sum of its version spans."""
-    return RefusedTokens(offset, sum(max(span.length, 0) for span in event.version_spans))
+    """The count agrees with the record's `output_tokens` header."""
+    return RefusedTokens(offset, sampled_tokens(event))
 
 
 def tokens(event: TokenSnapshot, offset: int, parent: Tokens | None) -> Tokens:
@@ -162,56 +168,66 @@ def tokens(event: TokenSnapshot, offset: int, parent: Tokens | None) -> Tokens:
     `parent`: of event.parent_turn, as found among the snapshots before this one. Raises a SnapshotError naming session,
     turn, numbers and remedy; PayloadNotFetched for a BlobRef. Costs O(new tokens) when the prompt extends the parent.
     """
-    delta = _ids(event, "delta_ids", event.delta_ids)
-    output = _ids(event, "output_ids", event.output_ids)
+    delta = _ids(event, "delta_ids")
+    output = _ids(event, "output_ids")
     logprobs = _logprobs(event, len(output))
     _check_spans(event, len(output))
-    _check_parent(event, parent, len(delta))
-    hashed_base = hashlib.sha256() if parent is None else parent.hash_prefix(event.base_len)
+    base_len = event.base_len
+    prompt_len = base_len + len(delta)
+    length = prompt_len + len(output)
+    _check_parent(event, parent, prompt_len)
+    if event.experts_layout is not None:
+        check_layout(event, length)
+    images = visible(event, parent, prompt_len) if event.images or (parent is not None and parent.images) else ()
+    if parent is None:
+        hashed_base = hashlib.sha256()
+    else:
+        hashed_base = parent.hashed if base_len == parent.length else parent.hash_prefix(base_len)
     hashed = hashed_base.copy()
     hashed.update(delta.data)
-    if hashed.hexdigest() != event.prompt_sha256:
+    if (found := hashed.hexdigest()) != event.prompt_sha256:
         raise PromptHashMismatch(
             event.session_id, event.turn,
-            f"the prompt of {event.base_len} + {len(delta)} tokens hashes to {hashed.hexdigest()[:16]}..., the record "
-            f"says {event.prompt_sha256[:16]}...",
+            f"the prompt of {base_len} + {len(delta)} tokens hashes to {found[:16]}..., the record says "
+            f"{event.prompt_sha256[:16]}...",
             "the gateway stored other tokens than the engine saw: compare parent_turn, base_len and delta_ids",
         )  # fmt: skip
     hashed.update(output.data)
     return Tokens(
-        offset, parent, event.base_len, delta, output, logprobs, event.version_spans, event.temperature,
-        event.logprob_kind, event.prompt_sha256, event.experts, event.images,
-        hashed_base, hashed,
+        offset, parent, base_len, delta, output, logprobs, event.version_spans, event.temperature,
+        event.logprob_kind, event.prompt_sha256, event.experts, event.experts_layout, images,
+        hashed_base, hashed, prompt_len, length,
     )  # fmt: skip
 
 
-def _inline(event: TokenSnapshot, field: str, payload: Payload) -> bytes:
+def _array(event: TokenSnapshot, field: str, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """A view of the packed numbers of a field."""
+    payload = getattr(event, field)
     if isinstance(payload, BlobRef):
         raise PayloadNotFetched(event.session_id, field)
     if len(payload) % 4:
         raise BrokenArray(
             event.session_id, event.turn, f"{field} has {len(payload)} bytes", "pack 4 bytes per number, little-endian"
         )
-    return payload
+    return np.frombuffer(payload, dtype)
 
 
-def _ids(event: TokenSnapshot, field: str, payload: Payload) -> Ids:
-    ids = int32s(_inline(event, field, payload))
-    if len(ids) and (lowest := np.minimum.reduce(ids)) < 0:
+def _ids(event: TokenSnapshot, field: str) -> Ids:
+    ids: Ids = _array(event, field, INT32)
+    # argmin costs half of minimum.reduce for the ids of a usual turn: 0.7 instead of 1.3 us.
+    if len(ids) and (lowest := ids.item(ids.argmin())) < 0:
         raise TokenOutOfRange(event.session_id, event.turn, f"{field} holds id {lowest}", "token ids start at 0")
     return ids
 
 
 def _logprobs(event: TokenSnapshot, output_len: int) -> NDArray[np.float32]:
-    logprobs = float32s(_inline(event, "output_logprobs", event.output_logprobs))
+    logprobs: NDArray[np.float32] = _array(event, "output_logprobs", FLOAT32)
     if len(logprobs) != output_len:
         raise LogprobLengthMismatch(
             event.session_id, event.turn, f"{output_len} output ids, {len(logprobs)} log-probs",
             "the engine must return one log-prob per sampled token",
         )  # fmt: skip
-    if not (
-        np.logical_and.reduce(np.isfinite(logprobs)) and math.isfinite(event.temperature) and event.temperature >= 0
-    ):
+    if not (0 <= event.temperature < math.inf and _finite(logprobs)):
         raise NotFinite(
             event.session_id, event.turn,
             f"{int((~np.isfinite(logprobs)).sum())} of {output_len} log-probs are not finite; temperature "
@@ -222,15 +238,16 @@ def _logprobs(event: TokenSnapshot, output_len: int) -> NDArray[np.float32]:
 
 
 def _finite(values: NDArray[np.float32]) -> bool:
-    """One pass: the square is finite only if every value is; where it overflows, look again."""
-    return math.isfinite(np.dot(values, values)) or bool(np.isfinite(values).all())
+    """One pass, 0.9 instead of 2.0 us: the square is finite only if every value is; where it overflows, look again."""
+    return math.isfinite(values.dot(values)) or bool(np.isfinite(values).all())
 
 
 def _check_spans(event: TokenSnapshot, output_len: int) -> None:
-    covered, shortest, oldest = 0, 0, 0
+    covered = shortest = oldest = 0
     for span in event.version_spans:
         covered += span.length
-        shortest, oldest = min(shortest, span.length), min(oldest, span.version)
+        shortest = span.length if span.length < shortest else shortest
+        oldest = span.version if span.version < oldest else oldest
     if covered != output_len or shortest < 0:
         raise SpansDoNotCover(
             event.session_id, event.turn, f"version spans cover {covered} of {output_len} output ids",
@@ -243,7 +260,7 @@ def _check_spans(event: TokenSnapshot, output_len: int) -> None:
         )  # fmt: skip
 
 
-def _check_parent(event: TokenSnapshot, parent: Tokens | None, delta_len: int) -> None:
+def _check_parent(event: TokenSnapshot, parent: Tokens | None, prompt_len: int) -> None:
     if parent is None and (event.parent_turn is not None or event.base_len != 0):
         raise UnknownParent(
             event.session_id, event.turn, f"takes {event.base_len} tokens of {event.parent_turn}, not before it",
@@ -254,5 +271,5 @@ def _check_parent(event: TokenSnapshot, parent: Tokens | None, delta_len: int) -
             event.session_id, event.turn, f"base_len {event.base_len}, the parent has {parent.length} tokens",
             "base_len counts tokens of the parent's prompt and output",
         )  # fmt: skip
-    if event.base_len + delta_len == 0:
+    if prompt_len == 0:
         raise EmptyPrompt(event.session_id, event.turn, "the prompt has no token", "sample on at least one token")

@@ -5,11 +5,11 @@ folds.md 4; prompt-equal as in DAPO-style per-prompt averaging, `constant` as in
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
+from turnlog.processors.core.rows import BatchRows
 from turnlog.schemas.events import Weighting
 
 
@@ -40,7 +40,7 @@ class Weights:
 def weigh(rows: Sequence[LiveRow], weighting: Weighting, constant_length: int) -> Weights:
     """Divisors of `rows`: prompt P x M_p, trajectory J x M_j, token M, constant J x L.
 
-    P, J and M count what is live in this batch. Raises WeightsDoNotAddUp when invariant I5 does not hold.
+    P, J and M count what is live in this batch.
     """
     per_prompt: Counter[str] = Counter()
     per_trajectory: Counter[str] = Counter()
@@ -54,23 +54,41 @@ def weigh(rows: Sequence[LiveRow], weighting: Weighting, constant_length: int) -
         Weighting.token: [trained] * len(rows),
         Weighting.constant: [trajectories * constant_length] * len(rows),
     }
-    divisors = tuple(by_row[weighting])
     length = constant_length if weighting is Weighting.constant else 0
-    weights = Weights(prompts, trajectories, trained, length, divisors)
-    _check(rows, weights, weighting)
-    return weights
+    return Weights(prompts, trajectories, trained, length, tuple(by_row[weighting]))
 
 
-def _check(rows: Sequence[LiveRow], weights: Weights, weighting: Weighting) -> None:
-    """I5, at every batch: sums are 1 (M / (J x L) for `constant`), and 1 / P per prompt for `prompt`."""
-    per_prompt: dict[str, Fraction] = {}
-    for row, divisor in zip(rows, weights.divisors, strict=True):
-        share = Fraction(row.trained_tokens, divisor)
-        per_prompt[row.group_id] = per_prompt.get(row.group_id, Fraction(0)) + share
-    total = sum(per_prompt.values(), Fraction(0))
-    wanted = Fraction(1)
-    if weighting is Weighting.constant:
-        wanted = Fraction(weights.trained_tokens, weights.trajectories * weights.constant_length)
-    equal = weighting is not Weighting.prompt or set(per_prompt.values()) == {Fraction(1, weights.prompts)}
-    if total != wanted or not equal:
-        raise WeightsDoNotAddUp(f"{weighting}: loss weights add up to {total}, wanted {wanted}; nothing was published")
+def check_rows(rows: BatchRows, weights: Weights, weighting: Weighting) -> None:
+    """Invariant I5 (and I7) of the columns themselves: what `weigh` was told plays no part.
+
+    Trained tokens are counted in the trained flags, weights are read from weight_divisor. The tokens of one prompt
+    (trajectory; the batch) weigh the same and together 1 / P (1 / J; 1); under `constant` each weighs 1 / (J x L), in
+    all M / (J x L). P, J and M of `weights` are what the columns hold. Raises WeightsDoNotAddUp.
+    """
+    counts = rows.trained_per_row().tolist()
+    if not counts or min(counts) < 1 or int(rows.trained.max()) > 1:
+        raise _broken(weighting, "a row without a trained token, or a trained flag that is neither 0 nor 1")
+    if bool(rows.trained[rows.starts].any()):
+        raise _broken(weighting, "a row trains its first token, which nothing predicts")
+    if int(rows.version_min.min()) < 0:
+        raise _broken(weighting, "a trained token without a weight version")
+    held = (len(set(rows.group_ids)), len(set(rows.session_ids)), sum(counts))
+    told = (weights.prompts, weights.trajectories, weights.trained_tokens)
+    if held != told:
+        raise _broken(weighting, f"the rows hold (P, J, M) = {held}, the manifest would say {told}")
+    owners = {Weighting.prompt: rows.group_ids, Weighting.trajectory: rows.session_ids}.get(weighting)
+    shares: Counter[str] = Counter()
+    divisors: defaultdict[str, set[int]] = defaultdict(set)
+    for owner, count, divisor in zip(owners or [""] * len(rows), counts, rows.weight_divisor.tolist(), strict=True):
+        shares[owner] += count
+        divisors[owner].add(divisor)
+    for owner, count in shares.items():
+        wanted = count * len(shares)
+        if weighting is Weighting.constant:
+            wanted = weights.trajectories * weights.constant_length
+        if divisors[owner] != {wanted}:
+            raise _broken(weighting, f"{owner or 'the batch'} has divisors {divisors[owner]}, wanted {wanted}")
+
+
+def _broken(weighting: Weighting, what: str) -> WeightsDoNotAddUp:
+    return WeightsDoNotAddUp(f"weighting {weighting}: {what}; nothing was published, report this bug")

@@ -10,6 +10,7 @@ draw(story.fold())                      # sq<AB>r<CD>, masked outputs stand in {
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 from turnlog.processors.core.assembler import FoldRules, GroupFold
+from turnlog.processors.core.drawing import draw as pictures
 from turnlog.processors.core.errors import FoldError
 from turnlog.schemas.events import (
     Agent,
@@ -42,7 +44,7 @@ from turnlog.schemas.events import (
     VersionSpan,
 )
 from turnlog.schemas.topics import SESSIONS, SNAPSHOTS, TOPIC_OF, TURNS
-from turnlog.schemas.types import TurnId, int32s, pack_float32s, pack_int32s
+from turnlog.schemas.types import TurnId, pack_float32s, pack_int32s
 
 TOPICS = (SESSIONS.name, TURNS.name, SNAPSHOTS.name)
 RULES = FoldRules(run_id="r", settings_sha256="s" * 64)
@@ -52,10 +54,6 @@ Record = tuple[str, int, Event]
 
 def ids(text: str) -> bytes:
     return pack_int32s([ord(letter) for letter in text])
-
-
-def text_of(data: bytes) -> str:
-    return "".join(chr(token) for token in int32s(data))
 
 
 def common(a: str, b: str) -> int:
@@ -147,9 +145,11 @@ class Story:
         self, session: str, turn: int | tuple[int, int], prompt: str, output: str, *,
         base: int | tuple[int, int] | None = None, system: str = "sys", tools: bool = True, aborted: bool = False,
         versions: Sequence[int] = (), agent_path: str | None = None, parent: tuple[TurnId, int] | None = None,
-        temperature: float = 1.0, **changes: Any,
+        temperature: float = 1.0, messages: Sequence[dict[str, Any]] = (), response: dict[str, Any] | None = None,
+        finish_reason: FinishReason = FinishReason.stop, **changes: Any,
     ) -> None:  # fmt: skip
-        """Both records of a turn. `versions`: one per output token. `parent`: (turn, base_len) of storage."""
+        """Both records of a turn. `versions`: one per output token. `parent`: (turn, base_len) of storage. `messages`:
+        those beyond the base's."""
         if session not in self.epochs:
             self.start(session)
         turn_id = self.id(session, turn)
@@ -163,9 +163,9 @@ class Story:
                 base_turn=None if base is None else self.id(session, base),
                 system_sha256=system,
                 tools_sha256="tools" if tools else "",
-                new_messages=b"[]",
-                response=b"{}",
-                finish_reason=FinishReason.stop,
+                new_messages=json.dumps(list(messages)).encode(),
+                response=json.dumps(response or {}).encode(),
+                finish_reason=finish_reason,
                 aborted=aborted,
                 prompt_tokens=len(prompt),
                 output_tokens=len(output),
@@ -241,33 +241,12 @@ class Story:
 
 
 def draw(folded: Folded) -> str:
-    """Trees of a scored group as text.
-
-    One line per segment: session, index, `*` for the anchor, kind of the last turn's lineage, tokens with <trained>
-    and {masked} outputs. Then the books of the session. Segments without a sample show their turns and size alone.
-    """
-    lines: list[str] = []
-    for session, tree in folded.trees.items():
-        kinds = {node.turn: tree.lineages[node.lineage].kind for node in tree.nodes}
-        samples = {s.segment_index: s for s in folded.samples if s.session_id == session}
-        for segment in tree.segments:
-            star = "*" if segment.index == tree.anchor_segment else ""
-            turns = ",".join(str(turn.index) for turn in segment.turns)
-            tokens = _marked(samples[segment.index]) if segment.index in samples else f"({segment.tokens} tokens)"
-            lines.append(f"{session}{segment.index}{star} {kinds[segment.turns[-1]]} {turns}: {tokens}")
-        masked = "".join(f" + {count} {reason}" for reason, count in tree.books.masked.items())
-        lines.append(f"{session} {tree.books.sampled} = {tree.books.trained} trained{masked}")
-    return "\n".join(lines)
+    """Trees of a scored group as text (processors/core/drawing.py), a token as its letter."""
+    return pictures(folded.trees.values(), folded.samples, letters)
 
 
-def _marked(sample: SegmentSample) -> str:
-    assert isinstance(sample.token_ids, bytes)
-    text, out, at = text_of(sample.token_ids), "", 0
-    for span in sample.spans:
-        inside = text[span.start : span.start + span.length]
-        out += text[at : span.start] + (f"<{inside}>" if span.trained else f"{{{inside}}}")
-        at = span.start + span.length
-    return out + text[at:]
+def letters(tokens: Iterable[int]) -> str:
+    return "".join(chr(token) for token in tokens)
 
 
 @pytest.fixture(scope="session")

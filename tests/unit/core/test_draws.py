@@ -1,17 +1,20 @@
-"""From scored groups to batches: masks, lag, drops, and weights that add up (I5)."""
+"""From scored groups to batches: length cut, version masks, lag, drops, and books and weights that add up (I3, I5)."""
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnlog.processors.core.draws import FormedDraw, ReadableGroup, form_draw, reform_batch
+from turnlog.processors.core.draws import FormedBatch, FormedDraw, ReadableGroup, form_draw, reform_batch
 from turnlog.processors.core.rows import rows_sha256
 from turnlog.processors.core.trimmed import DrawRules, PlacedSample
+from turnlog.processors.core.whitening import Whitening, whitening
 from turnlog.schemas.events import (
     GroupScored,
     GroupStatus,
@@ -69,6 +72,31 @@ def sample(
         recipe="calc",
         weight_version_min=min(versions),
         weight_version_max=max(versions),
+    )
+
+
+def spanned(
+    group: str,
+    session: str,
+    *spans: tuple[int, int, bool],
+    segment: int = 0,
+    advantages: tuple[float | None, ...] = (),
+    advantage: float = 0.5,
+) -> SegmentSample:
+    """One context token, then spans of (tokens, version, trained), one context token between them."""
+    placed: list[SampleSpan] = []
+    start = 1
+    for index, (length, version, trained) in enumerate(spans):
+        own = advantages[index] if advantages else None
+        placed.append(SampleSpan(start, length, TurnId("e", index), version, trained, own))
+        start += length + 1
+    outputs = sum(length for length, _, _ in spans)
+    return replace(
+        sample(group, session, 1, segment=segment),
+        token_ids=pack_int32s(range(start - 1)),
+        spans=tuple(placed),
+        logprobs=pack_float32s([-0.5] * outputs),
+        advantage=advantage,
     )
 
 
@@ -171,3 +199,211 @@ def test_a_batch_is_a_function_of_its_manifest() -> None:
 def test_a_draw_is_cut_by_whole_groups(groups: int, updates: int, sizes: list[int]) -> None:
     formed = draw(*(group(f"g{i}", sample(f"g{i}", f"s{i}", 2)) for i in range(groups)), updates_per_draw=updates)
     assert [batch.weights.prompts for batch in formed.batches] == sizes
+
+
+def trained_flags(formed: FormedDraw) -> list[int]:
+    (batch,) = formed.batches
+    return [int(flag) for flag in batch.rows.trained]
+
+
+@pytest.mark.parametrize(
+    ("versions", "flags", "bounds"),
+    [
+        ((7, 8), (0, 1), (8, 8)),  # v0 v1 -> only v1 trains
+        ((8, 7, 8), (1, 0, 1), (8, 8)),
+        ((7, 7, 8), (0, 0, 1), (8, 8)),
+        ((7, 7), (1, 1), (7, 7)),  # a single version is unchanged
+    ],
+)
+def test_latest_only_trains_the_tokens_of_the_highest_version(
+    versions: tuple[int, ...], flags: tuple[int, ...], bounds: tuple[int, int]
+) -> None:
+    one = spanned("a", "s0", *((1, version, True) for version in versions))
+    formed = draw(group("a", one), version_mask="latest_only", version=8)
+    assert tuple(trained_flags(formed)[1::2]) == flags
+    assert (formed.batches[0].rows.version_min[0], formed.batches[0].rows.version_max[0]) == bounds
+    assert formed.batches[0].masked == ({"version_mask": flags.count(0)} if 0 in flags else {})
+
+
+def test_latest_only_looks_at_what_the_length_cut_and_the_tree_left() -> None:
+    # version 9 is cut off, version 8 was masked by the tree: what is left trains at its own highest, 7
+    one = spanned("a", "s0", (2, 7, True), (2, 8, False), (2, 9, True))
+    formed = draw(group("a", one), version_mask="latest_only", version=7, max_tokens=7)
+    assert formed.batches[0].masked == {"length_cut": 2}
+    assert trained_flags(formed) == [0, 1, 1, 0, 0, 0, 0]
+
+
+def test_the_lag_mask_takes_tokens_and_makes_nobody_stale() -> None:
+    one = spanned("a", "s0", (2, 1, True), (1, 2, True), (1, 3, True))
+    formed = draw(group("a", one), version_mask="max_lag", version=3, max_lag=1)
+    assert (formed.batches[0].masked, formed.batches[0].max_lag, formed.dropped) == ({"version_mask": 2}, 1, ())
+    assert draw(group("a", one), version_mask="none", version=3, max_lag=1).batches == ()
+
+
+def test_a_trajectory_may_lose_some_of_its_segments_to_the_mask_alone() -> None:
+    old = spanned("a", "s0", (3, 1, True))
+    new = spanned("a", "s0", (2, 3, True), segment=1)
+    formed = draw(group("a", old, new), version_mask="max_lag", version=3, max_lag=0)
+    assert [(row.sample_id, row.reason, row.sampled_tokens) for row in formed.dropped] == [("s0/0", "version_mask", 0)]
+    assert [row.sample_id for row in formed.batches[0].samples] == ["s0/1"]
+    assert formed.masked == {"version_mask": 3}
+    assert formed.batches[0].weights.trajectories == 1
+
+
+def test_a_segment_whose_trained_tokens_were_all_cut_is_dropped_for_its_length() -> None:
+    short, long = spanned("a", "s0", (2, 3, True)), spanned("a", "s0", (4, 3, False), (2, 3, True), segment=1)
+    formed = draw(group("a", short, long), max_tokens=5)
+    assert [(row.sample_id, row.reason) for row in formed.dropped] == [("s0/1", "length_cut")]
+    assert formed.masked == {"length_cut": 2}
+
+
+def test_lag_counts_from_the_oldest_version_that_is_still_trained() -> None:
+    one = spanned("a", "s0", (1, 1, False), (1, 2, True), (1, 3, True))
+    assert draw(group("a", one), version=3, max_lag=1).batches[0].max_lag == 1
+    cut = spanned("a", "s0", (1, 3, True), (1, 1, True))
+    assert draw(group("a", cut), version=3, max_lag=0, max_tokens=3).batches[0].max_lag == 0
+
+
+def test_at_lag_zero_only_the_version_that_trains_is_admitted() -> None:
+    fresh, old = group("a", sample("a", "s0", 2)), group("b", sample("b", "s1", 2, versions=(2,)))
+    formed = draw(fresh, old, max_lag=0)
+    assert formed.batches[0].groups == ("a",)
+    assert [(row.group_id, row.reason) for row in formed.dropped] == [("b", "stale")]
+
+
+def test_dropping_a_sibling_does_not_recompute_the_advantages_of_the_others() -> None:
+    old = replace(sample("a", "s0", 2, versions=(1,)), advantage=0.75)
+    kept = [replace(sample("a", f"s{index}", 2), advantage=-0.25) for index in (1, 2, 3)]
+    rows = draw(group("a", old, *kept), min_valid=2).batches[0].rows
+    assert set(rows.advantages[rows.trained == 1]) == {-0.25}
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        (),
+        (group("a"),),
+        (group("a", spanned("a", "s0", (3, 3, False))),),
+        (group("a", spanned("a", "s0", (3, 1, True))),),
+    ],
+    ids=["no group", "no sample", "all masked by the tree", "all stale"],
+)
+def test_a_draw_that_leaves_nothing_has_no_batch(groups: tuple[ReadableGroup, ...]) -> None:
+    formed = draw(*groups, max_lag=0)
+    assert formed.batches == ()
+    assert len(formed.dropped) == sum(len(one.samples) for one in groups)
+
+
+def test_every_turns_own_advantage_lands_on_its_tokens() -> None:
+    one = spanned("a", "s0", (2, 3, True), (1, 3, False), (1, 3, True), advantages=(2.0, 9.0, None))
+    rows = draw(group("a", one)).batches[0].rows
+    assert list(rows.advantages) == [0, 2, 2, 0, 0, 0, 0.5]
+
+
+def test_advantages_beyond_what_a_row_can_hold_saturate() -> None:
+    rows = draw(group("a", replace(sample("a", "s0", 1), advantage=1e60, reward=-1e60))).batches[0].rows
+    assert rows.advantages.max() == np.finfo(np.float32).max == -rows.rewards[0]
+
+
+def test_whitening_is_over_the_trained_tokens_of_each_batch() -> None:
+    groups = [
+        group("a", spanned("a", "s0", (3, 3, True), (5, 3, False), advantage=1.0)),
+        group("b", spanned("b", "s1", (1, 3, True), (9, 3, True), advantage=5.0)),
+        group("c", spanned("c", "s2", (2, 3, True), advantage=7.0)),
+    ]
+    formed = draw(*groups, whiten=True, updates_per_draw=2, max_tokens=11)
+    first, second = formed.batches
+    assert (first.groups, second.groups) == (("a",), ("b", "c"))
+    assert (first.whitening, second.whitening) == (Whitening(1.0, 0.0), whitening([np.array([5.0] * 9 + [7.0] * 2)]))
+    assert not first.rows.advantages.any()
+    tokens = second.rows.advantages[second.rows.trained == 1].astype(float)
+    assert (tokens.mean(), tokens.std()) == (pytest.approx(0, abs=1e-6), pytest.approx(1, abs=1e-5))
+    assert not second.rows.advantages[second.rows.trained == 0].any()
+
+
+def test_cutting_a_trajectory_otherwise_changes_no_bit_of_its_whitened_advantage() -> None:
+    def whitened(*segments: int) -> set[float]:
+        rows = (spanned("a", "s0", (n, 3, True), segment=k, advantage=0.1) for k, n in enumerate(segments))
+        formed = draw(group("a", *rows), group("b", spanned("b", "s1", (5, 3, True), advantage=0.7)), whiten=True)
+        (batch,) = formed.batches
+        return {float(value) for value in batch.rows.advantages[batch.rows.trained == 1]}
+
+    assert whitened(7) == whitened(3, 4) == whitened(1, 5, 1)
+
+
+def test_without_whitening_a_manifest_has_no_mean() -> None:
+    assert draw(group("a", sample("a", "s0", 2))).batches[0].whitening is None
+
+
+@st.composite
+def draws(strategy: st.DrawFn) -> tuple[list[ReadableGroup], int, dict[str, object]]:
+    """Groups of trajectories of segments of spans, whatever the tree masked, and the rules to draw them by."""
+    groups = []
+    span = st.tuples(st.integers(0, 5), st.integers(1, 4), st.booleans())
+    for g in range(strategy(st.integers(1, 4))):
+        rows = [
+            spanned(f"g{g}", f"g{g}s{i}", *strategy(st.lists(span, min_size=1, max_size=4)), segment=k, advantage=a)
+            for i in range(strategy(st.integers(1, 3)))
+            for a in [strategy(st.sampled_from([-1.0, 0.1, 0.5]))]
+            for k in range(strategy(st.integers(1, 2)))
+        ]
+        groups.append(group(f"g{g}", *rows))
+    rules = {
+        "updates_per_draw": strategy(st.integers(1, 3)),
+        "max_lag": strategy(st.integers(0, 3)),
+        "max_tokens": strategy(st.integers(1, 20)),
+        "weighting": strategy(st.sampled_from([one for one in Weighting if one is not Weighting.unknown])),
+        "version_mask": strategy(st.sampled_from(["none", "latest_only", "max_lag"])),
+        "min_valid": strategy(st.integers(1, 3)),
+        "whiten": strategy(st.booleans()),
+    }
+    return groups, strategy(st.integers(1, 5)), rules
+
+
+def shares(batch: FormedBatch) -> dict[str, Fraction]:
+    """Loss weight of each prompt, from the columns that are written."""
+    found: dict[str, Fraction] = {}
+    for owner, start, length, divisor in zip(
+        batch.rows.group_ids, batch.rows.starts, batch.rows.lengths, batch.rows.weight_divisor, strict=True
+    ):
+        trained = int(batch.rows.trained[start : start + length].sum())
+        found[owner] = found.get(owner, Fraction(0)) + Fraction(trained, int(divisor))
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(drawing=draws())
+def test_whatever_is_cut_masked_or_dropped_books_and_weights_add_up(
+    drawing: tuple[list[ReadableGroup], int, dict[str, object]],
+) -> None:
+    groups, version, rules = drawing
+    formed = draw(*groups, version=version, **rules)
+    placed = {one.sample.sample_id: one for each in groups for one in each.samples}
+    sampled = sum(span.length for one in placed.values() for span in one.sample.spans if span.trained)
+    trained = sum(int(batch.rows.trained.sum()) for batch in formed.batches)
+    masked = sum(sum(batch.masked.values()) for batch in formed.batches) + sum(formed.masked.values())
+    assert sampled == trained + masked + sum(row.sampled_tokens for row in formed.dropped)
+    found = [row.sample_id for batch in formed.batches for row in batch.samples]
+    assert sorted(found + [row.sample_id for row in formed.dropped]) == sorted(placed)
+    for batch in formed.batches:
+        per_prompt, weights = shares(batch), batch.weights
+        wanted = Fraction(1)
+        if rules["weighting"] is Weighting.constant:
+            wanted = Fraction(weights.trained_tokens, weights.trajectories * 16)
+        assert sum(per_prompt.values()) == wanted
+        assert rules["weighting"] is not Weighting.prompt or set(per_prompt.values()) == {Fraction(1, len(per_prompt))}
+        assert batch.max_lag <= rules["max_lag"]  # type: ignore[operator]
+
+
+@settings(max_examples=50, deadline=None)
+@given(drawing=draws(), rng=st.randoms(use_true_random=False))
+def test_every_batch_is_formed_again_from_its_manifest_bit_by_bit(
+    drawing: tuple[list[ReadableGroup], int, dict[str, object]], rng: random.Random
+) -> None:
+    groups, version, rules = drawing
+    placed = {one.sample.sample_id: one for each in groups for one in each.samples}
+    for batch in draw(*groups, version=version, **rules).batches:
+        manifest = rng.sample(batch.samples, len(batch.samples))
+        again = reform_batch(manifest, placed, version, DrawRules(**{**RULES, **rules}))
+        assert (again.samples, again.whitening, again.weights) == (batch.samples, batch.whitening, batch.weights)
+        assert rows_sha256(again.rows) == rows_sha256(batch.rows)

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import itertools
+from collections import Counter, defaultdict
 from dataclasses import replace
 from random import Random
 
+import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from turnlog.processors.core.assembler import FoldRules, GroupFold
 from turnlog.processors.core.offline import fold_history, offline
-from turnlog.schemas.events import GroupStatus, Outcome, SessionFinished, TokenSnapshot
+from turnlog.processors.shells.watch import Watch
+from turnlog.schemas.events import (
+    GroupClosed,
+    GroupStatus,
+    Outcome,
+    SessionAdopted,
+    SessionFinished,
+    SessionStarted,
+    TokenSnapshot,
+)
 from turnlog.schemas.types import TurnId
 
-RULES = FoldRules(run_id="r", settings_sha256="s" * 64)
+RULES = FoldRules(run_id="r", settings_sha256="s" * 64, fork_threshold_tokens=2)
+BY_POLICY = [replace(RULES, policy=name) for name in ("prefix", "slime", "last-turn")]
+every_policy = pytest.mark.parametrize("rules", BY_POLICY, ids=lambda rules: rules.policy)
 TOPICS = ("agent.sessions", "agent.turns", "agent.token-snapshots")
 OUTCOMES = [*[Outcome.completed] * 4, Outcome.truncated, Outcome.agent_error, Outcome.infra_failure, Outcome.expired]
 
@@ -40,7 +53,11 @@ def act(rng, s, session, bases):
     prompt = (prompt[: len(prompt) - rng.choice([0, 0, 0, 1])] + letters(rng, "ab", 2)) or "s"
     place = None if base is None else (s.epochs[session].index(base.epoch), base.index)
     bad = {"prompt_sha256": "0" * 64} if what == "bad" else {}
-    s.turn(session, (epoch, index), prompt, letters(rng, "AB", 3), base=place, aborted=rng.random() < 0.1, **bad)
+    said = [{"role": rng.choice(["user", "tool", "assistant"]), "content": letters(rng, "xy", 1)} for _ in range(2)]
+    s.turn(
+        session, (epoch, index), prompt, letters(rng, "AB", 3), base=place, aborted=rng.random() < 0.1,
+        messages=said[: rng.randint(0, 2)], response={"role": "assistant", "content": letters(rng, "xy", 1)}, **bad,
+    )  # fmt: skip
     if what != "zombie" and (not bad or rng.random() < 0.3):
         bases[session].append(TurnId(s.epochs[session][epoch], index))
 
@@ -113,51 +130,56 @@ def written_twice(rng, s):
     return records
 
 
-@seeded(400)
-def test_every_interleaving_of_the_topics_gives_the_same_outputs(story, folded, rng):
+@every_policy
+@seeded(120)
+def test_every_interleaving_of_the_topics_gives_the_same_outputs(story, folded, rules, rng):
     s = history(rng, story)
-    live = s.fold(RULES)
-    again = folded(interleaved(rng, s), RULES)
+    live = s.fold(rules)
+    again = folded(interleaved(rng, s), rules)
     assert live.bodies == again.bodies
     assert [live.group.complete] * 2 == [again.group.complete, live.group.complete]
 
 
-@seeded(200)
-def test_records_that_come_again_at_their_offsets_change_nothing(story, folded, rng):
+@every_policy
+@seeded(120)
+def test_records_that_come_again_at_their_offsets_change_nothing(story, folded, rules, rng):
     s = history(rng, story)
-    live, group, outputs, done = s.fold(RULES), None, [], 0
+    live, group, outputs, done = s.fold(rules), None, [], 0
     while done < len(s.arrivals):
         upto = rng.randint(done + 1, len(s.arrivals))
-        result = folded(s.arrivals[rng.randint(0, done) : upto], RULES, group)
+        result = folded(s.arrivals[rng.randint(0, done) : upto], rules, group)
         group, done = result.group, upto
         outputs += result.outputs
     assert outputs == live.outputs
 
 
-@seeded(200)
-def test_records_that_are_written_twice_change_nothing(story, folded, rng):
+@every_policy
+@seeded(120)
+def test_records_that_are_written_twice_change_nothing(story, folded, rules, rng):
     s = history(rng, story, closes=False)
-    assert s.fold(RULES).bodies == folded(written_twice(rng, s), RULES).bodies
+    assert s.fold(rules).bodies == folded(written_twice(rng, s), rules).bodies
 
 
-@seeded(300)
-def test_a_refold_from_the_low_water_marks_is_the_live_state(story, folded, rng):
+@every_policy
+@seeded(120)
+def test_a_refold_from_the_low_water_marks_is_the_live_state(story, folded, rules, rng):
     s = history(rng, story)
     records = interleaved(rng, s)
     upto = rng.randint(1, len(records))
-    live = folded(records[:upto], RULES).group
-    again = GroupFold("g", 5, RULES)
+    live = folded(records[:upto], rules).group
+    again = GroupFold("g", 5, rules)
     for topic in rng.sample(TOPICS, 3):
-        folded([r for r in records[:upto] if r[0] == topic and r[1] >= live.first.get(topic, 0)], RULES, again)
+        folded([r for r in records[:upto] if r[0] == topic and r[1] >= live.first.get(topic, 0)], rules, again)
     if not live.complete:
         assert again.key() == live.key()
     assert (again.complete, again.trees()) == (live.complete, live.trees())
 
 
-@seeded(400)
-def test_every_output_token_is_in_the_books_once(story, rng):
+@every_policy
+@seeded(120)
+def test_every_output_token_is_in_the_books_once(story, rules, rng):
     s = history(rng, story)
-    result = s.fold(RULES)
+    result = s.fold(rules)
     for tree in result.trees.values():
         assert tree.books.sampled == tree.books.trained + sum(tree.books.masked.values())
     if not result.group.complete:
@@ -183,7 +205,59 @@ def test_every_output_token_is_in_the_books_once(story, rng):
     assert books.sampled == sum(count for offset, count in sampled.values() if offset <= end)
 
 
-@seeded(200)
+def bad_day(rng, s):
+    """(topic, event) of a story some of whose records are lost, written twice, or contradicted."""
+    log = []
+    for topic, _, event in s.arrivals:
+        if topic != TOPICS[0] and rng.random() < 0.05:
+            continue
+        log += [(topic, event)] * (1 + (rng.random() < 0.1))
+        if isinstance(event, SessionStarted | SessionAdopted) and rng.random() < 0.3:
+            other = replace(event, event_id=event.event_id + "!")
+            wrong = isinstance(event, SessionStarted) and replace(other, task_id="other")
+            log.insert(rng.randint(0, len(log)), (topic, rng.choice([event, other, wrong or other])))
+        if isinstance(event, SessionFinished) and rng.random() < 0.1:
+            log.insert(-1, (topic, replace(event, turns=(*event.turns, TurnId("never opened", 0)))))
+    return log
+
+
+def reaped(rng, log, folded, rules):
+    """The records of a log with what a reaper writes that has read it up to some point."""
+    watch, ends, group, records = Watch(), Counter(), None, []
+
+    def write(topic, event):
+        nonlocal group
+        records.append((topic, ends[topic], event))
+        ends[topic] += 1
+        result = folded(records[-1:], rules, group)
+        group = result.group
+        watch.saw(event, 0.0, refused=bool(result.refused))
+
+    late = rng.randint(0, len(log))
+    for topic, event in log[:late]:
+        write(topic, event)
+    due = watch.overdue(2.0, caught_up_at=0.0, silence_s=9.0, deadline_s=1.0, seen=ends[TOPICS[0]])
+    for close in [event for event in due if isinstance(event, GroupClosed)]:
+        write(TOPICS[0], close)
+    for topic, event in log[late:]:
+        write(topic, event)
+    return records
+
+
+@every_policy
+@seeded(60)
+def test_the_reapers_close_gives_the_same_outputs_in_every_interleaving(story, folded, rules, rng):
+    """It names every session whose turns are all on the log, so no tree of another one can come, early or late."""
+    records = reaped(rng, bad_day(rng, history(rng, story, closes=False)), folded, rules)
+    live = folded(records, rules)
+    streams = [[record for record in records if record[0] == topic] for topic in TOPICS]
+    for order in itertools.permutations(streams):
+        again = folded([record for stream in order for record in stream], rules)
+        assert again.bodies == live.bodies
+        assert again.group is None or again.group.complete == live.group.complete
+
+
+@seeded(120)
 def test_a_failed_session_changes_no_baseline_no_advantage_and_no_sample_of_its_siblings(story, rng):
     def group(with_failure):
         s, inner = story(size=3 if with_failure else 2), Random(seed)

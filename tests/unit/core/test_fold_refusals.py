@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from turnlog.processors.core import errors
 from turnlog.processors.core.assembler import FoldRules, GroupFold
 from turnlog.processors.core.books import Ledger
-from turnlog.schemas.events import GroupStatus, MaskReason, VersionSpan
+from turnlog.schemas.events import (
+    Expects,
+    FinishReason,
+    GroupStatus,
+    MaskReason,
+    Outcome,
+    Purpose,
+    StepRewardAssigned,
+    Verifier,
+    VersionSpan,
+)
 from turnlog.schemas.types import BlobRef, TurnId, pack_float32s, pack_int32s
 
 RULES = FoldRules(run_id="r", settings_sha256="s" * 64, min_valid=1)
@@ -77,6 +89,20 @@ def test_a_refused_record_comes_with_the_outputs_that_it_makes_due(story, folded
     assert group.complete
 
 
+@pytest.mark.parametrize(
+    "spans",
+    [(VersionSpan(1, 2**63 - 1),), (VersionSpan(1, 2**63 - 1),) * 2, (VersionSpan(1, -5), VersionSpan(1, 7)), ()],
+)
+def test_books_count_what_was_sampled_whatever_the_spans_of_a_refused_record_say(story, spans):
+    s = story(size=2)
+    s.turn("a", 0, "sq", "AA", version_spans=spans)
+    s.end("a", reward=1.0)
+    s.turn("b", 0, "sq", "BBB")
+    s.end("b", reward=0.0)
+    books = s.fold(RULES).score.books
+    assert (books.sampled, books.trained, books.masked) == (5, 3, {"refused": 2})
+
+
 def test_the_first_record_of_a_turn_decides_even_when_a_good_one_follows(story):
     s = story()
     s.turn("a", 0, "sq", "A", prompt_sha256="0" * 64)
@@ -123,6 +149,112 @@ def test_a_reward_that_is_no_number_excludes_its_session(story, value):
     folded = s.fold(RULES)
     assert isinstance(only_refusal(folded)[2], errors.RewardNotFinite)
     assert (folded.score.rollouts[0].excluded_reason, folded.score.rollouts[0].reward) == ("refused", None)
+
+
+@pytest.mark.parametrize("value", [NAN, float("inf"), -1e101])
+def test_a_component_that_is_no_number_excludes_its_session_too(story, value):
+    s = story()
+    s.turn("a", 0, "sq", "A")
+    s.end("a", reward=1.0)
+    topic, offset, verdict = s.arrivals.pop()
+    s.arrivals.append((topic, offset, replace(verdict, components={"format": 1.0, "length": value})))
+    folded = s.fold(RULES)
+    error = only_refusal(folded)[2]
+    assert isinstance(error, errors.RewardNotFinite)
+    assert "in component 'length'" in str(error)
+    assert (folded.score.rollouts[0].excluded_reason, folded.score.rollouts[0].reward) == ("refused", None)
+
+
+@pytest.mark.parametrize(("value", "component"), [(NAN, 0.0), (float("-inf"), 0.0), (0.5, NAN)])
+def test_a_step_reward_that_is_no_number_excludes_its_session(story, value, component):
+    s = story()
+    s.turn("a", 0, "sq", "A")
+    s.write(
+        StepRewardAssigned(
+            **s.about("step", "a"), turn=s.id("a", 0), value=value, components={"c": component},
+            verifier=Verifier("exact", "1"),
+        )
+    )  # fmt: skip
+    s.end("a", reward=1.0, expects=Expects(reward=True, step_rewards=1))
+    folded = s.fold(RULES)
+    assert isinstance(only_refusal(folded)[2], errors.RewardNotFinite)
+    assert folded.score.rollouts[0].excluded_reason == "refused"
+    assert (folded.score.reason, folded.score.books.masked) == ("too_few_valid", {"discarded_group": 1})
+
+
+def test_an_outcome_that_this_release_does_not_know_is_excluded_by_that_name_and_rewards_nobody(story):
+    """A newer writer's symbol reads as the enum's default."""
+    s = story(size=3)
+    s.turn("a", 0, "sq", "A")
+    s.end("a", reward=1.0, outcome=Outcome.unknown, expects=Expects(reward=True))
+    for name, reward in (("b", 1.0), ("c", 0.0)):
+        s.turn(name, 0, "sq", "BB")
+        s.end(name, reward=reward)
+    folded = s.fold(RULES)
+    assert folded.refused == []
+    assert [rollout.excluded_reason for rollout in folded.score.rollouts] == ["unknown", None, None]
+    assert (folded.score.baseline, folded.score.samples) == (0.5, 2)
+    assert (folded.score.books.trained, folded.score.books.masked) == (4, {"excluded_outcome": 1})
+
+
+def test_a_purpose_that_this_release_does_not_know_is_not_trained(story):
+    s = story(purpose=Purpose.other)
+    s.turn("a", 0, "sq", "A")
+    s.end("a", reward=1.0)
+    score = s.fold(RULES).score
+    assert (score.status, score.reason, score.samples) == (GroupStatus.not_training, "purpose", 0)
+
+
+def test_a_finish_reason_that_this_release_does_not_know_decides_nothing(story):
+    """It describes a turn; tokens, versions and log-probs are what they are."""
+    s = story()
+    s.turn("a", 0, "sq", "A")
+    topic, offset, turn = s.arrivals[1]
+    s.arrivals[1] = (topic, offset, replace(turn, finish_reason=FinishReason.error))
+    s.end("a", reward=1.0)
+    folded = s.fold(RULES)
+    assert folded.trees["a"].nodes[0].finish_reason is FinishReason.error
+    assert folded.score.books.trained == 1
+
+
+def test_an_empty_output_is_legal_and_an_empty_prompt_is_not(story):
+    s = story(size=2)
+    s.turn("a", 0, "sq", "A")
+    s.turn("a", 1, "sqAr", "", base=0)
+    s.end("a", reward=1.0)
+    s.turn("b", 0, "", "A")
+    s.end("b", reward=1.0)
+    folded = s.fold(RULES)
+    assert isinstance(only_refusal(folded)[2], errors.EmptyPrompt)
+    assert [rollout.excluded_reason for rollout in folded.score.rollouts] == [None, "refused"]
+    assert folded.trees["a"].books.trained == 1
+
+
+def test_a_group_whose_sizes_disagree_is_decided_at_its_deadline_without_the_session_that_contradicts(story):
+    s = story(size=3)
+    for name, reward in (("a", 1.0), ("b", 0.0)):
+        s.turn(name, 0, "sq", "AB")
+        s.end(name, reward=reward)
+    s.start("c", group_size=5)
+    s.turn("c", 0, "sq", "CCC")
+    s.end("c", reward=1.0)
+    s.close("a", "b", reason="deadline")
+    folded = s.fold(RULES)
+    assert isinstance(only_refusal(folded)[2], errors.SessionContradicted)
+    assert [rollout.session_id for rollout in folded.score.rollouts] == ["a", "b"]
+    assert folded.score.status is GroupStatus.trained
+    assert folded.score.books.sampled == folded.score.books.trained + sum(folded.score.books.masked.values())
+
+
+def test_a_group_that_refusals_leave_too_small_is_discarded_by_that_name(story):
+    s = story(size=2)
+    s.turn("a", 0, "sq", "A", prompt_sha256="0" * 64)
+    s.end("a", reward=1.0)
+    s.turn("b", 0, "sq", "BB")
+    s.end("b", reward=0.0)
+    score = s.fold(replace(RULES, min_valid=2)).score
+    assert (score.status, score.reason) == (GroupStatus.discarded, "too_few_valid")
+    assert score.books.masked == {"discarded_group": 3}
 
 
 def test_a_finish_that_names_an_unknown_epoch_ends_its_session_as_refused(story):

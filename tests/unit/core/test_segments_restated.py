@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnlog.processors.core.assembler import FoldRules
+from turnlog.processors.core.shared_prefix import shared_prefix
 from turnlog.schemas.types import TurnId
 
 RULES = FoldRules(run_id="r", settings_sha256="s" * 64, min_valid=1)
@@ -125,3 +126,21 @@ def test_what_is_kept_of_a_session_is_linear_in_its_tokens(story, turns):
     group = s.fold(RULES).group
     kept = group._supplies["a"].snapshots.values()
     assert sum(turn.delta.nbytes + turn.output.nbytes for turn in kept) == 4 * len(whole)
+
+
+@given(conversations(), st.data())
+def test_what_two_turns_share_is_found_without_building_either(story, turns, data):
+    s = story()
+    s.start("a")
+    for index, turn in enumerate(turns):
+        parent = None
+        if index:
+            holder = data.draw(st.integers(0, index - 1))
+            parent = (TurnId("start/a", holder), data.draw(st.integers(0, prefix(turn.prompt, turns[holder].whole))))
+        s.turn("a", index, turn.prompt, turn.output, parent=parent)
+    group = s.fold(RULES).group
+    kept = [group._supplies["a"].snapshots["start/a", index] for index in range(len(turns))]
+    for one, held in zip(turns, kept, strict=True):
+        for other, asked in zip(turns, kept, strict=True):
+            expected = prefix(one.whole, other.prompt)
+            assert shared_prefix(held, held.length, asked, asked.prompt_len) == expected

@@ -9,6 +9,7 @@ import pytest
 
 from turnlog.processors.core.assembler import FoldRules
 from turnlog.processors.core.offline import offline
+from turnlog.processors.shells.watch import Watch
 from turnlog.schemas.events import Expects, GroupStatus, Outcome, Purpose, RewardFailed, StepRewardAssigned, Verifier
 
 RULES = FoldRules(run_id="r", settings_sha256="s" * 64, min_valid=1)
@@ -261,3 +262,38 @@ def test_zero_variance_is_kept_with_advantage_zero_or_discarded(story):
     discarded = s.fold(replace(RULES, zero_variance="discard"))
     assert (discarded.score.status, discarded.score.reason) == (GroupStatus.discarded, "zero_variance")
     assert (discarded.samples, discarded.score.books.masked) == ([], {"discarded_group": 2})
+
+
+def reaped(s, folded):
+    """The story's records, then what the reaper writes that has read them."""
+    watch, group, records = Watch(), None, list(s.arrivals)
+    for record in records:
+        result = folded([record], RULES, group)
+        group = result.group
+        watch.saw(record[2], 0.0, refused=bool(result.refused))
+    spine = [offset for topic, offset, _ in records if topic == "agent.sessions"]
+    due = watch.overdue(9.0, caught_up_at=0.0, silence_s=99.0, deadline_s=1.0, seen=spine[-1] + 1)
+    return records + [("agent.sessions", spine[-1] + 1, close) for close in due]
+
+
+def test_a_start_that_comes_again_hides_no_whole_session_from_the_reaper(story, folded):
+    s = story(size=2)
+    one_turn(s, "a")
+    s.adopt("a")
+    s.write(s.topics["agent.sessions"][0])
+    s.end("a", reward=1.0)
+    s.start("b", rollout=1)
+    (*_, (_, _, close)) = reaped(s, folded)
+    assert (close.reason, close.members) == ("deadline", ("a",))
+
+
+def test_a_start_that_contradicts_hides_no_whole_session_from_the_reaper(story, folded, drawn):
+    s = story(size=2)
+    one_turn(s, "a")
+    s.write(replace(s.topics["agent.sessions"][0], event_id="other", task_id="other"))
+    s.end("a", reward=1.0)
+    s.start("b", rollout=1)
+    records = reaped(s, folded)
+    assert records[-1][2].members == ("a",)
+    for again in (records, sorted(records, key=lambda record: record[0])):
+        assert drawn(folded(again, RULES)) == "a0* main 0: sq<A>\na 1 = 1 trained"

@@ -1,0 +1,169 @@
+"""Routed experts (R3): which rows a turn owns, which rows make up a segment, and the array that they come to.
+
+Row i holds the experts that the engine chose at position i, whose output predicts token i + 1. A turn owns positions
+max(base_len - 1, 0) to len - 2 of its prompt + output: what its storage parent gives ends before, and the last token is
+never run. A segment of n tokens needs rows 0 to n - 2, each from the turn that sampled token i + 1 where a turn of the
+segment did, else from the turn that stores it.
+
+ExpertsError                what a reader refuses
+├── NoExperts               the sample has none; says why
+├── BrokenExperts           a blob that is not [rows, layers, top_k] of ids
+└── ExpertsDoNotCover       the references do not cover positions 0 to tokens - 2 once each
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from turnlog.processors.core.errors import ExpertRowsDoNotCover
+from turnlog.schemas.events import ExpertRows, ExpertsLayout, SegmentSample, TokenSnapshot
+from turnlog.schemas.types import BlobRef
+
+if TYPE_CHECKING:
+    from turnlog.processors.core.turns import Tokens
+
+MEDIA_TYPE = "application/x-npy"
+DTYPES: dict[str, np.dtype[Any]] = {"uint8": np.dtype("u1"), "uint16": np.dtype("<u2"), "int32": np.dtype("<i4")}
+"""By the name in ExpertsLayout, narrowest first."""
+WITHOUT_ROWS, LAYOUTS_DIFFER = "turn_without_rows", "layouts_differ"
+"""Values of SegmentSample.experts_gap."""
+DIMENSIONS = 3
+
+
+class ExpertsError(Exception):
+    """Base of the tree above; the message names the sample or the blob."""
+
+
+class NoExperts(ExpertsError):
+    """Nothing to assemble."""
+
+
+class BrokenExperts(ExpertsError):
+    """Bytes that are no array of expert ids."""
+
+
+class ExpertsDoNotCover(ExpertsError):
+    """Rows that are missing, or that come twice."""
+
+
+def own_rows(base_len: int, length: int) -> tuple[int, int]:
+    """(first position, rows) of a turn whose prompt + output has `length` tokens, `base_len` from its parent."""
+    start = max(base_len - 1, 0)
+    return start, max(length - 1 - start, 0)
+
+
+def check_layout(event: TokenSnapshot, length: int) -> None:
+    """Raises ExpertRowsDoNotCover unless a snapshot's rows are exactly the turn's own. `length`: prompt + output. A
+    record without a layout is taken as it is: the reader checks it."""
+    layout, blob = event.experts_layout, event.experts
+    if layout is None:
+        return
+    start, count = own_rows(event.base_len, length)
+    if blob is None or layout.rows != count:
+        have = "no blob" if blob is None else f"{layout.rows} rows"
+        raise ExpertRowsDoNotCover(
+            event.session_id, event.turn, f"{have} for positions {start} to {length - 2}, {count} rows",
+            "the gateway must store the turn's own rows and no others",
+        )  # fmt: skip
+    width = DTYPES[layout.dtype].itemsize if layout.dtype in DTYPES else 0
+    needed = layout.rows * layout.layers * layout.top_k * width
+    if min(width, layout.layers, layout.top_k) < 1 or blob.size < needed:
+        raise ExpertRowsDoNotCover(
+            event.session_id, event.turn,
+            f"a blob of {blob.size} bytes cannot hold {layout.rows} x {layout.layers} x {layout.top_k} {layout.dtype}",
+            f"dtype is one of {', '.join(DTYPES)}, and every position has layers x top_k ids",
+        )  # fmt: skip
+
+
+def segment_rows(run: Sequence[Tokens]) -> tuple[tuple[ExpertRows, ...], str]:
+    """References that cover a segment, or none and the reason ("" where no turn of it has rows).
+
+    `run`: the segment's turns in order, each the beginning of the next (policies.check). Every turn of storage is
+    visited about once.
+    """
+    if all(turn.experts is None for turn in run):
+        return (), ""
+    pieces: list[ExpertRows] = []
+    shapes: set[tuple[int, int]] = set()
+    done = 0
+    for turn in run:
+        for owner, start, stop in _stored(turn, done):
+            if owner.experts is None:
+                return (), WITHOUT_ROWS
+            if owner.experts_layout is not None:
+                shapes.add((owner.experts_layout.layers, owner.experts_layout.top_k))
+            first, _ = own_rows(owner.base_len, owner.length)
+            pieces.append(ExpertRows(owner.experts, start - first, stop - start, start))
+        done = max(done, turn.length - 1)
+    return (tuple(pieces), "") if len(shapes) <= 1 else ((), LAYOUTS_DIFFER)
+
+
+def packed(rows: NDArray[np.int32]) -> tuple[bytes, ExpertsLayout]:
+    """The blob of a turn's rows [rows, layers, top_k] in the narrowest dtype, and its layout. Raises BrokenExperts for
+    an id below 0 or another number of dimensions."""
+    if rows.ndim != DIMENSIONS or (rows.size and int(rows.min()) < 0):
+        raise BrokenExperts(f"expert ids of shape {rows.shape}; they must be [rows, layers, top_k], from 0 on")
+    largest = int(rows.max()) if rows.size else 0
+    name = next(name for name, dtype in DTYPES.items() if largest <= np.iinfo(dtype).max)
+    file = io.BytesIO()
+    np.save(file, np.ascontiguousarray(rows, dtype=DTYPES[name]), allow_pickle=False)
+    count, layers, top_k = rows.shape
+    return file.getvalue(), ExpertsLayout(count, layers, top_k, name)
+
+
+def unpacked(content: bytes) -> NDArray[Any]:
+    """The rows of a blob [rows, layers, top_k] in its own dtype. Raises BrokenExperts."""
+    try:
+        rows: NDArray[Any] = np.load(io.BytesIO(content), allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise BrokenExperts(f"a blob of {len(content)} bytes is not NumPy's npy format: {error}") from error
+    if rows.ndim != DIMENSIONS or rows.dtype not in DTYPES.values():
+        raise BrokenExperts(f"expert ids of shape {rows.shape} and dtype {rows.dtype}, not [rows, layers, top_k]")
+    return rows
+
+
+def assembled(sample: SegmentSample, blobs: dict[BlobRef, NDArray[Any]]) -> NDArray[np.int32]:
+    """Expert ids of a sample, int32 [tokens - 1, layers, top_k]. `blobs`: every blob that it names, unpacked. Raises
+    NoExperts, BrokenExperts, ExpertsDoNotCover."""
+    about = f"sample {sample.sample_id}"
+    if not sample.experts:
+        raise NoExperts(f"{about} has no routed experts ({sample.experts_gap or 'none were recorded'})")
+    size = sample.token_ids.size if isinstance(sample.token_ids, BlobRef) else len(sample.token_ids)
+    shapes = {blobs[piece.rows].shape[1:] for piece in sample.experts}
+    if len(shapes) > 1:
+        raise BrokenExperts(f"{about}: its blobs have rows of shapes {sorted(shapes)}")
+    out = np.empty((max(size // 4 - 1, 0), *shapes.pop()), dtype=np.int32)
+    done = 0
+    for piece in sorted(sample.experts, key=lambda piece: piece.target_start):
+        rows, end = blobs[piece.rows], piece.row_start + piece.row_count
+        if piece.target_start != done or piece.row_start < 0 or piece.row_count < 0 or end > len(rows):
+            raise ExpertsDoNotCover(
+                f"{about}: rows {piece.row_start} to {end} of a blob of {len(rows)} for position {piece.target_start}; "
+                f"position {done} is next"
+            )
+        done += piece.row_count
+        if done > len(out):
+            break
+        out[piece.target_start : done] = rows[piece.row_start : end]
+    if done != len(out):
+        raise ExpertsDoNotCover(f"{about}: {done} rows for {len(out)} positions")
+    return out
+
+
+def _stored(turn: Tokens, done: int) -> list[tuple[Tokens, int, int]]:
+    """(owner, first, end) of positions `done` to len - 2, first position first."""
+    found: list[tuple[Tokens, int, int]] = []
+    owner: Tokens | None = turn
+    stop = turn.length - 1
+    while owner is not None and stop > done:
+        start = max(owner.base_len - 1, 0, done)
+        if start < stop:
+            found.append((owner, start, stop))
+            stop = start
+        owner = owner.parent
+    return found[::-1]

@@ -1,0 +1,140 @@
+"""Chat messages made comparable, for policies that route turns by their messages (docs/folds.md, Policies).
+
+The same equality as the gateway's, over what TurnCompleted stores: a string equals one text block; None, "" and [] are
+equal; tool arguments are compared parsed with sorted keys; call ids, indexes and cache marks do not count; reasoning
+that an echo leaves out matches any, present it must match after a strip.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+ROLE_OF_ITEM = {
+    "function_call": "assistant",
+    "reasoning": "assistant",
+    "function_call_output": "tool",
+    "custom_tool_call_output": "tool",
+}
+"""Items of the Responses API that carry a type in place of a role."""
+SAME_ROLE = {"developer": "system"}
+BILLING = "x-anthropic-billing-header:"
+MARKS = frozenset({"cache_control", "id", "index", "call_id", "tool_call_id", "tool_use_id", "type", "status"})
+"""Keys of a block that say nothing of what was said."""
+
+
+class NotMessages(ValueError):
+    """The payload is no JSON list of message objects."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What one message is compared by."""
+
+    role: str
+    digest: bytes
+    """Of everything that counts but reasoning, 16 bytes."""
+    reasoning: str
+
+    def echoes(self, own: Message) -> bool:
+        """Whether this, as a client sent it, is `own`, as it was recorded."""
+        return self.digest == own.digest and (not self.reasoning or self.reasoning == own.reasoning)
+
+
+def messages(payload: bytes) -> tuple[Message, ...]:
+    """The messages of a request. Raises NotMessages."""
+    raw = _parsed(payload)
+    if not isinstance(raw, list):
+        raise NotMessages(f"messages are a {type(raw).__name__}, not a list")
+    return tuple(message(one) for one in raw)
+
+
+def response(payload: bytes) -> Message:
+    """The assistant's message. Raises NotMessages."""
+    raw = _parsed(payload)
+    return message({"role": "assistant", **raw} if isinstance(raw, dict) else raw)
+
+
+def message(raw: Any) -> Message:
+    """One message in the shape of any served API. Raises NotMessages."""
+    if not isinstance(raw, dict):
+        raise NotMessages(f"a message is a {type(raw).__name__}, not an object")
+    role = str(raw.get("role") or ROLE_OF_ITEM.get(str(raw.get("type")), "user"))
+    said = _Said()
+    said.content(raw.get("content") if raw.get("content") else raw.get("output"))
+    item = raw.get("type") == "function_call"
+    said.call(raw) if item else said.calls(raw.get("tool_calls"))
+    said.reasoning(raw.get("reasoning_content") or raw.get("reasoning") or raw.get("summary"))
+    role = SAME_ROLE.get(role, role)
+    name = "" if item else str(raw.get("name") or "")
+    about = [role, "\n".join(said.texts), name, said.found, said.others]
+    digest = hashlib.blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=16).digest()
+    return Message(role, digest, "\n".join(said.thoughts).strip())
+
+
+def _parsed(payload: bytes) -> Any:
+    try:
+        return json.loads(payload)
+    except ValueError as error:
+        raise NotMessages(f"not JSON: {error}") from error
+
+
+class _Said:
+    """What the blocks of one message say, by kind."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.found: list[list[Any]] = []
+        """Tool calls: [name, arguments]."""
+        self.others: list[Any] = []
+        self.thoughts: list[str] = []
+
+    def content(self, content: Any) -> None:
+        """A string, a list of blocks, or nothing."""
+        for block in _blocks(content):
+            kind = block.get("type")
+            if isinstance(block.get("text"), str):
+                if not block["text"].startswith(BILLING):
+                    self.texts.append(block["text"])
+            elif kind == "thinking":
+                self.thoughts.append(str(block.get("thinking", "")))
+            elif kind == "tool_use":
+                self.call(block)
+            elif kind == "tool_result":
+                self.content(block.get("content"))
+                self.others.append(["tool_result", bool(block.get("is_error"))])
+            else:
+                self.others.append({key: value for key, value in block.items() if key not in MARKS})
+
+    def calls(self, raw: Any) -> None:
+        """OpenAI's tool calls."""
+        for one in _blocks(raw):
+            self.call(one["function"] if isinstance(one.get("function"), dict) else one)
+
+    def call(self, raw: dict[str, Any]) -> None:
+        """One call, in any API's shape."""
+        self.found.append([str(raw.get("name")), _arguments(raw.get("arguments", raw.get("input")))])
+
+    def reasoning(self, raw: Any) -> None:
+        """Reasoning as text or as the summary blocks of the Responses API."""
+        self.thoughts += [str(block.get("text", "")) for block in _blocks(raw)]
+
+
+def _blocks(content: Any) -> Iterable[dict[str, Any]]:
+    if not content:
+        return ()
+    many = content if isinstance(content, list) else [content]
+    return [block if isinstance(block, dict) else {"type": "text", "text": str(block)} for block in many]
+
+
+def _arguments(raw: Any) -> Any:
+    if not isinstance(raw, str):
+        return raw or {}
+    try:
+        parsed = json.loads(raw or "{}")
+    except ValueError:
+        return raw.strip()
+    return parsed if isinstance(parsed, dict) else raw.strip()

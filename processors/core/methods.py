@@ -1,0 +1,169 @@
+"""Estimators, group filters and reward transforms by name, and what the [fold] settings choose of them.
+
+A package's own come by entry point (turnlog.infra.methods finds them; here nothing is imported by name). A setting
+names a method and gives it numbers: `clip:-1:1`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from turnlog.processors.core.errors import BrokenMethod
+from turnlog.processors.core.estimators import (
+    SCALAR_ESTIMATORS,
+    Advantages,
+    Estimator,
+    EstimatorOptions,
+    Trajectory,
+)
+from turnlog.processors.core.group_filters import FILTERS, GroupFilter
+from turnlog.processors.core.policies import Policies
+from turnlog.processors.core.reward_transforms import TRANSFORMS, RewardTransform
+from turnlog.processors.core.step_returns import STEP
+from turnlog.settings import SettingsError
+
+Method = Estimator | GroupFilter | RewardTransform
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenFilter:
+    """A group filter with its numbers."""
+
+    filter: GroupFilter
+    arguments: tuple[float, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """As it stands in GroupScored: name/version:numbers."""
+        return _label(self.filter, self.arguments)
+
+    def discards(self, trajectories: Sequence[Trajectory], advantages: Advantages) -> bool:
+        """Whether the group is not worth a draw."""
+        return bool(self.filter.discards(trajectories, advantages, *self.arguments))
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenTransform:
+    """A reward transform with its numbers."""
+
+    transform: RewardTransform
+    arguments: tuple[float, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """As it stands in GroupScored: name/version:numbers."""
+        return _label(self.transform, self.arguments)
+
+    def __call__(self, reward: float) -> float:
+        """The transformed reward. Raises BrokenMethod for what is no finite number."""
+        value = float(self.transform.transform(reward, *self.arguments))
+        if not math.isfinite(value):
+            raise BrokenMethod(f"reward transform {self.label}", f"makes {value} of the reward {reward}")
+        return value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Methods:
+    """What there is, by name. Look-ups raise SettingsError and list it."""
+
+    estimators: Mapping[str, Estimator] = field(
+        default_factory=lambda: {estimator.name: estimator for estimator in (*SCALAR_ESTIMATORS, STEP)}
+    )
+    group_filters: Mapping[str, GroupFilter] = field(default_factory=lambda: {one.name: one for one in FILTERS})
+    reward_transforms: Mapping[str, RewardTransform] = field(
+        default_factory=lambda: {one.name: one for one in TRANSFORMS}
+    )
+
+    policies: Policies = field(default_factory=Policies)
+
+    def estimator(self, name: str) -> Estimator:
+        """The estimator of [fold] estimator."""
+        if name not in self.estimators:
+            raise _unknown("fold.estimator", name, "turnlog.estimators", self.estimators)
+        return self.estimators[name]
+
+    def filters(self, specs: Sequence[str]) -> tuple[ChosenFilter, ...]:
+        """The filters of [fold] group_filters, in order."""
+        chosen = []
+        for spec in specs:
+            name, arguments = split(spec, "fold.group_filters")
+            if name not in self.group_filters:
+                raise _unknown("fold.group_filters", name, "turnlog.group_filters", self.group_filters)
+            _check_count(self.group_filters[name], arguments, spec, "fold.group_filters")
+            chosen.append(ChosenFilter(self.group_filters[name], arguments))
+        return tuple(chosen)
+
+    def transforms(self, specs: Sequence[str]) -> tuple[ChosenTransform, ...]:
+        """The transforms of [fold] reward_transforms, in order."""
+        chosen = []
+        for spec in specs:
+            name, arguments = split(spec, "fold.reward_transforms")
+            if name not in self.reward_transforms:
+                raise _unknown("fold.reward_transforms", name, "turnlog.reward_transforms", self.reward_transforms)
+            _check_count(self.reward_transforms[name], arguments, spec, "fold.reward_transforms")
+            chosen.append(ChosenTransform(self.reward_transforms[name], arguments))
+        return tuple(chosen)
+
+
+BUILT_IN = Methods()
+
+
+def split(spec: str, key: str) -> tuple[str, tuple[float, ...]]:
+    """Name and numbers of `name:number:...`. Raises SettingsError."""
+    name, *numbers = spec.split(":")
+    try:
+        values = tuple(float(number) for number in numbers)
+    except ValueError:
+        values = (math.nan,)
+    if any(math.isnan(value) for value in values):
+        raise SettingsError(f"{key}: {spec!r} must be a name and its numbers, like 'clip:-1:1'")
+    return name, values
+
+
+def estimate(estimator: Estimator, trajectories: Sequence[Trajectory], options: EstimatorOptions) -> Advantages:
+    """What the estimator gives, checked: one finite number per trajectory, and per turn where it gives those.
+
+    Raises BrokenMethod, which names it.
+    """
+    found = _as_floats(estimator.estimate(trajectories, options))
+    about = f"estimator {estimator.label}"
+    if len(found.values) != len(trajectories):
+        raise BrokenMethod(about, f"gives {len(found.values)} advantages for {len(trajectories)} trajectories")
+    turns = () if found.per_turn is None else found.per_turn
+    wanted = [len(trajectory.turns) for trajectory in trajectories]
+    if found.per_turn is not None and [len(one) for one in turns] != wanted:
+        raise BrokenMethod(about, f"gives {[len(one) for one in turns]} advantages for trajectories of {wanted} turns")
+    numbers = (*found.values, found.baseline, 0.0 if found.std is None else found.std)
+    for value in (*numbers, *(value for one in turns for value in one)):
+        if not math.isfinite(value):
+            raise BrokenMethod(about, f"gives {value} for rewards {[one.reward for one in trajectories]}")
+    return found
+
+
+def _as_floats(found: Advantages) -> Advantages:
+    """A user's function may give lists or NumPy's numbers; records take Python's."""
+    per_turn = found.per_turn
+    return Advantages(
+        tuple(map(float, found.values)),
+        float(found.baseline),
+        None if found.std is None else float(found.std),
+        None if per_turn is None else tuple(tuple(map(float, turns)) for turns in per_turn),
+    )
+
+
+def _label(method: GroupFilter | RewardTransform, arguments: Sequence[float]) -> str:
+    return ":".join([f"{method.name}/{method.version}", *(f"{number:g}" for number in arguments)])
+
+
+def _check_count(method: GroupFilter | RewardTransform, arguments: Sequence[float], spec: str, key: str) -> None:
+    if len(arguments) != len(method.arguments):
+        wanted = ":".join([method.name, *(name.upper() for name in method.arguments)])
+        raise SettingsError(f"{key}: {spec!r} must be {wanted}, numbers in place of the capitals")
+
+
+def _unknown(key: str, name: str, group: str, known: Mapping[str, Method]) -> SettingsError:
+    return SettingsError(
+        f"{key} must be one of {', '.join(sorted(known))}, or offered under the entry point group {group}, got {name!r}"
+    )

@@ -1,0 +1,243 @@
+"""Books on every level: they agree with the fold on bad days, and a record that lies is found and named."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from turnlog.processors.core.draws import FormedDraw, ReadableGroup, form_draw
+from turnlog.processors.core.errors import FoldError
+from turnlog.processors.core.fold_rules import FoldRules
+from turnlog.processors.core.ledgers import Books, Ledgers
+from turnlog.processors.core.offline import fold_history
+from turnlog.processors.core.trimmed import DrawRules, PlacedSample
+from turnlog.processors.shells.examples import bad_days
+from turnlog.schemas.events import (
+    BatchSkipped,
+    DeadLetter,
+    Event,
+    GroupScored,
+    GroupStatus,
+    SampleBatchFormed,
+    SegmentSample,
+    StepCompleted,
+    TokenSnapshot,
+    TurnTreeAssembled,
+    Weighting,
+)
+from turnlog.schemas.topics import DEAD_LETTERS, TOPIC_OF
+from turnlog.schemas.types import BlobRef
+
+CUT = 40
+"""[batcher] max_tokens: some samples lose their tail."""
+FOLD = FoldRules(run_id="run", settings_sha256="", min_valid=1)
+DRAW = DrawRules(
+    prompts_per_draw=2, updates_per_draw=2, max_lag=9, max_tokens=CUT, weighting=Weighting.token, constant_length=1,
+    version_mask="none", min_valid=1,
+)  # fmt: skip
+
+
+@dataclass
+class Told:
+    """A run's records by topic, in the order in which `Ledgers` wants them."""
+
+    events: list[Event]
+    parked: list[DeadLetter] = field(default_factory=list)
+
+    def books(self) -> Books:
+        return self.ledgers().close()
+
+    def ledgers(self) -> Ledgers:
+        ledgers = Ledgers("run", CUT)
+        for letter in self.parked:
+            ledgers.add(DEAD_LETTERS.name, 0, 0, letter)
+        ends: Counter[str] = Counter()
+        for event in self.events:
+            topic = TOPIC_OF[type(event).__name__].name
+            ledgers.add(topic, 0, ends[topic], event)
+            ends[topic] += 1
+        return ledgers
+
+    def change(self, kind: type, change: Callable[[Event], list[Event]], nth: int = 0) -> Told:
+        """The same history, where the nth record of a kind is another."""
+        place = [index for index, event in enumerate(self.events) if isinstance(event, kind)][nth]
+        return Told([*self.events[:place], *change(self.events[place]), *self.events[place + 1 :]], self.parked)
+
+
+def told(seed: int, groups: int = 8) -> Told:
+    """Bad days, folded, drawn, trained; the last draw is not trained, the last groups are not drawn."""
+    events = list(bad_days(random.Random(seed), groups=groups))
+    ends: Counter[str] = Counter()
+    records = []
+    for event in events:
+        topic = TOPIC_OF[type(event).__name__].name
+        records.append((topic, 0, ends[topic], event))
+        ends[topic] += 1
+    history = fold_history(records, FOLD)
+    parked = [letter(topic, offset, error) for topic, _, offset, error in history.refused]
+    return Told([*events, *history.outputs, *drawn(history.outputs)], parked)
+
+
+def letter(topic: str, offset: int, error: FoldError) -> DeadLetter:
+    return DeadLetter(
+        event_id="", run_id="run", topic=topic, partition=0, offset=offset, key=b"", value=b"", role="assembler",
+        cause=type(error).__name__, message="",
+    )  # fmt: skip
+
+
+def drawn(outputs: list[Event]) -> list[Event]:
+    """Manifests of two trained groups each, and steps of all draws but the last; one step is skipped."""
+    samples: dict[str, list[PlacedSample]] = {}
+    ready: list[ReadableGroup] = []
+    for event in outputs:
+        if isinstance(event, SegmentSample):
+            samples.setdefault(event.group_id, []).append(PlacedSample(event, 0, 0))
+        elif isinstance(event, GroupScored) and event.status is GroupStatus.trained:
+            ready.append(ReadableGroup(event, tuple(samples.get(event.group_id, ()))))
+    made: list[Event] = []
+    for index in range(len(ready) // 2):
+        taken = ready[2 * index : 2 * index + 2]
+        first = sum(isinstance(event, SampleBatchFormed | BatchSkipped) for event in made)
+        made += manifests(form_draw(taken, 0, DRAW), [group.score.group_id for group in taken], index, first)
+    batches = [event for event in made if isinstance(event, SampleBatchFormed)]
+    return [*made, *(step(batch, skips=batch.batch_index == 1) for batch in batches[:-1])]
+
+
+def manifests(draw: FormedDraw, groups: list[str], index: int, first: int) -> list[Event]:
+    if not draw.batches:
+        return [
+            BatchSkipped(
+                event_id="", run_id="run", batch_index=first, draw_index=index, reason="", groups=tuple(groups),
+                masked=draw.masked, dropped=draw.dropped, positions=(), settings_sha256="",
+            )
+        ]  # fmt: skip
+    made: list[Event] = []
+    for part, batch in enumerate(draw.batches):
+        masked = Counter(batch.masked) + Counter({} if part else draw.masked)
+        made.append(
+            SampleBatchFormed(
+                event_id="", run_id="run", batch_index=first + part, draw_index=index, part=part,
+                parts=len(draw.batches), file=BlobRef("0", 0), rows_sha256="", samples=batch.samples,
+                groups=tuple(groups), weighting=Weighting.token, prompts=1, trajectories=1,
+                trained_tokens=batch.weights.trained_tokens, constant_length=0, masked=dict(masked),
+                trainer_version=0, max_lag=0, dropped=() if part else draw.dropped, whitening_mean=None,
+                whitening_std=None, positions=(), settings_sha256="",
+            )
+        )  # fmt: skip
+    return made
+
+
+def step(manifest: SampleBatchFormed, *, skips: bool) -> StepCompleted:
+    return StepCompleted(
+        event_id="", run_id="run", batch_index=manifest.batch_index, draw_index=manifest.draw_index, incarnation=0,
+        step=0, loss=0.0, grad_norm=0.0, learning_rate=0.0, lag_max=0, tokens=0,
+        trained_tokens=manifest.trained_tokens,
+        masked={"step_skipped": manifest.trained_tokens} if skips else {}, skipped=skips, reward_mean=0.0,
+        logprob_gap_max=0.0, logprob_gap_mean=0.0, entropy=None, clip_fraction=0.0, seconds={}, world_size=1,
+    )  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 100_000))
+def test_on_bad_days_every_level_adds_up_to_what_the_fold_said(seed: int) -> None:
+    books = told(seed).books()
+    assert books.imbalances == ()
+    sums = {level: sum(account.sampled for account in books.levels[level].values()) for level in books.levels}
+    assert sums["session"] == sums["group"] == sums["run"] > 0
+
+
+def test_every_reason_of_a_hundred_bad_days_has_its_name() -> None:
+    run = told(7, groups=100).books().levels["run"]["run"]
+    assert {"late", "not_named", "length_cut", "step_skipped", "unused"} <= set(run.masked)
+    assert run.trained > 0
+
+
+def lost_sample(history: Told) -> Told:
+    return history.change(SegmentSample, lambda _: [])
+
+
+def lost_snapshot(history: Told) -> Told:
+    """Of a turn that a tree holds."""
+    snapshots = [event for event in history.events if isinstance(event, TokenSnapshot)]
+    tree = next(event for event in history.events if isinstance(event, TurnTreeAssembled) and event.nodes)
+    about = (tree.session_id, tree.nodes[0].turn)
+    nth = next(index for index, event in enumerate(snapshots) if (event.session_id, event.turn) == about)
+    return history.change(TokenSnapshot, lambda _: [], nth)
+
+
+def lying_tree(history: Told) -> Told:
+    def lie(tree: TurnTreeAssembled) -> list[Event]:
+        return [dataclasses.replace(tree, books=dataclasses.replace(tree.books, sampled=tree.books.sampled + 1))]
+
+    return history.change(TurnTreeAssembled, lie)
+
+
+def lying_score(history: Told) -> Told:
+    def lie(score: GroupScored) -> list[Event]:
+        return [dataclasses.replace(score, books=dataclasses.replace(score.books, trained=score.books.trained + 1))]
+
+    return history.change(GroupScored, lie)
+
+
+def lying_manifest(history: Told) -> Told:
+    return history.change(
+        SampleBatchFormed, lambda manifest: [dataclasses.replace(manifest, masked={"version_mask": 3})]
+    )
+
+
+def lost_row(history: Told) -> Told:
+    return history.change(
+        SampleBatchFormed, lambda manifest: [dataclasses.replace(manifest, samples=manifest.samples[1:])]
+    )
+
+
+def row_again(history: Told) -> Told:
+    rows = next(event.samples for event in history.events if isinstance(event, SampleBatchFormed))
+    return history.change(
+        SampleBatchFormed,
+        lambda manifest: [dataclasses.replace(manifest, samples=(*manifest.samples, rows[0]))],
+        nth=1,
+    )
+
+
+def lying_step(history: Told) -> Told:
+    return history.change(
+        StepCompleted, lambda done: [dataclasses.replace(done, trained_tokens=done.trained_tokens - 1)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("lie", "level", "says"),
+    [
+        (lost_sample, "session", "its samples hold"),
+        (lost_snapshot, "session", "the snapshots hold"),
+        (lying_tree, "session", "its tree counts"),
+        (lying_score, "group", "GroupScored trains"),
+        (lying_manifest, "batch", "says that it masks"),
+        (lost_row, "batch", "its manifest trains"),
+        (row_again, "batch", "was in an earlier batch already"),
+        (lying_step, "batch", "the step counted"),
+    ],
+)
+def test_a_record_that_disagrees_is_named_with_its_level(lie: Callable[[Told], Told], level: str, says: str) -> None:
+    history = told(3)
+    assert history.books().balance
+    books = lie(history).books()
+    assert not books.balance
+    assert any(entry.level == level and says in entry.says for entry in books.imbalances), books.imbalances
+
+
+def test_a_draw_that_loses_tokens_leaves_the_run_short() -> None:
+    def short(manifest: SampleBatchFormed) -> list[Event]:
+        return [dataclasses.replace(manifest, trained_tokens=manifest.trained_tokens - 1)]
+
+    total = told(3).change(SampleBatchFormed, short).ledgers().run_books()
+    assert not total.balance
+    assert total.sampled == total.trained + sum(total.masked.values()) + 1

@@ -1,0 +1,174 @@
+"""Names in [fold] become functions: what is unknown, miscounted or broken is named."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+
+from turnlog.processors.core.errors import BrokenMethod
+from turnlog.processors.core.estimators import Advantages, Estimator, Trajectory, TurnReward, of_rewards
+from turnlog.processors.core.methods import BUILT_IN, Methods
+from turnlog.processors.core.reward_transforms import RewardTransform, clip, scale, shift, threshold
+from turnlog.processors.core.rules import RecordedSettingsError, draw_rules, fold_rules, recorded_settings
+from turnlog.processors.core.settlement import settle
+from turnlog.schemas.events import Purpose
+from turnlog.settings import CHOICES, BatcherSettings, FoldSettings, Settings, SettingsError, fold_settings_json
+
+
+def rules(methods=BUILT_IN, **fold):
+    return fold_rules(FoldSettings(**fold), run_id="r", settings_sha256="", methods=methods)
+
+
+def test_the_settings_list_what_is_built_in():
+    assert set(CHOICES["fold.estimator"]) == set(BUILT_IN.estimators)
+    assert set(CHOICES["fold.group_filters"]) == set(BUILT_IN.group_filters)
+    assert set(CHOICES["fold.reward_transforms"]) == set(BUILT_IN.reward_transforms)
+
+
+@pytest.mark.parametrize(
+    ("fold", "said"),
+    [
+        ({"estimator": "gpro"}, r"fold.estimator must be one of dr_grpo, grpo, none.*turnlog.estimators, got 'gpro'"),
+        ({"group_filters": ("easy",)}, r"fold.group_filters must be one of all_failed.*turnlog.group_filters"),
+        ({"reward_transforms": ("clamp",)}, r"fold.reward_transforms must be one of clip.*turnlog.reward_transforms"),
+        ({"reward_transforms": ("clip:1",)}, r"fold.reward_transforms: 'clip:1' must be clip:LOW:HIGH"),
+        ({"group_filters": ("zero_variance:1",)}, r"'zero_variance:1' must be zero_variance, "),
+        ({"reward_transforms": ("scale:half",)}, r"'scale:half' must be a name and its numbers"),
+        ({"reward_transforms": ("scale:nan",)}, r"'scale:nan' must be a name and its numbers"),
+        ({"std_ddof": 2}, r"fold.std_ddof must be 0 .* or 1"),
+        ({"discount": 1.5}, r"fold.discount must be in \[0, 1\], got 1.5"),
+        ({"discount": math.nan}, r"fold.discount must be in"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_by_name_with_what_is_legal(fold, said):
+    with pytest.raises(SettingsError, match=said):
+        rules(**fold)
+
+
+@pytest.mark.parametrize("key", ["prompts_per_draw", "updates_per_draw", "max_tokens", "constant_length"])
+def test_draws_of_nothing_are_refused(key):
+    with pytest.raises(SettingsError, match=f"batcher.{key} must be at least 1"):
+        draw_rules(FoldSettings(), BatcherSettings(**{key: 0}))
+
+
+def test_a_lag_below_zero_is_refused():
+    with pytest.raises(SettingsError, match=r"batcher.max_lag must be 0"):
+        draw_rules(FoldSettings(), BatcherSettings(max_lag=-1))
+
+
+@pytest.mark.parametrize(("estimator", "least", "whiten"), [("rloo", 2, False), ("reinforce_pp", 1, True)])
+def test_a_draw_drops_groups_and_whitens_as_the_estimator_asks(estimator, least, whiten):
+    made = draw_rules(FoldSettings(estimator=estimator), BatcherSettings())
+    assert (made.min_valid, made.whiten) == (least, whiten)
+
+
+def test_transforms_are_what_they_say():
+    assert [scale(3.0, 0.5), shift(3.0, -1.0), clip(3.0, 0, 1), clip(-3.0, 0, 1), clip(0.5, 0, 1)] == [
+        1.5,
+        2,
+        1,
+        0,
+        0.5,
+    ]
+    assert [threshold(0.5, 0.5), threshold(0.4, 0.5)] == [1.0, 0.0]
+
+
+def own(estimate, **more):
+    estimators = {**BUILT_IN.estimators, "mine": Estimator("mine", 7, estimate, **more)}
+    return rules(Methods(estimators=estimators), estimator="mine")
+
+
+def settled(made, *rewards):
+    trajectories = [Trajectory(reward, reward, (TurnReward(),)) for reward in rewards]
+    return settle(Purpose.train, trajectories, made)
+
+
+def test_a_users_estimator_is_used_under_its_name_and_version():
+    made = own(of_rewards(lambda rewards: Advantages(tuple(-reward for reward in rewards), 0.0, None)))
+    assert made.formula.label == "mine/7"
+    assert settled(made, 1.0, 2.0).advantages.values == (-1.0, -2.0)
+
+
+def test_what_a_users_estimator_gives_as_numpy_numbers_is_recorded_as_floats():
+    made = own(lambda given, _: Advantages(np.array([t.reward for t in given], "f4"), np.float32(0.5), np.float32(1)))
+    found = settled(made, 1.0, 0.0).advantages
+    assert found == Advantages((1.0, 0.0), 0.5, 1.0)
+    assert {type(value) for value in (*found.values, found.baseline, found.std)} == {float}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (Advantages((1.0,), 0.0, None), "mine/7 gives 1 advantages for 2 trajectories"),
+        (Advantages((1.0, math.nan), 0.0, None), r"mine/7 gives nan for rewards \[1.0, 0.0\]"),
+        (Advantages((1.0, 0.0), math.inf, None), "mine/7 gives inf"),
+        (Advantages((1.0, 0.0), 0.0, math.nan), "mine/7 gives nan"),
+        (
+            Advantages((1.0, 0.0), 0.0, None, ((1.0,), ())),
+            r"gives \[1, 0\] advantages for trajectories of \[1, 1\] turns",
+        ),
+        (Advantages((1.0, 0.0), 0.0, None, ((1.0,), (math.nan,))), "mine/7 gives nan"),
+    ],
+)
+def test_an_estimator_that_gives_what_is_no_advantage_is_a_defect_that_names_it(given, said):
+    with pytest.raises(BrokenMethod, match=said):
+        settled(own(lambda *_: given), 1.0, 0.0)
+
+
+def test_a_transform_that_gives_what_is_no_reward_is_a_defect_that_names_it(story):
+    broken = RewardTransform("log", 2, lambda reward: math.log(reward) if reward else -math.inf)
+    made = rules(Methods(reward_transforms={"log": broken}), reward_transforms=("log",), min_valid=1)
+    s = story()
+    s.turn("a", 0, "q", "A")
+    s.end("a", reward=0.0)
+    with pytest.raises(BrokenMethod, match=r"reward transform log/2 makes -inf of the reward 0.0"):
+        s.fold(made)
+
+
+def recorded(**sections):
+    return json.dumps(sections).encode()
+
+
+def test_settings_are_read_as_they_were_recorded():
+    settings = Settings(
+        fold=FoldSettings(
+            estimator="step", discount=0.5, reward_transforms=("clip:0:1",), group_filters=("all_failed:0",)
+        ),
+        batcher=BatcherSettings(max_lag=3),
+    )
+    assert recorded_settings(fold_settings_json(settings)) == (settings.fold, settings.batcher)
+
+
+def test_keys_that_an_older_version_did_not_have_take_their_defaults():
+    old = asdict(FoldSettings(min_valid=2, estimator="dr_grpo"))
+    for key in ("discount", "group_filters", "reward_transforms", "fork_threshold_tokens"):
+        del old[key]
+    fold, batcher = recorded_settings(recorded(fold=old, batcher={"max_lag": 2}))
+    assert fold == replace(FoldSettings(), min_valid=2, estimator="dr_grpo")
+    assert batcher == BatcherSettings(max_lag=2)
+    assert recorded_settings(recorded(fold={})) == (FoldSettings(), BatcherSettings())
+
+
+def test_recorded_settings_do_not_look_at_the_environment(monkeypatch):
+    monkeypatch.setenv("TURNLOG_FOLD_ESTIMATOR", "rloo")
+    assert recorded_settings(recorded(fold={}))[0].estimator == "grpo"
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (recorded(fold={"estimatr": "grpo"}), r"unknown key fold.estimatr.*use the turnlog version that recorded it"),
+        (recorded(fold={"estimator": "of_tomorrow"}), "fold.estimator must be one of"),
+        (recorded(fold={"min_valid": "2"}), "fold.min_valid must be int"),
+        (recorded(fold={}, trees={}), r"unknown section \[trees\]"),
+        (b"{", "cannot be read"),
+        (b"3", "cannot be read"),
+    ],
+)
+def test_recorded_settings_that_this_version_does_not_know_are_refused(body, said):
+    with pytest.raises(RecordedSettingsError, match=said):
+        recorded_settings(body)

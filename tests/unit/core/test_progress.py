@@ -1,0 +1,80 @@
+"""Where a run stands: the version that the next draw meets, and how far the batcher may run ahead."""
+
+from __future__ import annotations
+
+import pytest
+
+from turnlog.processors.core.progress import Progress
+from turnlog.schemas.events import (
+    BatchSkipped,
+    Event,
+    SampleBatchFormed,
+    StepCompleted,
+    Weighting,
+    WeightVersionPublished,
+)
+from turnlog.schemas.types import BlobRef
+
+
+def formed(draw: int, batch: int) -> Event:
+    return SampleBatchFormed(
+        event_id="b", run_id="r", batch_index=batch, draw_index=draw, part=0, parts=1, file=BlobRef("0", 0),
+        rows_sha256="", samples=(), groups=(f"g{draw}",), weighting=Weighting.prompt, prompts=1, trajectories=1,
+        trained_tokens=1, constant_length=0, masked={}, trainer_version=0, max_lag=0, dropped=(), whitening_mean=None,
+        whitening_std=None, positions=(), settings_sha256="",
+    )  # fmt: skip
+
+
+def skipped(draw: int, batch: int) -> Event:
+    return BatchSkipped(
+        event_id="b", run_id="r", batch_index=batch, draw_index=draw, reason="", groups=(), masked={}, dropped=(),
+        positions=(), settings_sha256="",
+    )  # fmt: skip
+
+
+def published(version: int, batch: int) -> Event:
+    return WeightVersionPublished(
+        event_id="w", run_id="r", version=version, step=0, batch_index=batch, incarnation=0, kind="full",
+        base_version=None, files=(), dtype="float32", checksums={}, checkpoint=None,
+    )  # fmt: skip
+
+
+def stepped(batch: int) -> Event:
+    return StepCompleted(
+        event_id="s", run_id="r", batch_index=batch, draw_index=batch, incarnation=0, step=0, loss=0.0, grad_norm=0.0,
+        learning_rate=0.0, lag_max=0, tokens=0, trained_tokens=0, masked={}, skipped=False, reward_mean=0.0,
+        logprob_gap_max=0.0, logprob_gap_mean=0.0, entropy=None, clip_fraction=0.0, seconds={}, world_size=1,
+    )  # fmt: skip
+
+
+def progress(publish_every: int, *events: Event) -> Progress:
+    found = Progress(publish_every=publish_every)
+    for event in events:
+        found.apply(event)
+    return found
+
+
+def test_the_next_draw_meets_one_version_more_per_draw_between_that_publishes() -> None:
+    start = published(4, -1)
+    assert progress(1, start).version_at_next_draw() == 4
+    assert progress(1, start, formed(0, 0), formed(1, 1)).version_at_next_draw() == 6
+    assert progress(1, start, formed(0, 0), formed(1, 1), published(5, 0)).version_at_next_draw() == 6
+    assert progress(2, start, formed(0, 0)).version_at_next_draw() == 4
+    assert progress(2, start, formed(0, 0), formed(1, 1), formed(2, 2)).version_at_next_draw() == 5
+
+
+def test_a_skipped_draw_counts_for_no_version_wherever_it_stands() -> None:
+    """Else weights after every second draw would never go out when every second draw is skipped."""
+    history = [published(0, -1), formed(0, 0), skipped(1, 1), formed(2, 2), skipped(3, 3)]
+    assert progress(2, *history).version_at_next_draw() == 1
+    assert progress(2, *history, formed(4, 4)).version_at_next_draw() == 1
+    assert progress(2, *history, formed(4, 4), formed(5, 5), published(1, 2)).version_at_next_draw() == 2
+
+
+@pytest.mark.parametrize(
+    ("batches", "ready", "ahead", "room"),
+    [(1, 2, 0, True), (1, 2, 1, True), (1, 2, 2, False), (4, 2, 0, True), (4, 2, 1, False), (2, 4, 2, True)],
+)
+def test_a_draw_of_several_batches_fits_whole_or_waits(batches: int, ready: int, ahead: int, room: bool) -> None:
+    history = [formed(index, index) for index in range(5 + ahead)]
+    assert progress(1, *history, stepped(4)).room_for(batches, ready) is room
