@@ -5,7 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
-from turnlog.processors.core.rows import COLUMNS, TEXT, TOKEN, BatchRows
+from turnlog.processors.core.draws import FormedBatch
+from turnlog.processors.core.rows import COLUMNS, TEXT, TOKEN, BatchRows, rows_sha256
+from turnlog.processors.core.weighting import check_rows
+from turnlog.schemas.events import Weighting
 
 MEDIA_TYPE = "application/vnd.apache.arrow.file"
 ARROW = {"<i4": pa.int32(), "<i8": pa.int64(), "|u1": pa.uint8(), "<f4": pa.float32()}
@@ -14,6 +17,17 @@ ARROW = {"<i4": pa.int32(), "<i8": pa.int64(), "|u1": pa.uint8(), "<f4": pa.floa
 class CorruptBatch(Exception):
     """The bytes are no batch file, or its columns are not those of this version. Remedy: form the batch again from
     its manifest (`turnlog replay` recomputes it), or restore the object in the store."""
+
+
+def sealed(batch: FormedBatch, weighting: Weighting) -> tuple[bytes, str]:
+    """A batch's file and the rows_sha256 of what it holds, read back and checked against the batch's weights.
+
+    Raises WeightsDoNotAddUp: then nothing may be published.
+    """
+    content = write_rows(batch.rows)
+    held = read_rows(content)
+    check_rows(held, batch.weights, weighting)
+    return content, rows_sha256(held)
 
 
 def write_rows(rows: BatchRows) -> bytes:

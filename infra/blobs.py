@@ -1,7 +1,7 @@
 """Immutable objects named by their sha256. `infra.s3` is the real store, `infra.memory` the fake; one contract.
 
 BlobError
-├── BlobMissing       nothing under that hash (yet): retried, then the process ends uncommitted
+├── BlobMissing       nothing under that hash (yet): retried, then a typed end where it is needed
 ├── BlobCorrupt       the bytes do not hash to their name
 └── StoreUnavailable  transport, credentials, quota
 """
@@ -38,6 +38,20 @@ class Blobs(Protocol):
 
     async def get(self, ref: BlobRef) -> bytes:
         """The verified bytes. Raises BlobMissing, BlobCorrupt, StoreUnavailable."""
+        ...
+
+    async def put_named(self, name: str, content: bytes, *, media_type: str = "application/octet-stream") -> None:
+        """Store `content` under a name of the writer's choice (the archive: files that people look for by name), in
+        one piece or not at all; what stood there is replaced. Raises StoreUnavailable."""
+        ...
+
+    async def get_named(self, name: str) -> bytes:
+        """The bytes under a name, unverified: whoever names objects keeps their hashes. Raises BlobMissing,
+        StoreUnavailable."""
+        ...
+
+    async def names(self, prefix: str) -> list[str]:
+        """Names that begin with `prefix`, sorted; empty when there is none. Raises StoreUnavailable."""
         ...
 
     async def close(self) -> None:

@@ -12,6 +12,7 @@ is the fake; both pass tests/contract/test_engine_contract.py.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import AsyncIterable, AsyncIterator
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -42,6 +43,16 @@ class EngineAborted(EngineError):
     """Resubmitted as often as is sensible. Remedy: update weights with pause mode `retract`."""
 
 
+@dataclass(frozen=True, slots=True)
+class EngineImage:
+    """An image, and where its placeholder ids stand in input_ids."""
+
+    url: str
+    """data: URL"""
+    position: int
+    tokens: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generate:
     """One request. Neutral sampling (top_p 1, top_k -1, min_p 0, no penalties) is fixed: the log-probs depend on it."""
@@ -52,6 +63,10 @@ class Generate:
     temperature: float
     max_new_tokens: int
     stop_token_ids: tuple[int, ...] = ()
+    experts_from: int | None = None
+    """Ask for the routed experts from this position on; None for none."""
+    images: tuple[EngineImage, ...] = ()
+    """Of the whole prompt, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +81,9 @@ class Piece:
     versions: tuple[tuple[str, int], ...] = ()
     """(label, tokens) of all output so far, in order, as far as the engine says."""
     cached_tokens: int = 0
+    experts: bytes | None = None
+    """With the last piece, where asked for and given: little-endian int32 ids, layers x top_k per position, of
+    positions experts_from to prompt + output - 2."""
 
 
 class Engine(Protocol):
@@ -99,9 +117,9 @@ class SGLang:
             async with self._http().post(f"{self.url}/generate", data=body, headers=JSON, timeout=timeout) as answer:
                 await self._checked(answer)
                 if not stream:
-                    yield _Pieces().take(orjson.loads(await answer.read()))
+                    yield _Pieces(request).take(orjson.loads(await answer.read()))
                     return
-                async for piece in self._streamed(answer):
+                async for piece in self._streamed(answer, request):
                     yield piece
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineDead(f"{self.url}: {type(error).__name__} {error}".rstrip()) from error
@@ -138,8 +156,8 @@ class SGLang:
             raise EngineDead(f"{self.url} answered {answer.status}: {text}")
         raise EngineRefused(f"{self.url} answered {answer.status}: {text}")
 
-    async def _streamed(self, answer: aiohttp.ClientResponse) -> AsyncIterator[Piece]:
-        pieces, finish = _Pieces(), None
+    async def _streamed(self, answer: aiohttp.ClientResponse, request: Generate) -> AsyncIterator[Piece]:
+        pieces, finish = _Pieces(request), None
         async for data in _server_sent(answer.content.iter_any()):
             if data == b"[DONE]":
                 break
@@ -161,13 +179,22 @@ def _body(request: Generate, stream: bool) -> dict[str, Any]:
     }
     if request.stop_token_ids:
         sampling["stop_token_ids"] = list(request.stop_token_ids)
-    return {
+    body = {
         "rid": request.rid,
         "input_ids": request.input_ids,
         "sampling_params": sampling,
         "return_logprob": True,
         "stream": stream,
     }
+    if request.experts_from is not None:
+        body |= {"return_routed_experts": True, "routed_experts_start_len": request.experts_from}
+    if request.images:
+        body |= {
+            "input_ids": _collapsed(request),
+            "image_data": [image.url for image in request.images],
+            "return_prompt_token_ids": True,
+        }
+    return body
 
 
 async def _server_sent(chunks: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
@@ -180,15 +207,40 @@ async def _server_sent(chunks: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
                 yield event[5:].strip()
 
 
+def _collapsed(request: Generate) -> list[int]:
+    """One placeholder per image: SGLang repeats each as often as the model's own processor says."""
+    ids, end = [], 0
+    for image in request.images:
+        ids += request.input_ids[end : image.position + 1]
+        end = image.position + image.tokens
+    return ids + request.input_ids[end:]
+
+
+def _check_prompt(request: Generate, answer: dict[str, Any]) -> None:
+    """With images some of SGLang's processors write the prompt to text and tokenise it again, or count an image's
+    tokens in another way. Raises EngineRefused where the engine sampled on other ids than it was given."""
+    saw = answer.get("prompt_token_ids", request.input_ids)
+    if not request.images or saw == request.input_ids:
+        return
+    pairs = enumerate(zip(saw, request.input_ids, strict=False))
+    first = next((at for at, (theirs, ours) in pairs if theirs != ours), min(len(saw), len(request.input_ids)))
+    raise EngineRefused(
+        f"the engine sampled on {len(saw)} prompt ids that differ from the {len(request.input_ids)} given, from "
+        f"position {first} on: its processor of images does not keep them, so that its turns cannot be trained"
+    )
+
+
 class _Pieces:
     """Turns SGLang's answers into pieces, whether they repeat all output so far (the default) or bring only what is
     new (--incremental-streaming-output)."""
 
-    def __init__(self) -> None:
+    def __init__(self, request: Generate) -> None:
+        self._request = request
         self._seen = 0
 
     def take(self, answer: dict[str, Any]) -> Piece:
         meta, ids = answer["meta_info"], answer["output_ids"]
+        _check_prompt(self._request, answer)
         triples = meta["output_token_logprobs"]
         count = min(len(ids), len(triples))  # a running request's list may grow while SGLang writes it
         start = self._seen if count >= meta["completion_tokens"] else 0
@@ -206,7 +258,16 @@ class _Pieces:
             finish=finish,
             versions=_versions(meta, self._seen),
             cached_tokens=meta.get("cached_tokens") or 0,
+            experts=_experts(meta),
         )
+
+
+def _experts(meta: dict[str, Any]) -> bytes | None:
+    encoded = meta.get("routed_experts")
+    try:
+        return None if encoded is None else base64.b64decode(encoded, validate=True)
+    except ValueError as error:
+        raise EngineRefused(f"the engine's routed experts are no base64: {error}") from error
 
 
 def _versions(meta: dict[str, Any], tokens: int) -> tuple[tuple[str, int], ...]:

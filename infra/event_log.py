@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
-from turnlog.infra.log import Appender, Headers, Log, Record
+from turnlog.infra.blobs import Blobs
+from turnlog.infra.log import Appender, Headers, Log, Record, Transactor
+from turnlog.infra.murmur2 import partition_of
+from turnlog.infra.payloads import externalized
 from turnlog.infra.registry import Registry
 from turnlog.schemas.avsc import stored_schema
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.errors import UndecodableRecord, UnknownSchemaId
-from turnlog.schemas.events import ALL, Event, TokenSnapshot
+from turnlog.schemas.events import ALL, Event, TokenSnapshot, sampled_tokens
 from turnlog.schemas.topics import TOPIC_OF
 
 OUTPUT_TOKENS_HEADER = "output_tokens"
@@ -20,21 +25,25 @@ RECORD_HEADER = "record"
 
 
 class EventLog:
-    """Appends and decodes events of the catalogue. `writer` names role and instance in a header."""
+    """Appends and decodes events of the catalogue. `writer` names role and instance in a header; with `blobs`, payloads
+    that are too large for a record are put there first."""
 
-    def __init__(self, log: Log, registry: Registry, codec: Codec, writer: str) -> None:
+    def __init__(self, log: Log, registry: Registry, codec: Codec, writer: str, *, blobs: Blobs | None = None) -> None:
         self.log = log
         self.codec = codec
         self._registry = registry
         self._writer = writer.encode()
+        self._blobs = blobs
         self._appender: Appender | None = None
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, log: Log, registry: Registry, *, writer: str) -> AsyncIterator[EventLog]:
+    async def open(
+        cls, log: Log, registry: Registry, *, writer: str, blobs: Blobs | None = None
+    ) -> AsyncIterator[EventLog]:
         """Register every schema of the catalogue, start one producer. Raises SchemaIncompatible, LogUnavailable."""
         ids = {name: await registry.register(name, stored_schema(name)) for name in ALL}
-        events = cls(log, registry, Codec(ids), writer)
+        events = cls(log, registry, Codec(ids), writer, blobs=blobs)
         async with log.appender() as appender:
             events._appender = appender
             yield events
@@ -44,17 +53,37 @@ class EventLog:
         return await (await self.submit(event))
 
     async def submit(self, event: Event, *, output_tokens: int | None = None) -> Awaitable[tuple[int, int]]:
-        """Hand over (order is fixed here); await the result for the acknowledgement."""
+        """Hand over (order is fixed here); await the result for the acknowledgement. Raises Oversized for an event that
+        is too large without its payloads, StoreUnavailable."""
         assert self._appender is not None
+        if self._blobs is not None:
+            event = await externalized(event, self._blobs)
         topic = TOPIC_OF[type(event).__name__]
         headers = self.headers(event, output_tokens=output_tokens)
         return await self._appender.submit(topic.name, topic.key_of(event), self.codec.encode(event), headers=headers)
+
+    async def transact(self, transactor: Transactor, events: Sequence[Event], *, partitions: int = 1) -> None:
+        """All of `events`, in order, in one transaction, or none. `partitions` is the count of every topic they go to.
+
+        Everything is encoded before the transaction begins. Raises Fenced, TransactionFailed, Oversized,
+        LogUnavailable: nothing is repaired in place, the caller's process ends.
+        """
+        values = [self.codec.encode(event) for event in events]
+        await transactor.begin()
+        acks = []
+        for event, value in zip(events, values, strict=True):
+            topic = TOPIC_OF[type(event).__name__]
+            key = topic.key_of(event)
+            number = partition_of(key, partitions)
+            acks.append(await transactor.send(topic.name, number, key, value, headers=self.headers(event)))
+        await asyncio.gather(*acks)
+        await transactor.commit()
 
     def headers(self, event: Event, *, output_tokens: int | None = None) -> Headers:
         """Headers of an event's record: writer, record name, and a snapshot's output token count."""
         headers = [("writer", self._writer), (RECORD_HEADER, type(event).__name__.encode())]
         if isinstance(event, TokenSnapshot):
-            count = sum(span.length for span in event.version_spans) if output_tokens is None else output_tokens
+            count = sampled_tokens(event) if output_tokens is None else output_tokens
             headers.append((OUTPUT_TOKENS_HEADER, str(count).encode()))
         return headers
 
@@ -72,3 +101,7 @@ class EventLog:
                 ) from None
             self.codec.hold(unknown.schema_id, schema)
             return self.codec.decode(record.value)
+
+    async def schema(self, schema_id: int) -> Mapping[str, Any]:
+        """The schema of an id as registered. Raises KeyError when there is none, RegistryUnavailable."""
+        return await self._registry.schema(schema_id)

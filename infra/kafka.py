@@ -7,15 +7,22 @@ for what that one left open), then read `commits`. Until then they may be older 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic, RecordsToDelete
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import KafkaError, TopicAlreadyExistsError, for_code
 
-from turnlog.infra.kafka_connection import ANSWER_TIMEOUT_S, REQUEST_TIMEOUT_MS, Connection, typed, typed_error
+from turnlog.infra.kafka_connection import (
+    ANSWER_TIMEOUT_S,
+    REQUEST_TIMEOUT_MS,
+    Connection,
+    Membership,
+    typed,
+    typed_error,
+)
 from turnlog.infra.kafka_producers import KafkaAppender, KafkaTransactor, producing
 from turnlog.infra.kafka_readers import KafkaGroupReader, KafkaReader, consuming
 from turnlog.infra.log import (
@@ -38,9 +45,10 @@ RETRY_S = 0.05
 class KafkaLog:
     """See Log. One per event loop; clients are made when they are first needed, so making one costs nothing."""
 
-    def __init__(self, bootstrap: str, *, prefix: str = "") -> None:
-        """`bootstrap` is host:port[,host:port]; `prefix` goes before every topic, group and transactional id."""
-        self._connection = Connection(bootstrap, prefix)
+    def __init__(self, bootstrap: str, *, prefix: str = "", membership: Membership | None = None) -> None:
+        """`bootstrap` is host:port[,host:port]; `prefix` goes before every topic, group and transactional id;
+        `membership`: time-outs of its group readers, if not the usual ones."""
+        self._connection = Connection(bootstrap, prefix, membership or Membership())
         self._shared = AsyncExitStack()
         self._making = asyncio.Lock()
         self._admin: AIOKafkaAdminClient | None = None
@@ -87,6 +95,14 @@ class KafkaLog:
                         raise typed_error(self._connection, f"create topic {name}", kind(*said))
                 await self._until_usable({topic.name for topic in wanted})
 
+    async def delete_before(self, offsets: Mapping[Partition, int]) -> None:
+        """See Log. Raises TopicMissing, LogUnavailable."""
+        places = {place: offsets[name] for place, name in (await self._places(list(offsets))).items()}
+        admin = await self._admin_client()
+        with typed(self._connection, "delete records"):
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                await admin.delete_records({place: RecordsToDelete(offset) for place, offset in places.items()})
+
     @asynccontextmanager
     async def appender(self) -> AsyncIterator[Appender]:
         """See Log. Leaving flushes."""
@@ -111,8 +127,9 @@ class KafkaLog:
 
     @asynccontextmanager
     async def group_reader(
-        self, group: str, topics: Sequence[str], *, assigned: Assigned, revoked: Assigned, instance: str | None = None
-    ) -> AsyncIterator[GroupReader]:
+        self, group: str, topics: Sequence[str], *, assigned: Assigned, revoked: Assigned, instance: str | None = None,
+        patient: bool = False,
+    ) -> AsyncIterator[GroupReader]:  # fmt: skip
         """See Log. Entering does not wait for the assignment: poll() does. Leaving calls `revoked` for what is held.
         Raises TopicMissing, BrokenAssignment for topics that differ in partitions, LogUnavailable."""
         for topic in topics:
@@ -121,7 +138,7 @@ class KafkaLog:
         if len(set(counts.values())) != 1:
             raise BrokenAssignment(f"{group}: units cannot move as a whole, partition counts differ: {counts}")
         async with (
-            consuming(self._connection) as consumer,
+            consuming(self._connection, patient=patient) as consumer,
             consuming(self._connection, group=group, instance=instance) as member,
         ):
             reader = KafkaGroupReader(self._connection, consumer, member, topics, assigned, revoked)

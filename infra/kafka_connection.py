@@ -35,6 +35,7 @@ from turnlog.infra.log import (
     Partition,
     TopicMissing,
 )
+from turnlog.schemas.topics import MAX_MESSAGE_BYTES
 
 METADATA_LIMIT_BYTES = 4096
 """Kafka's default `offset.metadata.max.bytes`. Above it a broker's refusal kills the whole transactional producer."""
@@ -51,12 +52,26 @@ CLOSE_TIMEOUT_S = 10.0
 aiokafka.producer.sender.BACKOFF_OVERRIDE = 0.002
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Membership:
+    """Time-outs of a member of a consumer group, in milliseconds (KIP-62)."""
+
+    session_ms: int = 6_000
+    """A member that was killed holds its units for this long (the least that brokers allow by default)."""
+    heartbeat_ms: int = 1_000
+    rebalance_ms: int = 60_000
+    """How long the group waits for a member that works on a batch to come back to poll()."""
+    max_poll_interval_ms: int = 300_000
+    """A member that does not poll for longer loses its units."""
+
+
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """Where the cluster is and what our names are prefixed with there."""
+    """Where the cluster is, what our names are prefixed with there, and how patient groups are with their members."""
 
     bootstrap: str
     prefix: str = ""
+    membership: Membership = Membership()
 
     def full(self, name: str) -> str:
         """The name on the cluster of a topic, group or transactional id."""
@@ -108,6 +123,9 @@ def typed_error(connection: Connection, doing: str, error: KafkaError) -> LogErr
         case OutOfRange():
             return OffsetOutOfRange(said)
         case MessageSizeTooLargeError() | RecordTooLargeError() | OffsetMetadataTooLargeError():
-            return Oversized(said)
+            return Oversized(
+                f"{said}; a record takes {MAX_MESSAGE_BYTES} bytes at most: put what is larger into the object store "
+                "and name it by a BlobRef"
+            )
         case _:
             return LogUnavailable(f"{said}; check [kafka] bootstrap ({connection.bootstrap})")

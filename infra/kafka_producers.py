@@ -42,6 +42,12 @@ BATCH_BYTES = 1 << 20
 small limit would make every large record wait for the one before."""
 TRANSACTION_TIMEOUT_MS = 10_000
 """An abandoned transaction holds every read_committed reader back for this long (60 s by default)."""
+RETRY_MS = 100
+"""Between attempts of a plain producer, as aiokafka has it."""
+TRANSACTION_RETRY_MS = 20
+"""Of a transactional one: a transaction that begins with its offsets, while the markers of the last one are still being
+written, waits so long (kafka_connection.py shortens only the wait of one that begins with a send). With 100 every group
+that ended meanwhile waited, too: p99 of G6 128 ms, with 20 about 55."""
 
 Known = Callable[[str, int | None], Awaitable[None]]
 """Raises TopicMissing for a topic, or a partition of it, that does not exist; free once the topic is known."""
@@ -59,6 +65,7 @@ async def producing(connection: Connection, transactional_id: str | None = None)
         max_batch_size=BATCH_BYTES,
         max_request_size=MAX_MESSAGE_BYTES,
         request_timeout_ms=REQUEST_TIMEOUT_MS,
+        retry_backoff_ms=RETRY_MS if transactional_id is None else TRANSACTION_RETRY_MS,
         transactional_id=None if transactional_id is None else connection.full(transactional_id),
         transaction_timeout_ms=TRANSACTION_TIMEOUT_MS,
     )

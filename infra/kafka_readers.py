@@ -22,20 +22,15 @@ from turnlog.infra.kafka_connection import (
     typed,
 )
 from turnlog.infra.log import Assigned, BrokenAssignment, Commit, Fenced, Partition, Record
+from turnlog.schemas.construction import constructor
 from turnlog.schemas.topics import MAX_MESSAGE_BYTES
 
 FETCH_WAIT_MS = 250
 """How long a fetch waits at the broker for data. A partition that is sought meanwhile waits for it to come back."""
 FETCH_BYTES = 4 * MAX_MESSAGE_BYTES
-SESSION_TIMEOUT_MS = 6_000
-"""A member that was killed holds its units for this long (the least that brokers allow by default)."""
-HEARTBEAT_MS = 1_000
 PATIENT_BYTES = 1 << 20
 PATIENT_WAIT_MS = 500
-REBALANCE_TIMEOUT_MS = 60_000
-"""How long the group waits for a member that works on a batch to come back to poll()."""
-MAX_POLL_INTERVAL_MS = 300_000
-"""A member that does not poll for longer loses its units."""
+make_record = constructor(Record)
 SLICE_S = 0.1
 """A rebalance waits at most this long for a poll() that waits for records."""
 
@@ -63,10 +58,10 @@ async def consuming(
         fetch_max_wait_ms=PATIENT_WAIT_MS if patient else FETCH_WAIT_MS,
         request_timeout_ms=REQUEST_TIMEOUT_MS,
         partition_assignment_strategy=[RangePartitionAssignor],
-        session_timeout_ms=SESSION_TIMEOUT_MS,
-        heartbeat_interval_ms=HEARTBEAT_MS,
-        rebalance_timeout_ms=REBALANCE_TIMEOUT_MS,
-        max_poll_interval_ms=MAX_POLL_INTERVAL_MS,
+        session_timeout_ms=connection.membership.session_ms,
+        heartbeat_interval_ms=connection.membership.heartbeat_ms,
+        rebalance_timeout_ms=connection.membership.rebalance_ms,
+        max_poll_interval_ms=connection.membership.max_poll_interval_ms,
     )
     try:
         with typed(connection, "start consumer"):
@@ -118,18 +113,13 @@ class KafkaReader:
             for place, name in self._places.items():  # also past markers and aborted records
                 self._positions[name] = await self._consumer.position(place)
         return [
-            Record(
-                topic=self._places[place].topic,
-                partition=place.partition,
-                offset=found.offset,
-                key=found.key or b"",
-                value=found.value or b"",
-                headers=found.headers,
-                timestamp_ms=found.timestamp,
+            make_record(
+                name.topic, name.number, found.offset, found.key or b"", found.value or b"", found.headers,
+                found.timestamp,
             )
-            for place, batch in batches.items()
+            for name, batch in ((self._places[place], batch) for place, batch in batches.items())
             for found in batch
-        ]
+        ]  # fmt: skip
 
 
 class _Rebalances(ConsumerRebalanceListener):  # type: ignore[misc]
@@ -172,7 +162,7 @@ class KafkaGroupReader(KafkaReader):
 
     * Both callbacks run inside poll(), on its caller's task, before it fetches. So whatever the caller does between two
       polls (a batch and its transaction) ends before its units are given up: no batch straddles a rebalance.
-    * The group waits for this member's next poll() (up to REBALANCE_TIMEOUT_MS) before it gives the units to another.
+    * The group waits for this member's next poll() (for `Membership.rebalance_ms`) before it gives them to another.
     * After `assigned`, nothing is delivered until `seek` was called for every assigned partition.
     * An error of a callback, and BrokenAssignment, come out of that poll() and of every later one.
     * A member that the group expelled learns it at its next poll (`revoked`, then `assigned`); until then it may work

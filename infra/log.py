@@ -181,6 +181,10 @@ class Log(Protocol):
         """Create and wait until each is usable."""
         ...
 
+    async def delete_before(self, offsets: Mapping[Partition, int]) -> None:
+        """Delete the records of each partition below its offset, for good. Only `turnlog archive prune` does."""
+        ...
+
     def appender(self) -> AbstractAsyncContextManager[Appender]:
         """A plain producer."""
         ...
@@ -195,10 +199,12 @@ class Log(Protocol):
         ...
 
     def group_reader(
-        self, group: str, topics: Sequence[str], *, assigned: Assigned, revoked: Assigned, instance: str | None = None
-    ) -> AbstractAsyncContextManager[GroupReader]:
+        self, group: str, topics: Sequence[str], *, assigned: Assigned, revoked: Assigned, instance: str | None = None,
+        patient: bool = False,
+    ) -> AbstractAsyncContextManager[GroupReader]:  # fmt: skip
         """A member of `group`. The callbacks get the unit numbers that come or go and are awaited before delivery
-        goes on; what a callback raises comes out of the next poll(). `instance` makes the membership static."""
+        goes on; what a callback raises comes out of the next poll(). `instance` makes the membership static;
+        `patient` is as for `reader`."""
         ...
 
     async def start_offsets(self, partitions: Sequence[Partition]) -> dict[Partition, int]:

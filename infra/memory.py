@@ -100,6 +100,12 @@ class MemoryLog:
         self.alive()
         self.broker.create(specs)
 
+    async def delete_before(self, offsets: Mapping[Partition, int]) -> None:
+        """See Log."""
+        self.alive()
+        for place, offset in offsets.items():
+            self.broker.truncate(place, offset)
+
     @asynccontextmanager
     async def appender(self) -> AsyncIterator[Appender]:
         """See Log."""
@@ -124,8 +130,9 @@ class MemoryLog:
 
     @asynccontextmanager
     async def group_reader(
-        self, group: str, topics: Sequence[str], *, assigned: Assigned, revoked: Assigned, instance: str | None = None
-    ) -> AsyncIterator[GroupReader]:
+        self, group: str, topics: Sequence[str], *, assigned: Assigned, revoked: Assigned, instance: str | None = None,
+        patient: bool = False,
+    ) -> AsyncIterator[GroupReader]:  # fmt: skip
         """See Log."""
         self.alive()
         member = self.broker.join(group, topics, instance)

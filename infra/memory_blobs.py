@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 from turnlog.infra.blobs import BlobCorrupt, BlobMissing
 from turnlog.schemas.types import BlobRef
 
 
 class MemoryBlobs:
-    """See Blobs. `objects` maps sha256 to bytes, for tests that damage them."""
+    """See Blobs. `objects` maps sha256, `named` maps names to bytes, for tests that damage them."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
+        self.named: dict[str, bytes] = {}
+        self.point: Callable[[], None] = _nothing
+        """Called before and after each put of a named object: a place where a process may die (`MemoryLog.point`)."""
 
     async def put(self, content: bytes, *, media_type: str = "application/octet-stream") -> BlobRef:
         """See Blobs."""
@@ -30,5 +34,25 @@ class MemoryBlobs:
             raise BlobCorrupt(f"object {ref.sha256}: its {len(content)} bytes are not the {ref.size} that were put")
         return content
 
+    async def put_named(self, name: str, content: bytes, *, media_type: str = "application/octet-stream") -> None:
+        """See Blobs."""
+        self.point()
+        self.named[name] = content
+        self.point()
+
+    async def get_named(self, name: str) -> bytes:
+        """See Blobs."""
+        try:
+            return self.named[name]
+        except KeyError:
+            raise BlobMissing(f"the store holds no object {name}") from None
+
+    async def names(self, prefix: str) -> list[str]:
+        """See Blobs."""
+        return sorted(name for name in self.named if name.startswith(prefix))
+
     async def close(self) -> None:
         """Nothing to release."""
+
+
+def _nothing() -> None: ...

@@ -261,6 +261,11 @@ class MemoryBroker:
 
     # -- waiting -----------------------------------------------------------------------------------------------
 
+    @property
+    def waiting(self) -> int:
+        """Readers that have taken everything and wait for more."""
+        return len(self._waiters)
+
     def notify(self) -> None:
         """Wake whoever waits for a change."""
         waiters, self._waiters = self._waiters, set()

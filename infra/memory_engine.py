@@ -7,6 +7,8 @@ import hashlib
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 
+import numpy as np
+
 from turnlog.infra.engine import EngineDead, EngineRefused, Generate, Piece
 
 Script = Callable[[Sequence[int]], list[int]]
@@ -30,6 +32,8 @@ class MemoryEngine:
         self.released = asyncio.Event()
         self.reached = asyncio.Event()
         """Set when a request stands at `holds_after`."""
+        self.routing: tuple[int, int, int] | None = None
+        """(layers, experts per token, experts) of a mixture of experts that returns its routing."""
         self._dead = False
         self._live: dict[str, asyncio.Event] = {}
 
@@ -70,6 +74,8 @@ class MemoryEngine:
         """Nothing to release."""
 
     def _check(self, request: Generate) -> None:
+        if request.experts_from is not None and request.experts_from > len(request.input_ids):
+            raise EngineRefused(f"experts from {request.experts_from} of a prompt of {len(request.input_ids)}")
         if self._dead:
             raise EngineDead("the engine was killed")
         if any(not 0 <= token < self.vocabulary for token in request.input_ids):
@@ -89,14 +95,25 @@ class MemoryEngine:
             if self._dead:
                 raise EngineDead("the engine was killed")
             if stop.is_set():
-                yield Piece(ids=[], logprobs=[], finish="abort", versions=spans(versions))
+                rows = self._experts(request, ids[:position])
+                yield Piece(ids=[], logprobs=[], finish="abort", versions=spans(versions), experts=rows)
                 return
             versions.append(self.version)
             last = position == len(ids) - 1
             logprob = logprob_of(request.input_ids, position)
-            yield Piece(ids=[token], logprobs=[logprob], finish=finish if last else None, versions=spans(versions))
+            yield Piece(
+                ids=[token], logprobs=[logprob], finish=finish if last else None, versions=spans(versions),
+                experts=self._experts(request, ids) if last else None,
+            )  # fmt: skip
         if not ids:
             yield Piece(ids=[], logprobs=[], finish="length")
+
+    def _experts(self, request: Generate, output: Sequence[int]) -> bytes | None:
+        """Rows of positions experts_from to prompt + output - 2; none, as from SGLang, before the first output id."""
+        if request.experts_from is None or self.routing is None or not output:
+            return None
+        ids = [*request.input_ids, *output]
+        return b"".join(experts_of(ids[: at + 1], *self.routing) for at in range(request.experts_from, len(ids) - 1))
 
     async def _hold(self, stop: asyncio.Event, timeout_s: float) -> None:
         self.reached.set()
@@ -127,6 +144,7 @@ def joined(pieces: Sequence[Piece]) -> Piece:
         finish=last.finish,
         versions=last.versions,
         cached_tokens=last.cached_tokens,
+        experts=last.experts,
     )
 
 
@@ -134,6 +152,12 @@ def token_of(prompt: Sequence[int], position: int, vocabulary: int) -> int:
     """The fake policy: a hash of the prompt's length, end and the position."""
     seed = hashlib.sha256(repr((len(prompt), tuple(prompt[-8:]), position)).encode()).digest()
     return int.from_bytes(seed[:4], "little") % vocabulary
+
+
+def experts_of(ids: Sequence[int], layers: int, top_k: int, experts: int) -> bytes:
+    """The fake routing at the last of `ids`: int32 [layers, top_k], a hash of every id up to there."""
+    found = hashlib.shake_128(repr(tuple(ids)).encode()).digest(4 * layers * top_k)
+    return (np.frombuffer(found, dtype="<u4") % experts).astype("<i4").tobytes()
 
 
 def logprob_of(prompt: Sequence[int], position: int) -> float:

@@ -2,16 +2,18 @@
 
 RegistryError
 ├── RegistryUnavailable   transport or 5xx: retried, then the process ends
-└── SchemaIncompatible    409: the change breaks BACKWARD_TRANSITIVE; add a default or keep the field
+└── SchemaIncompatible    409: the change breaks BACKWARD_TRANSITIVE; names record, field and rule
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import httpx
+
+from turnlog.schemas.compatibility import Problem, Schema, incompatibilities
 
 MEDIA_TYPE = "application/vnd.schemaregistry.v1+json"
 
@@ -26,6 +28,15 @@ class RegistryUnavailable(RegistryError):
 
 class SchemaIncompatible(RegistryError):
     """The registry refused the schema under the subject's compatibility rule."""
+
+    def __init__(self, subject: str, problems: Sequence[Problem], answer: str) -> None:
+        """`problems`: found here against the registered versions; none when the registry's rule is stricter."""
+        why = "; ".join(dict.fromkeys(f"{problem} (rule {problem.rule})" for problem in problems)) or answer
+        super().__init__(
+            f"{subject}: {why}; the registry holds what an older release wrote: keep its fields, give new ones "
+            "defaults (`turnlog schemas check`), or start the newer release"
+        )
+        self.problems = tuple(problems)
 
 
 class Registry(Protocol):
@@ -55,7 +66,8 @@ class HttpRegistry:
         """See Registry."""
         answer = await self._call("POST", f"/subjects/{subject}/versions", {"schema": json.dumps(schema)})
         if answer.status_code == httpx.codes.CONFLICT:
-            raise SchemaIncompatible(f"{subject}: {answer.text}")
+            problems = incompatibilities(dict(schema), await self._registered(subject))
+            raise SchemaIncompatible(subject, problems, answer.text[:500])
         return int(self._body(answer)["id"])
 
     async def schema(self, schema_id: int) -> Mapping[str, Any]:
@@ -69,6 +81,12 @@ class HttpRegistry:
     async def close(self) -> None:
         """Release connections."""
         await self._http.aclose()
+
+    async def _registered(self, subject: str) -> list[Schema]:
+        """Every version of a subject: the answer to a refused one says why in words of its own."""
+        numbers = self._body(await self._call("GET", f"/subjects/{subject}/versions"))
+        answers = [await self._call("GET", f"/subjects/{subject}/versions/{number}") for number in numbers]
+        return [json.loads(self._body(answer)["schema"]) for answer in answers]
 
     async def _call(self, method: str, path: str, body: object = None) -> httpx.Response:
         try:

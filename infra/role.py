@@ -43,23 +43,41 @@ class Role:
 
 
 @asynccontextmanager
-async def opened(name: str, settings: Settings) -> AsyncIterator[Role]:
-    """A role with its clients on real servers, addresses resolved; also the way into the log for tools and tests."""
-    from turnlog.infra.kafka import KafkaLog  # clients of real machines are imported where they are opened
-    from turnlog.infra.registry import HttpRegistry
-    from turnlog.infra.s3 import S3Blobs
+async def opened(name: str, settings: Settings, *, archive: bool = False) -> AsyncIterator[Role]:
+    """A role with its clients on real servers, addresses resolved; also the way into the log for tools and tests.
 
-    settings = resolved(settings)
+    `archive`: its log is the archive in the object store; neither Kafka nor a registry is needed, and nothing can be
+    written. Raises NoArchive then.
+    """
+    from turnlog.infra.s3 import S3Blobs  # clients of real machines are imported where they are opened
+
+    if not (archive and settings.store.endpoint):
+        settings = resolved(settings)
     instance = os.environ.get("TURNLOG_INSTANCE") or f"{name}-{socket.gethostname()}-{os.getpid()}"
     async with AsyncExitStack() as stack:
-        kafka = KafkaLog(settings.kafka.bootstrap, prefix=settings.kafka.prefix)
-        stack.push_async_callback(kafka.close)
-        registry = HttpRegistry(settings.registry.url)
-        stack.push_async_callback(registry.close)
         blobs = S3Blobs(settings.store)
         stack.push_async_callback(blobs.close)
-        events = await stack.enter_async_context(EventLog.open(kafka, registry, writer=instance))
-        yield Role(name, instance, settings, kafka, events, blobs, Health(name))
+        log, events = await (_archived if archive else _live)(stack, settings, blobs, instance)
+        yield Role(name, instance, settings, log, events, blobs, Health(name))
+
+
+async def _live(stack: AsyncExitStack, settings: Settings, blobs: Blobs, instance: str) -> tuple[Log, EventLog]:
+    from turnlog.infra.kafka import KafkaLog
+    from turnlog.infra.registry import HttpRegistry
+
+    kafka = KafkaLog(settings.kafka.bootstrap, prefix=settings.kafka.prefix)
+    stack.push_async_callback(kafka.close)
+    registry = HttpRegistry(settings.registry.url)
+    stack.push_async_callback(registry.close)
+    return kafka, await stack.enter_async_context(EventLog.open(kafka, registry, writer=instance, blobs=blobs))
+
+
+async def _archived(_: AsyncExitStack, settings: Settings, blobs: Blobs, instance: str) -> tuple[Log, EventLog]:
+    from turnlog.infra.archive_index import archive_name
+    from turnlog.infra.archive_log import ArchiveLog
+
+    log = await ArchiveLog.open(blobs, archive_name(settings))
+    return log, log.events(writer=instance)
 
 
 def serve(name: str, main: Callable[[Role], Awaitable[None]], settings: Settings) -> int:

@@ -60,6 +60,18 @@ class S3Blobs:
         """See Blobs."""
         return await self._run(lambda: self._get(ref))
 
+    async def put_named(self, name: str, content: bytes, *, media_type: str = "application/octet-stream") -> None:
+        """See Blobs."""
+        await self._run(lambda: self._write(name, content, media_type))
+
+    async def get_named(self, name: str) -> bytes:
+        """See Blobs."""
+        return await self._run(lambda: self._read(name))
+
+    async def names(self, prefix: str) -> list[str]:
+        """See Blobs."""
+        return await self._run(lambda: self._names(prefix))
+
     async def close(self) -> None:
         """See Blobs; waits for calls under way."""
         await asyncio.to_thread(self._pool.shutdown)
@@ -91,23 +103,31 @@ class S3Blobs:
 
     def _put(self, content: bytes, media_type: str) -> BlobRef:
         sha256 = hashlib.sha256(content).hexdigest()
-        self._client.put_object(
-            self._settings.bucket, key(sha256), io.BytesIO(content), len(content), content_type=media_type
-        )
+        self._write(key(sha256), content, media_type)
         return BlobRef(sha256, len(content), media_type)
 
-    def _get(self, ref: BlobRef) -> bytes:
+    def _write(self, name: str, content: bytes, media_type: str) -> None:
+        self._client.put_object(self._settings.bucket, name, io.BytesIO(content), len(content), content_type=media_type)
+
+    def _names(self, prefix: str) -> list[str]:
+        found = self._client.list_objects(self._settings.bucket, prefix=prefix, recursive=True)
+        return sorted(str(entry.object_name) for entry in found)
+
+    def _read(self, name: str) -> bytes:
         try:
-            answer = self._client.get_object(self._settings.bucket, key(ref.sha256))
+            answer = self._client.get_object(self._settings.bucket, name)
         except MinioException as error:
             if _status(error) == HTTPStatus.NOT_FOUND:
-                raise _missing(ref, self._settings) from None
+                raise _missing(name, self._settings) from None
             raise
         try:
-            content = answer.read()
+            return bytes(answer.read())
         finally:
             answer.close()
             answer.release_conn()
+
+    def _get(self, ref: BlobRef) -> bytes:
+        content = self._read(key(ref.sha256))
         if len(content) != ref.size or hashlib.sha256(content).hexdigest() != ref.sha256:
             raise BlobCorrupt(
                 f"{self._settings.bucket}/{key(ref.sha256)}: {len(content)} bytes do not hash to their name "
@@ -142,9 +162,9 @@ def _http(threads: int) -> urllib3.PoolManager:
     return urllib3.PoolManager(maxsize=threads, retries=retries, timeout=timeout)
 
 
-def _missing(ref: BlobRef, settings: StoreSettings) -> BlobError:
+def _missing(name: str, settings: StoreSettings) -> BlobError:
     return BlobMissing(
-        f"{settings.endpoint} holds no {settings.bucket}/{key(ref.sha256)}: it was not written yet, or [store] names "
+        f"{settings.endpoint} holds no {settings.bucket}/{name}: it was not written yet, or [store] names "
         "another store than its writer used"
     )
 

@@ -1,27 +1,41 @@
-"""Answers that need no sandbox, and the records that a worker writes."""
+"""Answers that need no sandbox, and the records that a worker writes.
+
+Parked                  a record of agent.tool-calls that goes to the dead letters
+├── AttemptsExhausted   the call took its sandbox down too often: look at its arguments
+└── UnexpectedRecord    the record belongs into another topic: its producer is wrong
+"""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 
-from turnlog.infra.log import Record
 from turnlog.sandbox_workers.protocol import Execution
 from turnlog.schemas.events import (
-    DeadLetter,
     SandboxSpec,
     ToolCallCompleted,
     ToolCallRequested,
     ToolCallStarted,
     ToolStatus,
 )
-from turnlog.schemas.ids import dead_letter_id, digest
-from turnlog.schemas.topics import INLINE_LIMIT_BYTES
+from turnlog.schemas.ids import digest
 
 SOURCE_ARGUMENT = {"python": "code", "shell": "command"}
 """tool -> the one argument that it takes, a string."""
 BACKENDS = ("bubblewrap", "subprocess")
 """What a request may ask for: both are served by the worker's own backend."""
+
+
+class Parked(Exception):
+    """Base of the tree above."""
+
+
+class AttemptsExhausted(Parked):
+    """Answered with infra_error as well; it is not the agent's fault."""
+
+
+class UnexpectedRecord(Parked):
+    """Remedy: its producer must append to the topic of the catalogue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,19 +120,3 @@ def completed(
 def unrun(status: ToolStatus, reason: str, text: str = "") -> Execution:
     """The outcome of a call that was not run, or whose run nobody saw end."""
     return Execution(status, reason, None, text.encode(errors="replace"), 0.0, 0.0)
-
-
-def dead_letter(record: Record, *, run_id: str, cause: str, message: str) -> DeadLetter:
-    """A record parked with its cause; bytes beyond the inline limit stay where the record stands."""
-    return DeadLetter(
-        event_id=dead_letter_id(record.topic, record.partition, record.offset),
-        run_id=run_id,
-        topic=record.topic,
-        partition=record.partition,
-        offset=record.offset,
-        key=record.key,
-        value=record.value[:INLINE_LIMIT_BYTES],
-        role="sandbox",
-        cause=cause,
-        message=message,
-    )

@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 
 CALLS = Counter("turnlog_sandbox_calls", "Tool calls answered, by status", ["status"])
 SECONDS = Histogram("turnlog_sandbox_call_seconds", "Duration of tool calls in their sandbox")
-Park = Callable[[Record, str, str], Awaitable[None]]
-"""Takes a record, a cause and a message to the dead letters."""
+Park = Callable[[Record, Exception], Awaitable[None]]
+"""Takes a record and why to the dead letters."""
 
 Sent = tuple[ToolCallCompleted, Awaitable[tuple[int, int]]]
 
@@ -55,7 +55,7 @@ class CallRunner:
                 log.warning("call %s ended without an answer: %s", pending.request.call_id, error)
                 execution = self._unrunnable(unit, pending)
         if execution.reason == "attempts":
-            await self._park(pending.record, "AttemptsExhausted", execution.output.decode())
+            await self._park(pending.record, answers.AttemptsExhausted(execution.output.decode()))
         event, place = await self._publish(unit, pending, execution, self._age(pending))
         unit.answered(event, (await place)[1])
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 
 from prometheus_client import Gauge
 
+from turnlog.infra.dead_letters import dead_letter, where
 from turnlog.infra.log import GroupReader, LogError, Partition, Record
 from turnlog.infra.role import Role
 from turnlog.sandbox_workers import answers
@@ -126,7 +127,7 @@ class Worker:
         try:
             event = await self._role.events.decode(record)
         except UndecodableRecord as error:
-            await self._park(record, type(error).__name__, str(error))
+            await self._park(record, error)
             return
         if isinstance(event, ToolCallStarted):
             unit.began(event, record.offset)
@@ -165,7 +166,7 @@ class Worker:
         try:
             event = await self._role.events.decode(record)
         except UndecodableRecord as error:
-            await self._park(record, type(error).__name__, str(error))
+            await self._park(record, error)
             unit.finish(record.offset)
             return
         if isinstance(event, ToolCallRequested):
@@ -174,8 +175,8 @@ class Worker:
         if isinstance(event, ToolCallCancelled):
             await self._cancel(unit, event)
         else:
-            what = f"{type(event).__name__} does not belong into {record.topic}"
-            await self._park(record, "UnexpectedRecord", what)
+            stray = answers.UnexpectedRecord(f"{type(event).__name__} does not belong into {record.topic}")
+            await self._park(record, stray)
         unit.finish(record.offset)
 
     def _request(self, unit: Unit, request: ToolCallRequested, record: Record) -> None:
@@ -220,9 +221,7 @@ class Worker:
         finally:
             del self._sessions[session_id]
 
-    async def _park(self, record: Record, cause: str, message: str) -> None:
-        where = f"{record.topic}[{record.partition}]@{record.offset}"
-        log.warning("%s is parked: %s: %s", where, cause, message)
-        run_id = self._role.settings.run.id
-        letter = answers.dead_letter(record, run_id=run_id, cause=cause, message=f"{where}: {message}")
+    async def _park(self, record: Record, cause: Exception) -> None:
+        log.warning("%s is parked: %s: %s", where(record), type(cause).__name__, cause)
+        letter = dead_letter(record, cause, run_id=self._role.settings.run.id, role=self._role.name)
         await self._role.events.append(letter)

@@ -30,12 +30,12 @@ from typing import Any
 import numpy as np
 from prometheus_client import Counter, Gauge
 
+from turnlog.infra import books_metric
 from turnlog.infra.log import Transactor
 from turnlog.infra.role import Role
 from turnlog.processors.core.rows import BatchRows
 from turnlog.schemas.events import BatchSkipped, Event, SampleBatchFormed, StepCompleted, WeightVersionPublished
 from turnlog.schemas.ids import digest
-from turnlog.schemas.topics import TOPIC_OF
 from turnlog.trainer import launch
 from turnlog.trainer.checkpoint import Checkpoints, Cursor, cursor_values
 from turnlog.trainer.incarnation import read_past
@@ -203,9 +203,9 @@ class Trainer:
         )
 
     def _publishes(self, manifest: SampleBatchFormed, after: Cursor) -> bool:
-        """After the last part of every publish_every-th draw, and after the last step of the run."""
+        """After the last part of every publish_every-th draw that trained, and after the last step of the run."""
         last_part = manifest.part == manifest.parts - 1
-        due = (manifest.draw_index + 1) % self._role.settings.trainer.publish_every == 0
+        due = after.draws % self._role.settings.trainer.publish_every == 0
         return last_part and (due or after.draws >= self._draws)
 
     async def _weights(self, cursor: Cursor, checkpoint: Path | None) -> WeightVersionPublished:
@@ -223,18 +223,7 @@ class Trainer:
 
     async def _commit(self, events: list[Event]) -> None:
         """All of `events` or none. An error ends the process; nothing is repaired in place."""
-        codec, headers = self._role.events.codec, self._role.events.headers
-        await self._transactor.begin()
-        acks = []
-        for event in events:
-            topic = TOPIC_OF[type(event).__name__]
-            acks.append(
-                await self._transactor.send(
-                    topic.name, 0, topic.key_of(event), codec.encode(event), headers=headers(event)
-                )
-            )
-        await self._transactor.commit()
-        await asyncio.gather(*acks)
+        await self._role.events.transact(self._transactor, events)
         for event in events:
             if isinstance(event, WeightVersionPublished):
                 self._version = event.version
@@ -282,6 +271,9 @@ class Trainer:
         LOSS.set(result.loss)
         REWARD.set(_mean_reward(rows))
         WAITED.inc(waited)
+        trained = 0 if result.skipped else result.trained_tokens
+        masked = {"step_skipped": result.trained_tokens} if result.skipped else {}
+        books_metric.count("step", sampled=int(rows.trained.sum()), trained=trained, masked=masked)
         log.info(
             "step %d: loss %.5f, gradient %.3f, gap %.1e%s",
             self._cursor.step,

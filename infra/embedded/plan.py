@@ -22,9 +22,9 @@ from turnlog.infra.embedded.supervisor import Member
 from turnlog.infra.endpoints import Endpoints
 from turnlog.settings import Settings
 
-ROLES = ("gateway", "runner", "sandbox", "assembler", "batcher", "trainer", "loader", "views")
-"""What `turnlog up` runs; a name given twice is two processes, `loader` is one per engine. Tasks are fed by
-`turnlog run`."""
+ROLES = ("gateway", "runner", "sandbox", "assembler", "batcher", "trainer", "loader", "views", "archive")
+"""What `turnlog up` runs; a name given twice is two processes, `loader` is one per engine, `views` and `archive` have a
+switch in their settings. Tasks are fed by `turnlog run`."""
 THREADED = frozenset({"trainer"})
 """Roles that compute; all others get OMP_NUM_THREADS=1."""
 LOG_AND_STORE, ON_LOG, GATEWAY, ROLE = 0, 1, 2, 3
@@ -163,8 +163,9 @@ class Plan:
         counts = Counter(roles)
         if "loader" in counts:
             counts["loader"] = engines
-        if not self._settings.views.enabled:
-            counts.pop("views", None)
+        for role, enabled in (("views", self._settings.views.enabled), ("archive", self._settings.archive.enabled)):
+            if not enabled:
+                counts.pop(role, None)
         return [Slot(role, number) for role, count in counts.items() for number in range(count)]
 
     def _role(self, slot: Slot) -> Member:

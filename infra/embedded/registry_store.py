@@ -151,8 +151,8 @@ class SchemaStore:
             others = others[-1:]
         problems = [] if level.startswith("FORWARD") else incompatibilities(schema, others)
         if not level.startswith("BACKWARD"):
-            problems += [line for other in others for line in incompatibilities(other, [schema])]
-        return problems
+            problems += [problem for other in others for problem in incompatibilities(other, [schema])]
+        return list(dict.fromkeys(map(str, problems)))  # several versions may say the same
 
     def _find(self, subject: str, schema: Any) -> Version | None:
         schema_id = self._ids.get(_canonical(schema))

@@ -1,4 +1,4 @@
-"""A tiny random Qwen3 with a byte-level tokenizer and a ChatML template, for tests and dry runs of an engine.
+"""A tiny random Qwen3, dense or with experts, with a byte-level tokenizer and a ChatML template, for engine tests.
 
 Its weights have a standard deviation of 0.2, ten times the usual, so that its output varies with its input.
 """
@@ -27,26 +27,45 @@ CHAT_TEMPLATE = (
 
 def make_tiny_model(folder: Path, *, seed: int = 0) -> Path:
     """Write config, weights, tokenizer and chat template into `folder`; the same seed gives the same bytes."""
-    import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    network: Any = Qwen3ForCausalLM
     tokenizer = _tokenizer()
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=False,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
-        pad_token_id=tokenizer.convert_tokens_to_ids("<|endoftext|>"),
-    )
+    return _written(folder, tokenizer, Qwen3ForCausalLM, Qwen3Config(**_shape(tokenizer)), seed)
+
+
+def make_tiny_moe(folder: Path, *, seed: int = 0) -> Path:
+    """The same as a Qwen3 mixture of experts: two layers of eight experts, two of them per token."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    tokenizer = _tokenizer()
+    config = Qwen3MoeConfig(
+        **_shape(tokenizer), num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True,
+        decoder_sparse_step=1, mlp_only_layers=[],
+    )  # fmt: skip
+    return _written(folder, tokenizer, Qwen3MoeForCausalLM, config, seed)
+
+
+def _shape(tokenizer: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": CONTEXT,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.2,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"),
+        "pad_token_id": tokenizer.convert_tokens_to_ids("<|endoftext|>"),
+    }
+
+
+def _written(folder: Path, tokenizer: Any, network: Any, config: Any, seed: int) -> Path:
+    import torch
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = network(config).to(torch.float32)

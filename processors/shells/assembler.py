@@ -8,6 +8,7 @@ import time
 
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Log, Partition
+from turnlog.infra.methods import installed
 from turnlog.infra.role import Role
 from turnlog.processors.core.assembler import FOLD_VERSION, GroupFold
 from turnlog.processors.core.low_water import FoldName
@@ -61,11 +62,12 @@ async def main(role: Role) -> None:
 def assembler_plan(settings: Settings) -> Plan:
     """What the settings make of the units."""
     sha256 = settings_sha256(fold_settings_json(settings))
-    rules = fold_rules(settings.fold, run_id=settings.run.id, settings_sha256=sha256)
+    rules = fold_rules(settings.fold, run_id=settings.run.id, settings_sha256=sha256, methods=installed(settings.fold))
     return Plan(
         run_id=settings.run.id,
         fold=FoldName(FOLD_VERSION, sha256),
         factory=lambda group_id, floor: GroupFold(group_id, floor, rules),
+        messages=rules.cutting.needs_messages,
         horizon_records=settings.assembler.horizon_records,
         commit_interval_s=settings.assembler.commit_interval_s,
     )

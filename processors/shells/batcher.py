@@ -9,17 +9,20 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+from collections import Counter as Tally
 from collections import deque
+from collections.abc import Sequence
 
 from prometheus_client import Counter, Gauge
 
-from turnlog.infra.batch_files import MEDIA_TYPE, write_rows
+from turnlog.infra import books_metric
+from turnlog.infra.batch_files import MEDIA_TYPE, sealed
 from turnlog.infra.log import Partition, Record, Transactor
+from turnlog.infra.methods import installed
 from turnlog.infra.payloads import inlined
 from turnlog.infra.role import Role
 from turnlog.processors.core.draws import FormedBatch, FormedDraw, ReadableGroup, form_draw
 from turnlog.processors.core.progress import Progress
-from turnlog.processors.core.rows import rows_sha256
 from turnlog.processors.core.rules import draw_rules
 from turnlog.processors.core.trimmed import PlacedSample
 from turnlog.schemas import ids, topics
@@ -58,7 +61,7 @@ class Batcher:
     def __init__(self, role: Role, transactor: Transactor) -> None:
         self._role = role
         self._transactor = transactor
-        self._rules = draw_rules(role.settings.fold, role.settings.batcher)
+        self._rules = draw_rules(role.settings.fold, role.settings.batcher, installed(role.settings.fold))
         self._hash = settings_sha256(fold_settings_json(role.settings))
         self._progress = Progress(publish_every=role.settings.trainer.publish_every)
         self._ready: deque[ReadableGroup] = deque()
@@ -111,7 +114,7 @@ class Batcher:
         return (
             len(self._ready) >= self._rules.prompts_per_draw
             and progress.trained_draws_formed < settings.feeder.draws
-            and progress.batches_ahead < settings.batcher.ready_batches
+            and progress.room_for(self._rules.updates_per_draw, settings.batcher.ready_batches)
             and progress.version is not None
         )
 
@@ -124,23 +127,11 @@ class Batcher:
         draw = await asyncio.to_thread(form_draw, groups, version, self._rules)
         names = tuple(sorted(group.score.group_id for group in groups))
         events = await self._events(draw, names, version)
-        transactor = self._transactor
-        await transactor.begin()
-        acks = [
-            await transactor.send(
-                topics.BATCHES.name,
-                0,
-                topics.BATCHES.key_of(event),
-                self._role.events.codec.encode(event),
-                headers=self._role.events.headers(event),
-            )
-            for event in events
-        ]
-        await asyncio.gather(*acks)
-        await transactor.commit()
+        await self._role.events.transact(self._transactor, events)
         for event in events:
             self._progress.apply(event)
         self._report(draw, version)
+        _count(draw, groups)
 
     async def _events(self, draw: FormedDraw, groups: tuple[str, ...], version: int) -> list[Event]:
         """Upload each batch's file, then make its manifest. Positions already leave the draw's groups behind."""
@@ -165,8 +156,9 @@ class Batcher:
         fallen = set(groups) - {name for batch in draw.batches for name in batch.groups}
         manifests: list[Event] = []
         for part, batch in enumerate(draw.batches):
-            file = await self._role.blobs.put(write_rows(batch.rows), media_type=MEDIA_TYPE)
-            manifest = self._manifest(batch, file, version, first + part, part, len(draw.batches), positions)
+            content, sha256 = await asyncio.to_thread(sealed, batch, self._rules.weighting)
+            file = await self._role.blobs.put(content, media_type=MEDIA_TYPE)
+            manifest = self._manifest(batch, file, sha256, version, first + part, part, len(draw.batches), positions)
             if part == 0:
                 masked = {reason: batch.masked.get(reason, 0) + draw.masked.get(reason, 0) for reason in
                           sorted({*batch.masked, *draw.masked})}  # fmt: skip
@@ -180,6 +172,7 @@ class Batcher:
         self,
         batch: FormedBatch,
         file: BlobRef,
+        sha256: str,
         version: int,
         index: int,
         part: int,
@@ -195,7 +188,7 @@ class Batcher:
             part=part,
             parts=parts,
             file=file,
-            rows_sha256=rows_sha256(batch.rows),
+            rows_sha256=sha256,
             samples=batch.samples,
             groups=batch.groups,
             weighting=self._rules.weighting,
@@ -207,8 +200,8 @@ class Batcher:
             trainer_version=version,
             max_lag=batch.max_lag,
             dropped=(),
-            whitening_mean=None,
-            whitening_std=None,
+            whitening_mean=batch.whitening.mean if batch.whitening else None,
+            whitening_std=batch.whitening.std if batch.whitening else None,
             positions=positions,
             settings_sha256=self._hash,
         )
@@ -228,3 +221,15 @@ class Batcher:
         rows = sum(len(batch.rows) for batch in draw.batches)
         log.info("draw %d: %d rows, %d dropped, lag %d at version %d", self._progress.next_draw - 1, rows,
                  len(draw.dropped), lag, version)  # fmt: skip
+
+
+def _count(draw: FormedDraw, groups: Sequence[ReadableGroup]) -> None:
+    """The books of a draw. What its groups sampled is counted over their samples, not over what became of them."""
+    spans = [span for group in groups for placed in group.samples for span in placed.sample.spans if span.trained]
+    masked = Tally(draw.masked)
+    for batch in draw.batches:
+        masked.update(batch.masked)
+    for row in draw.dropped:
+        masked[row.reason] += row.sampled_tokens
+    trained = sum(batch.weights.trained_tokens for batch in draw.batches)
+    books_metric.count("draw", sampled=sum(span.length for span in spans), trained=trained, masked=masked)

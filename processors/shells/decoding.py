@@ -1,32 +1,50 @@
-"""Bytes to events as folds take them: what is refused comes back as a value, what is away is retried."""
+"""Bytes to events as folds take them: what cannot be used comes back as a value, what is away is retried."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 
-from turnlog.infra.blobs import BlobMissing, Blobs, StoreUnavailable
+from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs, StoreUnavailable
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Record
 from turnlog.infra.payloads import inlined
 from turnlog.infra.registry import RegistryUnavailable
-from turnlog.schemas.errors import UndecodableRecord
-from turnlog.schemas.events import Event, TokenSnapshot
-from turnlog.schemas.types import BlobRef
+from turnlog.schemas.errors import UndecodableRecord, UnknownSchemaId
+from turnlog.schemas.events import Event, TokenSnapshot, TurnCompleted
+from turnlog.schemas.types import BlobRef, Payload
 
 PAUSES_S = (0.1, 0.5, 2.0)
 """Between attempts: a blob may be young, a server away. After the last the process ends uncommitted."""
 
-Decoded = Event | UndecodableRecord
+LostPayload = BlobMissing | BlobCorrupt
+"""The store answers, and has not what the record names."""
+Decoded = Event | UndecodableRecord | LostPayload
 
 
 async def decoded(
-    records: Sequence[Record], events: EventLog, blobs: Blobs, pauses_s: Sequence[float] = PAUSES_S
+    records: Sequence[Record],
+    events: EventLog,
+    blobs: Blobs,
+    pauses_s: Sequence[float] = PAUSES_S,
+    *,
+    messages: bool = False,
 ) -> list[Decoded]:
-    """Per record its event, or why it must be parked. Payloads of snapshots come as bytes; messages, tools and evidence
-    stay references: only people and dashboards read them. Raises RegistryUnavailable, BlobError."""
-    found = [await _decoded(record, events, pauses_s) for record in records]
-    away = [at for at, event in enumerate(found) if isinstance(event, TokenSnapshot) and _refers(event)]
+    """Per record its event, why it must be parked, or why it stops its unit.
+
+    Payloads of snapshots come as bytes, those of turns where the fold's policy needs `messages`; else messages, like
+    tools and evidence, stay references: only people and dashboards read them. Raises RegistryUnavailable,
+    StoreUnavailable.
+    """
+    found: list[Decoded] = []
+    for record in records:
+        try:
+            found.append(events.codec.decode(record.value))
+        except UnknownSchemaId:  # the registry has to be asked; no record of an id that we hold waits for anything
+            found.append(await _decoded(record, events, pauses_s))
+        except UndecodableRecord as refusal:
+            found.append(refusal)
+    away = [at for at, event in enumerate(found) if _refers(event, messages)]
     for at, event in zip(
         away, await asyncio.gather(*(_inlined(found[at], blobs, pauses_s) for at in away)), strict=True
     ):
@@ -46,14 +64,24 @@ async def _decoded(record: Record, events: EventLog, pauses_s: Sequence[float]) 
         return refusal
 
 
-def _refers(event: TokenSnapshot) -> bool:
-    return any(isinstance(value, BlobRef) for value in (event.delta_ids, event.output_ids, event.output_logprobs))
+def _refers(event: Decoded, messages: bool) -> bool:
+    payloads: tuple[Payload, ...] = ()
+    if isinstance(event, TokenSnapshot):
+        payloads = (event.delta_ids, event.output_ids, event.output_logprobs)
+    elif messages and isinstance(event, TurnCompleted):
+        payloads = (event.new_messages, event.response)
+    return BlobRef in map(type, payloads)
 
 
-async def _inlined(event: Event, blobs: Blobs, pauses_s: Sequence[float]) -> Event:
+async def _inlined(event: Event, blobs: Blobs, pauses_s: Sequence[float]) -> Event | LostPayload:
     for pause_s in pauses_s:
         try:
             return await inlined(event, blobs)
         except (BlobMissing, StoreUnavailable):
             await asyncio.sleep(pause_s)
-    return await inlined(event, blobs)
+        except BlobCorrupt as lost:
+            return lost
+    try:
+        return await inlined(event, blobs)
+    except (BlobMissing, BlobCorrupt) as lost:
+        return lost

@@ -64,11 +64,15 @@ class GroupName:
 class SessionStory:
     """One session, told record by record."""
 
-    def __init__(self, group: GroupName, index: int, rng: np.random.Generator, *, attempt: int = 0) -> None:
+    def __init__(
+        self, group: GroupName, index: int, rng: np.random.Generator, *, attempt: int = 0,
+        purpose: Purpose = Purpose.train,
+    ) -> None:  # fmt: skip
         self._rng = rng
         self._group = group
         self._index = index
         self._attempt = attempt
+        self._purpose = purpose
         self._rollout = rollout_id(group.group_id, index)
         self._ids: NDArray[np.int32] = np.zeros(0, dtype="<i4")
         """Prompt and output of the last turn."""
@@ -97,7 +101,7 @@ class SessionStory:
             rollout_id=self._rollout,
             rollout_index=self._index,
             attempt=self._attempt,
-            purpose=Purpose.train,
+            purpose=self._purpose,
             recipe="example",
             agent=Agent("example", "1"),
             model="example",
@@ -113,8 +117,8 @@ class SessionStory:
         self.epoch = digest("SessionAdopted", self.session_id, self.epoch)
         return SessionAdopted(event_id=self.epoch, **self._common, writer_url="http://127.0.0.1:2")  # type: ignore[arg-type]
 
-    def turn(self, shape: Shape) -> tuple[TurnCompleted, TokenSnapshot]:
-        """The next turn: extends the last one."""
+    def turn(self, shape: Shape, *, version: int = 0) -> tuple[TurnCompleted, TokenSnapshot]:
+        """The next turn: extends the last one, sampled with one weight version."""
         base = self.turns[-1] if self.turns else None
         turn = TurnId(self.epoch, len(self.turns))
         delta, output = (self._rng.integers(0, VOCABULARY, n).astype("<i4") for n in (shape.delta, shape.output))
@@ -122,7 +126,7 @@ class SessionStory:
         base_len = len(self._ids)
         self._ids = np.concatenate([prompt, output])
         self.turns.append(turn)
-        return self._completed(turn, base, len(prompt), shape), TokenSnapshot(
+        return self._completed(turn, base, len(prompt), shape, version), TokenSnapshot(
             event_id=turn_event_id("TokenSnapshot", self.session_id, turn.epoch, turn.index),
             **self._common,  # type: ignore[arg-type]
             turn=turn,
@@ -131,7 +135,7 @@ class SessionStory:
             delta_ids=delta.tobytes(),
             output_ids=output.tobytes(),
             output_logprobs=(-self._rng.random(len(output))).astype("<f4").tobytes(),
-            version_spans=(VersionSpan(version=0, length=len(output)),),
+            version_spans=(VersionSpan(version=version, length=len(output)),),
             boundary=Boundary.append if base else Boundary.root,
             boundary_reason="append" if base else "first",
             prompt_sha256=hashlib.sha256(prompt.tobytes()).hexdigest(),
@@ -156,7 +160,7 @@ class SessionStory:
             evidence=b"{}",
         )
 
-    def finished(self) -> SessionFinished:
+    def finished(self, outcome: Outcome = Outcome.completed) -> SessionFinished:
         """The end, in the present epoch."""
         return SessionFinished(
             event_id=digest("SessionFinished", self.session_id, self.epoch),
@@ -164,13 +168,13 @@ class SessionStory:
             epoch=self.epoch,
             turns=tuple(self.turns),
             undelivered=(),
-            outcome=Outcome.completed,
+            outcome=outcome,
             reason="",
             final=True,
             expects=Expects(reward=True),
         )
 
-    def _completed(self, turn: TurnId, base: TurnId | None, prompt: int, shape: Shape) -> TurnCompleted:
+    def _completed(self, turn: TurnId, base: TurnId | None, prompt: int, shape: Shape, version: int) -> TurnCompleted:
         return TurnCompleted(
             event_id=turn_event_id("TurnCompleted", self.session_id, turn.epoch, turn.index),
             **self._common,  # type: ignore[arg-type]
@@ -187,8 +191,8 @@ class SessionStory:
             prompt_tokens=prompt,
             output_tokens=shape.output,
             cached_tokens=0,
-            weight_version_first=0,
-            weight_version_last=0,
+            weight_version_first=version,
+            weight_version_last=version,
             queue_s=0.0,
             first_token_s=0.0,
             total_s=0.0,

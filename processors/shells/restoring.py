@@ -33,6 +33,8 @@ class Plan:
     run_id: str
     fold: FoldName
     factory: FoldFactory
+    messages: bool = False
+    """Whether the fold's policy needs the messages of turns."""
     horizon_records: int = 20_000
     commit_interval_s: float = 1.0
     """Trees and progress are committed this often; scores and their samples at once."""

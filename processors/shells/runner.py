@@ -1,7 +1,7 @@
 """The transactional runner: the log is the state. Polls a consumer group's units and folds each under its own fence.
 
 What a process may meet, and what becomes of it:
-  a defect at one record    its unit stops and says where on /readyz; the other units go on
+  a defect at one record, or a payload of it that the store lost    its unit stops and says where on /readyz
   an error of a transaction, of the log, of the store or of the registry    the process ends and is started again
 """
 
@@ -96,7 +96,7 @@ class Runner:
             self._health.holds(f"unit {number}")
         else:
             self.stopped[number] = why
-            self._health.waits(f"unit {number}", f"{why}; fix the fold or write SkipRequested, then restart")
+            self._health.waits(f"unit {number}", f"{why}; mend what it names or write SkipRequested, then restart")
         metrics.STOPPED.set(len(self.stopped))
 
     async def _open(self, number: int, skips: Mapping[tuple[str, int], str]) -> None:

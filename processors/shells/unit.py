@@ -10,16 +10,17 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 
-from turnlog.infra.blobs import Blobs
+from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs
+from turnlog.infra.dead_letters import dead_letter, where
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Commit, Log, Partition, Record, Transactor
 from turnlog.infra.payloads import externalized
 from turnlog.processors.core.errors import FoldDefect, FoldError
 from turnlog.processors.core.low_water import LowWater, encode_marks
 from turnlog.processors.shells import assembler_metrics as metrics
-from turnlog.processors.shells.decoding import decoded
+from turnlog.processors.shells.decoding import Decoded, decoded
 from turnlog.processors.shells.open_span import OpenSpan
-from turnlog.processors.shells.parking import RecordSkipped, RefusedRecord, check_place, dead_letter, where
+from turnlog.processors.shells.parking import RecordSkipped, RefusedRecord, check_place
 from turnlog.processors.shells.restoring import INPUTS, SPINE, Plan, restore
 from turnlog.processors.shells.watch import Watch
 from turnlog.schemas.errors import UndecodableRecord
@@ -37,7 +38,8 @@ BUGS = (
 
 
 class Surprise(Exception):
-    """A defect met at one record: its unit stops, the others go on. Remedy: fix the fold, or SkipRequested."""
+    """A defect of ours or a lost payload, met at one record: its unit stops, the others go on. Remedy: fix the fold or
+    restore the object, or SkipRequested."""
 
     def __init__(self, record: Record, error: Exception) -> None:
         super().__init__(f"{where(record)}: {type(error).__name__}: {error}")
@@ -110,12 +112,13 @@ class Unit:
         Raises Surprise (the unit must be closed), or anything that must end the process.
         """
         refolding = self.refolding
-        fresh = [record for record in records if not self._low_water.is_done(record.key.decode(errors="replace"))]
-        events = await decoded(fresh, self._events, self._blobs)
-        found = {(record.topic, record.offset): event for record, event in zip(fresh, events, strict=True)}
+        groups = {key: key.decode(errors="replace") for key in {record.key for record in records}}
+        done = {key for key, group in groups.items() if self._low_water.is_done(group)}
+        fresh = [record for record in records if record.key not in done]
+        events = iter(await decoded(fresh, self._events, self._blobs, messages=self._plan.messages))
         now = self._clock()
         for record in records:
-            self._fold(record, found.get((record.topic, record.offset)), now)
+            self._fold(groups[record.key], record, None if record.key in done else next(events), now)
         self._span.passed(records)
         metrics.RECORDS.inc(len(records))
         if refolding and not self.refolding:
@@ -147,20 +150,22 @@ class Unit:
         await self._transactor.commit()
         for event, (_, offset) in zip(outputs, placed, strict=True):
             self._stands(event, offset)
+            metrics.counted(event)
             self._output_ends[TOPIC_OF[type(event).__name__].name] = offset + 1
         self._pending = []
         self._committed_at = self._clock()
         metrics.OPEN_GROUPS.labels(str(self.number)).set(len(self._low_water.open))
 
-    def _fold(self, record: Record, event: Event | UndecodableRecord | None, now: float) -> None:
+    def _fold(self, group: str, record: Record, event: Decoded | None, now: float) -> None:
         """One record: passed over, folded or parked. `event` is None when its group was done before the batch."""
-        group = record.key.decode(errors="replace")
         if event is not None and not self._low_water.is_done(group):
             try:
-                if (record.topic, record.offset) in self.skips:
+                if self.skips and (record.topic, record.offset) in self.skips:
                     raise RecordSkipped(f"{where(record)}: {self.skips[record.topic, record.offset]}")
                 if isinstance(event, UndecodableRecord):
                     raise event
+                if isinstance(event, BlobMissing | BlobCorrupt):
+                    raise Surprise(record, event) from event
                 check_place(record, event)
                 self._apply(group, record, event, now)
             except (RefusedRecord, UndecodableRecord) as refusal:
@@ -175,12 +180,13 @@ class Unit:
             if not self._low_water.repeated(record.topic, record.offset):
                 metrics.LATE.inc()
             return
-        self.watch.saw(event, now)
+        refused = False
         try:
             outputs = fold.apply(record.topic, record.offset, event)
         except FoldError as refusal:
-            outputs = refusal.outputs
+            outputs, refused = refusal.outputs, True
             self._park(record, refusal)
+        self.watch.saw(event, now, refused=refused)
         for output in outputs:
             if not isinstance(output, TurnTreeAssembled) or self._low_water.new_tree(output.session_id):
                 self._pending.append(output)
@@ -190,7 +196,6 @@ class Unit:
 
     def _park(self, record: Record, refusal: Exception) -> None:
         if not self._low_water.repeated(record.topic, record.offset):
-            metrics.DEAD_LETTERS.inc()
             self._pending.append(dead_letter(record, refusal, run_id=self._plan.run_id, role="assembler"))
 
     async def _send(self, event: Event, value: bytes) -> Awaitable[tuple[int, int]]:

@@ -7,7 +7,7 @@ of ours expires nobody.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from turnlog.schemas.events import (
     Event,
@@ -68,8 +68,9 @@ class Watch:
     def __init__(self) -> None:
         self.groups: dict[str, WatchedGroup] = {}
 
-    def saw(self, event: Event, at: float) -> None:
-        """One folded record of an agent topic."""
+    def saw(self, event: Event, at: float, *, refused: bool = False) -> None:
+        """One record of an agent topic, after the fold took or `refused` it. Epochs and finishes count as they do in
+        the spine: a session that the fold can assemble is whole here, so a close names it."""
         if isinstance(event, GroupClosed):
             return  # our own voice breaks no silence
         group = self.groups.get(event.group_id)
@@ -82,14 +83,15 @@ class Watch:
         session.last_at = at
         match event:
             case SessionStarted() | SessionAdopted():
-                session.epochs.append(event.event_id)
+                if not refused and event.event_id not in session.epochs:
+                    session.epochs.append(event.event_id)
             case TurnCompleted():
                 session.completed.add(event.turn)
             case TokenSnapshot():
                 session.snapshots.add(event.turn)
             case SessionFinished():
                 if session.finish is None and session.epochs and event.epoch == session.epochs[-1]:
-                    session.finish = event
+                    session.finish = replace(event, turns=()) if refused else event
             case RewardAssigned() | RewardFailed() | StepRewardAssigned():
                 pass  # a sign of life, no more
 

@@ -101,13 +101,33 @@ def parser() -> argparse.ArgumentParser:
     demo = _verb(verbs, "demo", _demo, "everything at once, with a live display and a verdict")
     demo.add_argument("--steps", type=int, default=None, metavar="N", help="draws to train (default 30)")
     demo.add_argument("--engines", type=int, default=None, metavar="N", help="engines (default 1)")
-    replay = _verb(verbs, "replay", _replay, "fold the topics again")
-    replay.add_argument("--verify", action="store_true", help="compare samples and batches with what was trained")
+    _readers(verbs)
+    return top
+
+
+def _readers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """The verbs that read the past."""
+    from turnlog.consumers.archive import arguments as archive
+    from turnlog.consumers.datasets import arguments as dataset  # argparse alone; too many for this page
+    from turnlog.consumers.fold import arguments as fold
+    from turnlog.consumers.replay import arguments as replay
+
+    replay.add_arguments(_verb(verbs, "replay", _replay, "fold the log again: compare, travel in time, refold"))
+    archive.add_arguments(_verb(verbs, "archive", _archive, "role: copy topics into the object store; flush, prune"))
+    schemas = _verb(verbs, "schemas", _schemas, "check today's schemas against every release, or release them")
+    schemas.add_argument("action", choices=("check", "release"))
+    schemas.add_argument("--against", type=Path, metavar="DIR", help="a folder of releases (default: the package's)")
     topics = _verb(verbs, "topics", _topics, "create or check the topics of the catalogue")
     topics.add_argument("action", choices=("apply", "check"))
-    _verb(verbs, "books", _books, "sampled = trained + masked, by reason")
+    dataset.add_arguments(_verb(verbs, "dataset", _dataset, "build rows of a run as Parquet or Arrow, or verify them"))
+    fold.add_arguments(_verb(verbs, "fold", _fold, "fold recorded sessions by two policies and compare; write nothing"))
+    books = _verb(verbs, "books", _books, "sampled = trained + masked, by reason")
+    books.add_argument("--by", choices=("session", "group", "batch", "run"), default="run", help="default run")
+    books.add_argument("--id", default="", metavar="ID", help="one account of that level")
+    books.add_argument("--limit", type=int, default=20, metavar="N", help="the N largest (default 20)")
+    books.add_argument("--json", action="store_true")
+    books.add_argument("--from", dest="source", choices=("topics", "archive"), default="topics", help="default topics")
     _verb(verbs, "report", _report, "write runs/ID/report.json and print the summary")
-    return top
 
 
 Call = Callable[[Settings, argparse.Namespace], int]
@@ -190,9 +210,21 @@ def _demo(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 def _replay(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.consumers.replay import replay
+    from turnlog.consumers.replay.command import command
 
-    return asyncio.run(replay(settings, verify=arguments.verify))
+    return asyncio.run(command(settings, arguments))
+
+
+def _archive(settings: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.consumers.archive.command import command
+
+    return command(settings, arguments)
+
+
+def _schemas(_: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.schemas.release import run
+
+    return run(arguments.action, arguments.against)
 
 
 def _topics(settings: Settings, arguments: argparse.Namespace) -> int:
@@ -201,10 +233,24 @@ def _topics(settings: Settings, arguments: argparse.Namespace) -> int:
     return asyncio.run(run(arguments.action, settings))
 
 
-def _books(settings: Settings, _: argparse.Namespace) -> int:
-    from turnlog.consumers.books import show
+def _dataset(settings: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.consumers.datasets.command import run
 
-    return asyncio.run(show(settings))
+    return run(settings, arguments)
+
+
+def _fold(settings: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.consumers.fold.table import show
+
+    return show(settings, arguments)
+
+
+def _books(settings: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.consumers.books import Asked, show
+
+    archive = arguments.source == "archive"
+    asked = Asked(arguments.by, arguments.id, as_json=arguments.json, limit=arguments.limit, archive=archive)
+    return asyncio.run(show(settings, asked))
 
 
 def _report(settings: Settings, _: argparse.Namespace) -> int:

@@ -112,6 +112,12 @@ class GatewaySettings:
     keep_alive_s: float = 10.0
     history: str = "sampled"
     """sampled: a base's ids stay; template: strip as the chat template does."""
+    harness: str = "auto"
+    """Whose marks tell agents of a session apart: auto (by User-Agent, else the session's agent name) | none |
+    claude_code | codex | opencode | qwen_code | an entry point of turnlog.harness_profiles."""
+    routed_experts: str = "auto"
+    """Ask engines for routed experts (R3): auto, for a mixture of experts whose engine returns them; on, or refuse the
+    turn; off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,12 +176,25 @@ class FoldSettings:
     """[fold] What trees, segments and advantages depend on: in RunConfigured, hashed into every derived record."""
 
     policy: str = "prefix"
+    """How turns become segments: prefix | slime | last-turn, or one of your own."""
+    fork_threshold_tokens: int = 1024
+    """Of slime: a turn of fewer output tokens realigns a response that drifted before it; 0 always forks."""
     estimator: str = "grpo"
-    """grpo | dr_grpo"""
+    """grpo | dr_grpo | rloo | reinforce | reinforce_pp | reinforce_pp_baseline | step | none, or one of your own"""
     std_ddof: int = 1
-    min_valid: int = 2
+    """Of grpo's standard deviation: 1 sample, 0 population."""
+    discount: float = 1.0
+    """Of step's rewards to go, per main turn."""
+    min_valid: int = 0
+    """Valid rollouts below which a group is discarded; 0: what the estimator needs."""
     zero_variance: str = "keep"
-    """keep: advantage 0; discard: the group is dropped."""
+    """keep: advantage 0; discard: the group is dropped (estimators that compare within the group only)."""
+    group_filters: tuple[str, ...] = ()
+    """Groups to discard, in order: zero_variance | all_failed:BEST | all_solved:LEAST | mean_outside:LOW:HIGH, or one
+    of your own"""
+    reward_transforms: tuple[str, ...] = ()
+    """Done to each reward, in order: scale:FACTOR | shift:OFFSET | clip:LOW:HIGH | threshold:LEAST, or one of your
+    own"""
     truncated: str = "train"
     """train | mask_last_turn | exclude"""
     train_sub_agents: bool = True
@@ -266,6 +285,25 @@ class LoaderSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ArchiveSettings:
+    """[archive] Copies of the topics in the object store. A range is closed by what comes first."""
+
+    enabled: bool = False
+    """`turnlog up` runs an archiver."""
+    name: str = ""
+    """Its folder below archive/ in the bucket; empty is the run's id."""
+    max_bytes: int = 32 * 2**20
+    """Of keys and values in one file."""
+    max_records: int = 100_000
+    max_age_s: float = 600.0
+    """A range is closed so long after its first record was read."""
+    buffer_bytes: int = 256 * 2**20
+    """Of all open ranges together; above it the largest is closed."""
+    codec: str = "deflate"
+    """deflate | null"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ViewsSettings:
     """[views] The Faust live views."""
 
@@ -293,20 +331,32 @@ class Settings:
     trainer: TrainerSettings = TrainerSettings()
     loader: LoaderSettings = LoaderSettings()
     views: ViewsSettings = ViewsSettings()
+    archive: ArchiveSettings = ArchiveSettings()
 
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "engine.device": ("cpu", "cuda"),
     "gateway.history": ("sampled", "template"),
+    "gateway.routed_experts": ("auto", "on", "off"),
     "sandbox.backend": ("bubblewrap", "subprocess"),
-    "fold.policy": ("prefix",),
-    "fold.estimator": ("grpo", "dr_grpo"),
+    "fold.policy": ("prefix", "slime", "last-turn"),
+    "fold.estimator": ("grpo", "dr_grpo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "step", "none"),
+    "fold.group_filters": ("zero_variance", "all_failed", "all_solved", "mean_outside"),
+    "fold.reward_transforms": ("scale", "shift", "clip", "threshold"),
     "fold.zero_variance": ("keep", "discard"),
     "fold.truncated": ("train", "mask_last_turn", "exclude"),
     "batcher.weighting": ("prompt", "trajectory", "token", "constant"),
     "batcher.version_mask": ("none", "latest_only", "max_lag"),
     "batcher.order": ("oldest", "freshest"),
+    "archive.codec": ("deflate", "null"),
 }
+OFFERED: dict[str, str] = {
+    "fold.policy": "turnlog.policies",
+    "fold.estimator": "turnlog.estimators",
+    "fold.group_filters": "turnlog.group_filters",
+    "fold.reward_transforms": "turnlog.reward_transforms",
+}
+"""Settings that also take what installed packages offer, and the entry point group of each."""
 FOLD_SECTIONS = ("fold", "batcher")
 """Sections whose values decide derived records."""
 
@@ -363,15 +413,29 @@ def _parsed(hint: Any, text: str) -> Any:
 
 def _typed(key: str, hint: Any, value: Any, source: str) -> Any:
     if hint == tuple[str, ...] and isinstance(value, list) and all(isinstance(part, str) for part in value):
+        for part in value:
+            _check_choice(key, part.partition(":")[0], source)
         return tuple(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if not isinstance(hint, type) or type(value) is not hint:
         wanted = "a list of strings" if hint == tuple[str, ...] else getattr(hint, "__name__", str(hint))
         raise SettingsError(f"{source}: {key} must be {wanted}, got {value!r}")
-    if key in CHOICES and value not in CHOICES[key]:
-        raise SettingsError(f"{source}: {key} must be one of {', '.join(CHOICES[key])}, got {value!r}")
+    _check_choice(key, value, source)
     return value
+
+
+def _check_choice(key: str, value: Any, source: str) -> None:
+    if key not in CHOICES or value in CHOICES[key]:
+        return
+    from importlib.metadata import entry_points  # 30 ms that no built-in choice needs
+
+    offered = sorted(point.name for point in entry_points(group=OFFERED[key])) if key in OFFERED else []
+    if value in offered:
+        return
+    legal = ", ".join((*CHOICES[key], *offered))
+    more = f" (or what a package offers under the entry point group {OFFERED[key]})" if key in OFFERED else ""
+    raise SettingsError(f"{source}: {key} must be one of {legal}, got {value!r}{more}")
 
 
 def fold_settings_json(settings: Settings) -> bytes:

@@ -10,6 +10,7 @@ import io
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -71,6 +72,20 @@ async def test_what_was_never_put_is_missing(blobs: Blobs) -> None:
     ref = BlobRef(hashlib.sha256(b"never put").hexdigest(), 9)
     with pytest.raises(BlobMissing, match=ref.sha256):
         await blobs.get(ref)
+
+
+async def test_named_objects_are_replaced_and_listed_by_prefix_in_order(blobs: Blobs) -> None:
+    folder = f"archive/{uuid4().hex}"
+    names = [f"{folder}/topic=a.b/partition=0000{n}/{n:020d}-{n + 1:020d}.avro" for n in (2, 0, 1)]
+    assert await blobs.names(f"{folder}/") == []
+    for name in names:
+        await blobs.put_named(name, b"first")
+        await blobs.put_named(name, name.encode())
+    assert await blobs.names(f"{folder}/") == sorted(names)
+    assert await blobs.names(f"{folder}/topic=a.b/partition=00001/") == [names[2]]
+    assert [await blobs.get_named(name) for name in names] == [name.encode() for name in names]
+    with pytest.raises(BlobMissing, match=r"absent"):
+        await blobs.get_named(f"{folder}/absent")
 
 
 async def test_a_reference_of_another_size_is_corrupt(blobs: Blobs) -> None:

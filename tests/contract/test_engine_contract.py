@@ -101,3 +101,10 @@ async def test_nobody_home_is_a_dead_engine() -> None:
     fake.kill()
     with pytest.raises(EngineDead):
         await _pieces(fake, _request(), stream=False)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_dense_model_has_no_routed_experts_to_give(engine: Engine, stream: bool) -> None:
+    whole = joined(await _pieces(engine, _request(experts_from=2), stream=stream))
+    assert whole.ids
+    assert whole.experts is None

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from uuid import uuid4
 
 import pytest
 from aiokafka.partitioner import DefaultPartitioner, murmur2
 
+from turnlog.consumers.archive.archiver import Archiver
 from turnlog.infra import murmur2 as ours
+from turnlog.infra.archive_index import ReadOnlyArchive
+from turnlog.infra.archive_log import ArchiveLog
+from turnlog.infra.event_log import EventLog
+from turnlog.infra.health import Health
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import (
     Commit,
@@ -29,7 +34,12 @@ from turnlog.infra.log import (
     TransactionFailed,
 )
 from turnlog.infra.memory import MemoryLog
+from turnlog.infra.memory_blobs import MemoryBlobs
+from turnlog.infra.registry import MemoryRegistry
+from turnlog.infra.role import Role
+from turnlog.schemas.codec import Codec
 from turnlog.schemas.topics import MAX_MESSAGE_BYTES
+from turnlog.settings import ArchiveSettings, Settings
 
 UNITS = 4
 ALL_UNITS = frozenset(range(UNITS))
@@ -104,8 +114,8 @@ async def poll_until(done: Callable[[], bool], *owners: Owner) -> None:
             await asyncio.gather(*(owner.poll() for owner in owners))
 
 
-class LogContract:
-    """Subclasses give `connect`: each call is another process's connection to one log that holds the topics."""
+class ReadingContract:
+    """What whoever reads is promised, be it from topics or from the archive."""
 
     @pytest.fixture
     async def log(self, connect: Connect) -> Log:
@@ -113,43 +123,6 @@ class LogContract:
         names = ("in", "side", "out")
         await log.create_topics([TopicSpec(name, UNITS, 1, CONFIG) for name in names])
         return log
-
-    # -- topics
-
-    async def test_created_topics_exist_with_their_partitions_and_configuration(self, log: Log) -> None:
-        topics = await log.topics()
-        assert set(topics) == {"in", "side", "out"}
-        assert (topics["in"].name, topics["in"].partitions, topics["in"].replication) == ("in", UNITS, 1)
-        assert CONFIG.items() <= topics["in"].config.items()
-
-    async def test_creating_a_topic_again_leaves_it_as_it_is(self, log: Log) -> None:
-        await log.create_topics([TopicSpec("in", UNITS + 1, 1, {})])
-        assert (await log.topics())["in"].partitions == UNITS
-
-    async def test_whoever_names_a_topic_that_does_not_exist_is_told_the_remedy(self, log: Log) -> None:
-        async def nothing(_: frozenset[int]) -> None: ...
-
-        async with log.appender() as appender, log.transactor("t") as transactor:
-            await transactor.begin()
-            calls: list[Callable[[], Awaitable[object]]] = [
-                lambda: appender.append("absent", b"k", b"v"),
-                lambda: transactor.send("absent", 0, b"k", b"v"),
-                lambda: log.start_offsets([Partition("absent", 0)]),
-                lambda: log.end_offsets([Partition("absent", 0)]),
-                lambda: log.group_reader("g", ["absent"], assigned=nothing, revoked=nothing).__aenter__(),
-            ]
-            for call in calls:
-                with pytest.raises(TopicMissing, match=r"turnlog topics apply"):
-                    await call()
-
-    async def test_a_partition_that_does_not_exist_is_missing(self, log: Log) -> None:
-        async with log.appender() as appender:
-            with pytest.raises(TopicMissing, match=f"{UNITS}"):
-                await appender.append("in", b"k", b"v", partition=UNITS)
-        with pytest.raises(TopicMissing, match=f"{UNITS}"):
-            await log.end_offsets([Partition("in", UNITS)])
-
-    # -- plain producers and readers
 
     async def test_records_come_back_as_they_were_written(self, log: Log) -> None:
         headers = (("writer", b"gateway-0"), ("empty", b""))
@@ -165,13 +138,6 @@ class LogContract:
             await appender.append("in", b"k", b"", partition=1)
         assert [record.value for record in await read_to_end(log, IN)] == [b""]
 
-    async def test_keys_are_placed_by_murmur2_as_aiokafka_does(self, log: Log) -> None:
-        keys = [b"", b"a", b"ab", b"abc", b"abcd", b"\xff" * 7, *(uuid4().hex.encode() for _ in range(40))]
-        place = DefaultPartitioner()
-        async with log.appender() as appender:
-            placed = [await (await appender.submit("in", key, b"v")) for key in keys]
-        assert [partition for partition, _ in placed] == [place(key, list(ALL_UNITS), list(ALL_UNITS)) for key in keys]
-
     async def test_the_order_of_submits_is_the_order_in_the_partition(self, log: Log) -> None:
         values = [b"%d" % number + b"." * (number % 7 * 20_000) for number in range(300)]
         async with log.appender() as appender:
@@ -179,11 +145,6 @@ class LogContract:
             placed = await asyncio.gather(*[await one for one in pending])
         assert [offset for _, offset in placed] == list(range(len(values)))
         assert [record.value for record in await read_to_end(log, IN)] == values
-
-    async def test_an_acknowledgement_that_nobody_awaits_is_still_sent(self, log: Log) -> None:
-        async with log.appender() as appender:
-            await appender.submit("in", b"k", b"v", partition=1)
-        assert len(await read_to_end(log, IN)) == 1
 
     async def test_a_poll_groups_by_partition_and_keeps_offset_order(self, log: Log) -> None:
         async with log.appender() as appender:
@@ -206,14 +167,6 @@ class LogContract:
                 sizes.append(len(await reader.poll(max_records=3)))
         assert max(sizes) == 3
         assert sum(sizes) == 10
-
-    async def test_an_idle_poll_is_empty_and_wakes_for_a_new_record(self, log: Log) -> None:
-        async with log.reader() as reader, log.appender() as appender:
-            reader.assign({IN: 0})
-            assert await reader.poll(timeout_s=0.01) == []
-            waiting = asyncio.ensure_future(reader.poll(timeout_s=PATIENCE_S))
-            await appender.append("in", b"k", b"v", partition=1)
-            assert [record.value for record in await waiting] == [b"v"]
 
     async def test_a_reader_without_partitions_reads_nothing(self, log: Log) -> None:
         async with log.reader() as reader:
@@ -248,14 +201,6 @@ class LogContract:
             with pytest.raises(OffsetOutOfRange, match="7"):
                 await read(reader, 1)
 
-    async def test_start_and_end_offsets_of_an_empty_and_a_written_partition(self, log: Log) -> None:
-        async with log.appender() as appender:
-            await appender.append("in", b"k", b"v", partition=1)
-        both = [IN, Partition("in", 2)]
-        assert await log.start_offsets(both) == dict.fromkeys(both, 0)
-        for committed in (True, False):
-            assert await log.end_offsets(both, committed=committed) == {IN: 1, both[1]: 0}
-
     async def test_a_record_near_the_limit_passes_and_one_above_is_refused(self, log: Log) -> None:
         large = bytes(range(256)) * ((MAX_MESSAGE_BYTES - 4096) // 256)
         async with log.appender() as appender:
@@ -264,21 +209,6 @@ class LogContract:
                 await appender.append("in", b"k", bytes(MAX_MESSAGE_BYTES), partition=1)
             await appender.append("in", b"k", b"after", partition=1)
         assert [record.value for record in await read_to_end(log, IN)] == [large, b"after"]
-
-    # -- transactions
-
-    async def test_a_transaction_is_invisible_until_it_commits(self, log: Log) -> None:
-        async with log.transactor("t") as transactor, log.reader() as reader:
-            reader.assign({OUT: 0})
-            await transactor.begin()
-            await (await transactor.send("out", 1, b"k", b"one"))
-            assert await reader.poll(timeout_s=0.3) == []
-            assert await log.end_offsets([OUT]) == {OUT: 0}
-            assert await log.end_offsets([OUT], committed=False) == {OUT: 1}
-            await transactor.send("out", 1, b"k", b"two", headers=[("h", b"1")])
-            await transactor.commit()
-            found = await read(reader, 2)
-        assert [(r.key, r.value, r.headers) for r in found] == [(b"k", b"one", ()), (b"k", b"two", (("h", b"1"),))]
 
     async def test_an_aborted_transaction_leaves_nothing_and_the_end_can_be_reached(self, log: Log) -> None:
         async with log.transactor("t") as transactor:
@@ -324,6 +254,102 @@ class LogContract:
         for unit in ALL_UNITS:
             found = await read_to_end(log, Partition("out", unit))
             assert [record.value for record in found] == [b"%d" % number for number in range(20)]
+
+
+class LogContract(ReadingContract):
+    """Subclasses give `connect`: each call is another process's connection to one log that holds the topics."""
+
+    # -- topics
+
+    async def test_created_topics_exist_with_their_partitions_and_configuration(self, log: Log) -> None:
+        topics = await log.topics()
+        assert set(topics) == {"in", "side", "out"}
+        assert (topics["in"].name, topics["in"].partitions, topics["in"].replication) == ("in", UNITS, 1)
+        assert CONFIG.items() <= topics["in"].config.items()
+
+    async def test_creating_a_topic_again_leaves_it_as_it_is(self, log: Log) -> None:
+        await log.create_topics([TopicSpec("in", UNITS + 1, 1, {})])
+        assert (await log.topics())["in"].partitions == UNITS
+
+    async def test_whoever_names_a_topic_that_does_not_exist_is_told_the_remedy(self, log: Log) -> None:
+        async def nothing(_: frozenset[int]) -> None: ...
+
+        async with log.appender() as appender, log.transactor("t") as transactor:
+            await transactor.begin()
+            calls: list[Callable[[], Awaitable[object]]] = [
+                lambda: appender.append("absent", b"k", b"v"),
+                lambda: transactor.send("absent", 0, b"k", b"v"),
+                lambda: log.start_offsets([Partition("absent", 0)]),
+                lambda: log.end_offsets([Partition("absent", 0)]),
+                lambda: log.group_reader("g", ["absent"], assigned=nothing, revoked=nothing).__aenter__(),
+            ]
+            for call in calls:
+                with pytest.raises(TopicMissing, match=r"turnlog topics apply"):
+                    await call()
+
+    async def test_a_partition_that_does_not_exist_is_missing(self, log: Log) -> None:
+        async with log.appender() as appender:
+            with pytest.raises(TopicMissing, match=f"{UNITS}"):
+                await appender.append("in", b"k", b"v", partition=UNITS)
+        with pytest.raises(TopicMissing, match=f"{UNITS}"):
+            await log.end_offsets([Partition("in", UNITS)])
+
+    # -- plain producers and readers
+
+    async def test_keys_are_placed_by_murmur2_as_aiokafka_does(self, log: Log) -> None:
+        keys = [b"", b"a", b"ab", b"abc", b"abcd", b"\xff" * 7, *(uuid4().hex.encode() for _ in range(40))]
+        place = DefaultPartitioner()
+        async with log.appender() as appender:
+            placed = [await (await appender.submit("in", key, b"v")) for key in keys]
+        assert [partition for partition, _ in placed] == [place(key, list(ALL_UNITS), list(ALL_UNITS)) for key in keys]
+
+    async def test_an_acknowledgement_that_nobody_awaits_is_still_sent(self, log: Log) -> None:
+        async with log.appender() as appender:
+            await appender.submit("in", b"k", b"v", partition=1)
+        assert len(await read_to_end(log, IN)) == 1
+
+    async def test_an_idle_poll_is_empty_and_wakes_for_a_new_record(self, log: Log) -> None:
+        async with log.reader() as reader, log.appender() as appender:
+            reader.assign({IN: 0})
+            assert await reader.poll(timeout_s=0.01) == []
+            waiting = asyncio.ensure_future(reader.poll(timeout_s=PATIENCE_S))
+            await appender.append("in", b"k", b"v", partition=1)
+            assert [record.value for record in await waiting] == [b"v"]
+
+    async def test_start_and_end_offsets_of_an_empty_and_a_written_partition(self, log: Log) -> None:
+        async with log.appender() as appender:
+            await appender.append("in", b"k", b"v", partition=1)
+        both = [IN, Partition("in", 2)]
+        assert await log.start_offsets(both) == dict.fromkeys(both, 0)
+        for committed in (True, False):
+            assert await log.end_offsets(both, committed=committed) == {IN: 1, both[1]: 0}
+
+    async def test_records_below_an_offset_are_deleted_and_the_rest_keeps_its_offsets(self, log: Log) -> None:
+        async with log.appender() as appender:
+            for number in range(5):
+                await appender.append("in", b"k", b"%d" % number, partition=1)
+        await log.delete_before({IN: 3})
+        assert await log.start_offsets([IN]) == {IN: 3}
+        assert [record.value for record in await read_to_end(log, IN, start=3)] == [b"3", b"4"]
+        async with log.reader() as reader:
+            reader.assign({IN: 2})
+            with pytest.raises(OffsetOutOfRange):
+                await read(reader, 1)
+
+    # -- transactions
+
+    async def test_a_transaction_is_invisible_until_it_commits(self, log: Log) -> None:
+        async with log.transactor("t") as transactor, log.reader() as reader:
+            reader.assign({OUT: 0})
+            await transactor.begin()
+            await (await transactor.send("out", 1, b"k", b"one"))
+            assert await reader.poll(timeout_s=0.3) == []
+            assert await log.end_offsets([OUT]) == {OUT: 0}
+            assert await log.end_offsets([OUT], committed=False) == {OUT: 1}
+            await transactor.send("out", 1, b"k", b"two", headers=[("h", b"1")])
+            await transactor.commit()
+            found = await read(reader, 2)
+        assert [(r.key, r.value, r.headers) for r in found] == [(b"k", b"one", ()), (b"k", b"two", (("h", b"1"),))]
 
     async def test_a_call_outside_a_transaction_fails_and_the_transactor_stays_failed(self, log: Log) -> None:
         async with log.transactor("t") as transactor:
@@ -576,6 +602,58 @@ class TestMemoryLog(LogContract):
         yield make
         for log in logs:
             await log.close()
+
+
+class ReadFromArchive(MemoryLog):
+    """Records are written to topics in memory; whoever reads finds them in the archive, which has just copied them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blobs = MemoryBlobs()
+
+    async def archived(self) -> ArchiveLog:
+        settings = Settings(archive=ArchiveSettings(max_records=7))
+        topics = {name: spec.partitions for name, spec in self.broker.specs.items()}
+        archiver_log = MemoryLog(self.broker)
+        events = EventLog(archiver_log, MemoryRegistry(), Codec({}), "archive")
+        role = Role("archive", "archive", settings, archiver_log, events, self.blobs, Health("archive"))
+        async with archiver_log.transactor("archive") as transactor, archiver_log.reader() as reader:
+            archiver = Archiver(role, transactor, reader, topics=topics)
+            await archiver.open()
+            await archiver.flush()
+        return await ArchiveLog.open(self.blobs, settings.run.id)
+
+    @asynccontextmanager
+    async def reader(self, *, patient: bool = False) -> AsyncIterator[Reader]:
+        async with (await self.archived()).reader() as reader:
+            yield reader
+
+    async def start_offsets(self, partitions: Sequence[Partition]) -> dict[Partition, int]:
+        return await (await self.archived()).start_offsets(partitions)
+
+    async def end_offsets(self, partitions: Sequence[Partition], *, committed: bool = True) -> dict[Partition, int]:
+        return await (await self.archived()).end_offsets(partitions)
+
+
+class TestArchiveLog(ReadingContract):
+    @pytest.fixture
+    def connect(self) -> Connect:
+        return ReadFromArchive
+
+    async def test_what_writes_is_refused(self, log: ReadFromArchive) -> None:
+        archive = await log.archived()
+        for refused in (archive.appender, lambda: archive.transactor("t")):
+            with pytest.raises(ReadOnlyArchive):
+                refused()
+        with pytest.raises(ReadOnlyArchive):
+            await archive.create_topics([])
+
+    async def test_a_topic_that_was_not_archived_is_missing(self, log: ReadFromArchive) -> None:
+        archive = await log.archived()
+        with pytest.raises(TopicMissing, match="absent"):
+            await archive.end_offsets([Partition("absent", 0)])
+        with pytest.raises(TopicMissing, match=f"{UNITS}"):
+            await archive.end_offsets([Partition("in", UNITS)])
 
 
 @pytest.mark.kafka

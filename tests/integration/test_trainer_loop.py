@@ -110,8 +110,8 @@ async def test_a_corrupt_batch_ends_the_process_and_is_not_skipped(settings: Set
     assert [step.batch_index for step in await steps_of(role)] == [0]
 
 
-async def test_a_skipped_draw_moves_the_cursor_only(settings: Settings, role: Role) -> None:
-    rows = [synthetic_rows(index) for index in range(3)]
+async def test_a_skipped_draw_moves_the_cursor_and_counts_for_no_publication(settings: Settings, role: Role) -> None:
+    rows = [synthetic_rows(index) for index in range(4)]
     files = [await role.blobs.put(write_rows(one), media_type=MEDIA_TYPE) for one in rows]
     await role.events.append(synthetic_manifest(rows[0], files[0], settings.run.id, 0))
     skipped = BatchSkipped(
@@ -127,11 +127,17 @@ async def test_a_skipped_draw_moves_the_cursor_only(settings: Settings, role: Ro
         settings_sha256="",
     )
     await role.events.append(skipped)
-    await role.events.append(synthetic_manifest(rows[2], files[2], settings.run.id, 2))
-    short = dataclasses.replace(settings, feeder=dataclasses.replace(settings.feeder, draws=2))
+    for index in (2, 3):
+        await role.events.append(synthetic_manifest(rows[index], files[index], settings.run.id, index))
+    short = dataclasses.replace(
+        settings,
+        feeder=dataclasses.replace(settings.feeder, draws=3),
+        trainer=dataclasses.replace(settings.trainer, publish_every=2),
+    )
     trainer = await start(short)
     assert await trainer.wait() == 0
-    assert [(step.batch_index, step.step) for step in await steps_of(role)] == [(0, 1), (2, 2)]
+    assert [(step.batch_index, step.step) for step in await steps_of(role)] == [(0, 1), (2, 2), (3, 3)]
+    assert [(version.version, version.batch_index) for version in await versions_of(role)] == [(0, -1), (1, 2), (2, 3)]
 
 
 async def test_weights_go_out_after_every_second_draw_and_at_the_end(settings: Settings, role: Role) -> None:

@@ -37,3 +37,5 @@ class TorchvisionOperators(importlib.abc.MetaPathFinder):
 
 
 sys.meta_path.insert(0, TorchvisionOperators())
+for beside in ("cpu_operators", "unpinned"):  # modules of this folder, known to the engine's process alone
+    __import__(beside)

@@ -30,7 +30,7 @@ def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
         ({"kafka": {"botstrap": "x"}}, r"unknown key kafka.botstrap; \[kafka\] takes .*bootstrap"),
         ({"kafka": {"groups": "four"}}, r"kafka.groups must be int, got 'four'"),
         ({"kafka": {"groups": True}}, r"kafka.groups must be int, got True"),
-        ({"fold": {"estimator": "gpro"}}, r"fold.estimator must be one of grpo, dr_grpo, got 'gpro'"),
+        ({"fold": {"estimator": "gpro"}}, r"fold.estimator must be one of grpo, dr_grpo, .*got 'gpro'"),
         ({"engine": {"urls": "http://a"}}, r"engine.urls must be a list of strings"),
         ({"run": 3}, r"\[run\] must be a table"),
     ],

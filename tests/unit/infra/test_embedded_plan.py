@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from turnlog.infra.embedded.plan import Plan
 from turnlog.infra.embedded.ports import HOST
 from turnlog.settings import (
+    ArchiveSettings,
     EngineSettings,
     KafkaSettings,
     RegistrySettings,
@@ -55,3 +57,9 @@ def test_only_the_trainer_computes_with_more_than_one_thread(own_servers: Settin
     plan = Plan(own_servers, ("assembler", "trainer"))
     threads = {member.launch.name: member.launch.env.get("OMP_NUM_THREADS") for member in plan.members[1:]}
     assert threads == {"assembler-0": "1", "trainer-0": None}
+
+
+def test_an_archiver_runs_where_the_settings_ask_for_one(own_servers: Settings) -> None:
+    asked = dataclasses.replace(own_servers, archive=ArchiveSettings(enabled=True))
+    names = [[member.launch.name for member in Plan(settings).members] for settings in (own_servers, asked)]
+    assert set(names[1]) - set(names[0]) == {"archive-0"}

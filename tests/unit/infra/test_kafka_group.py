@@ -12,9 +12,9 @@ from aiokafka import TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.records_to_delete import RecordsToDelete
 
-from turnlog.infra import kafka_readers
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.kafka import KafkaLog
+from turnlog.infra.kafka_connection import Membership
 from turnlog.infra.log import (
     BrokenAssignment,
     Commit,
@@ -84,13 +84,13 @@ async def test_members_with_different_subscriptions_break_units_and_are_told(log
 
 @pytest.mark.kafka
 async def test_a_member_that_the_group_expelled_cannot_commit_and_learns_it(
-    log: KafkaLog, kafka: str, prefix: str, monkeypatch: pytest.MonkeyPatch
+    kafka: str, prefix: str, log: KafkaLog
 ) -> None:
-    monkeypatch.setattr(kafka_readers, "REBALANCE_TIMEOUT_MS", 1000)
-    another = KafkaLog(kafka, prefix=prefix)
+    hasty = KafkaLog(kafka, prefix=prefix, membership=Membership(rebalance_ms=1000))
+    another = KafkaLog(kafka, prefix=prefix, membership=Membership(rebalance_ms=1000))
     try:
         async with AsyncExitStack() as stack:
-            zombie = await Units("in", "side").join(log, stack)
+            zombie = await Units("in", "side").join(hasty, stack)
             await until(lambda: len(zombie.held) == UNITS, zombie)
             await zombie.reader.commit({IN: Commit(0, "mine")})
             owner = await Units("in", "side").join(another, stack)
@@ -103,16 +103,13 @@ async def test_a_member_that_the_group_expelled_cannot_commit_and_learns_it(
             await until(lambda: len(zombie.held) == len(owner.held) == UNITS // 2, zombie, owner)
     finally:
         await another.close()
+        await hasty.close()
 
 
 @pytest.mark.kafka
-async def test_a_member_that_died_gives_its_units_up_after_its_session(
-    log: KafkaLog, kafka: str, prefix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_member_that_died_gives_its_units_up_after_its_session(log: KafkaLog, kafka: str, prefix: str) -> None:
     """A closed connection without a goodbye is what a kill leaves behind."""
-    monkeypatch.setattr(kafka_readers, "SESSION_TIMEOUT_MS", 1000)
-    monkeypatch.setattr(kafka_readers, "HEARTBEAT_MS", 200)
-    dead = KafkaLog(kafka, prefix=prefix)
+    dead = KafkaLog(kafka, prefix=prefix, membership=Membership(session_ms=1000, heartbeat_ms=200))
     async with AsyncExitStack() as stack:
         gone = AsyncExitStack()
         member = await Units("in", "side").join(dead, gone)

@@ -9,7 +9,6 @@ from contextlib import AbstractAsyncContextManager
 import numpy as np
 import pytest
 
-from turnlog.infra.blobs import BlobMissing
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.health import Health
 from turnlog.infra.log import Fenced, GroupReader, Partition, TopicSpec
@@ -200,7 +199,7 @@ async def test_a_defect_stops_its_unit_and_says_where_while_others_go_on(cluster
     waiting = await cluster.fold(defective_plan())
     assert await cluster.scored() == ["d"]
     assert waiting["unit 0"].startswith(
-        "agent.turns[0]@1: ZeroDivisionError: a bug; fix the fold or write SkipRequested"
+        "agent.turns[0]@1: ZeroDivisionError: a bug; mend what it names or write SkipRequested"
     )
     assert await cluster.read("dead-letters") == []
 
@@ -285,16 +284,25 @@ async def test_large_payloads_come_from_the_store_and_go_to_it(cluster: Cluster)
     assert len(await cluster.blobs.get(sample.token_ids)) == 4 * 300_010
 
 
-async def test_a_blob_that_is_not_there_ends_the_process_uncommitted(
+async def test_a_payload_that_the_store_lost_stops_its_unit_until_it_is_back_or_passed_over(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decoding.decoded, "__defaults__", ((0.0, 0.0),))
     events = group("a", turns=1)
-    events[2] = dataclasses.replace(events[2], output_ids=BlobRef("0" * 64, 16))
-    await cluster.append(*events)
-    with pytest.raises(BlobMissing):
-        await cluster.fold()
-    assert cluster.broker.group(PLAN.group).commits.keys().isdisjoint({Partition(SNAPSHOTS, UNIT_OF["a"])})
+    lost = BlobRef("0" * 64, 16)
+    events[2] = dataclasses.replace(events[2], output_ids=lost)
+    await cluster.append(*events, *group("d"))
+    for _ in range(2):
+        waiting = await cluster.fold()
+        assert waiting["unit 0"].startswith(f"{SNAPSHOTS}[0]@0: BlobMissing")
+        assert await cluster.scored() == ["d"]
+    skip = SkipRequested(
+        event_id="skip", run_id="run", group_id="a", floor=0, topic=SNAPSHOTS, partition=0, offset=0, reason="lost"
+    )
+    await cluster.append(skip, *group("b"))
+    assert await cluster.fold() == {}
+    assert await cluster.scored() == ["b", "d"]
+    assert [letter.cause for letter in await cluster.read("dead-letters")] == ["RecordSkipped"]
 
 
 async def test_a_record_of_a_forgotten_group_is_dropped(cluster: Cluster) -> None:

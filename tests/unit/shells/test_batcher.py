@@ -152,7 +152,7 @@ class World:
             for event in events:
                 await log.append(event)
 
-    async def live(self, *, dies_at: int | None = None, draws: int, timeout_s: float = 5.0) -> None:
+    async def live(self, *, dies_at: int | None = None, draws: int, timeout_s: float = 60.0) -> None:
         """Run a batcher until the log holds `draws` draws, or it dies at its chosen point."""
         connection = MemoryLog(self.log.broker)
         async with EventLog.open(connection, self.registry, writer="batcher") as events:
@@ -160,8 +160,8 @@ class World:
             connection.dies_at = dies_at
             running = asyncio.create_task(main(role))
             async with asyncio.timeout(timeout_s):
-                while not running.done() and len({m.draw_index for m in await self.manifests()}) < draws:  # noqa: ASYNC110 - a poll
-                    await asyncio.sleep(0)
+                while not running.done() and len({m.draw_index for m in await self.manifests()}) < draws:
+                    await self.log.broker.changed(0.02)
             role.stopping.set()
             try:
                 await running

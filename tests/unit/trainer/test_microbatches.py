@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+from fractions import Fraction
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from turnlog.trainer.microbatches import microbatches
@@ -44,6 +47,44 @@ def test_ranks_differ_by_no_more_tokens_than_the_longest_row(lengths: list[int],
 @given(LENGTHS, RANKS, LIMITS)
 def test_rows_stay_in_canonical_order_within_a_microbatch(lengths: list[int], ranks: int, limit: int) -> None:
     assert all(batch == tuple(sorted(batch)) for rank in microbatches(lengths, ranks, limit) for batch in rank)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 3))
+def test_the_fullest_rank_has_at_most_a_third_more_tokens_than_the_best_deal_there_is(
+    lengths: list[int], ranks: int
+) -> None:
+    """Graham 1969: longest processing time first is within 4/3 - 1/(3m) of the optimum, here found by trying all."""
+    best = min(
+        max(sum(length for length, to in zip(lengths, deal, strict=True) if to == rank) for rank in range(ranks))
+        for deal in itertools.product(range(ranks), repeat=len(lengths))
+    )
+    fullest = max(sum(lengths[row] for one in rank for row in one) for rank in microbatches(lengths, ranks, 10**6))
+    assert Fraction(fullest) <= (Fraction(4, 3) - Fraction(1, 3 * ranks)) * best
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 300), st.integers(1, 9)), min_size=1, max_size=40),
+    st.tuples(RANKS, LIMITS),
+    st.tuples(RANKS, LIMITS),
+)
+def test_another_layout_computes_the_same_step(
+    rows: list[tuple[int, int]], before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    """A checkpoint may restart on other ranks and limits: each row is in the sum of the step once, as before."""
+    lengths = [length for length, _ in rows]
+    total = sum(trained for _, trained in rows)
+
+    def step(ranks: int, limit: int) -> Fraction:
+        loads = microbatches(lengths, ranks, limit)
+        return sum((Fraction(rows[row][1], total) for rank in loads for one in rank for row in one), Fraction(0))
+
+    assert step(*before) == step(*after) == 1
+
+
+@given(LENGTHS, RANKS, LIMITS)
+def test_the_deal_depends_on_lengths_alone(lengths: list[int], ranks: int, limit: int) -> None:
+    assert microbatches(tuple(lengths), ranks, limit) == microbatches(list(lengths), ranks, limit)
 
 
 def test_more_ranks_than_rows_leaves_stand_ins() -> None:

@@ -1,0 +1,78 @@
+"""Events in one transaction: all of them in order, each in its key's partition, or none."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from turnlog.infra.event_log import RECORD_HEADER, EventLog
+from turnlog.infra.log import Partition, Transactor
+from turnlog.infra.memory import Died, MemoryLog
+from turnlog.infra.murmur2 import partition_of
+from turnlog.infra.registry import MemoryRegistry
+from turnlog.infra.topics_admin import specs
+from turnlog.schemas.events import ToolCallCancelled
+from turnlog.schemas.topics import TOOL_CALLS
+from turnlog.settings import KafkaSettings, Settings
+
+PARTITIONS = 3
+EVENTS = [
+    ToolCallCancelled(
+        event_id=str(number), run_id="r", group_id="g", session_id="s", floor=0, rollout_id=f"r{number % 5}",
+        call_id=str(number), reason="",
+    )
+    for number in range(20)
+]  # fmt: skip
+
+
+@asynccontextmanager
+async def opened(log: MemoryLog) -> AsyncIterator[tuple[EventLog, Transactor]]:
+    await log.create_topics(specs(Settings(kafka=KafkaSettings(groups=1, rollouts=PARTITIONS))))
+    async with EventLog.open(log, MemoryRegistry(), writer="w") as events, log.transactor("t") as transactor:
+        yield events, transactor
+
+
+def written(log: MemoryLog, events: EventLog) -> dict[int, list[str]]:
+    """Call ids by partition, of what a reader may see."""
+    found = {}
+    for number in range(PARTITIONS):
+        records, _ = log.broker.read(Partition(TOOL_CALLS.name, number), 0, 100)
+        assert all((RECORD_HEADER, b"ToolCallCancelled") in record.headers for record in records)
+        found[number] = [events.codec.decode(record.value).call_id for record in records]
+    return found
+
+
+async def test_events_keep_their_order_in_the_partitions_of_their_keys() -> None:
+    log = MemoryLog()
+    async with opened(log) as (events, transactor):
+        await events.transact(transactor, EVENTS, partitions=PARTITIONS)
+        found = written(log, events)
+    for number in range(PARTITIONS):
+        wanted = [event.call_id for event in EVENTS if partition_of(event.rollout_id.encode(), PARTITIONS) == number]
+        assert found[number] == wanted
+
+
+@pytest.mark.parametrize("point", range(1, 10, 2))
+async def test_a_writer_killed_before_the_commit_has_written_nothing(point: int) -> None:
+    log = MemoryLog()
+    async with opened(log) as (events, transactor):
+        before = log.points
+        await events.transact(transactor, EVENTS, partitions=PARTITIONS)
+        whole = log.points - before
+        log.dies_at = log.points + whole * point // 10
+        with pytest.raises(Died):
+            await events.transact(transactor, EVENTS, partitions=PARTITIONS)
+        assert sum(len(found) for found in written(log, events).values()) == len(EVENTS)
+
+
+async def test_an_event_that_does_not_encode_leaves_no_transaction_open() -> None:
+    log = MemoryLog()
+    async with opened(log) as (events, transactor):
+        broken = dataclasses.replace(EVENTS[1], reason=5)
+        with pytest.raises(TypeError):
+            await events.transact(transactor, [EVENTS[0], broken], partitions=PARTITIONS)
+        await events.transact(transactor, EVENTS[:1], partitions=PARTITIONS)
+        assert sum(len(found) for found in written(log, events).values()) == 1
