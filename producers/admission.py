@@ -1,10 +1,13 @@
 """Which groups to ask for, and when: arithmetic over facts of the log, without clock or I/O.
 
-    groups alive <= min(max_lag x publish_every + draws trained + 1, draws) x prompts_per_draw
+    groups open + draws formed x prompts_per_draw
+        <= min(max_lag x publish_every + draws trained + 1, draws) x prompts_per_draw
 
-A group is alive from its first request on, unless it was discarded by its score or dropped whole by a manifest (stale).
-Those give their slots back, and their tasks are drawn again as new groups, before any fresh task. Facts may come in any
-order between topics, and more than once.
+A group is open from its first request until a draw takes it or it fails: discarded by its score, or dropped whole by a
+manifest (stale). So the group that was admitted last is in draw number `draws trained + max_lag x publish_every` at the
+latest if none is slow, and no more than `max_lag` versions old there. The tasks of failed groups are drawn again as new
+groups, before any fresh task. A group that a draw trained without had its slot in that draw: it gives none back, or
+every drop would let one more group run ahead for ever. Facts may come in any order between topics, and more than once.
 """
 
 from __future__ import annotations
@@ -56,6 +59,8 @@ class Drawing:
     place: Place
     draw: int
     """How often the task was drawn before."""
+    versions_ahead: int = field(default=0, compare=False)
+    """Weight versions that go out before the draw that it has a slot in."""
 
 
 @dataclass(slots=True)
@@ -81,7 +86,8 @@ class Admission:
         """Place -> (draw, group) of its latest group."""
         self._places: dict[str, Place] = {}
         """Group asked for -> its place."""
-        self._alive: set[str] = set()
+        self._open: set[str] = set()
+        self._taken: set[str] = set()
         self._failed: set[str] = set()
         self._again: set[Place] = set()
         self._draws: dict[int, _Parts] = {}
@@ -90,9 +96,19 @@ class Admission:
         """Draw index of a trained draw -> its last batch index."""
 
     @property
-    def alive(self) -> int:
-        """Groups asked for that were neither discarded nor dropped."""
-        return len(self._alive)
+    def open(self) -> int:
+        """Groups asked for that did not fail and that no draw has taken."""
+        return len(self._open)
+
+    @property
+    def draws_formed(self) -> int:
+        """Draws that have a batch."""
+        return len(self._draws)
+
+    @property
+    def slots(self) -> int:
+        """Slots in use: one per open group, and those of every draw."""
+        return self.open + self.draws_formed * self._rules.prompts_per_draw
 
     @property
     def asked(self) -> int:
@@ -105,13 +121,14 @@ class Admission:
         return len(self._trained)
 
     @property
-    def last_batch_trained(self) -> int:
-        """Batch index of the last batch of the trained draws; -1 before the first."""
-        return max(self._trained.values(), default=-1)
+    def batch_to_publish(self) -> int:
+        """The last batch of the newest trained draw after which weights go out: every publish_every-th; -1 for none."""
+        done = self.draws_trained // self._rules.publish_every * self._rules.publish_every
+        return self._trained[sorted(self._trained)[done - 1]] if done else -1
 
     @property
     def limit(self) -> int:
-        """How many groups may be alive now."""
+        """How many slots there are now."""
         rules = self._rules
         draws = min(rules.max_lag * rules.publish_every + self.draws_trained + 1, rules.draws)
         return draws * rules.prompts_per_draw
@@ -139,15 +156,14 @@ class Admission:
 
     def due(self) -> list[Drawing]:
         """The groups to ask for now, in order: failed ones again (oldest place first), then fresh rows."""
-        room = self.limit - self.alive
-        if room <= 0:
+        if self.slots >= self.limit:
             return []
-        drawn = dict(self._drawn)
+        rules, drawn = self._rules, dict(self._drawn)
+        published = self.draws_trained // rules.publish_every
         drawings: list[Drawing] = []
-        for place in self._candidates():
-            if len(drawings) == room:
-                break
-            drawings.append(Drawing(place, drawn.get(place.row, 0)))
+        for slot, place in zip(range(self.slots, self.limit), self._candidates(), strict=False):
+            ahead = slot // rules.prompts_per_draw // rules.publish_every - published
+            drawings.append(Drawing(place, drawn.get(place.row, 0), ahead))
             drawn[place.row] = drawn.get(place.row, 0) + 1
         return drawings
 
@@ -164,13 +180,13 @@ class Admission:
         place = self._places[event.group_id] = Place(event.dataset_epoch, event.index)
         self._drawn[event.index] = max(self._drawn.get(event.index, 0), event.draw + 1)
         self._latest[place] = max(self._latest.get(place, (-1, "")), (event.draw, event.group_id))
-        if event.group_id not in self._failed:
-            self._alive.add(event.group_id)
+        if event.group_id not in self._failed and event.group_id not in self._taken:
+            self._open.add(event.group_id)
         self._mark(place)
 
     def _fail(self, group_id: str) -> None:
         self._failed.add(group_id)
-        self._alive.discard(group_id)
+        self._open.discard(group_id)
         if group_id in self._places:
             self._mark(self._places[group_id])
 
@@ -186,6 +202,8 @@ class Admission:
         draw.batches.add(event.batch_index)
         draw.taken.update(event.groups)
         draw.live.update(sample.group_id for sample in event.samples)
+        self._taken.update(event.groups)
+        self._open.difference_update(event.groups)
         if len(draw.batches) == draw.wanted:  # part 0 also names groups that fell out; a later part may hold others
             for group_id in draw.taken - draw.live:
                 self._fail(group_id)

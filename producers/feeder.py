@@ -13,13 +13,13 @@ from pathlib import Path
 from prometheus_client import Counter, Gauge
 
 from turnlog.infra import recipes
+from turnlog.infra.dead_letters import dead_letter
 from turnlog.infra.event_log import RECORD_HEADER
 from turnlog.infra.log import Partition, Record, TopicMissing, Transactor
 from turnlog.infra.murmur2 import partition_of
 from turnlog.infra.payloads import externalized
 from turnlog.infra.role import Role
 from turnlog.producers.admission import Admission, AdmissionRules, Drawing
-from turnlog.producers.parking import dead_letter
 from turnlog.producers.readiness import Readiness
 from turnlog.producers.sampling import checked_sampling
 from turnlog.producers.tasks import Dataset, provided_dataset, read_dataset
@@ -33,7 +33,8 @@ PASSED_OVER = SegmentSample.__name__.encode()
 """The bulk of segment-samples, which admission has no use for."""
 DATASET_FILE = "tasks.jsonl"
 ADMITTED = Counter("turnlog_feeder_groups_admitted", "Groups asked for", ["drawn"])
-ALIVE = Gauge("turnlog_feeder_groups_alive", "Groups asked for, neither discarded nor dropped")
+OPEN = Gauge("turnlog_feeder_groups_open", "Groups asked for that did not fail and that no draw has taken")
+ROOM = Gauge("turnlog_feeder_slots_free", "Groups that may be asked for now")
 TRAINED = Gauge("turnlog_feeder_draws_trained", "Draws whose every batch was trained")
 
 
@@ -76,7 +77,7 @@ class Feeder:
         self._sampling = sampling
         self._limits = limits
         self._told = False
-        self._readiness = Readiness(publish_every=settings.trainer.publish_every)
+        self._readiness = Readiness()
         self.admission = Admission(
             AdmissionRules(
                 prompts_per_draw=settings.batcher.prompts_per_draw,
@@ -96,7 +97,9 @@ class Feeder:
             try:
                 event = await self._role.events.decode(record)
             except UndecodableRecord as cause:
-                await self._role.events.append(dead_letter(record, cause, role=self._role))
+                await self._role.events.append(
+                    dead_letter(record, cause, run_id=self._role.settings.run.id, role=self._role.name)
+                )
                 continue
             if event.run_id != self._role.settings.run.id:
                 continue
@@ -115,7 +118,7 @@ class Feeder:
         admission = self.admission
         due = admission.due()
         waits_for = due and self._readiness.waits_for(
-            trained_batch=admission.last_batch_trained, first=admission.asked == 0
+            batch_to_publish=admission.batch_to_publish, first=admission.asked == 0
         )
         if waits_for:
             self._role.health.waits("weights", waits_for)
@@ -125,25 +128,13 @@ class Feeder:
             await self._ask(due)
 
     async def _ask(self, due: list[Drawing]) -> None:
-        role, transactor = self._role, self._transactor
+        role = self._role
         counts = role.settings.kafka
         sessions = [Partition(topics.SESSIONS.name, number) for number in range(counts.groups)]
         ends = await role.log.end_offsets(sessions)
         floors = {partition.number: offset for partition, offset in ends.items()}
         requests = [request for drawing in due for request in await self._requests(drawing, floors)]
-        await transactor.begin()
-        acks = [
-            await transactor.send(
-                topics.TASKS.name,
-                partition_of(topics.TASKS.key_of(request), counts.rollouts),
-                topics.TASKS.key_of(request),
-                role.events.codec.encode(request),
-                headers=role.events.headers(request),
-            )
-            for request in requests
-        ]
-        await asyncio.gather(*acks)
-        await transactor.commit()
+        await role.events.transact(self._transactor, requests, partitions=counts.rollouts)
         for request in requests:
             self.admission.apply(request)
         for drawing in due:
@@ -155,6 +146,7 @@ class Feeder:
         settings, (epoch, row) = self._role.settings, drawing.place
         task_id = ids.digest("task", self._dataset.name, row)
         group_id = ids.group_id(settings.run.id, task_id, drawing.draw)
+        version = self._readiness.version_for(versions_ahead=drawing.versions_ahead, max_lag=settings.batcher.max_lag)
         requests = []
         for index in range(settings.feeder.group_size):
             rollout_id = ids.rollout_id(group_id, index)
@@ -176,13 +168,14 @@ class Feeder:
                 task=self._dataset.rows[row],
                 sampling=self._sampling,
                 limits=self._limits,
-                min_weight_version=self._readiness.version,
+                min_weight_version=version,
             )
             requests.append(await externalized(request, self._role.blobs))
         return requests
 
     def _report(self) -> None:
-        ALIVE.set(self.admission.alive)
+        OPEN.set(self.admission.open)
+        ROOM.set(self.admission.limit - self.admission.slots)
         TRAINED.set(self.admission.draws_trained)
         if self.admission.finished and not self._told:
             self._told = True

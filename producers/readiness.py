@@ -16,8 +16,7 @@ from turnlog.schemas.events import (
 class Readiness:
     """Repeats change nothing; each topic is read in its own order."""
 
-    def __init__(self, *, publish_every: int) -> None:
-        self._publish_every = publish_every
+    def __init__(self) -> None:
         self._published_batch = -1
         self._engines: dict[str, int] = {}
         """Live engine -> weight version it serves."""
@@ -34,21 +33,25 @@ class Readiness:
             case EngineDraining() | EngineGone():
                 self._engines.pop(event.engine_id, None)
 
-    def waits_for(self, *, trained_batch: int, first: bool) -> str:
-        """What stands in the way of asking for groups; empty when nothing does. `trained_batch`: last batch of the
-        draws trained so far, -1 before any; `first`: nothing was asked for yet.
+    def waits_for(self, *, batch_to_publish: int, first: bool) -> str:
+        """What stands in the way of asking for groups; empty when nothing does. `batch_to_publish`: the batch whose
+        weights must be out by now (Admission), -1 before any; `first`: nothing was asked for yet.
 
         A step and its weights are one transaction of the trainer over two topics, so a reader may meet the step first;
         and a trainer that went back to a checkpoint publishes older weights under a new number until it has caught up.
-        With publish_every > 1 not every step brings weights, and the newest published ones are right.
         """
         if self.version < 0:
             return "no weights are published yet: is the trainer running?"
-        if self._publish_every == 1 and self._published_batch < trained_batch:
-            return f"the weights after batch {trained_batch} are not published yet"
+        if self._published_batch < batch_to_publish:
+            return f"the weights after batch {batch_to_publish} are not published yet"
         if first:
             return self._first_acknowledgements()
         return ""
+
+    def version_for(self, *, versions_ahead: int, max_lag: int) -> int:
+        """The oldest version that a group may be sampled with to be at most `max_lag` behind in the draw that it has a
+        slot in, `versions_ahead` versions from now; the newest one at most."""
+        return max(min(self.version, self.version + versions_ahead - max_lag), 0)
 
     def _first_acknowledgements(self) -> str:
         """Before the very first task every registered engine serves the first weights."""

@@ -15,12 +15,12 @@ from collections.abc import Iterable
 from prometheus_client import Gauge
 
 from turnlog.infra import recipes
+from turnlog.infra.dead_letters import dead_letter
 from turnlog.infra.event_log import RECORD_HEADER
 from turnlog.infra.log import Commit, GroupReader, Partition, Record
 from turnlog.infra.payloads import inlined
 from turnlog.infra.role import Role
 from turnlog.producers.gateway_client import GatewayClient
-from turnlog.producers.parking import dead_letter
 from turnlog.producers.rollout import Rollout
 from turnlog.producers.units import Unit
 from turnlog.schemas import topics
@@ -120,15 +120,19 @@ class Runner:
         try:
             event = await self._role.events.decode(record)
         except UndecodableRecord as cause:
-            await self._role.events.append(dead_letter(record, cause, role=self._role))
+            await self._park(record, cause)
             return
         self._units[record.partition].results.feed(event)
+
+    async def _park(self, record: Record, cause: UndecodableRecord) -> None:
+        letter = dead_letter(record, cause, run_id=self._role.settings.run.id, role=self._role.name)
+        await self._role.events.append(letter)
 
     async def _task(self, record: Record) -> None:
         try:
             event = await self._role.events.decode(record)
         except UndecodableRecord as cause:
-            await self._role.events.append(dead_letter(record, cause, role=self._role))
+            await self._park(record, cause)
             return
         unit = self._units[record.partition]
         if event.run_id != self._role.settings.run.id or event.rollout_id in unit.open:

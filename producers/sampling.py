@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 
+from turnlog.infra.methods import installed
+from turnlog.processors.core.rules import fold_rules
 from turnlog.schemas.events import Limits, Sampling
 from turnlog.settings import Settings
 
@@ -17,8 +19,9 @@ class BadSampling(Exception):
 
 
 def checked_sampling(settings: Settings) -> tuple[Sampling, Limits]:
-    """The policy's sampling parameters and a live agent's limits. Raises BadSampling."""
+    """The policy's sampling parameters and a live agent's limits. Raises BadSampling, SettingsError."""
     feeder = settings.feeder
+    least = fold_rules(settings.fold, run_id="", settings_sha256="", methods=installed(settings.fold)).least_valid
     _require(
         math.isfinite(feeder.temperature) and feeder.temperature > 0,
         "feeder.temperature",
@@ -29,10 +32,11 @@ def checked_sampling(settings: Settings) -> tuple[Sampling, Limits]:
         _require(getattr(feeder, name) >= 1, f"feeder.{name}", getattr(feeder, name), "at least 1")
     _require(feeder.deadline_s > 0, "feeder.deadline_s", feeder.deadline_s, "above 0 seconds")
     _require(
-        feeder.group_size >= settings.fold.min_valid,
+        feeder.group_size >= least,
         "feeder.group_size",
         feeder.group_size,
-        f"at least fold.min_valid ({settings.fold.min_valid}), or every group is discarded and drawn again for ever",
+        f"at least {least}, as fold.min_valid or the estimator {settings.fold.estimator!r} says, or every group is "
+        "discarded and drawn again for ever",
     )
     _require(
         feeder.max_context_tokens <= settings.engine.context,

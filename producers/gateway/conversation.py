@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from turnlog.producers.gateway.images import agreeing
 from turnlog.producers.gateway.messages import CHAIN_START, Message, chained
-from turnlog.schemas.events.turns import FinishReason
+from turnlog.schemas.events.turns import FinishReason, ImageRef
 from turnlog.schemas.types import TurnId
 
 
@@ -25,6 +26,13 @@ class Strand:
 
     ids: array[int] = field(default_factory=lambda: array("i"))
     turns: list[Turn] = field(default_factory=list)
+
+    def holder(self, common: int, *, covered: bool) -> tuple[Turn | None, int]:
+        """The turn that holds most of the first `common` ids, the earliest of several, and how many; `covered`: of
+        those alone whose routed experts are stored."""
+        turns = [turn for turn in self.turns if turn.covered or not covered]
+        best = max(turns, key=lambda turn: min(turn.total, common), default=None)
+        return best, min(best.total, common) if best is not None else 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,6 +59,10 @@ class Turn:
     """Weight version of the first and of the last output token."""
     strand: Strand
     total: int
+    images: tuple[ImageRef, ...] = ()
+    """Every image in the prompt, by position."""
+    covered: bool = False
+    """The routed experts of all its tokens are stored: its own, and those of every turn that it is stored against."""
     delivered: bool = False
     continued: bool = False
     """Another turn has this one as its base."""
@@ -89,6 +101,7 @@ class Conversation:
         self._answered: dict[bytes, list[Turn]] = {}
         self._strands: list[Strand] = []
         self._openings: set[bytes] = set()
+        self._covered = False
 
     def base_of(self, messages: Sequence[Message]) -> tuple[Turn | None, int]:
         """The turn whose messages and response are a prefix of `messages`, longest first, then the latest; and that
@@ -104,16 +117,31 @@ class Conversation:
         """Whether an earlier root began with the same message."""
         return messages[0].digest in self._openings
 
-    def parent_of(self, prompt: Sequence[int], base: Turn | None, appended: bool) -> tuple[Turn | None, int]:
-        """Where to store the prompt against: the turn with the longest common token prefix, and that length."""
-        if base is not None and appended and len(self._strands) == 1:
+    def parent_of(
+        self,
+        prompt: Sequence[int],
+        base: Turn | None,
+        appended: bool,
+        images: Sequence[ImageRef] = (),
+        *,
+        covered: bool = False,
+    ) -> tuple[Turn | None, int]:
+        """Where to store the prompt against: the turn with the longest common prefix of tokens and images, and that
+        length. `covered`: only turns whose routed experts are stored, where there is any, so that no gap is passed
+        on."""
+        covered = covered and self._covered
+        fits = base is not None and appended and (base.covered or not covered)
+        if base is not None and fits and len(self._strands) == 1:
             return base, base.total
-        best, length = (base, base.total) if base is not None and appended else (None, 0)
+        best, length = (base, base.total) if base is not None and fits else (None, 0)
         ids = np.asarray(prompt, dtype=np.int32)
         for strand in self._strands:
             common = _common(ids, np.frombuffer(strand.ids.tobytes(), dtype=np.int32))
             if common > length:
-                best, length = next(turn for turn in strand.turns if turn.total >= common), common
+                turn, shared = strand.holder(common, covered=covered)
+                shared = agreeing(shared, images, turn.images) if turn is not None else 0
+                if shared > length:
+                    best, length = turn, shared
         return best, length
 
     def record(self, turn: Turn, prompt: Sequence[int], output: Sequence[int], appended: bool) -> None:
@@ -133,6 +161,7 @@ class Conversation:
         turn.total = len(turn.strand.ids)
         turn.strand.turns.append(turn)
         self.turns[turn.id] = turn
+        self._covered = self._covered or turn.covered
         self._answered.setdefault(turn.chain, []).append(turn)
 
     def main_line(self) -> Turn | None:

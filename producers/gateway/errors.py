@@ -2,6 +2,7 @@
 
 GatewayError
 ├── BadRequest            400 the body or a field of it cannot be used
+├── ImagesNotServed       400 the model, or its template, takes no images
 ├── ContextOverflow       400 the prompt leaves no room in the context window
 ├── Unauthorized          401 no, a forged or a foreign token
 ├── UnknownSession        404 the log holds no such session
@@ -39,6 +40,12 @@ class BadRequest(GatewayError):
     """Names the field and what it must be."""
 
     status, type, code = 400, "invalid_request_error", "invalid_request"
+
+
+class ImagesNotServed(GatewayError):
+    """Says what the model lacks."""
+
+    status, type, code = 400, "invalid_request_error", "images_not_served"
 
 
 class ContextOverflow(GatewayError):

@@ -11,9 +11,10 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from turnlog.infra.engine import EngineAborted, EngineDead, EngineRefused, Generate, Piece
+from turnlog.infra.engine import EngineAborted, EngineDead, EngineImage, EngineRefused, Generate, Piece
 from turnlog.producers.gateway.engines import Engines, LiveEngine, Wanted
 from turnlog.producers.gateway.errors import EngineFailed, NoEngine
+from turnlog.producers.gateway.experts import TurnRows
 from turnlog.producers.gateway.metrics import ENGINE_S, RESUBMITTED
 from turnlog.schemas.events.tasks import Sampling
 from turnlog.schemas.events.turns import VersionSpan
@@ -67,6 +68,8 @@ class Sampler:
         stream: bool,
         gone: asyncio.Event,
         progress: Callable[[list[int]], None],
+        experts: TurnRows | None = None,
+        images: tuple[EngineImage, ...] = (),
     ) -> Draft:
         """The turn's output; `progress` is told of new ids. Raises EngineFailed, NoEngine when there is no token."""
         loop = asyncio.get_running_loop()
@@ -82,10 +85,14 @@ class Sampler:
                     temperature=sampling.temperature,
                     max_new_tokens=max_new_tokens - len(draft.ids),
                     stop_token_ids=tuple(stops),
+                    experts_from=experts.next if experts is not None else None,
+                    images=images,
                 )
-                await self._call(engine, request, draft, stream, gone, progress, max(1.0, left))
+                await self._call(engine, request, draft, stream, gone, progress, experts, max(1.0, left))
                 if draft.finish == "abort" and len(draft.ids) >= max_new_tokens:
                     draft.finish = "length"
+                if draft.finish in ("stop", "length") and experts is not None:
+                    experts.demand(len(prompt) + len(draft.ids))
                 if draft.finish in ("stop", "length") or (draft.finish == "abort" and gone.is_set()):
                     return draft
                 RESUBMITTED.labels(draft.finish).inc()
@@ -114,18 +121,21 @@ class Sampler:
         stream: bool,
         gone: asyncio.Event,
         progress: Callable[[list[int]], None],
+        experts: TurnRows | None,
         timeout_s: float,
     ) -> None:
         """One engine call into the draft. Raises EngineRefused."""
         loop = asyncio.get_running_loop()
         begun, before = loop.time(), len(draft.ids)
         labels: tuple[tuple[str, int], ...] = ()
+        rows: bytes | None = None
         watch = asyncio.create_task(_abort_when_gone(gone, engine, request.rid))
         engine.in_flight += 1
         try:
             async for piece in engine.client.generate(request, stream=stream, timeout_s=timeout_s):
                 self._add(draft, piece, loop.time())
                 labels = piece.versions or labels
+                rows = piece.experts
                 progress(piece.ids)
                 draft.finish = piece.finish or ""
             self.engines.served(engine)
@@ -136,7 +146,9 @@ class Sampler:
             watch.cancel()
             engine.in_flight -= 1
             ENGINE_S.labels(engine.id).observe(loop.time() - begun)
-        _extend(draft.spans, _spans(labels, len(draft.ids) - before, engine))
+            _extend(draft.spans, _spans(labels, len(draft.ids) - before, engine))
+        if experts is not None and rows is not None:
+            experts.take(rows, len(request.input_ids) + len(draft.ids) - before)
 
     def _add(self, draft: Draft, piece: Piece, now: float) -> None:
         if piece.ids and not draft.ids:

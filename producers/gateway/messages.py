@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 
 from turnlog.producers.gateway.errors import BadRequest
+from turnlog.producers.gateway.images import Picture, picture
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 BILLING = "x-anthropic-billing-header:"
@@ -30,6 +31,8 @@ class Message:
     digest: bytes
     """Of everything that counts but reasoning."""
     reasoning: str
+    pictures: tuple[Picture, ...] = ()
+    """In order; the template has a part {"type": "image"} for each."""
 
 
 def normalised(raw: Any) -> tuple[Message, ...]:
@@ -44,10 +47,10 @@ def message(raw: Any, where: str) -> Message:
     if not isinstance(raw, dict) or raw.get("role") not in ROLES:
         raise BadRequest(f"{where} must be an object whose role is one of {', '.join(ROLES)}", param=where)
     role = ROLES[raw["role"]]
-    content = _text(raw.get("content"), where)
+    content, pictures = _content(raw.get("content"), where)
     reasoning = str(raw.get("reasoning_content") or raw.get("reasoning") or "").strip()
     template: dict[str, Any] = {"role": role, "content": content}
-    canonical: list[Any] = [role, content]
+    canonical: list[Any] = [role, content, *(one.ref.sha256 for one in pictures)]
     if raw.get("name"):
         template["name"] = raw["name"]
         canonical.append(["name", str(raw["name"])])
@@ -59,7 +62,7 @@ def message(raw: Any, where: str) -> Message:
     if reasoning:
         template["reasoning_content"] = reasoning
     digest = hashlib.blake2b(orjson.dumps(canonical, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
-    return Message(role, template, digest, reasoning)
+    return Message(role, template, digest, reasoning, pictures)
 
 
 def chained(start: bytes, messages: Sequence[Message]) -> list[bytes]:
@@ -86,22 +89,32 @@ def tools_digest(tools: Any) -> str:
     return hashlib.sha256(orjson.dumps(tools or [], option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
-def _text(content: Any, where: str) -> str:
+def _content(content: Any, where: str) -> tuple[Any, tuple[Picture, ...]]:
+    """(text, no images), or the parts of a message with images and those images."""
     if not content:
-        return ""
+        return "", ()
     if isinstance(content, str):
-        return content
+        return content, ()
     if not isinstance(content, list):
         raise BadRequest(f"{where}.content must be text or a list of text blocks", param=where)
-    texts = []
+    texts: list[str] = []
+    parts: list[dict[str, str]] = []
+    pictures: list[Picture] = []
     for block in content:
+        if isinstance(block, dict) and block.get("type") == "image_url":
+            pictures.append(picture(block, where))
+            parts.append({"type": "image"})
+            continue
         text = block if isinstance(block, str) else block.get("text") if isinstance(block, dict) else None
         if not isinstance(text, str):
             kind = block.get("type") if isinstance(block, dict) else type(block).__name__
-            raise BadRequest(f"{where}.content has a block of type {kind!r}; only text is served", param=where)
+            raise BadRequest(
+                f"{where}.content has a block of type {kind!r}; text and image_url are served", param=where
+            )
         if not text.startswith(BILLING):
             texts.append(text)
-    return "\n".join(texts)
+            parts.append({"type": "text", "text": text})
+    return (parts, tuple(pictures)) if pictures else ("\n".join(texts), ())
 
 
 def _calls(raw: Any, where: str) -> list[dict[str, Any]]:

@@ -12,6 +12,9 @@ IGNORED = Counter("turnlog_gateway_ignored_fields", "Request fields that were no
 ERRORS = Counter("turnlog_gateway_errors", "Requests answered with an error", ("code",))
 REPEATS = Counter("turnlog_gateway_repeats", "Requests answered with a turn that was recorded before")
 RESUBMITTED = Counter("turnlog_gateway_resubmitted", "Engine calls continued elsewhere or after an abort", ("cause",))
+WITHOUT_EXPERTS = Counter(
+    "turnlog_gateway_turns_without_experts", "Turns of a mixture of experts whose engine gave no or not all rows"
+)
 OPEN = Gauge("turnlog_gateway_sessions", "Sessions held in memory")
 ADOPTED = Counter("turnlog_gateway_adopted", "Sessions taken over from another gateway")
 ENGINE_S = Histogram("turnlog_gateway_engine_seconds", "One engine call", ("engine",), buckets=SECONDS)

@@ -17,6 +17,7 @@ from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Log, Partition, Reader, Record
 from turnlog.infra.payloads import inlined
 from turnlog.producers.gateway.conversation import Conversation, Strand, Turn
+from turnlog.producers.gateway.images import within
 from turnlog.producers.gateway.messages import CHAIN_START, chained, message, normalised
 from turnlog.schemas.errors import UndecodableRecord
 from turnlog.schemas.events.turns import Boundary, TokenSnapshot, TurnCompleted
@@ -121,7 +122,8 @@ def _rebuilt(found: _Found) -> Conversation:
 
 def _restore(conversation: Conversation, completed: TurnCompleted, snapshot: TokenSnapshot) -> None:
     base = conversation.turns[completed.base_turn] if completed.base_turn else None
-    parent = conversation.turns[snapshot.parent_turn].tokens() if snapshot.parent_turn else []
+    holder = conversation.turns[snapshot.parent_turn] if snapshot.parent_turn else None
+    parent = holder.tokens() if holder else []
     prompt = [*parent[: snapshot.base_len], *int32s(_bytes(snapshot.delta_ids)).tolist()]
     output = int32s(_bytes(snapshot.output_ids)).tolist()
     new_raw = orjson.loads(_bytes(completed.new_messages))
@@ -146,6 +148,8 @@ def _restore(conversation: Conversation, completed: TurnCompleted, snapshot: Tok
         versions=(completed.weight_version_first, completed.weight_version_last),
         strand=Strand(),
         total=0,
+        images=(*within(snapshot.base_len, holder.images if holder else ()), *snapshot.images),
+        covered=snapshot.experts is not None and (holder is None or holder.covered),
         delivered=not completed.aborted,
     )
     conversation.record(turn, prompt, output, snapshot.boundary is Boundary.append)

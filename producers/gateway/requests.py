@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 
 from turnlog.producers.gateway.errors import BadRequest
+from turnlog.producers.gateway.images import Admitted, Picture
 from turnlog.producers.gateway.messages import Message, normalised
 from turnlog.producers.gateway.metrics import IGNORED
 from turnlog.schemas import ids
@@ -41,6 +43,13 @@ class ChatRequest:
     include_usage: bool
     sha256: str
     """Of the body's bytes."""
+    images: Mapping[str, Admitted] = field(default_factory=dict)
+    """By sha256, once they are in the store."""
+
+    @property
+    def pictures(self) -> list[Picture]:
+        """Every image of the messages, in order."""
+        return [picture for one in self.messages for picture in one.pictures]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

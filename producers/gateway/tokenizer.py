@@ -14,8 +14,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 UNKNOWN = "�"
-SHOWN = frozenset({"<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"})
-"""Special tokens that an agent must see; others are control marks and are left out of its text."""
+PLAIN = frozenset({"<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"})
+"""Special tokens that are text like any other; the others are control marks."""
 
 
 class ModelMissing(Exception):
@@ -36,15 +36,18 @@ class TextTokens:
         self._tokenizer: Any = Tokenizer.from_str(data.decode())
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.vocabulary = int(config["vocab_size"])
+        self.config: dict[str, Any] = config
+        """The model's config.json."""
+        text = config | (config.get("text_config") or {})  # a vision model says it of its language part
+        self.vocabulary = int(text["vocab_size"])
         """Of the model: every id below may be sampled."""
-        self.window = int(config.get("max_position_embeddings", 0)) or 2**31 - 1
+        self.window = int(text.get("max_position_embeddings", 0)) or 2**31 - 1
         added = self._tokenizer.get_added_tokens_decoder()
         self.special: dict[int, str] = {number: token.content for number, token in added.items()}
         """Every added token, whether control mark or not."""
         self._known = frozenset(self._tokenizer.get_vocab(with_added_tokens=True).values())
-        self._hidden = frozenset(
-            number for number, token in added.items() if token.special and token.content not in SHOWN
+        self._control = frozenset(
+            number for number, token in added.items() if token.special and token.content not in PLAIN
         )
 
     def encode(self, text: str) -> list[int]:
@@ -53,10 +56,10 @@ class TextTokens:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text that an agent sees: control marks left out, unknown ids as U+FFFD."""
+        """The text that agents and verifiers see: every id, control marks in full, unknown ids as U+FFFD."""
         parts: list[str] = []
         run: list[int] = []
-        for token in self.shown(ids):
+        for token in ids:
             if token in self._known:
                 run.append(token)
             else:
@@ -64,9 +67,9 @@ class TextTokens:
                 run = []
         return "".join(parts) + self._run(run)
 
-    def shown(self, ids: Sequence[int]) -> list[int]:
-        """The ids that an agent sees: all but control marks."""
-        return [token for token in ids if token not in self._hidden]
+    def is_control(self, token: int) -> bool:
+        """Whether the id is a control mark: the last of an output may be what ended it."""
+        return token in self._control
 
     def knows(self, token: int) -> bool:
         """Whether the tokenizer has text for the id."""
@@ -89,12 +92,20 @@ class TextStream:
     def __init__(self, tokens: TextTokens) -> None:
         self._tokens = tokens
         self._ids: list[int] = []
+        self._marks: list[int] = []
+        """Control marks at the end."""
         self._settled = 0
         self._text = ""
 
     def push(self, ids: Sequence[int]) -> str:
-        """All text so far but an unfinished character at its end."""
-        self._ids += self._tokens.shown(ids)
+        """All text so far but an unfinished character, or control marks, at its end."""
+        self._ids += self._marks
+        self._marks = []
+        self._ids += ids
+        while self._ids and self._tokens.is_control(self._ids[-1]):
+            self._marks.insert(0, self._ids.pop())
+        if not self._ids:
+            return self._text
         start = max(0, self._settled - self.WINDOW)
         before = self._tokens.decode(self._ids[start : self._settled])
         after = self._tokens.decode(self._ids[start:])

@@ -1,7 +1,7 @@
 """Token-in token-out: the prompt of a turn is its base's tokens, what closes that turn, and the new messages alone.
 
 What an engine saw is never tokenised again. Whether a template allows this is decided per append kind (roles appended,
-reasoning present, tools present) on a built-in probe corpus, once; a kind that fails falls back alone to a full render.
+reasoning, tools, images present) on a built-in probe corpus, once; a kind that fails falls back alone to a full render.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class Kind(NamedTuple):
     roles: tuple[str, ...]
     reasoning: bool
     tools: bool
+    images: bool = False
 
 
 class Ending(NamedTuple):
@@ -66,7 +67,12 @@ class Prompts:
     def continuation(self, last: int, new: Sequence[Message], tools: Any, tools_sha256: str) -> list[int] | None:
         """close + delta: the ids to put after a base whose last id is `last`. None where the template cannot append
         this kind, or where the base ends in another role's mark. Raises BadRequest."""
-        kind = Kind(tuple(one.role for one in new), any(one.reasoning for one in new), bool(tools))
+        kind = Kind(
+            tuple(one.role for one in new),
+            any(one.reasoning for one in new),
+            bool(tools),
+            any(one.pictures for one in new),
+        )
         if kind not in self._kinds:
             self._kinds[kind] = self._probe(kind)
         if not self._kinds[kind]:
@@ -131,7 +137,8 @@ class Prompts:
         answer: dict[str, Any] = {"role": "assistant", "content": SENTINEL}
         if kind.roles[:1] == ("tool",):
             answer["tool_calls"] = CALLS
-        conversation = [{"role": "user", "content": "u"}, answer, *new]
+        asked = [{"type": "image"}, {"type": "text", "text": "u"}] if kind.images else "u"
+        conversation = [{"role": "user", "content": asked}, answer, *new]
         try:
             delta = self._delta(new, tools, f"probe {kind.tools}")
             whole = self.template.render(conversation, tools, generate=True)
@@ -154,6 +161,8 @@ class Prompts:
 
 def _canned(role: str, at: int, kind: Kind) -> dict[str, Any]:
     message: dict[str, Any] = {"role": role, "content": f"w{at}"}
+    if kind.images and role in ("user", "tool"):
+        message["content"] = [{"type": "image"}, {"type": "text", "text": f"w{at}"}]
     if role == "assistant" and kind.roles[at + 1 : at + 2] == ("tool",):
         message["tool_calls"] = CALLS
     if role == "assistant" and kind.reasoning:

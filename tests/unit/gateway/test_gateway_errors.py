@@ -178,3 +178,12 @@ def test_the_signing_key_is_made_once_and_private(tmp_path: Any) -> None:
     assert signing_key("", tmp_path) == key
     assert (tmp_path / KEY_FILE).stat().st_mode & 0o777 == 0o600
     assert signing_key("mine", tmp_path) == b"mine"
+
+
+async def test_a_model_of_text_refuses_images_in_the_clients_shape(rig: Any) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    answer = await rig.chat(await rig.open(), [{"role": "user", "content": [image]}])
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "images_not_served", "messages")
+    assert "takes no images" in error["message"]
+    assert await rig.written("TurnCompleted") == []

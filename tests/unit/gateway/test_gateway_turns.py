@@ -7,8 +7,11 @@ from typing import Any
 
 import numpy as np
 import orjson
+import pytest
 
-from turnlog.schemas.events import Boundary, FinishReason, TokenSnapshot, TurnCompleted
+from turnlog.infra.recipes import Episode
+from turnlog.producers.recipes.calc import judge
+from turnlog.schemas.events import Boundary, FinishReason, Outcome, TokenSnapshot, TurnCompleted
 from turnlog.schemas.types import float32s, int32s
 
 CALL = '<tool_call>{"name":"calc","arguments":{"expr":"3+5"}}</tool_call>'
@@ -191,3 +194,29 @@ def _events(text: str) -> list[dict[str, Any]]:
     lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: ")]
     assert lines[-1] == "[DONE]"
     return [orjson.loads(line) for line in lines[:-1]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_control_marks_inside_an_output_are_shown_and_the_one_that_ended_it_is_not(
+    rig: Any, stream: bool
+) -> None:
+    session = await rig.open()
+    marks = rig.tokens.encode("<|im_start|><|endoftext|>")
+    assert len(marks) == 2
+    output = [*rig.tokens.encode("8"), *marks, *rig.tokens.encode("9"), marks[0], 2]
+    rig.script.answers.append(output)
+    answer = await rig.chat(session, [QUESTION], stream=stream)
+    if stream:
+        deltas = [event["choices"][0]["delta"] for event in _events(answer.text) if event["choices"]]
+        assert "".join(delta.get("content") or "" for delta in deltas) == "8<|im_start|><|endoftext|>9<|im_start|>"
+    message = (await rig.describe(session))["messages"][-1]
+    assert message["content"] == "8<|im_start|><|endoftext|>9<|im_start|>"
+    rig.script.answers.append([*rig.tokens.encode("8"), marks[0], 2])
+    other = (await rig.chat(session, [QUESTION, message, QUESTION])).json()["choices"][0]["message"]
+    (_, second) = await rig.written("TokenSnapshot")
+    assert second.boundary is Boundary.append
+    assert second.base_len == len(rig.engines["e0"].requests[0].input_ids) + len(output)
+    assert other["content"] == "8<|im_start|>"
+    for said, exact in ((other, 0.0), ({**other, "content": "8"}, 1.0)):
+        episode = Episode(task={"answer": "8"}, messages=(QUESTION, said), outcome=Outcome.completed, reason="")
+        assert judge(episode).components["exact"] == exact

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnlog.producers.admission import Admission, AdmissionRules, Drawing, Place, nth_place
+from turnlog.producers.readiness import Readiness
 from turnlog.schemas.events import (
     BatchSample,
     BatchSkipped,
@@ -24,6 +25,7 @@ from turnlog.schemas.events import (
     StepCompleted,
     TreeBooks,
     Weighting,
+    WeightVersionPublished,
 )
 from turnlog.schemas.types import BlobRef
 
@@ -74,6 +76,13 @@ def stepped(draw: int, batch: int) -> StepCompleted:
     )  # fmt: skip
 
 
+def published(version: int) -> WeightVersionPublished:
+    return WeightVersionPublished(
+        event_id=f"w{version}", run_id="r", version=version, step=version, batch_index=version - 1, incarnation=0,
+        kind="full", base_version=None, files=(), dtype="float32", checksums={}, checkpoint=None,
+    )  # fmt: skip
+
+
 def ask(admission: Admission, history: list[Event] | None = None) -> list[str]:
     """Ask for what is due; the groups."""
     groups = []
@@ -100,18 +109,18 @@ def test_a_trained_draw_makes_room_for_the_next() -> None:
     admission.apply(formed(0, 0, first, first))
     assert admission.due() == []
     admission.apply(stepped(0, 0))
-    assert (admission.draws_trained, admission.last_batch_trained) == (1, 0)
+    assert (admission.draws_trained, admission.batch_to_publish) == (1, 0)
     assert len(ask(admission)) == 2
 
 
-@pytest.mark.parametrize(("max_lag", "publish_every", "alive"), [(0, 1, 2), (1, 1, 4), (2, 1, 6), (2, 2, 10)])
+@pytest.mark.parametrize(("max_lag", "publish_every", "groups"), [(0, 1, 2), (1, 1, 4), (2, 1, 6), (2, 2, 10)])
 def test_lag_lets_groups_run_ahead_by_whole_draws_but_not_past_the_last(
-    max_lag: int, publish_every: int, alive: int
+    max_lag: int, publish_every: int, groups: int
 ) -> None:
     rules = AdmissionRules(prompts_per_draw=2, draws=5, max_lag=max_lag, publish_every=publish_every, rows=3, seed=0)
     admission = Admission(rules)
     ask(admission)
-    assert admission.alive == alive
+    assert admission.open == groups
 
 
 def test_a_discarded_group_is_drawn_again_before_fresh_tasks() -> None:
@@ -123,26 +132,64 @@ def test_a_discarded_group_is_drawn_again_before_fresh_tasks() -> None:
     assert admission.due() == []
 
 
-def test_a_group_dropped_whole_by_a_manifest_is_drawn_again() -> None:
+def test_a_group_dropped_whole_by_a_manifest_is_drawn_again_for_the_next_draw() -> None:
+    """Its slot was in the draw that trained without it: given back now, the new group would be a version behind."""
     admission = Admission(RULES)
     first = ask(admission)
     admission.apply(formed(0, 0, first, first[:1]))
+    assert admission.due() == []
     admission.apply(stepped(0, 0))
-    assert admission.due()[0] == Drawing(Place(0, 1), 1)
-    assert len(admission.due()) == 3
+    assert admission.due() == [Drawing(Place(0, 1), 1), Drawing(Place(0, 2), 0)]
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_however_many_groups_draws_drop_no_more_run_ahead(max_lag: int) -> None:
+    rules = AdmissionRules(prompts_per_draw=2, draws=99, max_lag=max_lag, publish_every=1, rows=3, seed=0)
+    admission = Admission(rules)
+    running: list[str] = []
+    for draw in range(50):
+        running += ask(admission)
+        assert len(running) == admission.open == 2 * (max_lag + 1)
+        taken, running = running[:2], running[2:]
+        admission.apply(formed(draw, draw, taken, taken[:1]))
+        admission.apply(stepped(draw, draw))
+
+
+def test_a_group_may_be_as_old_as_the_draw_allows_that_it_has_a_slot_in() -> None:
+    """Two draws per version, lag 1: of three draws ahead, the third one meets the next version."""
+    rules = AdmissionRules(prompts_per_draw=1, draws=9, max_lag=1, publish_every=2, rows=9, seed=0)
+    admission = Admission(rules)
+    assert [drawing.versions_ahead for drawing in admission.due()] == [0, 0, 1]
+    groups = ask(admission)
+    admission.apply(formed(0, 0, groups[:1], groups[:1]))
+    admission.apply(stepped(0, 0))
+    assert admission.batch_to_publish == -1
+    assert [drawing.versions_ahead for drawing in admission.due()] == [1]
+    groups += ask(admission)
+    admission.apply(scored(groups[2], GroupStatus.discarded))
+    admission.apply(formed(1, 1, groups[1:2], groups[1:2]))
+    admission.apply(stepped(1, 1))
+    assert admission.batch_to_publish == 1
+    assert [(drawing.draw, drawing.versions_ahead) for drawing in admission.due()] == [(1, 0), (0, 1)]
+
+
+@pytest.mark.parametrize(("ahead", "max_lag", "oldest"), [(0, 0, 7), (1, 1, 7), (0, 1, 6), (2, 1, 7), (0, 9, 0)])
+def test_engines_must_serve_a_version_that_is_not_stale_in_that_draw(ahead: int, max_lag: int, oldest: int) -> None:
+    readiness = Readiness()
+    readiness.apply(published(7))
+    assert readiness.version_for(versions_ahead=ahead, max_lag=max_lag) == oldest
 
 
 def test_a_group_in_a_later_part_of_its_draw_was_not_dropped() -> None:
     admission = Admission(RULES)
     first = ask(admission)
     admission.apply(formed(0, 0, first, first[:1], part=0, parts=2))
-    assert admission.alive == 2
     admission.apply(formed(0, 1, first[1:], first[1:], part=1, parts=2))
-    assert admission.alive == 2
+    assert (admission.open, admission.slots, admission.due()) == (0, 2, [])
     admission.apply(stepped(0, 0))
     assert admission.draws_trained == 0
     admission.apply(stepped(0, 1))
-    assert (admission.draws_trained, admission.last_batch_trained) == (1, 1)
+    assert (admission.draws_trained, admission.batch_to_publish) == (1, 1)
 
 
 def test_a_skipped_draw_gives_all_its_slots_back_and_does_not_count() -> None:
@@ -156,7 +203,7 @@ def test_a_skipped_draw_gives_all_its_slots_back_and_does_not_count() -> None:
 def test_evaluation_is_outside_admission() -> None:
     admission = Admission(RULES)
     admission.apply(requested(Drawing(Place(0, 0), 0), Purpose.eval))
-    assert (admission.alive, len(admission.due())) == (0, 2)
+    assert (admission.open, len(admission.due())) == (0, 2)
 
 
 def test_epochs_after_the_first_are_shuffled_by_the_seed_and_visit_every_row() -> None:
@@ -193,7 +240,7 @@ class World:
             for event in self._happens():
                 self.history.append(event)
                 admission.apply(event)
-            assert admission.alive <= admission.limit
+            assert admission.slots <= admission.limit
 
     def _happens(self) -> list[Event]:
         if self.open and self.choose.random() < 0.7:
@@ -229,7 +276,8 @@ def test_a_new_feeder_knows_the_same_whatever_order_topics_come_in_and_however_o
     again = Admission(world.rules)
     for event in shuffled:
         again.apply(event)
-    assert (again.alive, again.limit, again.due()) == (admission.alive, admission.limit, admission.due())
+    assert (again.open, again.slots, again.limit) == (admission.open, admission.slots, admission.limit)
+    assert again.due() == admission.due()
 
 
 @given(st.integers(0, 10_000), st.integers(0, 2))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from turnlog.producers.sampling import BadSampling, checked_sampling
-from turnlog.settings import Settings
+from turnlog.settings import FeederSettings, FoldSettings, Settings
 
 
 def test_the_defaults_are_legal() -> None:
@@ -35,3 +35,9 @@ def test_what_could_not_be_trained_is_refused_by_name(key: str, value: Any) -> N
     settings = dataclasses.replace(settings, feeder=dataclasses.replace(settings.feeder, **{key: value}))
     with pytest.raises(BadSampling, match=f"feeder.{key} = "):
         checked_sampling(settings)
+
+
+@pytest.mark.parametrize("estimator", ["reinforce", "reinforce_pp", "none"])
+def test_a_group_of_one_is_legal_where_the_group_is_no_baseline(estimator: str) -> None:
+    settings = Settings(feeder=FeederSettings(group_size=1), fold=FoldSettings(estimator=estimator))
+    assert checked_sampling(settings)

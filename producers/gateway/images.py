@@ -1,0 +1,213 @@
+"""Images in chat messages: taken as data: URLs or references to blobs, kept by reference, and as placeholder tokens.
+
+A chat template writes one image token per image; the model's image processor says how many of them the image takes, by
+its size. Blob references (`blob:SHA256;SIZE;MEDIA_TYPE`) are what the log holds in place of the bytes.
+Sources: RFC 2397 (data URLs); `smart_resize` of transformers' Qwen2VLImageProcessor.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, Protocol
+
+from turnlog.infra.blobs import BlobMissing, Blobs
+from turnlog.producers.gateway.errors import BadRequest, ImagesNotServed
+from turnlog.schemas.events.turns import ImageRef
+from turnlog.schemas.types import BlobRef
+
+DATA = re.compile(r"data:(image/[\w.+-]+);base64,", re.ASCII)
+BLOB = re.compile(r"blob:([0-9a-f]{64});(\d+);(image/[\w.+-]+)", re.ASCII)
+MIN_PIXELS, MAX_PIXELS = 56 * 56, 28 * 28 * 1280
+"""Qwen2VLImageProcessor's own, where preprocessor_config.json is silent."""
+LONGEST = 200
+"""Sides' ratio that it refuses beyond."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """An image as a message brings it: `content` for a data: URL, None for a reference."""
+
+    ref: BlobRef
+    content: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """An image that is in the store, its placeholder tokens, and the URL that an engine is given."""
+
+    ref: BlobRef
+    tokens: int
+    url: str
+
+
+class TokenRule(Protocol):
+    """Placeholder tokens of an image of a size in pixels."""
+
+    def __call__(self, height: int, width: int) -> int:
+        """At least 1."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ImageTokens:
+    """What a model's folder says of images."""
+
+    token: int
+    """Its placeholder id."""
+    rule: TokenRule
+
+    async def admitted(self, pictures: Sequence[Picture], blobs: Blobs) -> dict[str, Admitted]:
+        """By sha256; the store holds every one. Raises BadRequest, StoreUnavailable, BlobCorrupt."""
+        found: dict[str, Admitted] = {}
+        for picture in pictures:
+            if picture.ref.sha256 not in found:
+                found[picture.ref.sha256] = await self._admit(picture, blobs)
+        return found
+
+    async def _admit(self, picture: Picture, blobs: Blobs) -> Admitted:
+        content, ref = picture.content, picture.ref
+        if content is not None:
+            ref = await blobs.put(content, media_type=ref.media_type)
+        else:
+            try:
+                content = await blobs.get(ref)
+            except BlobMissing:
+                raise BadRequest(f"the store holds no image {ref.sha256}", param="messages") from None
+        url = f"data:{ref.media_type};base64,{base64.b64encode(content).decode()}"
+        return Admitted(ref, self.rule(*_size(content)), url)
+
+
+def image_tokens(folder: Path) -> ImageTokens | None:
+    """The placeholder and its rule from config.json and preprocessor_config.json; None for a model of text, or where
+    the rule is not one that is known here."""
+    config, processor = _json(folder / "config.json"), _json(folder / "preprocessor_config.json")
+    token = config.get("image_token_id")
+    if not isinstance(token, int) or not {"patch_size", "merge_size"} <= processor.keys():
+        return None
+    size = processor.get("size") or {}
+    least = processor.get("min_pixels") or size.get("shortest_edge") or MIN_PIXELS
+    most = processor.get("max_pixels") or size.get("longest_edge") or MAX_PIXELS
+    return ImageTokens(token, patches(int(processor["patch_size"]) * int(processor["merge_size"]), least, most))
+
+
+def patches(factor: int, least: int, most: int) -> TokenRule:
+    """Qwen-VL: sides are rounded to multiples of `factor` pixels, the area scaled into [least, most], and one token
+    stands for a square of `factor` pixels. The rule raises BadRequest for an image more than 200 times longer than
+    wide."""
+
+    def rule(height: int, width: int) -> int:
+        if max(height, width) > LONGEST * min(height, width):
+            raise BadRequest(f"an image of {width} x {height} pixels is too narrow for the model", param="messages")
+        rows, columns = round(height / factor), round(width / factor)
+        if rows * columns * factor**2 > most:
+            shrink = math.sqrt(height * width / most)
+            rows, columns = (max(1, math.floor(side / shrink / factor)) for side in (height, width))
+        elif rows * columns * factor**2 < least:
+            grow = math.sqrt(least / (height * width))
+            rows, columns = (math.ceil(side * grow / factor) for side in (height, width))
+        return rows * columns
+
+    return rule
+
+
+def picture(block: Mapping[str, Any], where: str) -> Picture:
+    """The image of an `image_url` block. Raises BadRequest."""
+    given = block.get("image_url")
+    url = given.get("url") if isinstance(given, dict) else given
+    if isinstance(url, str) and (match := BLOB.fullmatch(url)):
+        return Picture(BlobRef(match[1], int(match[2]), match[3]))
+    if not isinstance(url, str) or not (match := DATA.match(url)):
+        raise BadRequest(
+            f"{where} has an image_url that is no data:image/...;base64 URL and no blob: reference; the gateway "
+            "fetches nothing",
+            param=where,
+        )
+    try:
+        content = base64.b64decode(url[match.end() :], validate=True)
+    except binascii.Error as error:
+        raise BadRequest(f"{where} has an image_url that is no base64: {error}", param=where) from None
+    return Picture(BlobRef(hashlib.sha256(content).hexdigest(), len(content), match[1]), content)
+
+
+def by_reference(raw: Any) -> Any:
+    """A message as the log keeps it: references in place of data: URLs."""
+    if not isinstance(raw, dict) or not isinstance(raw.get("content"), list):
+        return raw
+    return {**raw, "content": [_referred(block) for block in raw["content"]]}
+
+
+def placed(
+    ids: list[int], start: int, token: int | None, images: Sequence[Admitted]
+) -> tuple[list[int], tuple[ImageRef, ...]]:
+    """Rendered ids with each placeholder repeated as often as its image asks, and where the images then stand in a
+    prompt of which `ids` begin at `start`. Raises ImagesNotServed where the template wrote other placeholders."""
+    if not images:
+        return ids, ()
+    found = 0 if token is None else ids.count(token)
+    if found != len(images):
+        raise ImagesNotServed(
+            f"the model's chat template wrote {found} image tokens for {len(images)} images: serve a vision model "
+            "whose template writes one per image, and keep its image token out of the text",
+            param="messages",
+        )
+    out: list[int] = []
+    refs: list[ImageRef] = []
+    for one in ids:
+        if one == token:
+            image = images[len(refs)]
+            refs.append(ImageRef(image.ref, start + len(out), image.tokens))
+            out += [one] * image.tokens
+        else:
+            out.append(one)
+    return out, tuple(refs)
+
+
+def agreeing(length: int, mine: Sequence[ImageRef], theirs: Sequence[ImageRef]) -> int:
+    """How much of a common token prefix holds the same images, and none by half."""
+    if not mine and not theirs:
+        return length
+    for one, other in zip_longest(mine, theirs):
+        first = min(image.position for image in (one, other) if image is not None)
+        if first >= length:
+            return length
+        if one != other or first + one.tokens > length:
+            return first
+    return length
+
+
+def within(length: int, images: Sequence[ImageRef]) -> Iterator[ImageRef]:
+    """Images that lie wholly in the first `length` tokens."""
+    return (image for image in images if image.position + image.tokens <= length)
+
+
+def _referred(block: Any) -> Any:
+    if not isinstance(block, dict) or block.get("type") != "image_url":
+        return block
+    ref = picture(block, "messages").ref
+    return {"type": "image_url", "image_url": {"url": f"blob:{ref.sha256};{ref.size};{ref.media_type}"}}
+
+
+def _size(content: bytes) -> tuple[int, int]:
+    """(height, width) in pixels. Raises BadRequest."""
+    import PIL.Image  # with the engine's extra: a gateway of text needs no image library
+
+    try:
+        with PIL.Image.open(io.BytesIO(content)) as image:
+            return image.height, image.width
+    except (OSError, ValueError) as error:
+        raise BadRequest(f"an image of {len(content)} bytes cannot be read: {error}", param="messages") from None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return values

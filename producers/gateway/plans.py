@@ -1,0 +1,137 @@
+"""What a turn will submit, and how it relates to the turns before it: kinship, prompt, images, storage parent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from turnlog.infra.engine import EngineImage
+from turnlog.producers.gateway.conversation import Turn
+from turnlog.producers.gateway.errors import BadRequest, ContextOverflow
+from turnlog.producers.gateway.experts import Routing
+from turnlog.producers.gateway.images import Admitted, agreeing, placed
+from turnlog.producers.gateway.messages import Message, tools_digest
+from turnlog.producers.gateway.requests import ChatRequest
+from turnlog.producers.gateway.session_tokens import Claims
+from turnlog.producers.gateway.sessions import Session
+from turnlog.producers.gateway.tokens import Prompts
+from turnlog.schemas.events.turns import Boundary, ImageRef
+
+
+class Prompt(NamedTuple):
+    """Ids that are sampled on, and the images in them."""
+
+    ids: list[int]
+    images: tuple[ImageRef, ...]
+    reason: str
+    """The boundary's, if the ids do not extend the base."""
+
+
+class Plan(NamedTuple):
+    """What is submitted, and how it relates to the base."""
+
+    base: Turn | None
+    kept: int
+    """Messages that the base covers."""
+    prompt: list[int]
+    images: tuple[ImageRef, ...]
+    """Every one in the prompt, by position."""
+    shown: tuple[EngineImage, ...]
+    """The same images for the engine."""
+    boundary: Boundary
+    reason: str
+    tools_sha256: str
+    max_new_tokens: int
+    agent_path: str | None
+    stored: tuple[Turn | None, int] | None
+    """Storage parent and base_len, where they must be known before sampling: an engine is asked for the routed experts
+    of the turn's own positions alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planner:
+    """Plans turns. Shared by all sessions."""
+
+    prompts: Prompts
+    window: int
+    """Tokens that model and engines can attend to."""
+    history: str
+    """[gateway] history"""
+    routing: Routing | None = None
+    """Of a mixture of experts whose routed experts are recorded."""
+    image_token: int | None = None
+
+    def plan(self, session: Session, request: ChatRequest, claims: Claims, agent_path: str | None) -> Plan:
+        """Raises BadRequest, ImagesNotServed, ContextOverflow."""
+        base, kept = session.conversation.base_of(request.messages)
+        tools_sha256 = tools_digest(request.tools)
+        ids, images, reason = self._prompt(session, request, base, kept, tools_sha256)
+        if base is not None and _extends(ids, images, base):
+            boundary, reason = Boundary.append, "append"
+        else:
+            boundary = Boundary.root if base is None else Boundary.branch
+        limit = self._limit(session, request, claims, ids)
+        stored = None
+        if self.routing is not None:
+            appended = boundary is Boundary.append
+            stored = session.conversation.parent_of(ids, base, appended, images, covered=True)
+        shown = tuple(EngineImage(request.images[one.image.sha256].url, one.position, one.tokens) for one in images)
+        return Plan(
+            base, kept, ids, images, shown, boundary, reason, tools_sha256, limit, agent_path, stored
+        )  # fmt: skip
+
+    def _limit(self, session: Session, request: ChatRequest, claims: Claims, prompt: list[int]) -> int:
+        """How many tokens may be sampled. Raises BadRequest, ContextOverflow."""
+        vocabulary = self.prompts.tokens.vocabulary
+        if prompt and not 0 <= min(prompt) <= max(prompt) < vocabulary:
+            raise BadRequest(
+                f"the prompt has token {max(prompt)}, outside the model's vocabulary of {vocabulary}: tokenizer and "
+                "model in [model] path do not belong together",
+                param="messages",
+            )
+        window = min(self.window, claims.max_context_tokens or self.window)
+        room = window - len(prompt) - 1
+        if room < 1:
+            raise ContextOverflow(
+                f"This model's maximum context length is {window} tokens; the messages take {len(prompt)} of them",
+                param="messages",
+            )
+        return min(request.max_new_tokens or room, session.started.sampling.max_new_tokens, room)
+
+    def _prompt(
+        self, session: Session, request: ChatRequest, base: Turn | None, kept: int, tools_sha256: str
+    ) -> Prompt:
+        if base is None:
+            reason = "first"
+            if session.conversation.turns:
+                known = session.conversation.knows_opening(request.messages)
+                reason = "history_rewritten" if known else "new_conversation"
+            return self._full(request, reason)
+        if base.tools_sha256 != tools_sha256:
+            return self._full(request, "tools_changed")
+        new = request.messages[kept:]
+        more = self.prompts.continuation(base.last, new, request.tools, tools_sha256)
+        if more is None:
+            return self._full(request, "template_not_incremental")
+        more, images = placed(more, base.total, self.image_token, _pictures(new, request.images))
+        prompt = Prompt(base.tokens() + more, base.images + images, "append")
+        if self.history == "template":
+            whole = self._full(request, "history_rewritten")
+            if self.prompts.tokens.literal(whole.ids) != self.prompts.tokens.literal(prompt.ids):
+                return whole
+        return prompt
+
+    def _full(self, request: ChatRequest, reason: str) -> Prompt:
+        ids = self.prompts.full(request.messages, request.tools)
+        return Prompt(*placed(ids, 0, self.image_token, _pictures(request.messages, request.images)), reason)
+
+
+def _pictures(messages: Sequence[Message], admitted: Mapping[str, Admitted]) -> list[Admitted]:
+    return [admitted[picture.ref.sha256] for one in messages for picture in one.pictures]
+
+
+def _extends(ids: list[int], images: tuple[ImageRef, ...], base: Turn) -> bool:
+    """Whether a prompt begins with all of the base, the same images in it."""
+    same = len(ids) >= base.total and ids[: base.total] == base.tokens()
+    return same and agreeing(base.total, images, base.images) == base.total

@@ -1,0 +1,130 @@
+"""Harness profiles: which agent of a session asked, from what each harness puts into its requests."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turnlog.producers.gateway.messages import normalised
+from turnlog.producers.gateway.profiles import BrokenProfile, UnknownHarness, harness, system_text
+
+TOOLS = [{"type": "function", "function": {"name": "Bash", "parameters": {}}}]
+TASK = {"role": "user", "content": "write out.txt"}
+CLAUDE = {"user-agent": "claude-cli/2.1.329 (external, sdk-cli)"}
+CODEX = {"user-agent": "codex_exec/0.169.0 (Debian 12.0.0; x86_64)", "session-id": "t1", "thread-id": "t1"}
+OPENCODE = {"user-agent": "opencode/1.18.33 ai-sdk/provider-utils/4.0.23", "x-session-id": "ses_1"}
+CHILD = OPENCODE | {"x-session-id": "ses_2", "x-parent-session-id": "ses_1"}
+QWEN = {"user-agent": "QwenCode/0.24.4 (linux; x64)"}
+
+
+def path(
+    headers: dict[str, str], tools: list[Any] | None = TOOLS, system: Any = "You are an agent.", *,
+    name: str = "auto", agent: str = "unknown",
+) -> str | None:  # fmt: skip
+    """The path of a request with one system message and the task."""
+    raw = [{"role": "system", "content": system}, TASK]
+    return harness(name).agent_path(agent, headers, raw, tools, normalised(raw))
+
+
+def billed(more: str = "") -> list[dict[str, str]]:
+    """Claude Code's system text: its billing line first."""
+    line = f"x-anthropic-billing-header: cc_version=2.1.329.ea0; cc_entrypoint=sdk-cli;{more}"
+    return [{"type": "text", "text": line}, {"type": "text", "text": "You are a Claude agent."}]
+
+
+@pytest.mark.parametrize(
+    ("headers", "tools", "system", "expected"),
+    [
+        (CLAUDE, TOOLS, billed(), "main"),
+        (CLAUDE | {"x-claude-code-agent-id": "a14d"}, TOOLS, billed(" cc_is_subagent=true;"), "agent/a14d"),
+        (CLAUDE, TOOLS, billed(" cc_is_subagent=true;"), "agent/unnamed"),
+        (CLAUDE, TOOLS, "Explain cc_is_subagent.\ncc_is_subagent=true", "main"),
+        (CLAUDE, None, "Write a short title for this session.", "side/title"),
+        (CLAUDE, [], "Summarise the conversation.", "side/no-tools"),
+        (CLAUDE | {"x-claude-code-agent-id": "a14d"}, None, "You are an agent.", "agent/a14d"),
+        (CODEX, TOOLS, "You are a coding agent.", "main"),
+        (CODEX | {"thread-id": "t2"}, TOOLS, "You are a coding agent.", "agent/t2"),
+        (CODEX, None, "Summarise.", "side/no-tools"),
+        (OPENCODE, None, "You are a title generator. You output ONLY a thread title.", "side/title"),
+        (OPENCODE, TOOLS, "You are opencode.", "main"),
+        (CHILD, TOOLS, "You are opencode.", "agent/ses_2"),
+        (QWEN, TOOLS, "You are Qwen Code.", None),
+        (QWEN, None, "Summarise.", "side/no-tools"),
+    ],
+)  # fmt: skip
+def test_each_harness_is_known_by_its_user_agent_and_its_agents_by_their_marks(
+    headers: dict[str, str], tools: list[Any] | None, system: Any, expected: str | None
+) -> None:
+    assert path(headers, tools, system) == expected
+
+
+def test_a_client_that_is_no_known_harness_leaves_the_lineages_to_the_fold() -> None:
+    assert path({"user-agent": "python-httpx/0.28"}, None) is None
+    assert path({}, agent="white-box") is None
+
+
+def test_the_sessions_agent_name_says_which_harness_where_the_user_agent_does_not() -> None:
+    assert path({"x-parent-session-id": "p", "x-session-id": "c"}, agent="opencode") == "agent/c"
+    assert path({"x-claude-code-agent-id": "a1"}, agent="Claude-Code") == "agent/a1"
+    assert path(OPENCODE | {"x-claude-code-agent-id": "a1"}, agent="claude-code") == "main"
+
+
+def test_the_setting_fixes_a_profile_or_none() -> None:
+    assert path(CLAUDE | {"x-claude-code-agent-id": "a1"}, name="none") is None
+    assert path({"x-parent-session-id": "p", "x-session-id": "c"}, name="opencode") == "agent/c"
+    with pytest.raises(UnknownHarness, match="auto, none, claude_code, codex, opencode, qwen_code"):
+        harness("cursor")
+
+
+def test_the_system_text_is_what_stands_before_the_first_other_message() -> None:
+    raw = [
+        {"role": "developer", "content": [{"type": "text", "text": "a"}, "b"]},
+        {"role": "system", "content": "c"},
+        TASK,
+        {"role": "system", "content": "d"},
+    ]
+    assert system_text(raw) == "a\nb\nc"
+    assert system_text([TASK]) == ""
+
+
+PACKAGE = """
+def by_room(headers, system, tools, messages):
+    return "room/" + headers["x-room"]
+
+LIMIT = 3
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Installs a package `rooms` of the user's with one entry point, given as `name = module:attribute`."""
+    (tmp_path / "rooms.py").write_text(PACKAGE)
+    information = tmp_path / "rooms-1.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: rooms\nVersion: 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def install(entry: str) -> None:
+        (information / "entry_points.txt").write_text(f"[turnlog.harness_profiles]\n{entry}\n")
+        importlib.invalidate_caches()
+
+    return install
+
+
+def test_a_profile_of_ones_own_comes_by_an_entry_point(installed: Callable[[str], None]) -> None:
+    installed("rooms = rooms:by_room")
+    assert path({"x-room": "7"}, name="rooms") == "room/7"
+    assert path({"x-room": "7"}, agent="rooms") == "room/7"
+
+
+@pytest.mark.parametrize(("entry", "says"), [("rooms:absent", "rooms:absent"), ("rooms:LIMIT", "is no function")])
+def test_an_entry_point_that_is_no_profile_ends_the_start(
+    installed: Callable[[str], None], entry: str, says: str
+) -> None:
+    installed(f"rooms = {entry}")
+    with pytest.raises(BrokenProfile, match=says):
+        harness("auto")
