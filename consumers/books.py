@@ -1,18 +1,43 @@
-"""`turnlog books`: the books of a run from its topics."""
+"""`turnlog books`: sampled = trained + masked by reason, of the run, or of each session, group or batch."""
 
 from __future__ import annotations
 
+import heapq
+import json
 from collections import Counter
+from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from turnlog.consumers.history import all_events, events
 from turnlog.infra.role import Role, opened
+from turnlog.processors.core.ledgers import FIRST, Books, Ledgers
 from turnlog.processors.core.run_books import RunBooks, run_books
 from turnlog.schemas import topics
-from turnlog.schemas.events import GroupScored
+from turnlog.schemas.events import GroupScored, sampled_tokens
 from turnlog.settings import Settings
+
+READ = (FIRST, topics.SESSIONS, topics.SNAPSHOTS, topics.TREES, topics.SAMPLES, topics.BATCHES, topics.STEPS)
+"""What the levels are made of, in this order."""
+IMBALANCES_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the verb was asked for."""
+
+    by: str = "run"
+    """session | group | batch | run"""
+    id: str = ""
+    as_json: bool = False
+    limit: int = 20
+    archive: bool = False
+
+
+class NoSuchAccount(Exception):
+    """The level has no account of that id. Remedy: `turnlog books --by LEVEL` lists them."""
 
 
 async def read(role: Role) -> RunBooks:
@@ -22,26 +47,80 @@ async def read(role: Role) -> RunBooks:
     async for _, snapshot in events(role, topics.SNAPSHOTS):
         if snapshot.event_id not in seen:
             seen.add(snapshot.event_id)
-            sampled[snapshot.group_id] += sum(span.length for span in snapshot.version_spans)
+            sampled[snapshot.group_id] += sampled_tokens(snapshot)
     scored = [event async for _, event in events(role, topics.SAMPLES) if isinstance(event, GroupScored)]
     manifests = await all_events(role, topics.BATCHES)
     return run_books(dict(sampled), scored, manifests, await all_events(role, topics.STEPS))
 
 
-def table(books: RunBooks) -> Table:
-    """The books as people read them."""
-    shown = Table("tokens", "count", title="books")
-    shown.add_row("sampled", f"{books.sampled:,}")
-    shown.add_row("trained", f"{books.trained:,}")
-    for reason, count in books.masked.items():
+async def read_levels(role: Role) -> Books:
+    """The books of every session, group and batch, and where records disagree."""
+    max_tokens = role.settings.batcher.max_tokens
+    for event in await all_events(role, topics.RUNS):
+        max_tokens = json.loads(event.settings)["batcher"]["max_tokens"]
+    ledgers = Ledgers(role.settings.run.id, max_tokens)
+    for topic in READ:
+        async for record, event in events(role, topic):
+            ledgers.add(record.topic, record.partition, record.offset, event)
+    return ledgers.close()
+
+
+def body(run_id: str, books: Books, asked: Asked) -> dict[str, Any]:
+    """The answer as JSON: the largest accounts of the level, at most `asked.limit`. Raises NoSuchAccount."""
+    accounts = books.levels[asked.by]
+    if asked.id:
+        if asked.id not in accounts:
+            raise NoSuchAccount(f"there is no {asked.by} {asked.id!r}; `turnlog books --by {asked.by}` lists them")
+        accounts = {asked.id: accounts[asked.id]}
+    largest = heapq.nsmallest(asked.limit, accounts.items(), key=lambda entry: (-entry[1].sampled, entry[0]))
+    return {
+        "run": run_id,
+        "by": asked.by,
+        "balance": books.balance,
+        "imbalances": [str(imbalance) for imbalance in books.imbalances],
+        "accounts": [{"id": name, **account.body()} for name, account in largest],
+        "more": len(accounts) - len(largest),
+    }
+
+
+async def show(settings: Settings, asked: Asked) -> int:
+    """Print the books; 0 when they balance. Raises NoSuchAccount."""
+    async with opened("books", settings, archive=asked.archive) as role:
+        answer = body(settings.run.id, await read_levels(role), asked)
+    if asked.as_json:
+        print(json.dumps(answer, indent=2))
+        return 0 if answer["balance"] else 1
+    console = Console()
+    console.print(account_table(answer) if len(answer["accounts"]) == 1 else accounts_table(answer))
+    for imbalance in answer["imbalances"][:IMBALANCES_SHOWN]:
+        console.print(imbalance, style="red")
+    if (more := len(answer["imbalances"]) - IMBALANCES_SHOWN) > 0:
+        console.print(f"and {more} more; --json prints all")
+    return 0 if answer["balance"] else 1
+
+
+def account_table(answer: dict[str, Any]) -> Table:
+    """One account as people read it."""
+    (account,) = answer["accounts"]
+    shown = Table("tokens", "count", title=f"books of {answer['by']} {account['id']}")
+    shown.add_row("sampled", f"{account['sampled']:,}")
+    shown.add_row("trained", f"{account['trained']:,}")
+    for reason, count in account["masked"].items():
         shown.add_row(f"masked: {reason}", f"{count:,}")
-    shown.add_row("balance", "yes" if books.balance else "NO")
+    shown.add_row("balance", "yes" if account["balance"] else "NO")
+    shown.add_row("all records agree", "yes" if answer["balance"] else "NO")
     return shown
 
 
-async def show(settings: Settings) -> int:
-    """Print the books; 0 when they balance."""
-    async with opened("books", settings) as role:
-        books = await read(role)
-    Console().print(table(books))
-    return 0 if books.balance else 1
+def accounts_table(answer: dict[str, Any]) -> Table:
+    """The accounts of a level as people read them, largest first."""
+    more = f"; {answer['more']:,} smaller ones are not shown (--limit)" if answer["more"] else ""
+    caption = f"{'all records agree' if answer['balance'] else 'RECORDS DISAGREE'}{more}"
+    shown = Table(answer["by"], "sampled", "trained", "masked", title="books", caption=caption)
+    for column in shown.columns[1:3]:
+        column.justify = "right"
+    for account in answer["accounts"]:
+        masked = ", ".join(f"{reason} {count:,}" for reason, count in account["masked"].items()) or "-"
+        masked += "" if account["balance"] else "  DOES NOT BALANCE"
+        shown.add_row(account["id"], f"{account['sampled']:,}", f"{account['trained']:,}", masked)
+    return shown

@@ -16,7 +16,7 @@ from rich.console import Console
 from turnlog.consumers import conduct
 from turnlog.consumers.display import Display, curve
 from turnlog.consumers.plot import plot_rewards
-from turnlog.consumers.replay import run as replay
+from turnlog.consumers.replay.run import run as replay
 from turnlog.consumers.report import Measured, Report, gather, store, summary
 from turnlog.infra.embedded.errors import NotUp
 from turnlog.infra.embedded.up import down, up

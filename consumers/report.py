@@ -17,8 +17,8 @@ from rich.table import Table
 
 from turnlog.consumers import books
 from turnlog.consumers.history import all_events, partitions, records
-from turnlog.consumers.replay import Verdict
-from turnlog.consumers.replay import run as replay
+from turnlog.consumers.replay.run import Verdict
+from turnlog.consumers.replay.run import run as replay
 from turnlog.infra.role import Role, opened
 from turnlog.processors.core.run_books import RunBooks
 from turnlog.schemas import topics
@@ -38,7 +38,7 @@ RISE = 0.25
 JUDGED_FROM = 15
 """Below so many steps the reward is shown, not judged."""
 GAP = 1e-4
-"""Trainer and engine log-probs agree to this."""
+"""Trainer and engine log-probs of one version agree to this."""
 PACKAGES = ("aiokafka", "faust-streaming", "avro-python3", "fastavro", "sglang", "torch", "megatron-core", "ray",
             "transformers", "minio", "httpx", "pytest")  # fmt: skip
 
@@ -70,7 +70,8 @@ async def gather(role: Role, verdict: Verdict, measured: Measured) -> Report:
                if isinstance(e, ToolCallCompleted)}  # fmt: skip
     manifests = [e for e in await all_events(role, topics.BATCHES) if isinstance(e, SampleBatchFormed)]
     weights = await acknowledgements(role)
-    gaps = {step.batch_index: step.logprob_gap_max for step in steps if step.logprob_gap_max > GAP}
+    on_policy = [step for step in steps if step.lag_max == 0]  # with a lag, trainer and engine are two policies
+    gaps = {step.batch_index: step.logprob_gap_max for step in on_policy if step.logprob_gap_max > GAP}
     body: dict[str, Any] = {
         "run": role.settings.run.id,
         "steps": len(steps),
@@ -86,7 +87,7 @@ async def gather(role: Role, verdict: Verdict, measured: Measured) -> Report:
         "tool_calls": dict(Counter(results.values())),
         **weights,
         "max_lag_seen": max((manifest.max_lag for manifest in manifests), default=0),
-        "logprob_gap_max": max((step.logprob_gap_max for step in steps), default=None),
+        "logprob_gap_max": max((step.logprob_gap_max for step in on_policy), default=None),
         "logprob_gap_steps": gaps,
         "replay": {"samples_compared": verdict.samples_compared, "batches_compared": verdict.batches_compared,
                    "identical": verdict.identical, "divergence": verdict.divergence},
@@ -166,7 +167,10 @@ def failures(body: Mapping[str, Any], run: RunBooks, verdict: Verdict) -> list[s
         rise = body["reward_last_5"] - body["reward_first_2"]
         said.append(f"the reward rose by {rise:.3f}, wanted at least {RISE}")
     if not run.balance:
-        said.append(f"the books do not balance: sampled {run.sampled}, trained {run.trained}, masked {run.masked}")
+        said.append(
+            f"the books do not balance: sampled {run.sampled}, trained {run.trained}, masked {run.masked}; "
+            "`turnlog books` says where"
+        )
     if not verdict.identical:
         said.append(f"replay differs: {verdict.divergence or 'nothing was compared'}")
     if body["weight_versions_unanswered"] or not body["weight_versions_acknowledged"]:
@@ -193,7 +197,7 @@ def summary(report: Report) -> Table:
     shown.add_row("largest lag", str(body["max_lag_seen"]))
     if body["logprob_gap_max"] is not None:
         where = f"; above {GAP} at batches {list(body['logprob_gap_steps'])}" if body["logprob_gap_steps"] else ""
-        shown.add_row("largest |trainer - engine| log-prob", f"{body['logprob_gap_max']:.1e}{where}")
+        shown.add_row("largest |trainer - engine| log-prob at lag 0", f"{body['logprob_gap_max']:.1e}{where}")
     replayed = body["replay"]
     shown.add_row("replay", f"{'identical' if replayed['identical'] else 'DIFFERENT'}: "
                   f"{replayed['samples_compared']:,} samples, {replayed['batches_compared']} batches")  # fmt: skip

@@ -1,0 +1,287 @@
+"""The archive role: closed ranges of every topic, copied into the object store as Avro container files with an index.
+
+One archiver per archive: it owns the transactional id `<name>.archive`. Where a range ends is decided by committing it
+to Kafka under that fence, before its file is written; what the file holds then follows from the log. So a killed
+archiver's successor, or a zombie of it, writes the same bytes under the same names, and readers trust the index alone.
+
+ArchiveError
+├── GapInArchive    the log lost records before they were archived, or is another log than before
+└── BusyAssembler   no moment between two transactions was found
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping
+
+from prometheus_client import Counter, Gauge
+
+from turnlog.consumers.archive.schemas import WrittenSchemas
+from turnlog.infra.archive_files import MEDIA_TYPE, RangeFile
+from turnlog.infra.archive_index import (
+    ArchivedRange,
+    ArchiveError,
+    ArchiveIndex,
+    Span,
+    archive_name,
+    partitions_of,
+)
+from turnlog.infra.cuts import Cut, live_cut
+from turnlog.infra.log import Commit, Partition, Reader, Record, Transactor
+from turnlog.infra.role import Role
+from turnlog.schemas.topics import BY_NAME, SESSIONS
+
+log = logging.getLogger(__name__)
+RANGES = Counter("turnlog_archived_ranges", "Files written")
+RECORDS = Counter("turnlog_archived_records", "Records archived")
+BYTES = Counter("turnlog_archived_bytes", "Bytes of files written")
+HELD = Gauge("turnlog_archive_held_bytes", "Bytes of open ranges in memory")
+POLL_RECORDS = 1000
+CUT_PATIENCE_S = 30.0
+Clock = Callable[[], float]
+
+
+class BusyAssembler(ArchiveError):
+    """Remedy: flush again."""
+
+
+class GapInArchive(ArchiveError):
+    """Remedy: give the log an [archive] name of its own; what is missing was deleted before it was archived."""
+
+
+async def main(role: Role) -> None:
+    """Archive until the role stops. Open ranges are read again by the next archiver.
+
+    Raises Fenced, ArchiveError, BlobError, LogError, RegistryUnavailable: the process ends and is started again.
+    """
+    async with role.log.transactor(f"{archive_name(role.settings)}.archive") as transactor, role.log.reader() as reader:
+        archiver = Archiver(role, transactor, reader)
+        await archiver.open()
+        role.health.started()
+        while not role.stopping.is_set():
+            await archiver.turn()
+
+
+async def flush(role: Role) -> int:
+    """Archive everything that is on the log now, whatever its age; the number of files written. The archive role must
+    not run meanwhile: the two would fence each other. Raises as `main`."""
+    async with role.log.transactor(f"{archive_name(role.settings)}.archive") as transactor, role.log.reader() as reader:
+        archiver = Archiver(role, transactor, reader)
+        await archiver.open()
+        return await archiver.flush()
+
+
+class Archiver:
+    """Open ranges, one per partition, and what is on its way into the index."""
+
+    def __init__(
+        self,
+        role: Role,
+        transactor: Transactor,
+        reader: Reader,
+        *,
+        clock: Clock = time.monotonic,
+        topics: Collection[str] = BY_NAME,
+    ) -> None:
+        """`transactor` was entered: whoever owned the archive before is fenced."""
+        self._role = role
+        self._topics = topics
+        self._transactor = transactor
+        self._reader = reader
+        self._clock = clock
+        self._rules = role.settings.archive
+        self.index = ArchiveIndex(role.blobs, archive_name(role.settings))
+        self._group = f"{archive_name(role.settings)}.archive"
+        self._open: dict[Partition, RangeFile] = {}
+        self._opened_at: dict[Partition, float] = {}
+        self._ends: dict[Partition, int] = {}
+        """Where the next range starts."""
+        self._schemas = WrittenSchemas(role.events, self.index)
+        self._cuts: dict[int, Cut] = {}
+        """Not yet covered by the index, by unit."""
+        self._uncut: set[int] = set()
+        """Units whose cut is due; one that is in a transaction is tried again."""
+        self._cut_at = clock()
+        self._files = 0
+
+    async def open(self) -> None:
+        """Finish what the last owner decided, then stand behind what is archived."""
+        topics = {
+            name: spec.partitions for name, spec in (await self._role.log.topics()).items() if name in self._topics
+        }
+        await self.index.load()
+        await self.index.put_topics(topics)
+        places = partitions_of(topics)
+        starts, ends = await self._role.log.start_offsets(places), await self._role.log.end_offsets(places)
+        commits = await self._role.log.commits(self._group, places)
+        for place in places:
+            await self._resume(place, commits.get(place), starts[place], ends[place])
+        self._reader.assign(self._ends)
+
+    async def turn(self) -> int:
+        """One poll, and the ranges that became due; the number of records read."""
+        records = await self._reader.poll(max_records=POLL_RECORDS, timeout_s=0.5)
+        due: dict[Partition, int] = {}
+        for record in records:
+            place = Partition(record.topic, record.partition)
+            if place in due:  # of a range that is closed first
+                await self._close(due)
+                due = {}
+            await self._add(place, record)
+            file = self._open[place]
+            if file.bytes >= self._rules.max_bytes or file.count >= self._rules.max_records:
+                due[place] = record.offset + 1
+        now = self._clock()
+        old = [place for place, at in self._opened_at.items() if now - at >= self._rules.max_age_s]
+        await self._close(due | {place: self._reader.position(place) for place in [*old, *self._too_much()]
+                                 if place not in due})  # fmt: skip
+        await self._follow_cuts(now)
+        return len(records)
+
+    async def flush(self) -> int:
+        """Archive up to the present ends, close everything, keep a cut of each unit; files written."""
+        units = range(self.index.topics.get(SESSIONS.name, 0))
+        self._cuts = {unit: await self._patient_cut(unit) for unit in units}
+        ends = await self._role.log.end_offsets(list(self._ends))
+        while any(self._reader.position(place) < end for place, end in ends.items()):
+            await self.turn()
+        await self._close({place: self._reader.position(place) for place in self._open})
+        await self._put_cuts()
+        return self._files
+
+    async def _add(self, place: Partition, record: Record) -> None:
+        if place not in self._open:
+            self._open[place] = RangeFile(place, codec=self._rules.codec)
+            self._opened_at[place] = self._clock()
+        self._open[place].add(record, await self._schemas.of(record))
+
+    def _too_much(self) -> list[Partition]:
+        """The largest open ranges, as long as all together hold too much memory."""
+        held = sum(file.held for file in self._open.values())
+        HELD.set(held)
+        found: list[Partition] = []
+        for place in sorted(self._open, key=lambda place: -self._open[place].held):
+            if held <= self._rules.buffer_bytes:
+                break
+            found.append(place)
+            held -= self._open[place].held
+        return found
+
+    async def _close(self, ends: Mapping[Partition, int]) -> None:
+        """Decide the ranges that end there, in one transaction; then write each file and its index object."""
+        if not ends:
+            return
+        await self._transactor.begin()
+        decided = {place: Commit(end, json.dumps({"start": self._ends[place]})) for place, end in ends.items()}
+        await self._transactor.offsets(self._group, decided)
+        await self._transactor.commit()
+        for place, end in ends.items():
+            del self._opened_at[place]
+            await self._write(place, self._open.pop(place), Span(self._ends[place], end))
+
+    async def _write(self, place: Partition, file: RangeFile, span: Span) -> None:
+        content = await asyncio.to_thread(file.content, span.start, span.end)
+        found = ArchivedRange(
+            topic=place.topic,
+            partition=place.number,
+            start=span.start,
+            end=span.end,
+            first_offset=file.first[0],
+            last_offset=file.last[0],
+            first_time=file.times[0],
+            last_time=file.times[1],
+            count=file.count,
+            bytes=len(content),
+            sha256=hashlib.sha256(content).hexdigest(),
+            key=self.index.key(place, span),
+        )
+        await self.index.put_range(found, content, media_type=MEDIA_TYPE)
+        self._ends[place] = span.end
+        self._files += 1
+        RANGES.inc()
+        RECORDS.inc(file.count)
+        BYTES.inc(len(content))
+        log.info(
+            "archived %s[%d] %d to %d: %d records, %d bytes", *place, span.start, span.end, file.count, len(content)
+        )
+
+    async def _resume(self, place: Partition, commit: Commit | None, start: int, end: int) -> None:
+        """Where to go on; a range that was decided and is not in the index is written first."""
+        archived = self.index.end(place)
+        self._ends[place] = start if archived is None else archived
+        decided = _decided(commit)
+        if decided is not None and decided.end > self._ends[place]:
+            if archived is not None and decided.start > archived:
+                raise GapInArchive(
+                    f"{place.topic}[{place.number}]: the index ends at {archived}, but {decided.start} offsets were "
+                    f"archived; restore the objects below {self.index.root}/index from a copy of the store"
+                )
+            self._ends[place] = decided.start
+            self._check_held(place, start, end)
+            await self._write(place, await self._read(place, decided), decided)
+        self._check_held(place, start, end)
+
+    def _check_held(self, place: Partition, start: int, end: int) -> None:
+        if not start <= self._ends[place] <= end:
+            raise GapInArchive(
+                f"{place.topic}[{place.number}] holds {start} to {end}, the archive {self.index.root} goes on at "
+                f"{self._ends[place]}: what lay between is gone, or this is another log; give it an [archive] name of "
+                "its own"
+            )
+
+    async def _read(self, place: Partition, span: Span) -> RangeFile:
+        """A decided range, once more from the log."""
+        file = RangeFile(place, codec=self._rules.codec)
+        async with self._role.log.reader() as reader:
+            reader.assign({place: span.start})
+            while reader.position(place) < span.end:
+                for record in await reader.poll(max_records=POLL_RECORDS):
+                    if record.offset < span.end:
+                        file.add(record, await self._schemas.of(record))
+        return file
+
+    async def _follow_cuts(self, now: float) -> None:
+        """Take a cut of each unit now and then, and keep it when the index covers it."""
+        if now - self._cut_at >= self._rules.max_age_s:
+            self._cut_at = now
+            self._uncut |= set(range(self.index.topics.get(SESSIONS.name, 0))) - self._cuts.keys()
+        for unit in sorted(self._uncut):
+            cut = await live_cut(self._role.log, self._role.settings.run.id, unit)
+            if cut is not None:
+                self._cuts[unit] = cut
+                self._uncut.discard(unit)
+        await self._put_cuts()
+
+    async def _put_cuts(self) -> None:
+        for unit, cut in list(self._cuts.items()):
+            wanted = {Partition(topic, unit): at for topic, at in [*cut.high.items(), *cut.ends.items()]}
+            if all(self._covers(place, at) for place, at in wanted.items()):
+                await self.index.put_cut(cut)
+                del self._cuts[unit]
+
+    def _covers(self, place: Partition, offset: int) -> bool:
+        """Every record below `offset` is in the index; behind the last one only markers were passed."""
+        return self._ends[place] >= offset or (place not in self._open and self._reader.position(place) >= offset)
+
+    async def _patient_cut(self, unit: int) -> Cut:
+        try:
+            async with asyncio.timeout(CUT_PATIENCE_S):
+                while True:
+                    cut = await live_cut(self._role.log, self._role.settings.run.id, unit)
+                    if cut is not None:
+                        return cut
+                    await asyncio.sleep(0.02)  # another process's transaction: there is nothing to wait on
+        except TimeoutError as error:
+            raise BusyAssembler(
+                f"unit {unit}: a transaction of its assembler has been open for {CUT_PATIENCE_S:.0f} s; flush again "
+                "when it rests"
+            ) from error
+
+
+def _decided(commit: Commit | None) -> Span | None:
+    """The last range that was decided."""
+    return None if commit is None else Span(int(json.loads(commit.metadata)["start"]), commit.offset)

@@ -1,0 +1,1 @@
+"""`turnlog fold`: what each policy would train of recorded sessions, side by side."""

@@ -1,0 +1,236 @@
+"""Recorded sessions folded by one policy and by another: what each trains, masks and duplicates.
+
+Nothing is written. Figures are of trees, so of sessions that have settled: what their group decides later (excluded,
+discarded, late) is the same under every policy and is left out. Memory: the open groups and the sessions shown.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from turnlog.consumers.history import events, partitions
+from turnlog.consumers.replay.merge import Merge
+from turnlog.consumers.replay.progress import Progress, Silent
+from turnlog.consumers.replay.source import Inputs, configured
+from turnlog.infra.cuts import INPUTS
+from turnlog.infra.log import Partition
+from turnlog.infra.methods import installed
+from turnlog.infra.murmur2 import partition_of
+from turnlog.infra.role import Role
+from turnlog.processors.core.assembler import GroupFold
+from turnlog.processors.core.errors import FoldError
+from turnlog.processors.core.fold_rules import FoldRules
+from turnlog.processors.core.rules import fold_rules
+from turnlog.schemas import topics
+from turnlog.schemas.events import Event, SegmentSample, SessionStarted, TurnTreeAssembled
+
+
+class NoSuchSession(Exception):
+    """The run's agent.sessions holds no start of that session: check --session and [run] id."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Tokens of one session, or of all, under one policy."""
+
+    segments: int = 0
+    sampled: int = 0
+    trained: int = 0
+    masked: Counter[str] = field(default_factory=Counter)
+    """By reason; sampled = trained + masked."""
+    duplicated: int = 0
+    """Context tokens of segments that an earlier turn of a segment holds already: computed once more."""
+    tokens: int = 0
+    """Of all segments: what a trainer computes."""
+
+    def add(self, tree: TurnTreeAssembled) -> None:
+        """Count a tree."""
+        self.segments += len(tree.segments)
+        self.sampled += tree.books.sampled
+        self.trained += tree.books.trained
+        self.masked.update(tree.books.masked)
+        self.duplicated += tree.duplicated_prefix_tokens
+        self.tokens += sum(segment.tokens for segment in tree.segments)
+
+    def body(self) -> dict[str, Any]:
+        """As JSON shows it."""
+        return {**dataclasses.asdict(self), "masked": dict(sorted(self.masked.items()))}
+
+
+@dataclass(slots=True)
+class Row:
+    """One session under every policy compared."""
+
+    session_id: str
+    group_id: str
+    turns: int
+    by_policy: list[Tally]
+
+    @property
+    def weight(self) -> tuple[int, int, str]:
+        """How much the policies differ: trained tokens first, then duplicated ones."""
+        first, last = self.by_policy[0], self.by_policy[-1]
+        return abs(first.trained - last.trained), abs(first.duplicated - last.duplicated), self.session_id
+
+
+@dataclass(slots=True)
+class Comparison:
+    """What a comparison found."""
+
+    policies: tuple[str, ...]
+    totals: list[Tally]
+    sessions: int = 0
+    rows: list[Row] = field(default_factory=list)
+    """The sessions that differ most, most first."""
+    open_groups: int = 0
+    """Groups that have not settled, or lack records: sessions of theirs may be missing."""
+    refused: int = 0
+    """Records that no policy folds, or that one does not."""
+    outputs: list[list[Event]] = field(default_factory=list)
+    """Trees and samples of the sessions to draw, by policy."""
+
+    def body(self) -> dict[str, Any]:
+        """As JSON shows it."""
+        return {
+            "policies": list(self.policies),
+            "sessions": self.sessions,
+            "totals": [tally.body() for tally in self.totals],
+            "rows": [
+                {"session_id": row.session_id, "group_id": row.group_id, "turns": row.turns,
+                 "by_policy": [tally.body() for tally in row.by_policy]}
+                for row in self.rows
+            ],
+            "open_groups": self.open_groups,
+            "refused": self.refused,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scope:
+    """Which sessions; empty is all. `top`: how many of them to show; `draw`: keep what a drawing needs."""
+
+    group: str = ""
+    session: str = ""
+    top: int = 20
+    draw: bool = False
+
+
+async def compare(
+    role: Role, policies: Sequence[str], scope: Scope = Scope(), *, threshold: int | None = None,
+    progress: Progress | None = None,
+) -> Comparison:  # fmt: skip
+    """Fold the run of `role` by each of `policies`, with its other settings as recorded; "" is the run's own policy.
+
+    `threshold`: fork_threshold_tokens in place of the recorded one. Raises SettingsError for an unknown policy,
+    NoSuchSession, NothingToReplay, FoldDefect, LogError, BlobError.
+    """
+    recorded = (await configured(role)).fold
+    names = tuple(name or recorded.policy for name in policies or ("",))
+    found = Comparison(names, [Tally() for _ in names], outputs=[[] for _ in names])
+    if scope.session:
+        scope = dataclasses.replace(scope, group=await _group_of(role, scope.session))
+    rules = [_rules(role, dataclasses.replace(recorded, policy=name), threshold) for name in names]
+    progress = progress or Silent()
+    for unit in _units(role, scope):
+        await _UnitComparison(role, unit, rules, scope, found).run(progress)
+    found.rows = heapq.nlargest(scope.top, found.rows, key=lambda row: row.weight)
+    return found
+
+
+def _rules(role: Role, fold: Any, threshold: int | None) -> FoldRules:
+    if threshold is not None:
+        fold = dataclasses.replace(fold, fork_threshold_tokens=threshold)
+    return fold_rules(fold, run_id=role.settings.run.id, settings_sha256="", methods=installed(fold))
+
+
+async def _group_of(role: Role, session: str) -> str:
+    async for _, event in events(role, topics.SESSIONS):
+        if isinstance(event, SessionStarted) and event.session_id == session:
+            return event.group_id
+    raise NoSuchSession(f"run {role.settings.run.id!r} started no session {session!r}; check --session and [run] id")
+
+
+def _units(role: Role, scope: Scope) -> list[int]:
+    count = len(partitions(role, topics.SESSIONS))
+    return [partition_of(scope.group.encode(), count)] if scope.group else list(range(count))
+
+
+class _UnitComparison:
+    """Every group of one unit, folded once per policy."""
+
+    def __init__(self, role: Role, unit: int, rules: Sequence[FoldRules], scope: Scope, found: Comparison) -> None:
+        self._role = role
+        self._unit = unit
+        self._rules = rules
+        self._scope = scope
+        self._found = found
+        listening = next((one for one in rules if one.cutting.needs_messages), rules[0])
+        self._inputs = Inputs(role, listening, unit)
+        self._open: dict[str, list[GroupFold]] = {}
+        self._done: set[str] = set()
+        self._trees: dict[str, list[TurnTreeAssembled | None]] = {}
+
+    async def run(self, progress: Progress) -> None:
+        """Read the unit to its present end."""
+        places = [Partition(topic, self._unit) for topic in INPUTS]
+        starts, ends = await self._role.log.start_offsets(places), await self._role.log.end_offsets(places)
+        progress.begin(f"folding partition {self._unit}", sum(ends[place] - starts[place] for place in places))
+        async with Merge(self._role.log, starts, ends) as merge:
+            while chunk := await merge.chunk():
+                for record in chunk:
+                    if self._scope.group and record.key != self._scope.group.encode():
+                        continue
+                    event = await self._inputs.event(record)
+                    if event is not None and event.group_id not in self._done:
+                        self._fold(record.topic, record.offset, event)
+                progress.advance(len(chunk))
+        self._found.open_groups += len(self._open)
+
+    def _fold(self, topic: str, offset: int, event: Event) -> None:
+        folds = self._open.get(event.group_id)
+        if folds is None:
+            folds = [GroupFold(event.group_id, event.floor, rules) for rules in self._rules]
+            self._open[event.group_id] = folds
+        refused = False
+        for index, fold in enumerate(folds):
+            try:
+                outputs = fold.apply(topic, offset, event)
+            except FoldError as refusal:
+                outputs, refused = refusal.outputs, True
+            self._take(index, outputs)
+        self._found.refused += refused
+        if all(fold.complete for fold in folds):
+            self._done.add(event.group_id)
+            del self._open[event.group_id]
+
+    def _take(self, index: int, outputs: Sequence[Event]) -> None:
+        for output in outputs:
+            if self._scope.session and getattr(output, "session_id", None) != self._scope.session:
+                continue
+            if self._scope.draw and isinstance(output, TurnTreeAssembled | SegmentSample):
+                self._found.outputs[index].append(output)
+            if isinstance(output, TurnTreeAssembled):
+                trees = self._trees.setdefault(output.session_id, [None] * len(self._rules))
+                trees[index] = output
+                if None not in trees:
+                    self._count([tree for tree in self._trees.pop(output.session_id) if tree is not None])
+
+    def _count(self, trees: Sequence[TurnTreeAssembled]) -> None:
+        """One session is folded by every policy."""
+        found, first = self._found, trees[0]
+        row = Row(first.session_id, first.group_id, max(len(tree.nodes) for tree in trees), [Tally() for _ in trees])
+        for tree, total, tally in zip(trees, found.totals, row.by_policy, strict=True):
+            total.add(tree)
+            tally.add(tree)
+        found.sessions += 1
+        found.rows.append(row)
+        if len(found.rows) >= 2 * self._scope.top + 64:
+            found.rows = heapq.nlargest(self._scope.top, found.rows, key=lambda row: row.weight)
+
+
+__all__ = ["Comparison", "NoSuchSession", "Row", "Scope", "Tally", "compare"]

@@ -1,0 +1,178 @@
+"""Attach your own consumer: events of topics as they come, at least once, under a consumer group of your own.
+
+    async with follow("segment-samples", group="my-report") as events:
+        async for event in events:
+            ...
+
+Nothing else needs to know of it: it registers no schema, appends nothing and takes part in no transaction. An event is
+committed after its turn of the loop has ended, so a crash repeats a few events and skips none: keep what you make of an
+event under one of its ids (rollout_id, sample_id, event_id), and a repeat changes nothing.
+
+FollowError
+├── UnknownTopic      no topic of the catalogue
+└── MixedPartitions   topics whose partitions are counted apart cannot share a group
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from turnlog.infra.endpoints import resolved
+from turnlog.infra.event_log import EventLog
+from turnlog.infra.log import Commit, GroupReader, Log, Partition, Record
+from turnlog.infra.registry import Registry
+from turnlog.schemas.codec import Codec
+from turnlog.schemas.errors import UndecodableRecord
+from turnlog.schemas.events import Event
+from turnlog.schemas.topics import BY_NAME
+from turnlog.settings import KafkaSettings, Settings, load
+
+log = logging.getLogger(__name__)
+POLL_S = 0.5
+
+
+class FollowError(Exception):
+    """Base of the tree above."""
+
+
+class UnknownTopic(FollowError):
+    """Remedy: docs/events.md lists the topics."""
+
+
+class MixedPartitions(FollowError):
+    """Remedy: one `follow`, with a group of its own, per kind of key."""
+
+
+class Events:
+    """An async iterator of decoded events. Several may share a group: each then gets whole partitions of the topics."""
+
+    def __init__(self, client: Log, events: EventLog, *, topics: Sequence[str], group: str, commit_s: float) -> None:
+        """See `follow_on`."""
+        self.record: Record | None = None
+        """Where the event in hand stands: offset, timestamp, headers."""
+        self.undecodable = 0
+        """Records that were passed over; the role that owns their topic parks them."""
+        self._log = client
+        self._events = events
+        self._topics = topics
+        self._group = group
+        self._commit_s = commit_s
+        self._committed_at = time.monotonic()
+        self._ready: deque[Record] = deque()
+        self._done: dict[Partition, int] = {}
+        """Offset to commit, of partitions that went on since the last commit."""
+        self._ends: dict[Partition, int] = {}
+        """Where to stop, of the partitions held; empty to go on for ever."""
+        self._held = False
+        self.until_end = False
+        self.reader: GroupReader
+
+    def __aiter__(self) -> Events:
+        """Itself."""
+        return self
+
+    async def __anext__(self) -> Event:
+        """The next event; the one before it is done. Raises LogError, RegistryUnavailable."""
+        self.done()
+        while True:
+            while self._ready:
+                self.record = self._ready.popleft()
+                try:
+                    return await self._events.decode(self.record)
+                except UndecodableRecord as error:
+                    log.warning("passed over: %s", error)
+                    self.undecodable += 1
+                    self.done()
+            if time.monotonic() - self._committed_at >= self._commit_s:
+                await self.commit()
+            if self.until_end and self._at_end():
+                raise StopAsyncIteration
+            self._ready.extend(await self.reader.poll(timeout_s=POLL_S))
+
+    def done(self) -> None:
+        """The event in hand may be committed."""
+        if self.record is not None:
+            self._done[Partition(self.record.topic, self.record.partition)] = self.record.offset + 1
+            self.record = None
+
+    async def commit(self) -> None:
+        """Commit every event that is done. Raises Fenced when the group has given its partitions to another member."""
+        done, self._done = self._done, {}
+        if done:
+            await self.reader.commit({name: Commit(offset) for name, offset in done.items()})
+        self._committed_at = time.monotonic()
+
+    async def assigned(self, units: frozenset[int]) -> None:
+        """Begin at the group's commits, or where the log begins."""
+        names = [Partition(topic, unit) for topic in self._topics for unit in units]
+        commits, starts = await self._log.commits(self._group, names), await self._log.start_offsets(names)
+        for name in names:
+            offset = commits[name].offset if name in commits else starts[name]
+            if offset < starts[name]:
+                log.warning("%s[%d]: %d to %d are gone from the log", *name, offset, starts[name])
+            self.reader.seek(name, max(offset, starts[name]))
+        self._ends = await self._log.end_offsets(names)
+        self._held = True
+
+    async def revoked(self, units: frozenset[int]) -> None:
+        """Forget what was not handed out: the next owner begins at the last commit."""
+        self._held = False
+        self._done = {name: offset for name, offset in self._done.items() if name.number not in units}
+
+    def _at_end(self) -> bool:
+        return self._held and all(self.reader.position(name) >= end for name, end in self._ends.items())
+
+
+@asynccontextmanager
+async def follow(
+    *topics: str, group: str, settings: Settings | None = None, until_end: bool = False, commit_s: float = 1.0
+) -> AsyncIterator[Events]:
+    """Events of `topics` of a run. Settings come from the environment when none are given (docs/settings.md).
+
+    `group` names whose progress is committed; a new one begins at the first record. `until_end` ends the loop at what
+    was on the log when the partitions were assigned. Raises FollowError, NoEndpoints, LogError, RegistryUnavailable.
+    """
+    from turnlog.infra.kafka import KafkaLog  # clients of real machines are imported where they are opened
+    from turnlog.infra.registry import HttpRegistry
+
+    settings = resolved(settings or load(None, os.environ))
+    check(topics, settings.kafka)
+    async with AsyncExitStack() as stack:
+        kafka = KafkaLog(settings.kafka.bootstrap, prefix=settings.kafka.prefix)
+        stack.push_async_callback(kafka.close)
+        registry = HttpRegistry(settings.registry.url)
+        stack.push_async_callback(registry.close)
+        opened = follow_on(kafka, registry, topics, group=group, until_end=until_end, commit_s=commit_s)
+        yield await stack.enter_async_context(opened)
+
+
+@asynccontextmanager
+async def follow_on(
+    client: Log, registry: Registry, topics: Sequence[str], *, group: str, until_end: bool, commit_s: float
+) -> AsyncIterator[Events]:
+    """`follow` over an open log. Schemas come from the registry by the ids of the records."""
+    events = Events(client, EventLog(client, registry, Codec({}), group), topics=topics, group=group, commit_s=commit_s)
+    events.until_end = until_end
+    # Patient: half a second later is soon enough, and a few large fetches cost the broker less than many small ones.
+    member = client.group_reader(group, topics, assigned=events.assigned, revoked=events.revoked, patient=True)
+    async with member as reader:
+        events.reader = reader
+        yield events
+        events.done()  # not after an error: that event comes again
+        await events.commit()
+
+
+def check(topics: Sequence[str], kafka: KafkaSettings) -> None:
+    """Raises UnknownTopic, MixedPartitions."""
+    for topic in topics:
+        if topic not in BY_NAME:
+            raise UnknownTopic(f"{topic!r} is no topic: docs/events.md lists them")
+    counts = {"groups": kafka.groups, "rollouts": kafka.rollouts, "one": 1}
+    if len({counts[BY_NAME[topic].partitions] for topic in topics}) != 1:
+        kinds = ", ".join(f"{topic} by {BY_NAME[topic].key}" for topic in topics) or "no topic"
+        raise MixedPartitions(f"one group cannot follow {kinds}: their partitions are counted apart")

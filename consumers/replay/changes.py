@@ -1,0 +1,63 @@
+"""What a refold changes: keys of [fold] and [batcher], over the settings that the run recorded."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from turnlog.consumers.replay.errors import BadRefold
+from turnlog.consumers.replay.source import Configured
+from turnlog.settings import FOLD_SECTIONS, Settings, SettingsError, from_tables
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Keys of [fold] and [batcher] with their new values, as text."""
+
+    fold: dict[str, str] = field(default_factory=dict)
+    batcher: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> Changes:
+        """From the command line. Raises BadRefold."""
+        found: dict[str, dict[str, str]] = {"fold": {}, "batcher": {}}
+        for change in arguments.changes:
+            key, equals, value = change.partition("=")
+            section, dot, name = key.strip().partition(".")
+            if not equals or not dot or section not in FOLD_SECTIONS:
+                raise BadRefold(f"--set {change}: write fold.KEY=VALUE or batcher.KEY=VALUE")
+            found[section][name] = value.strip()
+        for section, name in (("fold", "policy"), ("fold", "estimator"), ("batcher", "weighting")):
+            if getattr(arguments, name) is not None:
+                found[section][name] = getattr(arguments, name)
+        return cls(**found)
+
+    @property
+    def none(self) -> bool:
+        """Nothing changes."""
+        return not self.fold and not self.batcher
+
+    def settings(self, recorded: Configured) -> Settings:
+        """The recorded sections with the changes. Raises BadRefold."""
+        tables: dict[str, Any] = {"fold": _table(recorded.fold), "batcher": _table(recorded.batcher)}
+        variables = {
+            f"TURNLOG_{section}_{name}".upper(): value
+            for section in FOLD_SECTIONS
+            for name, value in getattr(self, section).items()
+        }
+        for section in FOLD_SECTIONS:
+            unknown = set(getattr(self, section)) - set(tables[section])
+            if unknown:
+                raise BadRefold(f"[{section}] has no key {unknown.pop()}; it takes {', '.join(tables[section])}")
+        try:
+            return from_tables(tables, variables, source="--set")
+        except SettingsError as error:
+            raise BadRefold(str(error)) from error
+
+
+def _table(section: Any) -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(section)))
+    return table

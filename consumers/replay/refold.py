@@ -1,0 +1,258 @@
+"""Old records under other settings: a dataset of the samples that the fold now gives, and the recorded draws' batches
+with the weights that they would now have. Nothing is written to the log.
+
+Folding goes to a spool on disk first, so that one that was killed goes on where it stood; the dataset is written from
+it at the end, all or nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from turnlog.consumers.datasets.manifest import Manifest, Provenance
+from turnlog.consumers.datasets.writer import DatasetWriter
+from turnlog.consumers.replay.changes import Changes
+from turnlog.consumers.replay.draws import FOLDER as BATCHES
+from turnlog.consumers.replay.draws import DrawWriter, recorded_draws
+from turnlog.consumers.replay.errors import BadRefold, BrokenFold
+from turnlog.consumers.replay.merge import Merge
+from turnlog.consumers.replay.progress import Progress, Shown, Silent
+from turnlog.consumers.replay.run import ARCHIVE, FOLDER, asked, cuts_of
+from turnlog.consumers.replay.source import Inputs, Skips, SkipsFound, configured, fresh, places
+from turnlog.consumers.replay.spool import Spool
+from turnlog.consumers.replay.state import ReplayState
+from turnlog.consumers.replay.unit import UnitFold, UnitState, tokens_of
+from turnlog.consumers.replay.until import Until, moment
+from turnlog.consumers.replay.verify import FORGET_EVERY, cheap_collections
+from turnlog.infra.cuts import Cut
+from turnlog.infra.log import Partition
+from turnlog.infra.role import Role, opened
+from turnlog.processors.core.draws import ReadableGroup
+from turnlog.processors.core.fold_rules import FOLD_VERSION, FoldRules
+from turnlog.processors.core.trimmed import DrawRules, PlacedSample
+from turnlog.schemas.events import Event, GroupScored, SegmentSample, TurnTreeAssembled
+from turnlog.settings import Settings, fold_settings_json, settings_sha256
+
+
+async def refold(
+    settings: Settings,
+    changes: Changes,
+    out: Path,
+    *,
+    format: str = "parquet",
+    source: str = "topics",
+    until: str | None = None,
+    fresh: bool = False,
+    overwrite: bool = False,
+    console: Console | None = None,
+) -> int:
+    """Write the dataset (where [fold] changes) and the batches (where [batcher] changes) below `out`; 0.
+    Raises ReplayError, DatasetError and what the log, the store and the registry raise."""
+    console = console or Console()
+    async with opened("replay", settings, archive=source == ARCHIVE) as role:
+        with Shown(console) as progress:
+            folder = Path(settings.run.directory) / FOLDER
+            work = Refold(role, changes, out, folder, format=format, until=until, overwrite=overwrite)
+            written = await work.run(progress=progress, fresh=fresh)
+    console.print(written, highlight=False, soft_wrap=True)
+    return 0
+
+
+class Refold:
+    """One refold of the run of `role`."""
+
+    def __init__(
+        self,
+        role: Role,
+        changes: Changes,
+        out: Path,
+        folder: Path,
+        *,
+        format: str = "parquet",
+        until: str | None = None,
+        overwrite: bool = False,
+        save_every_s: float = 5.0,
+    ) -> None:
+        """`folder` keeps what a killed refold goes on from."""
+        self._role = role
+        self._changes = changes
+        self._out = out
+        self._folder = folder
+        self._format = format
+        self._until_text = until
+        self._overwrite = overwrite
+        self._every_s = save_every_s
+        self._spools: dict[int, Spool] = {}
+        self._index: dict[str, tuple[int, int]] = {}
+        """Group -> (unit, where it begins in the spool)."""
+
+    async def run(self, *, progress: Progress | None = None, fresh: bool = False) -> str:
+        """Fold everything, write what was asked for; a line that says what."""
+        progress = progress or Silent()
+        recorded = await configured(self._role)
+        settings = self._changes.settings(recorded)
+        sha256 = settings_sha256(fold_settings_json(settings))
+        now = dataclasses.replace(recorded, fold=settings.fold, batcher=settings.batcher, settings_sha256=sha256)
+        rules, draw_rules = now.rules(self._role.settings.run.id), now.draw_rules()
+        question = asked(self._role, self._until_text, sha256) | {"refold": True}
+        state = ReplayState(self._folder, question, every_s=self._every_s)
+        state.load(fresh=fresh)
+        cuts = await cuts_of(self._role, state)
+        until = None if self._until_text is None else await moment(self._role, self._until_text)
+        self._check_free(state)
+        progress.begin("folding again", sum(sum(cut.high.values()) for cut in cuts.values()))
+        try:
+            with cheap_collections():
+                for unit, cut in cuts.items():
+                    await self._fold_unit(unit, cut, rules, until, state, progress)
+            said = await self._written(draw_rules, until, await self._provenance(cuts, sha256), state)
+        finally:
+            for spool in self._spools.values():
+                spool.close()
+        state.remove()
+        for spool in self._spools.values():
+            spool.remove()
+        return said
+
+    async def _fold_unit(
+        self, unit: int, cut: Cut, rules: FoldRules, until: Until | None, state: ReplayState, progress: Progress
+    ) -> None:
+        """Fold one unit into its spool, from where a killed one stood."""
+        kept: dict[str, Any] = state.sections.setdefault("units", {}).get(str(unit)) or {}
+        path = self._folder / f"{state.name}-{unit}.spool"
+        self._spools[unit] = spool = Spool(path, self._role.events.codec, length=kept.get("spool", 0))
+        if kept.get("whole"):
+            return
+        skips: Skips = frozenset((topic, offset) for topic, offset in kept.get("skips", ()))
+        unit_state = UnitState.from_json(kept["state"]) if kept else await fresh(self._role, unit)
+        while True:
+            work = _UnitRefold(self._role, unit, rules, skips, unit_state, spool, state, progress)
+            try:
+                await work.run(cut, until)
+                break
+            except SkipsFound as found:
+                skips, unit_state = found.skips, await fresh(self._role, unit)
+                spool.close()
+                self._spools[unit] = spool = Spool(path, self._role.events.codec)
+        state.sections["units"][str(unit)] = {"whole": True, "spool": spool.sync()}
+        state.save()
+
+    def _check_free(self, state: ReplayState) -> None:
+        """Refuse what could not be written, before hours of folding. Raises DatasetError, BadRefold."""
+        if self._changes.fold and "dataset" not in state.sections:
+            DatasetWriter(self._out, "rl", self._format, overwrite=self._overwrite).abort()
+        batches = self._out / BATCHES
+        if self._changes.batcher and batches.exists():
+            if not self._overwrite:
+                raise BadRefold(f"{batches} exists: choose another --out, or --overwrite")
+            shutil.rmtree(batches)
+
+    async def _written(
+        self, draw_rules: DrawRules, until: Until | None, provenance: Provenance, state: ReplayState
+    ) -> str:
+        said: list[str] = []
+        if self._changes.fold:
+            if "dataset" not in state.sections:
+                counts = self._dataset(provenance).counts
+                state.sections["dataset"] = f"{counts.rows:,} rows, {counts.tokens:,} tokens in {self._out}"
+                state.save()
+            said.append(state.sections["dataset"])
+        if self._changes.batcher:
+            for unit, spool in self._spools.items():
+                self._index |= {events[-1].group_id: (unit, at) for at, events in spool.groups()}
+            writer = DrawWriter(self._out, draw_rules, self._group)
+            async for draw in recorded_draws(self._role, None if until is None else until.time_ms):
+                writer.write(draw)
+            writer.close()
+            said.append(f"{writer.batches:,} batches in {self._out / BATCHES}")
+        return "; ".join(said)
+
+    def _dataset(self, provenance: Provenance) -> Manifest:
+        with DatasetWriter(self._out, "rl", self._format, overwrite=self._overwrite) as writer:
+            for spool in self._spools.values():
+                for _, events in spool.groups():
+                    writer.add(event for event in events if isinstance(event, SegmentSample))
+            return writer.close(provenance)
+
+    def _group(self, group_id: str) -> ReadableGroup | None:
+        if group_id not in self._index:
+            return None
+        unit, at = self._index[group_id]
+        *samples, score = self._spools[unit].group(at)
+        assert isinstance(score, GroupScored)
+        return ReadableGroup(score, tuple(PlacedSample(sample, unit, -1) for sample in samples))
+
+    async def _provenance(self, cuts: dict[int, Cut], sha256: str) -> Provenance:
+        query: dict[str, Any] = {"refold": dataclasses.asdict(self._changes)}
+        if self._until_text is not None:
+            query["until"] = self._until_text
+        found = Provenance(
+            query=query, runs={self._role.settings.run.id}, settings_sha256={sha256}, fold_versions={FOLD_VERSION}
+        )
+        ends = {Partition(topic, unit): end for unit, cut in cuts.items() for topic, end in cut.high.items()}
+        starts = await self._role.log.start_offsets(list(ends))
+        found.reading.read = {place: (starts[place], end) for place, end in ends.items()}
+        return found
+
+
+class _UnitRefold:
+    """One attempt at one unit."""
+
+    def __init__(
+        self,
+        role: Role,
+        unit: int,
+        rules: FoldRules,
+        skips: Skips,
+        state: UnitState,
+        spool: Spool,
+        remembered: ReplayState,
+        progress: Progress,
+    ) -> None:
+        self._unit = unit
+        self._log = role.log
+        self._inputs = Inputs(role, rules, unit, skips)
+        self._state = state
+        self._fold = UnitFold(state, rules, horizon_records=role.settings.assembler.horizon_records)
+        self._spool = spool
+        self._remembered = remembered
+        self._progress = progress
+
+    async def run(self, cut: Cut, until: Until | None) -> None:
+        """Every group that completes goes to the spool."""
+        starts, ends = places(self._unit, self._fold.position), places(self._unit, cut.high)
+        since = 0
+        async with Merge(self._log, starts, ends, until_ms=None if until is None else until.time_ms) as merge:
+            while chunk := await merge.chunk():
+                tokens = 0
+                for record in chunk:
+                    tokens += self._take(await self._inputs.fold(self._fold, record))
+                self._progress.advance(len(chunk), tokens)
+                since += len(chunk)
+                if since >= FORGET_EVERY or self._remembered.due:
+                    since = 0
+                    self._remember()
+
+    def _take(self, outputs: list[Event]) -> int:
+        """Samples and score come out together; tokens of the samples."""
+        group = [event for event in outputs if not isinstance(event, TurnTreeAssembled)]
+        if group:
+            if not isinstance(group[-1], GroupScored):
+                raise BrokenFold(f"unit {self._unit}: samples without their score")
+            self._spool.append(group)
+        return sum(tokens_of(event) for event in group)
+
+    def _remember(self) -> None:
+        marks = self._fold.advance()
+        if marks is None or not self._remembered.due:
+            return
+        self._state.marks = marks
+        self._remembered.sections["units"][str(self._unit)] = {
+            "spool": self._spool.sync(), "skips": sorted(self._inputs.skips), "state": self._state.to_json(),
+        }  # fmt: skip
+        self._remembered.save()

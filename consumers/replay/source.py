@@ -1,0 +1,207 @@
+"""What a replay reads of a run: its recorded settings, how far each unit was folded, its inputs as folds take them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from turnlog.consumers.history import all_events
+from turnlog.consumers.replay.errors import BrokenFold, HistoryPruned, NothingToReplay
+from turnlog.consumers.replay.merge import Merge
+from turnlog.consumers.replay.unit import UnitFold, UnitState, fresh_state
+from turnlog.infra.archive_log import ArchiveLog
+from turnlog.infra.cuts import INPUTS, OUTPUTS, Cut, assembler_group, live_cut
+from turnlog.infra.log import Partition, Record
+from turnlog.infra.methods import installed
+from turnlog.infra.payloads import inlined
+from turnlog.infra.role import Role
+from turnlog.processors.core.assembler import GroupFold
+from turnlog.processors.core.errors import FoldDefect, FoldError
+from turnlog.processors.core.fold_rules import FOLD_VERSION, FoldRules
+from turnlog.processors.core.rules import draw_rules, fold_rules, recorded_settings
+from turnlog.processors.core.trimmed import DrawRules
+from turnlog.schemas import topics
+from turnlog.schemas.errors import UndecodableRecord, UnknownSchemaId
+from turnlog.schemas.events import Event, RunConfigured, SkipRequested, TokenSnapshot, TurnCompleted
+from turnlog.schemas.types import BlobRef
+from turnlog.settings import BatcherSettings, FoldSettings
+
+PATIENCE_S = 30.0
+"""For an assembler that still catches up; then what it has folded is the cut."""
+DEFECTS = (
+    ArithmeticError, AssertionError, AttributeError, BufferError, FoldDefect, LookupError, NameError, RuntimeError,
+    TypeError, ValueError,
+)  # fmt: skip
+"""What a defect in a fold looks like; the assembler's unit stops there."""
+Skips = frozenset[tuple[str, int]]
+"""(topic, offset) of records that an operator asked to pass over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Configured:
+    """The settings that a run was recorded with."""
+
+    fold: FoldSettings
+    batcher: BatcherSettings
+    settings_sha256: str
+    fold_version: str
+
+    def rules(self, run_id: str) -> FoldRules:
+        """Of the recorded fold."""
+        methods = installed(self.fold)
+        return fold_rules(self.fold, run_id=run_id, settings_sha256=self.settings_sha256, methods=methods)
+
+    def draw_rules(self) -> DrawRules:
+        """Of the recorded draws."""
+        return draw_rules(self.fold, self.batcher, installed(self.fold))
+
+    @property
+    def remark(self) -> str:
+        """What to say beside a difference."""
+        if self.fold_version == FOLD_VERSION:
+            return ""
+        return f" (recorded by fold version {self.fold_version}, folded again by {FOLD_VERSION})"
+
+
+async def configured(role: Role) -> Configured:
+    """Raises NothingToReplay, RecordedSettingsError."""
+    found = [event for event in await all_events(role, topics.RUNS) if isinstance(event, RunConfigured)]
+    if not found:
+        raise NothingToReplay(f"no RunConfigured of run {role.settings.run.id!r} is on the log; check [run] id")
+    fold, batcher = recorded_settings(found[0].settings)
+    return Configured(fold, batcher, found[0].settings_sha256, found[0].fold_version)
+
+
+async def cut_of(role: Role, unit: int, *, patience_s: float = PATIENCE_S) -> Cut:
+    """How far the unit is folded, and where the outputs of that end; waits for a live assembler that catches up.
+    Raises NothingToReplay, HistoryPruned."""
+    log, run_id = role.log, role.settings.run.id
+    if isinstance(log, ArchiveLog):
+        archived = await log.cut(assembler_group(run_id), unit)
+        if archived is None:
+            raise NothingToReplay(
+                f"{log.index.root} does not say how far unit {unit} of run {run_id} was folded: run `turnlog archive "
+                "flush` while its topics live"
+            )
+        return archived
+    inputs = [Partition(topic, unit) for topic in INPUTS]
+    await _whole(role, unit)
+    ends = await log.end_offsets(inputs)
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + patience_s
+    while clock() < deadline + patience_s:
+        cut = await live_cut(log, run_id, unit)
+        late = clock() > deadline
+        if cut is not None and (late or all(cut.high[place.topic] >= ends[place] for place in inputs)):
+            return cut
+        await asyncio.sleep(0.02 if late else 0.2)  # another process's commit is no event that we could await
+    raise NothingToReplay(f"unit {unit}: a transaction of its assembler has been open for {patience_s:.0f} s")
+
+
+async def _whole(role: Role, unit: int) -> None:
+    places = [Partition(topic, unit) for topic in (*INPUTS, *OUTPUTS)]
+    for place, start in (await role.log.start_offsets(places)).items():
+        if start:
+            raise HistoryPruned(f"{place.topic}[{unit}] begins at {start}: what was before lies in the archive only")
+
+
+class Inputs:
+    """Records to events as this fold takes them, with what an operator asked to skip."""
+
+    def __init__(self, role: Role, rules: FoldRules, unit: int, skips: Skips = frozenset()) -> None:
+        self._role = role
+        self._rules = rules
+        self._unit = unit
+        self.skips = skips
+
+    async def event(self, record: Record) -> Event | None:
+        """The event with the payloads that the fold reads; None for what the assembler parked or another run wrote.
+        Raises BlobError, RegistryUnavailable."""
+        if (record.topic, record.offset) in self.skips:
+            return None
+        events = self._role.events
+        try:
+            try:
+                event = events.codec.decode(record.value)
+            except UnknownSchemaId:
+                event = await events.decode(record)
+        except UndecodableRecord:
+            return None
+        if event.run_id != self._role.settings.run.id:
+            return None
+        if isinstance(event, TokenSnapshot):
+            refers = any(isinstance(p, BlobRef) for p in (event.delta_ids, event.output_ids, event.output_logprobs))
+        else:
+            refers = isinstance(event, TurnCompleted) and self._rules.cutting.needs_messages
+        return await inlined(event, self._role.blobs) if refers else event
+
+    async def fold(self, fold: UnitFold, record: Record) -> list[Event]:
+        """Fold one record. Raises BrokenFold, and SkipsFound when an operator asked to skip the record."""
+        outputs: list[Event] = []
+        if fold.wants(record):
+            event = await self.event(record)
+            if event is not None:
+                try:
+                    outputs = fold.fold(record, event)
+                except DEFECTS as defect:
+                    await self._look_for_skips(record, defect)
+        fold.pass_over(record)
+        return outputs
+
+    async def one_group(self, group_id: str, cut: Cut) -> list[Event]:
+        """Every output of one group, folded alone: to explain a difference."""
+        starts = await self._role.log.start_offsets([Partition(topic, self._unit) for topic in INPUTS])
+        ends = {place: cut.high[place.topic] for place in starts}
+        group: GroupFold | None = None
+        outputs: list[Event] = []
+        async with Merge(self._role.log, starts, ends) as merge:
+            while chunk := await merge.chunk():
+                for record in chunk:
+                    event = await self.event(record) if record.key == group_id.encode() else None
+                    if event is None:
+                        continue
+                    group = group or GroupFold(group_id, event.floor, self._rules)
+                    try:
+                        outputs += group.apply(record.topic, record.offset, event)
+                    except FoldError as refusal:
+                        outputs += refusal.outputs
+        return outputs
+
+    async def _look_for_skips(self, record: Record, defect: Exception) -> None:
+        where = f"{record.topic}[{record.partition}]@{record.offset}"
+        found = await self._requested()
+        if (record.topic, record.offset) in found - self.skips:
+            raise SkipsFound(found) from defect
+        raise BrokenFold(f"the fold stops at {where}: {type(defect).__name__}: {defect}") from defect
+
+    async def _requested(self) -> Skips:
+        spine = Partition(topics.SESSIONS.name, self._unit)
+        end = await self._role.log.end_offsets([spine])
+        found: set[tuple[str, int]] = set()
+        async with Merge(self._role.log, await self._role.log.start_offsets([spine]), end) as merge:
+            while chunk := await merge.chunk():
+                for record in chunk:
+                    event = await self.event(record)
+                    if isinstance(event, SkipRequested) and event.partition == self._unit:
+                        found.add((event.topic, event.offset))
+        return frozenset(found)
+
+
+class SkipsFound(Exception):
+    """Fold the unit again from its start without these records, as its assembler did."""
+
+    def __init__(self, skips: Skips) -> None:
+        super().__init__(f"{len(skips)} records to skip")
+        self.skips = skips
+
+
+async def fresh(role: Role, unit: int) -> UnitState:
+    """A unit's state at the start of its topics. Raises LogError."""
+    starts = await role.log.start_offsets([Partition(topic, unit) for topic in (*INPUTS, *OUTPUTS)])
+    return fresh_state({place.topic: start for place, start in starts.items()})
+
+
+def places(unit: int, offsets: Mapping[str, int]) -> dict[Partition, int]:
+    """Offsets by topic as offsets by partition of one unit."""
+    return {Partition(topic, unit): offset for topic, offset in offsets.items()}

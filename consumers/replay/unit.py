@@ -1,0 +1,277 @@
+"""One unit folded again beside what was emitted of it: a symmetric difference of hashes, empty when all is the same.
+
+Records are read as the fold gives outputs that wait for them, so little waits for its twin: memory does not grow with
+the history. Finished groups are forgotten by the assembler's own rule (`LowWater`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from turnlog.consumers.replay.explain import about
+from turnlog.infra.cuts import INPUTS
+from turnlog.infra.log import Record
+from turnlog.infra.payloads import payload_fields
+from turnlog.processors.core.assembler import GroupFold
+from turnlog.processors.core.errors import FoldError
+from turnlog.processors.core.fold_rules import FoldRules
+from turnlog.processors.core.low_water import Done, LowWater, Marks
+from turnlog.schemas.codec import HEADER, Codec
+from turnlog.schemas.errors import UndecodableRecord
+from turnlog.schemas.events import Event, GroupScored, SegmentSample, TurnTreeAssembled
+from turnlog.schemas.topics import INLINE_LIMIT_BYTES, SESSIONS, TOPIC_OF
+from turnlog.schemas.types import BlobRef
+
+MOST_AHEAD = 10_000
+"""Records that wait for the fold; with more, none are read until it has gone on."""
+MOST_WAITING = 200_000
+"""Outputs that wait for their record; with more, the two sides are not of one history."""
+
+
+class Folded(NamedTuple):
+    """An output of the fold that was not met on the log yet."""
+
+    digest: bytes
+    group_id: str
+    about: str
+
+
+class Emitted(NamedTuple):
+    """A record of the log that the fold has not given yet."""
+
+    digest: bytes
+    topic: str
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """A record and an output of one event_id whose bytes differ: perhaps only by schema version or blob references."""
+
+    event_id: str
+    folded: Folded
+    topic: str
+    offset: int
+
+
+@dataclass(slots=True)
+class Counts:
+    """Of what was compared and was the same, and what was folded."""
+
+    records: int = 0
+    samples: int = 0
+    tokens: int = 0
+    folded_tokens: int = 0
+    """Tokens of the samples that the fold gave."""
+
+
+@dataclass(slots=True)
+class UnitState:
+    """Everything that a unit needs to go on after a kill; `to_json` and back."""
+
+    marks: Marks
+    done: Done = field(default_factory=Done)
+    outputs: dict[str, int] = field(default_factory=dict)
+    """Output topic -> next offset to compare."""
+    folded: dict[str, Folded] = field(default_factory=dict)
+    emitted: dict[str, Emitted] = field(default_factory=dict)
+    counts: Counts = field(default_factory=Counts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "marks": dataclasses.asdict(self.marks),
+            "trees": list(self.done.trees),
+            "scores": [[group, floor] for floor, group in self.done.floors],
+            "outputs": self.outputs,
+            "folded": {key: [value.digest.hex(), *value[1:]] for key, value in self.folded.items()},
+            "emitted": {key: [value.digest.hex(), *value[1:]] for key, value in self.emitted.items()},
+            "counts": dataclasses.asdict(self.counts),
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> UnitState:
+        """The inverse of `to_json`."""
+        done = Done(trees=dict.fromkeys(value["trees"], 0))
+        for group, floor in value["scores"]:
+            done.score(group, floor, 0)
+        return cls(
+            marks=Marks(**value["marks"]),
+            done=done,
+            outputs=value["outputs"],
+            folded={key: Folded(bytes.fromhex(v[0]), *v[1:]) for key, v in value["folded"].items()},
+            emitted={key: Emitted(bytes.fromhex(v[0]), *v[1:]) for key, v in value["emitted"].items()},
+            counts=Counts(**value["counts"]),
+        )
+
+
+class UnitFold:
+    """Folds the inputs of a unit. What comes out goes to `took`, in order; repeats of it do not."""
+
+    def __init__(self, state: UnitState, rules: FoldRules, *, horizon_records: int) -> None:
+        self._low_water = LowWater(
+            state.marks,
+            state.done,
+            lambda group_id, floor: GroupFold(group_id, floor, rules),
+            spine=SESSIONS.name,
+            horizon_records=horizon_records,
+        )
+
+    def wants(self, record: Record) -> bool:
+        """Whether its group is still open; else nobody needs to decode it."""
+        return not self._low_water.is_done(record.key.decode(errors="replace"))
+
+    def pass_over(self, record: Record) -> None:
+        """The record was folded, or is no part of any fold."""
+        self._low_water.pass_over(record.topic, record.offset)
+
+    def fold(self, record: Record, event: Event) -> list[Event]:
+        """What became due with the record. Raises what a defect of the fold raises."""
+        group = record.key.decode(errors="replace")
+        if event.group_id != group or TOPIC_OF[type(event).__name__].name != record.topic or not self.wants(record):
+            return []  # parked by the assembler for its place, or done meanwhile
+        fold = self._low_water.open_group(group, event.floor)
+        if fold is None:
+            return []
+        try:
+            outputs = fold.apply(record.topic, record.offset, event)
+        except FoldError as refusal:
+            outputs = refusal.outputs
+        return [output for output in outputs if self._is_new(group, output)]
+
+    def _is_new(self, group: str, output: Event) -> bool:
+        if isinstance(output, TurnTreeAssembled):
+            if not self._low_water.new_tree(output.session_id):
+                return False
+            self._low_water.tree_stands(output.session_id, 0)
+        elif isinstance(output, GroupScored):
+            self._low_water.close(group, output.floor)
+            self._low_water.score_stands(group, 0)
+        return True
+
+    @property
+    def position(self) -> dict[str, int]:
+        """Next offset to fold, by topic."""
+        return self._low_water.position
+
+    def advance(self) -> Marks | None:
+        """Forget finished groups; where a successor starts. None while what was folded before is folded again."""
+        return None if self._low_water.refolding else self._low_water.advance((0, 0))
+
+
+class Difference:
+    """Outputs that wait for their record, records that wait for their output."""
+
+    def __init__(self, state: UnitState, codec: Codec, run_id: str) -> None:
+        self.state = state
+        self._codec = codec
+        self._run_id = run_id
+
+    def folded(self, output: Event) -> Suspect | None:
+        """Meet an output of the fold with its record."""
+        state = self.state
+        mine = Folded(digest_of(self._codec, output), output.group_id, about(output))
+        state.counts.folded_tokens += tokens_of(output)
+        theirs = state.emitted.pop(output.event_id, None)
+        if theirs is None:
+            state.folded[output.event_id] = mine
+            return None
+        return self._met(output.event_id, mine, theirs)
+
+    def emitted(self, record: Record, *, keep: bool) -> Suspect | None:
+        """Meet a record with the fold's output; `keep`: the output may still come. Raises UndecodableRecord."""
+        state = self.state
+        event_id, run_id = lead(record.value)
+        if run_id != self._run_id:
+            return None
+        theirs = Emitted(_digest(record.value), record.topic, record.offset)
+        mine = state.folded.pop(event_id, None)
+        if mine is None:
+            if keep:
+                state.emitted[event_id + "!" * (event_id in state.emitted)] = theirs
+            return None
+        return self._met(event_id, mine, theirs)
+
+    def same(self, folded: Folded, tokens: int = 0) -> None:
+        """Count a pair that is the same."""
+        self.state.counts.records += 1
+        if folded.about.startswith(SegmentSample.__name__):
+            self.state.counts.samples += 1
+        self.state.counts.tokens += tokens
+
+    @property
+    def wants_records(self) -> bool:
+        """Outputs wait for their records, and not too many of those wait for the fold."""
+        return bool(self.state.folded) and len(self.state.emitted) < MOST_AHEAD
+
+    @property
+    def lost(self) -> bool:
+        """The fold gave more that was not met than any order of topics explains."""
+        return len(self.state.folded) > MOST_WAITING
+
+    def _met(self, event_id: str, mine: Folded, theirs: Emitted) -> Suspect | None:
+        if mine.digest == theirs.digest:
+            self.same(mine)
+            return None
+        return Suspect(event_id, mine, theirs.topic, theirs.offset)
+
+
+def tokens_of(output: Event) -> int:
+    """Tokens of a sample; 0 of anything else."""
+    return (
+        len(output.token_ids) // 4 if isinstance(output, SegmentSample) and isinstance(output.token_ids, bytes) else 0
+    )
+
+
+def fresh_state(starts: Mapping[str, int]) -> UnitState:
+    """A unit's state at the start of its topics (`starts`: inputs and outputs by topic)."""
+    low = {topic: starts[topic] for topic in INPUTS}
+    outputs = {topic: offset for topic, offset in starts.items() if topic not in INPUTS}
+    return UnitState(Marks(low=low, high=low), outputs=outputs)
+
+
+def digest_of(codec: Codec, event: Event) -> bytes:
+    """Of the record's value as the assembler would write it: payloads above the inline limit are references."""
+    return _digest(codec.encode(as_written(event)))
+
+
+def as_written(event: Event) -> Event:
+    """The event with its large payloads named, not stored (see `payloads.externalized`)."""
+    large = {
+        name: BlobRef(hashlib.sha256(value).hexdigest(), len(value))
+        for name in payload_fields(event.__class__)
+        if isinstance(value := getattr(event, name), bytes) and len(value) > INLINE_LIMIT_BYTES
+    }
+    return dataclasses.replace(event, **large) if large else event
+
+
+def lead(value: bytes) -> tuple[str, str]:
+    """(event_id, run_id): every record's first two fields, read without decoding the rest. Raises UndecodableRecord."""
+    try:
+        event_id, at = _text(value, HEADER.size)
+        return event_id, _text(value, at)[0]
+    except (IndexError, ValueError) as error:
+        raise UndecodableRecord(f"starts with {value[:16].hex()}: no event_id and run_id") from error
+
+
+def _text(value: bytes, at: int) -> tuple[str, int]:
+    size = shift = 0
+    while True:
+        byte = value[at]
+        at += 1
+        size |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            break
+    end = at + (size >> 1)
+    if size & 1 or end > len(value):
+        raise ValueError("a string's length")
+    return value[at:end].decode(), end
+
+
+def _digest(value: bytes) -> bytes:
+    return hashlib.blake2b(value, digest_size=16).digest()

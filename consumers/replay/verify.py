@@ -1,0 +1,265 @@
+"""As trained: every unit folded again and held against what was emitted, every batch against its manifest and file."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from turnlog.consumers.replay.batches import Samples, batch_difference, named
+from turnlog.consumers.replay.explain import about, first_difference
+from turnlog.consumers.replay.merge import Merge
+from turnlog.consumers.replay.progress import Progress
+from turnlog.consumers.replay.source import Configured, Inputs, Skips, SkipsFound, fresh, places
+from turnlog.consumers.replay.state import ReplayState
+from turnlog.consumers.replay.unit import Difference, Suspect, UnitFold, UnitState, digest_of
+from turnlog.consumers.replay.until import Until
+from turnlog.infra.cuts import OUTPUTS, Cut
+from turnlog.infra.log import Partition, Record
+from turnlog.infra.payloads import inlined
+from turnlog.infra.role import Role
+from turnlog.processors.core.trimmed import DrawRules
+from turnlog.schemas.errors import UndecodableRecord
+from turnlog.schemas.events import SampleBatchFormed
+from turnlog.schemas.topics import BATCHES
+
+FORGET_EVERY = 500
+"""Records between two looks at what may be forgotten."""
+UNKNOWN = "unknown"
+
+
+@dataclass(slots=True)
+class Question:
+    """What is verified, and what all of it shares."""
+
+    role: Role
+    configured: Configured
+    cuts: dict[int, Cut]
+    until: Until | None
+    state: ReplayState
+    progress: Progress
+
+
+@contextmanager
+def cheap_collections() -> Iterator[None]:
+    """Collections of garbage look only at what was made inside."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@dataclass(slots=True)
+class UnitResult:
+    """Of one unit."""
+
+    divergence: str | None
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+async def verify_unit(question: Question, unit: int) -> UnitResult:
+    """Fold one unit beside its outputs, again without some records where an operator had asked for that.
+    Raises ReplayError, LogError, BlobError, RegistryUnavailable."""
+    kept: dict[str, Any] = question.state.sections.get("unit") or {}
+    skips: Skips = frozenset()
+    state: UnitState | None = None
+    if kept.get("number") == unit:
+        skips = frozenset((topic, offset) for topic, offset in kept["skips"])
+        state = UnitState.from_json(kept["state"])
+    while True:
+        try:
+            return await _Verifier(question, unit, skips, state or await fresh(question.role, unit)).run()
+        except SkipsFound as found:
+            skips, state = found.skips, None
+
+
+class _Verifier:
+    def __init__(self, question: Question, unit: int, skips: Skips, state: UnitState) -> None:
+        self._question = question
+        self._unit = unit
+        self._state = state
+        self._cut = question.cuts[unit]
+        role = question.role
+        rules = question.configured.rules(role.settings.run.id)
+        self._inputs = Inputs(role, rules, unit, skips)
+        self._fold = UnitFold(state, rules, horizon_records=role.settings.assembler.horizon_records)
+        self._difference = Difference(state, role.events.codec, role.settings.run.id)
+        self._since = 0
+        """Records since the last look at what may be forgotten."""
+
+    async def run(self) -> UnitResult:
+        """Until both sides have ended."""
+        role, state, until = self._question.role, self._state, self._question.until
+        starts, ends = places(self._unit, self._fold.position), places(self._unit, self._cut.high)
+        beside = places(self._unit, state.outputs), places(self._unit, self._cut.ends)
+        limit = None if until is None else until.time_ms
+        async with Merge(role.log, starts, ends, until_ms=limit) as inputs, Merge(role.log, *beside) as outputs:
+            while divergence := await self._next(inputs, outputs):
+                if divergence is not UNKNOWN:
+                    return UnitResult(divergence + self._question.configured.remark)
+        divergence = await self._left_over()
+        counts = {"records": state.counts.records, "samples": state.counts.samples}
+        return UnitResult(divergence and divergence + self._question.configured.remark, counts)
+
+    async def _next(self, inputs: Merge, outputs: Merge) -> str | None:
+        """One step: fold a chunk, then meet what is emitted as long as outputs wait for it. UNKNOWN while there is
+        more to do, None at the end, else the first difference."""
+        tokens = self._state.counts.folded_tokens
+        chunk = await inputs.chunk()
+        divergence = await self._fold_all(chunk)
+        self._advance(len(chunk), self._state.counts.folded_tokens - tokens)
+        more = bool(chunk)
+        while divergence is None and (self._difference.wants_records if chunk else self._wants_the_rest):
+            found = await outputs.chunk()
+            divergence = await self._meet_all(found, keep=bool(chunk) or self._question.until is None)
+            self._advance(len(found), 0)
+            if not found:
+                break
+            more = True
+        if divergence is None and self._difference.lost:
+            divergence = await self._left_over()
+        self._remember(outputs)
+        return divergence or (UNKNOWN if more else None)
+
+    @property
+    def _wants_the_rest(self) -> bool:
+        """Every input is folded: what has no twin now has none at all, unless it came of later inputs."""
+        return bool(self._state.folded) if self._question.until is not None else not self._state.emitted
+
+    async def _fold_all(self, chunk: list[Record]) -> str | None:
+        for record in chunk:
+            for output in await self._inputs.fold(self._fold, record):
+                suspect = self._difference.folded(output)
+                if suspect is not None and (divergence := await self._settle(suspect)):
+                    return divergence
+        return None
+
+    async def _meet_all(self, chunk: list[Record], *, keep: bool) -> str | None:
+        for record in chunk:
+            try:
+                suspect = self._difference.emitted(record, keep=keep)
+            except UndecodableRecord as error:
+                return f"{record.topic}[{record.partition}]@{record.offset}: {error}"
+            if suspect is not None and (divergence := await self._settle(suspect)):
+                return divergence
+        return None
+
+    def _advance(self, records: int, tokens: int) -> None:
+        self._since += records
+        self._question.progress.advance(records, tokens)
+
+    async def _settle(self, suspect: Suspect) -> str | None:
+        """Compare the two by what they mean: under the present schema, with large payloads fetched and named again."""
+        role, codec = self._question.role, self._question.role.events.codec
+        where = f"{suspect.topic}[{self._unit}]@{suspect.offset}"
+        try:
+            record = await self._at(suspect.topic, suspect.offset)
+            emitted = await inlined(await role.events.decode(record), role.blobs)
+        except UndecodableRecord as error:
+            return f"{where}: {suspect.folded.about} cannot be decoded: {error}"
+        if digest_of(codec, emitted) == suspect.folded.digest:
+            self._difference.same(suspect.folded)
+            return None
+        outputs = await self._inputs.one_group(suspect.folded.group_id, self._cut)
+        folded = next((each for each in outputs if each.event_id == suspect.event_id), None)
+        if folded is None:
+            return f"{where}: {suspect.folded.about} differs, and the fold of its group alone does not give it"
+        return f"{where}: {suspect.folded.about} differs: {first_difference(emitted, folded)}"
+
+    async def _at(self, topic: str, offset: int) -> Record:
+        place = Partition(topic, self._unit)
+        async with self._question.role.log.reader() as reader:
+            reader.assign({place: offset})
+            while True:
+                for record in await reader.poll(max_records=1):
+                    return record
+
+    def _remember(self, outputs: Merge) -> None:
+        """Forget what is over; now and then, write down where a successor goes on."""
+        save = self._question.state.due
+        if not save and self._since < FORGET_EVERY:
+            return
+        self._since = 0
+        marks = self._fold.advance()
+        gc.collect()  # token trees point up and down: without this they would lie about until a rare full collection
+        if marks is None or not save:
+            return
+        self._state.marks = marks
+        self._state.outputs = {place.topic: at for place, at in outputs.passed.items()}
+        section = {"number": self._unit, "skips": sorted(self._inputs.skips), "state": self._state.to_json()}
+        self._question.state.sections["unit"] = section
+        self._question.state.save()
+
+    async def _left_over(self) -> str | None:
+        """Why something has no twin; None when nothing is left."""
+        emitted, folded = self._state.emitted, self._state.folded
+        if emitted and self._question.until is None:
+            first = min(emitted.values(), key=lambda each: (each.topic != OUTPUTS[0], each.offset))
+            record = await self._at(first.topic, first.offset)
+            name = about(await self._question.role.events.decode(record))
+            return (
+                f"{first.topic}[{self._unit}]@{first.offset}: {name} was emitted, the fold does not give it (or it was "
+                "emitted twice)"
+            )
+        if folded:
+            return f"unit {self._unit}: the fold gives {next(iter(folded.values())).about}, which was never emitted"
+        return None
+
+
+@dataclass(slots=True)
+class BatchResult:
+    """Of all batches. `later` were formed after the cut and not compared."""
+
+    compared: int = 0
+    later: int = 0
+    divergence: str | None = None
+
+
+async def verify_batches(question: Question, rules: DrawRules) -> BatchResult:
+    """Every manifest up to the moment asked for, one after another. Raises LogError, BlobError."""
+    role, until = question.role, question.until
+    kept = question.state.sections.get("batches") or {}
+    result = BatchResult(kept.get("compared", 0), kept.get("later", 0))
+    place = Partition(BATCHES.name, 0)
+    start, end = await role.log.start_offsets([place]), await role.log.end_offsets([place])
+    start[place] = kept.get("next", start[place])
+    question.progress.begin("batches", end[place] - start[place])
+    limit = None if until is None else until.time_ms
+    async with Samples(role) as samples, Merge(role.log, start, end, until_ms=limit) as merge:
+        while chunk := await merge.chunk():
+            for record in chunk:
+                result.divergence = await _verify_batch(question, record, samples, rules, result)
+                if result.divergence is not None:
+                    return result
+                question.progress.advance(1)
+                if question.state.due:
+                    section = {"next": record.offset + 1, "compared": result.compared, "later": result.later}
+                    question.state.sections["batches"] = section
+                    question.state.save()
+    return result
+
+
+async def _verify_batch(
+    question: Question, record: Record, samples: Samples, rules: DrawRules, result: BatchResult
+) -> str | None:
+    role, until = question.role, question.until
+    try:
+        manifest = await role.events.decode(record)
+    except UndecodableRecord as error:
+        return f"{record.topic}[0]@{record.offset}: {error}"
+    if not isinstance(manifest, SampleBatchFormed) or manifest.run_id != role.settings.run.id:
+        return None
+    if until is not None and until.batch_index is not None and manifest.batch_index > until.batch_index:
+        return None
+    ends = {unit: cut.ends[OUTPUTS[1]] for unit, cut in question.cuts.items()}
+    if any(row.offset >= ends.get(row.partition, 0) for row in manifest.samples):
+        result.later += 1
+        return None
+    found = await samples.placed(named(manifest.samples))
+    divergence = await batch_difference(role, manifest, found, rules)
+    result.compared += divergence is None
+    return divergence

@@ -1,0 +1,187 @@
+"""The archive on a real Kafka and a real S3: written by a role that is killed -9, read when the topics are gone."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import io
+import os
+import random
+import signal
+import subprocess
+import sys
+
+import pytest
+from aiokafka.admin import AIOKafkaAdminClient
+from rich.console import Console
+
+from turnlog.consumers.archive import command as archive_command
+from turnlog.consumers.archive.archiver import flush
+from turnlog.consumers.archive.prune import prunable
+from turnlog.consumers.replay.errors import HistoryPruned
+from turnlog.consumers.replay.run import replay, run
+from turnlog.infra.archive_index import ArchiveIndex
+from turnlog.infra.cuts import INPUTS, live_cut
+from turnlog.infra.log import Partition
+from turnlog.infra.role import Role, opened
+from turnlog.processors.core.fold_rules import FOLD_VERSION
+from turnlog.processors.shells import assembler
+from turnlog.processors.shells.examples import bad_days
+from turnlog.schemas import topics
+from turnlog.schemas.events import RunConfigured
+from turnlog.settings import (
+    ArchiveSettings,
+    KafkaSettings,
+    RegistrySettings,
+    Settings,
+    fold_settings_json,
+    settings_sha256,
+)
+
+pytestmark = [pytest.mark.kafka, pytest.mark.chaos]
+
+
+async def write(role: Role, seed: int, groups: int) -> None:
+    """A history of bad days."""
+    ends = [0] * role.settings.kafka.groups
+    history = bad_days(
+        random.Random(seed),
+        groups=groups,
+        partitions=len(ends),
+        run_id=role.settings.run.id,
+        name=f"g{seed}",
+        ends=ends,
+    )
+    for event in history:
+        await role.events.submit(event)
+
+
+async def fold(settings: Settings) -> None:
+    """The assembler, until everything is folded."""
+    async with opened("assembler", settings) as role:
+        running = asyncio.create_task(assembler.main(role))
+        units = range(settings.kafka.groups)
+        async with asyncio.timeout(60):
+            ends = await role.log.end_offsets([Partition(topic, unit) for topic in INPUTS for unit in units])
+            while True:
+                assert not running.done(), running.exception()
+                cuts = [await live_cut(role.log, settings.run.id, unit) for unit in units]
+                if all(cut and all(cut.high[t] >= ends[Partition(t, cut.unit)] for t in INPUTS) for cut in cuts):
+                    break
+                await asyncio.sleep(0.05)  # the assembler's commits are not ours to await
+        role.stopping.set()
+        await running
+
+
+async def files(role: Role) -> int:
+    """Files in the index."""
+    index = ArchiveIndex(role.blobs, role.settings.run.id)
+    await index.load()
+    return sum(map(len, index.spans.values()))
+
+
+async def killed_archiver(settings: Settings, role: Role) -> None:
+    """`turnlog archive` as a process of its own, killed -9 once it has written a few files."""
+    environment = {
+        **os.environ,
+        "TURNLOG_RUN_ID": settings.run.id,
+        "TURNLOG_KAFKA_BOOTSTRAP": settings.kafka.bootstrap,
+        "TURNLOG_KAFKA_PREFIX": settings.kafka.prefix,
+        "TURNLOG_REGISTRY_URL": settings.registry.url,
+        "TURNLOG_STORE_ENDPOINT": settings.store.endpoint,
+        "TURNLOG_ARCHIVE_MAX_RECORDS": "40",
+    }
+    process = subprocess.Popen([sys.executable, "-m", "turnlog.cli", "archive"], env=environment)  # noqa: ASYNC220
+    try:
+        async with asyncio.timeout(60):
+            while await files(role) < 3:
+                assert process.poll() is None
+                await asyncio.sleep(0.05)  # another process writes: there is nothing here to wait on
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+
+async def delete_topics(settings: Settings) -> None:
+    """Every topic of the run."""
+    admin = AIOKafkaAdminClient(bootstrap_servers=settings.kafka.bootstrap)
+    await admin.start()
+    try:
+        await admin.delete_topics([settings.kafka.prefix + topic.name for topic in topics.CATALOGUE])
+    finally:
+        await admin.close()
+
+
+def archive_only(settings: Settings) -> Settings:
+    """The store is all that is left."""
+    return dataclasses.replace(
+        settings,
+        kafka=KafkaSettings(bootstrap="127.0.0.1:1", groups=settings.kafka.groups),
+        registry=RegistrySettings(url="http://127.0.0.1:1"),
+    )
+
+
+async def test_the_archive_alone_replays_what_was_emitted_after_the_topics_were_deleted(
+    live_settings: Settings,
+) -> None:
+    settings = dataclasses.replace(live_settings, archive=ArchiveSettings(max_records=40))
+    async with opened("test", settings) as role:
+        body = fold_settings_json(settings)
+        await role.events.append(
+            RunConfigured(
+                event_id="configured", run_id=settings.run.id, settings=body, settings_sha256=settings_sha256(body),
+                fold_version=FOLD_VERSION,
+            )
+        )  # fmt: skip
+        await write(role, seed=1, groups=60)
+        await fold(settings)
+        await killed_archiver(settings, role)
+        before = await files(role)
+        from_topics = await run(role)
+        assert from_topics.identical, from_topics.divergence
+        assert await flush(role) > 0
+        assert await files(role) > before
+    await delete_topics(settings)
+    said = io.StringIO()
+    status = await replay(archive_only(settings), verify=True, source="archive", console=Console(file=said, width=200))
+    assert status == 0, said.getvalue()
+    assert from_topics.compared in said.getvalue()
+
+
+async def test_what_is_archived_old_and_not_needed_can_be_pruned_and_still_be_replayed(
+    live_settings: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with opened("test", live_settings) as role:
+        body = fold_settings_json(live_settings)
+        await role.events.append(
+            RunConfigured(
+                event_id="configured", run_id=live_settings.run.id, settings=body,
+                settings_sha256=settings_sha256(body), fold_version=FOLD_VERSION,
+            )
+        )  # fmt: skip
+        await write(role, seed=3, groups=30)
+        await fold(live_settings)
+        await flush(role)
+        index = ArchiveIndex(role.blobs, live_settings.run.id)
+        await index.load()
+        assert await prunable(role.log, index, live_settings.run.id, before_ms=0) == {}
+        found = await prunable(role.log, index, live_settings.run.id, before_ms=1 << 60)
+        assert {place.topic for place in found} >= {"agent.turns", "agent.token-snapshots"}
+        await archive_command.status(live_settings)
+        assert "agent.token-snapshots" in capsys.readouterr().out
+        await archive_command.prune(live_settings, "2099-01-01", delete=False)
+        assert "nothing was deleted" in capsys.readouterr().out
+        with pytest.raises(archive_command.BadMoment, match="yesterday"):
+            await archive_command.prune(live_settings, "yesterday", delete=True)
+        await archive_command.prune(live_settings, "2099-01-01", delete=True)
+        assert f"agent.turns[0]: offsets 0 to {found[Partition('agent.turns', 0)] - 1}" in capsys.readouterr().out
+        assert await role.log.start_offsets(list(found)) == found
+        with pytest.raises(HistoryPruned, match="archive"):
+            await run(role)
+        await write(role, seed=4, groups=5)
+    await fold(live_settings)  # the assembler starts again on what is left
+    async with opened("test", live_settings) as role:
+        await flush(role)
+    async with opened("test", archive_only(live_settings), archive=True) as role:
+        verdict = await run(role)
+        assert verdict.identical, verdict.divergence
