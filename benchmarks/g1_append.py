@@ -1,7 +1,8 @@
 """G1: durable append and delivery of 8,192-token samples, one SegmentSample per request.
 
 A sample counts when a read_committed reader has decoded it. Rounds of ours and of the floor (the same number of bytes
-through bare aiokafka, neither encoded nor decoded) alternate in the same run, on the same broker.
+through bare aiokafka, neither encoded nor decoded) alternate in the same run, on the same broker and event loop. Not
+shown: a reader in another process, which would have a core of its own.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import numpy as np
+import uvloop
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from log_server import ACKS, broker, logprobs, percentile, say, token_ids, told
 
@@ -194,4 +196,4 @@ async def measure(bootstrap: str) -> int:
 
 if __name__ == "__main__":
     with broker() as (address, _):
-        raise SystemExit(asyncio.run(measure(address)))
+        raise SystemExit(uvloop.run(measure(address)))

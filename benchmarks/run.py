@@ -1,7 +1,8 @@
 """Run the benchmarks, one after another: `python benchmarks/run.py [--only G1,T1]`.
 
-Every script `<id>_<name>.py` of this folder prints one JSON line on stdout (id, value, unit, goal, ok, floor, load,
-detail) and everything else on stderr. Status 1 when one missed its goal, broke or printed no such line.
+Every script `<id>_<name>.py` of this folder, and each of `NAMED`, prints one JSON line on stdout (id, value, unit,
+goal, ok, floor, load, detail) and everything else on stderr. Status 1 when one missed its goal, broke or printed no
+such line.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 SCRIPT = re.compile(r"([a-z]+\d+)_\w+\.py")
+NAMED = {"MODES": HERE / "modes.py"}
+"""Scripts that measure no numbered goal."""
 TIMEOUT_S = 1800.0
 
 
 def scripts(only: list[str]) -> dict[str, Path]:
     """Id -> script, in order of id; `only` picks some. Raises SystemExit for an id that has no script."""
-    found = {match[1].upper(): path for path in HERE.iterdir() if (match := SCRIPT.fullmatch(path.name))}
+    found = NAMED | {match[1].upper(): path for path in HERE.iterdir() if (match := SCRIPT.fullmatch(path.name))}
     unknown = [name for name in only if name not in found]
     if unknown:
         raise SystemExit(f"no benchmark {', '.join(unknown)}; there are {', '.join(sorted(found, key=in_order))}")
@@ -31,7 +34,7 @@ def scripts(only: list[str]) -> dict[str, Path]:
 def in_order(name: str) -> tuple[str, int]:
     """G2 before G10."""
     letters = name.rstrip("0123456789")
-    return letters, int(name[len(letters) :])
+    return letters, int(name[len(letters) :] or 0)
 
 
 def measured(name: str, script: Path) -> dict[str, Any]:

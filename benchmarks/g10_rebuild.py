@@ -1,0 +1,156 @@
+"""G10: the dataset of a run rebuilt from its topics: everything folded again and held against what was emitted.
+
+Samples of 8 turns and 8,192 tokens, half of them sampled, as in G5. Measured: `turnlog replay --verify` from opening
+its readers to its verdict, in one process. The floor of the same run: the same records of the same topics polled once,
+with nothing decoded, folded or hashed. Beside it, the same replay from an archive in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from pathlib import Path
+
+import numpy as np
+from log_server import ACKS, broker, say, told
+
+from turnlog.consumers.archive.archiver import flush
+from turnlog.consumers.replay.run import Verdict, run
+from turnlog.infra.archive_log import ArchiveLog
+from turnlog.infra.cuts import INPUTS, OUTPUTS
+from turnlog.infra.event_log import EventLog
+from turnlog.infra.health import Health
+from turnlog.infra.kafka import KafkaLog
+from turnlog.infra.log import Log, Partition
+from turnlog.infra.memory_blobs import MemoryBlobs
+from turnlog.infra.murmur2 import partition_of
+from turnlog.infra.registry import MemoryRegistry
+from turnlog.infra.role import Role
+from turnlog.infra.topics_admin import apply
+from turnlog.processors.core.fold_rules import FOLD_VERSION
+from turnlog.processors.shells.assembler import assembler_plan
+from turnlog.processors.shells.examples import GroupName, Shape, whole_group
+from turnlog.processors.shells.runner import Runner
+from turnlog.schemas.events import RunConfigured
+from turnlog.settings import Settings, fold_settings_json, settings_sha256
+
+GOAL_TOKENS = 2_000_000
+GROUPS, SIZE, TURNS, SHAPE = 100, 8, 8, Shape(delta=512, output=512)
+TOKENS = TURNS * (SHAPE.delta + SHAPE.output)
+SETTINGS = Settings()
+UNITS = SETTINGS.kafka.groups
+ROUNDS = 3
+"""The best counts: the machine is shared."""
+
+
+async def write(events: EventLog) -> None:
+    """The run's settings, then every group, session after session."""
+    body = fold_settings_json(SETTINGS)
+    await events.append(
+        RunConfigured(
+            event_id="configured", run_id=SETTINGS.run.id, settings=body, settings_sha256=settings_sha256(body),
+            fold_version=FOLD_VERSION,
+        )
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    ends = [0] * UNITS
+    for number in range(GROUPS):
+        name = f"group-{number}"
+        unit = partition_of(name.encode(), UNITS)
+        group = GroupName(SETTINGS.run.id, name, ends[unit], SIZE)
+        await asyncio.gather(
+            *[await events.submit(event) for event in whole_group(group, rng, turns=TURNS, shape=SHAPE)]
+        )
+        ends[unit] += 3 * SIZE
+
+
+async def assemble(log: Log, events: EventLog) -> None:
+    """Fold and commit everything."""
+    plan = assembler_plan(SETTINGS)
+    runner = Runner(plan, log, events, MemoryBlobs(), Health("assembler"), clock=time.monotonic)
+    ends = await log.end_offsets([Partition(topic, unit) for topic in INPUTS for unit in range(UNITS)])
+    member = log.group_reader(plan.group, INPUTS, assigned=runner._assigned, revoked=runner._revoked, instance="bench")
+    async with member as reader:
+        while len(runner.units) < UNITS:
+            await runner.turn(reader)
+        while any(runner.units[name.number].position[name.topic] < end for name, end in ends.items()):
+            await runner.turn(reader)
+        await asyncio.gather(*(unit.commit() for unit in runner.units.values()))
+
+
+async def bare(log: Log) -> tuple[float, int]:
+    """Seconds to poll every input and output once, and their bytes."""
+    size = 0
+    started = time.perf_counter()
+    for unit in range(UNITS):
+        names = [Partition(topic, unit) for topic in (*INPUTS, *OUTPUTS)]
+        ends = await log.end_offsets(names)
+        async with log.reader() as reader:
+            reader.assign(dict.fromkeys(names, 0))
+            while any(reader.position(name) < end for name, end in ends.items()):
+                size += sum(len(record.key) + len(record.value) for record in await reader.poll())
+    return time.perf_counter() - started, size
+
+
+async def timed(role: Role) -> tuple[float, float, Verdict]:
+    """Seconds of one replay, by the clock and of this process's processor time."""
+    started, busy = time.perf_counter(), time.process_time()
+    verdict = await run(role)
+    return time.perf_counter() - started, time.process_time() - busy, verdict
+
+
+async def measure(bootstrap: str) -> int:
+    """Write, assemble, replay, floor; the exit status."""
+    log, blobs = KafkaLog(bootstrap), MemoryBlobs()
+    await apply(log, SETTINGS)
+    async with EventLog.open(log, MemoryRegistry(), writer="bench") as events:
+        say(f"writing {GROUPS * SIZE} sessions of {TOKENS} tokens")
+        await write(events)
+        await assemble(log, events)
+        role = Role("replay", "bench", SETTINGS, log, events, blobs, Health("replay"))
+        rounds = [await timed(role) for _ in range(ROUNDS)]
+        floor, size = min([await bare(log) for _ in range(ROUNDS)])
+        say("archiving")
+        await flush(dataclasses.replace(role, name="archive"))
+    archive = await ArchiveLog.open(blobs, SETTINGS.run.id)
+    reader = Role("replay", "bench", SETTINGS, archive, archive.events(writer="bench"), blobs, Health("replay"))
+    archived, _, again = await timed(reader)
+    await log.close()
+    seconds, busy, verdict = min(rounds, key=lambda each: each[0])
+    tokens = GROUPS * SIZE * TOKENS
+    whole = verdict.identical and again.identical and verdict.samples_compared == GROUPS * SIZE
+    stored = sum(len(body) for name, body in blobs.named.items() if Path(name).suffix == ".avro")
+    return told(
+        id="G10",
+        value=round(tokens / seconds),
+        unit="tokens/s",
+        goal=GOAL_TOKENS,
+        ok=whole and tokens / seconds >= GOAL_TOKENS,
+        floor=round(tokens / floor),
+        detail={
+            "hashes_equal": whole,
+            "samples": verdict.samples_compared,
+            "records_compared": verdict.records_compared,
+            "tokens_per_sample": TOKENS,
+            "seconds": round(seconds, 2),
+            "seconds_of_rounds": [round(each[0], 2) for each in rounds],
+            "tokens_per_processor_second": round(tokens / busy),
+            "floor_seconds": round(floor, 2),
+            "floor_is": "the same records of inputs and outputs polled once, nothing decoded, folded or hashed",
+            "bytes_read": size,
+            "from_archive_tokens_per_s": round(tokens / archived),
+            "archive_bytes": stored,
+            **ACKS,
+        },
+    )
+
+
+def main() -> int:
+    """One broker, one run."""
+    with broker() as (bootstrap, _):
+        return asyncio.run(measure(bootstrap))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

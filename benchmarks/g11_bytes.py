@@ -1,0 +1,104 @@
+"""G11: bytes on the log. A session of 100 turns that grows to a context of 50,000 tokens, half of them sampled, with
+its messages as text of four characters a token and a tool catalogue of 16 KB; and its sample, per token.
+
+Counted is the growth of the broker's log files, record batches and headers included: what agents wrote, and what the
+assembler made of it. The same session of half the length shows that bytes grow with tokens, not with turns x context.
+Floor: the ids, log-probs and text alone. Not shown: replication, which multiplies it all; compression, which is off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvloop
+from g4_turns import message
+from g5_assemble import PLAN, SETTINGS, UNITS, assemble
+from log_server import ACKS, broker, say, told
+
+from turnlog.infra.event_log import EventLog
+from turnlog.infra.kafka import KafkaLog
+from turnlog.infra.registry import MemoryRegistry
+from turnlog.infra.topics_admin import apply
+from turnlog.processors.shells.examples import GroupName, SessionStory, Shape
+from turnlog.processors.shells.restoring import INPUTS, OUTPUTS
+from turnlog.schemas.events import Event
+from turnlog.schemas.topics import SAMPLES
+
+GOAL_SESSION, GOAL_PER_TOKEN = 1_500_000, 10.0
+SESSIONS, SHAPE = 2, Shape(delta=250, output=250)
+TURNS = 100
+TOOLS = b"[" + b'{"name": "tool", "description": "..."}, ' * 400 + b"{}]"
+
+
+def session(group: GroupName, index: int, turns: int, rng: np.random.Generator) -> Iterator[Event]:
+    """A session with what a real gateway would put into its records."""
+    story = SessionStory(group, index, rng)
+    yield story.started()
+    for number in range(turns):
+        completed, snapshot = story.turn(SHAPE)
+        yield dataclasses.replace(
+            completed,
+            request_sha256="a" * 64, system_sha256="b" * 64, tools_sha256="c" * 64,
+            new_messages=message("tool", SHAPE.delta, rng), response=message("assistant", SHAPE.output, rng),
+            tools=TOOLS if number == 0 else None,
+        )  # fmt: skip
+        yield snapshot
+    yield story.rewarded(float(index))
+    yield story.finished()
+
+
+async def on_the_log(bootstrap: str, data: Path, turns: int) -> dict[str, float]:
+    """Bytes per session of that many turns: of its input records, of its outputs, and of its sample's record."""
+    prefix = f"turns{turns}-"
+    log = KafkaLog(bootstrap, prefix=prefix)
+    await apply(log, SETTINGS)
+    rng, group = np.random.default_rng(0), GroupName(SETTINGS.run.id, "group", 0, SESSIONS)
+    async with EventLog.open(log, MemoryRegistry(), writer="bench") as events:
+        for index in range(SESSIONS):
+            acks = [await events.submit(event) for event in session(group, index, turns, rng)]
+            await asyncio.gather(*acks)
+        await assemble(log, events)
+    await log.close()
+    sizes = {name: written(data, prefix + name) for name in (*INPUTS, *OUTPUTS)}
+    return {
+        "inputs": sum(sizes[name] for name in INPUTS) / SESSIONS,
+        "outputs": sum(sizes[name] for name in OUTPUTS) / SESSIONS,
+        "sample": sizes[SAMPLES.name] / SESSIONS,
+    }
+
+
+def written(data: Path, topic: str) -> int:
+    """Bytes in the log files of a topic."""
+    return sum(path.stat().st_size for path in data.glob(f"{topic}-[0-9]*/*.log"))
+
+
+async def measure(bootstrap: str, data: Path) -> int:
+    """The session, half the session; the exit status."""
+    started = time.perf_counter()
+    whole, half = [await on_the_log(bootstrap, data, turns) for turns in (TURNS, TURNS // 2)]
+    say(f"{UNITS} units, run {PLAN.run_id}, {time.perf_counter() - started:.0f} s")
+    tokens = TURNS * (SHAPE.delta + SHAPE.output)
+    value, per_token = whole["inputs"] + whole["outputs"], whole["sample"] / tokens
+    bare = 4 * tokens + 4 * TURNS * SHAPE.output
+    detail: dict[str, Any] = {
+        "turns": TURNS, "context_tokens": tokens, "sampled_tokens": TURNS * SHAPE.output,
+        "input_bytes": round(whole["inputs"]), "output_bytes": round(whole["outputs"]),
+        "sample_bytes_per_token": round(per_token, 2), "goal_sample_bytes_per_token": GOAL_PER_TOKEN,
+        "of_half_the_session": round((half["inputs"] + half["outputs"]) / value, 3),
+        "floor_is": "ids and log-probs twice (as turns, as sample), the text once", **ACKS,
+    }  # fmt: skip
+    return told(
+        id="G11", value=round(value), unit="bytes/session", goal=GOAL_SESSION,
+        ok=value <= GOAL_SESSION and per_token <= GOAL_PER_TOKEN, floor=2 * bare + 4 * tokens, detail=detail,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    with broker() as (address, folder):
+        raise SystemExit(uvloop.run(measure(address, folder)))

@@ -1,0 +1,188 @@
+"""G16: what one more analytics consumer costs the loop: the assembler flat out, without and with a follower.
+
+Pairs of rounds on one broker, each on topics of its own, in the order A B B A, so that what the machine does besides
+falls on both. The follower is another process under its own group; it decodes every tree, sample and score as they are
+committed. The floor of the same run is the spread of the rounds without a follower: below it nothing can be seen. The
+detail has the CPU time of the loop's own processes, assembler and broker, too: it hardly depends on who else uses the
+cores, while the wall time of a full machine also misses what the follower itself computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import resource
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import NamedTuple
+
+import numpy as np
+import psutil
+from log_server import ACKS, broker, say, told
+
+from turnlog.consumers.follow import follow_on
+from turnlog.infra.event_log import EventLog
+from turnlog.infra.health import Health
+from turnlog.infra.kafka import KafkaLog
+from turnlog.infra.log import Partition
+from turnlog.infra.memory_blobs import MemoryBlobs
+from turnlog.infra.registry import MemoryRegistry
+from turnlog.infra.topics_admin import apply
+from turnlog.processors.shells.assembler import assembler_plan
+from turnlog.processors.shells.examples import GroupName, Shape, whole_group
+from turnlog.processors.shells.restoring import INPUTS, OUTPUTS
+from turnlog.processors.shells.runner import Runner
+from turnlog.schemas.avsc import stored_schema
+from turnlog.schemas.events import ALL
+from turnlog.settings import Settings
+
+GOAL_PERCENT = 5.0
+ORDER = "ABBAABBA"
+"""A: alone, B: with the follower."""
+GROUPS, SIZE, TURNS, SHAPE = 60, 8, 8, Shape(delta=512, output=512)
+OUTPUT_EVENTS = GROUPS * (2 * SIZE + 1)
+"""A tree and a sample of each session, a score of each group."""
+SETTINGS = Settings()
+UNITS = SETTINGS.kafka.groups
+
+
+class Round(NamedTuple):
+    """What one round cost."""
+
+    samples_per_s: float
+    cpu_s: float
+    follower_cpu_s: float = 0.0
+
+
+async def write(events: EventLog) -> None:
+    """Append every group."""
+    rng = np.random.default_rng(0)
+    for number in range(GROUPS):
+        group = GroupName(SETTINGS.run.id, f"group-{number}", 0, SIZE)
+        acks = [await events.submit(event) for event in whole_group(group, rng, turns=TURNS, shape=SHAPE)]
+        await asyncio.gather(*acks)
+
+
+async def assemble(log: KafkaLog, events: EventLog) -> float:
+    """Seconds until everything is folded and committed."""
+    plan = assembler_plan(SETTINGS)
+    runner = Runner(plan, log, events, MemoryBlobs(), Health("assembler"), clock=time.monotonic)
+    ends = await log.end_offsets([Partition(topic, unit) for topic in INPUTS for unit in range(UNITS)])
+    member = log.group_reader(plan.group, INPUTS, assigned=runner._assigned, revoked=runner._revoked, instance="bench")
+    async with member as reader:
+        while len(runner.units) < UNITS:
+            await runner.turn(reader)
+        started = time.perf_counter()
+        while any(runner.units[name.number].position[name.topic] < end for name, end in ends.items()):
+            await runner.turn(reader)
+        await asyncio.gather(*(unit.commit() for unit in runner.units.values()))
+        return time.perf_counter() - started
+
+
+async def follow(bootstrap: str, prefix: str) -> None:
+    """The follower: every tree, sample and score. Says when it has its partitions, and what it cost in the end."""
+    log, registry = KafkaLog(bootstrap, prefix=prefix), MemoryRegistry()
+    for name in ALL:
+        await registry.register(name, stored_schema(name))
+    seen = 0
+    async with follow_on(log, registry, OUTPUTS, group="follower", until_end=False, commit_s=1.0) as events:
+        await events.reader.poll(timeout_s=10)  # nothing is there yet: it comes back with the assignment
+        print("ready", flush=True)
+        async for _ in events:
+            seen += 1
+            if seen == OUTPUT_EVENTS:
+                break
+    await log.close()
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    print(round(used.ru_utime + used.ru_stime, 2), flush=True)
+
+
+@asynccontextmanager
+async def followed(bootstrap: str, prefix: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A follower that has its partitions."""
+    command = (sys.executable, __file__, bootstrap, prefix)
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(60):
+            assert await process.stdout.readline() == b"ready\n"
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+def loop_cpu() -> float:
+    """CPU seconds so far of this process, which is the assembler, and of the broker."""
+    processes = [psutil.Process(), *(child for child in psutil.Process().children() if child.name() == "java")]
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
+async def turn(bootstrap: str, kind: str, number: int) -> Round:
+    """One round."""
+    prefix = f"{kind.lower()}{number}-"
+    log = KafkaLog(bootstrap, prefix=prefix)
+    await apply(log, dataclasses.replace(SETTINGS, kafka=dataclasses.replace(SETTINGS.kafka, prefix=prefix)))
+    followers: list[float] = []
+    async with EventLog.open(log, MemoryRegistry(), writer="bench") as events, AsyncExitStack() as stack:
+        await write(events)
+        process = None if kind == "A" else await stack.enter_async_context(followed(bootstrap, prefix))
+        before = loop_cpu()
+        seconds = await assemble(log, events)
+        if process is not None and process.stdout is not None:
+            async with asyncio.timeout(60):
+                followers.append(float(await process.stdout.readline()))
+        cpu = loop_cpu() - before
+    await log.close()
+    say(f"{kind}: {GROUPS * SIZE / seconds:,.0f} samples/s, {cpu:.2f} s of CPU")
+    return Round(GROUPS * SIZE / seconds, cpu, *followers)
+
+
+async def measure(bootstrap: str) -> int:
+    """All rounds; the exit status."""
+    await turn(bootstrap, "A", -1)  # warms the broker and every import
+    rounds: dict[str, list[Round]] = {"A": [], "B": []}
+    for number, kind in enumerate(ORDER):
+        rounds[kind].append(await turn(bootstrap, kind, number))
+    alone, together = ([one.cpu_s for one in rounds[kind]] for kind in "AB")
+    growth = 100 * (statistics.median(together) / statistics.median(alone) - 1)
+    rates = {kind: [round(one.samples_per_s) for one in rounds[kind]] for kind in "AB"}
+    rate = statistics.median(rates["A"])
+    loss = 100 * (1 - statistics.median(rates["B"]) / rate)
+    return told(
+        id="G16",
+        value=round(loss, 1),
+        unit="% of throughput",
+        goal=GOAL_PERCENT,
+        ok=loss <= GOAL_PERCENT,
+        floor=round(100 * (max(rates["A"]) - min(rates["A"])) / rate, 1),
+        detail={
+            "cpu_s_alone": [round(seconds, 2) for seconds in alone],
+            "cpu_s_followed": [round(seconds, 2) for seconds in together],
+            "samples_per_s_alone": rates["A"],
+            "samples_per_s_followed": rates["B"],
+            "cpu_growth_percent": round(growth, 1),
+            "follower_cpu_s": [one.follower_cpu_s for one in rounds["B"]],
+            "events_followed": OUTPUT_EVENTS,
+            "floor_is": "spread of the rounds without a follower, in per cent",
+            "does_not_show": "a follower on a machine of its own, which takes no core from the assembler",
+            **ACKS,
+        },
+    )
+
+
+def main() -> int:
+    """The follower when it is told where; else one broker and every round."""
+    if len(sys.argv) == 3:
+        asyncio.run(follow(*sys.argv[1:]))
+        return 0
+    with broker() as (bootstrap, _):
+        return asyncio.run(measure(bootstrap))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
