@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from turnlog.processors.core.turns import TurnKey, key_of
 from turnlog.schemas.events import (
     Event,
     Expects,
@@ -33,18 +34,19 @@ class WatchedSession:
 
     epochs: list[str] = field(default_factory=list)
     last_at: float = 0.0
-    completed: set[TurnId] = field(default_factory=set)
-    snapshots: set[TurnId] = field(default_factory=set)
+    completed: set[TurnKey] = field(default_factory=set)
+    snapshots: set[TurnKey] = field(default_factory=set)
     finish: SessionFinished | None = None
 
     def supplied(self) -> tuple[TurnId, ...]:
         """Turns with both records, in order of (epoch, index)."""
-        both = [turn for turn in self.completed & self.snapshots if turn.epoch in self.epochs]
-        return tuple(sorted(both, key=lambda turn: (self.epochs.index(turn.epoch), turn.index)))
+        both = [turn for turn in self.completed & self.snapshots if turn[0] in self.epochs]
+        ordered = sorted(both, key=lambda turn: (self.epochs.index(turn[0]), turn[1]))
+        return tuple(TurnId(*turn) for turn in ordered)
 
     def whole(self) -> bool:
         """It finished, and every turn that it names is there."""
-        return self.finish is not None and set(self.finish.turns) <= self.completed & self.snapshots
+        return self.finish is not None and set(map(key_of, self.finish.turns)) <= self.completed & self.snapshots
 
 
 @dataclass(slots=True)
@@ -79,16 +81,18 @@ class Watch:
         group.last_at = at
         if not hasattr(event, "session_id"):
             return
-        session = group.sessions.setdefault(event.session_id, WatchedSession())
+        session = group.sessions.get(event.session_id)
+        if session is None:
+            session = group.sessions[event.session_id] = WatchedSession()
         session.last_at = at
         match event:
+            case TurnCompleted():
+                session.completed.add(key_of(event.turn))
+            case TokenSnapshot():
+                session.snapshots.add(key_of(event.turn))
             case SessionStarted() | SessionAdopted():
                 if not refused and event.event_id not in session.epochs:
                     session.epochs.append(event.event_id)
-            case TurnCompleted():
-                session.completed.add(event.turn)
-            case TokenSnapshot():
-                session.snapshots.add(event.turn)
             case SessionFinished():
                 if session.finish is None and session.epochs and event.epoch == session.epochs[-1]:
                     session.finish = replace(event, turns=()) if refused else event
