@@ -186,9 +186,9 @@ def summary(report: Report) -> Table:
     if first is not None:
         shown.add_row("reward, first two -> last five steps", f"{first:.3f} -> {last:.3f} ({last - first:+.3f})")
     shown.add_row("steps", str(body["steps"]))
-    masked = ", ".join(f"{reason} {count:,}" for reason, count in body["masked_tokens"].items()) or "none"
+    masked = ", ".join(f"{reason} {count:,}" for reason, count in body["masked_tokens"].items()) or "0"
     shown.add_row("tokens sampled = trained + masked",
-                  f"{body['sampled_tokens']:,} = {body['trained_tokens']:,} + [{masked}]"
+                  f"{body['sampled_tokens']:,} = {body['trained_tokens']:,} + {masked}"
                   f" ({'balance' if body['books_balance'] else 'DO NOT BALANCE'})")  # fmt: skip
     shown.add_row("sessions", _counts(body["sessions"]))
     shown.add_row("tool calls", _counts(body["tool_calls"]))

@@ -31,7 +31,7 @@ from turnlog.schemas.events import Event, SegmentSample, SessionStarted, TurnTre
 
 
 class NoSuchSession(Exception):
-    """The run's agent.sessions holds no start of that session: check --session and [run] id."""
+    """No session or group of the run, or several, begin with what was asked for: check the id and [run] id."""
 
 
 @dataclass(slots=True)
@@ -112,7 +112,8 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
-    """Which sessions; empty is all. `top`: how many of them to show; `draw`: keep what a drawing needs."""
+    """Which sessions, by an id or its beginning; empty is all. `top`: how many of them to show; `draw`: keep what a
+    drawing needs."""
 
     group: str = ""
     session: str = ""
@@ -132,8 +133,7 @@ async def compare(
     recorded = (await configured(role)).fold
     names = tuple(name or recorded.policy for name in policies or ("",))
     found = Comparison(names, [Tally() for _ in names], outputs=[[] for _ in names])
-    if scope.session:
-        scope = dataclasses.replace(scope, group=await _group_of(role, scope.session))
+    scope = await _in_full(role, scope)
     rules = [_rules(role, dataclasses.replace(recorded, policy=name), threshold) for name in names]
     progress = progress or Silent()
     for unit in _units(role, scope):
@@ -148,11 +148,26 @@ def _rules(role: Role, fold: Any, threshold: int | None) -> FoldRules:
     return fold_rules(fold, run_id=role.settings.run.id, settings_sha256="", methods=installed(fold))
 
 
-async def _group_of(role: Role, session: str) -> str:
+async def _in_full(role: Role, scope: Scope) -> Scope:
+    """With whole ids in place of their beginnings."""
+    if not scope.session and not scope.group:
+        return scope
+    found: set[tuple[str, str]] = set()
     async for _, event in events(role, topics.SESSIONS):
-        if isinstance(event, SessionStarted) and event.session_id == session:
-            return event.group_id
-    raise NoSuchSession(f"run {role.settings.run.id!r} started no session {session!r}; check --session and [run] id")
+        if (
+            isinstance(event, SessionStarted)
+            and event.session_id.startswith(scope.session)
+            and event.group_id.startswith(scope.group)
+        ):
+            found.add((event.group_id, event.session_id if scope.session else ""))
+    exact = {each for each in found if (each[1] or each[0]) == (scope.session or scope.group)}
+    found = exact or found
+    asked = " of group ".join(repr(each) for each in (scope.session, scope.group) if each)
+    if len(found) != 1:
+        what = "no session or group" if not found else f"{len(found)} sessions or groups"
+        raise NoSuchSession(f"run {role.settings.run.id!r} has {what} {asked}; check the id and [run] id")
+    ((group, session),) = found
+    return dataclasses.replace(scope, group=group, session=session)
 
 
 def _units(role: Role, scope: Scope) -> list[int]:

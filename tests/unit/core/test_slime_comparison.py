@@ -13,6 +13,7 @@ from rich.console import Console
 from turnlog.consumers.fold import arguments as fold_arguments
 from turnlog.consumers.fold.comparison import NoSuchSession, Scope, compare
 from turnlog.consumers.fold.table import drawings, sessions, totals
+from turnlog.consumers.history import events as events_of_topic
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.health import Health
 from turnlog.infra.log import TopicSpec
@@ -21,8 +22,8 @@ from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.payloads import externalized
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role
-from turnlog.schemas.events import RunConfigured
-from turnlog.schemas.topics import CATALOGUE
+from turnlog.schemas.events import RunConfigured, SessionStarted
+from turnlog.schemas.topics import CATALOGUE, SESSIONS
 from turnlog.settings import KafkaSettings, RunSettings, Settings, SettingsError, fold_settings_json
 
 SETTINGS = Settings(run=RunSettings(id="r"), kafka=KafkaSettings(groups=2))
@@ -132,6 +133,22 @@ async def test_the_threshold_may_be_another_and_only_the_sessions_that_differ_mo
     assert [tally.trained for tally in found.totals] == [13, 13]
     assert found.open_groups == 0
     assert len(found.rows) == 1
+
+
+async def test_the_beginning_of_an_id_is_enough_where_only_one_begins_with_it(role: Role) -> None:
+    started = next(
+        event
+        for _, event in [pair async for pair in events_of_topic(role, SESSIONS)]
+        if isinstance(event, SessionStarted)
+    )
+    for session in ("long-1", "long-2"):
+        await role.events.append(replace(started, event_id=session, session_id=session, group_id=f"of-{session}"))
+    found = await compare(role, ["slime"], Scope(session="long-1", group="of"))
+    assert (found.sessions, found.open_groups) == (0, 1)
+    with pytest.raises(NoSuchSession, match="2 sessions or groups 'long'"):
+        await compare(role, ["slime"], Scope(session="long"))
+    with pytest.raises(NoSuchSession, match="2 sessions or groups 'of-'"):
+        await compare(role, ["slime"], Scope(group="of-"))
 
 
 async def test_what_is_not_there_is_named(role: Role) -> None:
