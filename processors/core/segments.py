@@ -88,6 +88,7 @@ def cut(turns: Sequence[Turn], out: Mapping[int, MaskReason]) -> Segments:
             run.append(after[run[-1]])
         runs.append(tuple(run))
         again += tree.shared(turns[order].tokens, order)
+    tree.dissolve()
     return Segments(tuple(runs), again, out)
 
 
@@ -106,7 +107,9 @@ def duplicated(turns: Sequence[Turn], runs: Sequence[Sequence[int]]) -> int:
     tree = _token_tree([turns[order].tokens for order in held])
     for order in held:
         tree.mark(turns[order].tokens, order)
-    return sum(tree.shared(turns[run[0]].tokens, run[0]) for run in runs)
+    again = sum(tree.shared(turns[run[0]].tokens, run[0]) for run in runs)
+    tree.dissolve()
+    return again
 
 
 def one_row(one: Tokens, other: Tokens) -> bool:

@@ -67,6 +67,16 @@ class TokenTree:
             yield from (other for other in reversed(node.ending) if other < order)
             node = node.above
 
+    def dissolve(self) -> None:
+        """Let go of the tokens: nodes know each other both ways, and would hold them until the next full collection."""
+        nodes = [self._root]
+        self._ends.clear()
+        while nodes:
+            node = nodes.pop()
+            nodes += node.below.values()
+            node.above = None
+            node.below = {}
+
     def shared(self, turn: Tokens, order: int) -> int:
         """Tokens of the longest prefix that this prompt shares with any marked earlier turn."""
         node: Node | None = self._ends[turn][0]

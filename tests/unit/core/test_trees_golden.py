@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 from turnlog.processors.core.assembler import FoldRules
+from turnlog.processors.core.tree import Node
 from turnlog.schemas.events import FinishReason, Outcome
 
 RULES = FoldRules(run_id="r", settings_sha256="s" * 64, min_valid=1)
@@ -536,3 +538,18 @@ def test_one_story_under_each_policy(story, drawn):
         a2* main 2: sqArBBt<C>
         a 8 = 8 trained
     """)
+
+
+def test_a_forgotten_session_leaves_nothing_for_the_collector_of_garbage(story) -> None:
+    s = story()
+    s.turn("a", 0, "sq", "A")
+    s.turn("a", 1, "sqAr", "B", base=0)
+    s.turn("a", 2, "sqAt", "C", base=0)
+    s.end("a", reward=1.0)
+    gc.collect()
+    gc.disable()
+    try:
+        s.fold(RULES)
+        assert not [each for each in gc.get_objects() if isinstance(each, Node)]
+    finally:
+        gc.enable()
