@@ -6,12 +6,13 @@ import argparse
 import asyncio
 import json
 import sys
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 
 from turnlog.consumers.fold.arguments import ARCHIVE
-from turnlog.consumers.fold.comparison import Comparison, Scope, Tally, compare
+from turnlog.consumers.fold.comparison import Comparison, Row, Scope, Tally, compare
 from turnlog.consumers.replay.progress import Shown
 from turnlog.infra.role import opened
 from turnlog.processors.core.drawing import draw, sizes
@@ -38,8 +39,10 @@ async def _show(settings: Settings, arguments: argparse.Namespace, console: Cons
     if arguments.show:
         console.print(drawings(found), highlight=False, markup=False, soft_wrap=True)
     console.print(totals(found))
-    if not arguments.show and found.rows:
-        console.print(sessions(found))
+    if not arguments.show and (rows := listed(found)):
+        console.print(sessions(found, rows))
+    elif not arguments.show and arguments.against:
+        console.print("every session comes out the same")
     if found.open_groups:
         console.print(f"{found.open_groups:,} groups have not settled, or lack records; not every session is counted")
     if found.refused:
@@ -71,12 +74,17 @@ def totals(found: Comparison) -> Table:
     return shown
 
 
-def sessions(found: Comparison) -> Table:
+def listed(found: Comparison) -> list[Row]:
+    """The sessions worth a line: under two policies, those that come out otherwise."""
+    return [row for row in found.rows if len(row.by_policy) < 2 or row.by_policy[0] != row.by_policy[1]]
+
+
+def sessions(found: Comparison, rows: Sequence[Row]) -> Table:
     """The sessions that differ most, two lines under two policies."""
     shown = Table(title="sessions that differ most" if len(found.policies) == 2 else "sessions")
     for name in ("session", "turns", "policy", "segments", "trained", "masked", "context again"):
         shown.add_column(name, justify="left" if name in ("session", "policy", "masked") else "right")
-    for row in found.rows:
+    for row in rows:
         for index, (policy, tally) in enumerate(zip(found.policies, row.by_policy, strict=True)):
             about = (row.session_id, str(row.turns)) if index == 0 else ("", "")
             shown.add_row(
