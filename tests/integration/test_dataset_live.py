@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import json
 import shutil
 import signal
@@ -132,10 +133,14 @@ def test_the_command_makes_every_view_of_a_run_in_both_formats(
 def interrupt(out: Path) -> None:
     """Ctrl-C in the middle of a build: nothing is left of it, nothing is complained about.
 
-    A build that was too quick for the signal has ended well; then the next one is interrupted."""
+    A build that was too quick for the signal has ended well; then the next one is interrupted. What a shell starts in
+    the background inherits a SIGINT that is ignored."""
     command = [sys.executable, "-m", "turnlog.cli", "dataset", "build", str(out), "--overwrite"]
+    heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     for _ in range(20):
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heard
+        ) as process:
             while not list(out.parent.glob(f".{out.name}.partial-*")) and process.poll() is None:
                 time.sleep(0.001)  # the folder of another process is no event that we could await
             process.send_signal(signal.SIGINT)

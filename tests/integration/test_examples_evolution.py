@@ -145,6 +145,9 @@ async def outputs(role: Role, wanted: set[str]) -> list[Event]:
             reader.assign(dict.fromkeys(names, 0))
             while not wanted <= scored(found) and not folding.done():
                 found += [await role.events.decode(record) for record in await reader.poll()]
+            ends = await role.log.end_offsets(names)  # trees stand before the scores, in another topic
+            while any(reader.position(name) < end for name, end in ends.items()):
+                found += [await role.events.decode(record) for record in await reader.poll()]
     finally:
         role.stopping.set()
         await folding
