@@ -550,6 +550,6 @@ def test_a_forgotten_session_leaves_nothing_for_the_collector_of_garbage(story) 
     gc.disable()
     try:
         s.fold(RULES)
-        assert not [each for each in gc.get_objects() if isinstance(each, Node)]
+        assert not [each for each in gc.get_objects() if type(each) is Node]
     finally:
         gc.enable()
