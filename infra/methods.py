@@ -1,20 +1,20 @@
-"""A user's own estimators, group filters and reward transforms, found by entry point.
+"""A user's own policies, estimators, group filters and reward transforms, found by entry point.
 
-A package offers one as `name = "module:OBJECT"` under `turnlog.estimators`, `turnlog.group_filters` or
-`turnlog.reward_transforms`; OBJECT is an Estimator, GroupFilter or RewardTransform of that name. Only what the settings
-name is imported.
+A package offers one as `name = "module:OBJECT"` under `turnlog.policies`, `turnlog.estimators`, `turnlog.group_filters`
+or `turnlog.reward_transforms`; OBJECT is a Policy, or an Estimator, GroupFilter or RewardTransform of that name. Only
+what the settings name is imported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from turnlog.infra.policies import installed_policies
 from turnlog.processors.core.estimators import Estimator
 from turnlog.processors.core.group_filters import GroupFilter
 from turnlog.processors.core.methods import BUILT_IN, Methods, split
+from turnlog.processors.core.policies import Policies, Policy
 from turnlog.processors.core.reward_transforms import RewardTransform
 from turnlog.settings import OFFERED, FoldSettings, SettingsError
 
@@ -34,11 +34,31 @@ def installed(fold: FoldSettings) -> Methods:
     )
 
 
+def installed_policies(name: str) -> Policies:
+    """The built-in policies, and the one offered as `name` when it is none of them. Raises SettingsError as
+    `installed`."""
+    built_in = Policies()
+    if name in built_in.named:
+        return built_in
+    found, where = _offered(name, built_in.named, "fold.policy")
+    if not isinstance(found, Policy):
+        raise SettingsError(f"{where}: must have needs_messages and cut(turns, tree, undelivered, rules)")
+    return built_in.with_own({name: found})
+
+
 def _with_own(built_in: Mapping[str, M], names: Iterable[str], key: str, kind: type[M]) -> dict[str, M]:
     return {**built_in, **{name: _own(name, built_in, key, kind) for name in names if name not in built_in}}
 
 
 def _own(name: str, built_in: Mapping[str, M], key: str, kind: type[M]) -> M:
+    found, where = _offered(name, built_in, key)
+    if not isinstance(found, kind) or found.name != name:
+        raise SettingsError(f"{where}: must be the {kind.__name__} named {name!r}, got {found!r}")
+    return found
+
+
+def _offered(name: str, built_in: Mapping[str, object], key: str) -> tuple[Any, str]:
+    """What a package offers under a name, and how to speak of it."""
     points: dict[str, EntryPoint] = {point.name: point for point in entry_points(group=OFFERED[key])}
     if name not in points:
         legal = ", ".join(sorted({*built_in, *points}))
@@ -50,9 +70,6 @@ def _own(name: str, built_in: Mapping[str, M], key: str, kind: type[M]) -> M:
     if len(offers) > 1:
         raise SettingsError(f"{where}: two packages offer the name; uninstall one")
     try:
-        found = points[name].load()
+        return points[name].load(), where
     except (ImportError, AttributeError) as error:
         raise SettingsError(f"{where}: does not import: {error}") from error
-    if not isinstance(found, kind) or found.name != name:
-        raise SettingsError(f"{where}: must be the {kind.__name__} named {name!r}, got {found!r}")
-    return found

@@ -5,6 +5,7 @@ Its weights have a standard deviation of 0.2, ten times the usual, so that its o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +30,20 @@ def make_tiny_model(folder: Path, *, seed: int = 0) -> Path:
     """Write config, weights, tokenizer and chat template into `folder`; the same seed gives the same bytes."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    tokenizer = _tokenizer()
-    return _written(folder, tokenizer, Qwen3ForCausalLM, Qwen3Config(**_shape(tokenizer)), seed)
+    tokenizer = tiny_tokenizer()
+    return written(folder, tokenizer, Qwen3ForCausalLM, Qwen3Config(**_shape(tokenizer)), seed)
 
 
 def make_tiny_moe(folder: Path, *, seed: int = 0) -> Path:
     """The same as a Qwen3 mixture of experts: two layers of eight experts, two of them per token."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    tokenizer = _tokenizer()
+    tokenizer = tiny_tokenizer()
     config = Qwen3MoeConfig(
         **_shape(tokenizer), num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True,
         decoder_sparse_step=1, mlp_only_layers=[],
     )  # fmt: skip
-    return _written(folder, tokenizer, Qwen3MoeForCausalLM, config, seed)
+    return written(folder, tokenizer, Qwen3MoeForCausalLM, config, seed)
 
 
 def _shape(tokenizer: Any) -> dict[str, Any]:
@@ -63,7 +64,8 @@ def _shape(tokenizer: Any) -> dict[str, Any]:
     }
 
 
-def _written(folder: Path, tokenizer: Any, network: Any, config: Any, seed: int) -> Path:
+def written(folder: Path, tokenizer: Any, network: Any, config: Any, seed: int) -> Path:
+    """A random model of `config` and its tokenizer in `folder`; the same seed gives the same bytes."""
     import torch
 
     with torch.random.fork_rng(devices=[]):
@@ -74,8 +76,8 @@ def _written(folder: Path, tokenizer: Any, network: Any, config: Any, seed: int)
     return folder
 
 
-def _tokenizer() -> Any:
-    """Byte-level BPE, trained on a few lines."""
+def tiny_tokenizer(special: Sequence[str] = SPECIAL, chat_template: str = CHAT_TEMPLATE) -> Any:
+    """Byte-level BPE, trained on a few lines; transformers' wrapper of it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -84,12 +86,12 @@ def _tokenizer() -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
-        special_tokens=list(SPECIAL),
+        special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     wrapped: Any = PreTrainedTokenizerFast
     return wrapped(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=chat_template
     )

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from turnlog.infra.embedded.tiny_model import CONTEXT, CORPUS, VOCABULARY
+from turnlog.infra.embedded.tiny_model import CONTEXT, VOCABULARY, tiny_tokenizer, written
 
 SPECIAL = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
@@ -24,14 +24,13 @@ PIXELS = 28 * 28
 
 def make_tiny_vision(folder: Path, *, seed: int = 0) -> Path:
     """Write config, weights, tokenizer, chat template and image processor; the same seed gives the same bytes."""
-    import torch
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2VLImageProcessor
     from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
     network: Any = Qwen2_5_VLForConditionalGeneration
     processor: Any = Qwen2VLImageProcessor
     video_processor: Any = Qwen2VLVideoProcessor
-    tokenizer = _tokenizer()
+    tokenizer = tiny_tokenizer(SPECIAL, CHAT_TEMPLATE)
     number = tokenizer.convert_tokens_to_ids
     config = Qwen2_5_VLConfig(
         text_config={
@@ -51,34 +50,10 @@ def make_tiny_vision(folder: Path, *, seed: int = 0) -> Path:
         vision_end_token_id=number("<|vision_end|>"),
         tie_word_embeddings=False,
     )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = network(config).to(torch.float32)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    written(folder, tokenizer, network, config, seed)
     processor(min_pixels=PIXELS, max_pixels=16 * PIXELS).save_pretrained(folder)
     video_processor().save_pretrained(folder)
     for name in ("preprocessor_config.json", "tokenizer_config.json"):
         values = json.loads((folder / name).read_text()) | {"processor_class": "Qwen2_5_VLProcessor"}
         (folder / name).write_text(json.dumps(values))
     return folder
-
-
-def _tokenizer() -> Any:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=list(SPECIAL),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    wrapped: Any = PreTrainedTokenizerFast
-    return wrapped(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
-    )

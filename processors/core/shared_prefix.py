@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-
+from turnlog.processors.core.tree import common
 from turnlog.processors.core.turns import Ids, Tokens
 
 
@@ -19,7 +18,7 @@ def shared_prefix(one: Tokens, one_len: int, other: Tokens, other_len: int) -> i
     at = i = j = from_i = from_j = 0
     while i < len(ours) and j < len(theirs):
         size = min(len(ours[i]) - from_i, len(theirs[j]) - from_j)
-        same = _common(ours[i][from_i : from_i + size], theirs[j][from_j : from_j + size])
+        same = _same(ours[i][from_i : from_i + size], theirs[j][from_j : from_j + size])
         at += same
         if same < size:
             break
@@ -40,10 +39,6 @@ def _taken(one: Tokens, other: Tokens) -> int:
     return length if owner is one else 0
 
 
-def _common(a: Ids, b: Ids) -> int:
-    """Of two arrays of one length."""
-    if not len(a) or a.__array_interface__["data"] == b.__array_interface__["data"]:
-        return len(a)
-    differ = np.not_equal(a, b)
-    first = int(differ.argmax())
-    return first if differ[first] else len(a)
+def _same(a: Ids, b: Ids) -> int:
+    """`common` of two arrays of one length, without a look at what is one memory."""
+    return len(a) if a.__array_interface__["data"] == b.__array_interface__["data"] else common(a, b)

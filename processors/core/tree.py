@@ -97,14 +97,14 @@ def _grow(node: Node, depth: int, ids: Ids) -> Node:
                 return leaf
             node = node.below[first]
         edge, rest = node.label[len(node.label) - (node.depth - depth) :], ids[done:]
-        same = _common(edge, rest)
+        same = common(edge, rest)
         depth, done = depth + same, done + same
         if depth < node.depth:
             node = _split(node, depth)
     return node if depth == node.depth else _split(node, depth)
 
 
-def _common(a: Ids, b: Ids) -> int:
+def common(a: Ids, b: Ids) -> int:
     """Length of the longest common prefix."""
     size = min(len(a), len(b))
     differ = a[:size] != b[:size]

@@ -12,9 +12,8 @@ from turnlog.infra.health import Health
 from turnlog.infra.log import Partition, TopicSpec
 from turnlog.infra.memory import MemoryLog
 from turnlog.infra.memory_blobs import MemoryBlobs
-from turnlog.infra.methods import installed
+from turnlog.infra.methods import installed, installed_policies
 from turnlog.infra.payloads import externalized
-from turnlog.infra.policies import installed_policies
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.processors.core.assembler import FoldRules
 from turnlog.processors.core.errors import SegmentsDoNotFit

@@ -102,6 +102,17 @@ def test_two_packages_that_offer_one_name_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("package")
+def test_a_policy_that_two_packages_offer_is_refused_alike(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        info = tmp_path / f"{name}-1.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+        (info / "entry_points.txt").write_text(f"[turnlog.policies]\nours = {name}:POLICY\n")
+    with pytest.raises(SettingsError, match=r"fold.policy 'ours', .* two packages offer the name"):
+        installed(FoldSettings(policy="ours"))
+
+
+@pytest.mark.usefixtures("package")
 @pytest.mark.parametrize(
     ("key", "value"), [("estimator", "nobody"), ("group_filters", ["nobody:1"]), ("reward_transforms", ["nobody"])]
 )
