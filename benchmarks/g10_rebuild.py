@@ -12,7 +12,7 @@ import dataclasses
 import time
 from pathlib import Path
 
-import numpy as np
+from assembling import assemble, write_groups
 from log_server import ACKS, broker, say, told
 
 from turnlog.consumers.archive.archiver import flush
@@ -24,14 +24,11 @@ from turnlog.infra.health import Health
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import Log, Partition
 from turnlog.infra.memory_blobs import MemoryBlobs
-from turnlog.infra.murmur2 import partition_of
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role
 from turnlog.infra.topics_admin import apply
 from turnlog.processors.core.fold_rules import FOLD_VERSION
-from turnlog.processors.shells.assembler import assembler_plan
-from turnlog.processors.shells.examples import GroupName, Shape, whole_group
-from turnlog.processors.shells.runner import Runner
+from turnlog.processors.shells.examples import Shape
 from turnlog.schemas.events import RunConfigured
 from turnlog.settings import Settings, fold_settings_json, settings_sha256
 
@@ -53,30 +50,7 @@ async def write(events: EventLog) -> None:
             fold_version=FOLD_VERSION,
         )
     )  # fmt: skip
-    rng = np.random.default_rng(0)
-    ends = [0] * UNITS
-    for number in range(GROUPS):
-        name = f"group-{number}"
-        unit = partition_of(name.encode(), UNITS)
-        group = GroupName(SETTINGS.run.id, name, ends[unit], SIZE)
-        await asyncio.gather(
-            *[await events.submit(event) for event in whole_group(group, rng, turns=TURNS, shape=SHAPE)]
-        )
-        ends[unit] += 3 * SIZE
-
-
-async def assemble(log: Log, events: EventLog) -> None:
-    """Fold and commit everything."""
-    plan = assembler_plan(SETTINGS)
-    runner = Runner(plan, log, events, MemoryBlobs(), Health("assembler"), clock=time.monotonic)
-    ends = await log.end_offsets([Partition(topic, unit) for topic in INPUTS for unit in range(UNITS)])
-    member = log.group_reader(plan.group, INPUTS, assigned=runner._assigned, revoked=runner._revoked, instance="bench")
-    async with member as reader:
-        while len(runner.units) < UNITS:
-            await runner.turn(reader)
-        while any(runner.units[name.number].position[name.topic] < end for name, end in ends.items()):
-            await runner.turn(reader)
-        await asyncio.gather(*(unit.commit() for unit in runner.units.values()))
+    await write_groups(events, SETTINGS, groups=GROUPS, size=SIZE, turns=TURNS, shape=SHAPE)
 
 
 async def bare(log: Log) -> tuple[float, int]:
@@ -107,7 +81,7 @@ async def measure(bootstrap: str) -> int:
     async with EventLog.open(log, MemoryRegistry(), writer="bench") as events:
         say(f"writing {GROUPS * SIZE} sessions of {TOKENS} tokens")
         await write(events)
-        await assemble(log, events)
+        await assemble(log, events, SETTINGS)
         role = Role("replay", "bench", SETTINGS, log, events, blobs, Health("replay"))
         rounds = [await timed(role) for _ in range(ROUNDS)]
         floor, size = min([await bare(log) for _ in range(ROUNDS)])

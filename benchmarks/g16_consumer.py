@@ -14,27 +14,21 @@ import dataclasses
 import resource
 import statistics
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import NamedTuple
 
-import numpy as np
 import psutil
+from assembling import assemble, write_groups
 from log_server import ACKS, broker, say, told
 
 from turnlog.consumers.follow import follow_on
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.health import Health
 from turnlog.infra.kafka import KafkaLog
-from turnlog.infra.log import Partition
-from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.topics_admin import apply
-from turnlog.processors.shells.assembler import assembler_plan
-from turnlog.processors.shells.examples import GroupName, Shape, whole_group
-from turnlog.processors.shells.restoring import INPUTS, OUTPUTS
-from turnlog.processors.shells.runner import Runner
+from turnlog.processors.shells.examples import Shape
+from turnlog.processors.shells.restoring import OUTPUTS
 from turnlog.schemas.avsc import stored_schema
 from turnlog.schemas.events import ALL
 from turnlog.settings import Settings
@@ -55,31 +49,6 @@ class Round(NamedTuple):
     samples_per_s: float
     cpu_s: float
     follower_cpu_s: float = 0.0
-
-
-async def write(events: EventLog) -> None:
-    """Append every group."""
-    rng = np.random.default_rng(0)
-    for number in range(GROUPS):
-        group = GroupName(SETTINGS.run.id, f"group-{number}", 0, SIZE)
-        acks = [await events.submit(event) for event in whole_group(group, rng, turns=TURNS, shape=SHAPE)]
-        await asyncio.gather(*acks)
-
-
-async def assemble(log: KafkaLog, events: EventLog) -> float:
-    """Seconds until everything is folded and committed."""
-    plan = assembler_plan(SETTINGS)
-    runner = Runner(plan, log, events, MemoryBlobs(), Health("assembler"), clock=time.monotonic)
-    ends = await log.end_offsets([Partition(topic, unit) for topic in INPUTS for unit in range(UNITS)])
-    member = log.group_reader(plan.group, INPUTS, assigned=runner._assigned, revoked=runner._revoked, instance="bench")
-    async with member as reader:
-        while len(runner.units) < UNITS:
-            await runner.turn(reader)
-        started = time.perf_counter()
-        while any(runner.units[name.number].position[name.topic] < end for name, end in ends.items()):
-            await runner.turn(reader)
-        await asyncio.gather(*(unit.commit() for unit in runner.units.values()))
-        return time.perf_counter() - started
 
 
 async def follow(bootstrap: str, prefix: str) -> None:
@@ -129,10 +98,10 @@ async def turn(bootstrap: str, kind: str, number: int) -> Round:
     await apply(log, dataclasses.replace(SETTINGS, kafka=dataclasses.replace(SETTINGS.kafka, prefix=prefix)))
     followers: list[float] = []
     async with EventLog.open(log, MemoryRegistry(), writer="bench") as events, AsyncExitStack() as stack:
-        await write(events)
+        await write_groups(events, SETTINGS, groups=GROUPS, size=SIZE, turns=TURNS, shape=SHAPE)
         process = None if kind == "A" else await stack.enter_async_context(followed(bootstrap, prefix))
         before = loop_cpu()
-        seconds = await assemble(log, events)
+        seconds = await assemble(log, events, SETTINGS)
         if process is not None and process.stdout is not None:
             async with asyncio.timeout(60):
                 followers.append(float(await process.stdout.readline()))

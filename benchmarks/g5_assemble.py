@@ -14,22 +14,17 @@ import statistics
 import time
 from collections.abc import Sequence
 
-import numpy as np
 import uvloop
+from assembling import assemble, write_groups
 from log_server import ACKS, broker, say, told
 
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.health import Health
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import Log, Partition, Record, TopicSpec
-from turnlog.infra.memory_blobs import MemoryBlobs
-from turnlog.infra.murmur2 import partition_of
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.topics_admin import apply
-from turnlog.processors.shells.assembler import assembler_plan
-from turnlog.processors.shells.examples import GroupName, Shape, whole_group
+from turnlog.processors.shells.examples import Shape
 from turnlog.processors.shells.restoring import INPUTS, OUTPUTS, records_between
-from turnlog.processors.shells.runner import Runner
 from turnlog.schemas.topics import SAMPLES
 from turnlog.settings import Settings
 
@@ -39,39 +34,9 @@ ROUNDS = 3
 TOKENS = TURNS * (SHAPE.delta + SHAPE.output)
 SETTINGS = Settings()
 UNITS = SETTINGS.kafka.groups
-PLAN = assembler_plan(SETTINGS)
 FLOOR = "floor"
 PER_TRANSACTION = 18
 """Outputs per transaction of the floor: two groups, about what the runner commits at once."""
-
-
-async def write(events: EventLog) -> None:
-    """Append every group, session after session."""
-    rng = np.random.default_rng(0)
-    ends = [0] * UNITS
-    for number in range(GROUPS):
-        name = f"group-{number}"
-        unit = partition_of(name.encode(), UNITS)
-        group = GroupName(SETTINGS.run.id, name, ends[unit], SIZE)
-        acks = [await events.submit(event) for event in whole_group(group, rng, turns=TURNS, shape=SHAPE)]
-        await asyncio.gather(*acks)
-        ends[unit] += 3 * SIZE
-
-
-async def assemble(log: Log, events: EventLog) -> float:
-    """Seconds until everything is folded and committed."""
-    runner = Runner(PLAN, log, events, MemoryBlobs(), Health("assembler"), clock=time.monotonic)
-    names = [Partition(topic, unit) for topic in INPUTS for unit in range(UNITS)]
-    ends = await log.end_offsets(names)
-    member = log.group_reader(PLAN.group, INPUTS, assigned=runner._assigned, revoked=runner._revoked, instance="bench")
-    async with member as reader:
-        while len(runner.units) < UNITS:
-            await runner.turn(reader)
-        started = time.perf_counter()
-        while any(runner.units[name.number].position[name.topic] < end for name, end in ends.items()):
-            await runner.turn(reader)
-        await asyncio.gather(*(unit.commit() for unit in runner.units.values()))
-        return time.perf_counter() - started
 
 
 async def read_all(log: Log, topics: Sequence[str]) -> list[Record]:
@@ -112,9 +77,9 @@ async def one_round(bootstrap: str, prefix: str) -> tuple[float, float, float, i
     await apply(log, SETTINGS)
     await log.create_topics([TopicSpec(FLOOR, UNITS, 1, SAMPLES.config())])
     async with EventLog.open(log, MemoryRegistry(), writer="bench") as events:
-        await write(events)
+        await write_groups(events, SETTINGS, groups=GROUPS, size=SIZE, turns=TURNS, shape=SHAPE)
         cpu = time.process_time()
-        seconds = await assemble(log, events)
+        seconds = await assemble(log, events, SETTINGS)
         cpu = time.process_time() - cpu
     outputs = await read_all(log, OUTPUTS)
     assert len(outputs) == 2 * GROUPS * SIZE + GROUPS, "a tree and a sample per session, a score per group"

@@ -1,0 +1,51 @@
+"""Invented groups on a log, and one assembler that folds all of them: what several benchmarks measure around."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import numpy as np
+
+from turnlog.infra.event_log import EventLog
+from turnlog.infra.health import Health
+from turnlog.infra.log import Log, Partition
+from turnlog.infra.memory_blobs import MemoryBlobs
+from turnlog.infra.murmur2 import partition_of
+from turnlog.processors.shells.assembler import assembler_plan
+from turnlog.processors.shells.examples import GroupName, Shape, whole_group
+from turnlog.processors.shells.restoring import INPUTS
+from turnlog.processors.shells.runner import Runner
+from turnlog.settings import Settings
+
+
+async def write_groups(
+    events: EventLog, settings: Settings, *, groups: int, size: int, turns: int, shape: Shape
+) -> None:
+    """Append `groups` groups of `size` sessions, session after session."""
+    rng = np.random.default_rng(0)
+    units = settings.kafka.groups
+    ends = [0] * units
+    for number in range(groups):
+        name = f"group-{number}"
+        unit = partition_of(name.encode(), units)
+        group = GroupName(settings.run.id, name, ends[unit], size)
+        acks = [await events.submit(event) for event in whole_group(group, rng, turns=turns, shape=shape)]
+        await asyncio.gather(*acks)
+        ends[unit] += 3 * size
+
+
+async def assemble(log: Log, events: EventLog, settings: Settings) -> float:
+    """Seconds from the assignment of the units until everything is folded and committed."""
+    plan, units = assembler_plan(settings), range(settings.kafka.groups)
+    runner = Runner(plan, log, events, MemoryBlobs(), Health("assembler"), clock=time.monotonic)
+    ends = await log.end_offsets([Partition(topic, unit) for topic in INPUTS for unit in units])
+    member = log.group_reader(plan.group, INPUTS, assigned=runner._assigned, revoked=runner._revoked, instance="bench")
+    async with member as reader:
+        while len(runner.units) < len(units):
+            await runner.turn(reader)
+        started = time.perf_counter()
+        while any(runner.units[name.number].position[name.topic] < end for name, end in ends.items()):
+            await runner.turn(reader)
+        await asyncio.gather(*(unit.commit() for unit in runner.units.values()))
+        return time.perf_counter() - started
