@@ -32,14 +32,15 @@ from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role
 from turnlog.infra.topics_admin import apply
-from turnlog.sandbox_workers.bubblewrap import Bubblewrap, find
-from turnlog.sandbox_workers.bubblewrap_command import NAMESPACES
-from turnlog.sandbox_workers.interpreter_cache import cache_directory
+from turnlog.sandbox_settings import SandboxSettings
+from turnlog.sandbox_workers.backends.bubblewrap import Bubblewrap, find
+from turnlog.sandbox_workers.backends.bubblewrap_command import NAMESPACES
+from turnlog.sandbox_workers.backends.interpreter_cache import cache_directory
 from turnlog.sandbox_workers.pool import Pool, opened
 from turnlog.sandbox_workers.worker import Worker
 from turnlog.schemas.events import SandboxLimits, SandboxSpec, ToolCallRequested
 from turnlog.schemas.topics import TOOL_RESULTS
-from turnlog.settings import RunSettings, SandboxSettings, Settings
+from turnlog.settings import RunSettings, Settings
 
 GOAL_WARM_MS, GOAL_COLD_MS, GOAL_CORE_MS = 5.0, 30.0, 10.0
 SESSIONS, STEPS = 64, 10

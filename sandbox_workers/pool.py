@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 
-from turnlog.sandbox_workers.bubblewrap import Bubblewrap
+from turnlog.sandbox_settings import SandboxSettings
+from turnlog.sandbox_workers.backends.bubblewrap import Bubblewrap
+from turnlog.sandbox_workers.backends.subprocess_backend import Subprocess
 from turnlog.sandbox_workers.protocol import NoBubblewrap, Provider, Sandbox, SandboxUnavailable, WorkspaceLost
-from turnlog.sandbox_workers.subprocess_backend import Subprocess
-from turnlog.settings import SandboxSettings
 
 log = logging.getLogger(__name__)
 

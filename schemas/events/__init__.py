@@ -56,6 +56,8 @@ from turnlog.schemas.events.sessions import (
 )
 from turnlog.schemas.events.tasks import Limits, Purpose, RolloutRequested, Sampling
 from turnlog.schemas.events.tools import (
+    EgressRequest,
+    EgressSource,
     SandboxLimits,
     SandboxSpec,
     ToolCallCancelled,
@@ -102,6 +104,8 @@ __all__ = [
     "Boundary",
     "DeadLetter",
     "DroppedSample",
+    "EgressRequest",
+    "EgressSource",
     "EngineDraining",
     "EngineGone",
     "EngineRegistered",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from turnlog.schemas.events.tasks import Purpose, Sampling
@@ -37,6 +37,13 @@ class Environment:
     version: str
     image: str | None = None
     data_snapshot: str | None = None
+    """sha256 of the workspace that the session's first call starts from."""
+    root_sha256: str | None = None
+    """Of the files that tools see: the image, or the runner's own root when the recipe names none."""
+    policy_sha256: str | None = None
+    """Of backend, limits and network rules that the recipe asks for."""
+    tools: dict[str, str] = field(default_factory=dict)
+    """Tool -> version."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from turnlog.schemas.types import BlobRef, Json
@@ -40,10 +40,16 @@ class SandboxSpec:
     """bubblewrap | subprocess | docker | e2b | wasm"""
     image: str | None = None
     network: str = "none"
-    """none | allowlist"""
+    """none | allowlist: what [egress] allow of the worker grants, and only what `allow` names if it names anything."""
     limits: SandboxLimits = SandboxLimits()
     durable_workspace: bool = False
+    """Files stay from call to call, and every result names a snapshot of them."""
     fresh: bool = False
+    """The call's sandbox has never run anything."""
+    allow: tuple[str, ...] = ()
+    """Rules of this task, as in [egress] allow."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Added to the environment of every call; no place for secrets, since the log keeps it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +100,39 @@ class ToolCallStarted:
     call_id: str
     attempt: int
     worker: str
+    environment_sha256: str = ""
+    """Of what the call runs in: backend, root or image, init, network rules. Equal for equal surroundings."""
+
+
+class EgressSource(StrEnum):
+    """Where the answer to a request came from."""
+
+    refused = "refused"
+    live = "live"
+    recorded = "recorded"
+    replayed = "replayed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EgressRequest:
+    """One request of a call to the network, through the worker's proxy."""
+
+    method: str
+    url: str
+    """Without user, password and fragment; of a tunnel host and port alone."""
+    status: int
+    """Of the answer that the sandbox got; 403 for a refused one."""
+    source: EgressSource
+    reason: str
+    """Empty unless refused: rule | private_address | request_bytes | response_bytes | requests | not_recorded | tls |
+    unreachable | timeout_s | malformed"""
+    request_sha256: str
+    """Key of the recording: method, url, body and the headers that select an answer."""
+    response: BlobRef | None
+    """Body of the answer, when it was recorded or replayed."""
+    request_bytes: int
+    response_bytes: int
+    duration_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,3 +160,5 @@ class ToolCallCompleted:
     attempt: int
     worker: str
     cached: bool
+    requests: tuple[EgressRequest, ...] = ()
+    """What the call asked of the network, in order."""

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from turnlog.sandbox_settings import EgressSettings, SandboxSettings
+
 
 class SettingsError(Exception):
     """A setting that cannot be used: names the key, where it was read, and what is legal."""
@@ -149,26 +151,6 @@ class RunnerSettings:
     tool_deadline_s: float = 60.0
     gateway_patience_s: float = 60.0
     """A gateway that gives no answer for longer is an infrastructure failure."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SandboxSettings:
-    """[sandbox] Tool execution."""
-
-    backend: str = "bubblewrap"
-    """bubblewrap | subprocess"""
-    slots: int = 4
-    """Calls that run at once in one worker."""
-    prewarm: int = 4
-    max_attempts: int = 3
-    cpu_s: float = 10.0
-    wall_s: float = 30.0
-    memory_bytes: int = 512 * 2**20
-    pids: int = 64
-    disk_bytes: int = 64 * 2**20
-    output_bytes: int = 64 * 2**10
-    first_uid: int = 200000
-    """Host uid of slot 0 when started by root; slot n runs as first_uid + n."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,7 +306,8 @@ class Settings:
     gateway: GatewaySettings = GatewaySettings()
     feeder: FeederSettings = FeederSettings()
     runner: RunnerSettings = RunnerSettings()
-    sandbox: SandboxSettings = SandboxSettings()
+    sandbox: SandboxSettings = field(default_factory=SandboxSettings)
+    egress: EgressSettings = field(default_factory=EgressSettings)
     fold: FoldSettings = FoldSettings()
     assembler: AssemblerSettings = AssemblerSettings()
     batcher: BatcherSettings = BatcherSettings()
@@ -339,6 +322,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "gateway.history": ("sampled", "template"),
     "gateway.routed_experts": ("auto", "on", "off"),
     "sandbox.backend": ("bubblewrap", "subprocess"),
+    "sandbox.backends": ("wasm", "docker", "e2b"),
+    "sandbox.cgroups": ("auto", "required", "off"),
+    "sandbox.docker_runtime": ("", "runc", "runsc", "kata"),
+    "egress.mode": ("live", "record", "replay"),
+    "egress.tls": ("intercept", "tunnel", "refuse"),
     "fold.policy": ("prefix", "slime", "last-turn"),
     "fold.estimator": ("grpo", "dr_grpo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "step", "none"),
     "fold.group_filters": ("zero_variance", "all_failed", "all_solved", "mean_outside"),

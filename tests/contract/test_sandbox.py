@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator
 import psutil
 import pytest
 
-from turnlog.sandbox_workers.bubblewrap import Bubblewrap
-from turnlog.sandbox_workers.connection import InitSandbox
+from turnlog.sandbox_workers.backends.bubblewrap import Bubblewrap
+from turnlog.sandbox_workers.backends.connection import InitSandbox
+from turnlog.sandbox_workers.backends.subprocess_backend import Subprocess
 from turnlog.sandbox_workers.protocol import Provider, SandboxDied
-from turnlog.sandbox_workers.subprocess_backend import Subprocess
 from turnlog.schemas.events import SandboxLimits, ToolStatus
 
 FIRST_UID = 210_000

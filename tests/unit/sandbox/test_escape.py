@@ -14,9 +14,9 @@ from collections.abc import AsyncIterator
 import psutil
 import pytest
 
-from turnlog.sandbox_workers import seccomp
-from turnlog.sandbox_workers.bubblewrap import Bubblewrap
-from turnlog.sandbox_workers.connection import InitSandbox
+from turnlog.sandbox_workers.backends import seccomp
+from turnlog.sandbox_workers.backends.bubblewrap import Bubblewrap
+from turnlog.sandbox_workers.backends.connection import InitSandbox
 from turnlog.sandbox_workers.protocol import Execution
 from turnlog.schemas.events import SandboxLimits, ToolStatus
 

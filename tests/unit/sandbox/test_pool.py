@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers import pool as pools
-from turnlog.sandbox_workers.bubblewrap import Bubblewrap
-from turnlog.sandbox_workers.connection import InitSandbox
+from turnlog.sandbox_workers.backends.bubblewrap import Bubblewrap
+from turnlog.sandbox_workers.backends.connection import InitSandbox
+from turnlog.sandbox_workers.backends.subprocess_backend import Subprocess
 from turnlog.sandbox_workers.pool import Pool
 from turnlog.sandbox_workers.protocol import NoBubblewrap, Sandbox, SandboxUnavailable, WorkspaceLost
-from turnlog.sandbox_workers.subprocess_backend import Subprocess
 from turnlog.schemas.events import SandboxLimits, ToolStatus
-from turnlog.settings import SandboxSettings
 
 FIRST_UID = 230_000
 DISK = 8 << 20

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from turnlog.sandbox_workers.bubblewrap_command import INNER_UID, init_command
-from turnlog.sandbox_workers.connection import InitSandbox, own_account, started
+from turnlog.sandbox_workers.backends.bubblewrap_command import INNER_UID, init_command
+from turnlog.sandbox_workers.backends.connection import InitSandbox, own_account, started
+from turnlog.sandbox_workers.backends.interpreter_cache import cache_directory, init_program, interpreter
 from turnlog.sandbox_workers.inside.child import SPARE_PIDS
 from turnlog.sandbox_workers.inside.processes import processes_of
-from turnlog.sandbox_workers.interpreter_cache import cache_directory, init_program, interpreter
 from turnlog.sandbox_workers.protocol import SandboxUnavailable
 from turnlog.schemas.events import SandboxLimits, ToolStatus
 

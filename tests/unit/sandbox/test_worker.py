@@ -21,10 +21,11 @@ from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role
 from turnlog.infra.topics_admin import apply
-from turnlog.sandbox_workers.connection import InitSandbox
+from turnlog.sandbox_settings import SandboxSettings
+from turnlog.sandbox_workers.backends.connection import InitSandbox
+from turnlog.sandbox_workers.backends.subprocess_backend import Subprocess
 from turnlog.sandbox_workers.pool import Pool
 from turnlog.sandbox_workers.protocol import Execution, SandboxDied
-from turnlog.sandbox_workers.subprocess_backend import Subprocess
 from turnlog.sandbox_workers.worker import Worker
 from turnlog.schemas.events import (
     DeadLetter,
@@ -39,7 +40,7 @@ from turnlog.schemas.events import (
 )
 from turnlog.schemas.ids import digest
 from turnlog.schemas.topics import BY_NAME, DEAD_LETTERS, TOOL_CALLS, TOOL_RESULTS
-from turnlog.settings import KafkaSettings, RunSettings, SandboxSettings, Settings
+from turnlog.settings import KafkaSettings, RunSettings, Settings
 
 SETTINGS = Settings(
     run=RunSettings(id="run"),

@@ -24,7 +24,7 @@ LEFT_OUT = (
     "test", "tests", "site-packages", "dist-packages", "idlelib", "tkinter", "turtledemo", "lib2to3", "ensurepip",
     "config-*", "*.opt-?.pyc", "_test*", "*.a",
 )  # fmt: skip
-INSIDE = Path(__file__).parent / "inside"
+INSIDE = Path(__file__).parents[1] / "inside"
 PASSWD = "sandbox:x:{uid}:{uid}:sandbox:/workspace:/bin/sh\n"
 
 

@@ -8,10 +8,10 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from turnlog.sandbox_workers import seccomp
-from turnlog.sandbox_workers.bubblewrap_command import INNER_UID, Parts, command
-from turnlog.sandbox_workers.connection import InitSandbox, own_account, started
-from turnlog.sandbox_workers.interpreter_cache import cache_directory, executable, init_program, interpreter
+from turnlog.sandbox_workers.backends import seccomp
+from turnlog.sandbox_workers.backends.bubblewrap_command import INNER_UID, Parts, command
+from turnlog.sandbox_workers.backends.connection import InitSandbox, own_account, started
+from turnlog.sandbox_workers.backends.interpreter_cache import cache_directory, executable, init_program, interpreter
 from turnlog.sandbox_workers.protocol import NoBubblewrap, SandboxUnavailable
 
 OLDEST = (0, 8)

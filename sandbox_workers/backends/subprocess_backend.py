@@ -11,9 +11,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from turnlog.sandbox_workers.bubblewrap_command import INNER_UID, init_command
-from turnlog.sandbox_workers.connection import InitSandbox, own_account, started
-from turnlog.sandbox_workers.interpreter_cache import cache_directory, init_program, interpreter
+from turnlog.sandbox_workers.backends.bubblewrap_command import INNER_UID, init_command
+from turnlog.sandbox_workers.backends.connection import InitSandbox, own_account, started
+from turnlog.sandbox_workers.backends.interpreter_cache import cache_directory, init_program, interpreter
 from turnlog.sandbox_workers.protocol import SandboxUnavailable
 
 EXIT_S = 2.0

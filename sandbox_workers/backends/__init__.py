@@ -1,0 +1,1 @@
+"""Where calls run: one module per backend, and what the local ones are made of."""
