@@ -96,7 +96,9 @@ class Runner:
             self._health.holds(f"unit {number}")
         else:
             self.stopped[number] = why
-            self._health.waits(f"unit {number}", f"{why}; mend what it names or write SkipRequested, then restart")
+            self._health.waits(
+                f"unit {number}", f"{why}; mend what it names or `turnlog dead-letters skip` it, then restart"
+            )
         metrics.STOPPED.set(len(self.stopped))
 
     async def _open(self, number: int, skips: Mapping[tuple[str, int], str]) -> None:

@@ -109,6 +109,7 @@ def _readers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     """The verbs that read the past."""
     from turnlog.consumers.archive import arguments as archive
     from turnlog.consumers.datasets import arguments as dataset  # argparse alone; too many for this page
+    from turnlog.consumers.dead_letters import arguments as dead_letters
     from turnlog.consumers.fold import arguments as fold
     from turnlog.consumers.replay import arguments as replay
 
@@ -121,6 +122,9 @@ def _readers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     topics.add_argument("action", choices=("apply", "check"))
     dataset.add_arguments(_verb(verbs, "dataset", _dataset, "build rows of a run as Parquet or Arrow, or verify them"))
     fold.add_arguments(_verb(verbs, "fold", _fold, "fold recorded sessions by two policies and compare; write nothing"))
+    dead_letters.add_arguments(
+        _verb(verbs, "dead-letters", _dead_letters, "refused records: list, show, requeue, skip")
+    )
     books = _verb(verbs, "books", _books, "sampled = trained + masked, by reason")
     books.add_argument("--by", choices=("session", "group", "batch", "run"), default="run", help="default run")
     books.add_argument("--id", default="", metavar="ID", help="one account of that level")
@@ -243,6 +247,12 @@ def _fold(settings: Settings, arguments: argparse.Namespace) -> int:
     from turnlog.consumers.fold.table import show
 
     return show(settings, arguments)
+
+
+def _dead_letters(settings: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.consumers.dead_letters.command import command
+
+    return asyncio.run(command(settings, arguments))
 
 
 def _books(settings: Settings, arguments: argparse.Namespace) -> int:

@@ -199,7 +199,7 @@ async def test_a_defect_stops_its_unit_and_says_where_while_others_go_on(cluster
     waiting = await cluster.fold(defective_plan())
     assert await cluster.scored() == ["d"]
     assert waiting["unit 0"].startswith(
-        "agent.turns[0]@1: ZeroDivisionError: a bug; mend what it names or write SkipRequested"
+        "agent.turns[0]@1: ZeroDivisionError: a bug; mend what it names or `turnlog dead-letters skip` it"
     )
     assert await cluster.read("dead-letters") == []
 
