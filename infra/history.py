@@ -1,0 +1,101 @@
+"""Reads of a whole topic, from its first record to the end that stood when the read began.
+
+Every reader of the past goes through here, over `role.log`: topics or an archive, whichever the role was opened on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator, Collection, Sequence
+from dataclasses import dataclass, field
+
+from turnlog.infra.log import Partition, Record
+from turnlog.infra.role import Role
+from turnlog.schemas.errors import UndecodableRecord, UnknownSchemaId
+from turnlog.schemas.events import Event
+from turnlog.schemas.topics import Topic
+
+EVERY_RUN = "any"
+"""In place of run ids: events of every run."""
+
+
+@dataclass(slots=True)
+class Reading:
+    """What readers passed: where, under which schemas, and what they could not decode."""
+
+    read: dict[Partition, tuple[int, int]] = field(default_factory=dict)
+    """Partition -> [start, end) of the offsets read."""
+    schemas: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """(record name, sha256 of its writer's schema) -> events decoded."""
+    undecodable: Counter[str] = field(default_factory=Counter)
+    """Topic -> records that are no event."""
+
+
+def partitions(role: Role, topic: Topic) -> list[Partition]:
+    """Every partition of a topic of the catalogue."""
+    kafka = role.settings.kafka
+    count = {"groups": kafka.groups, "rollouts": kafka.rollouts, "one": 1}[topic.partitions]
+    return [Partition(topic.name, number) for number in range(count)]
+
+
+async def records(role: Role, wanted: Sequence[Partition], ends: dict[Partition, int]) -> AsyncIterator[Record]:
+    """Records of `wanted` below `ends`, in offset order per partition."""
+    starts = await role.log.start_offsets(wanted)
+    async with role.log.reader() as reader:
+        reader.assign(starts)
+        while any(reader.position(partition) < ends[partition] for partition in wanted):
+            for record in await reader.poll(max_records=2000):
+                if record.offset < ends[Partition(record.topic, record.partition)]:
+                    yield record
+
+
+async def events_of(
+    role: Role, place: Partition, end: int, names: Collection[str], *,
+    runs: Collection[str] = (), reading: Reading | None = None,
+) -> AsyncIterator[tuple[Record, Event]]:  # fmt: skip
+    """Events of one partition below `end` whose record is one of `names`; the others are passed over undecoded.
+
+    `runs`: ids of the runs wanted, or `EVERY_RUN`; none is the role's own. Undecodable records are counted in
+    `reading`: the role that owns the topic parked them."""
+    reading = Reading() if reading is None else reading
+    starts = await role.log.start_offsets([place])
+    reading.read[place] = (starts[place], end)
+    runs = runs or (role.settings.run.id,)
+    async for record in records(role, [place], {place: end}):
+        try:
+            name, fingerprint = await _written(role, record)
+            if name not in names:
+                continue
+            event = await role.events.decode(record)
+        except UndecodableRecord:
+            reading.undecodable[record.topic] += 1
+            continue
+        if EVERY_RUN in runs or event.run_id in runs:
+            reading.schemas[name, fingerprint] += 1
+            yield record, event
+
+
+async def events(role: Role, topic: Topic) -> AsyncIterator[tuple[Record, Event]]:
+    """This run's events of a topic. Undecodable records are passed over: the role that owns the topic parked them."""
+    wanted = partitions(role, topic)
+    ends = await role.log.end_offsets(wanted)
+    async for record in records(role, wanted, ends):
+        try:
+            event = await role.events.decode(record)
+        except UndecodableRecord:
+            continue
+        if event.run_id == role.settings.run.id:
+            yield record, event
+
+
+async def all_events(role: Role, topic: Topic) -> list[Event]:
+    """`events` as a list, without positions: for topics that are small by nature."""
+    return [event async for _, event in events(role, topic)]
+
+
+async def _written(role: Role, record: Record) -> tuple[str, str]:
+    try:
+        return role.events.codec.written(record.value)
+    except UnknownSchemaId:
+        await role.events.decode(record)  # asks the registry
+        return role.events.codec.written(record.value)
