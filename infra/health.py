@@ -1,10 +1,10 @@
-"""/healthz, /readyz and Prometheus /metrics of a role, on TURNLOG_HEALTH_PORT (unset: not served)."""
+"""/healthz, /readyz, /state and Prometheus /metrics of a role, on TURNLOG_HEALTH_PORT (unset: not served)."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 import uvicorn
@@ -21,6 +21,7 @@ class Health:
     def __init__(self, role: str) -> None:
         self.role = role
         self._waiting: dict[str, str] = {"start": "starting"}
+        self._tells: dict[str, Callable[[], Mapping[str, object]]] = {}
 
     def waits(self, condition: str, why: str) -> None:
         """Not ready because of `condition`; for a stopped unit `why` names topic, partition, offset."""
@@ -34,6 +35,14 @@ class Health:
         """The role does its work."""
         self.holds("start")
 
+    def tells(self, name: str, ask: Callable[[], Mapping[str, object]]) -> None:
+        """/state answers what `ask` returns (JSON) under `name`."""
+        self._tells[name] = ask
+
+    def state(self) -> dict[str, Mapping[str, object]]:
+        """What the role tells of its insides."""
+        return {name: ask() for name, ask in self._tells.items()}
+
     @property
     def waiting(self) -> dict[str, str]:
         """Conditions that are not met, with their reasons."""
@@ -41,7 +50,7 @@ class Health:
 
 
 def application(health: Health) -> Starlette:
-    """The three endpoints as an ASGI application."""
+    """The endpoints as an ASGI application."""
 
     async def healthz(_: Request) -> Response:
         return JSONResponse({"role": health.role, "pid": os.getpid()})
@@ -50,10 +59,14 @@ def application(health: Health) -> Starlette:
         waiting = health.waiting
         return JSONResponse({"ready": not waiting, "waiting": waiting}, status_code=503 if waiting else 200)
 
+    async def state(_: Request) -> Response:
+        return JSONResponse({"role": health.role, "pid": os.getpid(), **health.state()})
+
     async def metrics(_: Request) -> Response:
         return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
 
-    return Starlette(routes=[Route("/healthz", healthz), Route("/readyz", readyz), Route("/metrics", metrics)])
+    routes = {"/healthz": healthz, "/readyz": readyz, "/state": state, "/metrics": metrics}
+    return Starlette(routes=[Route(path, answer) for path, answer in routes.items()])
 
 
 class QuietServer(uvicorn.Server):

@@ -16,8 +16,10 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from turnlog.infra.tool_schemas import BUILT_IN
 from turnlog.schemas.events.sessions import Environment, Outcome
 from turnlog.schemas.events.tools import SandboxSpec
+from turnlog.schemas.types import BlobRef
 
 GROUP = "turnlog.recipes"
 Message = dict[str, Any]
@@ -40,10 +42,11 @@ class BrokenRecipe(RecipeError):
 
 @dataclass(frozen=True, slots=True)
 class SandboxCall:
-    """A tool call as the sandbox runs it: `python` {"code"} or `shell` {"command"}."""
+    """A tool call as the sandbox runs it: `python` {"code"}, `shell` {"command"} ... (turnlog.infra.tool_schemas), or a
+    tool that a package offers under `turnlog.tools`."""
 
     tool: str
-    arguments: dict[str, str]
+    arguments: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +163,10 @@ class WarmStart(Protocol):
 
 @runtime_checkable
 class Recipe(Protocol):
-    """One kind of task, end to end. Implementations are stateless values: every method is a pure function."""
+    """One kind of task, end to end. Implementations are stateless values: every method is a pure function.
+
+    Optional beside these: `sandbox_tools: tuple[str, ...]` and `workspace: BlobRef`, see the functions `sandbox_tools`
+    and `first_workspace`."""
 
     @property
     def name(self) -> str:
@@ -212,6 +218,23 @@ class Recipe(Protocol):
     def write_dataset(self, path: Path, count: int, seed: int) -> None:
         """Write the first `count` tasks as JSON lines; the same bytes each time."""
         ...
+
+
+def sandbox_tools(recipe: Recipe) -> tuple[str, ...]:
+    """The sandbox's tools that this recipe's calls may use, recorded with their versions on SessionStarted: what its
+    attribute `sandbox_tools` names; without one, the built-in tools that it declares under their own names."""
+    stated: tuple[str, ...] | None = getattr(recipe, "sandbox_tools", None)
+    if stated is not None:
+        return stated
+    declared = [tool.get("function", {}).get("name") for tool in recipe.tools]
+    return tuple(name for name in declared if name in BUILT_IN)
+
+
+def first_workspace(recipe: Recipe) -> BlobRef | None:
+    """What the first call of a session finds in its workspace: the stored folder that the recipe's attribute
+    `workspace` names; nothing without one."""
+    workspace: BlobRef | None = getattr(recipe, "workspace", None)
+    return workspace
 
 
 @cache

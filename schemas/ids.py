@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 
 CANONICAL = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 """Made once: `json.dumps` makes one at every call that asks for separators."""
@@ -18,6 +19,13 @@ def digest(*about: str | int | None) -> str:
         if part is not None and not isinstance(part, str | int):
             raise TypeError(f"an id is made of strings and integers, got {type(part).__name__}")
     return hashlib.sha256(CANONICAL.encode(about).encode()).hexdigest()[:32]
+
+
+def environment_digest(about: Mapping[str, object]) -> str:
+    """Hex sha256 naming what surrounds a call or a session: of canonical JSON with sorted keys, so that equal maps have
+    equal names. Raises TypeError, ValueError for what is no JSON."""
+    text = json.dumps(about, ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def group_id(run_id: str, task_id: str, draw: int) -> str:

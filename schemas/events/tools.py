@@ -125,7 +125,7 @@ class EgressRequest:
     source: EgressSource
     reason: str
     """Empty unless refused: rule | private_address | request_bytes | response_bytes | requests | not_recorded | tls |
-    unreachable | timeout_s | malformed"""
+    certificate | unreachable | timeout_s | malformed | upgrade | call_ended"""
     request_sha256: str
     """Key of the recording: method, url, body and the headers that select an answer."""
     response: BlobRef | None
@@ -133,6 +133,8 @@ class EgressRequest:
     request_bytes: int
     response_bytes: int
     duration_s: float
+    answer: BlobRef | None = None
+    """Status and headers of that answer, as JSON: with it a re-run gives the answer again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,6 +61,8 @@ class EgressSettings:
     alone, live only) | refuse"""
     private_hosts: tuple[str, ...] = ()
     """host:port of mirrors of yours that may have private addresses; all others must be public."""
+    upstream_ca: str = ""
+    """PEM file of authorities that sign your mirrors, trusted beside the machine's own."""
     cache: str = "default"
     """Which recording `record` writes and `replay` reads."""
     timeout_s: float = 20.0

@@ -389,7 +389,7 @@ def _section(name: str, kind: type, table: Any, env: Mapping[str, str], source: 
 
 
 def _parsed(hint: Any, text: str) -> Any:
-    if hint == tuple[str, ...]:
+    if hint == tuple[str, ...] and not text.startswith("["):
         return [part for part in text.split(",") if part]
     if hint is str:
         return text

@@ -14,6 +14,7 @@ HEAD = """\
 # Settings
 
 One TOML file (`--settings FILE`), then `TURNLOG_SECTION_KEY` from the environment, which wins. Unknown keys are errors.
+Lists are separated by commas there, or are JSON: `'["GET,HEAD https://mirror.example/*"]'`.
 The run's effective settings are kept in `runs/ID/settings.toml`. This page is generated (`make docs`).
 """
 

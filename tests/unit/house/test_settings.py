@@ -23,6 +23,14 @@ def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
     assert settings.engine.urls == ("http://a", "http://b")
 
 
+def test_a_list_whose_parts_hold_commas_is_json_in_the_environment() -> None:
+    rules = '["GET,HEAD https://a.example/*", "POST https://b.example/x"]'
+    settings = load(None, {"TURNLOG_EGRESS_ALLOW": rules})
+    assert settings.egress.allow == ("GET,HEAD https://a.example/*", "POST https://b.example/x")
+    with pytest.raises(SettingsError, match=r"egress\.allow must be a list of strings"):
+        load(None, {"TURNLOG_EGRESS_ALLOW": '["GET'})
+
+
 @pytest.mark.parametrize(
     ("tables", "said"),
     [
