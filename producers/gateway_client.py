@@ -25,6 +25,7 @@ import orjson
 
 from turnlog.infra.recipes import Message, Recipe
 from turnlog.producers.connections import Answer, Connections, NoAnswer
+from turnlog.producers.environments import Environments
 from turnlog.producers.gateway.session_tokens import signing_key
 from turnlog.schemas.events import Agent, Outcome, RolloutRequested
 from turnlog.settings import Settings
@@ -110,6 +111,7 @@ class GatewayClient:
     def __init__(self, settings: Settings) -> None:
         self._url = settings.gateway.url.rstrip("/")
         self._model = settings.model.name
+        self._environments = Environments(settings)
         self._patience_s = settings.runner.gateway_patience_s
         self._key = signing_key(settings.gateway.signing_key, Path(settings.run.directory)).decode()
         self._http = Connections(connect_s=CONNECT_S, answer_s=settings.engine.request_timeout_s + 30.0)
@@ -121,7 +123,9 @@ class GatewayClient:
         await self._http.close()
 
     async def open(self, request: RolloutRequested, recipe: Recipe, attempt: int) -> Session:
-        """Open the session of this attempt, or get it again: idempotent per (rollout_id, attempt)."""
+        """Open the session of this attempt, or get it again: idempotent per (rollout_id, attempt). Raises
+        GatewayClientError, and UnknownTool or ToolOfferError for a recipe that names a tool nobody offers here."""
+        environment = await self._environments.of(recipe)
         body = {
             "run_id": request.run_id,
             "group_id": request.group_id,
@@ -134,7 +138,7 @@ class GatewayClient:
             "recipe": request.recipe,
             "floor": request.floor,
             "agent": dataclasses.asdict(AGENT),
-            "environment": dataclasses.asdict(recipe.environment),
+            "environment": dataclasses.asdict(environment),
             "sampling": dataclasses.asdict(request.sampling),
             "limits": dataclasses.asdict(request.limits),
             "min_weight_version": request.min_weight_version,

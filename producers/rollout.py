@@ -14,7 +14,7 @@ import orjson
 from prometheus_client import Counter
 
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.recipes import Episode, Message, Recipe, SandboxCall
+from turnlog.infra.recipes import Episode, Message, Recipe, SandboxCall, first_workspace
 from turnlog.producers.gateway_client import (
     CUT_OFF,
     ContextExceeded,
@@ -159,6 +159,7 @@ class Rollout:
             session.session_id,
             self._recipe.sandbox,
             self._settings.tool_deadline_s,
+            first_workspace(self._recipe),
         )
         before = [call for message in conversation.messages[:-1] for call in message.get("tool_calls") or ()]
         calls.resume(sum(isinstance(self._mapped(call), SandboxCall) for call in before))

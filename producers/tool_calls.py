@@ -91,7 +91,9 @@ class ToolCalls:
         session_id: str,
         sandbox: SandboxSpec,
         deadline_s: float,
+        workspace: BlobRef | None = None,
     ) -> None:
+        """`workspace`: of the session's first call; None: an empty one."""
         self._events = events
         self._results = results
         self._request = request
@@ -100,12 +102,13 @@ class ToolCalls:
         self._deadline_s = deadline_s
         self._next = 0
         self._pending: ToolCallRequested | None = None
-        self._workspace: BlobRef | None = None
+        self._workspace = workspace
 
     def resume(self, answered: int) -> None:
         """Go on after `answered` calls that reached a sandbox under another runner."""
         self._next = answered
-        self._workspace = self._results.workspace(self._request.rollout_id, self._session_id)
+        if answered:
+            self._workspace = self._results.workspace(self._request.rollout_id, self._session_id)
 
     async def call(self, call: SandboxCall, call_id: str) -> ToolCallCompleted:
         """Have a call run. Publishing again under the same call_id is harmless: a worker answers a repeated call from
@@ -145,7 +148,7 @@ class ToolCalls:
             call_id=call_id,
             call_seq=self._next,
             tool=call.tool,
-            arguments=json.dumps(call.arguments, ensure_ascii=False).encode(),
+            arguments=json_of(call),
             sandbox=self._sandbox,
             workspace=self._workspace,
             deadline_s=self._deadline_s,
@@ -162,3 +165,12 @@ class ToolCalls:
             call_id=requested.call_id,
             reason=reason,
         )
+
+
+def json_of(call: SandboxCall) -> bytes:
+    """The arguments as UTF-8 JSON. Half of a surrogate pair, which a model may write as an escape, stays one: the
+    worker refuses it."""
+    try:
+        return json.dumps(call.arguments, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return json.dumps(call.arguments).encode()

@@ -169,7 +169,16 @@ def _environment(values: dict[str, Any]) -> Environment:
         version=_typed(values, "version", str, ""),
         image=_typed(values, "image", str, None),
         data_snapshot=_typed(values, "data_snapshot", str, None),
+        root_sha256=_typed(values, "root_sha256", str, None),
+        policy_sha256=_typed(values, "policy_sha256", str, None),
+        tools=_versions(_typed(values, "tools", dict, {})),
     )
+
+
+def _versions(values: dict[str, Any]) -> dict[str, str]:
+    if not all(isinstance(version, str) for version in values.values()):
+        raise BadRequest("environment.tools must map names to versions", param="environment")
+    return dict(values)
 
 
 def _sampling(values: dict[str, Any], fallback: Sampling) -> Sampling:

@@ -40,6 +40,7 @@ class Calc:
 
     name = "calc"
     environment = Environment(name="calc", version="1")
+    sandbox_tools = ("python",)
     sandbox = SandboxSpec(limits=SandboxLimits(cpu_s=2.0, wall_s=5.0, output_bytes=4096))
     verifier = FunctionVerifier("calc", "1", judge)
     warm_start = CalcWarmStart()
