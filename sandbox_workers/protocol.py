@@ -1,30 +1,39 @@
-"""What a sandbox is to a worker, whoever provides it: provider -> sandbox -> run / reset / close.
+"""What a sandbox is to a worker, whoever provides it: provider -> sandbox -> exec / files / reset / close.
+
+A Provider makes sandboxes of a Shape; a Pool leases them; a Sandbox runs one Command at a time. Workspaces (their
+snapshots) are made from `index`, `read_files` and `restore`, so that every backend's can be stored and moved alike.
 
 SandboxError
-├── NoBubblewrap       this machine cannot start bubblewrap: says why, names [sandbox] backend and the remedy
-├── SandboxUnavailable a backend that works here could not start one more sandbox
-├── SandboxDied        the sandbox went away in the middle of a call: the call may run again
-└── WorkspaceLost      the session's files are gone: the call cannot run, an empty sandbox would lie
+├── BackendUnavailable   this machine cannot use the backend: says why, names the setting and the remedy
+├── SandboxUnavailable   a backend that works here could not start one more sandbox
+├── SandboxDied          the sandbox went away in the middle of a call: the call may run again
+├── ImageMissing         the backend has no such image: the call is refused, nothing is pulled while it waits
+├── FileRefused          a path or a size that `read`, `write` or `restore` does not serve: the call is a tool error
+│   ├── FileMissing      nothing is there
+│   └── QuotaExceeded    it would not fit the workspace
+└── WorkspaceLost        the session's files are gone: the call cannot run, an empty sandbox would lie
+    ├── WorkspaceCorrupt the stored workspace is not what its hash says, or is no workspace
+    └── InterpreterLost  the files are there; the interpreter that python_session calls had built up is not
 """
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Protocol
 
 from turnlog.schemas.events import SandboxLimits, ToolStatus
-
-TOOLS = ("python", "shell")
-"""python: the code runs in a warm interpreter, forked per call. shell: bash, else sh, -c command."""
 
 
 class SandboxError(Exception):
     """Base of the tree above."""
 
 
-class NoBubblewrap(SandboxError):
-    """bubblewrap cannot run here."""
+class BackendUnavailable(SandboxError):
+    """This backend cannot run here."""
 
 
 class SandboxUnavailable(SandboxError):
@@ -35,13 +44,82 @@ class SandboxDied(SandboxError):
     """The sandbox ended before it answered."""
 
 
+class ImageMissing(SandboxError):
+    """There is no such image."""
+
+
+class FileRefused(SandboxError):
+    """The path leads out of the workspace, names no plain file, or is too long."""
+
+
+class FileMissing(FileRefused):
+    """There is no such file."""
+
+
+class QuotaExceeded(FileRefused):
+    """More bytes or files than the workspace may hold."""
+
+
 class WorkspaceLost(SandboxError):
     """Neither a live sandbox nor a stored workspace holds the session's files."""
 
 
+class WorkspaceCorrupt(WorkspaceLost):
+    """The stored workspace cannot be trusted."""
+
+
+class InterpreterLost(WorkspaceLost):
+    """The persistent interpreter went with its sandbox."""
+
+
+class Kind(StrEnum):
+    """How a command is started. `session` needs a backend with `Provider.sessions`."""
+
+    program = "program"
+    """`argv`, found on PATH."""
+    shell = "shell"
+    """`source` by bash -c, else sh -c."""
+    python = "python"
+    """`source` in a fresh interpreter that knows nothing of earlier calls."""
+    session = "session"
+    """`source` in the sandbox's one persistent interpreter, which is started when there is none; what the last
+    expression is worth is printed, as an interactive interpreter does."""
+
+
+class Stream(StrEnum):
+    """Where output came from."""
+
+    stdout = "stdout"
+    stderr = "stderr"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """What to run."""
+
+    kind: Kind
+    source: str = ""
+    argv: tuple[str, ...] = ()
+    stdin: bytes = b""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Added to the sandbox's own environment."""
+    cwd: str = ""
+    """A folder of the workspace, relative to it; empty: the workspace itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What a sandbox is made for. One of a shape serves every call that asks for that shape."""
+
+    image: str | None = None
+    network: str = "none"
+    disk_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """How one run of a tool ended. Every process of it is dead when this exists."""
+    """How one run of a command ended. Every process of it is dead when this exists, the persistent interpreter
+    of a `session` that ended by itself aside: that one stands still."""
 
     status: ToolStatus
     reason: str
@@ -55,20 +133,89 @@ class Execution:
     """User and system time of the whole process tree."""
 
 
-class Sandbox(Protocol):
-    """One place to run tools in: one call at a time, files stay between calls until `reset`, processes never do."""
+class FileKind(StrEnum):
+    """What a workspace may hold. Sockets, pipes and devices are left out of snapshots."""
 
-    async def run(self, tool: str, source: str, limits: SandboxLimits) -> Execution:
-        """Run `source` with one of TOOLS under `limits`. Raises SandboxDied; cancelling the awaiting task kills the
-        sandbox, since nobody knows then what the call had done."""
+    file = "file"
+    folder = "folder"
+    link = "link"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """One entry of a workspace."""
+
+    path: str
+    """Relative, / between parts, bytes that are no UTF-8 by surrogateescape; parents come before children."""
+    kind: FileKind
+    mode: int
+    """Permission bits alone (0 .. 0o777)."""
+    size: int = 0
+    """Bytes of a file; 0 of others."""
+    target: str = ""
+    """Of a link, as it is."""
+    stamp: str = ""
+    """Changes whenever the file's bytes may have; empty when the backend cannot tell. Means nothing elsewhere."""
+
+
+OnOutput = Callable[[Stream, bytes], None]
+"""Takes output as it comes. What it raises ends the call."""
+
+
+class Sandbox(Protocol):
+    """One place to run commands in: one call at a time, files stay between calls until `reset`, processes never do,
+    the persistent interpreter aside."""
+
+    @property
+    def proxy(self) -> socket.socket | None:
+        """Listens on the sandbox's own loopback, for the worker's egress proxy to accept on; None unless the shape's
+        network is "allowlist"."""
+        ...
+
+    @property
+    def interpreter(self) -> bool:
+        """A persistent interpreter lives, with what calls have built up in it."""
+        ...
+
+    async def exec(self, command: Command, limits: SandboxLimits, *, on_output: OnOutput | None = None) -> Execution:
+        """Run a command. Raises SandboxDied, FileRefused (cwd); cancelling the awaiting task kills the sandbox, since
+        nobody knows then what the call had done."""
         ...
 
     async def cancel(self) -> None:
-        """End the call that runs: its `run` answers `cancelled`."""
+        """End the call that runs: its `exec` answers `cancelled`."""
+        ...
+
+    async def read(self, path: str, *, most: int) -> bytes:
+        """Bytes of a file of the workspace. No link is followed out of it. Raises FileRefused, FileMissing (also for
+        more than `most` bytes), SandboxDied."""
+        ...
+
+    async def write(self, path: str, content: bytes, *, mode: int = 0o644) -> None:
+        """Replace or make a file of the workspace, folders above it included, in one step. Raises FileRefused,
+        QuotaExceeded, SandboxDied."""
+        ...
+
+    async def index(self) -> tuple[FileEntry, ...]:
+        """The whole workspace, sorted by path. Raises FileRefused (more than a snapshot can hold), SandboxDied."""
+        ...
+
+    async def read_files(self, paths: Sequence[str], *, most: int) -> tuple[bytes, ...]:
+        """Bytes of many plain files at once, `most` bytes together. Raises as `read`."""
+        ...
+
+    async def restore(self, entries: Sequence[FileEntry], contents: Mapping[str, bytes]) -> None:
+        """Empty the workspace and fill it: `contents` maps each file's path to its bytes. The interpreter is ended.
+        Every path is checked before anything is written. Raises FileRefused, QuotaExceeded, SandboxDied."""
         ...
 
     async def reset(self) -> bool:
-        """Remove every file; True when it is as new, False when in doubt (then close it). Never raises."""
+        """Make it as new: no file, process, or state of a call; True when that was proved, False when in doubt (then
+        close it). Never raises."""
+        ...
+
+    async def healthy(self) -> bool:
+        """It answers. Never raises."""
         ...
 
     async def close(self) -> None:
@@ -80,9 +227,22 @@ class Provider(Protocol):
     """A backend. `name` goes into logs, metrics and results."""
 
     name: str
+    sessions: bool
+    """Its sandboxes have a persistent interpreter."""
+    networks: frozenset[str]
+    """Of SandboxSpec.network, those that it serves."""
 
-    async def start(self, slot: int, disk_bytes: int) -> Sandbox:
-        """A new empty sandbox in slot `slot` (one host user per slot). Raises SandboxUnavailable."""
+    async def start(self, slot: int, shape: Shape) -> Sandbox:
+        """A new empty sandbox in slot `slot` (one host user per slot). Raises SandboxUnavailable, ImageMissing."""
+        ...
+
+    async def environment(self, shape: Shape) -> Mapping[str, str]:
+        """What a sandbox of this shape is made of: name -> version or sha256; equal maps for equal surroundings.
+        Raises ImageMissing."""
+        ...
+
+    async def close(self) -> None:
+        """Release what the backend itself holds; sandboxes are closed before. Never raises."""
         ...
 
 

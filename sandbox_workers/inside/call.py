@@ -1,19 +1,21 @@
-"""One run of a tool: fork, watch, end the whole tree, judge."""
+"""One run of a command: start it, watch it, end the whole tree, judge."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import resource
 import select
 import signal
-import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
-from turnlog.sandbox_workers.inside.child import become
-from turnlog.sandbox_workers.inside.frames import receive
-from turnlog.sandbox_workers.inside.processes import Place, disk_used, tasks
+from turnlog.sandbox_workers.inside import handles, spawn
+from turnlog.sandbox_workers.inside.child import ARGUMENT_BYTES, become, command_line, pairs, sealed
+from turnlog.sandbox_workers.inside.ending import Reaped, children_cpu, end_all, end_others
+from turnlog.sandbox_workers.inside.frames import Control, receive
+from turnlog.sandbox_workers.inside.interpreter import ENDED, Interpreter
+from turnlog.sandbox_workers.inside.output import Output
+from turnlog.sandbox_workers.inside.processes import Place, Task, disk_used, exact_memory, tasks
 
 SAMPLE_S = 0.05
 """Pause between looks at the tree's processes, memory, CPU and disk."""
@@ -22,68 +24,91 @@ LIMIT_SIGNALS = {128 + signal.SIGXCPU: "cpu_s", 128 + signal.SIGXFSZ: "disk_byte
 
 Verdict = tuple[str, str]
 """(status, reason)"""
+Become = Callable[[Place, dict[str, Any], bytes, int, list[int], int], None]
+"""What the forked child of a call does; see child.become."""
 
 
 class Call:
-    """One run of a tool: its main process, its pipes, its limits."""
+    """A command's main process, its pipes, its limits. `interpreter` is the persistent one, if there is any."""
 
-    def __init__(self, place: Place, control: socket.socket, head: dict[str, Any], source: bytes) -> None:
+    def __init__(
+        self, place: Place, control: Control, head: dict[str, Any], interpreter: Interpreter | None, become: Become
+    ) -> None:
         self.place = place
+        self.become = become
         self.control = control
+        self.head = head
         self.limits = head["limits"]
-        self.status: int | None = None
-        self.peak_bytes = 0
-        self.outputs: dict[int, bytearray] = {}
+        self.interpreter = interpreter
+        self.session = head["kind"] == "session"
+        self.code: int | None = None
+        """What a session call's source has left; None while it runs and when the interpreter went with it."""
+        self.reaped = Reaped()
+        self.output = Output(control, self.limits["output_bytes"])
         self.began = time.monotonic()
-        self.cpu_before = _children_cpu()
-        ends = [os.pipe() for _ in range(3)]
-        self.main = os.fork()
-        if not self.main:
-            become(place, head["tool"], source, self.limits, [write for _, write in ends])
-        for _, write in ends:
-            os.close(write)
-        self.reads = [read for read, _ in ends]
-        self.note = self.reads[2]
-        for read in self.reads:
-            os.set_blocking(read, False)
-            self.outputs[read] = bytearray()
-        self.handle = os.pidfd_open(self.main)
+        self.cpu_before = self._cpu()
 
-    def run(self) -> tuple[dict[str, Any], bytes]:
-        """Head and body of the answer. Raises ControlClosed."""
+    def run(self, source: bytes, stdin: bytes, folder: int) -> dict[str, Any]:
+        """Head of the answer. Raises ControlClosed."""
+        verdict: Verdict | None = ("cancelled", "cancelled")
         try:
+            self._start(source, stdin, folder)
             verdict = self._watch()
+            if verdict is None and self.session:
+                verdict = self._look()
         finally:
-            self._end_tree()
-        duration = time.monotonic() - self.began
-        for read in self.reads:
-            self._drain(read)
-        verdict = verdict or self._judge()
-        for descriptor in (*self.reads, self.handle):
-            os.close(descriptor)
-        output = bytes(self.outputs[self.reads[0]] + self.outputs[self.reads[1]])[: self.limits["output_bytes"]]
-        status, reason = verdict
-        code = None if status not in ("ok", "tool_error") else self._exit_code()
-        cpu = _children_cpu() - self.cpu_before
-        return {"status": status, "reason": reason, "exit_code": code, "duration_s": duration, "cpu_s": cpu}, output
+            self._end_tree(spare=not self.session or (verdict is None and self.code is not None))
+        return self._answer(verdict)
+
+    def _start(self, source: bytes, stdin: bytes, folder: int) -> None:
+        given = sealed(stdin) if stdin else os.open(os.devnull, os.O_RDONLY)
+        streams = [given, *self.output.ends]
+        if self.session:
+            self.interpreter = self.interpreter or Interpreter(self.place, folder, self.limits)
+            self.main, self.handle = self.interpreter.pid, os.dup(self.interpreter.handle)
+            self.interpreter.begin(self.head, source, folder, streams)
+        else:
+            standing = sum(task.threads for task in tasks(self.place)) if self.interpreter else 0
+            self.main = self._spawned(source, folder, streams, standing) or os.fork()
+            if not self.main:
+                self.become(self.place, self.head, source, folder, streams, standing)
+            self.handle = handles.opened(self.main)
+        os.close(given)
+        self.output.handed_over()
+
+    def _spawned(self, source: bytes, folder: int, streams: list[int], standing: int) -> int:
+        """Pid of a program that could be started without a fork; 0 where that is not so, or it could not be."""
+        quick = self.become is become and self.head["kind"] in ("program", "shell") and len(source) <= ARGUMENT_BYTES
+        if not quick:
+            return 0
+        limits = pairs(self.place, self.limits, standing, cpu=True)
+        try:
+            argv, env = command_line(self.head, source), self.head["env"]
+            return spawn.spawned(argv, env, folder, streams, limits) if spawn.possible(argv, env, folder) else 0
+        except (OSError, ValueError):
+            return 0  # the fork meets the same, and tells the call
 
     def _watch(self) -> Verdict | None:
-        """Until the main process ends (None) or a limit does."""
+        """Until the main process ends or a session's source has (None), or a limit is met."""
+        channel = self.interpreter.channel.fileno() if self.session and self.interpreter else -1
         poll = select.poll()
-        for descriptor in (*self.reads, self.handle, self.control.fileno()):
+        for descriptor in (*self.output.reads, self.handle, *([channel] if self.session else ())):
             poll.register(descriptor, select.POLLIN)
         deadline = self.began + self.limits["wall_s"]
         look = self.began + SAMPLE_S
         while (now := time.monotonic()) < deadline:
-            for descriptor, _ in poll.poll(max(0.0, min(deadline, look) - now) * 1000 + 1):
-                if descriptor == self.handle:
-                    return None
-                if descriptor == self.control.fileno():
+            poll.register(self.control.fileno(), select.POLLIN | (select.POLLOUT if self.output.waiting else 0))
+            for descriptor, event in poll.poll(max(0.0, min(deadline, look) - now) * 1000 + 1):
+                if descriptor == self.control.fileno() and event != select.POLLOUT:
                     receive(self.control)
                     return "cancelled", "cancelled"
-                if not self._drain(descriptor):
+                if descriptor == self.handle:
+                    return None
+                if not self._taken(descriptor):
                     poll.unregister(descriptor)
-            if self._written() > self.limits["output_bytes"]:
+            if self.code is not None:
+                return None
+            if self.output.exceeded:
                 return "resource_limit", "output_bytes"
             if time.monotonic() >= look:
                 look = time.monotonic() + SAMPLE_S
@@ -91,94 +116,99 @@ class Call:
                     return verdict
         return "timeout", "wall_s"
 
-    def _written(self) -> int:
-        return sum(len(self.outputs[read]) for read in self.reads[:2])
+    def _taken(self, descriptor: int) -> bool:
+        """Take what is there; False when nothing more can come."""
+        if descriptor in self.output.reads:
+            return self.output.drain(descriptor)
+        if self.interpreter is not None and descriptor == self.interpreter.channel.fileno():
+            return self._listening()
+        self.output.forward()
+        return True
 
-    def _drain(self, descriptor: int) -> bool:
-        """Take what is there, up to one byte beyond the limit; False at its end."""
-        while self._written() <= self.limits["output_bytes"]:
-            try:
-                part = os.read(descriptor, 65536)
-            except BlockingIOError:
-                return True
-            if not part:
-                return False
-            self.outputs[descriptor] += part
+    def _listening(self) -> bool:
+        """The interpreter may say that the source has ended; False when it can say nothing any more."""
+        assert self.interpreter is not None
+        try:
+            self.code = self.interpreter.answer()
+        except OSError:
+            return False
         return True
 
     def _look(self) -> Verdict | None:
         """Limits that no rlimit enforces on a tree of processes."""
-        self._reap(os.WNOHANG)
+        self.reaped.look()
+        if not self.session and self.interpreter is not None:
+            self.interpreter.hold()
         found = tasks(self.place)
-        cpu = sum(task.cpu_s for task in found) + _children_cpu() - self.cpu_before
-        if sum(task.threads for task in found) > self.limits["pids"]:
+        if sum(task.threads for task in found if not self._stands(task)) > self.limits["pids"]:
             return "resource_limit", "pids"
-        if sum(task.memory_bytes for task in found) > self.limits["memory_bytes"]:
+        most = self.limits["memory_bytes"]
+        if sum(task.memory_bytes for task in found) > most and exact_memory(found) > most:
             return "resource_limit", "memory_bytes"
-        if cpu > self.limits["cpu_s"]:
+        if self._cpu_of(found) - self.cpu_before > self.limits["cpu_s"]:
             return "resource_limit", "cpu_s"
         if disk_used(self.place) >= self.limits["disk_bytes"]:
             return "resource_limit", "disk_bytes"
         return None
 
-    def _end_tree(self) -> None:
-        """Kill and reap until nothing of the call is left."""
-        if self.place.namespace:
-            assert os.getpid() == 1  # anywhere else kill(-1) would end the machine
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(-1, signal.SIGKILL)
-            self._reap(0)
-            return
-        while found := {task.pid for task in tasks(self.place)}:
-            stopped: set[int] = set()
-            while new := found - stopped:  # what stands still does not fork, so this ends even for a fork bomb
-                _signal(new, signal.SIGSTOP)
-                stopped |= new
-                found = {task.pid for task in tasks(self.place)}
-            _signal(found, signal.SIGKILL)
-            self._reap(os.WNOHANG)
-            time.sleep(0.001)
+    def _stands(self, task: Task) -> bool:
+        """It is the interpreter that has no part in this call, or a dead child of it."""
+        return not self.session and self.interpreter is not None and self.interpreter.pid in (task.pid, task.parent)
 
-    def _reap(self, options: int) -> None:
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                pid, status, usage = os.wait4(-1, options)
-                if not pid:
-                    return
-                if pid == self.main:
-                    self.status = status
-                    self.peak_bytes = usage.ru_maxrss * 1024
+    def _cpu(self) -> float:
+        return self._cpu_of(tasks(self.place) if self.interpreter else [])
+
+    def _cpu_of(self, found: list[Task]) -> float:
+        """Of all processes that there are and were; what a dead one used is its parent's to report once reaped."""
+        total = children_cpu()
+        for task in found:
+            exact = self.interpreter is not None and task.pid == self.interpreter.pid
+            total += task.reaped_s + (self.interpreter.cpu_s() if exact and self.interpreter else task.cpu_s)
+        return total
+
+    def _end_tree(self, *, spare: bool) -> None:
+        kept = self.interpreter if spare else None
+        if kept is None or not end_others(self.place, kept, self.reaped) or kept.wakes_itself():
+            end_all(self.place, self.reaped)
+            if self.interpreter is not None:
+                self.interpreter.forget()
+            self.interpreter = None
+
+    def _answer(self, verdict: Verdict | None) -> dict[str, Any]:
+        duration = time.monotonic() - self.began
+        for read in self.output.reads:
+            self.output.drain(read)
+        cpu = max(0.0, self._cpu() - self.cpu_before)
+        status, reason = verdict or self._judge(cpu)
+        if self.session and self.interpreter is None and status in ("ok", "tool_error"):
+            self.output.add("stderr", ENDED)
+        self.output.forward(wait=True)
+        self.output.close()
+        os.close(self.handle)
+        code = self._exit_code() if status in ("ok", "tool_error") else None
+        about = {"status": status, "reason": reason, "exit_code": code, "duration_s": duration, "cpu_s": cpu}
+        return about | {"interpreter": self.interpreter is not None}
 
     def _exit_code(self) -> int:
-        assert self.status is not None
-        code = os.waitstatus_to_exitcode(self.status)
+        if self.code is not None:
+            return self.code
+        code = os.waitstatus_to_exitcode(self.reaped.statuses[self.main])
         return 128 - code if code < 0 else code
 
-    def _judge(self) -> Verdict:
+    def _judge(self, cpu_s: float) -> Verdict:
         """Verdict on a main process that ended by itself."""
-        note = self.outputs[self.note].decode(errors="replace")
-        if self._written() > self.limits["output_bytes"]:
+        note = self.output.note.decode(errors="replace")
+        if self.output.exceeded:
             return "resource_limit", "output_bytes"
         for limit in ("memory_bytes", "pids", "disk_bytes"):
             if note.startswith(limit):  # each process that met the limit has written its name
                 return "resource_limit", limit
         if name := LIMIT_SIGNALS.get(self._exit_code()):
             return "resource_limit", name
-        if _children_cpu() - self.cpu_before >= self.limits["cpu_s"]:
+        if cpu_s >= self.limits["cpu_s"]:
             return "resource_limit", "cpu_s"
-        if self.peak_bytes > self.limits["memory_bytes"]:
+        if not self.session and self.reaped.peak_bytes[self.main] > self.limits["memory_bytes"]:
             return "resource_limit", "memory_bytes"
         if disk_used(self.place) >= self.limits["disk_bytes"]:
             return "resource_limit", "disk_bytes"
         return ("tool_error" if self._exit_code() else "ok"), ""
-
-
-def _signal(pids: set[int], number: int) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, number)
-
-
-def _children_cpu() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime

@@ -1,142 +1,180 @@
-"""The forked child of a call: limits on, then the tool."""
+"""The forked child of a call: limits on, then the command."""
 
 from __future__ import annotations
 
-import atexit
-import builtins
 import contextlib
 import ctypes
-import errno
 import gc
-import linecache
 import math
 import os
 import random
 import resource
 import signal
 import sys
-import threading
-import traceback
-import types
 from typing import Any
 
+from turnlog.sandbox_workers.inside import forgetting
+from turnlog.sandbox_workers.inside import source as agents
 from turnlog.sandbox_workers.inside.processes import Place, processes_of
+from turnlog.sandbox_workers.inside.source import NOTE_FD
 
-NOTE_FD = 3
-"""Where the child names the limit that its uncaught exception stands for."""
 PR_SET_DUMPABLE = 4
 FILE_NAME = "<python>"
 SPARE_PIDS = 128
 """Room for what a user who is shared with others may start during a call."""
-LIMIT_ERRORS = {
-    errno.EAGAIN: b"pids",  # of fork(2), where the number of processes is limited
-    errno.ENOMEM: b"memory_bytes",
-    errno.ENOSPC: b"disk_bytes",
-    errno.EFBIG: b"disk_bytes",
-}
+ARGUMENT_BYTES = 100_000
+"""A longer script is passed as a file: execve(2) takes no argument of 128 KiB."""
+FIRST_OTHER = 3
+MOST_DESCRIPTORS = 1024
 prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
-def become(place: Place, tool: str, source: bytes, limits: dict[str, Any], pipes: list[int]) -> None:
-    """In the forked child: put on the limits, then run the tool. Never returns."""
+def become(place: Place, head: dict[str, Any], source: bytes, folder: int, streams: list[int], standing: int) -> None:
+    """In the forked child: put on the limits, then run the command in `folder`. `streams` are what becomes 0, 1, 2 and
+    the note; `standing` counts processes that are there already. Never returns."""
     code = 126
     try:
         os.setsid()
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        note = os.dup(pipes[2])
-        os.dup2(pipes[0], 1)
-        os.dup2(pipes[1], 2)
-        os.dup2(note, NOTE_FD, inheritable=False) if note != NOTE_FD else os.set_inheritable(NOTE_FD, False)
-        os.closerange(NOTE_FD + 1, 1024)
+        os.fchdir(folder)
+        wear(streams)
+        os.closerange(FIRST_OTHER, NOTE_FD)
         os.umask(0o022)
-        os.chdir(place.folders[0])
-        limit(place, limits)
-        prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):
-            signal.signal(number, signal.SIG_DFL if tool == "shell" else signal.SIG_IGN)
-        if tool == "shell":
-            shell = "/bin/bash" if os.path.exists("/bin/bash") else "/bin/sh"
-            os.execv(shell, [shell.encode(), b"-c", source])
-        code = run_python(source)
+        limit(place, head["limits"], standing)
+        expendable()
+        if head["kind"] == "python":
+            defaults(signal.SIG_IGN)
+            os.environ.update(head["env"])
+            code = run_python(source)
+        else:
+            defaults(signal.SIG_DFL)
+            code = replaced_by(command_line(head, source), os.environ | head["env"])
     except BaseException as error:  # whatever it is, this child must not go on as a second init
-        os.write(2, f"the call could not start: {error!r}\n".encode())
+        os.write(2, f"the call could not start: {error}\n".encode(errors="backslashreplace"))
     finally:
         os._exit(code)
 
 
-def limit(place: Place, limits: dict[str, Any]) -> None:
-    """rlimits per process; what concerns the tree is looked at by `Call`."""
-    cpu = math.ceil(limits["cpu_s"])
-    bounds = {
-        resource.RLIMIT_CPU: (cpu, cpu + 1),
-        resource.RLIMIT_CORE: (0, 0),
-        resource.RLIMIT_NOFILE: (1024, 1024),
-        resource.RLIMIT_FSIZE: (limits["disk_bytes"], limits["disk_bytes"]),
-        # Address space is reserved far beyond what is touched; the memory that is touched is what `Call` looks at.
-        resource.RLIMIT_AS: (2 * limits["memory_bytes"] + 2**28,) * 2,
-    }
+def wear(streams: list[int]) -> None:
+    """Make them our standard streams and the note."""
+    for number, target in zip(streams, (0, 1, 2, NOTE_FD)):  # noqa: B905 - images may have Python 3.9
+        os.dup2(number, target, inheritable=target != NOTE_FD)
+
+
+def expendable() -> None:
+    """Let programs see our /proc entries, and the kernel kill us before the init when memory is short (proc(5))."""
+    prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+
+
+def defaults(action: signal.Handlers) -> None:
+    """Python ignores these and answers with exceptions; programs expect them to kill."""
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, action)
+
+
+def replaced_by(argv: list[bytes], env: dict[str, str]) -> int:
+    """Become a program; the exit code when it cannot be, as a shell has it. (os.execvpe would import and fork-copy more
+    than the program itself costs.)"""
+    name, why = argv[0], ""
+    folders = [b""] if b"/" in name else os.fsencode(env.get("PATH", os.defpath)).split(b":")
+    for folder in folders:
+        try:
+            os.execve(os.path.join(folder, name), argv, env)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except PermissionError as error:
+            why = error.strerror or "Permission denied"
+    os.write(2, name + b": " + (why or "command not found").encode() + b"\n")
+    return 126 if why else 127
+
+
+def command_line(head: dict[str, Any], source: bytes) -> list[bytes]:
+    """argv of a `program` or `shell` call."""
+    if head["kind"] == "program":
+        return [os.fsencode(word) for word in head["argv"]]
+    shell = b"/bin/bash" if os.path.exists("/bin/bash") else b"/bin/sh"
+    if len(source) <= ARGUMENT_BYTES:
+        return [shell, b"-c", source]
+    script = sealed(source)
+    os.set_inheritable(script, True)
+    return [shell, b"/dev/fd/%d" % script]
+
+
+def sealed(content: bytes) -> int:
+    """A descriptor from which `content` is read, and which nobody can write to. It needs no feeding, so nothing waits
+    for a reader."""
+    import fcntl
+
+    number = os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    view = memoryview(content)
+    while view:
+        view = view[os.write(number, view) :]
+    os.lseek(number, 0, os.SEEK_SET)
+    fcntl.fcntl(number, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+    return number
+
+
+LACKING = (resource.RLIMIT_NPROC, resource.RLIMIT_MSGQUEUE)
+"""Limits that not every kernel has; processes are counted by `Call`, too."""
+
+
+def bounds(place: Place, limits: dict[str, Any], standing: int) -> dict[int, int]:
+    """rlimits that suit one process as well as another; what concerns the tree is looked at by `Call`."""
     # RLIMIT_NPROC counts all processes of our user: this one, one more to be seen beyond the limit, and those that are
-    # not ours to count. It is always set: without it a fork bomb outruns everything that looks on.
-    others = 0 if place.own_user else processes_of(os.getuid()) + SPARE_PIDS
-    bounds[resource.RLIMIT_NPROC] = (limits["pids"] + 2 + others,) * 2
-    for name, wanted in bounds.items():
+    # not ours to count. It is always set: without it a fork bomb outruns everything that looks on. One more again, so
+    # that a control group, where there is one, refuses first: it keeps count of that, and an rlimit does not.
+    others = standing if place.own_user else processes_of(os.getuid()) + SPARE_PIDS
+    return {
+        resource.RLIMIT_FSIZE: limits["disk_bytes"],
+        # Address space is reserved far beyond what is touched; the memory that is touched is what `Call` looks at.
+        resource.RLIMIT_AS: 2 * limits["memory_bytes"] + 2**28,
+        resource.RLIMIT_NPROC: limits["pids"] + 3 + others,
+    }
+
+
+def limit(place: Place, limits: dict[str, Any], standing: int = 0, *, cpu: bool = True) -> None:
+    """Put them on, for good. `cpu`: without, for a process that lives longer than a call."""
+    for name, pair in pairs(place, limits, standing, cpu=cpu).items():
+        put(0, name, pair)
+
+
+def pairs(place: Place, limits: dict[str, Any], standing: int, *, cpu: bool) -> dict[int, tuple[int, int]]:
+    """All of them, soft and hard, none above what we may set."""
+    wanted = {name: (bound, bound) for name, bound in bounds(place, limits, standing).items()}
+    wanted[resource.RLIMIT_CORE] = (0, 0)
+    wanted[resource.RLIMIT_MSGQUEUE] = (0, 0)  # POSIX queues outlive processes, and nothing inside can list them
+    wanted[resource.RLIMIT_NOFILE] = (MOST_DESCRIPTORS, MOST_DESCRIPTORS)
+    if cpu:
+        seconds = math.ceil(limits["cpu_s"])
+        wanted[resource.RLIMIT_CPU] = (seconds, seconds + 1)
+    for name, pair in wanted.items():
         most = resource.getrlimit(name)[1]
-        soft, hard = (bound if most == resource.RLIM_INFINITY else min(bound, most) for bound in wanted)
-        resource.setrlimit(name, (soft, hard))
+        soft, hard = (bound if most == resource.RLIM_INFINITY else min(bound, most) for bound in pair)
+        wanted[name] = (soft, hard)
+    return wanted
+
+
+def put(pid: int, name: int, pair: tuple[int, int]) -> None:
+    """Set a limit of a process (0: ours). gVisor has some of them not, and lets nobody set those."""
+    try:
+        resource.prlimit(pid, name, pair)
+    except (ValueError, PermissionError):
+        if name not in LACKING:
+            raise
 
 
 def run_python(source: bytes) -> int:
     """Run `source` as __main__ would; the exit code."""
+    awake()
+    code, _ = agents.run(source, FILE_NAME, agents.fresh_main(), interactive=False)
+    return code or agents.end()
+
+
+def awake() -> None:
+    """Undo what the init does for itself alone."""
+    forgetting.stop()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     random.seed()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what was printed survives a time-out
     gc.enable()
-    main = types.ModuleType("__main__")
-    main.__dict__["__builtins__"] = builtins
-    sys.modules["__main__"] = main
-    sys.argv = ["-c"]
-    sys.path.insert(0, "")
-    code = 0
-    try:
-        exec(compile(source, FILE_NAME, "exec"), main.__dict__)
-    except SystemExit as request:
-        code = _requested(request.code)
-    except BaseException as error:  # the agent's code failed: that is an answer
-        code = 1
-        _report(error, source)
-    for finish in (threading._shutdown, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):  # type: ignore[attr-defined]
-        try:
-            finish()
-        except BaseException as error:
-            code = code or 120  # as CPython's own exit does when a flush fails
-            _note(error)
-    return code
-
-
-def _requested(code: object) -> int:
-    if code is None or isinstance(code, int):
-        return (code or 0) & 0xFF
-    sys.stderr.write(f"{code}\n")
-    return 1
-
-
-def _report(error: BaseException, source: bytes) -> None:
-    _note(error)
-    lines = source.decode(errors="replace").splitlines(keepends=True)
-    linecache.cache[FILE_NAME] = (len(source), None, lines, FILE_NAME)
-    shown = error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None)
-    try:
-        if sys.excepthook is sys.__excepthook__:
-            traceback.print_exception(shown)
-        else:
-            sys.excepthook(type(shown), shown, shown.__traceback__)
-    except BaseException as second:
-        os.write(2, f"{type(error).__name__} ({type(second).__name__} while showing it)\n".encode())
-
-
-def _note(error: BaseException) -> None:
-    """Tell `Call` which limit an exception stands for."""
-    name = b"memory_bytes" if isinstance(error, MemoryError) else LIMIT_ERRORS.get(getattr(error, "errno", None) or 0)
-    if name:
-        with contextlib.suppress(OSError):
-            os.write(NOTE_FD, name)

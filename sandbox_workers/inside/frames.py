@@ -1,8 +1,24 @@
 """Frames on the control socket, both ways: two big-endian uint32 (lengths of head and body), JSON head, raw body.
 
-exec   {"op", "tool", "limits"} + source   ->  {"status", "reason", "exit_code", "duration_s", "cpu_s"} + output
-reset  {"op"}                              ->  {"clean"}
-cancel {"op"}, only while a call runs      ->  nothing of its own: the call answers `cancelled`
+A request is answered by one frame, an `exec` by any number of `output` frames before it. One request at a time.
+
+exec        {"op", "kind", "argv", "env", "cwd", "limits", "source" (bytes of the body that are the source), "alive"
+            (an interpreter is expected)} + source, then stdin
+            -> {"output": "stdout" | "stderr"} + part, while it runs; every byte that counts against output_bytes
+            -> {"status", "reason", "exit_code", "duration_s", "cpu_s", "interpreter"}
+            -> {"lost": true} when the expected interpreter is not there: nothing was run
+cancel      {"op"}, only while a call runs  ->  nothing of its own: the call answers `cancelled`
+read        {"op", "path", "most"}          ->  {} + content
+read_files  {"op", "most"} + paths          ->  {"sizes"} + contents, one behind the other
+write       {"op", "path", "mode", "disk_bytes"} + content -> {}
+index       {"op", "disk_bytes"}            ->  {} + entries
+restore     {"op", "disk_bytes"} + entries  ->  {"go": true}; then a frame {} + contents of the files in order -> {}
+reset       {"op"}                          ->  {"clean"}
+health      {"op"}                          ->  {"healthy", "interpreter"}
+
+What files refuse: {"refused": "path" | "missing" | "quota", "text"}. Lists (paths, entries) are JSON; bytes of names
+that are no UTF-8 travel as lone surrogates (PEP 383).
+The first frame is the init's: {"ready": true, "pid"}, with the proxy's listening socket as SCM_RIGHTS if there is one.
 """
 
 from __future__ import annotations
@@ -10,36 +26,101 @@ from __future__ import annotations
 import json
 import socket
 import struct
-from typing import Any
+from typing import Any, Protocol
 
 HEADER = struct.Struct(">II")
+PART_BYTES = 65536
 
 
 class ControlClosed(Exception):
     """The worker is gone."""
 
 
-def receive(control: socket.socket) -> tuple[dict[str, Any], bytes]:
+class Control(Protocol):
+    """The init's end of the control socket, or of what stands for one."""
+
+    def fileno(self) -> int:
+        """Readable when the worker has something to say."""
+        ...
+
+    def outgoing(self) -> int:
+        """A descriptor that can be written to when `sendall` of a part would not wait."""
+        ...
+
+    def recv_into(self, view: memoryview) -> int:
+        """As of a socket."""
+        ...
+
+    def sendall(self, data: bytes) -> None:
+        """As of a socket."""
+        ...
+
+
+class Socket(Control):
+    """A real one."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+        self._socket.set_inheritable(False)
+
+    def fileno(self) -> int:
+        """See Control."""
+        return self._socket.fileno()
+
+    def outgoing(self) -> int:
+        """See Control."""
+        return self._socket.fileno()
+
+    def recv_into(self, view: memoryview) -> int:
+        """See Control."""
+        return self._socket.recv_into(view)
+
+    def sendall(self, data: bytes) -> None:
+        """See Control."""
+        self._socket.sendall(data)
+
+    def pass_on(self, data: bytes, descriptor: int) -> None:
+        """Send a short frame with a descriptor."""
+        sent = socket.send_fds(self._socket, [data], [descriptor])
+        self._socket.sendall(data[sent:])
+
+
+def receive(control: Control) -> tuple[dict[str, Any], bytes]:
     """Next frame. Raises ControlClosed."""
-    head_size, body_size = HEADER.unpack(_exactly(control, HEADER.size))
-    head = json.loads(_exactly(control, head_size))
-    return head, _exactly(control, body_size)
+    head, size = receive_head(control)
+    return head, exactly(control, size)
 
 
-def _exactly(control: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        part = control.recv(size - len(data))
-        if not part:
+def receive_head(control: Control) -> tuple[dict[str, Any], int]:
+    """Next frame's head and the length of its body, which is still to be taken. Raises ControlClosed."""
+    head_size, body_size = HEADER.unpack(exactly(control, HEADER.size))
+    return json.loads(exactly(control, head_size)), body_size
+
+
+def exactly(control: Control, size: int) -> bytes:
+    """That many bytes. Raises ControlClosed."""
+    data = bytearray(size)
+    view, filled = memoryview(data), 0
+    while filled < size:
+        try:
+            count = control.recv_into(view[filled:])
+        except OSError as error:
+            raise ControlClosed from error
+        if not count:
             raise ControlClosed
-        data += part
+        filled += count
     return bytes(data)
 
 
-def send(control: socket.socket, head: dict[str, Any], body: bytes = b"") -> None:
+def send(control: Control, head: dict[str, Any], body: bytes = b"") -> None:
     """Answer. Raises ControlClosed."""
-    text = json.dumps(head).encode()
     try:
-        control.sendall(HEADER.pack(len(text), len(body)) + text + body)
+        control.sendall(frame(head, body))
     except OSError as error:
         raise ControlClosed from error
+
+
+def frame(head: dict[str, Any], body: bytes = b"") -> bytes:
+    """Its bytes."""
+    text = json.dumps(head, separators=(",", ":")).encode()
+    return HEADER.pack(len(text), len(body)) + text + body

@@ -1,4 +1,4 @@
-"""What the kernel says of a call's processes and of the writable folders."""
+"""What the kernel says of the sandbox's processes and of its writable folders."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import NamedTuple
 INODE_BYTES = 1024
 """What a file costs even when empty, so that a million of them meet the disk limit."""
 TICKS = os.sysconf("SC_CLK_TCK")
+ENDED = (b"Z", b"X")
+STOPPED = b"T"
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -31,25 +33,37 @@ class Task(NamedTuple):
     parent: int
     threads: int
     cpu_s: float
+    reaped_s: float
+    """CPU time of the children that it has waited for."""
     memory_bytes: int
+    ended: bool
+    """Dead, and not yet reaped by its parent."""
+
+
+def others(place: Place) -> list[int]:
+    """Pids of all processes of the sandbox but our own."""
+    here = os.getpid()
+    if not place.namespace:
+        return [task.pid for task in tasks(place)]
+    return [pid for name in os.listdir("/proc") if name.isdigit() and (pid := int(name)) != here]
 
 
 def tasks(place: Place) -> list[Task]:
-    """Every process of the call: all others in the namespace, or our descendants."""
+    """Every process of the sandbox but our own: all others in the namespace, or our descendants."""
     here = os.getpid()
     if not place.namespace and _childless(here):
         return []
-    seen = [task for name in os.listdir("/proc") if name.isdigit() and (task := _task(int(name)))]
+    seen = [one for name in os.listdir("/proc") if name.isdigit() and (one := task(int(name)))]
     if place.namespace:
-        return [task for task in seen if task.pid != here]
+        return [one for one in seen if one.pid != here]
     children: dict[int, list[Task]] = {}
-    for task in seen:
-        children.setdefault(task.parent, []).append(task)
+    for one in seen:
+        children.setdefault(one.parent, []).append(one)
     found, ahead = [], [here]
     while ahead:
         below = children.get(ahead.pop(), [])
         found += below
-        ahead += [task.pid for task in below]
+        ahead += [one.pid for one in below]
     return found
 
 
@@ -73,7 +87,8 @@ def _childless(pid: int) -> bool:
         return False
 
 
-def _task(pid: int) -> Task | None:
+def task(pid: int) -> Task | None:
+    """One of them; None when it is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -81,8 +96,31 @@ def _task(pid: int) -> Task | None:
             memory = file.read().split()
     except OSError:
         return None  # it ended meanwhile
-    cpu = sum(int(field) for field in fields[11:15]) / TICKS
-    return Task(pid, int(fields[1]), int(fields[17]), cpu, (int(memory[1]) - int(memory[2])) * PAGE)
+    own, reaped = (sum(map(int, fields[first : first + 2])) / TICKS for first in (11, 13))
+    private = (int(memory[1]) - int(memory[2])) * PAGE
+    return Task(pid, int(fields[1]), int(fields[17]), own, reaped, private, fields[0] in ENDED)
+
+
+def thread_states(pid: int) -> set[bytes]:
+    """States of a process's threads as letters (proc_pid_stat(5)); empty when it is gone."""
+    states = set()
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/stat", "rb") as file:
+                states.add(file.read().rpartition(b")")[2].split()[0])
+    return states
+
+
+def exact_memory(found: list[Task]) -> int:
+    """Bytes of their own, pages that forks still share counted once. Takes longer than what /proc/PID/statm tells,
+    which counts such pages of every fork; that stands in for a process that does not let itself be looked at."""
+    total = 0
+    for one in found:
+        own = one.memory_bytes
+        with contextlib.suppress(OSError), open(f"/proc/{one.pid}/smaps_rollup", "rb") as file:
+            own = sum(int(line.split()[1]) for line in file if line.startswith(b"Pss_Anon:")) * 1024 or own
+        total += own
+    return total
 
 
 def disk_used(place: Place) -> int:

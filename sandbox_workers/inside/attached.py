@@ -1,0 +1,110 @@
+"""The init of a container whose worker is attached to its standard input and output, as a container engine does it.
+
+Before the answer to a call leaves, it looks at the container's control group: where the kernel has killed for memory,
+the call met that limit, whatever its exit code makes of it.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import ctypes
+import json
+import os
+from typing import Any
+
+from turnlog.sandbox_workers.inside import init
+from turnlog.sandbox_workers.inside.child import prctl
+from turnlog.sandbox_workers.inside.frames import HEADER, Control, frame
+from turnlog.sandbox_workers.inside.processes import Place
+from turnlog.sandbox_workers.inside.wipe import empty
+
+PR_SET_SECCOMP = 22
+SECCOMP_MODE_FILTER = 2
+INSTRUCTION_BYTES = 8
+ENGINES = ("HOSTNAME",)
+"""Variables that a container engine adds and that no sandbox has."""
+EVENTS = {
+    "memory_bytes": (
+        ("/sys/fs/cgroup/memory.events", "oom_kill"),
+        ("/sys/fs/cgroup/memory/memory.oom_control", "oom_kill"),
+    ),
+    "pids": (("/sys/fs/cgroup/pids.events", "max"), ("/sys/fs/cgroup/pids/pids.events", "max")),
+}
+"""Limit -> file and line that count how often it was met, for cgroup v2 and v1 (admin-guide/cgroup-v2, cgroup-v1)."""
+
+
+class Pipes(Control):
+    """Standard input and output as one control socket; whatever else is written to standard output goes to standard
+    error, so that it cannot be taken for an answer."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.dup(0), os.dup(1)
+        with open(os.devnull) as nothing:  # as text: the first such imports a module in Python 3.9
+            os.dup2(nothing.fileno(), 0)
+        os.dup2(2, 1)
+        self._met = counted()
+
+    def fileno(self) -> int:
+        """See Control."""
+        return self._read
+
+    def outgoing(self) -> int:
+        """See Control."""
+        return self._write
+
+    def recv_into(self, view: memoryview) -> int:
+        """See Control."""
+        return os.readv(self._read, [view])
+
+    def sendall(self, data: bytes) -> None:
+        """See Control. `data` is one frame."""
+        head_size, body_size = HEADER.unpack_from(data)
+        if not body_size and "status" in (head := json.loads(data[HEADER.size : HEADER.size + head_size])):
+            before, self._met = self._met, counted()
+            data = frame(judged(head, before, self._met))
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._write, view) :]
+
+
+class Program(ctypes.Structure):
+    """struct sock_fprog of linux/filter.h."""
+
+    _fields_ = (("len", ctypes.c_ushort), ("filter", ctypes.c_char_p))
+
+
+def main(denied: str, *folders: str) -> None:
+    """`denied`: a BPF program for seccomp(2) in base64, or nothing; `folders`: the writable ones, workspace first."""
+    for name in ENGINES:
+        os.environ.pop(name, None)
+    empty(Place(list(folders), own_user=True, namespace=True))  # runtimes copy an image's mode, and may copy its files
+    if denied:
+        deny(base64.b64decode(denied))
+    init.run(Pipes(), "namespace", "own", "none", *folders)
+
+
+def deny(program: bytes) -> None:
+    """Put this filter above what the engine has put on: a call is refused by whichever refuses it."""
+    about = Program(len(program) // INSTRUCTION_BYTES, program)
+    if prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(about), 0, 0):
+        raise SystemExit(f"the seccomp filter was refused: {os.strerror(ctypes.get_errno())}")
+
+
+def judged(head: dict[str, Any], before: dict[str, int], now: dict[str, int]) -> dict[str, Any]:
+    """An answer, in which a limit that the kernel has enforced is named."""
+    limit = next((name for name, count in now.items() if count > before.get(name, 0)), None)
+    if limit is None or head["status"] not in ("ok", "tool_error"):
+        return head
+    return {**head, "status": "resource_limit", "reason": limit, "exit_code": None}
+
+
+def counted() -> dict[str, int]:
+    """How often each limit was met until now; nothing of those that cannot be read (gVisor shows no control group)."""
+    counts = {}
+    for limit, places in EVENTS.items():
+        for path, name in places:
+            with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
+                counts[limit] = int(dict(line.split() for line in file).get(name, 0))
+                break
+    return counts

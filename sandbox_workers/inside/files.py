@@ -1,0 +1,104 @@
+"""Single files of the workspace: read, write. Called between calls, when every process of the agent is dead or stands
+still, so nothing changes underneath."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+
+from turnlog.sandbox_workers.inside.paths import Quota, Refused, Walk, parts, refusal, shown
+from turnlog.sandbox_workers.inside.processes import Place, disk_used
+
+PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+"""A pipe or a device is seen by fstat(2) and never waited for."""
+TEMPORARY = ".turnlog-part"
+
+
+def read(place: Place, path: str, most: int) -> bytes:
+    """Bytes of a plain file. Raises Refused, Missing."""
+    *above, name = _named(path)
+    try:
+        with Walk(place.folders[0]) as walk:
+            walk.down(above, path)
+            name = walk.last(name, path)
+            descriptor = os.open(name, os.O_RDONLY | PLAIN, dir_fd=walk.here)
+            try:
+                about = os.fstat(descriptor)
+                if not stat.S_ISREG(about.st_mode):
+                    raise Refused(f"{shown(path)} is {_what(about.st_mode)}, not a file")
+                if about.st_size > most:
+                    raise Refused(f"{shown(path)} has {about.st_size} bytes, more than the {most} that can be read")
+                return _content(descriptor, about.st_size)
+            finally:
+                os.close(descriptor)
+    except OSError as error:
+        raise refusal(error, path) from error
+
+
+def read_many(place: Place, paths: list[str], most: int) -> list[bytes]:
+    """Bytes of plain files, `most` together. Raises Refused, Missing."""
+    found = []
+    for path in paths:
+        found.append(read(place, path, most))
+        most -= len(found[-1])
+    return found
+
+
+def write(place: Place, path: str, content: bytes, mode: int, disk_bytes: int) -> None:
+    """Replace or make a file by one rename. Raises Refused, Quota."""
+    *above, name = _named(path)
+    if disk_used(place) + len(content) > disk_bytes:
+        raise Quota(f"{shown(path)}: {len(content)} bytes more do not fit the workspace's {disk_bytes}")
+    try:
+        with Walk(place.folders[0]) as walk:
+            walk.down(above, path, make=True)
+            with contextlib.suppress(FileNotFoundError):
+                if stat.S_ISDIR(os.stat(name, dir_fd=walk.here, follow_symlinks=False).st_mode):
+                    raise Refused(f"{shown(path)} is a folder")
+            _replace(walk.here, name, content, mode)
+    except OSError as error:
+        raise refusal(error, path) from error
+
+
+def fill(descriptor: int, content: bytes | memoryview) -> None:
+    """Write all of it."""
+    view = memoryview(content)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def _replace(folder: int, name: str, content: bytes, mode: int) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(TEMPORARY, dir_fd=folder)
+    descriptor = os.open(TEMPORARY, os.O_WRONLY | os.O_CREAT | os.O_EXCL | PLAIN, 0o600, dir_fd=folder)
+    try:
+        try:
+            fill(descriptor, content)
+            os.fchmod(descriptor, mode & 0o777)
+        finally:
+            os.close(descriptor)
+        os.rename(TEMPORARY, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except OSError:
+        os.unlink(TEMPORARY, dir_fd=folder)
+        raise
+
+
+def _named(path: str) -> list[str]:
+    found = parts(path)
+    if not found:
+        raise Refused(f"{shown(path)} names no file")
+    return found
+
+
+def _content(descriptor: int, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size and (part := os.read(descriptor, size - len(data))):
+        data += part
+    return bytes(data)
+
+
+def _what(mode: int) -> str:
+    if stat.S_ISDIR(mode):
+        return "a folder"
+    return "a pipe" if stat.S_ISFIFO(mode) else "a device" if stat.S_ISCHR(mode) or stat.S_ISBLK(mode) else "special"
