@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import os
+import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from turnlog.sandbox_workers.backends import etc_folder, images
+from turnlog.sandbox_workers.inside.forgetting import FORGETFUL
+from turnlog.sandbox_workers.protocol import Shape
 
 WORKSPACE = "/workspace"
 FOLDERS = (WORKSPACE, "/tmp", "/dev/shm")
 """The writable ones, each a tmpfs of at most `disk_bytes`."""
 PYTHON_HOME = "/opt/python"
 INIT_HOME = "/opt/init"
+LOADER_HOME = "/opt/loader"
 INNER_UID = 1000
-SYSTEM_FOLDERS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-ETC = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc/mime.types")
-"""The few files of the host's /etc that programs need and that name nobody."""
 NAMESPACES = (
     "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try",
     "--disable-userns",
 )  # fmt: skip
+MASKED_FILES = (
+    "/proc/kcore", "/proc/keys", "/proc/timer_list", "/proc/timer_stats", "/proc/sched_debug", "/proc/latency_stats",
+    "/proc/interrupts", "/proc/kallsyms", "/proc/cmdline",
+)  # fmt: skip
+MASKED_FOLDERS = ("/proc/acpi", "/proc/asound", "/proc/scsi", "/proc/fs", "/proc/bus", "/proc/irq")
+"""What container runtimes hide of /proc, and what else tells of the host's devices and of how it was started. What only
+root of the host may read is not open to a sandbox's user anyhow, and costs no mount."""
 ENVIRONMENT = {
     "PATH": f"{PYTHON_HOME}/bin:/usr/local/bin:/usr/bin:/bin",
     "HOME": WORKSPACE,
@@ -28,8 +39,11 @@ ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
     "PYTHONDONTWRITEBYTECODE": "1",
     "PYTHONPATH": INIT_HOME,
+    **FORGETFUL,
 }
 """All of it. PYTHONPATH is taken away by the init before a call runs; the hash seed makes re-runs alike."""
+IMAGE_PATH = f"/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:{PYTHON_HOME}/bin"
+"""In an image its own programs come first, and nothing of ours is put in front of its libraries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,54 +55,103 @@ class Parts:
     python: str
     """Name of the binary in python_root/bin."""
     init_root: Path
+    etc: Path
 
 
-def command(parts: Parts, *, control: int, seccomp: int | None, disk_bytes: int) -> list[str]:
-    """argv. `control` and `seccomp` are descriptors that the process inherits."""
+@dataclass(frozen=True, slots=True)
+class Image:
+    """Another root than the host's, and the loader with libraries by which our interpreter runs in any."""
+
+    root: Path
+    etc: Path
+    loader_root: Path
+    loader: str
+    """Name of ld.so in loader_root."""
+
+
+def command(
+    parts: Parts,
+    shape: Shape,
+    *,
+    control: int,
+    seccomp: int | None = None,
+    ca: int | None = None,
+    image: Image | None = None,
+) -> list[str]:
+    """argv of a sandbox. `control`, `seccomp` and `ca` are descriptors that the process inherits; bwrap reads the
+    latter two to their ends."""
     words = [str(parts.bwrap), *NAMESPACES, "--uid", str(INNER_UID), "--gid", str(INNER_UID), "--hostname", "sandbox"]
     words += ["--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL", "--clearenv"]
-    for name, value in ENVIRONMENT.items():
+    for name, value in _environment(image).items():
         words += ["--setenv", name, value]
-    words += [*_system(), *_ours(parts), *_writable(disk_bytes)]
+    words += [*(_system() if image is None else images.shown(image.root)), *_ours(parts, image)]
+    if ca is not None:
+        words += ["--perms", "0444", "--ro-bind-data", str(ca), f"/etc/{etc_folder.CA}"]
+    words += [*_kernel(parts), *_writable(shape.disk_bytes)]
     if seccomp is not None:
         words += ["--seccomp", str(seccomp)]
-    return [*words, "--", *init_command(f"{PYTHON_HOME}/bin/{parts.python}", control, "namespace", "own", *FOLDERS)]
+    python = [f"{PYTHON_HOME}/bin/{parts.python}"]
+    if image is not None:
+        python = [f"{LOADER_HOME}/{image.loader}", "--library-path", f"{PYTHON_HOME}/lib:{LOADER_HOME}", *python]
+    return [*words, "--", *init_command(python, control, "namespace", "own", shape.network, *FOLDERS)]
 
 
-def init_command(python: str, control: int, *arguments: str) -> list[str]:
+def init_command(python: list[str], control: int, *arguments: str) -> list[str]:
     """argv of the init; its environment must name the program's folder in PYTHONPATH."""
     options = ["-s", "-P", "-X", "utf8"]
-    return [python, *options, "-m", "turnlog.sandbox_workers.inside.init", str(control), *arguments]
+    return [*python, *options, "-m", "turnlog.sandbox_workers.inside.init", str(control), *arguments]
+
+
+def _environment(image: Image | None) -> dict[str, str]:
+    if image is None:
+        return ENVIRONMENT
+    others = {name: value for name, value in ENVIRONMENT.items() if name != "LD_LIBRARY_PATH"}
+    return {**others, "PATH": IMAGE_PATH}
 
 
 def _system() -> list[str]:
     words = ["--ro-bind", "/usr", "/usr"]
-    for folder in SYSTEM_FOLDERS:
-        if os.path.islink(folder):
-            words += ["--symlink", os.readlink(folder), folder]
-        elif os.path.isdir(folder):
-            words += ["--ro-bind", folder, folder]
-    for path in ETC:
-        words += ["--ro-bind-try", path, path]
+    for name in images.SYSTEM_FOLDERS:
+        if os.path.islink(f"/{name}"):
+            words += ["--symlink", os.readlink(f"/{name}"), f"/{name}"]
+        elif os.path.isdir(f"/{name}"):
+            words += ["--ro-bind", f"/{name}", f"/{name}"]
     return words
 
 
-def _ours(parts: Parts) -> list[str]:
-    words = [
-        "--ro-bind",
-        str(parts.python_root),
-        PYTHON_HOME,
-        "--ro-bind",
-        f"{parts.init_root}/turnlog",
-        f"{INIT_HOME}/turnlog",
-    ]
-    for name in ("passwd", "group", "hosts"):
-        words += ["--ro-bind", f"{parts.init_root}/etc/{name}", f"/etc/{name}"]
+def _ours(parts: Parts, image: Image | None) -> list[str]:
+    package = "turnlog"
+    words = ["--ro-bind", str(parts.python_root), PYTHON_HOME]
+    words += ["--ro-bind", f"{parts.init_root}/{package}", f"{INIT_HOME}/{package}"]
+    if image is None:
+        return [*words, "--ro-bind", str(parts.etc), "/etc"]
+    words += ["--ro-bind", str(image.loader_root), LOADER_HOME, "--ro-bind", str(image.etc), "/etc"]
+    if (image.root / "etc").is_dir():
+        words += ["--ro-bind", str(image.root / "etc"), f"/etc/{etc_folder.IMAGE}"]
     return words
+
+
+def _kernel(parts: Parts) -> list[str]:
+    return ["--proc", "/proc", *_masks(parts), "--dev", "/dev"]
+
+
+def _masks(parts: Parts) -> Iterator[str]:
+    for paths, source in ((MASKED_FILES, "/dev/null"), (MASKED_FOLDERS, f"{parts.init_root}/empty")):
+        for path in paths:
+            if _open_to_all(path):
+                yield from ("--ro-bind", source, path)
+
+
+def _open_to_all(path: str) -> bool:
+    try:
+        about = os.stat(path)
+    except OSError:
+        return False
+    return bool(about.st_mode & 0o004) and (not stat.S_ISDIR(about.st_mode) or bool(os.listdir(path)))
 
 
 def _writable(disk_bytes: int) -> list[str]:
-    words = ["--proc", "/proc", "--dev", "/dev"]
+    words = []
     for folder in FOLDERS:
         words += ["--perms", "0700", "--size", str(disk_bytes), "--tmpfs", folder]
     # bwrap's own / and /dev are tmpfs without a size: left writable they would be a way around the limit.

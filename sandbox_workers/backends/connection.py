@@ -1,26 +1,70 @@
-"""The worker's end of a sandbox: a process and the socket to the init inside. Both backends use it."""
+"""The worker's end of a sandbox: a process and the socket to the init inside. All backends with an init use it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import dataclasses
-import json
-import math
 import os
 import socket
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, Protocol
 
-from turnlog.sandbox_workers.inside.frames import HEADER
-from turnlog.sandbox_workers.protocol import TOOLS, Execution, SandboxDied, SandboxUnavailable
+from turnlog.sandbox_workers.backends import init_answers
+from turnlog.sandbox_workers.backends.init_channel import refusal
+from turnlog.sandbox_workers.backends.init_files import UNBOUNDED, InitFiles
+from turnlog.sandbox_workers.protocol import (
+    Command,
+    Execution,
+    FileRefused,
+    Kind,
+    OnOutput,
+    SandboxDied,
+    SandboxUnavailable,
+    Stream,
+)
 from turnlog.schemas.events import SandboxLimits, ToolStatus
 
 START_S = 20.0
 GRACE_S = 5.0
 """How much longer than the wall limit the init may take to answer before the sandbox is killed."""
-HEAD_BYTES = 65536
-"""No head is longer. The init shares its sandbox with the agent's code, so nothing that it says is trusted."""
+
+
+class Bounds(Protocol):
+    """The kernel's own bounds of one sandbox (a control group), where there are any."""
+
+    def adopt(self, pid: int) -> None:
+        """Take in a process and all below it, before any call. Raises OSError."""
+        ...
+
+    def begin(self, limits: SandboxLimits) -> None:
+        """Set the bounds of the call that comes. Raises OSError."""
+        ...
+
+    def exceeded(self) -> str | None:
+        """The limit, by its name, that was met by the call that ended or whose sandbox died."""
+        ...
+
+    def close(self) -> None:
+        """Kill what is left and remove them. Never raises."""
+        ...
+
+
+class _Process(Protocol):
+    """What of an asyncio process is used."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    @property
+    def stderr(self) -> asyncio.StreamReader | None: ...
+
+    def kill(self) -> None: ...
+
+    async def wait(self) -> int: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,6 +78,11 @@ class Account:
         return {} if self.uid is None else {"user": self.uid, "group": self.uid, "extra_groups": []}
 
 
+def own_account(first_uid: int, slot: int) -> Account:
+    """The host user of a slot: its own when we are root, else the only one that we have."""
+    return Account(first_uid + slot if os.geteuid() == 0 else None)
+
+
 async def started(
     argv: Callable[[int], list[str]],
     *,
@@ -42,6 +91,8 @@ async def started(
     inherited: Iterable[int] = (),
     ended: Callable[[], None] = lambda: None,
     exit_s: float = 0.0,
+    bounds: Bounds | None = None,
+    disk_bytes: int = UNBOUNDED,
 ) -> InitSandbox:
     """Start `argv(control descriptor)` and wait until its init is ready. `ended` runs after the sandbox's death;
     `exit_s` is how long it may take to end by itself, where killing it would leave its children.
@@ -61,89 +112,109 @@ async def started(
         )
     except BaseException as error:
         ours.close()
+        if bounds is not None:
+            bounds.close()
         ended()
         if isinstance(error, OSError):
             raise SandboxUnavailable(f"{argv(0)[0]} cannot be started: {error}") from error
         raise
     finally:
         theirs.close()
-    sandbox = InitSandbox(process, ours, ended, exit_s)
+    sandbox = InitSandbox(process, ours, ended, exit_s, bounds=bounds, disk_bytes=disk_bytes)
     try:
         async with asyncio.timeout(START_S):
-            await sandbox.ready()
-    except (TimeoutError, SandboxDied) as error:
+            await _bounded(sandbox.ready(), process.pid, bounds)
+    except (TimeoutError, SandboxDied, OSError) as error:
         said = await sandbox.last_words()
-        raise SandboxUnavailable(said or f"it was not ready within {START_S:.0f} s") from error
+        raise SandboxUnavailable(said or str(error) or f"it was not ready within {START_S:.0f} s") from error
     except BaseException:
         await sandbox.close()
         raise
     return sandbox
 
 
-class InitSandbox:
+async def _bounded(ready: Awaitable[None], pid: int, bounds: Bounds | None) -> None:
+    """Put it into its bounds while it comes up (the kernel takes a while for that), and what it has started since.
+    Raises OSError, SandboxDied."""
+    if bounds is None:
+        await ready
+        return
+    adoption = asyncio.create_task(asyncio.to_thread(bounds.adopt, pid))
+    try:
+        await ready
+    finally:
+        await asyncio.wait([adoption])
+    adoption.result()
+    bounds.adopt(pid)
+
+
+class InitSandbox(InitFiles):
     """See Sandbox."""
 
     def __init__(
         self,
-        process: asyncio.subprocess.Process,
+        process: _Process,
         control: socket.socket,
         ended: Callable[[], None],
         exit_s: float,
+        *,
+        bounds: Bounds | None = None,
+        disk_bytes: int = UNBOUNDED,
     ) -> None:
+        super().__init__(control, disk_bytes)
         self.process = process
-        self._control = control
-        self._reader: asyncio.StreamReader
-        self._writer: asyncio.StreamWriter | None = None
+        self.proxy: socket.socket | None = None
         self._ended = ended
         self._exit_s = exit_s
-        self._closed = False
+        self._bounds = bounds
+        self._closing: asyncio.Task[None] | None = None
 
     async def ready(self) -> None:
         """The init has said that it works. Raises SandboxDied."""
-        self._reader, self._writer = await asyncio.open_connection(sock=self._control)
-        head, _ = await self._receive(0)
-        if head != {"ready": True, "pid": head.get("pid")}:
+        head, self.proxy = await self._channel.greeted()
+        if head.get("ready") is not True:
             raise SandboxDied(f"the init began with {head}")
 
-    async def run(self, tool: str, source: str, limits: SandboxLimits) -> Execution:
+    async def exec(self, command: Command, limits: SandboxLimits, *, on_output: OnOutput | None = None) -> Execution:
         """See Sandbox."""
-        if tool not in TOOLS:
-            raise ValueError(f"{tool!r} is not one of {', '.join(TOOLS)}")
+        request = _request(command, limits, alive=self.interpreter)
         began = asyncio.get_running_loop().time()
-        try:
-            await self._send({"op": "exec", "tool": tool, "limits": dataclasses.asdict(limits)}, source)
-            async with asyncio.timeout(limits.wall_s + GRACE_S):
-                head, output = await self._receive(limits.output_bytes)
-            return _execution(head, output)
-        except TimeoutError:
-            await self.close()
-            duration = asyncio.get_running_loop().time() - began
-            return Execution(ToolStatus.timeout, "wall_s", None, b"", duration, 0.0)
-        except BaseException:
-            await self.close()
-            raise
+        parts: dict[Stream, list[bytes]] = {Stream.stdout: [], Stream.stderr: []}
+        with self._asking("exec"):
+            try:
+                if self._bounds is not None:
+                    self._bounds.begin(limits)
+                async with asyncio.timeout(limits.wall_s + GRACE_S):
+                    await self._channel.send(*request)
+                    answer = await self._output(parts, limits.output_bytes, on_output)
+                self.interpreter = answer.get("interpreter") is True
+                return self._judged(init_answers.execution(answer, _joined(parts)))
+            except FileRefused:
+                raise
+            except (TimeoutError, SandboxDied, OSError) as error:
+                took = asyncio.get_running_loop().time() - began
+                return await self._died(error, Execution(ToolStatus.timeout, "wall_s", None, _joined(parts), took, 0.0))
+            except BaseException:
+                await self.close()
+                raise
 
     async def cancel(self) -> None:
         """See Sandbox."""
-        with contextlib.suppress(SandboxDied):  # then `run` says so
-            await self._send({"op": "cancel"})
-
-    async def reset(self) -> bool:
-        """See Sandbox."""
-        try:
-            await self._send({"op": "reset"})
-            async with asyncio.timeout(GRACE_S):
-                head, _ = await self._receive(0)
-        except (SandboxDied, TimeoutError):
-            return False
-        return head == {"clean": True}
+        with contextlib.suppress(SandboxDied):  # then `exec` says so
+            if self._asked == "exec":
+                await self._channel.send({"op": "cancel"})
 
     async def close(self) -> None:
-        """See Sandbox."""
-        if self._closed:
-            return
-        self._closed = True
-        (self._writer or self._control).close()
+        """See Sandbox. Who is cancelled while it waits does not cut it off half way."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        self.interpreter = False
+        if self.proxy is not None:
+            self.proxy.close()
+        closing = asyncio.create_task(self._channel.close())
         try:
             async with asyncio.timeout(self._exit_s):
                 await self.process.wait()
@@ -151,9 +222,9 @@ class InitSandbox:
             with contextlib.suppress(ProcessLookupError):
                 self.process.kill()
         await self.process.wait()
-        if self._writer is not None:
-            with contextlib.suppress(OSError):
-                await self._writer.wait_closed()
+        await closing
+        if self._bounds is not None:
+            self._bounds.close()
         self._ended()
 
     async def last_words(self) -> str:
@@ -165,41 +236,57 @@ class InitSandbox:
         await self.close()
         return (await words).decode(errors="replace").strip()
 
-    async def _send(self, head: dict[str, Any], source: str = "") -> None:
-        assert self._writer is not None
-        text, body = json.dumps(head).encode(), source.encode(errors="replace")
-        try:
-            self._writer.write(HEADER.pack(len(text), len(body)) + text + body)
-            await self._writer.drain()
-        except OSError as error:
-            raise SandboxDied(f"the sandbox closed its socket: {error}") from error
+    async def _output(self, parts: dict[Stream, list[bytes]], most: int, on_output: OnOutput | None) -> dict[str, Any]:
+        """What it prints, until it answers: that head."""
+        while True:
+            head, size = await self._channel.head(most)
+            if "output" not in head:
+                refusal(head)
+                if head.get("lost"):
+                    raise SandboxDied("the persistent interpreter was gone before the call")
+                return head
+            if not size or head["output"] not in ("stdout", "stderr"):
+                raise SandboxDied("the init answered with output that is none")
+            stream = Stream(head["output"])
+            parts[stream].append(await self._channel.body(size))
+            most -= size
+            if on_output is not None:
+                on_output(stream, parts[stream][-1])
 
-    async def _receive(self, most: int) -> tuple[dict[str, Any], bytes]:
-        try:
-            head_size, body_size = HEADER.unpack(await self._reader.readexactly(HEADER.size))
-            if head_size > HEAD_BYTES or body_size > most:
-                raise SandboxDied(f"the init announced {head_size} + {body_size} bytes")
-            head = json.loads(await self._reader.readexactly(head_size))
-            body = await self._reader.readexactly(body_size)
-        except (asyncio.IncompleteReadError, OSError, ValueError) as error:
-            raise SandboxDied(f"the sandbox ended before it answered ({type(error).__name__})") from error
-        if not isinstance(head, dict):
-            raise SandboxDied("the init answered with something else than an object")
-        return head, body
+    def _judged(self, found: Execution) -> Execution:
+        """What the kernel stopped is a limit, too, whatever became of the command then."""
+        if self._bounds is None or found.status not in (ToolStatus.ok, ToolStatus.tool_error):
+            return found
+        if (limit := self._bounds.exceeded()) is None:
+            return found
+        return dataclasses.replace(found, status=ToolStatus.resource_limit, reason=limit, exit_code=None)
+
+    async def _died(self, error: Exception, timed_out: Execution) -> Execution:
+        """Of a call whose sandbox gave no answer. Raises SandboxDied."""
+        limit = self._bounds.exceeded() if self._bounds is not None else None
+        said = await self.last_words()
+        if limit is not None:
+            return dataclasses.replace(timed_out, status=ToolStatus.resource_limit, reason=limit)
+        if isinstance(error, TimeoutError):
+            return timed_out
+        raise SandboxDied(": ".join(text for text in (str(error), said) if text)) from error
 
 
-def _execution(head: dict[str, Any], output: bytes) -> Execution:
-    """Raises SandboxDied for an answer that an init would not give."""
-    try:
-        status, reason, code = ToolStatus(head["status"]), str(head["reason"]), head["exit_code"]
-        duration, cpu = float(head["duration_s"]), float(head["cpu_s"])
-        if not (code is None or isinstance(code, int)) or not math.isfinite(duration + cpu):
-            raise ValueError(head)
-    except (KeyError, ValueError, TypeError) as error:
-        raise SandboxDied(f"the init answered nonsense: {error}") from error
-    return Execution(status, reason, code, output, duration, cpu)
+def _request(command: Command, limits: SandboxLimits, *, alive: bool) -> tuple[dict[str, Any], bytes, bytes]:
+    """Head and body of an `exec`."""
+    if command.kind is Kind.program and not command.argv:
+        raise ValueError("a program's argv names at least the program")
+    source = command.source.encode(errors="replace")
+    head: dict[str, Any] = {
+        "op": "exec",
+        "kind": command.kind,
+        "argv": command.argv,
+        "env": dict(command.env),
+        "cwd": command.cwd,
+    }
+    head |= {"limits": dataclasses.asdict(limits), "source": len(source), "alive": alive}
+    return head, source, command.stdin
 
 
-def own_account(first_uid: int, slot: int) -> Account:
-    """The host user of a slot: its own when we are root, else the only one that we have."""
-    return Account(first_uid + slot if os.geteuid() == 0 else None)
+def _joined(parts: dict[Stream, list[bytes]]) -> bytes:
+    return b"".join(parts[Stream.stdout] + parts[Stream.stderr])

@@ -1,4 +1,4 @@
-"""What a sandbox reads of ours, copied where any user may read it: the interpreter, the init program, bwrap.
+"""What a sandbox reads of ours, copied where any user may read it: the interpreter, its loader, the init, bwrap.
 
 A virtual environment often stands on an interpreter in a private home folder, which a sandbox's own user cannot
 reach; and a sandbox should see no more than the standard library. Copies are named by what they are made from
@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import stat
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -18,14 +20,20 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from turnlog.infra.sandbox_root import cache_directory
 from turnlog.sandbox_workers.protocol import SandboxUnavailable
+
+__all__ = ["Interpreter", "cache_directory", "executable", "init_program", "interpreter", "loader", "published"]
 
 LEFT_OUT = (
     "test", "tests", "site-packages", "dist-packages", "idlelib", "tkinter", "turtledemo", "lib2to3", "ensurepip",
     "config-*", "*.opt-?.pyc", "_test*", "*.a",
 )  # fmt: skip
 INSIDE = Path(__file__).parents[1] / "inside"
-PASSWD = "sandbox:x:{uid}:{uid}:sandbox:/workspace:/bin/sh\n"
+LAYOUT = "2"
+"""Of the init's folder: raised when something else is put there."""
+LISTED = re.compile(r"^\s+(?:\S+ => )?(/\S+) \(0x", re.MULTILINE)
+"""A line of ldd(1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +42,6 @@ class Interpreter:
 
     root: Path
     python: str
-
-
-def cache_directory() -> Path:
-    """A folder that every user can reach: /var/cache/turnlog for root, else the user's own cache."""
-    if os.geteuid() == 0:
-        return Path("/var/cache/turnlog")
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "turnlog"
 
 
 def interpreter(cache: Path) -> Interpreter:
@@ -66,8 +67,37 @@ def interpreter(cache: Path) -> Interpreter:
     return Interpreter(published(cache, "python", about, fill), binary.name)
 
 
-def init_program(cache: Path, uid: int) -> Path:
-    """A folder with `turnlog/sandbox_workers/inside` and an /etc that knows the one user. Raises SandboxUnavailable."""
+def loader(cache: Path, found: Interpreter) -> tuple[Path, str]:
+    """A folder with ld.so and the libraries of the interpreter and its modules, and ld.so's name there: by it the
+    interpreter runs where the C library is older, another or none. Source: ld.so(8). Raises SandboxUnavailable."""
+    modules = sorted(str(path) for path in found.root.glob("lib/python3*/lib-dynload/*.so"))
+    try:
+        said = subprocess.run(
+            ["ldd", str(found.root / "bin" / found.python), *modules],
+            env={"PATH": os.defpath, "LC_ALL": "C", "LD_LIBRARY_PATH": f"{found.root}/lib"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise SandboxUnavailable(f"what the interpreter is linked with cannot be told, so images: {error}") from error
+    paths = {Path(path) for path in LISTED.findall(said) if not path.startswith(str(found.root))}
+    names = sorted(path.name for path in paths if path.name.startswith("ld"))
+    if not names:
+        raise SandboxUnavailable("the interpreter is linked with no ld.so, so it cannot be shown in an image")
+    beside = {path.parent / "libgcc_s.so.1" for path in paths if path.name.startswith("libc.")}  # opened by its name
+    wanted = sorted(path for path in paths | beside if path.exists())
+
+    def fill(root: Path) -> None:
+        for path in wanted:
+            shutil.copy2(path, root / path.name)
+
+    return published(cache, "loader", [_identity(path) for path in wanted], fill), names[0]
+
+
+def init_program(cache: Path) -> Path:
+    """A folder with `turnlog/sandbox_workers/inside`, and `empty`. Raises SandboxUnavailable."""
     sources = sorted(INSIDE.glob("*.py"))
 
     def fill(root: Path) -> None:
@@ -77,13 +107,10 @@ def init_program(cache: Path, uid: int) -> Path:
             shutil.copy2(source, package / source.name)
         for folder in (root / "turnlog", root / "turnlog" / "sandbox_workers"):
             (folder / "__init__.py").touch()
-        (root / "etc").mkdir()
-        (root / "etc" / "passwd").write_text(PASSWD.format(uid=uid))
-        (root / "etc" / "group").write_text(f"sandbox:x:{uid}:\n")
-        (root / "etc" / "hosts").write_text("127.0.0.1 localhost sandbox\n")
+        (root / "empty").mkdir()
         _compile(package)
 
-    return published(cache, "init", [sys.version, str(uid), *(path.read_text() for path in sources)], fill)
+    return published(cache, "init", [LAYOUT, sys.version, *(path.read_text() for path in sources)], fill)
 
 
 def executable(cache: Path, binary: Path, libraries: Iterable[Path]) -> Path:

@@ -1,20 +1,30 @@
-"""The backend for trusted code: the same init with rlimits and its own user under root, but no namespaces.
+"""The backend for trusted code: the same init, rlimits, control group and, under root, user, but no namespaces.
 
 It ends process trees and enforces limits as bubblewrap does; it hides nothing: network, processes and readable files
-of the host are there. A process that leaves the tree by other means than forking (a daemon that it asks) survives.
+of the host are there, and `network` is advice that code may ignore. A process that leaves the tree by other means than
+forking (a daemon that it asks) survives; where there are control groups, nothing else does.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
+import platform
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar, Self
 
-from turnlog.sandbox_workers.backends.bubblewrap_command import INNER_UID, init_command
+from turnlog.sandbox_settings import SandboxSettings
+from turnlog.sandbox_workers.backends import images
+from turnlog.sandbox_workers.backends.bubblewrap_command import init_command
+from turnlog.sandbox_workers.backends.cgroups import Cgroups, bounds_of
 from turnlog.sandbox_workers.backends.connection import InitSandbox, own_account, started
 from turnlog.sandbox_workers.backends.interpreter_cache import cache_directory, init_program, interpreter
-from turnlog.sandbox_workers.protocol import SandboxUnavailable
+from turnlog.sandbox_workers.backends.leftovers import owned_prefix
+from turnlog.sandbox_workers.inside.forgetting import FORGETFUL
+from turnlog.sandbox_workers.protocol import BackendUnavailable, ImageMissing, SandboxUnavailable, Shape
 
 EXIT_S = 2.0
 """Time for an init to end its tree once its socket is closed."""
@@ -24,24 +34,34 @@ class Subprocess:
     """See Provider."""
 
     name = "subprocess"
+    sessions = True
+    networks: ClassVar[frozenset[str]] = frozenset({"none", "allowlist"})
+    """Both are advice here: proxy variables lead the willing through the proxy, nothing holds the others."""
 
-    def __init__(self, python: Path, init_root: Path, *, first_uid: int) -> None:
+    def __init__(self, settings: SandboxSettings, python: Path, init_root: Path, cgroups: Cgroups | None) -> None:
+        self._settings = settings
         self._python = python
         self._init_root = init_root
-        self._first_uid = first_uid
+        self._cgroups = cgroups
 
     @classmethod
-    async def open(cls, *, first_uid: int, cache: Path | None = None) -> Subprocess:
-        """Fill the cache. Raises SandboxUnavailable."""
+    async def open(cls, settings: SandboxSettings, *, ca: Path | None = None, cache: Path | None = None) -> Self:
+        """Fill the cache. `ca` is not shown: /etc is the host's. Raises BackendUnavailable."""
         cache = cache or cache_directory()
-        found = interpreter(cache)
-        return cls(found.root / "bin" / found.python, init_program(cache, INNER_UID), first_uid=first_uid)
-
-    async def start(self, slot: int, disk_bytes: int) -> InitSandbox:
-        """See Provider. `disk_bytes` is enforced per call, by counting."""
-        account = own_account(self._first_uid, slot)
+        cgroups = Cgroups.open(settings)
         try:
-            workspace = tempfile.mkdtemp(prefix="turnlog-sandbox-")
+            found = await asyncio.to_thread(interpreter, cache)
+            init = await asyncio.to_thread(init_program, cache)
+        except SandboxUnavailable as error:
+            raise BackendUnavailable(f'[sandbox] backend = "subprocess" does not work here: {error}') from error
+        return cls(settings, found.root / "bin" / found.python, init, cgroups)
+
+    async def start(self, slot: int, shape: Shape) -> InitSandbox:
+        """See Provider. `disk_bytes` is enforced per call, by counting."""
+        _refuse_image(shape)
+        account = own_account(self._settings.first_uid, slot)
+        try:
+            workspace = tempfile.mkdtemp(prefix=owned_prefix())
             if account.uid is not None:
                 os.chown(workspace, account.uid, account.uid)
         except OSError as error:
@@ -50,12 +70,28 @@ class Subprocess:
             ) from error
         user = "shared" if account.uid is None else "own"
         return await started(
-            lambda control: init_command(str(self._python), control, "plain", user, workspace),
+            lambda control: init_command([str(self._python)], control, "plain", user, shape.network, workspace),
             account=account,
             env=self._environment(workspace),
             ended=lambda: shutil.rmtree(workspace, ignore_errors=True),
             exit_s=EXIT_S,
+            bounds=bounds_of(self._cgroups),
+            disk_bytes=shape.disk_bytes,
         )
+
+    async def environment(self, shape: Shape) -> Mapping[str, str]:
+        """See Provider."""
+        _refuse_image(shape)
+        return {
+            "root": await images.root_hash("", None),
+            "python": platform.python_version(),
+            "interpreter": await images.tree_hash(self._python.parent.parent),
+            "init": await images.tree_hash(self._init_root),
+            "machine": platform.machine(),
+        }
+
+    async def close(self) -> None:
+        """See Provider: nothing is held."""
 
     def _environment(self, workspace: str) -> dict[str, str]:
         root = self._python.parent.parent
@@ -68,4 +104,10 @@ class Subprocess:
             "PYTHONHASHSEED": "0",
             "PYTHONDONTWRITEBYTECODE": "1",
             "PYTHONPATH": str(self._init_root),
+            **FORGETFUL,
         }
+
+
+def _refuse_image(shape: Shape) -> None:
+    if shape.image is not None:
+        raise ImageMissing(f"image {shape.image!r}: the subprocess backend has no images; use bubblewrap or docker")

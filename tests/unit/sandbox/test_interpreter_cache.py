@@ -29,7 +29,7 @@ def test_the_copied_interpreter_runs_alone_and_has_no_packages(tmp_path: Path) -
 def test_everything_is_readable_by_every_user(tmp_path: Path) -> None:
     old = os.umask(0o077)
     try:
-        root = init_program(tmp_path / "cache", 1000)
+        root = init_program(tmp_path / "cache")
     finally:
         os.umask(old)
     modes = {path: path.stat().st_mode & 0o777 for path in (root, *root.rglob("*"))}

@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from turnlog.sandbox_workers.backends.bubblewrap_command import INNER_UID, init_command
+from turnlog.sandbox_workers.backends.bubblewrap_command import init_command
 from turnlog.sandbox_workers.backends.connection import InitSandbox, own_account, started
 from turnlog.sandbox_workers.backends.interpreter_cache import cache_directory, init_program, interpreter
 from turnlog.sandbox_workers.inside.child import SPARE_PIDS
 from turnlog.sandbox_workers.inside.processes import processes_of
-from turnlog.sandbox_workers.protocol import SandboxUnavailable
+from turnlog.sandbox_workers.protocol import Command, Kind, SandboxUnavailable
 from turnlog.schemas.events import SandboxLimits, ToolStatus
 
 LIMITS = SandboxLimits(pids=8, wall_s=20.0)
@@ -21,18 +21,23 @@ FORKS = "import os, time\nfor _ in range(6): os.fork()\ntime.sleep(15)"
 """Asks for 64 processes: more than the limit, fewer than the room for others, so that looking on must end it."""
 
 
+def python(source: str) -> Command:
+    """Code in a fresh interpreter."""
+    return Command(kind=Kind.python, source=source)
+
+
 @pytest.fixture
 async def sandbox() -> AsyncIterator[InitSandbox]:
     """A plain sandbox that takes its user for one whom it shares with others."""
     cache = cache_directory()
-    found, init = interpreter(cache), init_program(cache, INNER_UID)
+    found, init = interpreter(cache), init_program(cache)
     account = own_account(260_000, 0)
-    python = str(found.root / "bin" / found.python)
+    binary = str(found.root / "bin" / found.python)
     with tempfile.TemporaryDirectory(prefix="turnlog-sandbox-", ignore_cleanup_errors=True) as folder:
         if account.uid is not None:
             os.chown(folder, account.uid, account.uid)
         sandbox = await started(
-            lambda control: init_command(python, control, "plain", "shared", folder),
+            lambda control: init_command([binary], control, "plain", "shared", "none", folder),
             account=account,
             env={"PYTHONPATH": str(init), "LD_LIBRARY_PATH": str(found.root / "lib")},
             exit_s=2.0,
@@ -43,23 +48,23 @@ async def sandbox() -> AsyncIterator[InitSandbox]:
 
 async def test_the_kernel_bounds_the_processes_of_a_shared_user(sandbox: InitSandbox) -> None:
     source = "import os, resource; print(os.getuid(), resource.getrlimit(resource.RLIMIT_NPROC)[1])"
-    uid, bound = map(int, (await sandbox.run("python", source, LIMITS)).output.split())
+    uid, bound = map(int, (await sandbox.exec(python(source), LIMITS)).output.split())
     assert bound <= LIMITS.pids + 2 + SPARE_PIDS + processes_of(uid) + 64
 
 
 async def test_a_tree_that_grows_beyond_its_limit_is_ended(sandbox: InitSandbox) -> None:
-    answer = await sandbox.run("python", FORKS, LIMITS)
+    answer = await sandbox.exec(python(FORKS), LIMITS)
     assert (answer.status, answer.reason) == (ToolStatus.resource_limit, "pids")
     assert await sandbox.reset()
 
 
 async def test_an_init_refuses_to_empty_what_is_not_its_own() -> None:
     cache = cache_directory()
-    found, init = interpreter(cache), init_program(cache, INNER_UID)
-    python = str(found.root / "bin" / found.python)
+    found, init = interpreter(cache), init_program(cache)
+    binary = str(found.root / "bin" / found.python)
     with pytest.raises(SandboxUnavailable, match="belong to somebody else"):
         await started(
-            lambda control: init_command(python, control, "plain", "own", "/"),
+            lambda control: init_command([binary], control, "plain", "own", "none", "/"),
             account=own_account(260_000, 0),
             env={"PYTHONPATH": str(init), "LD_LIBRARY_PATH": str(found.root / "lib")},
         )

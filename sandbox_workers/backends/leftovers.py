@@ -1,0 +1,79 @@
+"""What a worker that was killed leaves on its machine: each thing's name says whose it is, and any worker removes it.
+
+A name is `turnlog-sandbox-OWNER-REST`, OWNER being pid namespace, pid and start time: a pid alone comes round again,
+and in another container means somebody else. Processes die with their worker; control groups and workspaces do not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+
+from prometheus_client import Counter
+
+log = logging.getLogger(__name__)
+
+PREFIX = "turnlog-sandbox-"
+NAME = re.compile(rf"{PREFIX}(\d+)-(\d+)-(\d+)-")
+LEAKS = Counter(
+    "turnlog_sandbox_leaks", "Left by workers that died and removed since: process, group or folder", ["kind"]
+)
+
+
+def owned_prefix() -> str:
+    """How names of this process's things begin."""
+    return f"{PREFIX}{_namespace()}-{os.getpid()}-{_start_time(os.getpid())}-"
+
+
+def ownerless(name: str) -> bool:
+    """The name is of ours, and its owner has lived in this pid namespace and is dead."""
+    match = NAME.match(name)
+    if match is None:
+        return False
+    namespace, pid, start = (int(part) for part in match.groups())
+    return namespace == _namespace() and _start_time(pid) != start
+
+
+def noted(kind: str, name: str, count: int = 1) -> None:
+    """Count and log what was removed."""
+    LEAKS.labels(kind).inc(count)
+    log.warning("removed what a dead worker left: %s %s", kind, name)
+
+
+def sweep_folders(parent: Path | None = None) -> int:
+    """Remove workspaces of dead workers below `parent` (the folder for temporary files); how many are gone."""
+    parent, gone = parent or Path(tempfile.gettempdir()), 0
+    for name in _names(parent):
+        path = parent / name
+        with contextlib.suppress(OSError):  # another worker removes it too, or it is a user's that we may not touch
+            if not ownerless(name) or not stat.S_ISDIR(os.lstat(path).st_mode):
+                continue
+            shutil.rmtree(path)
+            noted("folder", str(path))
+            gone += 1
+    return gone
+
+
+def _names(parent: Path) -> list[str]:
+    with contextlib.suppress(OSError), os.scandir(parent) as entries:
+        return [entry.name for entry in entries if entry.name.startswith(PREFIX)]
+    return []
+
+
+def _namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def _start_time(pid: int) -> int | None:
+    """In ticks since boot, field 22 of proc(5) stat; None when there is no such process."""
+    try:
+        about = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if about[0] in (b"Z", b"X") else int(about[19])

@@ -1,0 +1,83 @@
+"""What is left of a worker that was killed in the middle of calls: nothing, once any worker has looked."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from turnlog.sandbox_workers.backends.cgroup_tree import find
+from turnlog.sandbox_workers.backends.cgroups import sweep
+
+WORKER = """
+    import asyncio, sys
+    from turnlog.sandbox_settings import SandboxSettings
+    from turnlog.sandbox_workers.backends.bubblewrap import Bubblewrap
+    from turnlog.sandbox_workers.backends.subprocess_backend import Subprocess
+    from turnlog.sandbox_workers.protocol import Command, Kind, Shape
+    from turnlog.schemas.events import SandboxLimits
+
+    async def main():
+        backend = await {backend}.open(SandboxSettings(first_uid=222000))
+        shape = Shape(disk_bytes=8 << 20)
+        sandboxes = [await backend.start(slot, shape) for slot in range(2)]
+        limits = SandboxLimits(wall_s=60.0)
+        tree = "touch file; setsid sleep 60 & (sleep 60 & sleep 60) & echo up; sleep 60"
+        ready = asyncio.Semaphore(0)
+        calls = [
+            asyncio.create_task(
+                one.exec(Command(kind=Kind.shell, source=tree), limits, on_output=lambda *_: ready.release())
+            )
+            for one in sandboxes
+        ]
+        for _ in calls:
+            await ready.acquire()
+        print("up", flush=True)
+        await asyncio.gather(*calls)
+
+    asyncio.run(main())
+"""
+
+
+def left_by(worker: int) -> list[str]:
+    """Groups and workspaces that carry a worker's pid."""
+    tree = find()
+    parents = [*(tree.places() if tree else ()), Path("/tmp")]
+    return [str(path) for parent in parents for path in parent.glob(f"turnlog-sandbox-*-{worker}-*")]
+
+
+@pytest.mark.parametrize("backend", ["Bubblewrap", "Subprocess"])
+def test_nothing_is_left_of_a_worker_that_was_killed_in_the_middle_of_calls(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", "/tmp")
+    source = textwrap.dedent(WORKER).replace("{backend}", backend)
+    worker = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True)
+    assert worker.stdout is not None
+    assert worker.stdout.readline() == "up\n"
+    inside = psutil.Process(worker.pid).children(recursive=True)
+    mounts = Path("/proc/self/mountinfo").read_text()
+    assert len(inside) >= 10
+    worker.kill()
+    worker.wait()
+    worker.stdout.close()
+    deadline = time.monotonic() + 60
+    while (left_by(worker.pid) or any(map(lives, inside))) and time.monotonic() < deadline:
+        sweep()
+        time.sleep(0.05)  # the health round of another worker
+    assert left_by(worker.pid) == []
+    assert [process for process in inside if lives(process)] == []
+    assert Path("/proc/self/mountinfo").read_text() == mounts, "no mount of a sandbox was ever the host's"
+
+
+def lives(process: psutil.Process) -> bool:
+    """Neither gone nor a corpse that its reaper has not seen yet."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
