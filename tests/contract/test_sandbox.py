@@ -1,232 +1,295 @@
-"""One contract for every sandbox backend: what a run answers, what a limit does, what is left behind."""
+"""One contract for every sandbox backend: what a call answers, what a limit does, what is left behind."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import Callable
+from typing import Any
 
-import psutil
 import pytest
 
-from turnlog.sandbox_workers.backends.bubblewrap import Bubblewrap
-from turnlog.sandbox_workers.backends.connection import InitSandbox
-from turnlog.sandbox_workers.backends.subprocess_backend import Subprocess
-from turnlog.sandbox_workers.protocol import Provider, SandboxDied
+from turnlog.sandbox_workers.protocol import (
+    Command,
+    FileMissing,
+    FileRefused,
+    Kind,
+    Sandbox,
+    SandboxDied,
+    Stream,
+)
 from turnlog.schemas.events import SandboxLimits, ToolStatus
 
-FIRST_UID = 210_000
-DISK = 8 << 20
-LIMITS = SandboxLimits(cpu_s=5.0, wall_s=10.0, memory_bytes=128 << 20, pids=16, disk_bytes=DISK, output_bytes=4096)
+Limited = Callable[..., SandboxLimits]
 SHELL_BOMB = "b() { if [ $1 -gt 0 ]; then b $(($1 - 1)) & b $(($1 - 1)) & fi; sleep 9; }; b 7"
 """Asks for 256 processes: far above the limit, harmless where nothing would stop it."""
 
 
-def limited(**changes: float) -> SandboxLimits:
-    """LIMITS with some of them changed."""
-    return dataclasses.replace(LIMITS, **changes)  # type: ignore[arg-type]
+def python(source: str, **more: Any) -> Command:
+    """In a fresh interpreter."""
+    return Command(kind=Kind.python, source=source, **more)
 
 
-@pytest.fixture(params=["bubblewrap", "subprocess"])
-async def provider(request: pytest.FixtureRequest) -> Provider:
-    """Each backend in turn."""
-    if request.param == "bubblewrap":
-        return await Bubblewrap.open(first_uid=FIRST_UID)
-    return await Subprocess.open(first_uid=FIRST_UID)
+def shell(source: str, **more: Any) -> Command:
+    """By a shell."""
+    return Command(kind=Kind.shell, source=source, **more)
 
 
-@pytest.fixture
-async def sandbox(provider: Provider) -> AsyncIterator[InitSandbox]:
-    """A new sandbox."""
-    sandbox = await provider.start(0, DISK)
-    assert isinstance(sandbox, InitSandbox)
-    yield sandbox
-    await sandbox.close()
+class Running:
+    """A call that has begun: it has printed something."""
+
+    def __init__(self, sandbox: Sandbox, command: Command, limits: SandboxLimits) -> None:
+        self.parts: list[tuple[Stream, bytes]] = []
+        self.printed = asyncio.Event()
+        self.answer = asyncio.create_task(sandbox.exec(command, limits, on_output=self.take))
+
+    def take(self, stream: Stream, part: bytes) -> None:
+        """Of the call's output."""
+        self.parts.append((stream, part))
+        self.printed.set()
 
 
-def left_over(sandbox: InitSandbox) -> list[str]:
-    """Commands of processes inside, the init aside."""
-    below = psutil.Process(sandbox.process.pid).children(recursive=True)
-    return [name for process in below if "inside.init" not in (name := " ".join(process.cmdline()))]
+async def works(sandbox: Sandbox, limits: SandboxLimits) -> bool:
+    """It runs the next call."""
+    return (await sandbox.exec(python("print(3 + 5)"), limits)).output == b"8\n"
 
 
-async def begun(sandbox: InitSandbox) -> None:
-    """A call of it has a process."""
-    while not left_over(sandbox):  # noqa: ASYNC110 - the kernel offers no event for this
-        await asyncio.sleep(0.01)
-
-
-async def test_python_prints_and_succeeds(sandbox: InitSandbox) -> None:
-    answer = await sandbox.run("python", "print(3 + 5)", LIMITS)
+async def test_python_prints_and_succeeds(sandbox: Sandbox, limits: SandboxLimits) -> None:
+    answer = await sandbox.exec(python("print(3 + 5)"), limits)
     assert (answer.status, answer.reason, answer.exit_code, answer.output) == (ToolStatus.ok, "", 0, b"8\n")
-    assert 0 < answer.cpu_s < 5
+    assert answer.cpu_s > 0
     assert answer.duration_s > 0
 
 
-async def test_shell_answers_stdout_then_stderr(sandbox: InitSandbox) -> None:
-    answer = await sandbox.run("shell", "echo late >&2; echo early", LIMITS)
+@pytest.mark.needs("shell")
+async def test_the_answer_has_stdout_then_stderr(sandbox: Sandbox, limits: SandboxLimits) -> None:
+    answer = await sandbox.exec(shell("echo late >&2; echo early"), limits)
     assert (answer.status, answer.output) == (ToolStatus.ok, b"early\nlate\n")
 
 
-@pytest.mark.parametrize(
-    ("tool", "source", "code"),
-    [("shell", "exit 7", 7), ("python", "raise SystemExit(7)", 7), ("shell", "kill -9 $$", 137)],
-)
-async def test_a_failing_tool_is_a_tool_error_with_its_exit_code(
-    sandbox: InitSandbox, tool: str, source: str, code: int
+@pytest.mark.needs("shell")
+async def test_a_program_gets_its_arguments_as_they_are(sandbox: Sandbox, limits: SandboxLimits) -> None:
+    answer = await sandbox.exec(Command(kind=Kind.program, argv=("printf", "%s|", "a b", "", "$HOME", "ü\n")), limits)
+    assert answer.output.decode() == "a b||$HOME|ü\n|"
+
+
+@pytest.mark.needs("shell")
+async def test_a_program_that_is_not_there_is_a_tool_error_as_in_a_shell(
+    sandbox: Sandbox, limits: SandboxLimits
 ) -> None:
-    answer = await sandbox.run(tool, source, LIMITS)
-    assert (answer.status, answer.exit_code) == (ToolStatus.tool_error, code)
+    answer = await sandbox.exec(Command(kind=Kind.program, argv=("no-such-program",)), limits)
+    assert (answer.status, answer.exit_code) == (ToolStatus.tool_error, 127)
+    assert b"no-such-program" in answer.output
 
 
-async def test_an_exception_shows_the_agents_lines_and_none_of_ours(sandbox: InitSandbox) -> None:
-    answer = await sandbox.run("python", "x = 1\nprint(undefined)\n", LIMITS)
+async def test_an_exit_code_other_than_zero_is_a_tool_error(sandbox: Sandbox, limits: SandboxLimits) -> None:
+    answer = await sandbox.exec(python("raise SystemExit(7)"), limits)
+    assert (answer.status, answer.exit_code) == (ToolStatus.tool_error, 7)
+
+
+@pytest.mark.needs("shell")
+async def test_a_failing_command_is_a_tool_error_with_its_exit_code(sandbox: Sandbox, limits: SandboxLimits) -> None:
+    for source, code in (("exit 7", 7), ("kill -9 $$", 137)):
+        answer = await sandbox.exec(shell(source), limits)
+        assert (answer.status, answer.exit_code) == (ToolStatus.tool_error, code)
+
+
+async def test_an_exception_shows_the_agents_lines_and_none_of_ours(sandbox: Sandbox, limits: SandboxLimits) -> None:
+    answer = await sandbox.exec(python("x = 1\nprint(undefined)\n"), limits)
     assert answer.status is ToolStatus.tool_error
     text = answer.output.decode()
-    assert "print(undefined)" in text
+    assert "line 2" in text
     assert "NameError" in text
     assert "inside" not in text
 
 
-async def test_a_syntax_error_is_the_tools(sandbox: InitSandbox) -> None:
-    answer = await sandbox.run("python", "print(", LIMITS)
-    assert answer.status is ToolStatus.tool_error
-    assert b"SyntaxError" in answer.output
+async def test_a_source_that_cannot_be_run_is_a_tool_error(sandbox: Sandbox, limits: SandboxLimits) -> None:
+    for source in ("print(", "a\0b"):
+        answer = await sandbox.exec(python(source), limits)
+        assert answer.status is ToolStatus.tool_error
+    assert await works(sandbox, limits)
 
 
-async def test_python_ends_as_python_does(sandbox: InitSandbox) -> None:
+@pytest.mark.needs("shell")
+async def test_python_ends_as_python_does(sandbox: Sandbox, limits: SandboxLimits) -> None:
     source = """
 import atexit, threading, time
 atexit.register(print, "last")
 threading.Thread(target=lambda: (time.sleep(0.1), print("thread"))).start()
 print("main", __name__)
 """
-    answer = await sandbox.run("python", source, LIMITS)
+    answer = await sandbox.exec(python(source), limits)
     assert answer.output == b"main __main__\nthread\nlast\n"
 
 
-async def test_calls_share_no_memory(sandbox: InitSandbox) -> None:
-    await sandbox.run("python", "import builtins, json; builtins.left = 1; json.loads = None", LIMITS)
-    answer = await sandbox.run(
-        "python", "import builtins, json; print(hasattr(builtins, 'left'), json.loads('2'))", LIMITS
+async def test_calls_share_no_memory(sandbox: Sandbox, limits: SandboxLimits) -> None:
+    await sandbox.exec(python("import builtins, json; builtins.left = 1; json.loads = None"), limits)
+    answer = await sandbox.exec(
+        python("import builtins, json; print(hasattr(builtins, 'left'), json.loads('2'))"), limits
     )
     assert answer.output == b"False 2\n"
 
 
-async def test_files_stay_between_calls_and_go_with_a_reset(sandbox: InitSandbox) -> None:
-    await sandbox.run("shell", "mkdir -p a/b; echo hi > a/b/c; chmod 000 a; touch -- -rf .hidden", LIMITS)
-    there = await sandbox.run("shell", "chmod 700 a; cat a/b/c; ls -A", LIMITS)
+async def test_input_is_what_was_given_and_else_empty(sandbox: Sandbox, limits: SandboxLimits) -> None:
+    source = "import sys; print(len(sys.stdin.buffer.read()))"
+    assert (await sandbox.exec(python(source), limits)).output == b"0\n"
+    assert (await sandbox.exec(python(source, stdin=bytes(300_000)), limits)).output == b"300000\n"
+
+
+async def test_input_that_nobody_reads_holds_nothing_up(sandbox: Sandbox, limits: SandboxLimits) -> None:
+    answer = await sandbox.exec(python("print(1)", stdin=bytes(3_000_000)), limits)
+    assert (answer.status, answer.output) == (ToolStatus.ok, b"1\n")
+
+
+async def test_a_call_has_its_environment_and_the_next_one_not(sandbox: Sandbox, limits: SandboxLimits) -> None:
+    source = "import os; print(os.environ.get('COLOUR'), 'HOME' in os.environ)"
+    assert (await sandbox.exec(python(source, env={"COLOUR": "blau ü"}), limits)).output.decode() == "blau ü True\n"
+    assert (await sandbox.exec(python(source), limits)).output == b"None True\n"
+
+
+async def test_a_call_runs_in_the_folder_that_it_names(sandbox: Sandbox, limits: SandboxLimits) -> None:
+    await sandbox.write("a/b/file", b"found")
+    assert (await sandbox.exec(python("print(open('file').read())", cwd="a/b"), limits)).output == b"found\n"
+    with pytest.raises(FileMissing):
+        await sandbox.exec(python("pass", cwd="a/c"), limits)
+    with pytest.raises(FileRefused):
+        await sandbox.exec(python("pass", cwd="../.."), limits)
+    assert await works(sandbox, limits)
+
+
+async def test_output_is_seen_while_the_call_runs(sandbox: Sandbox, limits: SandboxLimits) -> None:
+    source = "import time; print('begun', flush=True)\nwhile True: time.sleep(0.05)"
+    running = Running(sandbox, python(source), limits)
+    async with asyncio.timeout(limits.wall_s):
+        await running.printed.wait()
+    assert not running.answer.done()
+    await sandbox.cancel()
+    assert (await running.answer).output == b"begun\n"
+    assert running.parts == [(Stream.stdout, b"begun\n")]
+
+
+async def test_bytes_that_are_no_text_pass_through(sandbox: Sandbox, limits: SandboxLimits) -> None:
+    source = "import sys; sys.stdout.buffer.write(bytes(range(256)) * 8); print('für \N{SNOWMAN}', file=sys.stderr)"
+    answer = await sandbox.exec(python(source), limits)
+    assert answer.output == bytes(range(256)) * 8 + "für \N{SNOWMAN}\n".encode()
+
+
+async def test_output_of_exactly_the_limit_is_no_offence(sandbox: Sandbox, limits: SandboxLimits) -> None:
+    answer = await sandbox.exec(python(f"print('x' * {limits.output_bytes - 1})"), limits)
+    assert (answer.status, len(answer.output)) == (ToolStatus.ok, limits.output_bytes)
+
+
+@pytest.mark.needs("shell")
+async def test_files_stay_between_calls_and_go_with_a_reset(sandbox: Sandbox, limits: SandboxLimits) -> None:
+    await sandbox.exec(shell("mkdir -p a/b; echo hi > a/b/c; chmod 000 a; touch -- -rf .hidden"), limits)
+    there = await sandbox.exec(shell("chmod 700 a; cat a/b/c; ls -A"), limits)
     assert there.output == b"hi\n-rf\n.hidden\na\n"
     assert await sandbox.reset()
-    empty = await sandbox.run("shell", "ls -A", LIMITS)
-    assert empty.output == b""
+    assert (await sandbox.exec(shell("ls -A"), limits)).output == b""
 
 
-async def test_a_time_out_answers_at_once_with_the_whole_tree_dead(sandbox: InitSandbox) -> None:
+@pytest.mark.needs("shell")
+async def test_a_time_out_answers_at_once_with_the_whole_tree_dead(
+    sandbox: Sandbox, limited: Limited, mark: Any
+) -> None:
     source = (
         "echo before; trap '' TERM INT HUP; (setsid sh -c 'trap \"\" TERM; while :; do sleep 60; done' &) ; sleep 60"
     )
-    answer = await sandbox.run("shell", source, limited(wall_s=0.5))
+    answer = await sandbox.exec(shell(source, env=mark.env), limited(wall_s=0.5))
     assert (answer.status, answer.reason, answer.exit_code) == (ToolStatus.timeout, "wall_s", None)
     assert answer.output == b"before\n"
     assert answer.duration_s < 5  # the sleeps are of 60 s
-    assert left_over(sandbox) == []
+    assert mark.gone()
 
 
-async def test_what_was_printed_before_a_time_out_is_seen(sandbox: InitSandbox) -> None:
-    answer = await sandbox.run("python", "print('here')\nwhile True: pass", limited(wall_s=0.5))
+async def test_what_was_printed_before_a_time_out_is_seen(sandbox: Sandbox, limited: Limited) -> None:
+    answer = await sandbox.exec(python("print('here', flush=True)\nwhile True: pass"), limited(wall_s=1.0))
     assert (answer.status, answer.output) == (ToolStatus.timeout, b"here\n")
 
 
-async def test_a_background_process_ends_with_its_call(sandbox: InitSandbox) -> None:
-    answer = await sandbox.run("shell", "sleep 60 & echo done", LIMITS)
+@pytest.mark.needs("shell")
+async def test_a_background_process_ends_with_its_call(sandbox: Sandbox, limits: SandboxLimits, mark: Any) -> None:
+    answer = await sandbox.exec(shell("sleep 60 & echo done", env=mark.env), limits)
     assert (answer.status, answer.output) == (ToolStatus.ok, b"done\n")
     assert answer.duration_s < 10
-    assert left_over(sandbox) == []
+    assert mark.gone()
 
 
 @pytest.mark.parametrize(
-    ("tool", "source", "changes", "reason"),
+    ("source", "changes", "reason"),
     [
-        ("python", "while True: pass", {"cpu_s": 1.0}, "cpu_s"),
-        ("shell", "for i in 1 2 3 4; do (while :; do :; done) & done; wait", {"cpu_s": 1.0}, "cpu_s"),
-        ("python", "x = bytearray(10**10)", {}, "memory_bytes"),
-        ("python", "x = []\nwhile True: x.append(bytearray(1 << 20))", {}, "memory_bytes"),
-        ("shell", "python3 -c 'x = bytearray(200 << 20); import time; time.sleep(9)'", {}, "memory_bytes"),
-        ("python", "import os, time\nfor _ in range(8): os.fork()\ntime.sleep(9)", {}, "pids"),
-        ("shell", SHELL_BOMB, {}, "pids"),
-        ("shell", "head -c 100000000 /dev/zero > full; sleep 9", {}, "disk_bytes"),
-        ("python", "open('full', 'wb').write(bytes(20 << 20))", {}, "disk_bytes"),
-        ("shell", "yes", {}, "output_bytes"),
-        ("python", "print('x' * 100_000)", {}, "output_bytes"),
+        ("while True: pass", {"cpu_s": 0.5}, "cpu_s"),
+        ("x = []\nwhile len(x) < 500: x.append(bytearray(1 << 20))", {}, "memory_bytes"),
+        ("open('full', 'wb').write(bytes(20 << 20))", {}, "disk_bytes"),
+        ("print('x' * 100_000)", {}, "output_bytes"),
     ],
 )
 async def test_every_limit_is_enforced_and_named(
-    sandbox: InitSandbox, tool: str, source: str, changes: dict[str, float], reason: str
+    sandbox: Sandbox, limited: Limited, source: str, changes: dict[str, float], reason: str
 ) -> None:
-    answer = await sandbox.run(tool, source, limited(**changes))
+    answer = await sandbox.exec(python(source), limited(**changes))
     assert (answer.status, answer.reason) == (ToolStatus.resource_limit, reason)
-    assert len(answer.output) <= LIMITS.output_bytes
-    assert left_over(sandbox) == []
-    assert await sandbox.reset()
-    assert (await sandbox.run("python", "print(1)", LIMITS)).output == b"1\n"
+    assert len(answer.output) <= limited().output_bytes
+    assert await works(sandbox, limited())
 
 
-async def test_output_of_exactly_the_limit_is_no_offence(sandbox: InitSandbox) -> None:
-    answer = await sandbox.run("python", f"print('x' * {LIMITS.output_bytes - 1})", LIMITS)
-    assert (answer.status, len(answer.output)) == (ToolStatus.ok, LIMITS.output_bytes)
-
-
-async def test_a_cancelled_call_answers_so_and_leaves_a_usable_sandbox(sandbox: InitSandbox) -> None:
-    running = asyncio.create_task(sandbox.run("shell", "sleep 60", LIMITS))
-    await begun(sandbox)
-    await sandbox.cancel()
-    assert (await running).status is ToolStatus.cancelled
-    assert left_over(sandbox) == []
-    assert (await sandbox.run("python", "print(1)", LIMITS)).output == b"1\n"
-
-
-async def test_abandoning_a_call_kills_the_sandbox(sandbox: InitSandbox) -> None:
-    running = asyncio.create_task(sandbox.run("shell", "sleep 60", LIMITS))
-    await begun(sandbox)
-    inside = psutil.Process(sandbox.process.pid).children(recursive=True)
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    _, alive = psutil.wait_procs(inside, timeout=5)
-    assert alive == []
-
-
-async def test_a_sandbox_that_dies_in_a_call_says_so(sandbox: InitSandbox) -> None:
-    running = asyncio.create_task(sandbox.run("shell", "sleep 60", LIMITS))
-    await begun(sandbox)
-    inside = psutil.Process(sandbox.process.pid).children(recursive=True)
-    sandbox.process.kill()
-    with pytest.raises(SandboxDied, match="before it answered"):
-        await running
-    for process in inside:  # a plain init cannot take its tree with it when it is killed itself
-        if process.is_running():
-            process.kill()
-
-
-async def test_input_is_empty_and_the_environment_is_clean(
-    sandbox: InitSandbox, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.needs("shell")
+@pytest.mark.parametrize(
+    ("source", "changes", "reason"),
+    [
+        ("for i in 1 2 3 4; do (while :; do :; done) & done; wait", {"cpu_s": 0.5}, "cpu_s"),
+        ("python3 -c 'x = bytearray(200 << 20); import time; time.sleep(9)'", {}, "memory_bytes"),
+        (SHELL_BOMB, {}, "pids"),
+        ("head -c 100000000 /dev/zero > full; sleep 9", {}, "disk_bytes"),
+        ("yes | head -c 1000000000", {}, "output_bytes"),
+    ],
+)
+async def test_a_limit_holds_for_the_whole_tree(
+    sandbox: Sandbox, limited: Limited, mark: Any, source: str, changes: dict[str, float], reason: str
 ) -> None:
-    answer = await sandbox.run("shell", "cat; env | cut -d= -f1 | sort", LIMITS)
-    names = set(answer.output.decode().split())
-    assert {"PATH", "HOME"} <= names
-    allowed = {"PATH", "HOME", "USER", "LANG", "LD_LIBRARY_PATH", "PYTHONHASHSEED", "PYTHONDONTWRITEBYTECODE", "TMPDIR"}
-    assert names <= allowed | {"PWD", "OLDPWD", "SHLVL", "_"}
+    answer = await sandbox.exec(shell(source, env=mark.env), limited(**changes))
+    assert (answer.status, answer.reason) == (ToolStatus.resource_limit, reason)
+    assert len(answer.output) <= limited().output_bytes
+    assert mark.gone()
+    assert await sandbox.reset()
+    assert await works(sandbox, limited())
 
 
-async def test_bytes_that_are_no_text_pass_through(sandbox: InitSandbox) -> None:
-    answer = await sandbox.run("shell", r"printf '\xff\x00\n'", LIMITS)
-    assert answer.output == b"\xff\x00\n"
-    answer = await sandbox.run("python", "print('für \N{SNOWMAN}')", LIMITS)
-    assert answer.output.decode() == "für \N{SNOWMAN}\n"
+async def test_a_cancelled_call_answers_so_and_leaves_a_usable_sandbox(sandbox: Sandbox, limits: SandboxLimits) -> None:
+    running = Running(sandbox, python("import time; print(1, flush=True)\nwhile True: time.sleep(0.05)"), limits)
+    await running.printed.wait()
+    await sandbox.cancel()
+    assert (await running.answer).status is ToolStatus.cancelled
+    assert await works(sandbox, limits)
 
 
-async def test_a_source_that_cannot_be_run_is_a_tool_error(sandbox: InitSandbox) -> None:
-    for tool in ("shell", "python"):
-        answer = await sandbox.run(tool, "a\0b", LIMITS)
-        assert answer.status is ToolStatus.tool_error
+@pytest.mark.needs("shell")
+async def test_abandoning_a_call_kills_the_sandbox(sandbox: Sandbox, limits: SandboxLimits, mark: Any) -> None:
+    running = Running(sandbox, shell("echo begun; sleep 60 & sleep 60", env=mark.env), limits)
+    await running.printed.wait()
+    running.answer.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running.answer
+    assert not await sandbox.healthy()
+    assert mark.gone()
+
+
+@pytest.mark.needs("shell")
+async def test_a_sandbox_that_is_closed_in_a_call_says_so(sandbox: Sandbox, limits: SandboxLimits, mark: Any) -> None:
+    running = Running(sandbox, shell("echo begun; sleep 60", env=mark.env), limits)
+    await running.printed.wait()
+    await sandbox.close()
+    with pytest.raises(SandboxDied):
+        await running.answer
+    assert mark.gone()
+
+
+async def test_a_sandbox_is_healthy_until_it_is_closed(sandbox: Sandbox, limits: SandboxLimits) -> None:
+    assert await sandbox.healthy()
+    assert await works(sandbox, limits)
+    assert await sandbox.reset()
+    assert await sandbox.healthy()
+    await sandbox.close()
+    await sandbox.close()
+    assert not await sandbox.healthy()
+    with pytest.raises(SandboxDied):
+        await sandbox.exec(python("print(1)"), limits)

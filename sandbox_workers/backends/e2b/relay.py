@@ -1,0 +1,91 @@
+"""What a command of an E2B machine runs: the init as a child, its answers as text.
+
+The SDK decodes a command's output as UTF-8, so the init's frames leave as lines of base64; its input is bytes: first
+the program that `inside.loader` takes, then frames. Sent as the argument of `python3 -c`, so standard library only, and
+written for old pythons.
+"""
+
+import base64
+import contextlib
+import ctypes
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from typing import IO
+
+PR_SET_NO_NEW_PRIVS = 38
+PART_BYTES = 49152
+CONTROL = 9
+"""The init's end of its control socket."""
+KEPT = ("PATH", "LD_LIBRARY_PATH")
+"""Of the template's environment; the rest may name what is not the agent's business."""
+
+
+def main(folders: "list[str]", argv: "list[str]") -> int:
+    """Make the writable folders, of the user's home, and run the init; its exit code."""
+    folders = [os.path.join(os.path.expanduser("~"), folder) for folder in folders]
+    for folder in folders:
+        os.makedirs(folder, 0o700, exist_ok=True)
+    env = {name: os.environ[name] for name in KEPT if name in os.environ}
+    env.update(HOME=folders[0], TMPDIR=folders[1], USER="sandbox", LANG="C.UTF-8")
+    env.update(PYTHONHASHSEED="0", PYTHONDONTWRITEBYTECODE="1")
+    # Templates let their user become root by sudo: without new privileges no setuid program works for a call.
+    if ctypes.CDLL(None).prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
+        raise SystemExit("prctl(PR_SET_NO_NEW_PRIVS) failed")
+    ours, theirs = socket.socketpair()
+    os.dup2(theirs.fileno(), CONTROL)
+    theirs.close()
+    init = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=2, env=env, cwd="/", pass_fds=(CONTROL,))
+    os.close(CONTROL)
+    assert init.stdin is not None
+    threading.Thread(target=inward, args=(init.stdin, folders, ours), daemon=True).start()
+    outward(ours)
+    return init.wait()
+
+
+def inward(loader: "IO[bytes]", folders: "list[str]", ours: socket.socket) -> None:
+    """The worker's words: the program to the init's input, all else to its socket."""
+    with contextlib.suppress(OSError, ValueError):  # the worker or the init is gone: so is the other, by what follows
+        program = json.loads(taken(int.from_bytes(taken(4), "big")).decode())
+        program["arguments"] += folders
+        data = json.dumps(program).encode()
+        loader.write(len(data).to_bytes(4, "big") + data)
+        loader.close()
+        while True:
+            part = os.read(0, PART_BYTES)
+            if not part:
+                break
+            ours.sendall(part)
+    with contextlib.suppress(OSError):
+        loader.close()
+    with contextlib.suppress(OSError):
+        ours.shutdown(socket.SHUT_WR)
+
+
+def taken(size: int) -> bytes:
+    """That many bytes of the input, or all that there are."""
+    data = b""
+    while len(data) < size:
+        part = os.read(0, size - len(data))
+        if not part:
+            break
+        data += part
+    return data
+
+
+def outward(ours: socket.socket) -> None:
+    """The init's answers, as lines."""
+    while True:
+        part = ours.recv(PART_BYTES)
+        if not part:
+            return
+        line = memoryview(base64.b64encode(part) + b"\n")
+        while line:
+            line = line[os.write(1, line) :]
+
+
+if __name__ == "__main__":
+    sys.exit(main(*json.loads(sys.argv[1])))

@@ -1,0 +1,1 @@
+"""WebAssembly: Python or a compiled module in wasmtime."""

@@ -1,0 +1,114 @@
+"""The process of a wasm sandbox: holds the compiled modules, forks once per call, keeps the workspace.
+
+It is the init of the local backends with guests in place of programs, so files, limits that are watched from outside,
+streaming and cancelling are the same code. Started as the worker's user, since it reads the worker's packages, it
+becomes the slot's before the first call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from turnlog.sandbox_workers.backends.wasm.command import Unusable, engines_of
+from turnlog.sandbox_workers.backends.wasm.guest import PR_SET_PDEATHSIG, THREADS, become
+from turnlog.sandbox_workers.inside.call import Become, Call, Verdict
+from turnlog.sandbox_workers.inside.child import PR_SET_DUMPABLE, prctl
+from turnlog.sandbox_workers.inside.ending import Reaped, end_all
+from turnlog.sandbox_workers.inside.frames import Control, ControlClosed, Socket, send
+from turnlog.sandbox_workers.inside.init import PR_SET_CHILD_SUBREAPER, freeze
+from turnlog.sandbox_workers.inside.processes import Place
+from turnlog.sandbox_workers.inside.service import Answer, Service
+
+PR_SET_NO_NEW_PRIVS = 38
+OVERHEAD_BYTES = 192 << 20
+"""What wasmtime and this interpreter may use beside a guest's own memory, a compiler included."""
+
+
+class GuestCall(Call):
+    """A guest and its limits. Those of `head` are the guest's; its process is looked at with room for the host."""
+
+    def __init__(self, place: Place, control: Control, head: dict[str, Any], become: Become) -> None:
+        super().__init__(place, control, head, None, become)
+        self.limits = {**self.limits, "memory_bytes": self.limits["memory_bytes"] + OVERHEAD_BYTES, "pids": THREADS}
+
+    def _end_tree(self, *, spare: bool) -> None:
+        super()._end_tree(spare=spare)
+        self.reaped.look(0)  # a guest has threads, and the kernel reports it when the last of them is gone
+
+    def _judge(self, cpu_s: float) -> Verdict:
+        if self.output.note.startswith(b"wall_s"):
+            return "timeout", "wall_s"
+        if self.output.note.startswith(b"fuel"):
+            return "resource_limit", "fuel"
+        return super()._judge(cpu_s)
+
+
+class GuestService(Service):
+    """See Service."""
+
+    def _exec(self, head: dict[str, Any], body: bytes) -> Answer:
+        if head["kind"] == "session" and head["alive"]:
+            return {"lost": True}, b""
+        source, stdin = body[: head["source"]], body[head["source"] :]
+        head = head | {"kind": "a persistent interpreter"} if head["kind"] == "session" else head
+        with self._folder(head["cwd"]) as walk:
+            return GuestCall(self.place, self.control, head, self.become).run(source, stdin, walk.here), b""
+
+
+def main(words: str) -> None:
+    """`words`: JSON {"control": descriptor, "uid": host user or null, "modules": {name: path}, "library", "fuel",
+    "filter": descriptor of a system call filter or null,
+    "folders": [workspace, temporary]}."""
+    about = json.loads(words)
+    modules = {name: Path(path) for name, path in about["modules"].items()}
+    try:
+        engines = engines_of(modules, about["library"], about["fuel"], taken(about["filter"]))
+    except Unusable as error:
+        raise SystemExit(str(error)) from error
+    shed(about["uid"])
+    place = Place(about["folders"], about["uid"] is not None, namespace=False)
+    freeze()
+    control = Socket(about["control"])
+    with contextlib.suppress(ControlClosed):
+        send(control, {"ready": True, "pid": os.getpid()})
+        GuestService(control, place, functools.partial(become, engines)).serve()
+    end_all(place, Reaped())
+
+
+def taken(descriptor: int | None) -> bytes:
+    """What can be read there."""
+    if descriptor is None:
+        return b""
+    with open(descriptor, "rb") as file:
+        return file.read()
+
+
+def shed(uid: int | None) -> None:
+    """Become the slot's user, for good, and end with the worker."""
+    if uid is not None:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.environ.clear()
+    os.umask(0o022)
+    # After the change of user, which clears the first two (prctl(2)).
+    for option, value in (
+        (PR_SET_PDEATHSIG, signal.SIGKILL),
+        (PR_SET_DUMPABLE, 0),
+        (PR_SET_NO_NEW_PRIVS, 1),
+        (PR_SET_CHILD_SUBREAPER, 1),
+    ):
+        if prctl(option, value, 0, 0, 0):
+            raise SystemExit(f"prctl({option}, {value}) failed")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

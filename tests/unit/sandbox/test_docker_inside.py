@@ -1,0 +1,119 @@
+"""What runs in a container beside the init of all backends: control group, stand-in for a pidfd, last words."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from turnlog.sandbox_workers.backends.docker import program as docker_program
+from turnlog.sandbox_workers.backends.docker.stream import WORDS_BYTES, ContainerStream
+from turnlog.sandbox_workers.inside import attached, handles
+from turnlog.sandbox_workers.inside.frames import HEADER, frame
+
+ANSWER = {"status": "tool_error", "reason": "", "exit_code": 137}
+
+
+@pytest.fixture
+def counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the control group counts."""
+    events = {"memory_bytes": ((str(tmp_path / "absent"), "oom_kill"), (str(tmp_path / "memory"), "oom_kill"))}
+    monkeypatch.setattr(attached, "EVENTS", events)
+    (tmp_path / "memory").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 2\n")
+    return tmp_path / "memory"
+
+
+@pytest.fixture
+def standard(monkeypatch: pytest.MonkeyPatch) -> int:
+    """A descriptor that gets what a container's first process writes as its output; the process's own stays."""
+    read, write = os.pipe()
+    monkeypatch.setattr(os, "dup", lambda number: write if number == 1 else 0)
+    monkeypatch.setattr(os, "dup2", lambda *_: None)
+    return read
+
+
+def sent(read: int) -> dict[str, object]:
+    """Head of the frame that left."""
+    head_size, _ = HEADER.unpack(os.read(read, HEADER.size))
+    head: dict[str, object] = json.loads(os.read(read, head_size))
+    return head
+
+
+def test_what_the_kernel_killed_for_memory_is_that_limit_and_only_once(counters: Path, standard: int) -> None:
+    pipes = attached.Pipes()
+    pipes.sendall(frame(ANSWER))
+    assert sent(standard) == ANSWER
+    counters.write_text("oom_kill 3\n")
+    pipes.sendall(frame(ANSWER))
+    assert sent(standard) == {"status": "resource_limit", "reason": "memory_bytes", "exit_code": None}
+    pipes.sendall(frame(ANSWER))
+    assert sent(standard) == ANSWER
+
+
+def test_a_limit_that_was_named_already_is_not_renamed(counters: Path) -> None:
+    answer = {"status": "timeout", "reason": "wall_s", "exit_code": None}
+    assert attached.judged(answer, {"memory_bytes": 0}, {"memory_bytes": 1}) == answer
+
+
+def test_where_no_control_group_is_shown_nothing_is_counted(counters: Path) -> None:
+    assert attached.counted() == {"memory_bytes": 2}
+    counters.unlink()
+    assert attached.counted() == {}
+
+
+def test_a_child_is_waited_for_where_there_is_no_pidfd() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        handle = handles.waited_for(child.pid)
+        poll = select.poll()
+        poll.register(handle, select.POLLIN)
+        assert poll.poll(0) == []
+        child.communicate(b"\n")
+        assert [found for found, _ in poll.poll(10_000)] == [handle]
+        os.close(handle)
+    assert child.returncode == 0  # it was left to be reaped
+
+
+def test_the_program_is_the_same_for_every_container_and_named_by_its_hash() -> None:
+    assert docker_program.program(b"", "/workspace") == docker_program.program(b"", "/workspace")
+    assert docker_program.command("a")[:-1] == docker_program.command("b")[:-1]
+    assert len(docker_program.fingerprint()) == 64
+
+
+async def test_streams_are_told_apart_and_last_words_are_bounded() -> None:
+    ours, theirs = socket.socketpair()
+    stream = ContainerStream(ours, 0)
+    header = struct.Struct(">BxxxL")
+    long = b"x" * (3 * WORDS_BYTES) + b"the end"
+    with theirs:
+        for number, part in ((2, long), (1, b"abc"), (1, b""), (1, b"def")):
+            await asyncio.to_thread(theirs.sendall, header.pack(number, len(part)) + part)
+        reader, writer = await asyncio.open_connection(sock=stream.control)
+        assert await reader.readexactly(6) == b"abcdef"
+        writer.write(b"to the container")
+        assert await asyncio.to_thread(theirs.recv, 100) == b"to the container"
+        theirs.shutdown(socket.SHUT_WR)
+        assert await stream.wait() == 0
+    assert len(stream.words) == WORDS_BYTES
+    assert stream.words.endswith(b"the end")
+    writer.close()
+    await stream.close()
+
+
+async def test_a_connection_that_breaks_in_a_part_is_an_end() -> None:
+    ours, theirs = socket.socketpair()
+    stream = ContainerStream(ours, 0)
+    theirs.sendall(b"\x01\0\0\0\0\0\x10\0abc")
+    theirs.close()
+    await stream.wait()
+    assert stream.control.recv(100) == b"abc"
+    assert stream.control.recv(100) == b""
+    stream.control.close()
+    await stream.close()
