@@ -1,0 +1,1 @@
+"""`turnlog sandbox pool|check|exec`."""

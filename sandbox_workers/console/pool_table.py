@@ -1,0 +1,109 @@
+"""`turnlog sandbox pool`: what the slots of every live worker do, asked of their health servers (/state)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from turnlog.infra import endpoints
+from turnlog.sandbox_workers.pooling.slots import SlotState
+from turnlog.settings import Settings
+
+TIMEOUT_S = 2.0
+EVERY_S = 1.0
+ALWAYS = frozenset({SlotState.ready, SlotState.leased, SlotState.held})
+"""Columns that are shown though no slot is in that state."""
+NOBODY = 3
+"""Exit status, as `turnlog status` has it, when nothing is up."""
+
+Answers = dict[str, dict[str, Any]]
+"""Worker -> what it says of itself, or {"unreachable": why}."""
+
+
+def show(settings: Settings, arguments: argparse.Namespace) -> int:
+    """Print the pools once, or again and again; 0 when a worker answered, else 3."""
+    found = asked(addresses(settings, arguments.urls))
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+    elif arguments.watch:
+        _watch(settings, arguments.urls)
+    else:
+        Console().print(drawn(settings, found))
+    return 0 if any("pools" in answer for answer in found.values()) else NOBODY
+
+
+def addresses(settings: Settings, urls: list[str]) -> dict[str, str]:
+    """Worker -> base URL of its health server: those named, else those of the run."""
+    if urls:
+        return {url: url.rstrip("/") for url in urls}
+    try:
+        health = endpoints.read(Path(settings.run.directory)).health
+    except endpoints.NoEndpoints:
+        return {}
+    return {name: url for name, url in health.items() if name.startswith("sandbox-")}
+
+
+def asked(workers: dict[str, str]) -> Answers:
+    """What each says; one that does not answer says why."""
+    found: Answers = {}
+    for name, url in workers.items():
+        try:
+            with urllib.request.urlopen(f"{url}/state", timeout=TIMEOUT_S) as answer:
+                state = json.load(answer)
+                found[name] = state.get("pools") or {
+                    "unreachable": f"{url} is a {state.get('role')}, no sandbox worker"
+                }
+        except (urllib.error.URLError, OSError, ValueError) as error:
+            found[name] = {"unreachable": f"{url}: {error}"}
+    return found
+
+
+def drawn(settings: Settings, found: Answers) -> Group:
+    """A table of the pools, and lines for what does not fit in."""
+    if not found:
+        where = f"run {settings.run.id!r} has no sandbox worker: start it with `turnlog up`, or name one by --url"
+        return Group(Text(where))
+    pools = [pool for answer in found.values() for pool in answer.get("pools", ())]
+    states = [state for state in SlotState if state in ALWAYS or any(pool["slots"][state] for pool in pools)]
+    table = Table("worker", "backend", title=f"sandbox pools of run {settings.run.id}")
+    for name in (*states, "waiting", "hits", "misses", "wait p50 / p99", "renewed", "leaks"):
+        table.add_column(str(name), justify="right")
+    notes = []
+    for worker, answer in found.items():
+        for pool in answer.get("pools", ()):
+            table.add_row(worker, pool["backend"], *_figures(pool, states))
+            notes += [f"{worker} {pool['backend']}: {error}" for error in pool["errors"]]
+        if answer.get("fallback"):
+            notes.append(f"{worker}: TOOLS RUN WITHOUT ISOLATION; `turnlog sandbox check` says why")
+        if "unreachable" in answer:
+            notes.append(f"{worker}: {answer['unreachable']}")
+    return Group(*([table] if table.row_count else []), *(Text(note) for note in notes))
+
+
+def _figures(pool: dict[str, Any], states: list[SlotState]) -> list[str]:
+    slots = [str(pool["slots"][state] or "-") for state in states]
+    counts = [f"{pool[name]:,}" for name in ("waiting", "hits", "misses")]
+    waits = " / ".join(_time(pool["wait_ms"][share]) for share in ("p50", "p99"))
+    renewals = ", ".join(f"{reason} {count:,}" for reason, count in sorted(pool["renewals"].items()))
+    return [*slots, *counts, waits, renewals or "-", str(pool["leaks"] or "-")]
+
+
+def _time(milliseconds: float) -> str:
+    return f"{milliseconds:.1f} ms" if milliseconds < 1000 else f"{milliseconds / 1000:.1f} s"
+
+
+def _watch(settings: Settings, urls: list[str]) -> None:
+    with Live(auto_refresh=False) as live:
+        while True:
+            live.update(drawn(settings, asked(addresses(settings, urls))), refresh=True)
+            time.sleep(EVERY_S)

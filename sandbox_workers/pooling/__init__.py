@@ -1,0 +1,1 @@
+"""Warm sandboxes: slots, leases, resets, what is kept ready."""

@@ -1,0 +1,287 @@
+"""Warm sandboxes in slots: a call or a durable session leases one; whatever is in doubt is replaced, never reused.
+
+Callers only ever wait for their turn: starting, resetting, checking and closing sandboxes is done by tasks of the pool,
+so a caller that is cancelled cuts off none of it, and one that is done waits for none of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+
+from turnlog.sandbox_workers.pooling.backoff import Clock, LoopClock
+from turnlog.sandbox_workers.pooling.lease import Lease
+from turnlog.sandbox_workers.pooling.metrics import PoolMetrics
+from turnlog.sandbox_workers.pooling.prewarming import guesses
+from turnlog.sandbox_workers.pooling.slots import Slot, SlotState
+from turnlog.sandbox_workers.pooling.turns import OPEN, Granted, Turn, moves
+from turnlog.sandbox_workers.pooling.upkeep import Upkeep
+from turnlog.sandbox_workers.protocol import ImageMissing, Provider, SandboxUnavailable, Shape
+
+log = logging.getLogger(__name__)
+
+
+class Pool:
+    """At most `slots` sandboxes of one backend; one caller at a time in each."""
+
+    def __init__(
+        self, provider: Provider, *, slots: int, prewarm: int = 0, max_uses: int = 1000, clock: Clock | None = None
+    ) -> None:
+        """`prewarm`: sandboxes to keep ready. `max_uses`: leases before a sandbox is replaced."""
+        if slots < 1:
+            raise ValueError(f"[sandbox] slots must be at least 1, got {slots}")
+        self.provider = provider
+        self._slots = [Slot(number) for number in range(slots)]
+        self._prewarm = min(prewarm, slots)
+        self._clock = clock or LoopClock()
+        self._metrics = PoolMetrics(provider.name, self._count, lambda: len(self._queue))
+        self._upkeep = Upkeep(
+            provider, self._metrics, self._clock, max_uses=max_uses,
+            idle=self._idle, refuse=self._refuse, broken=self.fail, due=self._serve,
+        )  # fmt: skip
+        self._queue: deque[Turn] = deque()
+        self._sessions: dict[str, Slot] = {}
+        """Of sessions that have a slot: leased, held or checking."""
+        self._asking: set[str] = set()
+        """Sessions with a caller that waits or leases."""
+        self._demand: Mapping[Shape, int] = {}
+        self._usual: Shape | None = None
+        self._uses = itertools.count(1)
+        self._closer: asyncio.Task[None] | None = None
+        self._defect: BaseException | None = None
+
+    @asynccontextmanager
+    async def lease(self, shape: Shape, *, session: str | None = None, fresh: bool = False) -> AsyncIterator[Lease]:
+        """A sandbox of the shape, empty unless it is the session's own (`Lease.held`); a fresh one never ran anything
+        for anyone else. Waits first come first served; leaving waits for nothing. When the block raises, the sandbox
+        is replaced. Raises SandboxUnavailable (with how often in a row), ImageMissing; RuntimeError when the session
+        has a call in here already."""
+        with self._alone(session):
+            slot, held = await self._granted(Turn(shape, session, fresh, asyncio.get_running_loop().create_future()))
+            lease = Lease(slot.usable, held, slot.workspace if held else None, session)
+            try:
+                yield lease
+            except BaseException:  # what ended the call may have left anything
+                self._forget(slot)
+                self._upkeep.replace(slot, "error")
+                raise
+            self._returned(slot, lease)
+
+    async def prefill(self, shape: Shape) -> None:
+        """Have `prewarm` sandboxes of the shape ready, now and, as far as they are not needed otherwise, later.
+        Raises SandboxUnavailable, ImageMissing."""
+        self._usual = shape
+        starts = [self._upkeep.start(slot, shape) for slot in self._slots[: self._prewarm] if slot.state in OPEN]
+        if tasks := [start for start in starts if start is not None]:
+            await asyncio.wait(tasks)  # unlike gather, it leaves them alone when it is cancelled
+        for slot in self._slots:
+            if slot.error is not None:
+                raise slot.error
+        self._check_open()
+
+    def expect(self, demand: Mapping[Shape, int]) -> None:
+        """So many calls of each shape wait in the queue and will lease soon: idle slots are prepared for them."""
+        self._demand = dict(demand)
+        self._serve()
+
+    def release(self, session: str) -> None:
+        """The session will not come back here: its slot, if it holds one, is reset for others."""
+        slot = self._sessions.get(session)
+        if slot is not None and slot.state is SlotState.held:
+            self._forget(slot)
+            self._upkeep.reset(slot)
+
+    async def check(self) -> None:
+        """Look at every idle sandbox, one after another; what is dead is replaced before a call meets it."""
+        for slot in self._slots:
+            if slot.state in (SlotState.ready, SlotState.held) and (task := self._upkeep.check(slot)) is not None:
+                await asyncio.wait([task])
+        self._serve()
+
+    def leaked(self, count: int) -> None:
+        """Count leftovers that were found outside of sandboxes."""
+        self._metrics.leaked(count)
+
+    def snapshot(self) -> dict[str, object]:
+        """For people: slots by state, and what was counted since the start."""
+        return {
+            "backend": self.provider.name,
+            "slots": {str(state): self._count(state) for state in SlotState},
+            "waiting": len(self._queue),
+            **self._metrics.snapshot(),
+            "errors": sorted({str(slot.error) for slot in self._slots if slot.error}),
+        }
+
+    def _count(self, state: SlotState) -> int:
+        return sum(slot.state is state for slot in self._slots)
+
+    async def close(self) -> None:
+        """End every sandbox, also those that come up or are leased. Done when it returns, cancelled or not."""
+        if self._closer is None:
+            self._closer = asyncio.create_task(self._upkeep.close())
+            self._turn_away(SandboxUnavailable("the pool is closed: the worker stops"))
+        cancelled = False
+        while not self._closer.done():
+            try:
+                await asyncio.shield(self._closer)
+            except asyncio.CancelledError:
+                cancelled = True
+        self._closer.result()
+        if cancelled:
+            raise asyncio.CancelledError
+
+    # -- turns
+
+    @contextmanager
+    def _alone(self, session: str | None) -> Iterator[None]:
+        """The one caller of its session."""
+        self._check_open()
+        if session is None:
+            yield
+            return
+        if session in self._asking:
+            raise RuntimeError(f"session {session} has a call already: calls of one session go one after the other")
+        self._asking.add(session)
+        try:
+            yield
+        finally:
+            self._asking.discard(session)
+
+    def _check_open(self) -> None:
+        if self._defect is not None:
+            raise self._defect
+        if self._closer is not None:
+            raise SandboxUnavailable("the pool is closed: the worker stops")
+
+    async def _granted(self, turn: Turn) -> Granted:
+        began = self._clock.now()
+        own = self._sessions.get(turn.session) if turn.session is not None else None
+        if own is not None and own.shape != turn.shape:
+            self.release(own.session or "")
+            own = None
+        if own is not None and own.state is SlotState.held:
+            self._grant(turn, own, held=True)
+        elif own is not None:
+            own.owner = turn  # it is checked this moment
+        else:
+            self._queue.append(turn)
+            self._serve()
+        hit = turn.granted.done()
+        try:
+            granted = await turn.granted
+        except asyncio.CancelledError:
+            self._abandon(turn)
+            raise
+        self._metrics.leased(self._clock.now() - began, hit=hit)
+        return granted
+
+    def _grant(self, turn: Turn, slot: Slot, *, held: bool) -> None:
+        slot.state = SlotState.leased
+        slot.uses += 1
+        slot.last_use = next(self._uses)
+        slot.session = turn.session
+        if turn.session is not None:
+            self._sessions[turn.session] = slot
+        turn.granted.set_result((slot, held))
+
+    def _abandon(self, turn: Turn) -> None:
+        """The caller is gone; what it was granted already goes to the next one, untouched."""
+        if turn in self._queue:
+            self._queue.remove(turn)
+        for slot in self._slots:
+            if slot.owner is turn:
+                slot.owner = None
+        if not turn.granted.cancelled() and turn.granted.exception() is None:
+            slot, held = turn.granted.result()
+            slot.uses -= 1
+            self._idle(slot, SlotState.held if held else SlotState.ready)
+        else:
+            self._serve()
+
+    def _returned(self, slot: Slot, lease: Lease) -> None:
+        slot.last_use = next(self._uses)
+        if lease.kept:
+            slot.workspace = lease.workspace
+            self._idle(slot, SlotState.held)
+        else:
+            self._forget(slot)
+            self._upkeep.reset(slot)
+
+    def _serve(self) -> None:
+        """Give turns what there is, start what they lack, then prepare for those that are still to come."""
+        if self._closer is not None or self._defect is not None:
+            return
+        may_start = self._upkeep.backoff.over
+        for move in moves((turn for turn in self._queue if not turn.granted.done()), self._slots, may_start):
+            if move.start:
+                self._make(move.slot, move.turn.shape, fresh=move.turn.fresh)
+            else:
+                self._queue.remove(move.turn)
+                self._grant(move.turn, move.slot, held=False)
+        if not self._queue:
+            for slot, shape in guesses(self._slots, self._demand, most=self._prewarm, may_start=may_start):
+                self._make(slot, shape)
+            self._refill()
+
+    def _refill(self) -> None:
+        """As many sandboxes as are to be kept, though some could not be started again."""
+        empty = [slot for slot in self._slots if slot.state in OPEN]
+        lacking = self._prewarm - (len(self._slots) - len(empty))
+        if self._usual is not None and self._upkeep.backoff.over(self._usual):
+            for slot in empty[: max(0, lacking)]:
+                self._make(slot, self._usual)
+
+    def _make(self, slot: Slot, shape: Shape, *, fresh: bool = False) -> None:
+        """Have an idle slot become an empty sandbox of the shape, by the cheaper way."""
+        held = slot.session is not None
+        if held:
+            log.debug("%s slot %d: idle session %s makes room", self.provider.name, slot.number, slot.session)
+            self._forget(slot)
+        if held and slot.shape == shape and not fresh:
+            self._upkeep.reset(slot)
+        else:
+            self._upkeep.start(slot, shape)
+
+    def _forget(self, slot: Slot) -> None:
+        """Nobody's files are in it any more."""
+        if slot.session is not None and self._sessions.get(slot.session) is slot:
+            del self._sessions[slot.session]
+        slot.session = slot.workspace = None
+
+    # -- what the upkeep tells
+
+    def _idle(self, slot: Slot, state: SlotState) -> None:
+        owner, slot.owner, slot.state = slot.owner, None, state
+        if owner is not None and owner.granted.done():  # it was cancelled, and will say so
+            owner = None
+        if state is SlotState.held and owner is not None:
+            self._grant(owner, slot, held=True)
+            return
+        if state is not SlotState.held:
+            self._forget(slot)
+        if owner is not None:
+            self._queue.appendleft(owner)
+        self._serve()
+
+    def _refuse(self, shape: Shape, error: Exception) -> None:
+        """A start failed: all that wait for it hear that there is no such image, one hears of anything else."""
+        asked = [turn for turn in self._queue if turn.shape == shape and not turn.granted.done()]
+        for turn in asked if isinstance(error, ImageMissing) else asked[:1]:
+            self._queue.remove(turn)
+            turn.granted.set_exception(error)
+
+    def fail(self, error: BaseException) -> None:
+        """A backend raised what its contract does not name: every caller is told, none waits for ever."""
+        self._defect = error
+        self._turn_away(error)
+
+    def _turn_away(self, error: BaseException) -> None:
+        waiting = [*self._queue, *(slot.owner for slot in self._slots if slot.owner is not None)]
+        self._queue.clear()
+        for turn in waiting:
+            if not turn.granted.done():
+                turn.granted.set_exception(error)

@@ -1,0 +1,154 @@
+"""What is done to slots behind the callers' backs: start, reset, replace, check, close; each by a task of the pool."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from turnlog.sandbox_workers.pooling.backoff import Backoff, Clock
+from turnlog.sandbox_workers.pooling.metrics import PoolMetrics
+from turnlog.sandbox_workers.pooling.slots import Slot, SlotState
+from turnlog.sandbox_workers.protocol import ImageMissing, Provider, Sandbox, SandboxUnavailable, Shape
+
+log = logging.getLogger(__name__)
+
+HEALTHY_S = 5.0
+"""Time for a sandbox to say that it is well."""
+Work = Callable[[], Coroutine[Any, Any, None]]
+
+
+class Upkeep:
+    """Owner of every slot in a state of turns.COMING, and of every sandbox that lives."""
+
+    def __init__(
+        self,
+        provider: Provider,
+        metrics: PoolMetrics,
+        clock: Clock,
+        *,
+        max_uses: int,
+        idle: Callable[[Slot, SlotState], None],
+        refuse: Callable[[Shape, Exception], None],
+        broken: Callable[[BaseException], None],
+        due: Callable[[], None],
+    ) -> None:
+        """Calls back: `idle` when it is done with a slot, which is in that state then; `refuse` when a shape did not
+        start; `broken` when a backend raised what it must not; `due` when a failed shape may be tried again."""
+        self._provider = provider
+        self._metrics = metrics
+        self._max_uses = max_uses
+        self._idle = idle
+        self._refuse = refuse
+        self._broken = broken
+        self._live: set[Sandbox] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._endings: set[asyncio.Task[None]] = set()
+        self._closing = False
+        self.backoff = Backoff(clock, due)
+
+    def start(self, slot: Slot, shape: Shape) -> asyncio.Task[None] | None:
+        """Close what is in the slot and start a sandbox of the shape."""
+        if slot.sandbox is not None:
+            self._metrics.renewed("shape")
+        slot.shape = shape
+        return self._begin(slot, SlotState.starting, lambda: self._renew(slot, shape))
+
+    def reset(self, slot: Slot) -> None:
+        """Make the slot's sandbox empty for anyone; replace it when that is not proved or it was used enough."""
+        self._begin(slot, SlotState.resetting, lambda: self._emptied(slot))
+
+    def replace(self, slot: Slot, reason: str) -> None:
+        """Start another one like it in its place."""
+        self._begin(slot, SlotState.resetting, lambda: self._replaced(slot, reason))
+
+    def check(self, slot: Slot) -> asyncio.Task[None] | None:
+        """Ask an idle one whether it is well; replace it when it is not."""
+        state = slot.state
+        return self._begin(slot, SlotState.checking, lambda: self._checked(slot, state))
+
+    async def close(self) -> None:
+        """End every task and every sandbox."""
+        self._closing = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(self._end(sandbox) for sandbox in tuple(self._live)), *self._endings)
+        await self.backoff.close()
+
+    def _begin(self, slot: Slot, state: SlotState, work: Work) -> asyncio.Task[None] | None:
+        if self._closing:
+            return None
+        slot.state = state
+        task = asyncio.create_task(work())
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._broken(error)
+
+    async def _emptied(self, slot: Slot) -> None:
+        if not await slot.usable.reset():
+            await self._replaced(slot, "unclean" if await self._well(slot.usable) else "died")
+        elif slot.uses >= self._max_uses:
+            await self._replaced(slot, "max_uses")
+        else:
+            self._idle(slot, SlotState.ready)
+
+    async def _checked(self, slot: Slot, state: SlotState) -> None:
+        if await self._well(slot.usable):
+            self._idle(slot, state)
+        else:
+            await self._replaced(slot, "died")
+
+    async def _well(self, sandbox: Sandbox) -> bool:
+        try:
+            async with asyncio.timeout(HEALTHY_S):
+                return await sandbox.healthy()
+        except TimeoutError:
+            return False
+
+    async def _replaced(self, slot: Slot, reason: str) -> None:
+        assert slot.shape is not None
+        log.info("%s slot %d: its sandbox is replaced: %s", self._provider.name, slot.number, reason)
+        self._metrics.renewed(reason)
+        await self._renew(slot, slot.shape)
+
+    async def _renew(self, slot: Slot, shape: Shape) -> None:
+        slot.state, slot.error, slot.uses = SlotState.starting, None, 0
+        sandbox, slot.sandbox = slot.sandbox, None
+        if sandbox is not None:
+            await self._end(sandbox)
+        try:
+            slot.sandbox = await self._provider.start(slot.number, shape)
+        except ImageMissing as error:
+            slot.shape = None
+            self._refuse(shape, error)
+            self._idle(slot, SlotState.empty)
+        except SandboxUnavailable as error:
+            self._failed(slot, shape, error)
+        else:
+            self._live.add(slot.sandbox)
+            self.backoff.succeeded(shape)
+            self._idle(slot, SlotState.ready)
+
+    def _failed(self, slot: Slot, shape: Shape, error: SandboxUnavailable) -> None:
+        failures, pause_s = self.backoff.failed(shape)
+        said = f"{error} (failure {failures} in a row; the next try of its kind is in {pause_s:g} s)"
+        log.warning("%s slot %d: no sandbox came up: %s", self._provider.name, slot.number, said)
+        self._metrics.failed()
+        slot.shape, slot.error = None, error
+        self._refuse(shape, SandboxUnavailable(said))
+        self._idle(slot, SlotState.failed)
+
+    async def _end(self, sandbox: Sandbox) -> None:
+        """Close it, for certain: a close that is cut off half way would leave what a second one passes over."""
+        ending = asyncio.create_task(sandbox.close())
+        self._live.discard(sandbox)
+        self._endings.add(ending)
+        ending.add_done_callback(self._endings.discard)
+        await asyncio.shield(ending)

@@ -1,0 +1,124 @@
+"""The pools of a worker: which backends it serves, what happens where bubblewrap cannot run, and that idle ones are
+looked after."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from pathlib import Path
+
+import pytest
+
+from turnlog.sandbox_settings import SandboxSettings
+from turnlog.sandbox_workers.backends.bubblewrap import Bubblewrap
+from turnlog.sandbox_workers.backends.memory_backend import Memory
+from turnlog.sandbox_workers.pooling import pools as pools_module
+from turnlog.sandbox_workers.pooling.pools import Pools
+from turnlog.sandbox_workers.protocol import (
+    BackendUnavailable,
+    Command,
+    Kind,
+    SandboxUnavailable,
+    Shape,
+)
+from turnlog.schemas.events import SandboxLimits
+from turnlog.settings import RunSettings, Settings
+
+SETTINGS = SandboxSettings(backend="subprocess", slots=1, prewarm=1, first_uid=231_000, disk_bytes=8 << 20)
+SHAPE = Shape(disk_bytes=8 << 20)
+SUM = Command(kind=Kind.python, source="print(3 + 5)")
+
+
+def broken_bwrap(folder: Path) -> Path:
+    """A bwrap that fails as one does where user namespaces are off."""
+    script = folder / "bwrap"
+    script.write_text(
+        "#!/bin/sh\n[ $1 = --version ] && echo bubblewrap 0.11.0 && exit\n"
+        "echo 'bwrap: No permissions to create new namespace' >&2\nexit 1\n"
+    )
+    for path in (folder, *folder.parents):
+        if path.owner() == "root" and path != path.parent and path.stat().st_mode & 0o001 == 0:
+            path.chmod(path.stat().st_mode | 0o001)  # pytest's folders are private; the slot's user must get there
+        if path.name.startswith("pytest-of-"):
+            break
+    script.chmod(0o755)
+    return script
+
+
+async def test_no_bubblewrap_names_the_setting_and_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(BackendUnavailable) as caught:
+        await Bubblewrap.open(SETTINGS, bwrap=broken_bwrap(tmp_path))
+    for part in ("No permissions to create new namespace", "[sandbox] backend", "user.max_user_namespaces"):
+        assert part in str(caught.value)
+
+
+async def test_a_missing_bwrap_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BackendUnavailable, match="nowhere"):
+        await Bubblewrap.open(SETTINGS, bwrap=tmp_path / "nowhere")
+
+
+async def test_without_bubblewrap_subprocess_stands_in_and_it_is_said_loudly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", f"{broken_bwrap(tmp_path).parent}:/usr/bin:/bin")
+    with caplog.at_level(logging.WARNING):
+        async with Pools.opened(dataclasses.replace(SETTINGS, backend="bubblewrap")) as pools:
+            assert (pools.local.provider.name, pools.fallback) == ("subprocess", True)
+            async with pools.local.lease(SHAPE) as lease:
+                assert (await lease.sandbox.exec(SUM, SandboxLimits())).output == b"8\n"
+    assert "WITHOUT ISOLATION" in caplog.text
+    assert "[sandbox] backend" in caplog.text
+
+
+async def test_subprocess_by_choice_is_no_fallback_and_serves_either_name() -> None:
+    async with Pools.opened(Settings(run=RunSettings(id="r"), sandbox=SETTINGS)) as pools:
+        assert pools.fallback is False
+        assert pools.served == ("bubblewrap", "subprocess")
+        assert pools.pool("bubblewrap") is pools.pool("subprocess") is pools.local
+        assert pools.pool("docker") is None
+        (shown,) = pools.snapshot()["pools"]  # type: ignore[misc]
+        assert shown["slots"]["ready"] == 1
+
+
+@pytest.mark.parametrize("backend", ["e2b", "nonsense"])
+async def test_a_backend_that_is_named_and_cannot_work_ends_the_worker_at_its_start(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("E2B_API_KEY", raising=False)
+    with pytest.raises(BackendUnavailable, match=backend):
+        async with Pools.opened(dataclasses.replace(SETTINGS, backends=(backend,))):
+            pass
+
+
+async def test_a_local_backend_must_be_one_of_this_machine() -> None:
+    with pytest.raises(BackendUnavailable, match="backends"):
+        async with Pools.opened(dataclasses.replace(SETTINGS, backend="wasm")):
+            pass
+
+
+async def test_a_backend_whose_sandboxes_do_not_start_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(Memory):
+        def __init__(self) -> None:
+            super().__init__()
+            self.refuses = SandboxUnavailable("no space")
+
+    monkeypatch.setattr(pools_module, "LOCAL", ("memory",))
+    monkeypatch.setattr(pools_module, "found", lambda name: Refusing)
+    with pytest.raises(BackendUnavailable, match="no space"):
+        async with Pools.opened(dataclasses.replace(SETTINGS, backend="memory")):
+            pass
+
+
+async def test_idle_sandboxes_are_looked_at_every_health_s() -> None:
+    async with Pools.opened(dataclasses.replace(SETTINGS, health_s=0.05)) as pools:
+        async with pools.local.lease(SHAPE) as lease:
+            pass
+        async with pools.local.lease(SHAPE, session="s") as lease:
+            lease.keep(None)
+        await lease.sandbox.close()
+        while pools.local.snapshot()["renewals"] != {"died": 1}:  # noqa: ASYNC110 - it comes with time
+            await asyncio.sleep(0.01)
+        async with pools.local.lease(SHAPE, session="s") as again:
+            assert again.held is False
+            assert (await again.sandbox.exec(SUM, SandboxLimits())).output == b"8\n"
