@@ -1,0 +1,172 @@
+"""Egress: what calls whose sandbox has network = "allowlist" may reach, and what they got.
+
+`Egress` is one worker's. For each call it serves an HTTP/1.1 proxy on the listening socket that the sandbox made inside
+its own network namespace, so that there is no other way out; rules, address checks, certificates and recordings are a
+module each. docs/egress.md says what is refused and what that looks like from inside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Self
+
+from turnlog.infra.blobs import Blobs
+from turnlog.sandbox_settings import EgressSettings
+from turnlog.sandbox_workers.egress.accepted import forget_waiting
+from turnlog.sandbox_workers.egress.addresses import Addresses, Resolve
+from turnlog.sandbox_workers.egress.certificates import CertificateAuthority, public_roots, written
+from turnlog.sandbox_workers.egress.ledger import Requests
+from turnlog.sandbox_workers.egress.proxy import CONNECTIONS, Proxy, Tls
+from turnlog.sandbox_workers.egress.recordings import Recordings, Repeats
+from turnlog.sandbox_workers.egress.refusals import EgressError, EgressUnavailable, Reason, RuleInvalid
+from turnlog.sandbox_workers.egress.rules import Policy, Rule, rules
+from turnlog.sandbox_workers.egress.sources import Live, Recording, Repeating, Replaying, Source
+from turnlog.sandbox_workers.egress.upstream import Upstream, trust
+from turnlog.schemas.events import EgressRequest
+
+__all__ = [
+    "CA_INSIDE",
+    "PORT",
+    "Egress",
+    "EgressError",
+    "EgressUnavailable",
+    "Reason",
+    "Requests",
+    "RuleInvalid",
+    "rules",
+]
+
+CA_INSIDE = "/etc/turnlog/ca.pem"
+"""Where sandboxes see `Egress.ca`."""
+PORT = 3128
+"""On a sandbox's own loopback."""
+_OWN = "localhost,127.0.0.1,::1"
+"""A sandbox's own servers are no business of the proxy's."""
+_CA_VARIABLES = (
+    "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "NODE_EXTRA_CA_CERTS", "PIP_CERT", "GIT_SSL_CAINFO",
+)  # fmt: skip
+"""OpenSSL (and Python's ssl), requests, curl, Node.js, pip, git."""
+
+
+class Egress:
+    """One worker's way out."""
+
+    def __init__(
+        self, settings: EgressSettings, blobs: Blobs, *, operator: tuple[Rule, ...], addresses: Addresses,
+        trust: ssl.SSLContext, ca: Path | None, tls: Tls,
+    ) -> None:  # fmt: skip
+        """See `open`."""
+        self.ca = ca
+        """PEM file for sandboxes: whom to trust; None: nobody, https is refused."""
+        self._settings, self._blobs, self._operator = settings, blobs, operator
+        self._addresses, self._trust, self._tls = addresses, trust, tls
+        self._recordings = Recordings(blobs, settings.cache)
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls, settings: EgressSettings, blobs: Blobs, folder: Path, *, resolve: Resolve | None = None
+    ) -> AsyncIterator[Self]:
+        """Ready to serve; `folder` gets ca.pem, which every sandbox may read. `resolve` stands in for the worker's
+        resolver. Raises EgressUnavailable, RuleInvalid."""
+        operator = rules(settings.allow)
+        _consistent(settings, operator)
+        addresses = Addresses(settings.private_hosts, resolve)
+        tls, pem = Tls(), b""
+        if settings.tls == "intercept":
+            authority = CertificateAuthority.make()
+            tls, pem = Tls(authority=authority), authority.pem
+        elif settings.tls == "tunnel":
+            tls, pem = Tls(addresses=addresses), public_roots() + _extra_roots(settings)
+        ca = await asyncio.to_thread(written, folder, pem) if pem else None
+        trusted = await asyncio.to_thread(trust, settings.upstream_ca)
+        yield cls(settings, blobs, operator=operator, addresses=addresses, trust=trusted, ca=ca, tls=tls)
+
+    def environment(
+        self, *, ca: str | None = CA_INSIDE, host: str = "127.0.0.1", port: int = PORT
+    ) -> Mapping[str, str]:
+        """Variables by which programs in a sandbox find the proxy at host:port and trust the certificates in `ca`, a
+        path as the sandbox sees it. curl knows http_proxy in lower case only, others in upper case only."""
+        proxy = f"http://{host}:{port}"
+        names = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), proxy) | {"no_proxy": _OWN}
+        trusted = dict.fromkeys(_CA_VARIABLES, ca) if ca and self.ca is not None else {}
+        return names | {name.upper(): value for name, value in names.items()} | trusted
+
+    @asynccontextmanager
+    async def serving(
+        self,
+        listener: socket.socket,
+        *,
+        allow: Iterable[str] = (),
+        call_seq: int = 0,
+        answers: Iterable[EgressRequest] | None = None,
+    ) -> AsyncIterator[Requests]:
+        """Serve one call on the sandbox's listening socket, which stays the caller's. `allow`: the task's own rules;
+        `call_seq`: the call's place in its session, by which recordings tell repeated requests apart; `answers`: what a
+        recorded call got (ToolCallCompleted.requests), to be given again instead of anything else.
+
+        Enter before the command starts; `made()` is complete after the block. Raises RuleInvalid on entry, and at the
+        end BlobError when the object store failed one of the requests: that call's output is not to be trusted."""
+        requests = Requests(self._settings.requests)
+        async with self._source(requests, rules(allow) or None, call_seq, answers) as source:
+            proxy = Proxy(self._settings, source, requests, self._tls)
+            with listener.dup() as own:  # a sandbox that dies closes its own while we accept
+                forget_waiting(own)
+                accepting = asyncio.create_task(proxy.accept(own))
+                try:
+                    yield requests
+                finally:
+                    accepting.cancel()
+                    await asyncio.wait([accepting])
+                    await proxy.close()
+                    forget_waiting(own)
+        if proxy.failed is not None:
+            raise proxy.failed
+
+    @asynccontextmanager
+    async def _source(
+        self, requests: Requests, task: tuple[Rule, ...] | None, call_seq: int, answers: Iterable[EgressRequest] | None
+    ) -> AsyncIterator[Source]:
+        settings, policy = self._settings, Policy(self._operator, task)
+        if answers is not None:
+            yield Repeating(self._blobs, Repeats(answers))
+            return
+        if settings.mode == "replay":
+            yield Replaying(policy, self._blobs, self._recordings, requests, call_seq=call_seq)
+            return
+        upstream, most = Upstream(self._addresses, self._trust, connections=CONNECTIONS), settings.response_bytes
+        try:
+            if settings.mode == "record":
+                yield Recording(policy, upstream, self._recordings, requests, call_seq=call_seq, most=most)
+            else:
+                yield Live(policy, upstream, most=most)
+        finally:
+            await upstream.close()
+
+
+def _consistent(settings: EgressSettings, operator: tuple[Rule, ...]) -> None:
+    """Raises EgressUnavailable for settings that promise what cannot be kept."""
+    if settings.mode not in ("live", "record", "replay") or settings.tls not in ("intercept", "tunnel", "refuse"):
+        raise EgressUnavailable("[egress] mode is live, record or replay, and tls is intercept, tunnel or refuse")
+    if settings.tls != "tunnel":
+        return
+    if settings.mode != "live":
+        raise EgressUnavailable('[egress] tls = "tunnel" hides requests: record and replay need tls = "intercept"')
+    for rule in operator:
+        if "https" in rule.schemes and not rule.whole:
+            raise EgressUnavailable(
+                f'[egress] tls = "tunnel" hides method and path, so that {rule.text!r} cannot be kept: '
+                'write `* https://HOST/*`, or set tls = "intercept"'
+            )
+
+
+def _extra_roots(settings: EgressSettings) -> bytes:
+    try:
+        return Path(settings.upstream_ca).read_bytes() if settings.upstream_ca else b""
+    except OSError as error:
+        raise EgressUnavailable(f"[egress] upstream_ca: {error}") from error

@@ -1,0 +1,233 @@
+"""One connection from a sandbox: its requests are taken apart, answers are put together (h11; RFC 9112).
+
+Stricter than h11 where two readers of the same bytes may disagree (request smuggling): bare line feeds, folded lines,
+repeated or contradicting lengths end the connection. What goes on to an origin is always written anew.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from http import HTTPStatus
+
+import anyio
+import h11
+from anyio.abc import ByteStream
+
+from turnlog.sandbox_workers.egress.recordings import Headers
+from turnlog.sandbox_workers.egress.refusals import Reason, Refused
+
+HEAD_BYTES = 32 * 2**10
+"""Longest request line and headers together."""
+TARGET_BYTES = 8 * 2**10
+METHOD_BYTES = 32
+READ_BYTES = 64 * 2**10
+LINGER_S = 5.0
+"""After a last answer, for the sandbox to take it and to close: what is not taken yet dies with the connection."""
+_BARE = re.compile(rb"(?<!\r)\n|\r(?!\n)")
+_EMPTY_LINES = re.compile(rb"\A(?:\r\n)+")
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Request line and headers, these with names in lower case."""
+
+    method: str
+    target: str
+    headers: Headers
+
+    def values(self, name: bytes) -> list[bytes]:
+        """Of a header."""
+        return [value for key, value in self.headers if key == name]
+
+
+class Client:
+    """Reads requests one by one and answers each."""
+
+    def __init__(self, stream: ByteStream) -> None:
+        """Of a connection; the stream stays the caller's."""
+        self.stream = stream
+        self._buffer = b""
+        self._http = h11.Connection(h11.SERVER)
+        self.used = False
+        """It has carried a request."""
+        self._whole = False
+        """The request was read to its end."""
+        self._declared, self._method = 0, ""
+        self._endless = False
+        self.sent = 0
+        """Bytes of bodies sent to the sandbox for this request."""
+
+    async def started(self) -> bool:
+        """Wait for a request's first byte; False when there comes none. Empty lines before it are passed over."""
+        while True:
+            self._buffer = _EMPTY_LINES.sub(b"", self._buffer)
+            if self._buffer not in (b"", b"\r"):
+                return True
+            if not (data := await self._receive()):
+                return False
+            self._buffer += data
+
+    async def head(self) -> Head:
+        """The next request's. Raises Refused(malformed)."""
+        self._http, self._whole, self.sent = h11.Connection(h11.SERVER), False, 0
+        self.used = True
+        self._declared, self._method = 0, ""
+        while (end := self._buffer.find(b"\r\n\r\n")) < 0:
+            if len(self._buffer) > HEAD_BYTES or not 0x20 < self._buffer[0] < 0x7F:
+                raise Refused(Reason.malformed, f"no head of a request within {HEAD_BYTES} bytes")
+            if _BARE.search(self._buffer, 0, len(self._buffer) - 1):
+                raise Refused(Reason.malformed, "a line does not end with CR LF")
+            if not (data := await self._receive()):
+                raise Refused(Reason.malformed, "the request ended early")
+            self._buffer += data
+        head = self._buffer[: end + 4]
+        if len(head) > HEAD_BYTES:
+            raise Refused(Reason.malformed, f"no head of a request within {HEAD_BYTES} bytes")
+        _unambiguous(head)
+        self._http.receive_data(self._buffer)
+        self._buffer = b""
+        event = self._event()
+        assert isinstance(event, h11.Request)
+        if len(event.target) > TARGET_BYTES or len(event.method) > METHOD_BYTES:
+            raise Refused(Reason.malformed, f"a URL longer than {TARGET_BYTES} bytes")
+        headers = tuple((bytes(name), bytes(value)) for name, value in event.headers)
+        self._declared = int(dict(headers).get(b"content-length", b"0"))
+        self._method = event.method.decode()
+        return Head(self._method, event.target.decode(), headers)
+
+    async def body(self, most: int) -> bytes:
+        """The request's. Raises Refused (request_bytes, malformed)."""
+        if self._declared > most:
+            raise Refused(Reason.request_bytes)
+        parts: list[bytes] = []
+        size = 0
+        while not isinstance(event := self._event(), h11.EndOfMessage):
+            if isinstance(event, h11.Data):
+                parts.append(bytes(event.data))
+                if (size := size + len(event.data)) > most:
+                    raise Refused(Reason.request_bytes)
+                continue
+            if self._http.they_are_waiting_for_100_continue:
+                await self._send(h11.InformationalResponse(status_code=100, headers=[]))
+            self._http.receive_data(await self._receive())
+        self._whole = True
+        self._buffer = self._http.trailing_data[0]
+        return b"".join(parts)
+
+    async def drained(self, most: int) -> None:
+        """Read what is left of a refused request, so that the connection can go on, if that is little."""
+        if self._whole or self._http.they_are_waiting_for_100_continue or self._http.our_state is not h11.SEND_RESPONSE:
+            return
+        try:
+            await self.body(most)
+        except Refused:
+            return
+
+    async def answer(self, status: int, headers: Headers, content: bytes, *, phrase: bytes | None = None) -> None:
+        """A whole answer, with another reason phrase than the status has."""
+        known = not _has_body(status) or any(name == b"content-length" for name, _ in headers)
+        if not known and (content or self._method != "HEAD"):
+            headers = [*headers, (b"content-length", b"%d" % len(content))]
+        data = self._begin(self._response(status, headers, phrase))
+        if content:
+            data += self._http.send(h11.Data(data=content)) or b""
+        self.sent += len(content)
+        await self.stream.send(data + (self._http.send(h11.EndOfMessage()) or b""))
+
+    async def stream_answer(self, status: int, headers: Headers, chunks: AsyncIterator[bytes]) -> None:
+        """An answer as it comes. Without Content-Length among `headers` it is sent in chunks."""
+        await self.stream.send(self._begin(self._response(status, headers)))
+        async for chunk in chunks:
+            self.sent += len(chunk)
+            await self._send(h11.Data(data=chunk))
+        await self._send(h11.EndOfMessage())
+
+    async def opened(self) -> bytes:
+        """Answer a CONNECT: from here on the bytes are the tunnel's; those that came already. Raises Refused(malformed)
+        for one with a body."""
+        if not isinstance(self._event(), h11.EndOfMessage):
+            raise Refused(Reason.malformed, "a CONNECT with a body")
+        await self._send(h11.Response(status_code=200, headers=[], reason=b"Connection established"))
+        return self._http.trailing_data[0]
+
+    @property
+    def begun(self) -> bool:
+        """Some of an answer was sent."""
+        return self._http.our_state is not h11.SEND_RESPONSE and self._http.our_state is not h11.IDLE
+
+    @property
+    def finished(self) -> bool:
+        """The answer was sent to its end."""
+        return self._http.our_state in (h11.DONE, h11.MUST_CLOSE, h11.CLOSED, h11.SWITCHED_PROTOCOL)
+
+    @property
+    def reusable(self) -> bool:
+        """The connection may carry one more request."""
+        return self._whole and self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
+
+    async def linger(self) -> None:
+        """Let the sandbox close, for a moment. Where only the end of the connection ends the answer, say so first."""
+        try:
+            with anyio.move_on_after(LINGER_S):
+                if self._endless:
+                    await self.stream.send_eof()
+                while await self._receive():
+                    pass
+        except (anyio.ClosedResourceError, OSError, NotImplementedError):
+            return
+
+    def _response(self, status: int, headers: Headers, phrase: bytes | None = None) -> h11.Response:
+        closing = [] if self._whole else [(b"connection", b"close")]
+        return h11.Response(status_code=status, headers=[*headers, *closing], reason=phrase or _phrase(status))
+
+    def _begin(self, response: h11.Response) -> bytes:
+        data = self._http.send(response) or b""
+        fields = data.lower()
+        sized = b"\r\ncontent-length:" in fields or b"\r\ntransfer-encoding:" in fields
+        self._endless = not sized and _has_body(response.status_code)
+        return data
+
+    async def _send(self, event: h11.Event) -> None:
+        if data := self._http.send(event):
+            await self.stream.send(data)
+
+    def _event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        try:
+            return self._http.next_event()
+        except h11.RemoteProtocolError as error:
+            raise Refused(Reason.malformed, str(error)) from None
+
+    async def _receive(self) -> bytes:
+        try:
+            return await self.stream.receive(READ_BYTES)
+        except (anyio.EndOfStream, anyio.BrokenResourceError):
+            return b""
+
+
+def _unambiguous(head: bytes) -> None:
+    """Raises Refused(malformed) where RFC 9112 6.3 leaves a choice, or h11 is generous."""
+    if _BARE.search(head):
+        raise Refused(Reason.malformed, "a line does not end with CR LF")
+    lines = head.split(b"\r\n")[1:-2]
+    names = [line.partition(b":")[0].lower() for line in lines]
+    if any(line[:1] in (b" ", b"\t") for line in lines):
+        raise Refused(Reason.malformed, "a folded header line")
+    framing = names.count(b"content-length") + names.count(b"transfer-encoding")
+    if framing > 1 or names.count(b"host") > 1:
+        raise Refused(Reason.malformed, "its length or its host is given twice")
+    for name, line in zip(names, lines, strict=True):
+        if name == b"content-length" and not line.partition(b":")[2].strip().isdigit():
+            raise Refused(Reason.malformed, "no length")
+
+
+def _has_body(status: int) -> bool:
+    return status not in (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
+
+
+def _phrase(status: int) -> bytes:
+    try:
+        return HTTPStatus(status).phrase.encode()
+    except ValueError:
+        return b""

@@ -1,0 +1,277 @@
+"""The proxy of one call: accepts on the sandbox's listening socket, and sees to it that every request is admitted,
+answered and noted, or refused with an answer that says why.
+
+RFC 9112 3.2 (forms of a target), RFC 9110 9.3.6 (CONNECT). A connection is served by one task, a request at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import socket
+import ssl
+from dataclasses import dataclass
+from http import HTTPStatus
+
+import anyio
+import h11
+from anyio.abc import ByteStream
+
+from turnlog.infra.blobs import BlobError
+from turnlog.sandbox_settings import EgressSettings
+from turnlog.sandbox_workers.egress import targets, tunnels
+from turnlog.sandbox_workers.egress.accepted import Accepted
+from turnlog.sandbox_workers.egress.addresses import Addresses
+from turnlog.sandbox_workers.egress.certificates import CertificateAuthority
+from turnlog.sandbox_workers.egress.client import Client, Head
+from turnlog.sandbox_workers.egress.ledger import Entry, Requests
+from turnlog.sandbox_workers.egress.recordings import request_key
+from turnlog.sandbox_workers.egress.refusals import Reason, Refused
+from turnlog.sandbox_workers.egress.sources import Asked, Source
+from turnlog.sandbox_workers.egress.targets import Authority, Target
+from turnlog.schemas.events import EgressSource
+
+CONNECTIONS = 64
+"""Of one call at once; for more, the longest idle one is closed, or they wait."""
+IDLE_S = 1.0
+"""A connection in use may look idle for less."""
+BREATH_S = 0.1
+"""Before accepting again when the worker has no file descriptor left."""
+LAST_WORDS_S = 5.0
+"""For the sandbox to take the answer to a refused request."""
+OVER_S = 0.25
+"""Pause before each refusal of a call that has no request left: who goes on asking does not slow down other calls."""
+REFUSAL_HEADERS = ((b"content-type", b"text/plain; charset=utf-8"), (b"cache-control", b"no-store"))
+_GONE = (anyio.BrokenResourceError, anyio.ClosedResourceError, anyio.EndOfStream, ssl.SSLError)
+_HARMLESS_UPGRADES = {b"h2c", b""}
+"""Java's client asks every plain server for HTTP/2 and does without."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """What to do with a CONNECT: intercept with an authority, tunnel with addresses, or refuse."""
+
+    authority: CertificateAuthority | None = None
+    addresses: Addresses | None = None
+
+
+class Proxy:
+    """Serves one call. `failed`: what the object store said when a recording could not be read or written."""
+
+    def __init__(self, settings: EgressSettings, source: Source, requests: Requests, tls: Tls) -> None:
+        """`requests` gets an entry for everything that is asked."""
+        self._settings, self._source, self._requests, self._tls = settings, source, requests, tls
+        self._connections: set[asyncio.Task[None]] = set()
+        self._idle: dict[asyncio.Task[None], float] = {}
+        """Connections kept alive between two requests, and since when; the longest idle first."""
+        self._moved = asyncio.Event()
+        self.failed: BlobError | None = None
+
+    async def accept(self, listener: socket.socket) -> None:
+        """Take connections until cancelled."""
+        listener.setblocking(False)
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._room()
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except ConnectionAbortedError:
+                continue
+            except OSError as error:
+                _log.warning("egress proxy cannot accept: %s", error)
+                await asyncio.sleep(BREATH_S)
+                continue
+            task = asyncio.create_task(self._serve(connection))
+            self._connections.add(task)
+            task.add_done_callback(self._served)
+
+    async def close(self) -> None:
+        """End every connection."""
+        while self._connections:
+            for task in self._connections:
+                task.cancel()
+            await asyncio.wait(self._connections)
+
+    async def _room(self) -> None:
+        """Until one more connection may be taken."""
+        while len(self._connections) >= CONNECTIONS:
+            self._moved.clear()
+            task, since = next(iter(self._idle.items()), (None, math.inf))
+            left = since + IDLE_S - asyncio.get_running_loop().time()
+            if task is not None and left <= 0:
+                task.cancel()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left if 0 < left < math.inf else None):
+                    await self._moved.wait()
+
+    def _served(self, task: asyncio.Task[None]) -> None:
+        self._connections.discard(task)
+        self._idle.pop(task, None)
+        self._moved.set()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a bug in the egress proxy closed a connection", exc_info=error)
+
+    async def _serve(self, connection: socket.socket) -> None:
+        async with Accepted(connection) as stream:
+            with contextlib.suppress(*_GONE):
+                await self._exchanges(Client(stream), None)
+
+    async def _exchanges(self, client: Client, inside: Authority | None) -> None:
+        """Every request of a connection; `inside`: of the intercepted tunnel to that host."""
+        while await self._waited(client):
+            entry = self._requests.begin()
+            try:
+                if (tunnel := await self._exchange(client, inside, entry)) is not None:
+                    return await self._through(client, tunnel, entry)
+            except asyncio.CancelledError:
+                entry.reason = Reason.call_ended
+                raise
+            finally:
+                entry.ended(client.sent)
+            if not client.finished:
+                return None
+            if not client.reusable or entry.over:
+                return await client.linger()
+        return None
+
+    async def _waited(self, client: Client) -> bool:
+        task = asyncio.current_task()
+        assert task is not None
+        if client.used:
+            self._idle[task] = asyncio.get_running_loop().time()
+            self._moved.set()
+        try:
+            return await client.started()
+        finally:
+            self._idle.pop(task, None)
+
+    async def _exchange(self, client: Client, inside: Authority | None, entry: Entry) -> _Tunnel | None:
+        """One request, to the end of its answer; what a granted CONNECT opened."""
+        try:
+            async with asyncio.timeout(self._settings.timeout_s):
+                head = await client.head()
+                entry.method = head.method
+                if head.method == "CONNECT":
+                    return await self._connect(client, head, inside, entry)
+                await self._request(client, head, inside, entry)
+                return None
+        except TimeoutError:
+            refused = Refused(Reason.timeout_s)
+        except Refused as error:
+            refused = error
+        except h11.LocalProtocolError:  # the origin's answer is none that may be passed on
+            refused = Refused(Reason.unreachable)
+        except BlobError as error:
+            self.failed = self.failed or error
+            return None
+        entry.reason = refused.reason
+        if not client.begun:
+            entry.refused(refused)
+            await self._say(client, refused, entry)
+        return None
+
+    async def _say(self, client: Client, refused: Refused, entry: Entry) -> None:
+        if entry.over:
+            await asyncio.sleep(OVER_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_S):
+                if refused.reason not in (
+                    Reason.timeout_s,
+                    Reason.malformed,
+                    Reason.requests,
+                ):  # these end the connection
+                    await client.drained(self._settings.request_bytes)
+                text = refused.text(entry.method, entry.url)
+                phrase = f"{HTTPStatus(refused.status).phrase} (turnlog egress: {refused.reason})"
+                await client.answer(refused.status, REFUSAL_HEADERS, text, phrase=phrase.encode())
+
+    async def _request(self, client: Client, head: Head, inside: Authority | None, entry: Entry) -> None:
+        target = _target(head, inside)
+        entry.url = target.url
+        entry.key = request_key(head.method, target.url, head.headers, None)
+        if entry.over:
+            raise Refused(Reason.requests)
+        if _upgrades(head):
+            raise Refused(Reason.upgrade)
+        self._source.admit(head.method, target, entry)
+        if target.scheme == "https" and self._tls.authority is None:
+            raise Refused(Reason.tls)
+        body = await client.body(self._settings.request_bytes)
+        entry.request_bytes = len(body)
+        entry.key = request_key(head.method, target.url, head.headers, body)
+        await self._source.answer(Asked(head, target, body, entry), client)
+
+    async def _connect(self, client: Client, head: Head, inside: Authority | None, entry: Entry) -> _Tunnel:
+        if inside is not None:
+            raise Refused(Reason.malformed, "a CONNECT inside a tunnel")
+        host = targets.authority(head.target, None)
+        entry.url = host.text
+        entry.key = request_key(head.method, host.text, (), None)
+        if entry.over:
+            raise Refused(Reason.requests)
+        self._source.admit_tunnel(host, entry, blind=self._tls.addresses is not None)
+        if self._tls.addresses is not None:
+            far = await tunnels.connected(host, self._tls.addresses)
+            return _Tunnel(host, await client.opened(), far)
+        if self._tls.authority is None:
+            raise Refused(Reason.tls)
+        return _Tunnel(host, await client.opened(), None)
+
+    async def _through(self, client: Client, tunnel: _Tunnel, entry: Entry) -> None:
+        entry.status, entry.source = HTTPStatus.OK, EgressSource.live
+        if tunnel.far is not None:
+            return await self._relayed(client.stream, tunnel.far, tunnel.early, entry)
+        assert self._tls.authority is not None
+        try:
+            async with asyncio.timeout(self._settings.timeout_s):
+                context = self._tls.authority.context(tunnel.host.host)
+                secure = await tunnels.intercepted(client.stream, tunnel.early, context)
+        except (Refused, TimeoutError):
+            entry.source, entry.reason = EgressSource.refused, Reason.tls
+            return None
+        self._requests.drop(entry)
+        return await self._exchanges(Client(secure), tunnel.host)
+
+    async def _relayed(self, near: ByteStream, far: ByteStream, early: bytes, entry: Entry) -> None:
+        entry.reason = ""
+        limits = self._settings
+        try:
+            await tunnels.relay(
+                near, far, early, entry, idle_s=limits.timeout_s,
+                request_bytes=limits.request_bytes, response_bytes=limits.response_bytes,
+            )  # fmt: skip
+        except Refused as refused:
+            entry.reason = refused.reason
+        except TimeoutError:
+            _log.debug("tunnel to %s ended: idle", entry.url)
+        finally:
+            await anyio.aclose_forcefully(far)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tunnel:
+    host: Authority
+    early: bytes
+    """What the sandbox sent into it already."""
+    far: ByteStream | None
+    """None: the tunnel ends here."""
+
+
+def _target(head: Head, inside: Authority | None) -> Target:
+    """Raises Refused(malformed). In absolute form a Host header counts for nothing (RFC 9112 3.2.2); in a tunnel it
+    must name the tunnel's host, or rules for one host would open another behind the same front."""
+    if inside is None:
+        return targets.absolute(head.target)
+    target = targets.within(head.target, inside)
+    for host in head.values(b"host"):
+        if targets.authority(host.decode("latin-1"), 443) not in (inside, Authority(inside.host, 443)):
+            raise Refused(Reason.malformed, f"Host is another than the tunnel's {inside.text}")
+    return target
+
+
+def _upgrades(head: Head) -> bool:
+    asked = {word.strip().lower() for value in head.values(b"upgrade") for word in value.split(b",")}
+    return bool(asked - _HARMLESS_UPGRADES)

@@ -1,0 +1,143 @@
+"""Answers that were kept: a request's key, the answer under it, and which of several is given again.
+
+A key is the sha256 of method, URL, body and the headers that select an answer (`SELECTING`). Authorization, cookies and
+User-Agent are no part of it: secrets do not belong into a recording, and differ from run to run.
+
+The nth identical request of call c stands at the place c.n of its key, `egress/CACHE/KEY/c.n`, and the first answer
+that was kept at a place stays. Replay gives the answer at the latest place that is not after the asked one, else at the
+earliest. So polling and repeated POSTs come out as they were recorded wherever an episode does what the recorded one
+did; where it does something else it gets the state of about that time; and neither depends on a worker's memory, so it
+survives restarts. What one recorded call saw exactly is in its own result: `Repeats` gives that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import orjson
+
+from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs
+from turnlog.sandbox_workers.egress.refusals import EgressUnavailable, Reason
+from turnlog.schemas.events import EgressRequest
+from turnlog.schemas.types import BlobRef
+
+Headers = Sequence[tuple[bytes, bytes]]
+"""Names in lower case."""
+
+SELECTING = frozenset(
+    (b"accept", b"accept-encoding", b"accept-language", b"content-type", b"range", b"if-match", b"if-none-match",
+     b"if-modified-since", b"if-unmodified-since", b"if-range")
+)  # fmt: skip
+"""Request headers of which another value asks for another answer (RFC 9110 12, 13, 14)."""
+LOCAL = frozenset((Reason.malformed, Reason.upgrade, Reason.request_bytes, Reason.requests, Reason.call_ended))
+"""Refusals that come out again by themselves, or were none of the request's."""
+ANSWER_TYPE = "application/vnd.turnlog.egress-answer+json"
+_CACHE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an origin said: status, headers, and a reference to the body."""
+
+    status: int
+    headers: tuple[tuple[bytes, bytes], ...]
+    body: BlobRef
+
+    def json(self, method: str, url: str) -> bytes:
+        """As it is stored; method and URL are for people who look."""
+        return orjson.dumps(
+            {
+                "method": method,
+                "url": url,
+                "status": self.status,
+                "headers": [[name.decode("latin-1"), value.decode("latin-1")] for name, value in self.headers],
+                "body": {"sha256": self.body.sha256, "size": self.body.size, "media_type": self.body.media_type},
+            },
+            option=orjson.OPT_INDENT_2,
+        )
+
+    @classmethod
+    def parsed(cls, text: bytes, name: str) -> Answer:
+        """Raises BlobCorrupt for what `json` did not write."""
+        try:
+            fields = orjson.loads(text)
+            headers = tuple(
+                (str(name).encode("latin-1"), str(value).encode("latin-1")) for name, value in fields["headers"]
+            )
+            body = BlobRef(
+                str(fields["body"]["sha256"]), int(fields["body"]["size"]), str(fields["body"]["media_type"])
+            )
+            return cls(int(fields["status"]), headers, body)
+        except (KeyError, TypeError, ValueError) as error:
+            raise BlobCorrupt(f"{name} is no recorded answer ({type(error).__name__}); remove it") from error
+
+
+def request_key(method: str, url: str, headers: Headers, body: bytes | None) -> str:
+    """Of a request. `body` None: it was not read (the request was refused before)."""
+    selecting = sorted((name, value) for name, value in headers if name in SELECTING)
+    parts = [method.encode(), url.encode(), b"unread" if body is None else hashlib.sha256(body).hexdigest().encode()]
+    parts += [name + b": " + value for name, value in selecting]
+    return hashlib.sha256(b"\n".join(parts)).hexdigest()
+
+
+class Recordings:
+    """The recording `cache` in the object store."""
+
+    def __init__(self, blobs: Blobs, cache: str) -> None:
+        """Raises EgressUnavailable for a name that is none."""
+        if not _CACHE.fullmatch(cache):
+            raise EgressUnavailable(f"[egress] cache takes letters, digits and ._- alone, got {cache!r}")
+        self._blobs, self._cache = blobs, cache
+
+    async def keep(
+        self, key: str, place: tuple[int, int], request: tuple[str, str], *,
+        status: int, headers: tuple[tuple[bytes, bytes], ...], content: bytes,
+    ) -> tuple[BlobRef, BlobRef]:  # fmt: skip
+        """Store an answer to `request` (method, URL): references to it and to its body. Raises StoreUnavailable."""
+        media_type = dict(headers).get(b"content-type", b"application/octet-stream").decode("latin-1")
+        body = await self._blobs.put(content, media_type=media_type)
+        text = Answer(status, headers, body).json(*request)
+        answer = await self._blobs.put(text, media_type=ANSWER_TYPE)
+        name = self._name(key, place)
+        try:
+            await self._blobs.get_named(name)
+        except BlobMissing:
+            await self._blobs.put_named(name, text, media_type=ANSWER_TYPE)
+        return answer, body
+
+    async def find(self, key: str, place: tuple[int, int]) -> tuple[Answer, BlobRef] | None:
+        """The answer for that place, and the reference to it. Raises BlobCorrupt, StoreUnavailable."""
+        prefix = self._prefix(key)
+        names = await self._blobs.names(prefix)
+        if not names:
+            return None
+        asked = self._name(key, place)
+        name = max((name for name in names if name <= asked), default=names[0])
+        text = await self._blobs.get_named(name)
+        return Answer.parsed(text, name), BlobRef(hashlib.sha256(text).hexdigest(), len(text), ANSWER_TYPE)
+
+    def _prefix(self, key: str) -> str:
+        return f"egress/{self._cache}/{key}/"
+
+    def _name(self, key: str, place: tuple[int, int]) -> str:
+        return f"{self._prefix(key)}{place[0]:06d}.{place[1]:06d}"
+
+
+class Repeats:
+    """The requests of one recorded call, each to be given again once, in order."""
+
+    def __init__(self, requests: Iterable[EgressRequest]) -> None:
+        """Of ToolCallCompleted.requests."""
+        self._left: dict[str, deque[EgressRequest]] = defaultdict(deque)
+        for request in requests:
+            if request.reason in LOCAL:
+                continue
+            self._left[request.request_sha256].append(request)
+
+    def next(self, key: str) -> EgressRequest | None:
+        """What came of this request then; None when it was not made so often."""
+        return self._left[key].popleft() if self._left.get(key) else None
