@@ -1,0 +1,156 @@
+"""Tools: what an agent may call in a sandbox. Built in: python, shell, python_session, files, env_step; packages offer
+more (turnlog.infra.offered_tools).
+
+`prepared` says whether a call may run, before anything runs; `Prepared.run` runs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from turnlog.infra.offered_tools import BrokenTool, described, loaded, offered
+from turnlog.infra.tool_schemas import BUILT_IN
+from turnlog.sandbox_settings import SandboxSettings
+from turnlog.sandbox_workers.protocol import (
+    Execution,
+    FileRefused,
+    Kind,
+    OnOutput,
+    QuotaExceeded,
+    Sandbox,
+    SandboxError,
+)
+from turnlog.sandbox_workers.tools.arguments import ArgumentsRefused, parsed, shown
+from turnlog.sandbox_workers.tools.environment import env_step, needs
+from turnlog.sandbox_workers.tools.files import edit_file, read_file, write_file
+from turnlog.sandbox_workers.tools.programs import kept_interpreter, python, python_session, shell, within_limits
+from turnlog.sandbox_workers.tools.tool import Call, CallEnded, Refusal, Tool, ToolEnd, ToolFailed, always
+from turnlog.schemas.events import SandboxLimits, SandboxSpec, ToolStatus
+
+__all__ = [
+    "Call", "CallEnded", "Prepared", "Refusal", "Tool", "ToolEnd", "ToolFailed", "prepared", "tools",
+]  # fmt: skip
+
+log = logging.getLogger(__name__)
+GRACE_S = 5.0
+"""How much longer than wall_s a package's tool may take over all its commands together."""
+RUN = {
+    "python": (python, {Kind.python}, always),
+    "shell": (shell, {Kind.shell}, within_limits),
+    "python_session": (python_session, {Kind.session}, kept_interpreter),
+    "read_file": (read_file, (), always),
+    "write_file": (write_file, (), always),
+    "edit_file": (edit_file, (), always),
+    "env_step": (env_step, {Kind.session}, needs),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A call that may run."""
+
+    tool: Tool
+    arguments: Mapping[str, Any]
+
+    async def run(
+        self, sandbox: Sandbox, limits: SandboxLimits, env: Mapping[str, str], on_output: OnOutput | None = None
+    ) -> Execution:
+        """How the call ended. What the workspace or the tool refuses is an answer that the model reads. Raises
+        SandboxError but for FileRefused."""
+        call = Call(arguments=self.arguments, sandbox=sandbox, limits=limits, env=env, on_output=on_output)
+        try:
+            return _bounded(await (self.tool.run(call) if self.tool.name in BUILT_IN else self._foreign(call)), limits)
+        except CallEnded as end:
+            return end.execution
+        except ToolFailed as failure:
+            return _bounded(call.answer(f"{failure}\n", status=ToolStatus.tool_error), limits)
+        except QuotaExceeded as refusal:
+            return call.answer(f"{refusal}\n", status=ToolStatus.resource_limit, reason="disk_bytes")
+        except FileRefused as refusal:
+            return _bounded(call.answer(f"{refusal}\n", status=ToolStatus.tool_error), limits)
+
+    async def _foreign(self, call: Call) -> Execution:
+        """A package's tool, which may raise anything, return anything and never end."""
+        running = asyncio.ensure_future(self.tool.run(call))
+        try:
+            await asyncio.wait([running], timeout=call.limits.wall_s + GRACE_S)
+            if not running.done():
+                await call.sandbox.cancel()  # a command that runs now ends, and its sandbox lives
+                await asyncio.wait([running], timeout=GRACE_S)
+                return call.answer(b"", status=ToolStatus.timeout, reason="wall_s")
+        finally:
+            while not running.done():
+                running.cancel()
+                await asyncio.wait([running], timeout=GRACE_S)
+        raised = asyncio.CancelledError("cancelled itself") if running.cancelled() else running.exception()
+        if isinstance(raised, ToolEnd | SandboxError):
+            raise raised
+        if raised is None and isinstance(running.result(), Execution):
+            return running.result()
+        said = f"{type(raised).__name__}: {raised}"[:1000] if raised else f"it returned {running.result()!r:.200}"
+        log.error("tool %s is broken: %s", self.tool.name, said, exc_info=raised)
+        text = f"tool {self.tool.name} broke: {said}\n"
+        return call.answer(text, status=ToolStatus.infra_error, reason="tool_broken")
+
+
+@cache
+def tools() -> Mapping[str, Tool]:
+    """Every tool by name, the built-in ones first; looked up once. Raises ToolOfferError."""
+    found = {name: _built_in(name) for name in RUN}
+    for name, point in offered().items():
+        tool = loaded(point)
+        if not isinstance(tool, Tool):
+            raise BrokenTool(f"{described(point)}: must be a turnlog.sandbox_workers.tools.Tool, got {tool!r:.200}")
+        found[name] = tool
+    return found
+
+
+def prepared(
+    name: str,
+    arguments: bytes,
+    spec: SandboxSpec,
+    limits: SandboxLimits,
+    *,
+    argument_bytes: int = SandboxSettings().argument_bytes,
+    among: Mapping[str, Tool] | None = None,
+) -> Prepared | Refusal:
+    """A call that may run within `limits`, or why not. Nothing has run. `argument_bytes`: of [sandbox]; `among`: tools
+    in place of `tools()`."""
+    known = tools() if among is None else among
+    tool = known.get(name)
+    if tool is None:
+        return Refusal("tool", f"there is no tool {shown(name)}; tools are {', '.join(known)}")
+    if len(arguments) > argument_bytes:
+        text = f"the arguments are {len(arguments)} bytes; they may be {argument_bytes} ([sandbox] argument_bytes)"
+        return Refusal("argument_bytes", text)
+    try:
+        values = parsed(arguments, tool.validator, name)
+    except ArgumentsRefused as refusal:
+        return Refusal("arguments", str(refusal))
+    if said := tool.legal(values, spec, limits):
+        return Refusal("arguments", f"{name}: {said}")
+    return Prepared(tool, values)
+
+
+def _built_in(name: str) -> Tool:
+    known, (run, kinds, legal) = BUILT_IN[name], RUN[name]
+    return Tool(
+        name=name, version=known.version, about=known.about, schema=known.arguments,
+        run=run, kinds=frozenset(kinds), legal=legal,
+    )  # fmt: skip
+
+
+def _bounded(execution: Execution, limits: SandboxLimits) -> Execution:
+    """No answer is longer than output_bytes."""
+    if len(execution.output) <= limits.output_bytes:
+        return execution
+    cut = execution.output[: limits.output_bytes]
+    return dataclasses.replace(
+        execution, status=ToolStatus.resource_limit, reason="output_bytes", exit_code=None, output=cut
+    )
