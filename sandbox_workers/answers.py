@@ -1,4 +1,4 @@
-"""Answers that need no sandbox, and the records that a worker writes.
+"""The records that a worker writes, and answers that need no sandbox.
 
 Parked                  a record of agent.tool-calls that goes to the dead letters
 ├── AttemptsExhausted   the call took its sandbox down too often: look at its arguments
@@ -7,23 +7,13 @@ Parked                  a record of agent.tool-calls that goes to the dead lette
 
 from __future__ import annotations
 
-import json
+import dataclasses
 from dataclasses import dataclass
 
-from turnlog.sandbox_workers.protocol import Execution
-from turnlog.schemas.events import (
-    SandboxSpec,
-    ToolCallCompleted,
-    ToolCallRequested,
-    ToolCallStarted,
-    ToolStatus,
-)
+from turnlog.sandbox_workers.protocol import Execution, FileRefused
+from turnlog.schemas.events import EgressRequest, ToolCallCompleted, ToolCallRequested, ToolCallStarted, ToolStatus
 from turnlog.schemas.ids import digest
-
-SOURCE_ARGUMENT = {"python": "code", "shell": "command"}
-"""tool -> the one argument that it takes, a string."""
-BACKENDS = ("bubblewrap", "subprocess")
-"""What a request may ask for: both are served by the worker's own backend."""
+from turnlog.schemas.types import BlobRef
 
 
 class Parked(Exception):
@@ -38,44 +28,18 @@ class UnexpectedRecord(Parked):
     """Remedy: its producer must append to the topic of the catalogue."""
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why a request is not run: reason for machines, text for the agent."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """All that a worker has to say about a call."""
 
-    reason: str
-    text: str
-
-
-def source_of(request: ToolCallRequested) -> str | Refusal:
-    """What to run, or why not."""
-    name = SOURCE_ARGUMENT.get(request.tool)
-    if name is None:
-        return Refusal("tool", f"there is no tool {request.tool!r}; tools are {', '.join(SOURCE_ARGUMENT)}")
-    if refusal := _unserved(request.sandbox):
-        return refusal
-    try:
-        arguments = json.loads(request.arguments)
-    except ValueError as error:
-        return Refusal("arguments", f"the arguments are not JSON: {error}")
-    source = arguments.get(name) if isinstance(arguments, dict) else None
-    if not isinstance(source, str):
-        return Refusal("arguments", f'{request.tool} takes {{"{name}": "..."}}, got {json.dumps(arguments)[:200]}')
-    return source
+    execution: Execution
+    workspace: BlobRef | None
+    """What the next call of the session starts from."""
+    requests: tuple[EgressRequest, ...] = ()
+    full_output: BlobRef | None = None
 
 
-def _unserved(spec: SandboxSpec) -> Refusal | None:
-    if spec.backend not in BACKENDS:
-        return Refusal(
-            "backend", f"this worker does not serve backend {spec.backend!r}; it serves {', '.join(BACKENDS)}"
-        )
-    if spec.network != "none":
-        return Refusal("network", f"this worker does not serve network {spec.network!r}; it serves none")
-    if spec.image is not None:
-        return Refusal("image", f"this worker does not serve images, got {spec.image!r}")
-    return None
-
-
-def started(request: ToolCallRequested, *, attempt: int, worker: str) -> ToolCallStarted:
+def started(request: ToolCallRequested, *, attempt: int, worker: str, environment_sha256: str) -> ToolCallStarted:
     """The record that goes out before execution."""
     return ToolCallStarted(
         event_id=digest("tool-call-started", request.call_id, attempt),
@@ -87,13 +51,15 @@ def started(request: ToolCallRequested, *, attempt: int, worker: str) -> ToolCal
         call_id=request.call_id,
         attempt=attempt,
         worker=worker,
+        environment_sha256=environment_sha256,
     )
 
 
 def completed(
-    request: ToolCallRequested, execution: Execution, *, attempt: int, queue_s: float, worker: str
+    request: ToolCallRequested, outcome: Outcome, *, attempt: int, queue_s: float, worker: str, cached: bool = False
 ) -> ToolCallCompleted:
     """The record that goes out after it."""
+    execution = outcome.execution
     return ToolCallCompleted(
         event_id=digest("tool-call-completed", request.call_id, attempt),
         run_id=request.run_id,
@@ -107,16 +73,26 @@ def completed(
         reason=execution.reason,
         exit_code=execution.exit_code,
         output=execution.output,
-        full_output=None,
+        full_output=outcome.full_output,
         duration_s=execution.duration_s,
         queue_s=queue_s,
-        workspace=None,
+        workspace=outcome.workspace,
         attempt=attempt,
         worker=worker,
-        cached=False,
+        cached=cached,
+        requests=outcome.requests,
     )
 
 
 def unrun(status: ToolStatus, reason: str, text: str = "") -> Execution:
     """The outcome of a call that was not run, or whose run nobody saw end."""
     return Execution(status, reason, None, text.encode(errors="replace"), 0.0, 0.0)
+
+
+def unkept(execution: Execution, error: FileRefused) -> Execution:
+    """The call ran, and what it left cannot be stored: the session goes on with the files from before it."""
+    note = f"\n[the files of this call are not kept: {error}]\n".encode(errors="replace")
+    output = execution.output + note
+    return dataclasses.replace(
+        execution, status=ToolStatus.resource_limit, reason="workspace", exit_code=None, output=output
+    )

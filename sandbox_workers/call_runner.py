@@ -1,120 +1,267 @@
-"""Calls become answers: leased, announced, run, published; and run again when their sandbox went away."""
+"""Calls become answers: leased, announced, run, stored, published; and run again when their sandbox went away.
+
+NoSandboxInTime   raised within: the call was cancelled, or its deadline passed, while it waited for a sandbox
+"""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Histogram
 
+from turnlog.infra.blobs import BlobError
 from turnlog.infra.log import Record
 from turnlog.infra.role import Role
 from turnlog.sandbox_workers import answers
+from turnlog.sandbox_workers.answers import Outcome, unrun
 from turnlog.sandbox_workers.calls import Pending, Unit
-from turnlog.sandbox_workers.pool import Pool
-from turnlog.sandbox_workers.protocol import Execution, Sandbox, SandboxDied, SandboxUnavailable, WorkspaceLost, at_most
-from turnlog.schemas.events import SandboxLimits, ToolCallCompleted, ToolStatus
+from turnlog.sandbox_workers.plans import Plan, Planner
+from turnlog.sandbox_workers.pooling.lease import Lease
+from turnlog.sandbox_workers.pooling.pools import Pools
+from turnlog.sandbox_workers.protocol import (
+    Execution,
+    FileRefused,
+    ImageMissing,
+    InterpreterLost,
+    QuotaExceeded,
+    Sandbox,
+    SandboxDied,
+    SandboxUnavailable,
+    WorkspaceCorrupt,
+    WorkspaceLost,
+)
+from turnlog.sandbox_workers.recovery import noted
+from turnlog.sandbox_workers.surroundings import Surroundings
+from turnlog.sandbox_workers.tools import Refusal
+from turnlog.sandbox_workers.workspaces import SessionFiles, Workspaces
+from turnlog.schemas.events import EgressRequest, ToolCallCompleted, ToolCallStarted, ToolStatus
+from turnlog.schemas.topics import INLINE_LIMIT_BYTES
+
+if TYPE_CHECKING:
+    from turnlog.sandbox_workers.egress import Egress
 
 log = logging.getLogger(__name__)
 
-CALLS = Counter("turnlog_sandbox_calls", "Tool calls answered, by status", ["status"])
-SECONDS = Histogram("turnlog_sandbox_call_seconds", "Duration of tool calls in their sandbox")
+LONG_S = 1e9
+"""Longer than anybody waits, and still a time that a clock can add."""
+CALLS = Counter("turnlog_sandbox_calls", "Tool calls answered", ["tool", "status", "backend"])
+SECONDS = Histogram("turnlog_sandbox_call_seconds", "Duration of tool calls in their sandbox", ["tool", "backend"])
 Park = Callable[[Record, Exception], Awaitable[None]]
 """Takes a record and why to the dead letters."""
+CatchUp = Callable[[Unit], Awaitable[None]]
+"""Reads what other workers have written into a unit's results."""
+Ran = tuple[Execution, tuple[EgressRequest, ...]]
+"""How a call ended, and what it asked of the network."""
+LOST = {WorkspaceLost: "workspace_lost", WorkspaceCorrupt: "workspace_corrupt", InterpreterLost: "interpreter_lost"}
 
-Sent = tuple[ToolCallCompleted, Awaitable[tuple[int, int]]]
+
+class NoSandboxInTime(Exception):
+    """Look at the call again."""
 
 
 class CallRunner:
-    """Answers one call at a time per session; as many sessions at once as the pool has slots."""
+    """Answers one call at a time per session; as many sessions at once as the pools have slots."""
 
-    def __init__(self, role: Role, pool: Pool, park: Park, clock: Callable[[], float]) -> None:
-        settings = role.settings.sandbox
-        names = [field.name for field in dataclasses.fields(SandboxLimits)]
+    def __init__(
+        self, role: Role, pools: Pools, park: Park, catch_up: CatchUp, clock: Callable[[], float], egress: Egress | None
+    ) -> None:
+        settings = role.settings
         self._events = role.events
-        self._pool = pool
+        self._blobs = role.blobs
+        self._planner = Planner(settings.sandbox, pools, egress=egress is not None)
+        self._egress = egress
+        self._files = SessionFiles(Workspaces(role.blobs, trees=2 * settings.sandbox.slots * len(pools.served)))
+        self._surroundings = Surroundings(settings.egress)
         self._park = park
+        self._catch_up = catch_up
         self._clock = clock
-        self._most = SandboxLimits(**{name: getattr(settings, name) for name in names})
-        self._max_attempts = settings.max_attempts
-        self._name = role.instance + (f"+{pool.provider.name}" if pool.fallback else "")
+        self._max_attempts = settings.sandbox.max_attempts
+        self._name = role.instance + ("+subprocess" if pools.fallback else "")
+
+    def plan(self, pending: Pending) -> Plan | Refusal:
+        """How the call will be run."""
+        if pending.plan is None:
+            pending.plan = self._planner.plan(pending.request)
+        return pending.plan
 
     async def answer(self, unit: Unit, pending: Pending) -> None:
-        """Publish the call's answer and tell the unit where it stands. Raises LogError."""
-        execution = self._unrunnable(unit, pending)
+        """Publish the call's answer and tell the unit where it stands. Raises LogError, StoreUnavailable."""
+        plan = self.plan(pending)
+        execution = self._unrunnable(unit, pending, plan)
         while execution is None:
+            assert isinstance(plan, Plan)
             try:
-                await self._attempt(unit, pending)
-                return
-            except WorkspaceLost as error:
-                execution = answers.unrun(ToolStatus.infra_error, "workspace_lost", str(error))
+                execution = await self._attempt(unit, pending, plan)
+                if execution is None:
+                    return
+            except NoSandboxInTime:
+                execution = self._unrunnable(unit, pending, plan)
             except (SandboxDied, SandboxUnavailable) as error:
                 unit.attempts[pending.request.call_id] = self._attempts(unit, pending) + (not pending.begun)
                 pending.begun = False
                 log.warning("call %s ended without an answer: %s", pending.request.call_id, error)
-                execution = self._unrunnable(unit, pending)
+                execution = self._unrunnable(unit, pending, plan)
         if execution.reason == "attempts":
-            await self._park(pending.record, answers.AttemptsExhausted(execution.output.decode()))
-        event, place = await self._publish(unit, pending, execution, self._age(pending))
-        unit.answered(event, (await place)[1])
+            await self._park(pending.record, answers.AttemptsExhausted(execution.output.decode(errors="replace")))
+        outcome = Outcome(execution=execution, workspace=await self._files.before(pending.request))
+        await (await self._published(unit, pending, plan, outcome, self._age(pending)))
 
-    def _unrunnable(self, unit: Unit, pending: Pending) -> Execution | None:
+    def _unrunnable(self, unit: Unit, pending: Pending, plan: Plan | Refusal) -> Execution | None:
         """The answer of a call that must not run (again)."""
-        source = answers.source_of(pending.request)
         attempts = self._attempts(unit, pending)
         if pending.cancelled:
-            return answers.unrun(ToolStatus.cancelled, "cancelled")
-        if isinstance(source, answers.Refusal):
-            return answers.unrun(ToolStatus.refused, source.reason, source.text)
+            return unrun(ToolStatus.cancelled, "cancelled")
+        if isinstance(plan, Refusal):
+            return unrun(ToolStatus.refused, plan.reason, plan.text)
         if attempts >= self._max_attempts:
             text = f"the sandbox went away {attempts} times; [sandbox] max_attempts is {self._max_attempts}"
-            return answers.unrun(ToolStatus.infra_error, "attempts", text)
+            return unrun(ToolStatus.infra_error, "attempts", text)
         if self._age(pending) > pending.request.deadline_s:
-            return answers.unrun(ToolStatus.timeout, "deadline_s", "nobody waits for the answer any more")
+            return unrun(ToolStatus.timeout, "deadline_s", "nobody waits for the answer any more")
         return None
 
-    async def _attempt(self, unit: Unit, pending: Pending) -> None:
-        """One attempt, answered. Raises SandboxDied, SandboxUnavailable, WorkspaceLost."""
-        request = pending.request
-        limits = at_most(request.sandbox.limits, self._most)
-        durable = request.sandbox.durable_workspace
-        async with self._pool.lease(
-            disk_bytes=limits.disk_bytes,
-            session=request.session_id if durable else None,
-            begun=durable and request.call_seq > 0,
-            fresh=request.sandbox.fresh,
-        ) as sandbox:
+    async def _attempt(self, unit: Unit, pending: Pending, plan: Plan) -> Execution | None:
+        """One attempt: None when it is answered, else what is to be answered without having run.
+        Raises SandboxDied, SandboxUnavailable, NoSandboxInTime."""
+        async with AsyncExitStack() as stack:
+            try:
+                lease = await self._leased(stack, unit, pending, plan)
+                sha256 = await self._surroundings.sha256(plan.pool.provider, plan.shape, pending.request.sandbox)
+            except ImageMissing as error:
+                return unrun(ToolStatus.refused, "image", str(error))
+            placed = await self._placed(lease, pending, plan)
+            if isinstance(placed, Execution):
+                return placed
             queue_s = self._age(pending)
-            await self._announce(unit, pending)
-            execution = await self._run(sandbox, pending, limits)
-            SECONDS.observe(execution.duration_s)
-            event, place = await self._publish(unit, pending, execution, queue_s)
-        unit.answered(event, (await place)[1])  # the slot is free already
+            if not await self._announced(unit, pending, sha256):
+                return None
+            outcome = await self._outcome(lease, pending, plan, lost=placed)
+            SECONDS.labels(pending.request.tool, plan.pool.provider.name).observe(outcome.execution.duration_s)
+            acknowledged = await self._published(unit, pending, plan, outcome, queue_s)
+        await acknowledged  # the slot is free already
+        return None
 
-    async def _announce(self, unit: Unit, pending: Pending) -> None:
-        pending.begun = True
-        beginning = answers.started(pending.request, attempt=self._attempts(unit, pending) + 1, worker=self._name)
-        unit.began(beginning, (await self._events.append(beginning))[1])
-
-    async def _run(self, sandbox: Sandbox, pending: Pending, limits: SandboxLimits) -> Execution:
-        source = answers.source_of(pending.request)
-        assert isinstance(source, str)
-        if pending.cancelled:
-            return answers.unrun(ToolStatus.cancelled, "cancelled")
-        pending.sandbox = sandbox
+    async def _leased(self, stack: AsyncExitStack, unit: Unit, pending: Pending, plan: Plan) -> Lease:
+        """A sandbox. Raises NoSandboxInTime, SandboxUnavailable, ImageMissing."""
+        request = pending.request
+        session = unit.session(request) if request.sandbox.durable_workspace else None
+        lease = plan.pool.lease(plan.shape, session=session, fresh=request.sandbox.fresh)
         try:
-            return await sandbox.run(pending.request.tool, source, limits)
+            async with asyncio.timeout(min(request.deadline_s - self._age(pending), LONG_S)) as pending.waits:
+                return await stack.enter_async_context(lease)
+        except TimeoutError as error:
+            raise NoSandboxInTime from error
+        finally:
+            pending.waits = None
+
+    async def _placed(self, lease: Lease, pending: Pending, plan: Plan) -> bool | Execution:
+        """The right files are in the sandbox: whether their interpreter is missing; or why the call cannot run."""
+        request = pending.request
+        try:
+            return await self._files.place(
+                lease, request, disk_bytes=plan.limits.disk_bytes, interpreter=plan.interpreter
+            )
+        except InterpreterLost as error:
+            lease.keep(request.workspace)  # other tools go on with the files
+            return unrun(ToolStatus.infra_error, LOST[InterpreterLost], str(error))
+        except WorkspaceLost as error:
+            return unrun(ToolStatus.infra_error, LOST[type(error)], str(error))
+        except QuotaExceeded as error:
+            return unrun(ToolStatus.resource_limit, "disk_bytes", str(error))
+
+    async def _announced(self, unit: Unit, pending: Pending, environment_sha256: str) -> bool:
+        """ToolCallStarted is on the log. False when an answer of another worker stands before it: this call has had
+        its effects."""
+        pending.begun = True
+        attempt = self._attempts(unit, pending) + 1
+        event = answers.started(
+            pending.request, attempt=attempt, worker=self._name, environment_sha256=environment_sha256
+        )
+        await (await self._sent(unit, event))
+        if unit.strays:
+            await self._catch_up(unit)
+        return unit.answers.find(pending.request.call_id) is None
+
+    async def _outcome(self, lease: Lease, pending: Pending, plan: Plan, *, lost: bool) -> Outcome:
+        """Run the call and store what it left. Raises SandboxDied."""
+        request = pending.request
+        execution, requests = await self._run(lease, pending, plan)
+        try:
+            workspace = await self._files.keep(lease, request, disk_bytes=plan.limits.disk_bytes, lost=lost)
+        except FileRefused as error:
+            execution = answers.unkept(execution, error)
+            workspace = await self._files.before(request)
+        else:
+            if request.sandbox.durable_workspace:
+                lease.keep(workspace)
+        outcome = Outcome(execution=execution, workspace=workspace, requests=requests)
+        if len(execution.output) <= INLINE_LIMIT_BYTES:
+            return outcome
+        whole = await self._blobs.put(execution.output)
+        cut = dataclasses.replace(execution, output=execution.output[:INLINE_LIMIT_BYTES])
+        return dataclasses.replace(outcome, execution=cut, full_output=whole)
+
+    async def _run(self, lease: Lease, pending: Pending, plan: Plan) -> Ran:
+        spec = pending.request.sandbox
+        if pending.cancelled:
+            return unrun(ToolStatus.cancelled, "cancelled"), ()
+        pending.sandbox = lease.sandbox
+        try:
+            if spec.network != "allowlist":
+                return await plan.tool.run(lease.sandbox, plan.limits, spec.env), ()
+            return await self._run_with_network(lease.sandbox, pending, plan)
         finally:
             pending.sandbox = None
 
-    async def _publish(self, unit: Unit, pending: Pending, execution: Execution, queue_s: float) -> Sent:
-        """Hand the answer over: it, and what to await for its place in the log."""
+    async def _run_with_network(self, sandbox: Sandbox, pending: Pending, plan: Plan) -> Ran:
+        """Run it beside the proxy. Raises SandboxDied, also when the store failed one of its requests: what the call
+        has made of a wrong answer is not to be trusted."""
+        request = pending.request
+        assert self._egress is not None  # else the plan is a refusal
+        assert sandbox.proxy is not None  # as the shape's network asks
+        from turnlog.sandbox_workers.egress import CA_INSIDE
+
+        shared = plan.pool.provider.name == "subprocess"  # the host's loopback, the host's files
+        host, port = sandbox.proxy.getsockname()[:2]
+        ca = str(self._egress.ca) if shared else CA_INSIDE
+        env = {**request.sandbox.env, **self._egress.environment(ca=ca, host=host, port=port)}
+        try:
+            async with self._egress.serving(
+                sandbox.proxy, allow=request.sandbox.allow, call_seq=request.call_seq
+            ) as requests:
+                execution = await plan.tool.run(sandbox, plan.limits, env)
+        except BlobError as error:
+            raise SandboxDied(f"its requests to the network could not be kept: {error}") from error
+        return execution, requests.made()
+
+    async def _published(
+        self, unit: Unit, pending: Pending, plan: Plan | Refusal, outcome: Outcome, queue_s: float
+    ) -> asyncio.Task[None]:
+        """Hand the answer over; await the result for its acknowledgement."""
         attempt = self._attempts(unit, pending)
-        event = answers.completed(pending.request, execution, attempt=attempt, queue_s=queue_s, worker=self._name)
-        CALLS.labels(execution.status).inc()
+        event = answers.completed(pending.request, outcome, attempt=attempt, queue_s=queue_s, worker=self._name)
+        tool, backend = "", ""  # of a refusal: names that are not ours would make series without end
+        if isinstance(plan, Plan):
+            tool, backend = pending.request.tool, plan.pool.provider.name
+        CALLS.labels(tool, outcome.execution.status, backend).inc()
         pending.sent = True
-        return event, await self._events.submit(event)
+        return await self._sent(unit, event)
+
+    async def _sent(self, unit: Unit, event: ToolCallStarted | ToolCallCompleted) -> asyncio.Task[None]:
+        """Hand over: the order is fixed here. The unit learns of records in the order of their acknowledgements, so
+        that a gap between two of ours is somebody else's, and all at once: no commit passes what it does not know."""
+        acknowledgement = await self._events.submit(event)
+
+        async def acknowledged() -> None:
+            _, position = await acknowledgement
+            noted(unit, event, position)
+
+        return asyncio.create_task(acknowledged())
 
     def _attempts(self, unit: Unit, pending: Pending) -> int:
         return unit.attempts.get(pending.request.call_id, 0)

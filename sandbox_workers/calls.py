@@ -1,19 +1,21 @@
-"""What a worker knows of one partition: calls that are not answered yet, answers that may be asked for again."""
+"""What a worker knows of one partition: calls that are not answered yet, and where the answers of the others stand."""
 
 from __future__ import annotations
 
 import asyncio
 import heapq
 import json
-from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from turnlog.infra.log import Commit, Record
+from turnlog.sandbox_workers.answered import Answered
+from turnlog.sandbox_workers.plans import Plan
 from turnlog.sandbox_workers.protocol import Sandbox
+from turnlog.sandbox_workers.tools import Refusal
 from turnlog.schemas.events import ToolCallCompleted, ToolCallRequested, ToolCallStarted
 
-KEPT = 1024
-"""Answers kept per partition for repeated requests; a runner repeats a call only right after its own restart."""
+SESSIONS = 1024
+"""Durable sessions of a partition that are remembered: a worker has far fewer slots to hold any in."""
 
 
 @dataclass(slots=True)
@@ -22,6 +24,8 @@ class Pending:
 
     request: ToolCallRequested
     record: Record
+    plan: Plan | Refusal | None = None
+    """How it will be run, once somebody has asked."""
     cancelled: bool = False
     begun: bool = False
     """Its ToolCallStarted is being written, or is on the log."""
@@ -29,8 +33,18 @@ class Pending:
     """Its answer is being written: who asks again from now on may not see it."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     """Nothing more will be done about it."""
+    waits: asyncio.Timeout | None = None
+    """Ends its wait for a sandbox."""
     sandbox: Sandbox | None = None
     """Where it runs now."""
+
+    async def cancel(self) -> None:
+        """Nobody waits for it any more, whatever it is doing."""
+        self.cancelled = True
+        if self.waits is not None and not self.waits.expired():
+            self.waits.reschedule(asyncio.get_running_loop().time())
+        if self.sandbox is not None:
+            await self.sandbox.cancel()
 
 
 class Unit:
@@ -41,62 +55,83 @@ class Unit:
         self.next_offset = next_offset
         """Of agent.tool-calls: the first record that was not taken."""
         self.next_result = next_result
-        """Of agent.tool-results: the first position that is not known."""
+        """Of agent.tool-results: the first position beyond all that are known to be written."""
+        self.strays: set[int] = set()
+        """Positions below that nobody has looked at: another worker wrote there while this one had the partition."""
         self.attempts: dict[str, int] = {}
         """call_id of an unanswered call -> the highest attempt on the log."""
         self.pending: dict[str, Pending] = {}
-        self._open: dict[int, str] = {}
+        self.answers = Answered()
+        self._open: set[int] = set()
+        self._records: dict[str, list[int]] = {}
         self._begun_at: dict[str, int] = {}
-        self._answers: OrderedDict[str, tuple[int, ToolCallCompleted]] = OrderedDict()
+        self._sessions: dict[str, None] = {}
+
+    # -- records of agent.tool-calls
 
     def take(self, offset: int) -> bool:
         """A record of agent.tool-calls is in hand, unfinished; False when it was before."""
         if offset < self.next_offset:
             return False
         self.next_offset = offset + 1
-        self._open[offset] = ""
+        self._open.add(offset)
         return True
 
     def belongs(self, offset: int, call_id: str) -> None:
         """The record at `offset` is finished when the call is."""
-        self._open[offset] = call_id
+        self._records.setdefault(call_id, []).append(offset)
 
     def finish(self, offset: int) -> None:
         """Nothing is left to do about the record at `offset`."""
-        self._open.pop(offset, None)
+        self._open.discard(offset)
 
-    def answer(self, call_id: str) -> ToolCallCompleted | None:
-        """The effective answer, if it is known."""
-        found = self._answers.get(call_id)
-        return found[1] if found else None
+    def session(self, request: ToolCallRequested) -> str:
+        """What this worker calls the request's session: an id in two partitions is two sessions, since neither knows
+        of the other's calls."""
+        return f"{self.number}/{request.session_id}"
+
+    def durable(self, session: str) -> None:
+        """A session, as this worker calls it, that a sandbox may be held for."""
+        self._sessions.pop(session, None)
+        self._sessions[session] = None
+        if len(self._sessions) > SESSIONS:
+            del self._sessions[next(iter(self._sessions))]
+
+    def sessions(self) -> tuple[str, ...]:
+        """Those sessions."""
+        return tuple(self._sessions)
+
+    # -- records of agent.tool-results
+
+    def saw(self, position: int) -> None:
+        """A record at `position` of agent.tool-results is known."""
+        if position >= self.next_result:
+            self.strays.update(range(self.next_result, position))
+            self.next_result = position + 1
+        else:
+            self.strays.discard(position)
 
     def began(self, started: ToolCallStarted, position: int) -> None:
-        """A ToolCallStarted stands at `position` of agent.tool-results."""
-        self._saw(position)
-        if started.call_id not in self._answers:
+        """A ToolCallStarted stands at `position`."""
+        self.saw(position)
+        if self.answers.find(started.call_id) is None:
             self.attempts[started.call_id] = max(started.attempt, self.attempts.get(started.call_id, 0))
             self._begun_at.setdefault(started.call_id, position)
 
     def answered(self, completed: ToolCallCompleted, position: int) -> None:
         """A ToolCallCompleted stands at `position`; the first one counts."""
-        self._saw(position)
-        self._answers.setdefault(completed.call_id, (position, completed))
-        while len(self._answers) > KEPT:
-            self._answers.popitem(last=False)
+        self.saw(position)
+        self.answers.add(completed.call_id, position)
         self.attempts.pop(completed.call_id, None)
         self._begun_at.pop(completed.call_id, None)
         self.pending.pop(completed.call_id, None)
-        self._open = {offset: call_id for offset, call_id in self._open.items() if call_id != completed.call_id}
-
-    def _saw(self, position: int) -> None:
-        self.next_result = max(self.next_result, position + 1)
+        self._open.difference_update(self._records.pop(completed.call_id, ()))
 
     def commit(self) -> Commit:
         """Low-water mark of the calls; metadata: from where a restarted worker reads the results."""
-        needed = [position for position, _ in self._answers.values()]
-        needed += [position for call_id, position in self._begun_at.items() if call_id in self.pending]
-        metadata = json.dumps({"results": min(needed, default=self.next_result)})
-        return Commit(min(self._open, default=self.next_offset), metadata)
+        needed = [position for call_id, position in self._begun_at.items() if call_id in self.pending]
+        needed += [*self.strays, self.answers.recalled_from(self.next_result)]
+        return Commit(min(self._open, default=self.next_offset), json.dumps({"results": min(needed)}))
 
 
 def results_from(commit: Commit | None) -> int | None:
@@ -123,3 +158,7 @@ class Session:
         """The next one. Raises IndexError when none waits."""
         self.current = heapq.heappop(self.waiting)[2]
         return self.current
+
+    def next(self) -> Pending | None:
+        """The one that comes after the current one."""
+        return self.waiting[0][2] if self.waiting else None

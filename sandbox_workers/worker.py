@@ -1,8 +1,9 @@
 """The sandbox worker: calls from agent.tool-calls, run in sandboxes, answered on agent.tool-results.
 
-Order of effects for a call: ToolCallStarted is acknowledged; the tool runs; ToolCallCompleted is acknowledged; the
-committed offset passes the call. So after a death an unanswered call runs again as the next attempt, an answered one
-never does, and what is committed is answered. The first ToolCallCompleted of a call_id on the log is the effective one.
+Order of effects for a call: ToolCallStarted is acknowledged; the tool runs; a durable session's files are stored;
+ToolCallCompleted is acknowledged; the committed offset passes the call. So after a death an unanswered call runs again
+as the next attempt, an answered one never does, and what is committed is answered. The first ToolCallCompleted of a
+call_id on the log is the effective one.
 """
 
 from __future__ import annotations
@@ -10,8 +11,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import os
+import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prometheus_client import Gauge
 
@@ -19,12 +26,21 @@ from turnlog.infra.dead_letters import dead_letter, where
 from turnlog.infra.log import GroupReader, LogError, Partition, Record
 from turnlog.infra.role import Role
 from turnlog.sandbox_workers import answers
+from turnlog.sandbox_workers.answered import Results
+from turnlog.sandbox_workers.backends.leftovers import owned_prefix
 from turnlog.sandbox_workers.call_runner import CallRunner
-from turnlog.sandbox_workers.calls import Pending, Session, Unit, results_from
-from turnlog.sandbox_workers.pool import Pool, opened
+from turnlog.sandbox_workers.calls import Pending, Session, Unit
+from turnlog.sandbox_workers.plans import Plan
+from turnlog.sandbox_workers.pooling.pool import Pool
+from turnlog.sandbox_workers.pooling.pools import Pools
+from turnlog.sandbox_workers.protocol import Shape
+from turnlog.sandbox_workers.recovery import Recovery, noted
 from turnlog.schemas.errors import UndecodableRecord
-from turnlog.schemas.events import ToolCallCancelled, ToolCallCompleted, ToolCallRequested, ToolCallStarted
-from turnlog.schemas.topics import TOOL_CALLS, TOOL_RESULTS
+from turnlog.schemas.events import ToolCallCancelled, ToolCallCompleted, ToolCallRequested, ToolStatus
+from turnlog.schemas.topics import TOOL_CALLS
+
+if TYPE_CHECKING:
+    from turnlog.sandbox_workers.egress import Egress
 
 log = logging.getLogger(__name__)
 
@@ -33,54 +49,84 @@ COMMIT_S = 0.5
 DRAIN_S = 5.0
 """How long running calls may go on when the worker stops or its partitions move."""
 POLL_S = 0.2
+EXPECT_S = 0.1
+"""Pause between looks at the queue for prewarming."""
 ISOLATED = Gauge("turnlog_sandbox_isolated", "1: bubblewrap; 0: tools run as plain processes", ["backend"])
 
 
 async def main(role: Role) -> None:
-    """Serve until `role.stopping`. Raises SandboxUnavailable, LogError, RegistryError."""
-    async with opened(role.settings.sandbox) as pool:
-        await Worker(role, pool).run()
+    """Serve until `role.stopping`. Raises BackendUnavailable, EgressError, LogError, RegistryError,
+    StoreUnavailable."""
+    settings = role.settings
+    async with AsyncExitStack() as stack:
+        egress = None
+        if settings.egress.allow:
+            from turnlog.sandbox_workers.egress import Egress
+
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=owned_prefix()))
+            os.chmod(folder, 0o755)  # sandboxes of every user may read the certificate in it
+            egress = await stack.enter_async_context(Egress.open(settings.egress, role.blobs, Path(folder)))
+        pools = await stack.enter_async_context(Pools.opened(settings, ca=egress.ca if egress else None))
+        role.health.tells("pools", pools.snapshot)
+        await Worker(role, pools, egress=egress).run()
 
 
 class Worker:
     """One process's share of agent.tool-calls."""
 
-    def __init__(self, role: Role, pool: Pool, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, role: Role, pools: Pools, *, egress: Egress | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
         """`clock` gives seconds since the epoch, as the records' timestamps do."""
         self._role = role
-        self._runner = CallRunner(role, pool, self._park, clock)
+        self._pools = pools
+        self._runner = CallRunner(role, pools, self._park, self._catch_up, clock, egress)
         self._group = f"{role.settings.run.id}.sandbox"
+        self._results = Results(role.log, role.events)
+        self._recovery = Recovery(role, self._group, self._park)
         self._units: dict[int, Unit] = {}
         self._sessions: dict[str, Session] = {}
+        self._left: dict[int, tuple[str, ...]] = {}
+        """Durable sessions of units that were revoked just now."""
         self._committed: dict[int, object] = {}
+        self._expected: dict[Pool, Counter[Shape]] = {}
         self._reader: GroupReader | None = None
-        ISOLATED.labels(pool.provider.name).set(pool.provider.name == "bubblewrap")
+        name = pools.local.provider.name
+        ISOLATED.labels(name).set(name == "bubblewrap")
 
     async def run(self) -> None:
         """Poll, dispatch, commit; then drain."""
         try:
-            async with (
-                self._role.log.group_reader(
-                    self._group,
-                    [TOOL_CALLS.name],
-                    assigned=self._assigned,
-                    revoked=self._revoked,
-                    instance=self._role.instance,
-                ) as reader,
-                asyncio.TaskGroup() as self._tasks,
-            ):
+            async with self._joined() as reader, asyncio.TaskGroup() as self._tasks:
                 self._reader = reader
                 await self._serve(reader)
         except BaseExceptionGroup as group:  # one cause is reported as itself
             raise group.exceptions[0] from None
+        finally:
+            await self._results.close()
+
+    @asynccontextmanager
+    async def _joined(self) -> AsyncIterator[GroupReader]:
+        async with self._role.log.group_reader(
+            self._group,
+            [TOOL_CALLS.name],
+            assigned=self._assigned,
+            revoked=self._revoked,
+            instance=self._role.instance,
+        ) as reader:
+            yield reader
 
     async def _serve(self, reader: GroupReader) -> None:
-        due = time.monotonic() + COMMIT_S
+        due = expect = time.monotonic()
         while not self._role.stopping.is_set():
             for record in await reader.poll(timeout_s=POLL_S):
                 await self._take(record)
             self._role.health.started()
-            if time.monotonic() >= due:
+            now = time.monotonic()
+            if now >= expect:
+                self._expect()
+                expect = now + EXPECT_S
+            if now >= due:
                 await self._commit(self._units)
                 due = time.monotonic() + COMMIT_S
         await self._quiet(self._units)
@@ -90,9 +136,16 @@ class Worker:
 
     async def _assigned(self, numbers: frozenset[int]) -> None:
         assert self._reader is not None
-        for number in sorted(numbers):
-            self._units[number] = unit = await self._recovered(number)
-            self._reader.seek(Partition(TOOL_CALLS.name, number), unit.next_offset)
+        for unit in await self._recovery.units(sorted(numbers)):
+            self._units[unit.number] = unit
+            self._reader.seek(Partition(TOOL_CALLS.name, unit.number), unit.next_offset)
+        left, self._left = self._left, {}
+        for number, sessions in left.items():
+            for session in sessions:
+                if number in numbers:  # it came back with the same rebalance: the sandboxes are still right
+                    self._units[number].durable(session)
+                else:
+                    self._pools.release(session)
 
     async def _revoked(self, numbers: frozenset[int]) -> None:
         await self._quiet(numbers)
@@ -101,38 +154,10 @@ class Worker:
         except LogError as error:  # the next owner reads what we did from the results
             log.info("units %s went without a last commit: %s", sorted(numbers), error)
         for number in numbers:
-            self._units.pop(number, None)
+            unit = self._units.pop(number, None)
             self._committed.pop(number, None)
-
-    async def _recovered(self, number: int) -> Unit:
-        """The unit as its commit and the results since then tell."""
-        calls, results = Partition(TOOL_CALLS.name, number), Partition(TOOL_RESULTS.name, number)
-        commit = (await self._role.log.commits(self._group, [calls])).get(calls)
-        starts = await self._role.log.start_offsets([calls, results])
-        end = (await self._role.log.end_offsets([results]))[results]
-        first = results_from(commit)
-        unit = Unit(
-            number,
-            next_offset=starts[calls] if commit is None else commit.offset,
-            next_result=starts[results] if first is None else first,
-        )
-        async with self._role.log.reader() as reader:
-            reader.assign({results: unit.next_result})
-            while reader.position(results) < end:
-                for record in await reader.poll():
-                    await self._recall(unit, record)
-        return unit
-
-    async def _recall(self, unit: Unit, record: Record) -> None:
-        try:
-            event = await self._role.events.decode(record)
-        except UndecodableRecord as error:
-            await self._park(record, error)
-            return
-        if isinstance(event, ToolCallStarted):
-            unit.began(event, record.offset)
-        elif isinstance(event, ToolCallCompleted):
-            unit.answered(event, record.offset)
+            if unit is not None:
+                self._left[number] = unit.sessions()
 
     async def _commit(self, numbers: Iterable[int]) -> None:
         assert self._reader is not None
@@ -145,17 +170,19 @@ class Worker:
     async def _quiet(self, numbers: Iterable[int]) -> None:
         """No call of these units runs any more: those that began may end, for DRAIN_S; none begins."""
         held = set(numbers)
-        sessions = [session for session in self._sessions.values() if session.unit.number in held]
-        for session in sessions:
+        sessions = {name: session for name, session in self._sessions.items() if session.unit.number in held}
+        for session in sessions.values():
             session.waiting.clear()
             if session.task and not (session.current and session.current.begun):
                 session.task.cancel()
-        tasks = [session.task for session in sessions if session.task]
+        tasks = [session.task for session in sessions.values() if session.task]
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=DRAIN_S)
             for task in late:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        for name in sessions:  # a task that is cancelled before its first step does not come to its `finally`
+            self._sessions.pop(name, None)
 
     # -- records
 
@@ -173,7 +200,8 @@ class Worker:
             self._request(unit, event, record)
             return
         if isinstance(event, ToolCallCancelled):
-            await self._cancel(unit, event)
+            if (pending := unit.pending.get(event.call_id)) is not None:
+                await pending.cancel()
         else:
             stray = answers.UnexpectedRecord(f"{type(event).__name__} does not belong into {record.topic}")
             await self._park(record, stray)
@@ -181,35 +209,41 @@ class Worker:
 
     def _request(self, unit: Unit, request: ToolCallRequested, record: Record) -> None:
         known = unit.pending.get(request.call_id)
-        if unit.answer(request.call_id) or (known is not None and known.sent):
-            self._tasks.create_task(self._repeat(unit, record.offset, request.call_id, known))
+        if (known is not None and known.sent) or unit.answers.find(request.call_id) is not None:
+            self._tasks.create_task(self._repeat(unit, record, request, known))
             return
         unit.belongs(record.offset, request.call_id)
-        if known is None:
-            pending = unit.pending[request.call_id] = Pending(request, record)
-            session = self._sessions.setdefault(request.session_id, Session(unit))
-            session.push(pending)
-            if session.task is None:
-                session.task = self._tasks.create_task(self._work_off(request.session_id, session))
+        if known is not None:
+            return
+        pending = unit.pending[request.call_id] = Pending(request, record)
+        name = unit.session(request)
+        session = self._sessions.setdefault(name, Session(unit))
+        session.push(pending)
+        if request.sandbox.durable_workspace:
+            unit.durable(name)
+        if session.task is None:
+            session.task = self._tasks.create_task(self._work_off(name, session))
 
-    async def _cancel(self, unit: Unit, event: ToolCallCancelled) -> None:
-        pending = unit.pending.get(event.call_id)
-        if pending is not None:
-            pending.cancelled = True
-            if pending.sandbox is not None:
-                await pending.sandbox.cancel()
-
-    async def _repeat(self, unit: Unit, offset: int, call_id: str, pending: Pending | None) -> None:
+    async def _repeat(self, unit: Unit, record: Record, request: ToolCallRequested, pending: Pending | None) -> None:
         """Publish a stored answer again: whoever asks after it was written did not see it."""
         if pending is not None:
             await pending.settled.wait()
-        stored = unit.answer(call_id)
-        if stored is not None:  # else the unit is going away with this record unfinished
-            again = dataclasses.replace(stored, cached=True)
-            unit.answered(again, (await self._role.events.append(again))[1])
-            unit.finish(offset)
+        await self._catch_up(unit)
+        position = unit.answers.find(request.call_id)
+        if position is None or self._units.get(unit.number) is not unit:
+            return  # the unit is going away with this record unfinished
+        stored = await self._results.at(unit.number, position)
+        if not isinstance(stored, ToolCallCompleted):
+            gone = answers.unrun(
+                ToolStatus.infra_error, "answer_gone", f"the answer at {position} is not on the log any more"
+            )
+            outcome = answers.Outcome(execution=gone, workspace=None)
+            stored = answers.completed(request, outcome, attempt=0, queue_s=0.0, worker=self._role.instance)
+        again = dataclasses.replace(stored, cached=True)
+        unit.answered(again, (await self._role.events.append(again))[1])
+        unit.finish(record.offset)
 
-    async def _work_off(self, session_id: str, session: Session) -> None:
+    async def _work_off(self, name: str, session: Session) -> None:
         """Answer the session's calls one after the other."""
         try:
             while session.waiting:
@@ -219,7 +253,31 @@ class Worker:
                 finally:
                     pending.settled.set()
         finally:
-            del self._sessions[session_id]
+            del self._sessions[name]
+
+    async def _catch_up(self, unit: Unit) -> None:
+        """Read what others wrote among this unit's results."""
+        while unit.strays:
+            first, end = min(unit.strays), max(unit.strays) + 1
+            for position, event in await self._results.between(unit.number, first, end):
+                noted(unit, event, position)
+            unit.strays.difference_update(range(first, end))
+
+    # -- around them
+
+    def _expect(self) -> None:
+        """Tell the pools which calls come after those that run: sandboxes of their shapes are made ready."""
+        demand: dict[Pool, Counter[Shape]] = {pool: Counter() for pool in self._expected}
+        for session in self._sessions.values():
+            following = session.next()
+            if following is not None and not following.request.sandbox.durable_workspace:
+                plan = self._runner.plan(following)
+                if isinstance(plan, Plan):
+                    demand.setdefault(plan.pool, Counter())[plan.shape] += 1
+        for pool, shapes in demand.items():
+            if self._expected.get(pool) != shapes:
+                pool.expect(shapes)
+        self._expected = demand
 
     async def _park(self, record: Record, cause: Exception) -> None:
         log.warning("%s is parked: %s: %s", where(record), type(cause).__name__, cause)

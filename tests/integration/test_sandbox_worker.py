@@ -1,8 +1,12 @@
-"""The sandbox worker as a process, on a real broker, with bubblewrap: calls answered, and answered after kill -9."""
+"""The sandbox worker as a process, on a real broker, with bubblewrap: calls answered, and answered after kill -9;
+durable sessions that survive it; two workers that share partitions.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import itertools
 import json
 import os
 import subprocess
@@ -10,6 +14,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import psutil
 import pytest
@@ -33,7 +38,7 @@ serve("sandbox", main, load(None, os.environ))
 """
 
 
-def environment(settings: Settings) -> dict[str, str]:
+def environment(settings: Settings, number: int) -> dict[str, str]:
     """What a worker needs to find the test's servers."""
     ours = {
         "TURNLOG_RUN_ID": settings.run.id,
@@ -42,16 +47,17 @@ def environment(settings: Settings) -> dict[str, str]:
         "TURNLOG_KAFKA_PREFIX": settings.kafka.prefix,
         "TURNLOG_REGISTRY_URL": settings.registry.url,
         "TURNLOG_STORE_ENDPOINT": settings.store.endpoint,
-        "TURNLOG_SANDBOX_FIRST_UID": "250000",
-        "TURNLOG_INSTANCE": "sandbox-0",
+        "TURNLOG_SANDBOX_FIRST_UID": str(250_000 + 10 * number),
+        "TURNLOG_INSTANCE": f"sandbox-{number}",
     }
     return {**{key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}, **ours}
 
 
 @contextmanager
-def worker(settings: Settings) -> Iterator[psutil.Popen]:
+def worker(settings: Settings, number: int = 0) -> Iterator[psutil.Popen]:
     """A worker process; stopped by SIGTERM at the end, unless it is dead."""
-    with psutil.Popen([sys.executable, "-c", PROGRAM], env=environment(settings), stderr=subprocess.PIPE) as process:
+    env = environment(settings, number)
+    with psutil.Popen([sys.executable, "-c", PROGRAM], env=env, stderr=subprocess.PIPE) as process:
         try:
             yield process
         finally:
@@ -61,8 +67,16 @@ def worker(settings: Settings) -> Iterator[psutil.Popen]:
             print(said.decode())
 
 
-def call(session: str, seq: int, command: str) -> ToolCallRequested:
+DURABLE = SandboxSpec(durable_workspace=True)
+
+
+def call(session: str, seq: int, command: str, **changes: Any) -> ToolCallRequested:
     """A shell call."""
+    return dataclasses.replace(plain(session, seq, command), **changes)
+
+
+def plain(session: str, seq: int, command: str) -> ToolCallRequested:
+    """Of a session that keeps nothing."""
     return ToolCallRequested(
         event_id=digest(session, seq),
         run_id="run",
@@ -96,6 +110,16 @@ class Results:
         self._position = dict.fromkeys(places, 0)
         self.started: list[ToolCallStarted] = []
         self.completed: list[ToolCallCompleted] = []
+
+    async def answer(self, request: ToolCallRequested) -> ToolCallCompleted:
+        """Append one request and wait for its effective answer."""
+        await self._role.events.append(request)
+        await self.until(lambda: bool(self.answers(request)))
+        return self.answers(request)[0]
+
+    def answers(self, request: ToolCallRequested) -> list[ToolCallCompleted]:
+        """Those of one call that were read."""
+        return [answer for answer in self.completed if answer.call_id == request.call_id]
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Read on until it holds."""
@@ -145,3 +169,48 @@ async def test_kill_9_leaves_no_sandbox_and_the_next_worker_answers(role: Role) 
     quick = [answer for answer in results.completed if answer.call_id == "quick-0"]
     assert {(answer.output, answer.attempt) for answer in quick} == {(b"quick\n", 1)}
     assert [event.attempt for event in results.started] == [1, 1, 2]
+
+
+async def test_a_durable_session_survives_kill_9_of_its_worker(role: Role) -> None:
+    """In the middle of a call: its files are those from before it, in another worker's sandbox."""
+    results = Results(role)
+    with worker(role.settings) as process:
+        first = await results.answer(call("s", 0, "echo 1 > f; mkdir -m 700 d; ln -s f l", sandbox=DURABLE))
+        second = call("s", 1, "echo 2 >> f; sleep 2; cat l; stat -c %a d", sandbox=DURABLE, workspace=first.workspace)
+        await role.events.append(second)
+        await results.until(lambda: len(results.started) == 2)
+        process.kill()
+    with worker(role.settings, 1):
+        await results.until(lambda: bool(results.answers(second)))
+        (after,) = results.answers(second)
+        third = await results.answer(call("s", 2, "cat f", sandbox=DURABLE, workspace=after.workspace))
+    assert (after.status, after.output, after.attempt, after.worker) == (ToolStatus.ok, b"1\n2\n700\n", 2, "sandbox-1")
+    assert third.output == b"1\n2\n"
+
+
+async def test_two_workers_share_sessions_and_repeat_no_answered_call(role: Role) -> None:
+    """One comes while sessions run, and goes again."""
+    results = Results(role)
+    workspaces: dict[str, Any] = {f"s{number}": None for number in range(8)}
+
+    async def round_(seq: int) -> None:
+        calls = {
+            name: call(name, seq, f"echo {seq} >> f; cat f", sandbox=DURABLE, workspace=workspace)
+            for name, workspace in workspaces.items()
+        }
+        await asyncio.gather(*[await role.events.submit(request) for request in calls.values()])
+        await results.until(lambda: all(results.answers(request) for request in calls.values()))
+        for name, request in calls.items():
+            answer = results.answers(request)[0]
+            assert answer.output.split() == [b"%d" % number for number in range(seq + 1)], answer
+            workspaces[name] = answer.workspace
+
+    with worker(role.settings):
+        await round_(0)
+        rounds = itertools.count(1)
+        with worker(role.settings, 1):
+            while {answer.worker for answer in results.completed} < {"sandbox-0", "sandbox-1"}:
+                await round_(next(rounds))
+        await round_(last := next(rounds))
+    answers = [answer.call_id for answer in results.completed if not answer.cached]
+    assert len(results.started) == len(answers) == len(set(answers)) == 8 * (last + 1)

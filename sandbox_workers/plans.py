@@ -1,0 +1,104 @@
+"""What a request asks for, against what this worker serves: a plan, or a refusal that the model can read."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from turnlog.sandbox_settings import SandboxSettings
+from turnlog.sandbox_workers.pooling.pool import Pool
+from turnlog.sandbox_workers.pooling.pools import Pools
+from turnlog.sandbox_workers.protocol import Kind, Shape, at_most
+from turnlog.sandbox_workers.tools import Prepared, Refusal, prepared, tools
+from turnlog.schemas.events import SandboxLimits, SandboxSpec, ToolCallRequested
+
+LIMITS = tuple(field.name for field in dataclasses.fields(SandboxLimits))
+MOST_ENV_BYTES = 64 << 10
+"""Of SandboxSpec.env, names and values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A call that may run, and where."""
+
+    tool: Prepared
+    pool: Pool
+    shape: Shape
+    limits: SandboxLimits
+
+    @property
+    def interpreter(self) -> bool:
+        """It goes on in the sandbox's persistent interpreter."""
+        return Kind.session in self.tool.tool.kinds
+
+
+class Planner:
+    """Compares requests with a worker's pools and settings."""
+
+    def __init__(self, settings: SandboxSettings, pools: Pools, *, egress: bool) -> None:
+        """`egress`: the worker has a proxy for calls with network = "allowlist". Raises ToolOfferError."""
+        tools()  # a package's broken one ends the worker here, not at somebody's call
+        self._pools = pools
+        self._egress = egress
+        self._argument_bytes = settings.argument_bytes
+        self._most = SandboxLimits(**{name: getattr(settings, name) for name in LIMITS})
+
+    def plan(self, request: ToolCallRequested) -> Plan | Refusal:
+        """How the call is run, or why it is not."""
+        spec = request.sandbox
+        if said := _limits_flaw(request) or _env_flaw(spec):
+            return Refusal("sandbox", said)
+        pool = self._pools.pool(spec.backend)
+        if pool is None:
+            served = ", ".join(self._pools.served)
+            return Refusal("backend", f"this worker does not serve backend {spec.backend[:80]!r}; it serves {served}")
+        if said := self._network_flaw(spec, pool):
+            return Refusal("network", said)
+        limits = at_most(spec.limits, self._most)
+        tool = prepared(request.tool, request.arguments, spec, limits, argument_bytes=self._argument_bytes)
+        if isinstance(tool, Refusal):
+            return tool
+        shape = Shape(image=spec.image, network=spec.network, disk_bytes=limits.disk_bytes)
+        plan = Plan(tool, pool, shape, limits)
+        if plan.interpreter and not pool.provider.sessions:
+            return Refusal("tool", f"{request.tool} needs a persistent interpreter; {pool.provider.name} has none")
+        return plan
+
+    def _network_flaw(self, spec: SandboxSpec, pool: Pool) -> str:
+        networks = sorted(pool.provider.networks)
+        if spec.network not in networks:
+            return (
+                f"backend {pool.provider.name} does not serve network {spec.network[:80]!r}; "
+                f"it serves {', '.join(networks)}"
+            )
+        if spec.network == "allowlist" and not self._egress:
+            return "this worker does not serve network 'allowlist', since its [egress] allow names nothing"
+        return _rules_flaw(spec) if spec.network == "allowlist" else ""
+
+
+def _limits_flaw(request: ToolCallRequested) -> str:
+    for name in LIMITS:
+        value = getattr(request.sandbox.limits, name)
+        if math.isnan(value) or value <= 0:
+            return f"limit {name} must be above 0, got {value}"
+    return "deadline_s must be a number, got nan" if math.isnan(request.deadline_s) else ""
+
+
+def _rules_flaw(spec: SandboxSpec) -> str:
+    from turnlog.sandbox_workers.egress.refusals import RuleInvalid
+    from turnlog.sandbox_workers.egress.rules import rules
+
+    try:
+        rules(spec.allow)
+    except RuleInvalid as error:
+        return str(error)
+    return ""
+
+
+def _env_flaw(spec: SandboxSpec) -> str:
+    for name, value in spec.env.items():
+        if not name or "=" in name or "\0" in name + value:
+            return f"env {name[:80]!r} is no name and value that an environment takes"
+    size = sum(len(name) + len(value) for name, value in spec.env.items())
+    return f"env has {size} characters, {MOST_ENV_BYTES} are allowed" if size > MOST_ENV_BYTES else ""

@@ -1,0 +1,123 @@
+"""A session's tool calls as the log has them: asked, begun, answered.
+
+RerunError
+├── NoSuchSession      no tool call on the log belongs to such a session
+├── AmbiguousSession   several sessions begin like that: give more of the id
+├── NoSuchCall         the session has no call of that call_seq
+└── BadPattern         --ignore takes regular expressions
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from turnlog.infra.history import EVERY_RUN, events_of, partitions
+from turnlog.infra.role import Role
+from turnlog.schemas.events import ToolCallCompleted, ToolCallRequested, ToolCallStarted, ToolStatus
+from turnlog.schemas.topics import TOOL_CALLS, TOOL_RESULTS, Topic
+
+RUN = (ToolStatus.ok, ToolStatus.tool_error, ToolStatus.timeout, ToolStatus.resource_limit)
+"""Statuses of calls whose execution came to an end that can be compared."""
+
+
+class RerunError(Exception):
+    """Base of the tree above."""
+
+
+class NoSuchSession(RerunError):
+    """Also: the session called no tool."""
+
+
+class AmbiguousSession(RerunError):
+    """Names the candidates."""
+
+
+class NoSuchCall(RerunError):
+    """Names those that there are."""
+
+
+class BadPattern(RerunError):
+    """Says what is wrong with it."""
+
+
+@dataclass(slots=True)
+class RecordedCall:
+    """One call_id."""
+
+    request: ToolCallRequested
+    started: list[ToolCallStarted] = field(default_factory=list)
+    completed: ToolCallCompleted | None = None
+    """The first in the log: the effective one."""
+
+    @property
+    def begun(self) -> ToolCallStarted | None:
+        """Of the attempt that was answered."""
+        if self.completed is None:
+            return None
+        attempt = self.completed.attempt
+        return next((event for event in self.started if event.attempt == attempt), None)
+
+    @property
+    def ran(self) -> bool:
+        """It ran to an end that can be compared: it was begun, and neither cancelled nor lost by us."""
+        return self.begun is not None and self.completed is not None and self.completed.status in RUN
+
+    @property
+    def why_not(self) -> str:
+        """Of a call that did not run."""
+        if self.completed is None:
+            return "it was never answered"
+        reason = f" ({self.completed.reason})" if self.completed.reason not in ("", self.completed.status) else ""
+        return f"it was recorded as {self.completed.status.value}{reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedSession:
+    """All calls of a session, by call_seq."""
+
+    session_id: str
+    calls: tuple[RecordedCall, ...]
+
+    def upto(self, call_seq: int) -> tuple[RecordedCall, ...]:
+        """Calls up to one of them. Raises NoSuchCall."""
+        if all(call.request.call_seq != call_seq for call in self.calls):
+            there = ", ".join(str(call.request.call_seq) for call in self.calls)
+            raise NoSuchCall(f"session {self.session_id} has no call {call_seq}; it has {there}")
+        return tuple(call for call in self.calls if call.request.call_seq <= call_seq)
+
+
+async def recorded(role: Role, beginning: str) -> RecordedSession:
+    """The session whose id begins so; every run's sessions are looked at. Raises NoSuchSession, AmbiguousSession,
+    LogError."""
+    calls: dict[str, RecordedCall] = {}
+    for event in await _of(role, TOOL_CALLS, (ToolCallRequested,), beginning):
+        calls.setdefault(event.call_id, RecordedCall(event))
+    names = sorted({call.request.session_id for call in calls.values()})
+    exact = [name for name in names if name == beginning]
+    if len(names) > 1 and not exact:
+        raise AmbiguousSession(f"{len(names)} sessions begin with {beginning!r}: {', '.join(names[:5])} ...")
+    if not names:
+        raise NoSuchSession(f"no tool call of a session {beginning!r} in {TOOL_CALLS.name}; see also --from archive")
+    (name,) = exact or names
+    for event in await _of(role, TOOL_RESULTS, (ToolCallStarted, ToolCallCompleted), name):
+        call = calls.get(event.call_id)
+        if call is not None and isinstance(event, ToolCallStarted):
+            call.started.append(event)
+        elif call is not None and call.completed is None:
+            call.completed = event
+    own = [call for call in calls.values() if call.request.session_id == name]
+    return RecordedSession(name, tuple(sorted(own, key=lambda call: call.request.call_seq)))
+
+
+async def _of(role: Role, topic: Topic, kinds: tuple[type, ...], beginning: str) -> list[Any]:
+    """Events of these classes whose session begins so, by partition and offset."""
+    wanted = partitions(role, topic)
+    ends = await role.log.end_offsets(wanted)
+    names = [kind.__name__ for kind in kinds]
+    found: list[Any] = []
+    for place in wanted:
+        async for _, event in events_of(role, place, ends[place], names, runs=(EVERY_RUN,)):
+            if event.session_id.startswith(beginning):
+                found.append(event)
+    return found

@@ -1,0 +1,16 @@
+"""Snapshots of workspaces: content-addressed, deduplicated, incremental, in the object store.
+
+workspaces = Workspaces(blobs)
+ref = await workspaces.snapshot(sandbox, since)            # BlobRef; `since` itself when nothing has changed
+manifest = await workspaces.restore(sandbox, ref, disk_bytes=limits.disk_bytes)
+manifest = await workspaces.open(ref)                      # .files, .tree_sha256, .interpreter, .size
+ref = await stored(Path("data"), blobs)                    # a folder of this machine as a session's first workspace
+"""
+
+from turnlog.sandbox_workers.workspaces.folder import Folder, stored
+from turnlog.sandbox_workers.workspaces.looks import Tree
+from turnlog.sandbox_workers.workspaces.manifest import MEDIA_TYPE, Manifest, Piece, Stored
+from turnlog.sandbox_workers.workspaces.sessions import SessionFiles
+from turnlog.sandbox_workers.workspaces.store import Workspaces
+
+__all__ = ["MEDIA_TYPE", "Folder", "Manifest", "Piece", "SessionFiles", "Stored", "Tree", "Workspaces", "stored"]
