@@ -19,7 +19,6 @@ ROLES: dict[str, tuple[str, str]] = {
     "feeder": ("turnlog.producers.feeder", "draw tasks and admit groups of rollouts"),
     "gateway": ("turnlog.producers.gateway.app", "sessions and OpenAI chat completions over the engines"),
     "runner": ("turnlog.producers.runner", "run white-box agents"),
-    "sandbox": ("turnlog.sandbox_workers.worker", "run tool calls in sandboxes"),
     "assembler": ("turnlog.processors.shells.assembler", "fold turns into trees, segments and advantages"),
     "batcher": ("turnlog.processors.shells.batcher", "form one batch per optimizer step"),
     "trainer": ("turnlog.trainer.loop", "Megatron steps, checkpoints, weight versions"),
@@ -112,7 +111,10 @@ def _readers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     from turnlog.consumers.dead_letters import arguments as dead_letters
     from turnlog.consumers.fold import arguments as fold
     from turnlog.consumers.replay import arguments as replay
+    from turnlog.sandbox_workers.console import arguments as sandbox
+    from turnlog.sandbox_workers.rerun import arguments as session
 
+    sandbox.add_arguments(_verb(verbs, "sandbox", _sandbox, "role: run tool calls in sandboxes; pool, check, exec"))
     replay.add_arguments(_verb(verbs, "replay", _replay, "fold the log again: compare, travel in time, refold"))
     archive.add_arguments(_verb(verbs, "archive", _archive, "role: copy topics into the object store; flush, prune"))
     schemas = _verb(verbs, "schemas", _schemas, "check today's schemas against every release, or release them")
@@ -125,6 +127,7 @@ def _readers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     dead_letters.add_arguments(
         _verb(verbs, "dead-letters", _dead_letters, "refused records: list, show, requeue, skip")
     )
+    session.add_arguments(_verb(verbs, "session", _session, "a session's tool calls: show, or run again and compare"))
     books = _verb(verbs, "books", _books, "sampled = trained + masked, by reason")
     books.add_argument("--by", choices=("session", "group", "batch", "run"), default="run", help="default run")
     books.add_argument("--id", default="", metavar="ID", help="one account of that level")
@@ -225,6 +228,12 @@ def _archive(settings: Settings, arguments: argparse.Namespace) -> int:
     return command(settings, arguments)
 
 
+def _sandbox(settings: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.sandbox_workers.console.command_line import command
+
+    return command(settings, arguments)
+
+
 def _schemas(_: Settings, arguments: argparse.Namespace) -> int:
     from turnlog.schemas.release import run
 
@@ -251,6 +260,12 @@ def _fold(settings: Settings, arguments: argparse.Namespace) -> int:
 
 def _dead_letters(settings: Settings, arguments: argparse.Namespace) -> int:
     from turnlog.consumers.dead_letters.command import command
+
+    return asyncio.run(command(settings, arguments))
+
+
+def _session(settings: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.sandbox_workers.rerun.command import command
 
     return asyncio.run(command(settings, arguments))
 
