@@ -1,9 +1,9 @@
-"""G15: warm acquire of a sandbox, cold bubblewrap, core-milliseconds per tool call, processes left after kill -9.
+"""G15: warm acquire of a sandbox, cold bubblewrap, overhead of a command, calls per second, reset, time-out, leaks.
 
 Prints one JSON line on stdout. `value` is the 99th percentile of a warm acquire in milliseconds: asking the pool until
-holding a sandbox that is as new (its reset is paid by whoever gave it back). `call_*` is lease, `print(3+5)` and reset
-together; the floor in the same run is a bare fork and exit of this interpreter. The calls of `core_ms_per_call` go
-through the worker with its two records each, on the log in memory: the broker's share is not in it.
+holding a sandbox that is as new. `overhead_p50_ms` compares `true` in a warm sandbox with `subprocess.run` of the same
+program, turn by turn. The calls of `calls_per_s` and `core_ms_per_call` go through the worker with its two records
+each, on the log in memory: the broker's share is not in them. The floor is a bare fork and exit of this interpreter.
 
     python benchmarks/g15_sandbox.py
 """
@@ -36,16 +36,27 @@ from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends.bubblewrap import Bubblewrap, find
 from turnlog.sandbox_workers.backends.bubblewrap_command import NAMESPACES
 from turnlog.sandbox_workers.backends.interpreter_cache import cache_directory
-from turnlog.sandbox_workers.pool import Pool, opened
+from turnlog.sandbox_workers.pooling.pool import Pool
+from turnlog.sandbox_workers.pooling.pools import Pools
+from turnlog.sandbox_workers.protocol import Command, Kind, Shape
 from turnlog.sandbox_workers.worker import Worker
-from turnlog.schemas.events import SandboxLimits, SandboxSpec, ToolCallRequested
+from turnlog.schemas.events import SandboxLimits, SandboxSpec, ToolCallRequested, ToolStatus
 from turnlog.schemas.topics import TOOL_RESULTS
 from turnlog.settings import RunSettings, Settings
 
-GOAL_WARM_MS, GOAL_COLD_MS, GOAL_CORE_MS = 5.0, 30.0, 10.0
+GOALS = {
+    "warm_p99_ms": 5.0, "cold_true_p99_ms": 30.0, "overhead_p50_ms": 3.0, "reset_p99_ms": 10.0, "timeout_s": 0.6,
+    "core_ms_per_call": 10.0, "left_after_kill_9": 0.0,
+}  # fmt: skip
+"""Detail -> what it may be at most."""
+GOAL_CALLS_PER_S = 200.0
 SESSIONS, STEPS = 64, 10
 LIMITS = SandboxLimits()
+SHAPE = Shape(disk_bytes=LIMITS.disk_bytes)
+TRUE = Command(kind=Kind.program, argv=("true",))
+LITTER = Command(kind=Kind.shell, source="mkdir -p a/b && for n in 1 2 3 4 5 6 7 8; do echo $n > a/b/$n; done")
 BARE = ("--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "--die-with-parent", "--cap-drop", "ALL")
+FIRST_UID = 760_000
 LOG_EPOCH = 1_700_000_001.0
 """Seconds; the log in memory counts its milliseconds from just before."""
 
@@ -82,32 +93,86 @@ def tree_cpu_s(pids: list[int]) -> float:
 async def cold_ms(provider: Bubblewrap, command: list[str]) -> dict[str, float]:
     """bubblewrap from nothing: to the end of `true`, and to an init that answers."""
     bare, ready = [], []
-    for _ in range(20):
+    for _ in range(40):
         began = time.perf_counter()
         process = await asyncio.create_subprocess_exec(*command)
         await process.wait()
         bare.append((time.perf_counter() - began) * 1e3)
         began = time.perf_counter()
-        sandbox = await provider.start(0, LIMITS.disk_bytes)
+        sandbox = await provider.start(0, SHAPE)
         ready.append((time.perf_counter() - began) * 1e3)
         await sandbox.close()
     return {
         "cold_true_p50_ms": statistics.median(bare),
         "cold_true_p99_ms": percentile(bare, 0.99),
         "cold_ready_p50_ms": statistics.median(ready),
+        "cold_ready_p99_ms": percentile(ready, 0.99),
     }
 
 
-async def warm_ms(pool: Pool) -> tuple[list[float], list[float]]:
-    """Milliseconds to acquire a waiting sandbox, and of whole calls (acquire, run, reset), with nobody else."""
-    acquired, whole = [], []
+async def warm_ms(pool: Pool) -> dict[str, float]:
+    """Milliseconds to acquire a waiting sandbox, with nobody else."""
+    acquired = []
     for _ in range(300):
         began = time.perf_counter()
-        async with pool.lease(disk_bytes=LIMITS.disk_bytes, session=None, begun=False, fresh=False) as sandbox:
+        async with pool.lease(SHAPE) as lease:
             acquired.append((time.perf_counter() - began) * 1e3)
-            await sandbox.run("python", "print(3+5)", LIMITS)
-        whole.append((time.perf_counter() - began) * 1e3)
-    return acquired, whole
+            await lease.sandbox.exec(TRUE, LIMITS)
+        await until(lambda: ready(pool) > 0)
+    return {"warm_p50_ms": statistics.median(acquired), "warm_p99_ms": percentile(acquired, 0.99)}
+
+
+async def command_ms(pool: Pool) -> dict[str, float]:
+    """Milliseconds of `true` in a warm sandbox and by subprocess.run, in turn."""
+    inside, plain = [], []
+    async with pool.lease(SHAPE) as lease:
+        for _ in range(200):
+            began = time.perf_counter()
+            await lease.sandbox.exec(TRUE, LIMITS)
+            inside.append((time.perf_counter() - began) * 1e3)
+            began = time.perf_counter()
+            subprocess.run(["true"], capture_output=True, check=True)  # noqa: ASYNC221 - what it costs is the question
+            plain.append((time.perf_counter() - began) * 1e3)
+    return {
+        "exec_p50_ms": statistics.median(inside),
+        "exec_p99_ms": percentile(inside, 0.99),
+        "plain_p50_ms": statistics.median(plain),
+        "plain_p99_ms": percentile(plain, 0.99),
+        "overhead_p50_ms": statistics.median(inside) - statistics.median(plain),
+    }
+
+
+async def reset_ms(provider: Bubblewrap) -> dict[str, float]:
+    """Milliseconds to make a sandbox as new after a call that left eight files."""
+    took = []
+    sandbox = await provider.start(0, SHAPE)
+    for _ in range(100):
+        await sandbox.exec(LITTER, LIMITS)
+        began = time.perf_counter()
+        assert await sandbox.reset()
+        took.append((time.perf_counter() - began) * 1e3)
+    await sandbox.close()
+    return {"reset_p50_ms": statistics.median(took), "reset_p99_ms": percentile(took, 0.99)}
+
+
+async def timeout_s(pool: Pool) -> float:
+    """Seconds, at worst, until a call with 0.5 s is back whose children ignore SIGTERM and hold its output."""
+    stubborn = Command(kind=Kind.shell, source="trap '' TERM; (trap '' TERM; sleep 60) & sleep 60")
+    took = []
+    async with pool.lease(SHAPE) as lease:
+        for _ in range(10):
+            began = time.perf_counter()
+            answer = await lease.sandbox.exec(stubborn, SandboxLimits(wall_s=0.5))
+            took.append(time.perf_counter() - began)
+            assert answer.status is ToolStatus.timeout, answer
+    return max(took)
+
+
+def ready(pool: Pool) -> int:
+    """Sandboxes that wait."""
+    slots = pool.snapshot()["slots"]
+    assert isinstance(slots, dict)
+    return int(slots["ready"])
 
 
 def request(session: int, step: int) -> ToolCallRequested:
@@ -129,29 +194,39 @@ def request(session: int, step: int) -> ToolCallRequested:
     )
 
 
-async def through_the_worker(settings: Settings, pool: Pool, sandboxes: list[int]) -> dict[str, float]:
-    """Core-milliseconds and wall seconds of SESSIONS x STEPS calls, requests already on the log."""
+async def through_the_worker(settings: Settings, pools: Pools, sandboxes: list[int]) -> dict[str, float]:
+    """Core-milliseconds and wall seconds of SESSIONS x STEPS calls; before them, seconds of a worker's very first one,
+    for which it hashes what its sandboxes are made of."""
     log = MemoryLog()
     await apply(log, settings)
-    async with EventLog.open(log, MemoryRegistry(), writer="bench") as events:
-        for step, session in itertools.product(range(STEPS), range(SESSIONS)):
-            await events.append(request(session, step))
-        role = Role("sandbox", "bench", settings, log, events, MemoryBlobs(), Health("sandbox"))
-        own, inside, began = time.process_time(), tree_cpu_s(sandboxes), time.perf_counter()
-        running = asyncio.create_task(Worker(role, pool, clock=lambda: LOG_EPOCH).run())
-        places = [Partition(TOOL_RESULTS.name, number) for number in range(settings.kafka.rollouts)]
-        count = SESSIONS * STEPS
+    places = [Partition(TOOL_RESULTS.name, number) for number in range(settings.kafka.rollouts)]
+
+    async def written(count: int) -> None:
         while sum((await log.end_offsets(places)).values()) < 2 * count:
             await log.broker.changed(1.0)
+
+    async with EventLog.open(log, MemoryRegistry(), writer="bench") as events:
+        role = Role("sandbox", "bench", settings, log, events, MemoryBlobs(), Health("sandbox"))
+        running = asyncio.create_task(Worker(role, pools, clock=lambda: LOG_EPOCH).run())
+        began = time.perf_counter()
+        await events.append(request(SESSIONS, 0))
+        await written(1)
+        first = time.perf_counter() - began
+        asked = [request(session, step) for step, session in itertools.product(range(STEPS), range(SESSIONS))]
+        own, inside, began = time.process_time(), tree_cpu_s(sandboxes), time.perf_counter()
+        for each in asked:
+            await events.append(each)
+        await written(1 + len(asked))
         wall = time.perf_counter() - began
         own, inside = time.process_time() - own, tree_cpu_s(sandboxes) - inside
         role.stopping.set()
         await running
     return {
-        "core_ms_per_call": (own + inside) / count * 1e3,
-        "worker_core_ms": own / count * 1e3,
-        "sandbox_core_ms": inside / count * 1e3,
-        "calls_per_s": count / wall,
+        "first_call_s": first,
+        "core_ms_per_call": (own + inside) / len(asked) * 1e3,
+        "worker_core_ms": own / len(asked) * 1e3,
+        "sandbox_core_ms": inside / len(asked) * 1e3,
+        "calls_per_s": len(asked) / wall,
     }
 
 
@@ -168,12 +243,10 @@ def left_after_kill() -> int:
 
 async def victim() -> None:
     """Hold two sandboxes until killed; say when one of them works."""
-    settings = SandboxSettings(slots=2, prewarm=2)
-    async with (
-        opened(settings) as pool,
-        pool.lease(disk_bytes=settings.disk_bytes, session=None, begun=False, fresh=False) as sandbox,
-    ):
-        running = asyncio.create_task(sandbox.run("shell", "setsid sleep 60 & sleep 60", LIMITS))
+    settings = SandboxSettings(slots=2, prewarm=2, first_uid=FIRST_UID + 10)
+    async with Pools.opened(settings) as pools, pools.local.lease(SHAPE) as lease:
+        busy = Command(kind=Kind.shell, source="setsid sleep 60 & sleep 60")
+        running = asyncio.create_task(lease.sandbox.exec(busy, LIMITS))
         here = psutil.Process()
         await until(lambda: len(here.children(recursive=True)) >= 7)
         print("holding", flush=True)
@@ -188,35 +261,32 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def measure() -> dict[str, object]:
     """Everything, as the benchmark's JSON object."""
-    settings = Settings(run=RunSettings(id="bench"), sandbox=SandboxSettings(slots=4, prewarm=4))
+    sandbox = SandboxSettings(slots=4, prewarm=4, first_uid=FIRST_UID)
+    settings = Settings(run=RunSettings(id="bench"), sandbox=sandbox)
     floor = fork_floor()
-    provider = await Bubblewrap.open(first_uid=settings.sandbox.first_uid)
+    provider = await Bubblewrap.open(settings.sandbox)
     bare = [str(find(cache_directory())), *NAMESPACES, "--uid", "1000", "--gid", "1000", *BARE, "--", "/usr/bin/true"]
-    detail = await cold_ms(provider, bare)
-    async with opened(settings.sandbox) as pool:
-        assert not pool.fallback, "bubblewrap cannot run here"
-        warm, calls = await warm_ms(pool)
+    detail = await cold_ms(provider, bare) | await reset_ms(provider)
+    async with Pools.opened(settings) as pools:
+        assert not pools.fallback, "bubblewrap cannot run here"
+        detail |= await warm_ms(pools.local) | await command_ms(pools.local)
+        detail["timeout_s"] = await timeout_s(pools.local)
+        await until(lambda: ready(pools.local) == settings.sandbox.slots)
         sandboxes = [process.pid for process in psutil.Process().children()]
-        detail |= await through_the_worker(settings, pool, sandboxes)
-    left = left_after_kill()
-    detail |= {
-        "warm_p50_ms": statistics.median(warm),
-        "call_p50_ms": statistics.median(calls),
-        "call_p99_ms": percentile(calls, 0.99),
-        "left_after_kill_9": left,
-        "max_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-    }
-    value = percentile(warm, 0.99)
-    met = value <= GOAL_WARM_MS and detail["core_ms_per_call"] <= GOAL_CORE_MS and not left
+        detail |= await through_the_worker(settings, pools, sandboxes)
+    detail["left_after_kill_9"] = left_after_kill()
+    detail["max_rss_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    missed = [name for name, most in GOALS.items() if detail[name] > most]
+    missed += ["calls_per_s"] * (detail["calls_per_s"] < GOAL_CALLS_PER_S)
     return {
         "id": "G15",
-        "value": round(value, 3),
+        "value": round(detail["warm_p99_ms"], 3),
         "unit": "ms",
-        "goal": GOAL_WARM_MS,
-        "ok": met and detail["cold_true_p99_ms"] <= GOAL_COLD_MS,
+        "goal": GOALS["warm_p99_ms"],
+        "ok": not missed,
         "floor": round(floor, 3),
         "load": os.getloadavg()[0],
-        "detail": {name: round(figure, 3) for name, figure in detail.items()},
+        "detail": {name: round(figure, 3) for name, figure in detail.items()} | {"missed": missed},
     }
 
 

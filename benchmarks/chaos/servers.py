@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,13 @@ TURNLOG = (sys.executable, "-m", "turnlog.cli")
 
 
 @contextlib.contextmanager
-def servers(run_id: str) -> Iterator[Settings]:
+def servers(run_id: str, *, started: Callable[[Broker], None] = lambda _: None) -> Iterator[Settings]:
     """Settings of a run on servers of its own (gone afterwards), or on those of TURNLOG_KAFKA_BOOTSTRAP and the like;
-    its topics exist."""
+    its topics exist. `started` is given the broker, if it is ours, for whatever shall happen to it."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="turnlog-chaos-")))
         given = load(None, os.environ)
-        settings = given if given.kafka.bootstrap else _started(stack, folder, given)
+        settings = given if given.kafka.bootstrap else _started(stack, folder, given, started)
         settings = dataclasses.replace(settings, run=RunSettings(id=run_id, directory=str(folder)))
         asyncio.run(_topics(settings))
         yield settings
@@ -69,8 +69,9 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _started(stack: contextlib.ExitStack, folder: Path, given: Settings) -> Settings:
+def _started(stack: contextlib.ExitStack, folder: Path, given: Settings, started: Callable[[Broker], None]) -> Settings:
     broker = stack.enter_context(Broker(folder / "kafka"))
+    started(broker)
     store = stack.enter_context(ObjectStore(folder / "store", StoreSettings()))
     port = free_ports(1)[0]
     url = f"http://{HOST}:{port}"
