@@ -177,7 +177,7 @@ class InitSandbox(InitFiles):
 
     async def exec(self, command: Command, limits: SandboxLimits, *, on_output: OnOutput | None = None) -> Execution:
         """See Sandbox."""
-        request = _request(command, limits, alive=self.interpreter)
+        request = _request(command, limits, alive=self.interpreter, prompt=on_output is not None)
         began = asyncio.get_running_loop().time()
         parts: dict[Stream, list[bytes]] = {Stream.stdout: [], Stream.stderr: []}
         with self._asking("exec"):
@@ -272,8 +272,10 @@ class InitSandbox(InitFiles):
         raise SandboxDied(": ".join(text for text in (str(error), said) if text)) from error
 
 
-def _request(command: Command, limits: SandboxLimits, *, alive: bool) -> tuple[dict[str, Any], bytes, bytes]:
-    """Head and body of an `exec`."""
+def _request(
+    command: Command, limits: SandboxLimits, *, alive: bool, prompt: bool
+) -> tuple[dict[str, Any], bytes, bytes]:
+    """Head and body of an `exec`. `prompt`: somebody looks at the output while it is written."""
     if command.kind is Kind.program and not command.argv:
         raise ValueError("a program's argv names at least the program")
     source = command.source.encode(errors="replace")
@@ -284,7 +286,7 @@ def _request(command: Command, limits: SandboxLimits, *, alive: bool) -> tuple[d
         "env": dict(command.env),
         "cwd": command.cwd,
     }
-    head |= {"limits": dataclasses.asdict(limits), "source": len(source), "alive": alive}
+    head |= {"limits": dataclasses.asdict(limits), "source": len(source), "alive": alive, "prompt": prompt}
     return head, source, command.stdin
 
 

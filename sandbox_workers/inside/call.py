@@ -44,7 +44,7 @@ class Call:
         self.code: int | None = None
         """What a session call's source has left; None while it runs and when the interpreter went with it."""
         self.reaped = Reaped()
-        self.output = Output(control, self.limits["output_bytes"])
+        self.output = Output(control, self.limits["output_bytes"], prompt=head["prompt"])
         self.began = time.monotonic()
         self.cpu_before = self._cpu()
 
@@ -97,7 +97,7 @@ class Call:
         deadline = self.began + self.limits["wall_s"]
         look = self.began + SAMPLE_S
         while (now := time.monotonic()) < deadline:
-            poll.register(self.control.fileno(), select.POLLIN | (select.POLLOUT if self.output.waiting else 0))
+            poll.register(self.control.fileno(), select.POLLIN | (select.POLLOUT if self.output.due else 0))
             for descriptor, event in poll.poll(max(0.0, min(deadline, look) - now) * 1000 + 1):
                 if descriptor == self.control.fileno() and event != select.POLLOUT:
                     receive(self.control)
@@ -112,6 +112,7 @@ class Call:
                 return "resource_limit", "output_bytes"
             if time.monotonic() >= look:
                 look = time.monotonic() + SAMPLE_S
+                self.output.forward()
                 if verdict := self._look():
                     return verdict
         return "timeout", "wall_s"

@@ -7,7 +7,6 @@ import ctypes
 import gc
 import math
 import os
-import random
 import resource
 import signal
 import sys
@@ -61,10 +60,19 @@ def wear(streams: list[int]) -> None:
 
 
 def expendable() -> None:
-    """Let programs see our /proc entries, and the kernel kill us before the init when memory is short (proc(5))."""
+    """Let programs see our /proc entries, which are closed as the init is, and the kernel kill us first."""
     prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")
+    killed_first("self")
+
+
+def killed_first(process: int | str) -> None:
+    """When memory is short, the kernel is to take it before the init (proc(5))."""
+    with contextlib.suppress(OSError):
+        score = os.open(f"/proc/{process}/oom_score_adj", os.O_WRONLY)
+        try:
+            os.write(score, b"1000")
+        finally:
+            os.close(score)
 
 
 def defaults(action: signal.Handlers) -> None:
@@ -175,6 +183,5 @@ def awake() -> None:
     """Undo what the init does for itself alone."""
     forgetting.stop()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    random.seed()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what was printed survives a time-out
     gc.enable()

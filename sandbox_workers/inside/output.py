@@ -13,11 +13,13 @@ STREAMS = ("stdout", "stderr")
 
 
 class Output:
-    """Never holds more than `most` bytes, however much is printed."""
+    """Never holds more than `most` bytes, however much is printed. `prompt`: it is sent as it comes, else when a part
+    is full, at every look at the call, and at its end: a frame for every line costs more than most calls."""
 
-    def __init__(self, control: Control, most: int) -> None:
+    def __init__(self, control: Control, most: int, *, prompt: bool) -> None:
         self.control = control
         self.most = most
+        self.prompt = prompt
         self.written = 0
         self.exceeded = False
         self.note = b""
@@ -51,17 +53,18 @@ class Output:
         return True
 
     def add(self, name: str, part: bytes) -> None:
-        """Count it, and send it as soon as there is room."""
+        """Count it, and send it, when it is due, as soon as there is room."""
         room = self.most - self.written
         self.exceeded = self.exceeded or len(part) > room
         self.written += min(len(part), room)
         self.pending[name] += part[:room]
-        self.forward()
+        if self.due:
+            self.forward()
 
     @property
-    def waiting(self) -> bool:
-        """Something is still to be sent."""
-        return any(self.pending.values())
+    def due(self) -> bool:
+        """Something is to be sent now."""
+        return any(data and (self.prompt or len(data) >= PART_BYTES) for data in self.pending.values())
 
     def forward(self, *, wait: bool = False) -> None:
         """Send what the control socket takes at once, so that a slow worker delays no limit; with `wait` all of it.

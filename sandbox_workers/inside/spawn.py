@@ -7,11 +7,12 @@ Where that is missing, or the environment could lead the dynamic linker astray b
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import resource
 import subprocess
+
+from turnlog.sandbox_workers.inside.child import killed_first
 
 PRLIMIT = "/usr/bin/prlimit"
 OPTIONS = {
@@ -72,6 +73,5 @@ def spawned(
         os.fchdir(here)
         os.close(here)
     process.returncode = 0  # it is reaped with all the others
-    with contextlib.suppress(OSError), open(f"/proc/{process.pid}/oom_score_adj", "w") as file:
-        file.write("1000")  # the kernel is to kill it before the init when memory is short (proc(5))
+    killed_first(process.pid)
     return process.pid
