@@ -40,7 +40,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     """Give the verb its actions; without one it is the role."""
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = EPILOG
-    actions = verb.add_subparsers(dest="action", required=False, metavar="ACTION")
+    actions = verb.add_subparsers(dest="action", required=False, metavar="[ACTION]")
     pool = _action(actions, "pool", "slots, hits, waits and leaks of every live sandbox worker", POOL_EPILOG)
     pool.add_argument("--json", action="store_true", help="for programs")
     pool.add_argument("--watch", action="store_true", help="show again every second, until Ctrl-C")
