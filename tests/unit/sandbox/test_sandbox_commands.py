@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import signal
@@ -76,7 +77,9 @@ def test_exec_refuses_by_name_what_cannot_run(words: list[str], said: str, capfd
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_exec_and_everything_in_its_sandbox(here: Path, number: int, status: int) -> None:
     words = [sys.executable, "-m", "turnlog.cli", "sandbox", "exec", "--shell", "--", "sleep 60 & echo begun; sleep 60"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, cwd=here, env=dict(os.environ)) as process:
+    # A shell starts what runs in the background with SIGINT ignored, and children inherit that.
+    heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(words, stdout=subprocess.PIPE, cwd=here, env=dict(os.environ), preexec_fn=heard) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"begun\n"
         inside = psutil.Process(process.pid).children(recursive=True)
