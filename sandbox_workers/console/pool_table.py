@@ -10,6 +10,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
@@ -69,20 +70,26 @@ def asked(workers: dict[str, str]) -> Answers:
 
 
 def drawn(settings: Settings, found: Answers) -> Group:
-    """A table of the pools, and lines for what does not fit in."""
+    """A table of the pools that fits a terminal of 80 characters, and lines for what does not fit in."""
     if not found:
         where = f"run {settings.run.id!r} has no sandbox worker: start it with `turnlog up`, or name one by --url"
         return Group(Text(where))
     pools = [pool for answer in found.values() for pool in answer.get("pools", ())]
     states = [state for state in SlotState if state in ALWAYS or any(pool["slots"][state] for pool in pools)]
-    table = Table("worker", "backend", title=f"sandbox pools of run {settings.run.id}")
-    for name in (*states, "waiting", "hits", "misses", "wait p50 / p99", "renewed", "leaks"):
-        table.add_column(str(name), justify="right")
+    table = Table(
+        title=f"sandbox pools of run {settings.run.id}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
+    for name in ("worker", "backend"):
+        table.add_column(name, no_wrap=True)
+    for name in (*states, "queue", "hits", "miss", "wait ms", "leak"):
+        table.add_column(str(name), justify="right", no_wrap=True)
     notes = []
     for worker, answer in found.items():
         for pool in answer.get("pools", ()):
             table.add_row(worker, pool["backend"], *_figures(pool, states))
             notes += [f"{worker} {pool['backend']}: {error}" for error in pool["errors"]]
+            replaced = ", ".join(f"{why} {count:,}" for why, count in sorted(pool["renewals"].items()))
+            notes += [f"{worker} {pool['backend']}: replaced {replaced}"] if replaced else []
         if answer.get("fallback"):
             notes.append(f"{worker}: TOOLS RUN WITHOUT ISOLATION; `turnlog sandbox check` says why")
         if "unreachable" in answer:
@@ -93,13 +100,8 @@ def drawn(settings: Settings, found: Answers) -> Group:
 def _figures(pool: dict[str, Any], states: list[SlotState]) -> list[str]:
     slots = [str(pool["slots"][state] or "-") for state in states]
     counts = [f"{pool[name]:,}" for name in ("waiting", "hits", "misses")]
-    waits = " / ".join(_time(pool["wait_ms"][share]) for share in ("p50", "p99"))
-    renewals = ", ".join(f"{reason} {count:,}" for reason, count in sorted(pool["renewals"].items()))
-    return [*slots, *counts, waits, renewals or "-", str(pool["leaks"] or "-")]
-
-
-def _time(milliseconds: float) -> str:
-    return f"{milliseconds:.1f} ms" if milliseconds < 1000 else f"{milliseconds / 1000:.1f} s"
+    waits = "/".join(f"{pool['wait_ms'][share]:.0f}" for share in ("p50", "p99"))
+    return [*slots, *counts, waits, str(pool["leaks"] or "-")]
 
 
 def _watch(settings: Settings, urls: list[str]) -> None:

@@ -24,7 +24,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     actions = verb.add_subparsers(dest="action", required=True, metavar="ACTION")
     again = actions.add_parser("rerun", help="execute the recorded calls again and compare")
     _named(again)
-    again.add_argument("--call", type=int, metavar="N", help="only the call with this call_seq")
+    again.add_argument("--call", dest="call_seq", type=int, metavar="N", help="only the call with this call_seq")
     again.add_argument(
         "--ignore", action="append", default=[], metavar="REGEX", help="parts of outputs that may differ; repeatable"
     )

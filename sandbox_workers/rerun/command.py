@@ -62,7 +62,7 @@ async def command(settings: Settings, arguments: argparse.Namespace) -> int:
             print(json.dumps(session_body(session), indent=2)) if arguments.json else print_session(session)
             return 0
         asked = Asked(
-            call=arguments.call,
+            call=arguments.call_seq,
             ignored=patterns(arguments.ignore),
             keep_going=arguments.keep_going,
             strict=arguments.strict,

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -14,6 +15,10 @@ from turnlog.sandbox_workers.rerun.recorded import RecordedCall, RecordedSession
 
 SHOWN = 60
 """Characters of a call's arguments."""
+COLUMNS = {
+    "seq": 3, "call": 8, "tool": 6, "status": 6, "seconds": 7, "tries": 5, "files": 5, "arguments": 16, "requests": 8,
+}  # fmt: skip
+"""Heading -> characters that it needs at least: together they fit a terminal of 80."""
 COLOURS = {"same": "green", "differs": "red", "cannot": "red", "not_run": "yellow"}
 
 
@@ -24,15 +29,15 @@ def session_body(session: RecordedSession) -> dict[str, Any]:
 
 def print_session(session: RecordedSession) -> None:
     """A row per call."""
-    table = Table(title=f"tool calls of session {session.session_id}")
-    for heading in ("seq", "tool", "arguments", "status", "seconds", "attempts", "workspace", "requests", "call"):
-        table.add_column(heading, overflow="fold")
+    table = Table(title=f"tool calls of session {session.session_id}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading, width in COLUMNS.items():
+        table.add_column(heading, overflow="fold", min_width=width)
     for body in map(_call_body, session.calls):
         status = body["status"] + (f" ({body['reason']})" if body["reason"] else "")
         asked = "\n".join(f"{one['method']} {one['url']} {one['status']} {one['source']}" for one in body["requests"])
         row = (
-            str(body["call_seq"]), body["tool"], body["arguments"][:SHOWN], status, f"{body['duration_s']:.3f}",
-            str(body["attempts"]), (body["workspace"] or "-")[:12], asked or "-", body["call_id"][:12],
+            str(body["call_seq"]), body["call_id"][:8], body["tool"], status, f"{body['duration_s']:.3f}",
+            str(body["attempts"]), (body["workspace"] or "-")[:8], body["arguments"][:SHOWN], asked or "-",
         )  # fmt: skip
         table.add_row(*(Text(cell) for cell in row))
     Console(file=sys.stdout).print(table)
