@@ -224,12 +224,7 @@ class CallRunner:
         request = pending.request
         assert self._egress is not None  # else the plan is a refusal
         assert sandbox.proxy is not None  # as the shape's network asks
-        from turnlog.sandbox_workers.egress import CA_INSIDE
-
-        shared = plan.pool.provider.name == "subprocess"  # the host's loopback, the host's files
-        host, port = sandbox.proxy.getsockname()[:2]
-        ca = str(self._egress.ca) if shared else CA_INSIDE
-        env = {**request.sandbox.env, **self._egress.environment(ca=ca, host=host, port=port)}
+        env = {**request.sandbox.env, **self._egress.environment_of(sandbox.proxy, plan.pool.provider.name)}
         try:
             async with self._egress.serving(
                 sandbox.proxy, allow=request.sandbox.allow, call_seq=request.call_seq

@@ -11,13 +11,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import os
-import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prometheus_client import Gauge
@@ -27,7 +24,6 @@ from turnlog.infra.log import GroupReader, LogError, Partition, Record
 from turnlog.infra.role import Role
 from turnlog.sandbox_workers import answers
 from turnlog.sandbox_workers.answered import Results
-from turnlog.sandbox_workers.backends.leftovers import owned_prefix
 from turnlog.sandbox_workers.call_runner import CallRunner
 from turnlog.sandbox_workers.calls import Pending, Session, Unit
 from turnlog.sandbox_workers.plans import Plan
@@ -63,9 +59,7 @@ async def main(role: Role) -> None:
         if settings.egress.allow:
             from turnlog.sandbox_workers.egress import Egress
 
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=owned_prefix()))
-            os.chmod(folder, 0o755)  # sandboxes of every user may read the certificate in it
-            egress = await stack.enter_async_context(Egress.open(settings.egress, role.blobs, Path(folder)))
+            egress = await stack.enter_async_context(Egress.opened(settings.egress, role.blobs))
         pools = await stack.enter_async_context(Pools.opened(settings, ca=egress.ca if egress else None))
         role.health.tells("pools", pools.snapshot)
         await Worker(role, pools, egress=egress).run()

@@ -7,12 +7,9 @@ import asyncio
 import dataclasses
 import os
 import signal
-import socket
 import sys
-import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from turnlog.sandbox_workers.pooling.pools import backend
@@ -30,7 +27,7 @@ from turnlog.schemas.events import SandboxLimits, ToolStatus
 from turnlog.settings import Settings
 
 if TYPE_CHECKING:
-    from turnlog.sandbox_workers.egress import Egress
+    pass
 
 FIRST_SLOT = 1000
 """Slots from here on are no worker's: a host user that runs nothing else."""
@@ -107,8 +104,7 @@ async def _sandbox(
 
             rules = (*settings.egress.allow, *arguments.allow)
             live = dataclasses.replace(settings.egress, mode="live", allow=rules)
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="turnlog-exec-")))
-            egress = await stack.enter_async_context(Egress.open(live, MemoryBlobs(), folder))
+            egress = await stack.enter_async_context(Egress.opened(live, MemoryBlobs()))
         provider = await backend(name, settings.sandbox, ca=egress.ca if egress else None)
         stack.push_async_callback(provider.close)
         if arguments.network not in provider.networks:
@@ -118,16 +114,8 @@ async def _sandbox(
         stack.push_async_callback(sandbox.close)
         if egress is not None and sandbox.proxy is not None:
             await stack.enter_async_context(egress.serving(sandbox.proxy))
-            command = dataclasses.replace(command, env=_proxied(egress, sandbox.proxy, shared=name == "subprocess"))
+            command = dataclasses.replace(command, env=egress.environment_of(sandbox.proxy, name))
         yield sandbox, command
-
-
-def _proxied(egress: Egress, proxy: socket.socket, *, shared: bool) -> Mapping[str, str]:
-    """What points programs at the proxy; `shared`: the sandbox sees the files of this machine."""
-    from turnlog.sandbox_workers.egress import CA_INSIDE
-
-    host, port = proxy.getsockname()[:2]
-    return egress.environment(ca=str(egress.ca) if shared else CA_INSIDE, host=host, port=port)
 
 
 def _written(stream: Stream, chunk: bytes) -> None:

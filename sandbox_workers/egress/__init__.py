@@ -8,8 +8,10 @@ module each. docs/egress.md says what is refused and what that looks like from i
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import ssl
+import tempfile
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Self
 
 from turnlog.infra.blobs import Blobs
 from turnlog.sandbox_settings import EgressSettings
+from turnlog.sandbox_workers.backends.leftovers import owned_prefix
 from turnlog.sandbox_workers.egress.accepted import forget_waiting
 from turnlog.sandbox_workers.egress.addresses import Addresses, Resolve
 from turnlog.sandbox_workers.egress.certificates import CertificateAuthority, public_roots, written
@@ -86,6 +89,21 @@ class Egress:
         ca = await asyncio.to_thread(written, folder, pem) if pem else None
         trusted = await asyncio.to_thread(trust, settings.upstream_ca)
         yield cls(settings, blobs, operator=operator, addresses=addresses, trust=trusted, ca=ca, tls=tls)
+
+    @classmethod
+    @asynccontextmanager
+    async def opened(cls, settings: EgressSettings, blobs: Blobs) -> AsyncIterator[Self]:
+        """`open` with a folder of its own; should we be killed, it is swept as our sandboxes' folders are."""
+        with tempfile.TemporaryDirectory(prefix=owned_prefix()) as name:
+            os.chmod(name, 0o755)  # sandboxes of every user may read the certificate in it
+            async with cls.open(settings, blobs, Path(name)) as egress:
+                yield egress
+
+    def environment_of(self, proxy: socket.socket, backend: str) -> Mapping[str, str]:
+        """`environment` for a sandbox of that backend, whose listening socket this is. A subprocess has the host's
+        loopback, where the port is any free one, and the host's files; all others have their own."""
+        host, port = proxy.getsockname()[:2]
+        return self.environment(ca=str(self.ca) if backend == "subprocess" else CA_INSIDE, host=host, port=port)
 
     def environment(
         self, *, ca: str | None = CA_INSIDE, host: str = "127.0.0.1", port: int = PORT

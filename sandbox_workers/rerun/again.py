@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from pathlib import Path
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs
 from turnlog.infra.role import Role
 from turnlog.sandbox_workers import answers
-from turnlog.sandbox_workers.egress import CA_INSIDE, Egress
+from turnlog.sandbox_workers.egress import Egress
 from turnlog.sandbox_workers.plans import Plan, Planner
 from turnlog.sandbox_workers.pooling.lease import Lease
 from turnlog.sandbox_workers.pooling.pools import LOCAL, Pools
@@ -70,8 +68,7 @@ class Rerunner:
             egress = None
             if any(spec.network == "allowlist" for spec in specs):
                 replay = dataclasses.replace(settings.egress, mode="replay", tls=REPLAYED_TLS[settings.egress.tls])
-                folder = stack.enter_context(_folder())
-                egress = await stack.enter_async_context(Egress.open(replay, blobs, folder))
+                egress = await stack.enter_async_context(Egress.opened(replay, blobs))
             ca = egress.ca if egress is not None else None
             pools = await stack.enter_async_context(Pools.opened(own, ca=ca))
             sequence = [call.request.call_seq for call in calls if interpreted(call)]
@@ -142,10 +139,7 @@ class Rerunner:
         if self._egress is None or sandbox.proxy is None:
             return await plan.tool.run(sandbox, plan.limits, spec.env), ()
         assert call.completed is not None
-        shared = plan.pool.provider.name == "subprocess"  # the host's loopback, the host's files
-        host, port = sandbox.proxy.getsockname()[:2]
-        ca = str(self._egress.ca) if shared else CA_INSIDE
-        env = {**spec.env, **self._egress.environment(ca=ca, host=host, port=port)}
+        env = {**spec.env, **self._egress.environment_of(sandbox.proxy, plan.pool.provider.name)}
         async with self._egress.serving(
             sandbox.proxy, allow=spec.allow, call_seq=call.request.call_seq, answers=call.completed.requests
         ) as asked:
@@ -177,12 +171,3 @@ def interpreted(call: RecordedCall) -> bool:
     """It goes on in what earlier calls have built up in the sandbox's persistent interpreter."""
     tool = tools().get(call.request.tool)
     return tool is not None and Kind.session in tool.kinds
-
-
-@contextmanager
-def _folder() -> Iterator[Path]:
-    """For the proxy's certificate, which sandboxes of other users read."""
-    with tempfile.TemporaryDirectory(prefix="turnlog-rerun-") as name:
-        folder = Path(name)
-        folder.chmod(0o755)
-        yield folder
