@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from turnlog.consumers import books
-from turnlog.consumers.history import all_events, events
+from turnlog.infra.history import all_events, events
 from turnlog.infra.role import opened
 from turnlog.schemas import topics
 from turnlog.settings import Settings, load

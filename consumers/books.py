@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from turnlog.consumers.history import all_events, events
+from turnlog.infra.history import all_events, events
 from turnlog.infra.role import Role, opened
 from turnlog.processors.core.ledgers import FIRST, Books, Ledgers
 from turnlog.processors.core.run_books import RunBooks, run_books

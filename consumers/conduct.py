@@ -19,7 +19,6 @@ from typing import Any
 from rich.console import Console
 
 from turnlog.consumers.display import Display
-from turnlog.consumers.history import all_events, partitions
 from turnlog.consumers.watch import WATCHED
 from turnlog.infra.embedded.plan import answers
 from turnlog.infra.embedded.ports import HOST, free_ports
@@ -27,6 +26,7 @@ from turnlog.infra.embedded.process import Launch
 from turnlog.infra.embedded.run_files import LOGS, SETTINGS
 from turnlog.infra.embedded.supervisor import Member, Supervisor
 from turnlog.infra.embedded.up import status_processes
+from turnlog.infra.history import all_events, partitions
 from turnlog.infra.role import Role, opened
 from turnlog.processors.core.fold_rules import FOLD_VERSION
 from turnlog.schemas import ids, topics

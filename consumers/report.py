@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from turnlog.consumers import books
-from turnlog.consumers.history import all_events, partitions, records
 from turnlog.consumers.replay.run import Verdict
 from turnlog.consumers.replay.run import run as replay
+from turnlog.infra.history import all_events, partitions, records
 from turnlog.infra.role import Role, opened
 from turnlog.processors.core.run_books import RunBooks
 from turnlog.schemas import topics

@@ -12,9 +12,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from turnlog.consumers.history import all_events, partitions
 from turnlog.infra import endpoints
 from turnlog.infra.embedded.up import status_processes
+from turnlog.infra.history import all_events, partitions
 from turnlog.infra.log import LogUnavailable
 from turnlog.infra.role import Role, opened
 from turnlog.processors.core.low_water import committed_high

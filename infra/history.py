@@ -6,7 +6,7 @@ Every reader of the past goes through here, over `role.log`: topics or an archiv
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from turnlog.infra.log import Partition, Record
@@ -38,9 +38,16 @@ def partitions(role: Role, topic: Topic) -> list[Partition]:
     return [Partition(topic.name, number) for number in range(count)]
 
 
-async def records(role: Role, wanted: Sequence[Partition], ends: dict[Partition, int]) -> AsyncIterator[Record]:
-    """Records of `wanted` below `ends`, in offset order per partition."""
+async def records(
+    role: Role,
+    wanted: Sequence[Partition],
+    ends: Mapping[Partition, int],
+    *,
+    since: Mapping[Partition, int] | None = None,
+) -> AsyncIterator[Record]:
+    """Records of `wanted` below `ends` (and not before `since`), in offset order per partition."""
     starts = await role.log.start_offsets(wanted)
+    starts = {place: max(start, (since or {}).get(place, start)) for place, start in starts.items()}
     async with role.log.reader() as reader:
         reader.assign(starts)
         while any(reader.position(partition) < ends[partition] for partition in wanted):

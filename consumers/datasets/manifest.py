@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from turnlog.consumers.datasets.errors import NotADataset
-from turnlog.consumers.history import Reading
+from turnlog.infra.history import Reading
 from turnlog.infra.log import Partition
 
 NAME = "manifest.json"

@@ -12,8 +12,8 @@ from turnlog.consumers.datasets.errors import MissingContent
 from turnlog.consumers.datasets.manifest import Provenance
 from turnlog.consumers.datasets.query import Query
 from turnlog.consumers.datasets.sieve import Joined, Task, short
-from turnlog.consumers.history import events_of, partitions
 from turnlog.infra.blobs import BlobCorrupt, BlobMissing
+from turnlog.infra.history import events_of, partitions
 from turnlog.infra.log import Partition, Record
 from turnlog.infra.payloads import inlined
 from turnlog.infra.role import Role

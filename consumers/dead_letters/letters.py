@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from turnlog.consumers.history import events
+from turnlog.infra.history import events
 from turnlog.infra.log import Partition, Record
 from turnlog.infra.role import Role
 from turnlog.schemas import topics

@@ -7,9 +7,11 @@ any late record is. A tool call is different: its first answer stands for good, 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping
 
 from turnlog.consumers.dead_letters.letters import event_of, whole
+from turnlog.infra.history import records
 from turnlog.infra.log import Appender, Headers, Partition
 from turnlog.infra.role import Role
 from turnlog.schemas.errors import UndecodableRecord
@@ -23,15 +25,11 @@ MARK = "requeued"
 
 async def requeued(role: Role, places: Mapping[Partition, int]) -> dict[str, int]:
     """event_id of a letter -> how often its record was requeued, of the partitions in `places`, read from there."""
+    counts: Counter[str] = Counter()
     ends = await role.log.end_offsets(list(places))
-    starts = await role.log.start_offsets(list(places))
-    counts: dict[str, int] = {}
-    async with role.log.reader() as reader:
-        reader.assign({place: max(offset, starts[place]) for place, offset in places.items()})
-        while any(reader.position(place) < ends[place] for place in places):
-            for record in await reader.poll(max_records=2000):
-                if mark := dict(record.headers).get(MARK):
-                    counts[mark.decode()] = counts.get(mark.decode(), 0) + 1
+    async for record in records(role, list(places), ends, since=places):
+        if mark := dict(record.headers).get(MARK):
+            counts[mark.decode()] += 1
     return counts
 
 

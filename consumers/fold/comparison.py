@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from turnlog.consumers.history import events, partitions
 from turnlog.consumers.replay.merge import Merge
 from turnlog.consumers.replay.progress import Progress, Silent
 from turnlog.consumers.replay.source import Inputs, configured
 from turnlog.infra.cuts import INPUTS
+from turnlog.infra.history import events, partitions
 from turnlog.infra.log import Partition
 from turnlog.infra.methods import installed
 from turnlog.infra.murmur2 import partition_of

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from turnlog.consumers.history import events
 from turnlog.infra.batch_files import sealed
+from turnlog.infra.history import events
 from turnlog.infra.role import Role
 from turnlog.processors.core.draws import FormedBatch, ReadableGroup, form_draw
 from turnlog.processors.core.trimmed import DrawRules

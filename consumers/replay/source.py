@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from turnlog.consumers.history import all_events
 from turnlog.consumers.replay.errors import BrokenFold, HistoryPruned, NothingToReplay
 from turnlog.consumers.replay.merge import Merge
 from turnlog.consumers.replay.unit import UnitFold, UnitState, fresh_state
 from turnlog.infra.archive_log import ArchiveLog
 from turnlog.infra.cuts import INPUTS, OUTPUTS, Cut, assembler_group, live_cut
+from turnlog.infra.history import all_events
 from turnlog.infra.log import Partition, Record
 from turnlog.infra.methods import installed
 from turnlog.infra.payloads import inlined

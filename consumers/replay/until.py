@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from turnlog.consumers.history import events
 from turnlog.consumers.replay.errors import NoSuchMoment
+from turnlog.infra.history import events
 from turnlog.infra.log import LogError, Partition
 from turnlog.infra.role import Role
 from turnlog.schemas import topics

@@ -19,9 +19,9 @@ from typing import Any
 import psutil
 import pytest
 
-from turnlog.consumers.history import all_events
 from turnlog.consumers.report import newest_incarnations
 from turnlog.infra.embedded.up import down, status_processes, up
+from turnlog.infra.history import all_events
 from turnlog.infra.role import opened
 from turnlog.schemas import topics
 from turnlog.schemas.events import StepCompleted

@@ -20,7 +20,7 @@ import pyarrow.dataset
 import pytest
 
 from turnlog import cli
-from turnlog.consumers.history import partitions, records
+from turnlog.infra.history import partitions, records
 from turnlog.infra.payloads import externalized
 from turnlog.infra.role import Role, opened
 from turnlog.processors.shells.assembler import main as assemble

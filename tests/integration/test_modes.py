@@ -21,9 +21,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from turnlog.consumers import books
-from turnlog.consumers.history import partitions
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.health import Health, application
+from turnlog.infra.history import partitions
 from turnlog.infra.log import Reader, Transactor
 from turnlog.infra.memory import Died, MemoryLog
 from turnlog.infra.memory_blobs import MemoryBlobs

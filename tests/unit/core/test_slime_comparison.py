@@ -13,9 +13,9 @@ from rich.console import Console
 from turnlog.consumers.fold import arguments as fold_arguments
 from turnlog.consumers.fold.comparison import NoSuchSession, Scope, compare
 from turnlog.consumers.fold.table import drawings, listed, sessions, totals
-from turnlog.consumers.history import events as events_of_topic
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.health import Health
+from turnlog.infra.history import events as events_of_topic
 from turnlog.infra.log import TopicSpec
 from turnlog.infra.memory import MemoryLog
 from turnlog.infra.memory_blobs import MemoryBlobs
