@@ -8,10 +8,11 @@ import dataclasses
 import io
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
 from turnlog.consumers import conduct
 from turnlog.consumers.display import Display, curve
@@ -21,15 +22,20 @@ from turnlog.consumers.report import Measured, Report, gather, store, summary
 from turnlog.infra.embedded.errors import NotUp
 from turnlog.infra.embedded.up import down, up
 from turnlog.infra.role import opened
+from turnlog.sandbox_settings import SandboxSettings
 from turnlog.settings import RunSettings, Settings
 
 PLOT = "reward.png"
 SCREEN = "screen.svg"
 """The last picture of the live display, and the summary."""
 Prepare = Callable[[Settings], Settings]
+Unisolated = Callable[[SandboxSettings], Awaitable[str]]
+"""Why sandboxes cannot isolate on this machine; empty where they can."""
 
 
-def demo(settings: Settings, prepare: Prepare, *, steps: int | None, engines: int | None) -> int:
+def demo(
+    settings: Settings, prepare: Prepare, unisolated: Unisolated, *, steps: int | None, engines: int | None
+) -> int:
     """Run everything; 0 only for a run that rose, balances, was acknowledged and replays identically. `prepare` makes
     the model folder. Whatever happens, Ctrl-C included, no process is left."""
     console = Console()
@@ -37,6 +43,7 @@ def demo(settings: Settings, prepare: Prepare, *, steps: int | None, engines: in
     measured = Measured()
     directory = Path(settings.run.directory)
     console.print(f"run [bold]{settings.run.id}[/bold], files in {directory}")
+    settings = asyncio.run(runnable_here(settings, unisolated, console))
     with _phase(measured, "model"), console.status("making the tiny model (torch needs a few seconds to import)"):
         settings = prepare(settings)
     try:
@@ -64,6 +71,20 @@ def demo_settings(settings: Settings, steps: int | None, engines: int | None) ->
     if engines is not None:
         settings = replace(settings, engine=replace(settings.engine, count=engines))
     return settings
+
+
+async def runnable_here(settings: Settings, unisolated: Unisolated, console: Console) -> Settings:
+    """With [sandbox] allow_unisolated where no sandbox can isolate, said loudly: a demo's tools are its own model's
+    sums. Report and answers say it again."""
+    why = await unisolated(settings.sandbox)
+    if not why:
+        return settings
+    console.print(
+        f"[bold red]TOOLS RUN WITHOUT ISOLATION[/bold red], as this demo's model alone may: "
+        f"\\[sandbox] allow_unisolated = true is set for this run. {escape(why)}",
+        soft_wrap=True,
+    )
+    return dataclasses.replace(settings, sandbox=dataclasses.replace(settings.sandbox, allow_unisolated=True))
 
 
 async def _judged(settings: Settings, console: Console, measured: Measured) -> Report:

@@ -31,6 +31,7 @@ from turnlog.schemas.events import (
     StepCompleted,
     ToolCallCompleted,
 )
+from turnlog.schemas.events.tools import UNISOLATED
 from turnlog.settings import Settings
 
 RISE = 0.25
@@ -66,7 +67,7 @@ async def gather(role: Role, verdict: Verdict, measured: Measured) -> Report:
     rewards = [step.reward_mean for step in steps]
     finished = Counter(e.outcome.value for e in await all_events(role, topics.SESSIONS)
                        if isinstance(e, SessionFinished))  # fmt: skip
-    results = {e.call_id: e.status.value for e in reversed(await all_events(role, topics.TOOL_RESULTS))
+    results = {e.call_id: e for e in reversed(await all_events(role, topics.TOOL_RESULTS))
                if isinstance(e, ToolCallCompleted)}  # fmt: skip
     manifests = [e for e in await all_events(role, topics.BATCHES) if isinstance(e, SampleBatchFormed)]
     weights = await acknowledgements(role)
@@ -84,7 +85,8 @@ async def gather(role: Role, verdict: Verdict, measured: Measured) -> Report:
         "masked_tokens": run.masked,
         "books_balance": run.balance,
         "sessions": dict(finished),
-        "tool_calls": dict(Counter(results.values())),
+        "tool_calls": dict(Counter(result.status.value for result in results.values())),
+        "tool_calls_without_isolation": sum(result.worker.endswith(UNISOLATED) for result in results.values()),
         **weights,
         "max_lag_seen": max((manifest.max_lag for manifest in manifests), default=0),
         "logprob_gap_max": max((step.logprob_gap_max for step in on_policy), default=None),
@@ -192,6 +194,10 @@ def summary(report: Report) -> Table:
                   f" ({'balance' if body['books_balance'] else 'DO NOT BALANCE'})")  # fmt: skip
     shown.add_row("sessions", _counts(body["sessions"]))
     shown.add_row("tool calls", _counts(body["tool_calls"]))
+    if body["tool_calls_without_isolation"]:
+        shown.add_row(
+            "TOOLS RAN WITHOUT ISOLATION", f"{body['tool_calls_without_isolation']} calls, as plain processes"
+        )
     acknowledged = _counts(body["weight_versions_acknowledged"])
     shown.add_row("weight versions published / acknowledged", f"{body['weight_versions_published']} / {acknowledged}")
     shown.add_row("largest lag", str(body["max_lag_seen"]))

@@ -40,6 +40,7 @@ from turnlog.sandbox_workers.surroundings import Surroundings
 from turnlog.sandbox_workers.tools import Refusal
 from turnlog.sandbox_workers.workspaces import SessionFiles, Workspaces
 from turnlog.schemas.events import EgressRequest, ToolCallCompleted, ToolCallStarted, ToolStatus
+from turnlog.schemas.events.tools import UNISOLATED
 from turnlog.schemas.topics import INLINE_LIMIT_BYTES
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class CallRunner:
         self._catch_up = catch_up
         self._clock = clock
         self._max_attempts = settings.sandbox.max_attempts
-        self._name = role.instance + ("+subprocess" if pools.fallback else "")
+        self._name = role.instance + (UNISOLATED if pools.fallback else "")
 
     def plan(self, pending: Pending) -> Plan | Refusal:
         """How the call will be run."""

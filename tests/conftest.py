@@ -23,6 +23,7 @@ from turnlog.infra.embedded.object_store import ObjectStore
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.embedded.tiny_model import make_tiny_model
+from turnlog.sandbox_settings import SandboxSettings
 from turnlog.settings import (
     EngineSettings,
     GatewaySettings,
@@ -124,6 +125,7 @@ def live_settings(kafka: str, registry_url: str, store: StoreSettings, tmp_path:
         store=store,
         gateway=GatewaySettings(url=f"http://{HOST}:{free_ports(1)[0]}"),
         engine=EngineSettings(urls=(f"http://{HOST}:{free_ports(1)[0]}",)),
+        sandbox=SandboxSettings(allow_unisolated=True),  # what these tests run is theirs
     )
     with ThreadPoolExecutor(1) as pool:  # a loop of its own, whatever loop the test runs on
         pool.submit(asyncio.run, _create_topics(settings)).result()

@@ -35,7 +35,7 @@ OLDEST = (0, 8)
 REMEDY = (
     "allow unprivileged user namespaces (sysctl user.max_user_namespaces > 0; on Ubuntu "
     "kernel.apparmor_restrict_unprivileged_userns=0; in a container, a seccomp profile that lets unshare and mount "
-    'through), or trust the code and set [sandbox] backend = "subprocess"'
+    'through), or trust the code and set [sandbox] allow_unisolated = true, or backend = "subprocess"'
 )
 
 

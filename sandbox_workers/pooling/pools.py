@@ -40,7 +40,7 @@ class Pools:
     def __init__(self, pools: dict[str, Pool], *, fallback: bool) -> None:
         self._pools = pools
         self.fallback = fallback
-        """bubblewrap was asked for and subprocess stands in for it."""
+        """bubblewrap was asked for and subprocess stands in for it, as a setting allows."""
 
     @classmethod
     @asynccontextmanager
@@ -101,7 +101,8 @@ def found(name: str) -> Any:
 
 
 async def local(settings: SandboxSettings, *, ca: Path | None = None) -> tuple[Provider, bool]:
-    """The backend of this machine, and whether it stands in for bubblewrap. Raises BackendUnavailable."""
+    """The backend of this machine, and whether it stands in for bubblewrap, which a setting has to allow.
+    Raises BackendUnavailable."""
     if settings.backend not in LOCAL:
         raise BackendUnavailable(
             f"[sandbox] backend = {settings.backend!r} is not one of {', '.join(LOCAL)}; others go into backends"
@@ -109,10 +110,22 @@ async def local(settings: SandboxSettings, *, ca: Path | None = None) -> tuple[P
     try:
         return await backend(settings.backend, settings, ca=ca), False
     except BackendUnavailable as error:
-        if settings.backend == "subprocess":
+        if settings.backend == "subprocess" or not settings.allow_unisolated:
             raise
         log.warning("TOOLS RUN WITHOUT ISOLATION: subprocess and rlimits stand in for bubblewrap. %s", error)
         return await backend("subprocess", settings, ca=ca), True
+
+
+async def unisolated(settings: SandboxSettings) -> str:
+    """Why tools would run as plain processes on this machine, in place of the bubblewrap that the settings ask for;
+    empty where it works. Takes a sandbox's start."""
+    if settings.backend != "bubblewrap":
+        return ""
+    try:
+        await (await backend(settings.backend, settings)).close()
+    except BackendUnavailable as error:
+        return str(error)
+    return ""
 
 
 async def _filled(stack: AsyncExitStack, provider: Provider, settings: SandboxSettings) -> Pool:

@@ -7,6 +7,9 @@ from enum import StrEnum
 
 from turnlog.schemas.types import BlobRef, Json
 
+UNISOLATED = "+subprocess"
+"""Ends the name of a worker that was to isolate calls and runs them as plain processes."""
+
 
 class ToolStatus(StrEnum):
     """How a call ended. `infra_error` is ours and never the agent's fault."""
@@ -161,6 +164,7 @@ class ToolCallCompleted:
     workspace: BlobRef | None
     attempt: int
     worker: str
+    """Its name; with UNISOLATED behind it where that is so."""
     cached: bool
     requests: tuple[EgressRequest, ...] = ()
     """What the call asked of the network, in order."""

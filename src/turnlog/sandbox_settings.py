@@ -11,6 +11,9 @@ class SandboxSettings:
 
     backend: str = "bubblewrap"
     """bubblewrap | subprocess: of this machine; serves calls that ask for either."""
+    allow_unisolated: bool = False
+    """Where bubblewrap cannot start, run tools as plain processes that see this machine's files, processes and network;
+    else the worker ends with the reason."""
     backends: tuple[str, ...] = ()
     """Served beside it, for calls that ask for them: wasm | docker | e2b"""
     slots: int = 4

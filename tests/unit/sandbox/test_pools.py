@@ -14,7 +14,7 @@ from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends.bubblewrap import Bubblewrap
 from turnlog.sandbox_workers.backends.memory_backend import Memory
 from turnlog.sandbox_workers.pooling import pools as pools_module
-from turnlog.sandbox_workers.pooling.pools import Pools
+from turnlog.sandbox_workers.pooling.pools import Pools, unisolated
 from turnlog.sandbox_workers.protocol import (
     BackendUnavailable,
     Command,
@@ -58,12 +58,24 @@ async def test_a_missing_bwrap_is_named(tmp_path: Path) -> None:
         await Bubblewrap.open(SETTINGS, bwrap=tmp_path / "nowhere")
 
 
-async def test_without_bubblewrap_subprocess_stands_in_and_it_is_said_loudly(
+async def test_without_bubblewrap_a_worker_does_not_start_unless_a_setting_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{broken_bwrap(tmp_path).parent}:/usr/bin:/bin")
+    isolating = dataclasses.replace(SETTINGS, backend="bubblewrap")
+    with pytest.raises(BackendUnavailable, match="allow_unisolated = true") as caught:
+        async with Pools.opened(isolating):
+            pass
+    assert await unisolated(isolating) == str(caught.value)
+    assert await unisolated(SETTINGS) == "", "who chose subprocess knows"
+
+
+async def test_where_a_setting_says_so_subprocess_stands_in_for_bubblewrap_and_it_is_said_loudly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PATH", f"{broken_bwrap(tmp_path).parent}:/usr/bin:/bin")
     with caplog.at_level(logging.WARNING):
-        async with Pools.opened(dataclasses.replace(SETTINGS, backend="bubblewrap")) as pools:
+        async with Pools.opened(dataclasses.replace(SETTINGS, backend="bubblewrap", allow_unisolated=True)) as pools:
             assert (pools.local.provider.name, pools.fallback) == ("subprocess", True)
             async with pools.local.lease(SHAPE) as lease:
                 assert (await lease.sandbox.exec(SUM, SandboxLimits())).output == b"8\n"
