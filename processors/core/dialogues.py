@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from turnlog.processors.core.errors import BaseUnknown, BrokenMessages, PayloadNotFetched
@@ -20,17 +19,10 @@ class Dialogue:
     new: tuple[Message, ...]
     response: Message
 
-    def request(self) -> list[Message]:
-        """All messages that the turn was asked with: the base's, the base's response, the new ones."""
-        line = list(self._line())
-        said = [one for turn in reversed(line[1:]) for one in (*turn.new, turn.response)]
-        return [*said, *self.new]
-
-    def _line(self) -> Iterator[Dialogue]:
-        turn: Dialogue | None = self
-        while turn is not None:
-            yield turn
-            turn = turn.base
+    @property
+    def silent(self) -> bool:
+        """The request has no message: neither its own nor a base's."""
+        return self.base is None and not self.new
 
 
 class Dialogues:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
+from turnlog.processors.core.dialogues import Dialogue
 from turnlog.processors.core.lineages import Lineages, Turn
 from turnlog.processors.core.messages import Message
 from turnlog.processors.core.segments import Segments, duplicated, one_row, taken_out
@@ -33,22 +34,44 @@ class Node:
     message: Message | None
     turn: int | None = None
     below: list[Node] = field(default_factory=list)
+    assistants: list[Node] = field(default_factory=list)
+    """Those below that are an assistant's."""
+    _said: dict[bytes, list[Node]] = field(default_factory=dict)
+    """Those below by the digest of their message, each in order of insertion."""
 
     def add(self, message: Message, turn: int | None = None) -> Node:
         """A new last child."""
         child = Node(message, turn)
         self.below.append(child)
+        self._said.setdefault(message.digest, []).append(child)
+        if message.role == ASSISTANT:
+            self.assistants.append(child)
         return child
 
+    def echoed(self, said: Message) -> Node | None:
+        """The first child that `said` echoes."""
+        same = self._said.get(said.digest, ())
+        return next((node for node in same if node.message is not None and said.echoes(node.message)), None)
+
+    def rewrite(self, only: Node, message: Message) -> int | None:
+        """Put `message` in the place of the only assistant below; the turn that had generated that one."""
+        assert only.message is not None
+        self._said[only.message.digest].remove(only)
+        self._said.setdefault(message.digest, []).append(only)  # of one digest is one role: it is alone there
+        turn, only.turn, only.message = only.turn, None, message
+        return turn
+
     def lines(self) -> Iterator[list[int]]:
-        """Per leaf, in order of insertion: the generated turns from the root down to it."""
-        stack: list[tuple[Node, tuple[int, ...]]] = [(self, ())]
+        """Per leaf, in order of insertion: the generated turns on the way down to it that no earlier line has."""
+        stack, line = [self], list[int]()
         while stack:
-            node, above = stack.pop()
-            line = above if node.turn is None else (*above, node.turn)
+            node = stack.pop()
+            if node.turn is not None:
+                line.append(node.turn)
+            stack += reversed(node.below)
             if not node.below:
-                yield list(line)
-            stack += [(child, line) for child in reversed(node.below)]
+                yield line
+                line = []
 
 
 class Drift(Enum):
@@ -66,61 +89,76 @@ class Drift(Enum):
 class Builder:
     """Turns of one line whose tokens are one sequence, up to the S of the last one."""
 
-    turns: list[int]
+    last: int
     own: list[int]
-    """Those that no earlier leaf holds, and that no later turn realigned."""
+    """Turns that no earlier leaf holds and that no later turn realigned."""
 
 
-def route(root: Node, order: int, turn: Turn, outputs: Sequence[int], threshold: int) -> int | None:
-    """Mount a turn's messages and its response; the turn whose response they rewrite, if any.
+class Routes:
+    """The tree of messages. A turn is mounted from where its base's request ended, so it costs O(new messages).
 
-    The walk takes the first child that a message echoes and never goes back. Where it ends at an assistant message and
-    exactly one assistant stands there, a childless turn of fewer than `threshold` output tokens, that turn gives way.
+    That is the place to which a walk from the root leads: below every message of that request stands another one, so
+    none of them can give way, and children are only added behind those that a walk takes first.
     """
-    assert turn.dialogue is not None
-    node, said, done = root, turn.dialogue.request(), 0
-    while done < len(said):
-        found = next((n for n in node.below if n.message is not None and said[done].echoes(n.message)), None)
-        if found is None:
-            break
-        node, done = found, done + 1
-    rewritten = None
-    if done < len(said) and said[done].role == ASSISTANT:
-        rivals = [n for n in node.below if n.message is not None and n.message.role == ASSISTANT]
-        if len(rivals) == 1 and _gives_way(rivals[0], outputs, threshold):
-            node, rewritten = rivals[0], rivals[0].turn
-            node.turn, node.message = None, said[done]
-            done += 1
-    for message in said[done:]:
-        node = node.add(message)
-    node.add(turn.dialogue.response, order)
-    return rewritten
+
+    def __init__(self) -> None:
+        self.root = Node(None)
+        self._ends: dict[Dialogue, Node] = {}
+        """Dialogue -> the node of the last message of its request."""
+
+    def mount(self, order: int, dialogue: Dialogue, outputs: Sequence[int], threshold: int) -> int | None:
+        """Mount a turn's messages and its response; the turn whose response they rewrite, if any.
+
+        The walk takes the first child that a message echoes and never goes back. Where it ends at an assistant message
+        and exactly one assistant stands there, a childless turn of fewer than `threshold` output tokens, that turn
+        gives way.
+        """
+        line = [dialogue]
+        while line[-1] not in self._ends and line[-1].base is not None:
+            line.append(line[-1].base)
+        node, walking, rewritten = self._ends.get(line[-1], self.root), True, None
+        for number in range(len(line) - 1, -1, -1):
+            if line[number] in self._ends:
+                continue
+            said = line[number].new if number == len(line) - 1 else (line[number + 1].response, *line[number].new)
+            for message in said:
+                found = node.echoed(message) if walking else None
+                if walking and found is None:
+                    walking = False
+                    if message.role == ASSISTANT and _gives_way(node, outputs, threshold):
+                        found = node.assistants[0]
+                        rewritten = node.rewrite(found, message)
+                node = node.add(message) if found is None else found
+            self._ends[line[number]] = node
+        node.add(dialogue.response, order)
+        return rewritten
 
 
-def _gives_way(node: Node, outputs: Sequence[int], threshold: int) -> bool:
-    return node.turn is not None and not node.below and outputs[node.turn] < threshold
+def _gives_way(above: Node, outputs: Sequence[int], threshold: int) -> bool:
+    if len(above.assistants) != 1:
+        return False
+    (only,) = above.assistants
+    return only.turn is not None and not only.below and outputs[only.turn] < threshold
 
 
-def build(
-    turns: Sequence[Turn], line: Sequence[int], claimed: set[int], threshold: int
-) -> tuple[list[Builder], set[int]]:
-    """The builders of one leaf, and which of its own turns were realigned away. Adds its turns to `claimed`."""
+def build(turns: Sequence[Turn], line: Sequence[int], threshold: int) -> tuple[list[Builder], set[int]]:
+    """The builders of the turns that a leaf is the first to hold, and which of them were realigned away.
+
+    What the builders of its whole line hold above those is an earlier leaf's, so they begin with nothing of their own.
+    """
     builders: list[Builder] = []
     lost: set[int] = set()
     for order in line:
-        own = [] if order in claimed else [order]
-        claimed.add(order)
-        drift = _drift(turns, builders[-1].turns[-1], order, threshold) if builders else Drift.FORK
+        drift = _drift(turns, builders[-1].last, order, threshold) if builders else Drift.FORK
         if drift is Drift.FORK:
-            builders.append(Builder([order], own))
+            builders.append(Builder(order, [order]))
             continue
         builder = builders[-1]
-        last = builder.turns[-1]
-        if drift is Drift.REALIGN and last in builder.own:
-            builder.own.remove(last)
-            lost.add(last)
-        builder.turns.append(order)
-        builder.own += own
+        if drift is Drift.REALIGN:
+            builder.own.remove(builder.last)
+            lost.add(builder.last)
+        builder.last = order
+        builder.own.append(order)
     return builders, lost
 
 
@@ -148,25 +186,24 @@ class Slime:
         threshold = rules.fork_threshold_tokens
         root = _routed(turns, masked, threshold)
         runs: list[tuple[int, ...]] = []
-        claimed: set[int] = set()
         for line in root.lines():
-            builders, lost = build(turns, line, claimed, threshold)
+            builders, lost = build(turns, line, threshold)
             masked |= dict.fromkeys(lost, MaskReason.realigned)
-            runs += [tuple(builder.own) for builder in builders if builder.own]
+            runs += [tuple(builder.own) for builder in builders]
         return Segments(tuple(runs), duplicated(turns, runs), masked)
 
 
 def _routed(turns: Sequence[Turn], masked: dict[int, MaskReason], threshold: int) -> Node:
     """The tree of messages; adds to `masked` the turns that it has no place for."""
-    root = Node(None)
+    routes = Routes()
     outputs = [len(turn.tokens.output) for turn in turns]
     for order, turn in enumerate(turns):
         if order in masked:
             continue
-        if turn.dialogue is None or not turn.dialogue.request():
+        if turn.dialogue is None or turn.dialogue.silent:
             masked[order] = MaskReason.unrouted
             continue
-        rewritten = route(root, order, turn, outputs, threshold)
+        rewritten = routes.mount(order, turn.dialogue, outputs, threshold)
         if rewritten is not None:
             masked[rewritten] = MaskReason.rewritten
-    return root
+    return routes.root

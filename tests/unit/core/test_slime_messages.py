@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from turnlog.processors.core.assembler import FoldRules
+from turnlog.processors.core.dialogues import Dialogue
 from turnlog.processors.core.errors import PayloadNotFetched
-from turnlog.processors.core.messages import NotMessages, message, messages, response
+from turnlog.processors.core.messages import Message, NotMessages, message, messages, response
+from turnlog.processors.core.slime import Routes
 from turnlog.producers.gateway.messages import message as at_the_gateway
 from turnlog.schemas.events import GroupStatus, TurnCompleted
 from turnlog.schemas.types import BlobRef
@@ -186,7 +188,26 @@ def test_messages_are_kept_once_however_many_turns_repeat_them(story):
     group = s.fold(RULES).group
     kept = group._dialogues["a"]._of.values()
     assert sum(len(dialogue.new) for dialogue in kept) == 50
-    assert max(len(dialogue.request()) for dialogue in kept) == 99
+
+
+class Compared(Message):
+    """A message that counts how often it is held against another."""
+
+    times = 0
+
+    def echoes(self, own):
+        Compared.times += 1
+        return super().echoes(own)
+
+
+def test_a_turn_is_mounted_by_its_new_messages_alone_however_long_its_dialogue_is():
+    routes, base = Routes(), None
+    for order in range(400):
+        new = (Compared("user", b"q%d" % order, ""), Compared("tool", b"t%d" % order, ""))
+        base = Dialogue(base, new, Compared("assistant", b"a%d" % order, ""))
+        assert routes.mount(order, base, [1] * 400, threshold=1024) is None
+    assert list(routes.root.lines()) == [list(range(400))]
+    assert Compared.times == 399  # each turn: its base's response
 
 
 def test_json_of_a_whole_conversation_gives_one_message_each():
