@@ -70,8 +70,11 @@ def drawn(
         _rows(draws, samples, manifest, step)
         if isinstance(manifest, SampleBatchFormed):
             _check_batch(draws, manifest, step)
-    for index in dict.fromkeys(manifest.draw_index for manifest in manifests):
-        _check_draw(draws, samples, [manifest for manifest in manifests if manifest.draw_index == index])
+    parts: dict[int, list[Manifest]] = {}
+    for manifest in manifests:
+        parts.setdefault(manifest.draw_index, []).append(manifest)
+    for draw in parts.values():
+        _check_draw(draws, samples, draw)
     for sample_id, sample in samples.items():
         if sample.group_id in draws.groups and sample_id not in draws.fates:
             says = f"sample {sample_id} of group {sample.group_id} was taken, and no manifest says what became of it"

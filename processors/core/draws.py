@@ -28,6 +28,12 @@ class ReadableGroup:
     samples: tuple[PlacedSample, ...]
 
 
+def overtaken(group: ReadableGroup, trainer_version: int, rules: DrawRules) -> bool:
+    """Whether no token of the group can train at that version or a later one: each is staler than `max_lag`."""
+    newest = (placed.sample.weight_version_max for placed in group.samples)
+    return trainer_version - max(newest, default=trainer_version) > rules.max_lag
+
+
 @dataclass(frozen=True, slots=True)
 class FormedBatch:
     """One optimizer step's rows and the facts of its manifest."""

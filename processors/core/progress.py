@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import deque
+
 from turnlog.schemas.events import BatchSkipped, Event, SampleBatchFormed, StepCompleted, WeightVersionPublished
 
 
 class Progress:
-    """Fed in any order of the three topics, each in its own order; repeats change nothing."""
+    """Fed in any order of the three topics, each in its own order; repeats change nothing.
+
+    It holds one number per published draw; everything else that it keeps is of draws under way. A record costs
+    O(groups and samples that it names), a question O(log draws).
+    """
 
     def __init__(self, *, publish_every: int) -> None:
         self._publish_every = publish_every
-        self._draw_ends: dict[int, int] = {}
-        """Draws that train -> their last batch index."""
-        self._batches: set[int] = set()
+        self._publishing: list[int] = []
+        """Last batch of every publish_every-th draw that trains, ascending."""
+        self._last_draw = -1
+        """The newest draw that trains."""
+        self._ahead: deque[int] = deque()
+        """Batches that no step has eaten, ascending."""
         self._stepped = -1
         self._published_batch = -1
         self._positions: dict[int, int] = {}
@@ -20,37 +30,64 @@ class Progress:
         self.next_draw = 0
         self.version: int | None = None
         """The newest published weight version; None before the first."""
-        self.consumed: set[str] = set()
-        """Groups that a draw has taken."""
+        self.trained_draws_formed = 0
+        """Draws that have at least one batch."""
+        self._taken: dict[str, tuple[int, int] | None] = {}
+        """Group that a draw has taken and that may be read again -> where a sample of it stands, if it has any."""
 
     def apply(self, event: Event) -> None:
         """Fold one record of the run."""
         if isinstance(event, SampleBatchFormed | BatchSkipped):
-            self._formed(event)
+            if event.batch_index >= self.next_batch:
+                self._formed(event)
         elif isinstance(event, StepCompleted):
             self._stepped = max(self._stepped, event.batch_index)
+            while self._ahead and self._ahead[0] <= self._stepped:
+                self._ahead.popleft()
         elif isinstance(event, WeightVersionPublished) and (self.version is None or event.version > self.version):
             self.version, self._published_batch = event.version, event.batch_index
 
     def _formed(self, event: SampleBatchFormed | BatchSkipped) -> None:
-        self.next_batch = max(self.next_batch, event.batch_index + 1)
+        self.next_batch = event.batch_index + 1
         self.next_draw = max(self.next_draw, event.draw_index + 1)
-        self.consumed.update(event.groups)
         self._positions.update({position.partition: position.offset for position in event.positions})
-        if isinstance(event, SampleBatchFormed):
-            self._batches.add(event.batch_index)
-            last = max(self._draw_ends.get(event.draw_index, -1), event.batch_index)
-            self._draw_ends[event.draw_index] = last
+        self._take(event)
+        if not isinstance(event, SampleBatchFormed):
+            return
+        if event.batch_index > self._stepped:
+            self._ahead.append(event.batch_index)
+        if event.draw_index != self._last_draw:
+            self._last_draw = event.draw_index
+            self.trained_draws_formed += 1
+            if self.trained_draws_formed % self._publish_every == 0:
+                self._publishing.append(event.batch_index)
+        elif self.trained_draws_formed % self._publish_every == 0:
+            self._publishing[-1] = event.batch_index
 
-    @property
-    def trained_draws_formed(self) -> int:
-        """Draws that have at least one batch."""
-        return len(self._draw_ends)
+    def _take(self, event: SampleBatchFormed | BatchSkipped) -> None:
+        """A group's samples and its score stand together: a position is behind all of them or none, so one tells."""
+        stands = {row.group_id: (row.partition, row.offset) for row in event.dropped}
+        if isinstance(event, SampleBatchFormed):
+            stands |= {row.group_id: (row.partition, row.offset) for row in event.samples}
+        self._taken |= {group: stands.get(group) for group in event.groups}
+        self._taken = {
+            group: place
+            for group, place in self._taken.items()
+            if place is None or place[1] >= self._positions.get(place[0], 0)
+        }
+
+    def taken(self, group_id: str) -> bool:
+        """Whether a draw has taken a group whose records stand at or behind the positions."""
+        return group_id in self._taken
+
+    def forget(self, group_id: str) -> None:
+        """Nothing of the group will be read again."""
+        self._taken.pop(group_id, None)
 
     @property
     def batches_ahead(self) -> int:
         """Batches formed that no step has eaten."""
-        return sum(index > self._stepped for index in self._batches)
+        return len(self._ahead)
 
     def room_for(self, batches: int, ready: int) -> bool:
         """Whether a draw of so many batches keeps within `ready` batches ahead; one draw is always let through."""
@@ -66,6 +103,4 @@ class Progress:
         the first version."""
         if self.version is None:
             raise ValueError("no weight version is published yet")
-        ends = [self._draw_ends[draw] for draw in sorted(self._draw_ends)]
-        publishing = ends[self._publish_every - 1 :: self._publish_every]
-        return self.version + sum(last > self._published_batch for last in publishing)
+        return self.version + len(self._publishing) - bisect_right(self._publishing, self._published_batch)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import logging
 from collections import Counter as Tally
 from collections import deque
@@ -21,7 +22,7 @@ from turnlog.infra.log import Partition, Record, Transactor
 from turnlog.infra.methods import installed
 from turnlog.infra.payloads import inlined
 from turnlog.infra.role import Role
-from turnlog.processors.core.draws import FormedBatch, FormedDraw, ReadableGroup, form_draw
+from turnlog.processors.core.draws import FormedBatch, FormedDraw, ReadableGroup, form_draw, overtaken
 from turnlog.processors.core.progress import Progress
 from turnlog.processors.core.rules import draw_rules
 from turnlog.processors.core.trimmed import PlacedSample
@@ -98,7 +99,11 @@ class Batcher:
 
     async def _sample(self, record: Record, event: Event) -> None:
         self._next[record.partition] = record.offset + 1
-        if event.run_id != self._role.settings.run.id or event.group_id in self._progress.consumed:
+        if event.run_id != self._role.settings.run.id:
+            return
+        if self._progress.taken(event.group_id):
+            if isinstance(event, GroupScored):
+                self._progress.forget(event.group_id)
             return
         if isinstance(event, SegmentSample):
             placed = PlacedSample(await inlined(event, self._role.blobs), record.partition, record.offset)
@@ -119,10 +124,8 @@ class Batcher:
         )
 
     async def _form(self) -> None:
-        freshest = self._role.settings.batcher.order == "freshest"
-        take = self._ready.pop if freshest else self._ready.popleft
-        groups = [take() for _ in range(self._rules.prompts_per_draw)]
         version = self._progress.version_at_next_draw()
+        groups = self._composed(version)
         # Rows of a large draw are seconds of arithmetic: keep heartbeats of the clients alive.
         draw = await asyncio.to_thread(form_draw, groups, version, self._rules)
         names = tuple(sorted(group.score.group_id for group in groups))
@@ -130,13 +133,27 @@ class Batcher:
         await self._role.events.transact(self._transactor, events)
         for event in events:
             self._progress.apply(event)
+        for name in names:
+            self._progress.forget(name)
         self._report(draw, version)
         _count(draw, groups)
+
+    def _composed(self, version: int) -> list[ReadableGroup]:
+        """Takes the groups of the next draw out of those that wait. Under `freshest` those that are overtaken come on
+        top and fall out as stale: else a group that is never drawn would hold its slot and the positions for ever."""
+        freshest = self._role.settings.batcher.order == "freshest"
+        take = self._ready.pop if freshest else self._ready.popleft
+        groups = [take() for _ in range(self._rules.prompts_per_draw)]
+        if freshest:
+            left = list(self._ready)
+            groups += [group for group in left if overtaken(group, version, self._rules)]
+            self._ready = deque(group for group in left if not overtaken(group, version, self._rules))
+        return groups
 
     async def _events(self, draw: FormedDraw, groups: tuple[str, ...], version: int) -> list[Event]:
         """Upload each batch's file, then make its manifest. Positions already leave the draw's groups behind."""
         first, index = self._progress.next_batch, self._progress.next_draw
-        positions = tuple(SourcePosition(number, self._low(number)) for number in sorted(self._next))
+        positions = self._positions()
         run_id = self._role.settings.run.id
         if not draw.batches:
             return [
@@ -206,11 +223,12 @@ class Batcher:
             settings_sha256=self._hash,
         )
 
-    def _low(self, number: int) -> int:
-        """First offset of the partition that a group not yet drawn needs, or the next to read."""
-        waiting = [placed for group in self._ready for placed in group.samples]
-        waiting += [placed for samples in self._open.values() for placed in samples]
-        return min((placed.offset for placed in waiting if placed.partition == number), default=self._next[number])
+    def _positions(self) -> tuple[SourcePosition, ...]:
+        """Per partition, the first offset that a group not yet drawn needs, or the next to read."""
+        low = dict(self._next)
+        for placed in itertools.chain(*(group.samples for group in self._ready), *self._open.values()):
+            low[placed.partition] = min(low[placed.partition], placed.offset)
+        return tuple(SourcePosition(number, low[number]) for number in sorted(low))
 
     def _report(self, draw: FormedDraw, version: int) -> None:
         BATCHES.inc(len(draw.batches))

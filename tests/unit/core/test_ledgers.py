@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from turnlog.processors.core.draw_accounts import drawn as drawn_accounts
 from turnlog.processors.core.draws import FormedDraw, ReadableGroup, form_draw
 from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold_rules import FoldRules
@@ -241,3 +242,21 @@ def test_a_draw_that_loses_tokens_leaves_the_run_short() -> None:
     total = told(3).change(SampleBatchFormed, short).ledgers().run_books()
     assert not total.balance
     assert total.sampled == total.trained + sum(total.masked.values()) + 1
+
+
+def test_manifests_are_walked_as_often_for_many_draws_as_for_one() -> None:
+    class Walked(list[SampleBatchFormed]):
+        walks = 0
+
+        def __iter__(self) -> Iterator[SampleBatchFormed]:
+            Walked.walks += 1
+            return super().__iter__()
+
+    def walks(draws: int) -> int:
+        Walked.walks = 0
+        empty = next(event for event in told(3).events if isinstance(event, SampleBatchFormed))
+        empty = dataclasses.replace(empty, samples=(), dropped=(), masked={}, groups=(), trained_tokens=0)
+        drawn_accounts({}, Walked(dataclasses.replace(empty, draw_index=draw) for draw in range(draws)), {})
+        return Walked.walks
+
+    assert walks(100) == walks(1)

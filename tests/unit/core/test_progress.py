@@ -6,9 +6,11 @@ import pytest
 
 from turnlog.processors.core.progress import Progress
 from turnlog.schemas.events import (
+    BatchSample,
     BatchSkipped,
     Event,
     SampleBatchFormed,
+    SourcePosition,
     StepCompleted,
     Weighting,
     WeightVersionPublished,
@@ -16,12 +18,14 @@ from turnlog.schemas.events import (
 from turnlog.schemas.types import BlobRef
 
 
-def formed(draw: int, batch: int) -> Event:
+def formed(draw: int, batch: int, position: int = 0) -> Event:
+    """Of one group, whose only sample stands at the draw's index."""
+    row = BatchSample("s", f"g{draw}", "s", 0, 0, 1, 1, 1, 0, draw)
     return SampleBatchFormed(
         event_id="b", run_id="r", batch_index=batch, draw_index=draw, part=0, parts=1, file=BlobRef("0", 0),
-        rows_sha256="", samples=(), groups=(f"g{draw}",), weighting=Weighting.prompt, prompts=1, trajectories=1,
+        rows_sha256="", samples=(row,), groups=(f"g{draw}",), weighting=Weighting.prompt, prompts=1, trajectories=1,
         trained_tokens=1, constant_length=0, masked={}, trainer_version=0, max_lag=0, dropped=(), whitening_mean=None,
-        whitening_std=None, positions=(), settings_sha256="",
+        whitening_std=None, positions=(SourcePosition(0, position),), settings_sha256="",
     )  # fmt: skip
 
 
@@ -78,3 +82,31 @@ def test_a_skipped_draw_counts_for_no_version_wherever_it_stands() -> None:
 def test_a_draw_of_several_batches_fits_whole_or_waits(batches: int, ready: int, ahead: int, room: bool) -> None:
     history = [formed(index, index) for index in range(5 + ahead)]
     assert progress(1, *history, stepped(4)).room_for(batches, ready) is room
+
+
+def test_a_taken_group_is_remembered_only_while_it_may_be_read_again() -> None:
+    found = progress(1, formed(0, 0, 0), formed(1, 1, 0), formed(2, 2, 1))
+    assert [found.taken(f"g{draw}") for draw in range(3)] == [False, True, True]
+    found.forget("g1")
+    assert [found.taken(f"g{draw}") for draw in range(3)] == [False, False, True]
+
+
+def test_weights_of_a_checkpoint_under_a_new_number_make_its_draws_due_again() -> None:
+    history = [published(0, -1), formed(0, 0), formed(1, 1), formed(2, 2), published(1, 0), published(2, 1)]
+    assert progress(1, *history).version_at_next_draw() == 3
+    assert progress(1, *history, published(3, 0)).version_at_next_draw() == 5
+    assert progress(1, *history, published(3, -1), *history).version_at_next_draw() == 6
+
+
+def test_a_question_looks_at_few_of_the_draws_however_long_the_run_was() -> None:
+    class Counted(int):
+        looks = 0
+
+        def __lt__(self, other: int) -> bool:
+            Counted.looks += 1
+            return int(self) < int(other)
+
+    found = progress(1, published(0, Counted(500)), *(formed(draw, Counted(draw), draw) for draw in range(1000)))
+    Counted.looks = 0
+    assert (found.version_at_next_draw(), found.room_for(1, 1)) == (499, False)
+    assert Counted.looks < 20

@@ -181,11 +181,11 @@ class World:
             return found
 
 
-async def world(settings: Settings = SETTINGS) -> World:
+async def world(settings: Settings = SETTINGS, groups: int = GROUPS) -> World:
     world = World(settings)
     await world.log.create_topics(specs(settings))
     await world.write(weights(0, -1))
-    for number in range(GROUPS):
+    for number in range(groups):
         await world.write(sample(f"g{number}", 0), sample(f"g{number}", 1), score(f"g{number}"))
     return world
 
@@ -232,3 +232,19 @@ async def test_on_policy_it_waits_for_the_step_and_drops_what_became_stale() -> 
     assert {m.max_lag for m in manifests} == {0}
     assert {row.reason for m in skipped for row in m.dropped} == {"stale"}
     assert {"h0"} <= {group for m in manifests for group in m.groups}
+
+
+async def test_under_freshest_a_group_that_is_overtaken_falls_out_and_pins_no_position() -> None:
+    batcher = dataclasses.replace(SETTINGS.batcher, order="freshest", updates_per_draw=1)
+    here = await world(dataclasses.replace(SETTINGS, batcher=batcher), groups=3)
+    await here.live(draws=1)
+    await here.write(step(0, 0), weights(1, 0))
+    for name in ("h0", "h1"):
+        await here.write(sample(name, 0, 1), sample(name, 1, 1), score(name))
+    await here.live(draws=2)
+    first, second = await here.manifests()
+    assert (first.groups, second.groups) == (("g1", "g2"), ("g0", "h0", "h1"))
+    assert {(row.group_id, row.reason) for row in second.dropped} == {("g0", "stale")}
+    assert {row.group_id for row in second.samples} == {"h0", "h1"}
+    (end,) = (await here.log.end_offsets([Partition(topics.SAMPLES.name, 0)])).values()
+    assert [place.offset for one in (first, second) for place in one.positions] == [0, end]
