@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 
 from turnlog.consumers.datasets.errors import UnreadableMessage
+from turnlog.schemas.json_depth import MAX_DEPTH, deeper_than
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 Message = dict[str, Any]
@@ -84,6 +85,8 @@ def _call(raw: Any, where: str) -> dict[str, Any]:
 
 
 def _parsed(content: bytes, where: str) -> Any:
+    if deeper_than(content):
+        raise UnreadableMessage(f"{where}: JSON nested deeper than {MAX_DEPTH} levels")
     try:
         return orjson.loads(content)
     except orjson.JSONDecodeError as error:

@@ -1,8 +1,9 @@
 """Chat messages made comparable, for policies that route turns by their messages (docs/folds.md, Policies).
 
 The same equality as the gateway's, over what TurnCompleted stores: a string equals one text block; None, "" and [] are
-equal; tool arguments are compared parsed with sorted keys; call ids, indexes and cache marks do not count; reasoning
-that an echo leaves out matches any, present it must match after a strip.
+equal; tool arguments are compared parsed with sorted keys, as text where they are no JSON object of at most MAX_DEPTH
+levels; call ids, indexes and cache marks do not count; reasoning that an echo leaves out matches any, present it must
+match after a strip.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+from turnlog.schemas.json_depth import MAX_DEPTH, deeper_than
 
 ROLE_OF_ITEM = {
     "function_call": "assistant",
@@ -27,7 +30,7 @@ MARKS = frozenset({"cache_control", "id", "index", "call_id", "tool_call_id", "t
 
 
 class NotMessages(ValueError):
-    """The payload is no JSON list of message objects."""
+    """The payload is no JSON list of message objects, or is nested too deeply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +80,14 @@ def message(raw: Any) -> Message:
 
 def _parsed(payload: bytes) -> Any:
     try:
-        return json.loads(payload)
+        text = payload.decode(json.detect_encoding(payload), "surrogatepass")
+        deep = deeper_than(text)
+        parsed = None if deep else json.loads(text)
     except ValueError as error:
         raise NotMessages(f"not JSON: {error}") from error
+    if deep:
+        raise NotMessages(f"nested deeper than {MAX_DEPTH} levels")
+    return parsed
 
 
 class _Said:
@@ -134,7 +142,7 @@ def _arguments(raw: Any) -> Any:
     if not isinstance(raw, str):
         return raw or {}
     try:
-        parsed = json.loads(raw or "{}")
+        parsed = None if deeper_than(raw) else json.loads(raw or "{}")
     except ValueError:
         return raw.strip()
     return parsed if isinstance(parsed, dict) else raw.strip()

@@ -15,6 +15,7 @@ import orjson
 
 from turnlog.producers.gateway.errors import BadRequest
 from turnlog.producers.gateway.images import Picture, picture
+from turnlog.schemas.json_depth import deeper_than
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 BILLING = "x-anthropic-billing-header:"
@@ -56,7 +57,7 @@ def message(raw: Any, where: str) -> Message:
         canonical.append(["name", str(raw["name"])])
     if role == "assistant" and raw.get("tool_calls"):
         template["tool_calls"] = _calls(raw["tool_calls"], where)
-        canonical.append([[call["function"]["name"], call["function"]["arguments"]] for call in template["tool_calls"]])
+        canonical.append([_canonical(call["function"]) for call in template["tool_calls"]])
     if role == "tool" and raw.get("tool_call_id"):
         template["tool_call_id"] = raw["tool_call_id"]
     if reasoning:
@@ -128,12 +129,17 @@ def _calls(raw: Any, where: str) -> list[dict[str, Any]]:
     return calls
 
 
+def _canonical(function: dict[str, Any]) -> list[str]:
+    """Name and arguments, these as a text of their own: so they may be as deep as a whole body."""
+    return [function["name"], orjson.dumps(function["arguments"], option=orjson.OPT_SORT_KEYS).decode()]
+
+
 def _arguments(function: dict[str, Any]) -> Any:
     arguments = function.get("arguments") or {}
     if not isinstance(arguments, str):
         return arguments
     try:
-        parsed = orjson.loads(arguments)
+        parsed = None if deeper_than(arguments) else orjson.loads(arguments)
     except orjson.JSONDecodeError:
         return arguments.strip()
     return parsed if isinstance(parsed, dict) else arguments.strip()

@@ -16,6 +16,7 @@ from turnlog.producers.gateway.metrics import IGNORED
 from turnlog.schemas import ids
 from turnlog.schemas.events.sessions import Agent, Environment, Expects, Outcome
 from turnlog.schemas.events.tasks import Purpose, Sampling
+from turnlog.schemas.json_depth import MAX_DEPTH, deeper_than
 
 HONOURED = frozenset(
     {"model", "messages", "tools", "max_tokens", "max_completion_tokens", "stream", "stream_options"}
@@ -198,6 +199,8 @@ def _sampling(values: dict[str, Any], fallback: Sampling) -> Sampling:
 
 
 def _object(body: bytes) -> dict[str, Any]:
+    if deeper_than(body):
+        raise BadRequest(f"the body is nested deeper than {MAX_DEPTH} levels: send what is deeper as text")
     try:
         values = orjson.loads(body)
     except orjson.JSONDecodeError as error:

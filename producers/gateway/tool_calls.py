@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import orjson
 
+from turnlog.schemas.json_depth import deeper_than
+
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 BLOCK = re.compile(re.escape(OPEN) + r"(.*?)" + re.escape(CLOSE), re.DOTALL)
 
@@ -20,7 +22,8 @@ class Call:
 
 
 def parse(text: str) -> tuple[str, tuple[Call, ...]]:
-    """(content, calls). What is not a well-formed call stays in the content, so that nothing sampled is lost."""
+    """(content, calls). What is not a well-formed call, or is nested too deeply, stays in the content: nothing that was
+    sampled is lost, or a failure."""
     content, at = "", 0
     calls: list[Call] = []
     for match in BLOCK.finditer(text):
@@ -50,6 +53,8 @@ def settled(text: str) -> int:
 
 
 def _call(body: str) -> Call | None:
+    if deeper_than(body):
+        return None
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError:

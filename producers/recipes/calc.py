@@ -17,6 +17,7 @@ from turnlog.producers.recipes.calc_model import CalcWarmStart
 from turnlog.producers.recipes.calc_tasks import task_row
 from turnlog.schemas.events.sessions import Environment, Outcome
 from turnlog.schemas.events.tools import SandboxLimits, SandboxSpec
+from turnlog.schemas.json_depth import deeper_than
 
 ERROR: Final = "error"
 """What the tool says to a call that it cannot run."""
@@ -59,7 +60,7 @@ class Calc:
     def tool_call(self, name: str, arguments: str) -> SandboxCall | str:
         """`print(expr)` for the sandbox, which is the boundary: the expression is sent as the model wrote it."""
         try:
-            expression = json.loads(arguments)["expr"]
+            expression = None if deeper_than(arguments) else json.loads(arguments)["expr"]
         except (ValueError, KeyError, TypeError):
             return ERROR
         if name != "calc" or not isinstance(expression, str):

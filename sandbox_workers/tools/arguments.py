@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import re
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -18,6 +17,7 @@ from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
 from turnlog.infra.tool_schemas import Schema
+from turnlog.schemas.json_depth import deeper_than
 
 Validator: TypeAlias = Draft202012Validator
 LEVELS = 64
@@ -36,9 +36,6 @@ BOUNDS = {
     "minItems": "of at least this many items:", "maxItems": "of at most this many items:",
     "pattern": "matched by", "const": "", "multipleOf": "a multiple of",
 }  # fmt: skip
-_STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
-_BRACKETS = bytes.maketrans(b"{}", b"[]")
-_OTHERS = bytes(set(range(256)) - set(b"{}[]"))
 
 
 class ArgumentsRefused(Exception):
@@ -103,7 +100,7 @@ def shown(value: object) -> str:
 
 def _loaded(raw: bytes) -> Any:
     """Raises ValueError, RecursionError."""
-    if _deeper_than(raw, LEVELS):
+    if deeper_than(raw, LEVELS):
         raise RecursionError
     text = raw.decode()
     values = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_number)
@@ -137,19 +134,6 @@ def _encodable(values: object) -> None:
         json.dumps(values, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise ValueError("a string holds half of a surrogate pair, which is no character") from None
-
-
-def _deeper_than(raw: bytes, levels: int) -> bool:
-    """Brackets within brackets, found by taking the innermost pairs away, level by level."""
-    if raw.count(b"[") + raw.count(b"{") <= levels:
-        return False
-    brackets = _STRINGS.sub(b"", raw).translate(_BRACKETS, _OTHERS)
-    for _ in range(levels):
-        fewer = brackets.replace(b"[]", b"")
-        if len(fewer) == len(brackets):
-            return False  # none is left, or they do not match and the parser says where
-        brackets = fewer
-    return b"[]" in brackets
 
 
 def _references(schema: object) -> set[str]:

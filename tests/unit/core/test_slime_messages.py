@@ -16,6 +16,7 @@ from turnlog.processors.core.messages import Message, NotMessages, message, mess
 from turnlog.processors.core.slime import Routes
 from turnlog.producers.gateway.messages import message as at_the_gateway
 from turnlog.schemas.events import GroupStatus, TurnCompleted
+from turnlog.schemas.json_depth import MAX_DEPTH
 from turnlog.schemas.types import BlobRef
 
 RULES = FoldRules(run_id="r", settings_sha256="s" * 64, min_valid=1, policy="slime")
@@ -137,26 +138,33 @@ def test_a_response_without_a_role_is_the_assistants():
     assert response(b'{"content": "A"}').echoes(message({"role": "assistant", "content": "A"}))
 
 
-BAD = {"BrokenMessages": {"new_messages": b"not json"}, "BaseUnknown": {}}
+DEEP = b"[" * 5000 + b"]" * 5000
+BAD = {
+    "no JSON": ("BrokenMessages", {"new_messages": b"not json"}),
+    "too deep": ("BrokenMessages", {"new_messages": DEEP}),
+    "a response that is too deep": ("BrokenMessages", {"response": b'{"content": ' + DEEP + b"}"}),
+    "no base": ("BaseUnknown", {}),
+}
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_turn_whose_messages_cannot_be_known_is_refused_under_slime_alone(story, folded, name):
+    refusal, change = BAD[name]
     s = story()
     s.turn("a", 0, "sq", "A", messages=[user("q")])
     s.turn("a", 1, "sqAr", "B", base=0, messages=[user("r")])
     s.end("a", reward=1.0)
     broken = [
-        (topic, offset, replace(event, **BAD[name]) if index_of(event) == 1 else event)
+        (topic, offset, replace(event, **change) if index_of(event) == 1 else event)
         for topic, offset, event in s.arrivals
-        if name != "BaseUnknown" or index_of(event) != 0
+        if name != "no base" or index_of(event) != 0
     ]
-    if name == "BaseUnknown":  # the base's record comes after its continuation's
+    if name == "no base":  # the base's record comes after its continuation's
         first = next(event for _, _, event in s.arrivals if index_of(event) == 0)
         broken.append(("agent.turns", 99, first))
     result = folded(broken, RULES)
     ((topic, _, error),) = result.refused
-    assert (topic, type(error).__name__) == ("agent.turns", name)
+    assert (topic, type(error).__name__) == ("agent.turns", refusal)
     assert "session a turn (start/a, 1)" in str(error)
     assert result.trees["a"].books.masked == {"refused": 2}
     assert result.score.status is GroupStatus.discarded
@@ -213,3 +221,28 @@ def test_a_turn_is_mounted_by_its_new_messages_alone_however_long_its_dialogue_i
 def test_json_of_a_whole_conversation_gives_one_message_each():
     raw = [{"role": "system", "content": "S"}, user("q"), calling("{}"), {"role": "tool", "content": "4"}]
     assert [one.role for one in messages(json.dumps(raw).encode())] == ["system", "user", "assistant", "tool"]
+
+
+@pytest.mark.parametrize(
+    "arguments", ["[" * 5000, "[" * 5000 + "]" * 5000, '{"a":' * 300 + "1" + "}" * 300, "1" * 5000]
+)
+def test_arguments_that_no_parser_takes_are_compared_as_text(story, folded, arguments):
+    assert message(calling(f" {arguments}")).echoes(message(calling(arguments)))
+    assert not message(calling(arguments + "x")).echoes(message(calling(arguments)))
+    s = story()
+    s.turn("a", 0, "sq", "A", messages=[user("q"), calling(arguments)])
+    s.end("a", reward=1.0)
+    result = folded(s.arrivals, RULES)
+    assert (result.refused, result.trees["a"].books.trained) == ([], 1)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-32"])
+@pytest.mark.parametrize("depth", [MAX_DEPTH, MAX_DEPTH + 1, 5000])
+def test_messages_are_read_up_to_the_depth_of_every_door(encoding, depth):
+    inner = "[" * (depth - 2) + "]" * (depth - 2)
+    payload = f'[{{"role": "user", "content": "\\u0122Ģ", "more": {inner}}}]'.encode(encoding)
+    if depth <= MAX_DEPTH:
+        assert len(messages(payload)) == 1
+    else:
+        with pytest.raises(NotMessages, match=str(MAX_DEPTH)):
+            messages(payload)

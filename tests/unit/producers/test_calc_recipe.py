@@ -138,7 +138,14 @@ def test_a_call_goes_to_the_sandbox_as_the_model_wrote_it() -> None:
 
 @pytest.mark.parametrize(
     ("name", "arguments"),
-    [("calc", "{"), ("calc", "{}"), ("calc", "[]"), ("calc", '{"expr": 8}'), ("shell", '{"expr":"3+5"}')],
+    [
+        ("calc", "{"),
+        ("calc", "{}"),
+        ("calc", "[]"),
+        ("calc", '{"expr": 8}'),
+        ("calc", "[" * 5000),
+        ("shell", '{"expr":"3+5"}'),
+    ],
 )
 def test_a_call_without_an_expression_is_answered_without_the_sandbox(name: str, arguments: str) -> None:
     assert RECIPE.tool_call(name, arguments) == "error"
