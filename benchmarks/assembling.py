@@ -12,9 +12,9 @@ from turnlog.infra.health import Health
 from turnlog.infra.log import Log, Partition
 from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.murmur2 import partition_of
+from turnlog.processors.core.unit_fold import INPUTS
 from turnlog.processors.shells.assembler import assembler_plan
 from turnlog.processors.shells.examples import GroupName, Shape, whole_group
-from turnlog.processors.shells.restoring import INPUTS
 from turnlog.processors.shells.runner import Runner
 from turnlog.settings import Settings
 

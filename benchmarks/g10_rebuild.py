@@ -18,7 +18,6 @@ from log_server import ACKS, broker, say, told
 from turnlog.consumers.archive.archiver import flush
 from turnlog.consumers.replay.run import Verdict, run
 from turnlog.infra.archive_log import ArchiveLog
-from turnlog.infra.cuts import INPUTS, OUTPUTS
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.health import Health
 from turnlog.infra.kafka import KafkaLog
@@ -28,6 +27,7 @@ from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role
 from turnlog.infra.topics_admin import apply
 from turnlog.processors.core.fold_rules import FOLD_VERSION
+from turnlog.processors.core.unit_fold import INPUTS, OUTPUTS
 from turnlog.processors.shells.examples import Shape
 from turnlog.schemas.events import RunConfigured
 from turnlog.settings import Settings, fold_settings_json, settings_sha256

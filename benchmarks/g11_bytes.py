@@ -25,8 +25,8 @@ from turnlog.infra.event_log import EventLog
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.topics_admin import apply
+from turnlog.processors.core.unit_fold import INPUTS, OUTPUTS
 from turnlog.processors.shells.examples import GroupName, SessionStory, Shape
-from turnlog.processors.shells.restoring import INPUTS, OUTPUTS
 from turnlog.schemas.events import Event
 from turnlog.schemas.topics import SAMPLES
 

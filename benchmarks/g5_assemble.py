@@ -23,8 +23,9 @@ from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import Log, Partition, Record, TopicSpec
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.topics_admin import apply
+from turnlog.processors.core.unit_fold import INPUTS, OUTPUTS
 from turnlog.processors.shells.examples import Shape
-from turnlog.processors.shells.restoring import INPUTS, OUTPUTS, records_between
+from turnlog.processors.shells.restoring import records_between
 from turnlog.schemas.topics import SAMPLES
 from turnlog.settings import Settings
 

@@ -12,15 +12,7 @@ from typing import Any
 
 from turnlog.infra.log import Commit, Log, Partition
 from turnlog.processors.core.low_water import committed_high
-from turnlog.schemas.topics import SAMPLES, SESSIONS, SNAPSHOTS, TREES, TURNS
-
-INPUTS = (SESSIONS.name, TURNS.name, SNAPSHOTS.name)
-OUTPUTS = (TREES.name, SAMPLES.name)
-
-
-def assembler_group(run_id: str) -> str:
-    """The consumer group whose commits say how far a run is folded."""
-    return f"{run_id}.assembler"
+from turnlog.processors.core.unit_fold import INPUTS, OUTPUTS, assembler_group
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,10 @@ from turnlog.infra.log import Log, Partition
 from turnlog.infra.role import opened
 from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.low_water import Fold, decode_marks
+from turnlog.processors.core.unit_fold import INPUTS, OUTPUTS
 from turnlog.processors.shells.assembler import assembler_plan
 from turnlog.processors.shells.examples import bad_days
-from turnlog.processors.shells.restoring import INPUTS, OUTPUTS, Plan, records_between
+from turnlog.processors.shells.restoring import Plan, records_between
 from turnlog.schemas.events import Event
 from turnlog.settings import Settings
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 
 from turnlog.infra.archive_index import ArchiveIndex
-from turnlog.infra.cuts import assembler_group
 from turnlog.infra.log import Log, Partition
+from turnlog.processors.core.unit_fold import assembler_group
 from turnlog.schemas.topics import SNAPSHOTS, TREES, TURNS
 
 PRUNED = (TURNS.name, SNAPSHOTS.name, TREES.name)

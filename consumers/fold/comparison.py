@@ -16,7 +16,6 @@ from typing import Any
 from turnlog.consumers.replay.merge import Merge
 from turnlog.consumers.replay.progress import Progress, Silent
 from turnlog.consumers.replay.source import Inputs, configured
-from turnlog.infra.cuts import INPUTS
 from turnlog.infra.history import events, partitions
 from turnlog.infra.log import Partition
 from turnlog.infra.methods import installed
@@ -26,6 +25,7 @@ from turnlog.processors.core.assembler import GroupFold
 from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold_rules import FoldRules
 from turnlog.processors.core.rules import fold_rules
+from turnlog.processors.core.unit_fold import INPUTS
 from turnlog.schemas import topics
 from turnlog.schemas.events import Event, SegmentSample, SessionStarted, TurnTreeAssembled
 

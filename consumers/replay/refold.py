@@ -26,7 +26,7 @@ from turnlog.consumers.replay.run import ARCHIVE, FOLDER, asked, cuts_of
 from turnlog.consumers.replay.source import Inputs, Skips, SkipsFound, configured, fresh, places
 from turnlog.consumers.replay.spool import Spool
 from turnlog.consumers.replay.state import ReplayState
-from turnlog.consumers.replay.unit import UnitFold, UnitState, tokens_of
+from turnlog.consumers.replay.unit import HistoryFold, UnitState, tokens_of
 from turnlog.consumers.replay.until import Until, moment
 from turnlog.consumers.replay.verify import FORGET_EVERY, cheap_collections
 from turnlog.infra.cuts import Cut
@@ -218,7 +218,7 @@ class _UnitRefold:
         self._log = role.log
         self._inputs = Inputs(role, rules, unit, skips)
         self._state = state
-        self._fold = UnitFold(state, rules, horizon_records=role.settings.assembler.horizon_records)
+        self._fold = HistoryFold(state, rules, horizon_records=role.settings.assembler.horizon_records)
         self._spool = spool
         self._remembered = remembered
         self._progress = progress

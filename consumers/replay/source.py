@@ -8,32 +8,28 @@ from dataclasses import dataclass
 
 from turnlog.consumers.replay.errors import BrokenFold, HistoryPruned, NothingToReplay
 from turnlog.consumers.replay.merge import Merge
-from turnlog.consumers.replay.unit import UnitFold, UnitState, fresh_state
+from turnlog.consumers.replay.unit import UnitState, fresh_state
 from turnlog.infra.archive_log import ArchiveLog
-from turnlog.infra.cuts import INPUTS, OUTPUTS, Cut, assembler_group, live_cut
+from turnlog.infra.cuts import Cut, live_cut
 from turnlog.infra.history import all_events
 from turnlog.infra.log import Partition, Record
 from turnlog.infra.methods import installed
 from turnlog.infra.payloads import inlined
 from turnlog.infra.role import Role
 from turnlog.processors.core.assembler import GroupFold
-from turnlog.processors.core.errors import FoldDefect, FoldError
+from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold_rules import FOLD_VERSION, FoldRules
 from turnlog.processors.core.rules import draw_rules, fold_rules, recorded_settings
 from turnlog.processors.core.trimmed import DrawRules
+from turnlog.processors.core.unit_fold import DEFECTS, INPUTS, OUTPUTS, UnitFold, assembler_group, payloads_read
 from turnlog.schemas import topics
 from turnlog.schemas.errors import UndecodableRecord, UnknownSchemaId
-from turnlog.schemas.events import Event, RunConfigured, SkipRequested, TokenSnapshot, TurnCompleted
+from turnlog.schemas.events import Event, RunConfigured, SkipRequested
 from turnlog.schemas.types import BlobRef
 from turnlog.settings import BatcherSettings, FoldSettings
 
 PATIENCE_S = 30.0
 """For an assembler that still catches up; then what it has folded is the cut."""
-DEFECTS = (
-    ArithmeticError, AssertionError, AttributeError, BufferError, FoldDefect, LookupError, NameError, RuntimeError,
-    TypeError, ValueError,
-)  # fmt: skip
-"""What a defect in a fold looks like; the assembler's unit stops there."""
 Skips = frozenset[tuple[str, int]]
 """(topic, offset) of records that an operator asked to pass over."""
 
@@ -130,11 +126,8 @@ class Inputs:
             return None
         if event.run_id != self._role.settings.run.id:
             return None
-        if isinstance(event, TokenSnapshot):
-            refers = any(isinstance(p, BlobRef) for p in (event.delta_ids, event.output_ids, event.output_logprobs))
-        else:
-            refers = isinstance(event, TurnCompleted) and self._rules.cutting.needs_messages
-        return await inlined(event, self._role.blobs) if refers else event
+        payloads = payloads_read(event, messages=self._rules.cutting.needs_messages)
+        return await inlined(event, self._role.blobs) if BlobRef in map(type, payloads) else event
 
     async def fold(self, fold: UnitFold, record: Record) -> list[Event]:
         """Fold one record. Raises BrokenFold, and SkipsFound when an operator asked to skip the record."""
@@ -143,7 +136,7 @@ class Inputs:
             event = await self.event(record)
             if event is not None:
                 try:
-                    outputs = fold.fold(record, event)
+                    outputs = fold.take(record, event).outputs
                 except DEFECTS as defect:
                     await self._look_for_skips(record, defect)
         fold.pass_over(record)

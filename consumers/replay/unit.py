@@ -13,17 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from turnlog.consumers.replay.explain import about
-from turnlog.infra.cuts import INPUTS
 from turnlog.infra.log import Record
 from turnlog.infra.payloads import payload_fields
 from turnlog.processors.core.assembler import GroupFold
-from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold_rules import FoldRules
-from turnlog.processors.core.low_water import Done, LowWater, Marks
+from turnlog.processors.core.low_water import Done, Marks
+from turnlog.processors.core.unit_fold import INPUTS, InputRecord, Taken, UnitFold
 from turnlog.schemas.codec import HEADER, Codec
 from turnlog.schemas.errors import UndecodableRecord
 from turnlog.schemas.events import Event, GroupScored, SegmentSample, TurnTreeAssembled
-from turnlog.schemas.topics import INLINE_LIMIT_BYTES, SESSIONS, TOPIC_OF
+from turnlog.schemas.topics import INLINE_LIMIT_BYTES
 from turnlog.schemas.types import BlobRef
 
 MOST_AHEAD = 10_000
@@ -109,58 +108,33 @@ class UnitState:
         )
 
 
-class UnitFold:
-    """Folds the inputs of a unit. What comes out goes to `took`, in order; repeats of it do not."""
+class HistoryFold(UnitFold):
+    """The fold of a unit of which nothing is committed: an output stands as soon as it is given."""
 
     def __init__(self, state: UnitState, rules: FoldRules, *, horizon_records: int) -> None:
-        self._low_water = LowWater(
-            state.marks,
-            state.done,
-            lambda group_id, floor: GroupFold(group_id, floor, rules),
-            spine=SESSIONS.name,
-            horizon_records=horizon_records,
-        )
+        def factory(group_id: str, floor: int) -> GroupFold:
+            return GroupFold(group_id, floor, rules)
 
-    def wants(self, record: Record) -> bool:
-        """Whether its group is still open; else nobody needs to decode it."""
-        return not self._low_water.is_done(record.key.decode(errors="replace"))
+        super().__init__(state.marks, state.done, factory, horizon_records=horizon_records)
 
-    def pass_over(self, record: Record) -> None:
-        """The record was folded, or is no part of any fold."""
-        self._low_water.pass_over(record.topic, record.offset)
-
-    def fold(self, record: Record, event: Event) -> list[Event]:
-        """What became due with the record. Raises what a defect of the fold raises."""
-        group = record.key.decode(errors="replace")
-        if event.group_id != group or TOPIC_OF[type(event).__name__].name != record.topic or not self.wants(record):
-            return []  # parked by the assembler for its place, or done meanwhile
-        fold = self._low_water.open_group(group, event.floor)
-        if fold is None:
-            return []
-        try:
-            outputs = fold.apply(record.topic, record.offset, event)
-        except FoldError as refusal:
-            outputs = refusal.outputs
-        return [output for output in outputs if self._is_new(group, output)]
-
-    def _is_new(self, group: str, output: Event) -> bool:
-        if isinstance(output, TurnTreeAssembled):
-            if not self._low_water.new_tree(output.session_id):
-                return False
-            self._low_water.tree_stands(output.session_id, 0)
-        elif isinstance(output, GroupScored):
-            self._low_water.close(group, output.floor)
-            self._low_water.score_stands(group, 0)
-        return True
+    def take(self, record: InputRecord, event: Event) -> Taken:
+        """See UnitFold."""
+        taken = super().take(record, event)
+        for output in taken.outputs:
+            if isinstance(output, TurnTreeAssembled):
+                self.low_water.tree_stands(output.session_id, 0)
+            elif isinstance(output, GroupScored):
+                self.low_water.score_stands(output.group_id, 0)
+        return taken
 
     @property
     def position(self) -> dict[str, int]:
         """Next offset to fold, by topic."""
-        return self._low_water.position
+        return self.low_water.position
 
     def advance(self) -> Marks | None:
         """Forget finished groups; where a successor starts. None while what was folded before is folded again."""
-        return None if self._low_water.refolding else self._low_water.advance((0, 0))
+        return None if self.low_water.refolding else self.low_water.advance((0, 0))
 
 
 class Difference:

@@ -14,13 +14,14 @@ from turnlog.consumers.replay.merge import Merge
 from turnlog.consumers.replay.progress import Progress
 from turnlog.consumers.replay.source import Configured, Inputs, Skips, SkipsFound, fresh, places
 from turnlog.consumers.replay.state import ReplayState
-from turnlog.consumers.replay.unit import Difference, Suspect, UnitFold, UnitState, digest_of
+from turnlog.consumers.replay.unit import Difference, HistoryFold, Suspect, UnitState, digest_of
 from turnlog.consumers.replay.until import Until
-from turnlog.infra.cuts import OUTPUTS, Cut
+from turnlog.infra.cuts import Cut
 from turnlog.infra.log import Partition, Record
 from turnlog.infra.payloads import inlined
 from turnlog.infra.role import Role
 from turnlog.processors.core.trimmed import DrawRules
+from turnlog.processors.core.unit_fold import OUTPUTS
 from turnlog.schemas.errors import UndecodableRecord
 from turnlog.schemas.events import SampleBatchFormed
 from turnlog.schemas.topics import BATCHES
@@ -86,7 +87,7 @@ class _Verifier:
         role = question.role
         rules = question.configured.rules(role.settings.run.id)
         self._inputs = Inputs(role, rules, unit, skips)
-        self._fold = UnitFold(state, rules, horizon_records=role.settings.assembler.horizon_records)
+        self._fold = HistoryFold(state, rules, horizon_records=role.settings.assembler.horizon_records)
         self._difference = Difference(state, role.events.codec, role.settings.run.id)
         self._since = 0
         """Records since the last look at what may be forgotten."""

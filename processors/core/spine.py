@@ -15,6 +15,7 @@ from turnlog.processors.core.errors import (
     UnknownEpoch,
     UnknownSession,
 )
+from turnlog.processors.core.tenure import Tenure
 from turnlog.schemas.events import (
     Event,
     GroupClosed,
@@ -43,15 +44,11 @@ class Verdict:
 
 
 @dataclass(slots=True)
-class Session:
+class Session(Tenure):
     """What the spine knows of one session."""
 
     session_id: str
     started: SessionStarted | None = None
-    epochs: list[str] = field(default_factory=list)
-    """In offset order; the last one is the only one that may finish the session."""
-    finish: SessionFinished | None = None
-    """The first that counts."""
     verdict: Verdict | None = None
     steps: dict[TurnId, float | None] = field(default_factory=dict)
     """First reward per turn; None for one that was refused."""
@@ -178,7 +175,7 @@ class Spine:
             )
         self.task = task
         session.started = event
-        session.epochs.append(event.event_id)
+        session.open_epoch(event.event_id)
 
     def _settle(self, session: Session) -> None:
         if session.settled or session.started is None or not session.due():
@@ -217,13 +214,11 @@ class Spine:
 def _adopt(session: Session, event: SessionAdopted) -> None:
     if session.started is None:
         raise UnknownSession(session.session_id, "is adopted but never started", "write SessionStarted first")
-    if event.event_id not in session.epochs:
-        session.epochs.append(event.event_id)
+    session.open_epoch(event.event_id)
 
 
 def _finish(session: Session, event: SessionFinished) -> None:
-    """A finish counts iff its epoch is the latest; the first that counts wins."""
-    if session.finish is not None or not session.epochs or event.epoch != session.epochs[-1]:
+    if not session.counts(event):
         return
     unknown = sorted({turn.epoch for turn in event.turns} - set(session.epochs))
     session.finish = event

@@ -10,9 +10,10 @@ from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Record
 from turnlog.infra.payloads import inlined
 from turnlog.infra.registry import RegistryUnavailable
+from turnlog.processors.core.unit_fold import payloads_read
 from turnlog.schemas.errors import UndecodableRecord, UnknownSchemaId
-from turnlog.schemas.events import Event, TokenSnapshot, TurnCompleted
-from turnlog.schemas.types import BlobRef, Payload
+from turnlog.schemas.events import Event
+from turnlog.schemas.types import BlobRef
 
 PAUSES_S = (0.1, 0.5, 2.0)
 """Between attempts: a blob may be young, a server away. After the last the process ends uncommitted."""
@@ -65,12 +66,7 @@ async def _decoded(record: Record, events: EventLog, pauses_s: Sequence[float]) 
 
 
 def _refers(event: Decoded, messages: bool) -> bool:
-    payloads: tuple[Payload, ...] = ()
-    if isinstance(event, TokenSnapshot):
-        payloads = (event.delta_ids, event.output_ids, event.output_logprobs)
-    elif messages and isinstance(event, TurnCompleted):
-        payloads = (event.new_messages, event.response)
-    return BlobRef in map(type, payloads)
+    return BlobRef in map(type, payloads_read(event, messages=messages))
 
 
 async def _inlined(event: Event, blobs: Blobs, pauses_s: Sequence[float]) -> Event | LostPayload:

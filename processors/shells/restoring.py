@@ -15,15 +15,11 @@ from turnlog.processors.core.low_water import (
     FoldFactory,
     FoldName,
     LogTruncated,
-    LowWater,
     Marks,
     decode_marks,
 )
-from turnlog.schemas.topics import SAMPLES, SESSIONS, SNAPSHOTS, TREES, TURNS
-
-SPINE = SESSIONS.name
-INPUTS = (SESSIONS.name, TURNS.name, SNAPSHOTS.name)
-OUTPUTS = (TREES.name, SAMPLES.name)
+from turnlog.processors.core.unit_fold import INPUTS, OUTPUTS, SPINE, UnitFold, assembler_group
+from turnlog.schemas.topics import SAMPLES, TREES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,18 +38,18 @@ class Plan:
     @property
     def group(self) -> str:
         """The consumer group."""
-        return f"{self.run_id}.assembler"
+        return assembler_group(self.run_id)
 
     def transactional_id(self, unit: int) -> str:
         """One id per unit, not per process: starting it is what fences the last owner."""
-        return f"{self.run_id}.assembler.{unit}"
+        return f"{self.group}.{unit}"
 
 
 @dataclass(slots=True)
 class Restored:
     """Where a unit begins."""
 
-    low_water: LowWater
+    fold: UnitFold
     output_ends: dict[str, int]
 
 
@@ -78,8 +74,8 @@ async def restore(log: Log, events: EventLog, plan: Plan, unit: int) -> Restored
                 f"{name.topic}[{unit}] ends at {ends[name]}, but {marks.high[name.topic]} records of it were folded"
             )
     done = await _done(log, events, marks, {name: ends[name] for name in outputs}, unit)
-    low_water = LowWater(marks, done, plan.factory, spine=SPINE, horizon_records=plan.horizon_records)
-    return Restored(low_water, {name.topic: ends[name] for name in outputs})
+    fold = UnitFold(marks, done, plan.factory, horizon_records=plan.horizon_records)
+    return Restored(fold, {name.topic: ends[name] for name in outputs})
 
 
 async def _done(log: Log, events: EventLog, marks: Marks, ends: dict[Partition, int], unit: int) -> Done:

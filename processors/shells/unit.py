@@ -15,13 +15,12 @@ from turnlog.infra.dead_letters import dead_letter, where
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Commit, Log, Partition, Record, Transactor
 from turnlog.infra.payloads import externalized
-from turnlog.processors.core.errors import FoldDefect, FoldError
-from turnlog.processors.core.low_water import LowWater, encode_marks
+from turnlog.processors.core.low_water import encode_marks
+from turnlog.processors.core.unit_fold import DEFECTS, INPUTS, RecordSkipped, Taken, UnitFold
 from turnlog.processors.shells import assembler_metrics as metrics
 from turnlog.processors.shells.decoding import Decoded, decoded
 from turnlog.processors.shells.open_span import OpenSpan
-from turnlog.processors.shells.parking import RecordSkipped, RefusedRecord, check_place
-from turnlog.processors.shells.restoring import INPUTS, SPINE, Plan, restore
+from turnlog.processors.shells.restoring import Plan, restore
 from turnlog.processors.shells.watch import Watch
 from turnlog.schemas.errors import UndecodableRecord
 from turnlog.schemas.events import DeadLetter, Event, GroupScored, TurnTreeAssembled
@@ -29,12 +28,6 @@ from turnlog.schemas.topics import SAMPLES, TOPIC_OF, TREES
 
 Clock = Callable[[], float]
 """Seconds; only differences matter."""
-
-BUGS = (
-    ArithmeticError, AssertionError, AttributeError, BufferError, FoldDefect, LookupError, NameError, RuntimeError,
-    TypeError, ValueError,
-)  # fmt: skip
-"""What a defect in a fold looks like. Everything else (memory, transport) ends the process."""
 
 
 class Surprise(Exception):
@@ -69,7 +62,7 @@ class Unit:
         self._committed_at = clock()
         self._opened_at = clock()
         self._transactor: Transactor
-        self._low_water: LowWater
+        self._fold: UnitFold
         self._output_ends: dict[str, int]
         self._start: dict[str, int] = {}
         self.opened = False
@@ -79,8 +72,8 @@ class Unit:
         transactional_id = self._plan.transactional_id(self.number)
         self._transactor = await self._stack.enter_async_context(self._log.transactor(transactional_id))
         restored = await restore(self._log, self._events, self._plan, self.number)
-        self._low_water, self._output_ends = restored.low_water, restored.output_ends
-        self._start = dict(self._low_water.position)
+        self._fold, self._output_ends = restored.fold, restored.output_ends
+        self._start = dict(self.position)
         self.opened = True
 
     async def close(self) -> None:
@@ -90,7 +83,7 @@ class Unit:
     @property
     def position(self) -> dict[str, int]:
         """Next offset to fold, by input topic."""
-        return self._low_water.position
+        return self._fold.low_water.position
 
     @property
     def start(self) -> dict[str, int]:
@@ -100,11 +93,11 @@ class Unit:
     @property
     def refolding(self) -> bool:
         """It has not yet folded all that was folded before."""
-        return self._low_water.refolding
+        return self._fold.low_water.refolding
 
     def state(self) -> dict[str, object]:
         """Comparable value of every open group."""
-        return {group: found.fold.key() for group, found in self._low_water.open.items()}
+        return {group: found.fold.key() for group, found in self._fold.low_water.open.items()}
 
     async def step(self, records: Sequence[Record]) -> None:
         """Fold records of this unit and, when outputs are due or the interval has passed, commit.
@@ -112,13 +105,14 @@ class Unit:
         Raises Surprise (the unit must be closed), or anything that must end the process.
         """
         refolding = self.refolding
-        groups = {key: key.decode(errors="replace") for key in {record.key for record in records}}
-        done = {key for key, group in groups.items() if self._low_water.is_done(group)}
-        fresh = [record for record in records if record.key not in done]
+        wanted = [self._fold.wants(record) for record in records]
+        fresh = [record for record, wants in zip(records, wanted, strict=True) if wants]
         events = iter(await decoded(fresh, self._events, self._blobs, messages=self._plan.messages))
         now = self._clock()
-        for record in records:
-            self._fold(groups[record.key], record, None if record.key in done else next(events), now)
+        for record, wants in zip(records, wanted, strict=True):
+            if wants:
+                self._take(record, next(events), now)
+            self._fold.pass_over(record)
         self._span.passed(records)
         metrics.RECORDS.inc(len(records))
         if refolding and not self.refolding:
@@ -137,7 +131,7 @@ class Unit:
         In this order: blobs, encoding; begin, sends, offsets with the marks, acknowledgements, commit. The marks do not
         wait for the acknowledgements: until those come, an output stands where its topic ended before, at least.
         """
-        if self.refolding or (not self._pending and self._low_water.high == self.position):
+        if self.refolding or (not self._pending and self._fold.low_water.high == self.position):
             return
         outputs = [await externalized(event, self._blobs) for event in self._pending]
         values = [self._events.codec.encode(event) for event in outputs]
@@ -154,49 +148,36 @@ class Unit:
             self._output_ends[TOPIC_OF[type(event).__name__].name] = offset + 1
         self._pending = []
         self._committed_at = self._clock()
-        metrics.OPEN_GROUPS.labels(str(self.number)).set(len(self._low_water.open))
+        metrics.OPEN_GROUPS.labels(str(self.number)).set(len(self._fold.low_water.open))
 
-    def _fold(self, group: str, record: Record, event: Decoded | None, now: float) -> None:
-        """One record: passed over, folded or parked. `event` is None when its group was done before the batch."""
-        if event is not None and not self._low_water.is_done(group):
-            try:
-                if self.skips and (record.topic, record.offset) in self.skips:
-                    raise RecordSkipped(f"{where(record)}: {self.skips[record.topic, record.offset]}")
-                if isinstance(event, UndecodableRecord):
-                    raise event
-                if isinstance(event, BlobMissing | BlobCorrupt):
-                    raise Surprise(record, event) from event
-                check_place(record, event)
-                self._apply(group, record, event, now)
-            except (RefusedRecord, UndecodableRecord) as refusal:
-                self._park(record, refusal)
-            except BUGS as defect:
-                raise Surprise(record, defect) from defect
-        self._low_water.pass_over(record.topic, record.offset)
-
-    def _apply(self, group: str, record: Record, event: Event, now: float) -> None:
-        fold = self._low_water.open_group(group, event.floor)
-        if fold is None:
-            if not self._low_water.repeated(record.topic, record.offset):
-                metrics.LATE.inc()
+    def _take(self, record: Record, event: Decoded, now: float) -> None:
+        """One record of a group that was open before the batch: folded or parked. Raises Surprise."""
+        if not self._fold.wants(record):
             return
-        refused = False
-        try:
-            outputs = fold.apply(record.topic, record.offset, event)
-        except FoldError as refusal:
-            outputs, refused = refusal.outputs, True
-            self._park(record, refusal)
-        self.watch.saw(event, now, refused=refused)
-        for output in outputs:
-            if not isinstance(output, TurnTreeAssembled) or self._low_water.new_tree(output.session_id):
-                self._pending.append(output)
+        taken = self._taken(record, event)
+        repeated = self._fold.low_water.repeated(record.topic, record.offset)
+        if taken.refusal is not None and not repeated:
+            self._pending.append(dead_letter(record, taken.refusal, run_id=self._plan.run_id, role="assembler"))
+        if taken.late and not repeated:
+            metrics.LATE.inc()
+        if taken.seen:
+            self.watch.saw(event, now, refused=taken.refusal is not None)
+        for output in taken.outputs:
+            self._pending.append(output)
             if isinstance(output, GroupScored):
-                self._low_water.close(group, output.floor)
-                self.watch.forget(group)
+                self.watch.forget(output.group_id)
 
-    def _park(self, record: Record, refusal: Exception) -> None:
-        if not self._low_water.repeated(record.topic, record.offset):
-            self._pending.append(dead_letter(record, refusal, run_id=self._plan.run_id, role="assembler"))
+    def _taken(self, record: Record, event: Decoded) -> Taken:
+        if (record.topic, record.offset) in self.skips:
+            return Taken(refusal=RecordSkipped(f"{where(record)}: {self.skips[record.topic, record.offset]}"))
+        if isinstance(event, UndecodableRecord):
+            return Taken(refusal=event)
+        if isinstance(event, BlobMissing | BlobCorrupt):
+            raise Surprise(record, event) from event
+        try:
+            return self._fold.take(record, event)
+        except DEFECTS as defect:
+            raise Surprise(record, defect) from defect
 
     async def _send(self, event: Event, value: bytes) -> Awaitable[tuple[int, int]]:
         topic = TOPIC_OF[type(event).__name__]
@@ -207,12 +188,12 @@ class Unit:
     def _stands(self, event: Event, offset: int) -> None:
         match event:
             case TurnTreeAssembled():
-                self._low_water.tree_stands(event.session_id, offset)
+                self._fold.low_water.tree_stands(event.session_id, offset)
             case GroupScored():
-                self._low_water.score_stands(event.group_id, offset)
+                self._fold.low_water.score_stands(event.group_id, offset)
 
     def _commits(self) -> dict[Partition, Commit]:
-        marks = self._low_water.advance((self._output_ends[TREES.name], self._output_ends[SAMPLES.name]))
+        marks = self._fold.low_water.advance((self._output_ends[TREES.name], self._output_ends[SAMPLES.name]))
         metrics.OPEN_SPAN.labels(str(self.number)).set(self._span.above(marks.low))
         return {
             Partition(topic, self.number): Commit(marks.low[topic], encode_marks(marks, self._plan.fold, topic))
@@ -228,4 +209,4 @@ def by_unit(records: Iterable[Record]) -> dict[int, list[Record]]:
     return units
 
 
-__all__ = ["INPUTS", "SPINE", "Clock", "Plan", "Surprise", "Unit", "by_unit"]
+__all__ = ["Clock", "Plan", "Surprise", "Unit", "by_unit"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from turnlog.processors.core.tenure import Tenure
 from turnlog.processors.core.turns import TurnKey, key_of
 from turnlog.schemas.events import (
     Event,
@@ -29,14 +30,12 @@ from turnlog.schemas.types import TurnId
 
 
 @dataclass(slots=True)
-class WatchedSession:
+class WatchedSession(Tenure):
     """One session of an open group."""
 
-    epochs: list[str] = field(default_factory=list)
     last_at: float = 0.0
     completed: set[TurnKey] = field(default_factory=set)
     snapshots: set[TurnKey] = field(default_factory=set)
-    finish: SessionFinished | None = None
 
     def supplied(self) -> tuple[TurnId, ...]:
         """Turns with both records, in order of (epoch, index)."""
@@ -91,10 +90,10 @@ class Watch:
             case TokenSnapshot():
                 session.snapshots.add(key_of(event.turn))
             case SessionStarted() | SessionAdopted():
-                if not refused and event.event_id not in session.epochs:
-                    session.epochs.append(event.event_id)
+                if not refused:
+                    session.open_epoch(event.event_id)
             case SessionFinished():
-                if session.finish is None and session.epochs and event.epoch == session.epochs[-1]:
+                if session.counts(event):
                     session.finish = replace(event, turns=()) if refused else event
             case RewardAssigned() | RewardFailed() | StepRewardAssigned():
                 pass  # a sign of life, no more

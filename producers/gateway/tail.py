@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from turnlog.infra.event_log import RECORD_HEADER, EventLog
 from turnlog.infra.log import Log, Partition, Record
 from turnlog.infra.murmur2 import partition_of
+from turnlog.processors.core.tenure import Tenure
 from turnlog.schemas.errors import UndecodableRecord
 from turnlog.schemas.events.sessions import SessionAdopted, SessionFinished, SessionStarted
 from turnlog.schemas.topics import SESSIONS
@@ -43,10 +44,15 @@ class Spine:
 
     @property
     def finished(self) -> SessionFinished | None:
-        """The first SessionFinished whose epoch was the latest before it."""
+        """The one that counts, as the fold says it."""
+        tenure = Tenure()
+        epochs = iter(self.epochs)
+        following = next(epochs, None)
         for offset, event in sorted(self.finishes, key=lambda finish: finish[0]):
-            before = [epoch for epoch in self.epochs if epoch.offset < offset]
-            if before and before[-1].id == event.epoch:
+            while following is not None and following.offset < offset:
+                tenure.open_epoch(following.id)
+                following = next(epochs, None)
+            if tenure.counts(event):
                 return event
         return None
 

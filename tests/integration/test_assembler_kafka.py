@@ -19,9 +19,10 @@ from turnlog.infra.log import Partition
 from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.murmur2 import partition_of
 from turnlog.infra.role import opened
+from turnlog.processors.core.unit_fold import INPUTS
 from turnlog.processors.shells.assembler import assembler_plan
 from turnlog.processors.shells.examples import GroupName, Shape, whole_group
-from turnlog.processors.shells.restoring import INPUTS, records_between
+from turnlog.processors.shells.restoring import records_between
 from turnlog.processors.shells.runner import Runner
 from turnlog.schemas.events import DeadLetter, Event, GroupScored
 from turnlog.settings import Settings

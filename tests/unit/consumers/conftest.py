@@ -12,7 +12,7 @@ import pytest
 
 from turnlog.consumers.archive.archiver import flush
 from turnlog.infra.archive_log import ArchiveLog
-from turnlog.infra.cuts import INPUTS, live_cut
+from turnlog.infra.cuts import live_cut
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.health import Health
 from turnlog.infra.log import Partition
@@ -24,6 +24,7 @@ from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role
 from turnlog.infra.topics_admin import specs
 from turnlog.processors.core.fold_rules import FOLD_VERSION
+from turnlog.processors.core.unit_fold import INPUTS
 from turnlog.processors.shells import assembler, batcher
 from turnlog.processors.shells.examples import GroupName, Shape, bad_days, whole_group
 from turnlog.schemas import topics

@@ -20,8 +20,9 @@ from turnlog.processors.core.errors import SegmentsDoNotFit
 from turnlog.processors.core.methods import Methods
 from turnlog.processors.core.policies import Policies
 from turnlog.processors.core.segments import Segments
+from turnlog.processors.core.unit_fold import INPUTS
 from turnlog.processors.shells.assembler import assembler_plan
-from turnlog.processors.shells.restoring import INPUTS, records_between
+from turnlog.processors.shells.restoring import records_between
 from turnlog.processors.shells.runner import Runner
 from turnlog.schemas.events import Event, MaskReason, TurnCompleted, TurnTreeAssembled
 from turnlog.schemas.topics import CATALOGUE

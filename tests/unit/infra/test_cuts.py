@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 
-from turnlog.infra.cuts import INPUTS, OUTPUTS, Cut, assembler_group, live_cut
+from turnlog.infra.cuts import Cut, live_cut
 from turnlog.infra.log import Commit, Partition, TopicSpec
 from turnlog.infra.memory import MemoryLog
 from turnlog.processors.core.low_water import FoldName, Marks, encode_marks
+from turnlog.processors.core.unit_fold import INPUTS, OUTPUTS, assembler_group
 
 
 def commits(unit: int, high: int) -> dict[Partition, Commit]:

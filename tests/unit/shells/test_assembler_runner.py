@@ -20,10 +20,11 @@ from turnlog.infra.role import Role
 from turnlog.processors.core.assembler import GroupFold
 from turnlog.processors.core.low_water import LogTruncated, MigrationNeeded
 from turnlog.processors.core.rules import fold_rules
+from turnlog.processors.core.unit_fold import INPUTS
 from turnlog.processors.shells import decoding
 from turnlog.processors.shells.assembler import SettingsDiffer, assembler_plan, main
 from turnlog.processors.shells.examples import GroupName, SessionStory, Shape, whole_group
-from turnlog.processors.shells.restoring import INPUTS, Plan, records_between
+from turnlog.processors.shells.restoring import Plan, records_between
 from turnlog.processors.shells.runner import Runner
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.events import (

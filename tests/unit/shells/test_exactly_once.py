@@ -23,8 +23,9 @@ from turnlog.infra.registry import MemoryRegistry
 from turnlog.processors.core.assembler import FOLD_VERSION, FoldRules, GroupFold
 from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.low_water import FoldName
+from turnlog.processors.core.unit_fold import INPUTS
 from turnlog.processors.shells.examples import bad_days
-from turnlog.processors.shells.restoring import INPUTS, Plan, records_between
+from turnlog.processors.shells.restoring import Plan, records_between
 from turnlog.processors.shells.runner import Runner
 from turnlog.processors.shells.unit import Unit
 from turnlog.schemas.codec import Codec
@@ -136,7 +137,7 @@ class World:
             self.probed += 1
 
     async def chunks(self, log: MemoryLog, number: int, topic: str, unit: Unit) -> list[list[Record]]:
-        high = unit._low_water.high[topic]
+        high = unit._fold.low_water.high[topic]
         found = [r async for r in records_between(log, Partition(topic, number), unit.start[topic], high)]
         cut = self.rng.randrange(1, 9)
         return [found[at : at + cut] for at in range(0, len(found), cut)]

@@ -14,10 +14,11 @@ from turnlog.infra.log import GroupReader, Partition, TopicSpec
 from turnlog.infra.memory import MemoryLog
 from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.registry import MemoryRegistry
+from turnlog.processors.core.unit_fold import INPUTS
 from turnlog.processors.shells.assembler import assembler_plan
 from turnlog.processors.shells.examples import GroupName, SessionStory, Shape
 from turnlog.processors.shells.reaper import Reaper
-from turnlog.processors.shells.restoring import INPUTS, records_between
+from turnlog.processors.shells.restoring import records_between
 from turnlog.processors.shells.runner import Runner
 from turnlog.processors.shells.watch import Watch
 from turnlog.schemas.events import Event, GroupClosed, GroupScored, GroupStatus, Outcome, SessionFinished

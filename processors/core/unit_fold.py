@@ -1,0 +1,154 @@
+"""The fold of one unit, as every reader of its inputs does it: the assembler in the stream, replay over its history.
+
+A unit is partition p of the inputs and outputs. Per record: is its group still open, does it stand in its place, what
+does its group make of it, which of that is new.
+
+RefusedRecord         a record that decodes, and is not folded all the same: the assembler parks it
+├── KeyMismatch       the record's key is not the group of its event: it may lie in another group's partition
+├── WrongTopic        the record does not belong to the topic it stands in
+└── RecordSkipped     an operator asked to pass over it (SkipRequested)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from turnlog.processors.core.errors import FoldDefect, FoldError
+from turnlog.processors.core.low_water import Done, FoldFactory, LowWater, Marks
+from turnlog.schemas.errors import UndecodableRecord
+from turnlog.schemas.events import Event, GroupScored, TokenSnapshot, TurnCompleted, TurnTreeAssembled
+from turnlog.schemas.topics import SAMPLES, SESSIONS, SNAPSHOTS, TOPIC_OF, TREES, TURNS
+from turnlog.schemas.types import Payload
+
+SPINE = SESSIONS.name
+INPUTS = (SPINE, TURNS.name, SNAPSHOTS.name)
+OUTPUTS = (TREES.name, SAMPLES.name)
+
+DEFECTS = (
+    ArithmeticError, AssertionError, AttributeError, BufferError, FoldDefect, LookupError, NameError, RuntimeError,
+    TypeError, ValueError,
+)  # fmt: skip
+"""What a defect in a fold looks like: its unit stops there. Everything else (memory, transport) ends the process."""
+
+
+class RefusedRecord(Exception):
+    """Base of the tree above."""
+
+
+class KeyMismatch(RefusedRecord):
+    """Remedy: its producer must use the event's group_id as the key."""
+
+
+class WrongTopic(RefusedRecord):
+    """Remedy: its producer must append to the topic of the catalogue."""
+
+
+class RecordSkipped(RefusedRecord):
+    """The operator's reason."""
+
+
+class InputRecord(Protocol):
+    """A record of the log, as far as a fold looks at it."""
+
+    @property
+    def topic(self) -> str:
+        """Its name."""
+
+    @property
+    def partition(self) -> int:
+        """The unit."""
+
+    @property
+    def offset(self) -> int:
+        """In the partition."""
+
+    @property
+    def key(self) -> bytes:
+        """The group, in UTF-8."""
+
+
+@dataclass(slots=True)
+class Taken:
+    """What came of one record."""
+
+    outputs: list[Event] = field(default_factory=list)
+    """In order; each is one that the unit has not given yet."""
+    refusal: RefusedRecord | FoldError | UndecodableRecord | None = None
+    seen: bool = False
+    """Its group took it or refused it; else it stood in a wrong place, or came late."""
+    late: bool = False
+    """Its group is over and forgotten."""
+
+
+def assembler_group(run_id: str) -> str:
+    """The consumer group whose commits say how far a run is folded."""
+    return f"{run_id}.assembler"
+
+
+def payloads_read(event: object, *, messages: bool) -> tuple[Payload, ...]:
+    """The payloads of a record that its fold reads, to be fetched before it; `messages`: its policy needs those.
+
+    What else is a reference stays one: only people and dashboards read it.
+    """
+    if isinstance(event, TokenSnapshot):
+        return event.delta_ids, event.output_ids, event.output_logprobs
+    if messages and isinstance(event, TurnCompleted):
+        return event.new_messages, event.response
+    return ()
+
+
+class UnitFold:
+    """Folds the inputs of a unit, those of one topic in offset order. Use: `wants`, `take`, `pass_over` per record."""
+
+    def __init__(self, marks: Marks, done: Done, factory: FoldFactory, *, horizon_records: int) -> None:
+        """`horizon_records`: see LowWater."""
+        self.low_water = LowWater(marks, done, factory, spine=SPINE, horizon_records=horizon_records)
+
+    def wants(self, record: InputRecord) -> bool:
+        """Whether its group is not scored yet; else nobody needs to decode it."""
+        return not self.low_water.is_done(_group(record))
+
+    def take(self, record: InputRecord, event: Event) -> Taken:
+        """Fold a record. Raises one of DEFECTS: the unit must stop before it."""
+        group = _group(record)
+        if self.low_water.is_done(group):
+            return Taken()
+        try:
+            _check_place(record, event)
+        except RefusedRecord as misplaced:
+            return Taken(refusal=misplaced)
+        fold = self.low_water.open_group(group, event.floor)
+        if fold is None:
+            return Taken(late=True)
+        refusal = None
+        try:
+            outputs = fold.apply(record.topic, record.offset, event)
+        except FoldError as error:
+            outputs, refusal = error.outputs, error
+        return Taken([output for output in outputs if self._is_new(group, output)], refusal, seen=True)
+
+    def pass_over(self, record: InputRecord) -> None:
+        """The record was folded, or is no part of any fold."""
+        self.low_water.pass_over(record.topic, record.offset)
+
+    def _is_new(self, group: str, output: Event) -> bool:
+        if isinstance(output, TurnTreeAssembled):
+            return self.low_water.new_tree(output.session_id)
+        if isinstance(output, GroupScored):
+            self.low_water.close(group, output.floor)
+        return True
+
+
+def _group(record: InputRecord) -> str:
+    return record.key.decode(errors="replace")
+
+
+def _check_place(record: InputRecord, event: Event) -> None:
+    """Raises KeyMismatch, WrongTopic."""
+    name = type(event).__name__
+    where = f"{record.topic}[{record.partition}]@{record.offset}"
+    if TOPIC_OF[name].name != record.topic:
+        raise WrongTopic(f"{where}: {name} belongs to {TOPIC_OF[name].name}")
+    if event.group_id.encode() != record.key:
+        raise KeyMismatch(f"{where}: key {record.key!r}, but the {name} is of group {event.group_id}")
