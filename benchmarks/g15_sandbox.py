@@ -3,7 +3,7 @@
 Prints one JSON line on stdout. `value` is the 99th percentile of a warm acquire in milliseconds: asking the pool until
 holding a sandbox that is as new. `overhead_p50_ms` compares `true` in a warm sandbox with `subprocess.run` of the same
 program, turn by turn. The calls of `calls_per_s` and `core_ms_per_call` go through the worker with its two records
-each, on the log in memory: the broker's share is not in them. The floor is a bare fork and exit of this interpreter.
+each, on the log in memory: the broker's share is not in them. `fork_ms` is a bare fork and exit of this interpreter.
 
     python benchmarks/g15_sandbox.py
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import os
 import resource
 import statistics
@@ -23,6 +22,7 @@ import time
 from collections.abc import Callable
 
 import psutil
+from row import percentile, size, told
 
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.health import Health
@@ -50,7 +50,7 @@ GOALS = {
 }  # fmt: skip
 """Detail -> what it may be at most."""
 GOAL_CALLS_PER_S = 200.0
-SESSIONS, STEPS = 64, 10
+SESSIONS, STEPS, REPEATS = size((64, 10, 100), smallest=(4, 2, 2))
 LIMITS = SandboxLimits()
 SHAPE = Shape(disk_bytes=LIMITS.disk_bytes)
 TRUE = Command(kind=Kind.program, argv=("true",))
@@ -61,12 +61,7 @@ LOG_EPOCH = 1_700_000_001.0
 """Seconds; the log in memory counts its milliseconds from just before."""
 
 
-def percentile(values: list[float], share: float) -> float:
-    """Of a list, in its unit."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
-
-
-def fork_floor() -> float:
+def fork_ms() -> float:
     """Median milliseconds of fork, exit and wait in this process."""
     took = []
     for _ in range(50):
@@ -93,7 +88,7 @@ def tree_cpu_s(pids: list[int]) -> float:
 async def cold_ms(provider: Bubblewrap, command: list[str]) -> dict[str, float]:
     """bubblewrap from nothing: to the end of `true`, and to an init that answers."""
     bare, ready = [], []
-    for _ in range(40):
+    for _ in range(REPEATS):
         began = time.perf_counter()
         process = await asyncio.create_subprocess_exec(*command)
         await process.wait()
@@ -113,7 +108,7 @@ async def cold_ms(provider: Bubblewrap, command: list[str]) -> dict[str, float]:
 async def warm_ms(pool: Pool) -> dict[str, float]:
     """Milliseconds to acquire a waiting sandbox, with nobody else."""
     acquired = []
-    for _ in range(300):
+    for _ in range(3 * REPEATS):
         began = time.perf_counter()
         async with pool.lease(SHAPE) as lease:
             acquired.append((time.perf_counter() - began) * 1e3)
@@ -126,7 +121,7 @@ async def command_ms(pool: Pool) -> dict[str, float]:
     """Milliseconds of `true` in a warm sandbox and by subprocess.run, in turn."""
     inside, plain = [], []
     async with pool.lease(SHAPE) as lease:
-        for _ in range(200):
+        for _ in range(2 * REPEATS):
             began = time.perf_counter()
             await lease.sandbox.exec(TRUE, LIMITS)
             inside.append((time.perf_counter() - began) * 1e3)
@@ -146,7 +141,7 @@ async def reset_ms(provider: Bubblewrap) -> dict[str, float]:
     """Milliseconds to make a sandbox as new after a call that left eight files."""
     took = []
     sandbox = await provider.start(0, SHAPE)
-    for _ in range(100):
+    for _ in range(REPEATS):
         await sandbox.exec(LITTER, LIMITS)
         began = time.perf_counter()
         assert await sandbox.reset()
@@ -259,14 +254,13 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-async def measure() -> dict[str, object]:
-    """Everything, as the benchmark's JSON object."""
+async def measure() -> int:
+    """Everything; the exit status."""
     sandbox = SandboxSettings(slots=4, prewarm=4, first_uid=FIRST_UID)
     settings = Settings(run=RunSettings(id="bench"), sandbox=sandbox)
-    floor = fork_floor()
     provider = await Bubblewrap.open(settings.sandbox)
     bare = [str(find(cache_directory())), *NAMESPACES, "--uid", "1000", "--gid", "1000", *BARE, "--", "/usr/bin/true"]
-    detail = await cold_ms(provider, bare) | await reset_ms(provider)
+    detail = {"fork_ms": fork_ms()} | await cold_ms(provider, bare) | await reset_ms(provider)
     async with Pools.opened(settings) as pools:
         assert not pools.fallback, "bubblewrap cannot run here"
         detail |= await warm_ms(pools.local) | await command_ms(pools.local)
@@ -278,20 +272,14 @@ async def measure() -> dict[str, object]:
     detail["max_rss_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     missed = [name for name, most in GOALS.items() if detail[name] > most]
     missed += ["calls_per_s"] * (detail["calls_per_s"] < GOAL_CALLS_PER_S)
-    return {
-        "id": "G15",
-        "value": round(detail["warm_p99_ms"], 3),
-        "unit": "ms",
-        "goal": GOALS["warm_p99_ms"],
-        "ok": not missed,
-        "floor": round(floor, 3),
-        "load": os.getloadavg()[0],
-        "detail": {name: round(figure, 3) for name, figure in detail.items()} | {"missed": missed},
-    }
+    return told(
+        id="G15", value=detail["warm_p99_ms"], unit="ms (p99)", goal=GOALS["warm_p99_ms"], met=not missed,
+        detail={name: round(figure, 3) for name, figure in detail.items()} | {"missed": missed},
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["victim"]:
         asyncio.run(victim())
     else:
-        print(json.dumps(asyncio.run(measure())))
+        raise SystemExit(asyncio.run(measure()))

@@ -7,16 +7,17 @@ bfloat16, CUDA or a model that does not fit one rank.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
 from typing import Any
 
+from row import say, size, told
+
 GOAL = 1e-5
-STEPS = 6
 LAYOUTS = {"one rank": (1, 1, 1), "tensor parallel 2": (2, 2, 1), "data parallel 2": (2, 1, 1)}
 """Name -> (ranks, tensor, pipeline)."""
+STEPS, NAMES = size((6, tuple(LAYOUTS)), smallest=(1, ("one rank",)))
 
 
 def compared(ranks: int, tensor: int, pipeline: int) -> dict[str, Any]:
@@ -35,22 +36,18 @@ def worst(found: dict[str, Any]) -> float:
     return max(*losses, *norms)
 
 
-def main() -> None:
+def main() -> int:
     """Print one JSON line."""
     detail: dict[str, Any] = {"steps": STEPS}
     value = 0.0
-    for name, layout in LAYOUTS.items():
+    for name in NAMES:
         start = time.monotonic()
-        found = compared(*layout)
-        print(f"{name}: {found} ({time.monotonic() - start:.0f} s)", file=sys.stderr)
+        found = compared(*LAYOUTS[name])
+        say(f"{name}: {found} ({time.monotonic() - start:.0f} s)")
         detail[name] = {"difference": worst(found), "weights_after": found["weights"]}
         value = max(value, worst(found))
-    line = {
-        "id": "L2", "value": value, "unit": "difference", "goal": GOAL, "ok": value <= GOAL, "floor": None,
-        "load": os.getloadavg()[0], "detail": detail,
-    }  # fmt: skip
-    print(json.dumps(line))
+    return told(id="L2", value=value, unit="difference", goal=GOAL, met=value <= GOAL, detail=detail)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -1,22 +1,24 @@
-"""What the benchmarks of the log share: a broker of their own, events of a realistic size, the line they print."""
+"""What the benchmarks of the log share: a broker, names of their own on it, packed numbers of a realistic size."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from uuid import uuid4
 
 import numpy as np
 
 from turnlog.infra.embedded.broker import Broker
+from turnlog.infra.kafka import KafkaLog
 
 VOCABULARY = 151_936
 """Of Qwen3: ids are drawn from all of it, so nothing compresses better than it would in a real run."""
+GIVEN = "BENCH_BROKER"
+"""Environment variable: address and log folder of a broker to use, with a space between; else one is started."""
 ACKS = {
     "acks": "all, on one broker: the record is in the operating system's page cache; it survives kill -9 of the "
     "broker, not a power cut",
@@ -24,11 +26,34 @@ ACKS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class LogServer:
+    """A broker, and the prefix under which everything of this run stands there."""
+
+    bootstrap: str
+    data: Path
+    prefix: str
+
+    def log(self, part: str = "") -> KafkaLog:
+        """A client, of the topics of one `part` of the benchmark."""
+        return KafkaLog(self.bootstrap, prefix=self.prefix + part)
+
+    def written(self, topics: Iterable[str], part: str = "") -> int:
+        """Bytes in the log files of topics."""
+        globs = (self.data.glob(f"{self.prefix}{part}{topic}-[0-9]*/*.log") for topic in topics)
+        return sum(path.stat().st_size for paths in globs for path in paths)
+
+
 @contextmanager
-def broker() -> Iterator[tuple[str, Path]]:
-    """Bootstrap address and log folder of an embedded broker that is gone afterwards."""
+def broker() -> Iterator[LogServer]:
+    """A broker that is gone afterwards, or the one that the environment names."""
+    prefix = f"{uuid4().hex[:8]}-"
+    if GIVEN in os.environ:
+        bootstrap, _, data = os.environ[GIVEN].partition(" ")
+        yield LogServer(bootstrap, Path(data), prefix)
+        return
     with tempfile.TemporaryDirectory(prefix="turnlog-bench-") as folder, Broker(Path(folder) / "kafka") as server:
-        yield server.bootstrap, Path(folder) / "kafka" / "data"
+        yield LogServer(server.bootstrap, Path(folder) / "kafka" / "data", prefix)
 
 
 def token_ids(rng: np.random.Generator, count: int) -> bytes:
@@ -39,19 +64,3 @@ def token_ids(rng: np.random.Generator, count: int) -> bytes:
 def logprobs(rng: np.random.Generator, count: int) -> bytes:
     """Packed random log-probs."""
     return (-rng.exponential(0.5, count)).astype("<f4").tobytes()
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of them lie."""
-    return float(np.percentile(values, share * 100))
-
-
-def told(**line: Any) -> int:
-    """Print the one line of a benchmark; the exit status."""
-    print(json.dumps({**line, "load": round(os.getloadavg()[0], 2)}), flush=True)
-    return 0 if line["ok"] else 1
-
-
-def say(text: str) -> None:
-    """To stderr."""
-    print(text, file=sys.stderr, flush=True)

@@ -1,19 +1,22 @@
-"""Run the benchmarks, one after another: `python benchmarks/run.py [--only G1,T1]`.
+"""Run the benchmarks, one after another: `python benchmarks/run.py [--only G1,T1] [--smallest]`.
 
-Every script `<id>_<name>.py` of this folder, and each of `NAMED`, prints one JSON line on stdout (id, value, unit,
-goal, ok, floor, load, detail) and everything else on stderr. Status 1 when one missed its goal, broke or printed no
-such line.
+Every script `<id>_<name>.py` of this folder, and each of `NAMED`, prints one line (row.py) on stdout and everything
+else on stderr. Status 1 when one missed its goal, broke or printed no such line. `--smallest` shows that they run, and
+measures nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from row import SIZE, SMALLEST
 
 HERE = Path(__file__).resolve().parent
 SCRIPT = re.compile(r"([a-z]+\d+)_\w+\.py")
@@ -54,7 +57,11 @@ def main() -> int:
     """Print every line as it comes."""
     parser = argparse.ArgumentParser(description="Run the benchmarks one after another.")
     parser.add_argument("--only", default="", metavar="IDS", help="for example G1,T1")
-    only = [name.strip().upper() for name in parser.parse_args().only.split(",") if name.strip()]
+    parser.add_argument("--smallest", action="store_true", help="show that they run, measure nothing")
+    asked = parser.parse_args()
+    if asked.smallest:
+        os.environ[SIZE] = SMALLEST
+    only = [name.strip().upper() for name in asked.only.split(",") if name.strip()]
     passed = True
     for name, script in scripts(only).items():
         line = measured(name, script)

@@ -106,9 +106,11 @@ def synthetic_manifest(
     )
 
 
-async def append_batches(events: EventLog, blobs: Blobs, run_id: str, count: int, *, parts: int = 1) -> None:
-    """Write `count` batches as a batcher would: file first, then the manifest."""
+async def append_batches(
+    events: EventLog, blobs: Blobs, run_id: str, count: int, *, parts: int = 1, rows: int = 16
+) -> None:
+    """Write `count` batches of `rows` rows as a batcher would: file first, then the manifest."""
     for batch_index in range(count):
-        rows = synthetic_rows(batch_index)
-        file = await blobs.put(write_rows(rows), media_type=MEDIA_TYPE)
-        await events.append(synthetic_manifest(rows, file, run_id, batch_index, part=batch_index % parts, parts=parts))
+        batch = synthetic_rows(batch_index, rows=rows)
+        file = await blobs.put(write_rows(batch), media_type=MEDIA_TYPE)
+        await events.append(synthetic_manifest(batch, file, run_id, batch_index, part=batch_index % parts, parts=parts))

@@ -1,0 +1,101 @@
+"""G7: what a trainer waits for data when batches are ready: from a step's end to the checked rows of the next one.
+
+A real Megatron trainer on the tiny model steps through manifests that a batcher would have written, from a real broker
+and a real object store, in this process. Per step: the wait for the manifest and the fetch, decoding and hash check of
+its file, as StepCompleted reports them; the value is their mean. Floor of the same run: the same objects fetched, and
+nothing else done with them. Not shown: a store across a network, rows of long contexts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from log_server import LogServer, broker
+from row import percentile, say, size, told
+
+from turnlog.infra.blobs import Blobs
+from turnlog.infra.embedded.object_store import ObjectStore
+from turnlog.infra.event_log import EventLog
+from turnlog.infra.health import Health
+from turnlog.infra.history import all_events
+from turnlog.infra.registry import MemoryRegistry
+from turnlog.infra.role import Role
+from turnlog.infra.s3 import S3Blobs
+from turnlog.infra.topics_admin import apply
+from turnlog.schemas import topics
+from turnlog.schemas.events import SampleBatchFormed
+from turnlog.settings import RunSettings, Settings, StoreSettings
+from turnlog.trainer import loop
+from turnlog.trainer.synthetic import append_batches, synthetic_model
+
+GOAL_S = 0.05
+BATCHES, ROWS = size((40, 256), smallest=(3, 16))
+
+
+def settings_of(folder: Path, store: StoreSettings) -> Settings:
+    """One thread, no checkpoint between the first step and the last."""
+    usual = Settings()
+    return dataclasses.replace(
+        usual,
+        run=RunSettings(id="bench", directory=str(folder)),
+        store=store,
+        model=dataclasses.replace(usual.model, path=str(synthetic_model(folder / "model"))),
+        feeder=dataclasses.replace(usual.feeder, draws=BATCHES),
+        trainer=dataclasses.replace(usual.trainer, threads=1, checkpoint_every=2 * BATCHES),
+    )
+
+
+async def fetched(blobs: Blobs, manifests: list[SampleBatchFormed]) -> list[float]:
+    """Seconds of each object's GET."""
+    took = []
+    for manifest in manifests:
+        started = time.perf_counter()
+        await blobs.get(manifest.file)
+        took.append(time.perf_counter() - started)
+    return took
+
+
+async def measure(server: LogServer, settings: Settings) -> int:
+    """Write the batches, train on them; the exit status."""
+    log, blobs = server.log(), S3Blobs(settings.store)
+    await apply(log, settings)
+    async with EventLog.open(log, MemoryRegistry(), writer="bench") as events:
+        role = Role("trainer", "bench", settings, log, events, blobs, Health("trainer"))
+        await append_batches(events, blobs, settings.run.id, BATCHES, rows=ROWS)
+        say(f"{BATCHES} batches of {ROWS} rows")
+        await loop.main(role)
+        steps = await all_events(role, topics.STEPS)
+        manifests = await all_events(role, topics.BATCHES)
+        floor = await fetched(blobs, manifests)
+    await log.close()
+    waits, reads = ([step.seconds[phase] for step in steps[1:]] for phase in ("wait", "read"))
+    both = [wait + read for wait, read in zip(waits, reads, strict=True)]
+    value = statistics.fmean(both)
+    return told(
+        id="G7", value=value, unit="s/step", goal=GOAL_S, met=value <= GOAL_S, floor=statistics.fmean(floor),
+        detail={
+            "steps": len(steps), "rows": ROWS, "bytes": manifests[0].file.size,
+            "p50_s": round(percentile(both, 0.5), 4), "p99_s": round(percentile(both, 0.99), 4),
+            "wait_s": round(statistics.fmean(waits), 4), "read_s": round(statistics.fmean(reads), 4),
+            "step_s": round(statistics.fmean(step.seconds["step"] for step in steps[1:]), 3),
+            "floor_is": "the same objects fetched, neither decoded nor checked",
+        },
+    )  # fmt: skip
+
+
+def main() -> int:
+    """One broker, one store, one run."""
+    with tempfile.TemporaryDirectory(prefix="turnlog-bench-") as folder, broker() as server:
+        usual = StoreSettings()
+        with ObjectStore(Path(folder) / "store", usual) as store:
+            settings = settings_of(Path(folder), dataclasses.replace(usual, endpoint=store.endpoint))
+            return asyncio.run(measure(server, settings))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,89 @@
+"""Every benchmark runs, at its smallest size, and prints its line: what README says of it can be taken again.
+
+Figures of such a run say nothing, so whether a goal was reached is not asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turnlog.sandbox_settings import SandboxSettings
+from turnlog.sandbox_workers.pooling.pools import unisolated
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+NAMES = sorted(path.stem.partition("_")[0].upper() for path in BENCHMARKS.glob("[a-z]*[0-9]_*.py"))
+"""MODES needs an engine: test_closed_loop.py runs it, on the run that is there."""
+LINE = {"id", "value", "unit", "goal", "ok", "floor", "share", "goal_share", "load", "detail"}
+
+
+@pytest.fixture(scope="session")
+def environment(kafka: str, servers: Path) -> dict[str, str]:
+    """The benchmarks share the session's broker."""
+    return os.environ | {"BENCH_BROKER": f"{kafka} {servers / 'kafka/data'}"}
+
+
+def printed(environment: dict[str, str], *arguments: str) -> str:
+    """What benchmarks/run.py writes on stdout. Its status is 1 where a goal was missed, too."""
+    command = [sys.executable, str(BENCHMARKS / "run.py"), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode in {0, 1}, done.stderr
+    assert done.stdout, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.stdout
+
+
+def checked(line: dict[str, Any], name: str) -> None:
+    """A line is whole, and its share is that of its floor."""
+    assert line.keys() == LINE, line
+    assert line["id"] == name
+    assert line["unit"]
+    assert isinstance(line["value"], int | float)
+    assert isinstance(line["ok"], bool)
+    assert (line["share"] is None) is (line["floor"] is None)
+    assert line["goal_share"] is None or line["floor"] is not None
+    if line["share"] is not None:
+        ratio = line["value"] / line["floor"]
+        assert line["share"] == pytest.approx(ratio if line["unit"].endswith("/s") else 1 / ratio, rel=1e-2)
+        assert line["detail"]["floor_is"]
+        assert not (line["ok"] and line["goal_share"] and line["share"] < line["goal_share"])
+
+
+@pytest.mark.kafka
+@pytest.mark.parametrize("name", NAMES)
+def test_a_benchmark_runs_at_its_smallest_size_and_prints_its_line(name: str, environment: dict[str, str]) -> None:
+    if name == "G15" and asyncio.run(unisolated(SandboxSettings())):
+        pytest.skip("user namespaces are off")
+    checked(json.loads(printed(environment, "--smallest", "--only", name)), name)
+
+
+def test_a_benchmark_that_does_not_exist_is_named_with_those_that_do() -> None:
+    command = [sys.executable, str(BENCHMARKS / "run.py"), "--only", "G99"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "no benchmark G99; there are G1, G2, " in done.stderr
+
+
+def test_rows_of_the_readme_come_from_the_lines() -> None:
+    line = {
+        "id": "G1", "value": 1159.4, "unit": "samples/s", "goal": 1000, "ok": False, "floor": 1374.2, "share": 0.8437,
+        "goal_share": 0.9, "load": 1.0, "detail": {},
+    }  # fmt: skip
+    broken = {"id": "T1", "ok": False, "detail": {"error": "IndexError: list index out of range"}}
+    lines = "\n".join(json.dumps(each) for each in (broken, line))
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "table.py")], input=lines, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == [
+        "| G1 durable append and delivery of 8,192-token samples, one SegmentSample per request | 1,159 samples/s"
+        " (missed) | goal 1,000; floor 1,374, share 0.84 of at least 0.9 | `make bench ONLY=G1` |",
+        "| T1 one session of 200 turns x 5,000 new tokens (a context of a million) folded into its tree | broke:"
+        " IndexError: list index out of range | | `make bench ONLY=T1` |",
+    ]
