@@ -63,7 +63,8 @@ class EventLog:
         return await self._appender.submit(topic.name, topic.key_of(event), self.codec.encode(event), headers=headers)
 
     async def transact(self, transactor: Transactor, events: Sequence[Event], *, partitions: int = 1) -> None:
-        """All of `events`, in order, in one transaction, or none. `partitions` is the count of every topic they go to.
+        """All of `events`, in order, in one transaction, or none. `partitions`: of every topic that they go to and that
+        has not just one.
 
         Everything is encoded before the transaction begins. Raises Fenced, TransactionFailed, Oversized,
         LogUnavailable: nothing is repaired in place, the caller's process ends.
@@ -74,7 +75,7 @@ class EventLog:
         for event, value in zip(events, values, strict=True):
             topic = TOPIC_OF[type(event).__name__]
             key = topic.key_of(event)
-            number = partition_of(key, partitions)
+            number = 0 if topic.partitions == "one" else partition_of(key, partitions)
             acks.append(await transactor.send(topic.name, number, key, value, headers=self.headers(event)))
         await asyncio.gather(*acks)
         await transactor.commit()

@@ -13,6 +13,8 @@ every drop would let one more group run ahead for ever. Facts may come in any or
 from __future__ import annotations
 
 import random
+from bisect import bisect_left, insort
+from collections import ChainMap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -21,10 +23,11 @@ from typing import NamedTuple
 from turnlog.schemas.events import (
     BatchSkipped,
     Event,
+    GroupEmitted,
+    GroupRequested,
     GroupScored,
     GroupStatus,
     Purpose,
-    RolloutRequested,
     SampleBatchFormed,
     StepCompleted,
 )
@@ -76,7 +79,7 @@ class _Parts:
 
 
 class Admission:
-    """The fold of tasks, GroupScored, manifests and steps."""
+    """The fold of group-requests, group-scores, manifests and steps."""
 
     def __init__(self, rules: AdmissionRules) -> None:
         self._rules = rules
@@ -91,9 +94,10 @@ class Admission:
         self._failed: set[str] = set()
         self._again: set[Place] = set()
         self._draws: dict[int, _Parts] = {}
+        """Draws that were formed and not yet trained."""
         self._stepped: set[int] = set()
-        self._trained: dict[int, int] = {}
-        """Draw index of a trained draw -> its last batch index."""
+        self._trained: list[tuple[int, int]] = []
+        """(draw index, its last batch index) of every trained draw, ascending."""
 
     @property
     def open(self) -> int:
@@ -103,7 +107,7 @@ class Admission:
     @property
     def draws_formed(self) -> int:
         """Draws that have a batch."""
-        return len(self._draws)
+        return len(self._draws) + len(self._trained)
 
     @property
     def slots(self) -> int:
@@ -124,7 +128,7 @@ class Admission:
     def batch_to_publish(self) -> int:
         """The last batch of the newest trained draw after which weights go out: every publish_every-th; -1 for none."""
         done = self.draws_trained // self._rules.publish_every * self._rules.publish_every
-        return self._trained[sorted(self._trained)[done - 1]] if done else -1
+        return self._trained[done - 1][1] if done else -1
 
     @property
     def limit(self) -> int:
@@ -141,9 +145,9 @@ class Admission:
     def apply(self, event: Event) -> None:
         """Fold one record; repeats change nothing, records of other kinds and purposes are passed over."""
         match event:
-            case RolloutRequested(purpose=Purpose.train):
+            case GroupRequested(purpose=Purpose.train):
                 self._requested(event)
-            case GroupScored(status=GroupStatus.discarded):
+            case GroupEmitted(status=GroupStatus.discarded) | GroupScored(status=GroupStatus.discarded):
                 self._fail(event.group_id)
             case SampleBatchFormed():
                 self._formed(event)
@@ -158,7 +162,7 @@ class Admission:
         """The groups to ask for now, in order: failed ones again (oldest place first), then fresh rows."""
         if self.slots >= self.limit:
             return []
-        rules, drawn = self._rules, dict(self._drawn)
+        rules, drawn = self._rules, ChainMap({}, self._drawn)
         published = self.draws_trained // rules.publish_every
         drawings: list[Drawing] = []
         for slot, place in zip(range(self.slots, self.limit), self._candidates(), strict=False):
@@ -174,7 +178,7 @@ class Admission:
             yield nth_place(position, self._rules.rows, self._rules.seed)
             position += 1
 
-    def _requested(self, event: RolloutRequested) -> None:
+    def _requested(self, event: GroupRequested) -> None:
         if event.group_id in self._places:
             return
         place = self._places[event.group_id] = Place(event.dataset_epoch, event.index)
@@ -198,6 +202,8 @@ class Admission:
             self._again.discard(place)
 
     def _formed(self, event: SampleBatchFormed) -> None:
+        if self._is_trained(event.draw_index):
+            return
         draw = self._draws.setdefault(event.draw_index, _Parts(event.parts))
         draw.batches.add(event.batch_index)
         draw.taken.update(event.groups)
@@ -212,7 +218,12 @@ class Admission:
     def _settle(self, draw_index: int) -> None:
         draw = self._draws.get(draw_index)
         if draw is not None and len(draw.batches) == draw.wanted and draw.batches <= self._stepped:
-            self._trained[draw_index] = max(draw.batches)
+            del self._draws[draw_index]
+            insort(self._trained, (draw_index, max(draw.batches)))
+
+    def _is_trained(self, draw_index: int) -> bool:
+        place = bisect_left(self._trained, (draw_index,))
+        return place < len(self._trained) and self._trained[place][0] == draw_index
 
 
 def nth_place(position: int, rows: int, seed: int) -> Place:

@@ -15,20 +15,25 @@ from prometheus_client import Counter, Gauge
 from turnlog.infra import recipes
 from turnlog.infra.dead_letters import dead_letter
 from turnlog.infra.event_log import RECORD_HEADER
+from turnlog.infra.history import all_events, events
 from turnlog.infra.log import Partition, Record, TopicMissing, Transactor
 from turnlog.infra.murmur2 import partition_of
 from turnlog.infra.payloads import externalized
 from turnlog.infra.role import Role
+from turnlog.processors.core.fold_rules import FOLD_VERSION
+from turnlog.processors.core.group_scores import scores_topic
 from turnlog.producers.admission import Admission, AdmissionRules, Drawing
 from turnlog.producers.readiness import Readiness
 from turnlog.producers.sampling import checked_sampling
 from turnlog.producers.tasks import Dataset, provided_dataset, read_dataset
 from turnlog.schemas import ids, topics
 from turnlog.schemas.errors import UndecodableRecord
-from turnlog.schemas.events import Limits, Purpose, RolloutRequested, Sampling, SegmentSample
+from turnlog.schemas.events import Event, GroupRequested, Limits, Purpose, RolloutRequested, Sampling, SegmentSample
+from turnlog.schemas.topics import Topic
 
 log = logging.getLogger(__name__)
-FOLLOWED = (topics.TASKS, topics.SAMPLES, topics.BATCHES, topics.STEPS, topics.WEIGHTS, topics.ENGINES)
+FOLLOWED = (topics.GROUP_REQUESTS, topics.BATCHES, topics.STEPS, topics.WEIGHTS, topics.ENGINES)
+"""And one for the scores of groups, see `scores_of`. All are control topics: small, and never pruned."""
 PASSED_OVER = SegmentSample.__name__.encode()
 """The bulk of segment-samples, which admission has no use for."""
 DATASET_FILE = "tasks.jsonl"
@@ -57,7 +62,8 @@ async def main(role: Role) -> None:
         reader.assign(await role.log.start_offsets(partitions))
         ends = await role.log.end_offsets(partitions)
         while any(reader.position(partition) < ends[partition] for partition in partitions):
-            await feeder.take(await reader.poll())
+            await feeder.take(await reader.poll(max_records=2000))
+        await feeder.remember()
         role.health.started()
         while not role.stopping.is_set():
             await feeder.admit()
@@ -103,15 +109,33 @@ class Feeder:
                 continue
             if event.run_id != self._role.settings.run.id:
                 continue
-            if isinstance(event, RolloutRequested) and event.dataset != self._dataset.name:
-                raise DatasetChanged(
-                    f"run {event.run_id} has drawn from {event.dataset}, [feeder] dataset is {self._dataset.name} now: "
-                    "restore the file, or start another [run] id"
-                )
-            self.admission.apply(event)
+            self._apply(event)
             self._readiness.apply(event)
         if records:
             self._report()
+
+    async def remember(self) -> None:
+        """Note the groups of a run that was fed before there was group-requests, all at once: its first record says
+        that every group is there. Raises DatasetChanged."""
+        if self.admission.asked:
+            return
+        groups: dict[str, GroupRequested] = {}
+        async for _, request in events(self._role, topics.TASKS):
+            if request.group_id not in groups:
+                groups[request.group_id] = _group(request)
+        if groups:
+            log.info("noting %d groups that were asked for before group-requests was kept", len(groups))
+            await self._role.events.transact(self._transactor, list(groups.values()))
+        for group in groups.values():
+            self._apply(group)
+
+    def _apply(self, event: Event) -> None:
+        if isinstance(event, GroupRequested) and event.dataset != self._dataset.name:
+            raise DatasetChanged(
+                f"run {event.run_id} has drawn from {event.dataset}, [feeder] dataset is {self._dataset.name} now: "
+                "restore the file, or start another [run] id"
+            )
+        self.admission.apply(event)
 
     async def admit(self) -> None:
         """Ask for the groups that are due, unless weights are on their way that they must be sampled with."""
@@ -134,9 +158,10 @@ class Feeder:
         ends = await role.log.end_offsets(sessions)
         floors = {partition.number: offset for partition, offset in ends.items()}
         requests = [request for drawing in due for request in await self._requests(drawing, floors)]
-        await role.events.transact(self._transactor, requests, partitions=counts.rollouts)
-        for request in requests:
-            self.admission.apply(request)
+        groups = [_group(request) for request in requests if request.rollout_index == 0]
+        await role.events.transact(self._transactor, [*groups, *requests], partitions=counts.rollouts)
+        for group in groups:
+            self.admission.apply(group)
         for drawing in due:
             ADMITTED.labels("again" if drawing.draw else "fresh").inc()
         self._report()
@@ -193,10 +218,31 @@ def _dataset(role: Role) -> Dataset:
     return read_dataset(provided_dataset(recipe, path, count=count, seed=settings.feeder.seed))
 
 
+def _group(request: RolloutRequested) -> GroupRequested:
+    return GroupRequested(
+        event_id=ids.digest("GroupRequested", request.group_id),
+        run_id=request.run_id,
+        group_id=request.group_id,
+        draw=request.draw,
+        dataset=request.dataset,
+        dataset_epoch=request.dataset_epoch,
+        index=request.index,
+        purpose=request.purpose,
+        group_size=request.group_size,
+    )
+
+
+async def scores_of(role: Role) -> Topic:
+    """Where the run's groups are scored, by the fold version that it was configured with."""
+    versions = [configured.fold_version for configured in await all_events(role, topics.RUNS)]
+    return scores_topic(versions[0] if versions else FOLD_VERSION)
+
+
 async def _partitions(role: Role) -> list[Partition]:
     """Every partition of the followed topics. Raises TopicMissing."""
     found = await role.log.topics()
-    missing = [topic.name for topic in FOLLOWED if topic.name not in found]
+    missing = [topic.name for topic in (*FOLLOWED, topics.GROUP_SCORES, topics.TASKS) if topic.name not in found]
     if missing:
         raise TopicMissing(f"{', '.join(missing)}: no such topic; run `turnlog topics apply`")
-    return [Partition(topic.name, number) for topic in FOLLOWED for number in range(found[topic.name].partitions)]
+    followed = (*FOLLOWED, await scores_of(role))
+    return [Partition(topic.name, number) for topic in followed for number in range(found[topic.name].partitions)]

@@ -54,6 +54,7 @@ SESSIONS = Topic(
     "groups",
 )
 RUNS = Topic("runs", "run_id", ("RunConfigured",), "one")
+GROUP_REQUESTS = Topic("group-requests", "run_id", ("GroupRequested",), "one")
 TASKS = Topic("tasks", "rollout_id", ("RolloutRequested",), "rollouts")
 TURNS = Topic("agent.turns", "group_id", ("TurnCompleted",), "groups")
 SNAPSHOTS = Topic("agent.token-snapshots", "group_id", ("TokenSnapshot",), "groups")
@@ -61,6 +62,7 @@ TOOL_CALLS = Topic("agent.tool-calls", "rollout_id", ("ToolCallRequested", "Tool
 TOOL_RESULTS = Topic("agent.tool-results", "rollout_id", ("ToolCallStarted", "ToolCallCompleted"), "rollouts")
 TREES = Topic("turn-trees", "group_id", ("TurnTreeAssembled",), "groups")
 SAMPLES = Topic("segment-samples", "group_id", ("SegmentSample", "GroupScored"), "groups")
+GROUP_SCORES = Topic("group-scores", "group_id", ("GroupEmitted",), "groups")
 SCORES = Topic("sample-scores", "group_id", ("SampleScored",), "groups")
 BATCHES = Topic("sample-batches", "run_id", ("SampleBatchFormed", "BatchSkipped"), "one")
 STEPS = Topic("train-steps", "run_id", ("StepCompleted",), "one")
@@ -74,9 +76,12 @@ ENGINES = Topic(
 DEAD_LETTERS = Topic("dead-letters", "key", ("DeadLetter",), "one")
 
 CATALOGUE: tuple[Topic, ...] = (
-    RUNS, TASKS, SESSIONS, TURNS, SNAPSHOTS, TOOL_CALLS, TOOL_RESULTS, TREES, SAMPLES, SCORES, BATCHES, STEPS,
-    WEIGHTS, ENGINES, DEAD_LETTERS,
+    RUNS, GROUP_REQUESTS, TASKS, SESSIONS, TURNS, SNAPSHOTS, TOOL_CALLS, TOOL_RESULTS, TREES, SAMPLES, GROUP_SCORES,
+    SCORES, BATCHES, STEPS, WEIGHTS, ENGINES, DEAD_LETTERS,
 )  # fmt: skip
+CONTROL: tuple[Topic, ...] = (RUNS, GROUP_REQUESTS, GROUP_SCORES, BATCHES, STEPS, WEIGHTS, ENGINES, DEAD_LETTERS)
+"""What roles and operators read from its beginning: small, and whole for the run's life. Of every other topic they need
+what is under way, so that the rest may be deleted once it is archived (docs/archive.md)."""
 BY_NAME: dict[str, Topic] = {topic.name: topic for topic in CATALOGUE}
 TOPIC_OF: dict[str, Topic] = {record: topic for topic in CATALOGUE for record in topic.records}
 """The one topic of each record."""

@@ -26,6 +26,7 @@ from turnlog.schemas.events.engines import (
 from turnlog.schemas.events.runs import DeadLetter, RunConfigured
 from turnlog.schemas.events.samples import (
     ExpertRows,
+    GroupEmitted,
     GroupScored,
     GroupStatus,
     MaskReason,
@@ -54,7 +55,7 @@ from turnlog.schemas.events.sessions import (
     StepRewardAssigned,
     Verifier,
 )
-from turnlog.schemas.events.tasks import Limits, Purpose, RolloutRequested, Sampling
+from turnlog.schemas.events.tasks import GroupRequested, Limits, Purpose, RolloutRequested, Sampling
 from turnlog.schemas.events.tools import (
     EgressRequest,
     EgressSource,
@@ -84,12 +85,12 @@ Event = Any
 ALL: dict[str, type] = {
     cls.__name__: cls
     for cls in (
-        RunConfigured, RolloutRequested,
+        RunConfigured, GroupRequested, RolloutRequested,
         SessionStarted, SessionAdopted, RewardAssigned, RewardFailed, StepRewardAssigned, SessionFinished,
         GroupClosed, SkipRequested,
         TurnCompleted, TokenSnapshot,
         ToolCallRequested, ToolCallCancelled, ToolCallStarted, ToolCallCompleted,
-        TurnTreeAssembled, SegmentSample, GroupScored, SampleScored,
+        TurnTreeAssembled, SegmentSample, GroupScored, GroupEmitted, SampleScored,
         SampleBatchFormed, BatchSkipped, StepCompleted, WeightVersionPublished,
         EngineRegistered, EngineWeightsLoaded, EngineWeightsRefused, EngineDraining, EngineGone,
         DeadLetter,
@@ -118,6 +119,8 @@ __all__ = [
     "ExpertsLayout",
     "FinishReason",
     "GroupClosed",
+    "GroupEmitted",
+    "GroupRequested",
     "GroupScored",
     "GroupStatus",
     "ImageRef",

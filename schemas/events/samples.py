@@ -209,6 +209,24 @@ class GroupScored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupEmitted:
+    """A group's GroupScored is on the log, in the same transaction: its figures without its rollouts, for readers that
+    must know every group of the run. Written by fold version 2 and later."""
+
+    event_id: str
+    run_id: str
+    group_id: str
+    floor: int
+    purpose: Purpose
+    status: GroupStatus
+    reason: str
+    samples: int
+    books: TreeBooks
+    fold_version: str
+    settings_sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampleScored:
     """Teacher or reference log-probs of a sample's output tokens."""
 

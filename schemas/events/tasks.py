@@ -63,3 +63,19 @@ class RolloutRequested:
     limits: Limits
     min_weight_version: int
     pin_weight_version: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRequested:
+    """The rollouts of a group were asked for, in the same transaction: all that a feeder must remember of them."""
+
+    event_id: str
+    run_id: str
+    group_id: str
+    draw: int
+    """As in RolloutRequested."""
+    dataset: str
+    dataset_epoch: int
+    index: int
+    purpose: Purpose
+    group_size: int

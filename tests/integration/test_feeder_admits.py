@@ -16,11 +16,12 @@ from turnlog.infra.health import Health
 from turnlog.infra.log import Fenced, Partition, TopicMissing
 from turnlog.infra.memory import Died, MemoryLog
 from turnlog.infra.memory_blobs import MemoryBlobs
-from turnlog.infra.memory_broker import MemoryBroker
+from turnlog.infra.memory_broker import MemoryBroker, PartitionLog
 from turnlog.infra.murmur2 import partition_of
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role
 from turnlog.infra.topics_admin import specs
+from turnlog.processors.core.group_scores import figures
 from turnlog.producers import feeder
 from turnlog.producers.sampling import BadSampling
 from turnlog.producers.tasks import RowWithoutPrompt
@@ -32,6 +33,7 @@ from turnlog.schemas.events import (
     GroupStatus,
     Purpose,
     RolloutRequested,
+    RunConfigured,
     SampleBatchFormed,
     StepCompleted,
     TreeBooks,
@@ -52,6 +54,27 @@ def settings(tmp_path: Path) -> Settings:
         kafka=KafkaSettings(groups=3, rollouts=2),
         feeder=FeederSettings(group_size=GROUP, draws=DRAWS),
         batcher=BatcherSettings(prompts_per_draw=PROMPTS),
+    )
+
+
+def scored(group: str, status: GroupStatus) -> GroupScored:
+    return GroupScored(
+        event_id=group,
+        run_id="r",
+        group_id=group,
+        floor=0,
+        task_id="t",
+        purpose=Purpose.train,
+        rollouts=(),
+        baseline=None,
+        std=None,
+        estimator="grpo/1",
+        status=status,
+        reason="",
+        samples=1,
+        books=TreeBooks(0, 0, {}),
+        fold_version="1",
+        settings_sha256="",
     )
 
 
@@ -85,7 +108,8 @@ class Bench:
         """Every request on the log that a reader may see."""
         found = []
         for number in range(self.settings.kafka.rollouts):
-            records, _ = self.broker.read(Partition(topics.TASKS.name, number), 0, 10**6)
+            place = Partition(topics.TASKS.name, number)
+            records, _ = self.broker.read(place, self.broker.log_of(place).start, 10**6)
             found += [await self.events.decode(record) for record in records]
         return found
 
@@ -132,26 +156,7 @@ class Bench:
         await self.engine("e1", 0)
 
     async def score(self, group: str, status: GroupStatus = GroupStatus.trained) -> None:
-        await self.events.append(
-            GroupScored(
-                event_id=group,
-                run_id="r",
-                group_id=group,
-                floor=0,
-                task_id="t",
-                purpose=Purpose.train,
-                rollouts=(),
-                baseline=None,
-                std=None,
-                estimator="grpo/1",
-                status=status,
-                reason="",
-                samples=1,
-                books=TreeBooks(0, 0, {}),
-                fold_version="1",
-                settings_sha256="",
-            )
-        )
+        await self.events.append(scored(group, status))
 
     async def train(self, draw: int, groups: list[str], *, publish: bool = True) -> None:
         """A draw of these groups is formed and trained."""
@@ -370,13 +375,62 @@ async def test_bad_input_ends_the_feeder_with_a_typed_error_before_anything_is_a
     assert await bench.asked() == []
 
 
+async def configured(bench: Bench, fold_version: str) -> None:
+    await bench.events.append(
+        RunConfigured(event_id="c", run_id="r", settings=b"{}", settings_sha256="", fold_version=fold_version)
+    )
+
+
+async def test_a_restarted_feeder_needs_neither_tasks_nor_samples(bench: Bench) -> None:
+    await configured(bench, "2")
+    await bench.started()
+    async with bench.feeding():
+        failed = (await bench.until(PROMPTS))[0]
+        score = dataclasses.replace(scored(failed.group_id, GroupStatus.discarded), fold_version="2")
+        for event in (score, *figures(score)):
+            await bench.events.append(event)
+        before = await bench.until(PROMPTS + 1)
+    log = MemoryLog(bench.broker)
+    gone = [Partition(topic.name, number) for topic, count in ((topics.TASKS, 2), (topics.SAMPLES, 3))
+            for number in range(count)]  # fmt: skip
+    await log.delete_before(await log.end_offsets(gone))
+    groups = sorted({request.group_id for request in before if request.group_id != failed.group_id})
+    async with bench.feeding():
+        await bench.train(0, groups)
+        async with asyncio.timeout(20):
+            while len(await bench.groups()) < PROMPTS:  # all that tasks still holds: the next draw
+                await bench.broker.changed(1)
+    assert not set(await bench.groups()) & {request.group_id for request in before}
+    assert {request.index for request in await bench.asked()} == {PROMPTS, PROMPTS + 1, PROMPTS + 2}
+
+
+async def test_a_run_that_was_fed_before_there_was_group_requests_goes_on_and_is_noted_once(bench: Bench) -> None:
+    await configured(bench, "1")
+    await bench.started()
+    async with bench.feeding():
+        old = await bench.until(PROMPTS)
+    past = Partition(topics.GROUP_REQUESTS.name, 0)
+    bench.broker.logs[past] = PartitionLog()  # the topic was created just now
+    for _ in range(2):
+        async with bench.feeding():
+            for _ in range(3):
+                await bench.broker.changed(0.05)
+        assert await bench.asked() == old
+        noted, _ = bench.broker.read(past, 0, 100)
+        assert len(noted) == PROMPTS
+    async with bench.feeding():
+        await bench.score(old[0].group_id, GroupStatus.discarded)
+        again = {request.draw for request in await bench.until(PROMPTS + 1) if request.task_id == old[0].task_id}
+    assert again == {0, 1}
+
+
 async def test_missing_topics_are_named_with_the_remedy(settings: Settings) -> None:
     registry = MemoryRegistry()
     log = MemoryLog()
     async with EventLog.open(log, registry, writer="test") as events:
         bench = Bench(settings, log.broker, registry, events)
         async with bench.feeding() as task:
-            with pytest.raises(TopicMissing, match=r"tasks, .*turnlog topics apply"):
+            with pytest.raises(TopicMissing, match=r"group-requests, .*turnlog topics apply"):
                 await task
 
 

@@ -15,13 +15,11 @@ from turnlog.schemas.events import (
     BatchSample,
     BatchSkipped,
     Event,
+    GroupRequested,
     GroupScored,
     GroupStatus,
-    Limits,
     Purpose,
-    RolloutRequested,
     SampleBatchFormed,
-    Sampling,
     StepCompleted,
     TreeBooks,
     Weighting,
@@ -32,12 +30,11 @@ from turnlog.schemas.types import BlobRef
 RULES = AdmissionRules(prompts_per_draw=2, draws=5, max_lag=0, publish_every=1, rows=3, seed=0)
 
 
-def requested(drawing: Drawing, purpose: Purpose = Purpose.train) -> RolloutRequested:
+def requested(drawing: Drawing, purpose: Purpose = Purpose.train) -> GroupRequested:
     group = f"g{drawing.place.epoch}.{drawing.place.row}.{drawing.draw}"
-    return RolloutRequested(
-        event_id=group, run_id="r", group_id=group, floor=0, task_id="t", rollout_id=group, rollout_index=0,
-        group_size=1, draw=drawing.draw, dataset="d", dataset_epoch=drawing.place.epoch, index=drawing.place.row,
-        recipe="calc", purpose=purpose, task=b"{}", sampling=Sampling(), limits=Limits(), min_weight_version=0,
+    return GroupRequested(
+        event_id=group, run_id="r", group_id=group, draw=drawing.draw, dataset="d",
+        dataset_epoch=drawing.place.epoch, index=drawing.place.row, purpose=purpose, group_size=1,
     )  # fmt: skip
 
 
@@ -283,7 +280,7 @@ def test_a_new_feeder_knows_the_same_whatever_order_topics_come_in_and_however_o
 @given(st.integers(0, 10_000), st.integers(0, 2))
 def test_every_run_trains_all_its_draws_and_asks_for_no_group_twice(seed: int, max_lag: int) -> None:
     world, admission = lived(seed, max_lag, 1500)
-    asked = [event.group_id for event in world.history if isinstance(event, RolloutRequested)]
+    asked = [event.group_id for event in world.history if isinstance(event, GroupRequested)]
     assert admission.finished
     assert len(asked) == len(set(asked)) == admission.asked
 
@@ -291,6 +288,6 @@ def test_every_run_trains_all_its_draws_and_asks_for_no_group_twice(seed: int, m
 @given(st.integers(0, 10_000), st.integers(0, 2), st.integers(1, 150))
 def test_fresh_rows_are_asked_for_in_order(seed: int, max_lag: int, steps: int) -> None:
     world, _ = lived(seed, max_lag, steps)
-    places = [Place(e.dataset_epoch, e.index) for e in world.history if isinstance(e, RolloutRequested)]
+    places = [Place(e.dataset_epoch, e.index) for e in world.history if isinstance(e, GroupRequested)]
     fresh = list(dict.fromkeys(places))
     assert fresh == [nth_place(n, world.rules.rows, world.rules.seed) for n in range(len(fresh))]

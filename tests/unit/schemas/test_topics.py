@@ -20,7 +20,8 @@ from turnlog.schemas.topics import (
 )
 
 UNIT_OF_GROUPS = {
-    "agent.sessions", "agent.turns", "agent.token-snapshots", "turn-trees", "segment-samples", "sample-scores",
+    "agent.sessions", "agent.turns", "agent.token-snapshots", "turn-trees", "segment-samples", "group-scores",
+    "sample-scores",
 }  # fmt: skip
 UNIT_OF_ROLLOUTS = {"tasks", "agent.tool-calls", "agent.tool-results"}
 
