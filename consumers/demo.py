@@ -23,7 +23,7 @@ from turnlog.infra.embedded.errors import NotUp
 from turnlog.infra.embedded.up import down, up
 from turnlog.infra.role import opened
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.settings import RunSettings, Settings
+from turnlog.settings import RunSettings, Settings, changed
 
 PLOT = "reward.png"
 SCREEN = "screen.svg"
@@ -61,15 +61,14 @@ def demo(
 
 
 def demo_settings(settings: Settings, steps: int | None, engines: int | None) -> Settings:
-    """A run id of its own unless one was given; counts of steps and engines as asked for."""
-    replace = dataclasses.replace
+    """A run id of its own unless one was given; counts of steps and engines as asked for. Raises SettingsError."""
     if settings.run == RunSettings():
         run_id = time.strftime("demo-%Y%m%d-%H%M%S")
-        settings = replace(settings, run=RunSettings(id=run_id, directory=f"runs/{run_id}"))
+        settings = dataclasses.replace(settings, run=RunSettings(id=run_id, directory=f"runs/{run_id}"))
     if steps is not None:
-        settings = replace(settings, feeder=replace(settings.feeder, draws=steps))
+        settings = changed(settings, {"feeder": {"draws": steps}}, {}, source="--steps")
     if engines is not None:
-        settings = replace(settings, engine=replace(settings.engine, count=engines))
+        settings = changed(settings, {"engine": {"count": engines}}, {}, source="--engines")
     return settings
 
 

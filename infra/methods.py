@@ -16,9 +16,12 @@ from turnlog.processors.core.group_filters import GroupFilter
 from turnlog.processors.core.methods import BUILT_IN, Methods, split
 from turnlog.processors.core.policies import Policies, Policy
 from turnlog.processors.core.reward_transforms import RewardTransform
-from turnlog.settings import OFFERED, FoldSettings, SettingsError
+from turnlog.setting_types import offered
+from turnlog.settings import FoldSettings, SettingsError, declarations
 
 M = TypeVar("M", Estimator, GroupFilter, RewardTransform)
+GROUPS = {f"fold.{key}": own.group for key, hint in declarations(FoldSettings).items() if (own := offered(hint))}
+"""Settings that take what packages offer, and the entry point group of each."""
 
 
 def installed(fold: FoldSettings) -> Methods:
@@ -59,14 +62,14 @@ def _own(name: str, built_in: Mapping[str, M], key: str, kind: type[M]) -> M:
 
 def _offered(name: str, built_in: Mapping[str, object], key: str) -> tuple[Any, str]:
     """What a package offers under a name, and how to speak of it."""
-    points: dict[str, EntryPoint] = {point.name: point for point in entry_points(group=OFFERED[key])}
+    points: dict[str, EntryPoint] = {point.name: point for point in entry_points(group=GROUPS[key])}
     if name not in points:
         legal = ", ".join(sorted({*built_in, *points}))
         raise SettingsError(
-            f"{key} must be one of {legal}, or offered under the entry point group {OFFERED[key]}, got {name!r}"
+            f"{key} must be one of {legal}, or offered under the entry point group {GROUPS[key]}, got {name!r}"
         )
-    offers = sorted({point.value for point in entry_points(group=OFFERED[key], name=name)})
-    where = f"{key} {name!r}, entry point {' and '.join(offers)} of {OFFERED[key]}"
+    offers = sorted({point.value for point in entry_points(group=GROUPS[key], name=name)})
+    where = f"{key} {name!r}, entry point {' and '.join(offers)} of {GROUPS[key]}"
     if len(offers) > 1:
         raise SettingsError(f"{where}: two packages offer the name; uninstall one")
     try:

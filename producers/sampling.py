@@ -6,8 +6,6 @@ BadSampling: names the setting, its value and what is legal.
 
 from __future__ import annotations
 
-import math
-
 from turnlog.infra.methods import installed
 from turnlog.processors.core.rules import fold_rules
 from turnlog.schemas.events import Limits, Sampling
@@ -22,15 +20,6 @@ def checked_sampling(settings: Settings) -> tuple[Sampling, Limits]:
     """The policy's sampling parameters and a live agent's limits. Raises BadSampling, SettingsError."""
     feeder = settings.feeder
     least = fold_rules(settings.fold, run_id="", settings_sha256="", methods=installed(settings.fold)).least_valid
-    _require(
-        math.isfinite(feeder.temperature) and feeder.temperature > 0,
-        "feeder.temperature",
-        feeder.temperature,
-        "above 0: greedy decoding has no log-probs to train on",
-    )
-    for name in ("group_size", "draws", "max_new_tokens", "max_turns", "max_context_tokens"):
-        _require(getattr(feeder, name) >= 1, f"feeder.{name}", getattr(feeder, name), "at least 1")
-    _require(feeder.deadline_s > 0, "feeder.deadline_s", feeder.deadline_s, "above 0 seconds")
     _require(
         feeder.group_size >= least,
         "feeder.group_size",

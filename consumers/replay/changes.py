@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 from dataclasses import dataclass, field
-from typing import Any
 
 from turnlog.consumers.replay.errors import BadRefold
 from turnlog.consumers.replay.source import Configured
-from turnlog.settings import FOLD_SECTIONS, Settings, SettingsError, from_tables
+from turnlog.settings import FOLD_SECTIONS, Settings, SettingsError, changed, recorded_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +39,14 @@ class Changes:
 
     def settings(self, recorded: Configured) -> Settings:
         """The recorded sections with the changes. Raises BadRefold."""
-        tables: dict[str, Any] = {"fold": _table(recorded.fold), "batcher": _table(recorded.batcher)}
-        variables = {
-            f"TURNLOG_{section}_{name}".upper(): value
-            for section in FOLD_SECTIONS
-            for name, value in getattr(self, section).items()
-        }
-        for section in FOLD_SECTIONS:
-            unknown = set(getattr(self, section)) - set(tables[section])
-            if unknown:
-                raise BadRefold(f"[{section}] has no key {unknown.pop()}; it takes {', '.join(tables[section])}")
+        variables: dict[str, str] = {}
+        for section, kind in FOLD_SECTIONS.items():
+            keys = recorded_keys(kind)
+            for name, value in getattr(self, section).items():
+                if name not in keys:
+                    raise BadRefold(f"[{section}] has no key {name} that a refold changes: {', '.join(keys)}")
+                variables[f"TURNLOG_{section}_{name}".upper()] = value
         try:
-            return from_tables(tables, variables, source="--set")
+            return changed(Settings(fold=recorded.fold, batcher=recorded.batcher), {}, variables, source="--set")
         except SettingsError as error:
             raise BadRefold(str(error)) from error
-
-
-def _table(section: Any) -> dict[str, Any]:
-    table: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(section)))
-    return table

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
+from typing import Any
 
+from turnlog.fold_settings import FOLD_SECTIONS, BatcherSettings, FoldSettings, Since
 from turnlog.processors.core.fold_rules import FoldRules
 from turnlog.processors.core.methods import BUILT_IN, Methods
 from turnlog.processors.core.trimmed import DrawRules
 from turnlog.schemas.events import Weighting
-from turnlog.settings import FOLD_SECTIONS, BatcherSettings, FoldSettings, SettingsError, from_tables
+from turnlog.setting_types import SettingsError, notes, value_of
+from turnlog.settings import declarations, recorded_keys
 
 
 class RecordedSettingsError(SettingsError):
@@ -18,29 +20,49 @@ class RecordedSettingsError(SettingsError):
 
 
 def recorded_settings(settings_json: bytes) -> tuple[FoldSettings, BatcherSettings]:
-    """The sections of a RunConfigured body; a key that an older version did not have takes its default.
+    """The sections of a RunConfigured body. A key that its release did not have means what that release did (`Since`);
+    operational keys, which old releases recorded, are passed over and have today's defaults.
 
-    A new key's default therefore does what the versions before it did. Raises RecordedSettingsError for what is no such
-    body and for sections, keys and values that this version does not know.
+    Values are taken by their types: a release checks bounds before it records. Raises RecordedSettingsError for what is
+    no such body and for sections, keys and names that this version does not know.
     """
     try:
         tables = json.loads(settings_json)
         unknown = sorted(set(tables) - set(FOLD_SECTIONS))
         if unknown:
             raise SettingsError(f"unknown section [{unknown[0]}]")
-        settings = from_tables(tables, {}, source="RunConfigured")
+        fold, batcher = (_recorded(name, kind, tables.get(name)) for name, kind in FOLD_SECTIONS.items())
     except (ValueError, TypeError, SettingsError) as error:
         raise RecordedSettingsError(
             f"the recorded settings of the run cannot be read ({error}); use the turnlog version that recorded it"
         ) from error
-    return settings.fold, settings.batcher
+    return fold, batcher
+
+
+def _recorded(name: str, kind: type, table: Any) -> Any:
+    if not isinstance(table, dict):
+        raise SettingsError(f"section [{name}] is missing")
+    hints = declarations(kind)
+    unknown = sorted(set(table) - set(hints))
+    if unknown:
+        raise SettingsError(f"unknown key {name}.{unknown[0]}")
+    values = {}
+    for key in recorded_keys(kind):
+        if key in table:
+            values[key] = value_of(f"{name}.{key}", hints[key], table[key], "RunConfigured", bounded=False)
+            continue
+        since = [note for note in notes(hints[key]) if isinstance(note, Since)]
+        if not since:
+            raise SettingsError(f"{name}.{key}, which every release records, is missing")
+        values[key] = since[0].before
+    return kind(**values)
 
 
 def fold_rules(fold: FoldSettings, *, run_id: str, settings_sha256: str, methods: Methods = BUILT_IN) -> FoldRules:
     """What trees, segments and advantages depend on.
 
     `methods`: what the names in [fold] mean, `infra.methods.installed(fold)` where users bring their own. Raises
-    SettingsError for a name, a number or a specification that cannot be used.
+    SettingsError for a name or a specification that cannot be used.
     """
     rules = FoldRules(run_id=run_id, settings_sha256=settings_sha256, methods=methods, **dataclasses.asdict(fold))
     _check(rules)
@@ -50,11 +72,6 @@ def fold_rules(fold: FoldSettings, *, run_id: str, settings_sha256: str, methods
 def draw_rules(fold: FoldSettings, batcher: BatcherSettings, methods: Methods = BUILT_IN) -> DrawRules:
     """What batches depend on. Raises SettingsError."""
     rules = fold_rules(fold, run_id="", settings_sha256="", methods=methods)
-    for key in ("prompts_per_draw", "updates_per_draw", "max_tokens", "constant_length"):
-        if getattr(batcher, key) < 1:
-            raise SettingsError(f"batcher.{key} must be at least 1, got {getattr(batcher, key)}")
-    if batcher.max_lag < 0:
-        raise SettingsError(f"batcher.max_lag must be 0 (strictly on-policy) or more, got {batcher.max_lag}")
     return DrawRules(
         prompts_per_draw=batcher.prompts_per_draw,
         updates_per_draw=batcher.updates_per_draw,
@@ -69,12 +86,8 @@ def draw_rules(fold: FoldSettings, batcher: BatcherSettings, methods: Methods = 
 
 
 def _check(rules: FoldRules) -> None:
-    """Every name and number that a group would need, before the first group comes."""
+    """Every name that a group would need, before the first group comes."""
     assert rules.cutting is not None
     assert rules.formula is not None
     assert rules.filters is not None
     assert rules.transforms is not None
-    if rules.std_ddof not in (0, 1):
-        raise SettingsError(f"fold.std_ddof must be 0 (population) or 1 (sample), got {rules.std_ddof}")
-    if not (math.isfinite(rules.discount) and 0.0 <= rules.discount <= 1.0):
-        raise SettingsError(f"fold.discount must be in [0, 1], got {rules.discount}")

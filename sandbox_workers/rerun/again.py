@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs
 from turnlog.infra.role import Role
+from turnlog.sandbox_settings import Interception
 from turnlog.sandbox_workers import answers
 from turnlog.sandbox_workers.egress import Egress
 from turnlog.sandbox_workers.plans import Plan, Planner
@@ -24,7 +25,7 @@ from turnlog.schemas.events import EgressRequest
 from turnlog.schemas.types import BlobRef
 from turnlog.settings import Settings
 
-REPLAYED_TLS = {"intercept": "intercept", "tunnel": "intercept", "refuse": "refuse"}
+REPLAYED_TLS: dict[Interception, Interception] = {"intercept": "intercept", "tunnel": "intercept", "refuse": "refuse"}
 """What went through a tunnel nobody saw: it cannot be given again, and is refused as not recorded."""
 
 
@@ -61,7 +62,8 @@ class Rerunner:
             settings.sandbox,
             slots=1,
             prewarm=1,
-            backends=tuple(sorted({spec.backend for spec in specs} - {*LOCAL})),
+            # a name that is no backend's is refused by the pools
+            backends=tuple(sorted({spec.backend for spec in specs} - {*LOCAL})),  # type: ignore[arg-type]
             first_uid=settings.sandbox.first_uid + settings.sandbox.slots,  # a worker of this machine has those below
         )
         async with AsyncExitStack() as stack:

@@ -1,7 +1,7 @@
-"""Every setting of every role: one TOML file, then TURNLOG_SECTION_KEY from the environment. Standard library only.
+"""Every setting of every role: one TOML file, then TURNLOG_SECTION_KEY from the environment.
 
-Frozen values, passed by argument; nothing is read at import. Unknown keys and wrong types are errors that name the
-key and the file. (pydantic-settings was weighed: it costs 0.2 s of every `turnlog --help`.)
+Frozen values, passed by argument; nothing is read at import. Each field declares what it takes (setting_types), so
+that unknown keys, wrong types and numbers out of range are errors that name the key, its source and what is legal.
 """
 
 from __future__ import annotations
@@ -13,13 +13,31 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
+from msgspec import Meta
+
+from turnlog.fold_settings import FOLD_SECTIONS as FOLD_SECTIONS
+from turnlog.fold_settings import OPERATIONAL
+from turnlog.fold_settings import BatcherSettings as BatcherSettings
+from turnlog.fold_settings import FoldSettings as FoldSettings
 from turnlog.sandbox_settings import EgressSettings, SandboxSettings
-
-
-class SettingsError(Exception):
-    """A setting that cannot be used: names the key, where it was read, and what is legal."""
+from turnlog.setting_types import (
+    Amount,
+    Bytes,
+    Count,
+    Decay,
+    Partitions,
+    Port,
+    Rate,
+    Seconds,
+    Seed,
+    Share,
+    from_text,
+    notes,
+    value_of,
+)
+from turnlog.setting_types import SettingsError as SettingsError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,14 +58,16 @@ class KafkaSettings:
     """host:port[,host:port]; empty starts the embedded broker."""
     prefix: str = ""
     """Prepended to every topic, group and transactional id, so that several runs share one cluster."""
-    groups: int = 4
+    groups: Partitions = 4
     """Partitions of every topic keyed by group_id; never changes."""
-    rollouts: int = 4
+    rollouts: Partitions = 4
     """Partitions of tasks, agent.tool-calls and agent.tool-results; never changes."""
-    replication: int = 1
-    port: int = 0
+    replication: Annotated[int, Meta(ge=1, le=32767)] = 1
+    """Copies of every topic that `turnlog topics apply` makes; 3 where the cluster has as many brokers."""
+    port: Port = 0
     """Of the embedded broker; 0 picks a free one."""
-    heap_mb: int = 256
+    heap_mb: Annotated[int, Meta(ge=64, le=1_048_576)] = 256
+    """Java heap of the embedded broker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +76,8 @@ class RegistrySettings:
 
     url: str = ""
     """Empty starts the embedded registry."""
-    port: int = 0
+    port: Port = 0
+    """Of the embedded registry; 0 picks a free one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +87,15 @@ class StoreSettings:
     endpoint: str = ""
     """http(s)://host:port; empty starts the embedded server on disk."""
     bucket: str = "turnlog"
+    """Made when it is missing."""
     access_key: str = field(default="turnlog", repr=False)
+    """Who signs requests."""
     secret_key: str = field(default="turnlog-embedded", repr=False)
+    """What requests are signed with."""
     region: str = "us-east-1"
-    port: int = 0
+    """As signatures name it."""
+    port: Port = 0
+    """Of the embedded server; 0 picks a free one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,18 +104,22 @@ class EngineSettings:
 
     urls: tuple[str, ...] = ()
     """Engines that run already; empty starts embedded ones."""
-    count: int = 1
+    count: Count = 1
     """How many embedded engines."""
-    device: str = "cpu"
-    """cpu | cuda"""
-    dtype: str = "float32"
-    context: int = 512
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where embedded engines run."""
+    dtype: Literal["float32", "bfloat16", "float16", "half", "float", "auto"] = "float32"
+    """--dtype of embedded engines; auto: as the model folder says."""
+    context: Count = 512
     """Tokens that the model can attend to; prompt + output stay below."""
-    max_total_tokens: int = 16384
+    max_total_tokens: Count = 16384
+    """Tokens in the key-value cache of an embedded engine."""
     extra_args: tuple[str, ...] = ()
     """Appended to the launch command of embedded engines."""
-    start_timeout_s: float = 300.0
-    request_timeout_s: float = 120.0
+    start_timeout_s: Seconds = 300.0
+    """From an engine's start to its first answer."""
+    request_timeout_s: Seconds = 120.0
+    """Of one generation; then another engine is asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +129,7 @@ class ModelSettings:
     path: str = ""
     """Hugging Face folder: config, weights, tokenizer, chat template; empty makes the recipe's tiny one."""
     name: str = "turnlog-policy"
+    """What agents call it (`model` of a request)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,18 +137,21 @@ class GatewaySettings:
     """[gateway] Sessions and OpenAI chat completions."""
 
     host: str = "127.0.0.1"
-    port: int = 0
+    """Address to listen on."""
+    port: Port = 0
+    """Port to listen on; 0 picks a free one."""
     url: str = ""
     """Where agents reach it; empty is http://host:port."""
     signing_key: str = field(default="", repr=False)
     """Signs session tokens; empty makes one in the run's directory, mode 0600."""
-    keep_alive_s: float = 10.0
-    history: str = "sampled"
+    keep_alive_s: Seconds = 10.0
+    """Silence of a stream after which a comment is sent, so that no proxy closes it."""
+    history: Literal["sampled", "template"] = "sampled"
     """sampled: a base's ids stay; template: strip as the chat template does."""
     harness: str = "auto"
     """Whose marks tell agents of a session apart: auto (by User-Agent, else the session's agent name) | none |
     claude_code | codex | opencode | qwen_code | an entry point of turnlog.harness_profiles."""
-    routed_experts: str = "auto"
+    routed_experts: Literal["auto", "on", "off"] = "auto"
     """Ask engines for routed experts (R3): auto, for a mixture of experts whose engine returns them; on, or refuse the
     turn; off."""
 
@@ -127,100 +161,58 @@ class FeederSettings:
     """[feeder] Which tasks are drawn, and when."""
 
     recipe: str = "calc"
+    """Dataset, prompt, tools and verifier: an entry point of turnlog.recipes."""
     dataset: str = ""
     """A JSON-lines file, one task a line; empty lets the recipe write one."""
-    group_size: int = 16
-    draws: int = 30
+    group_size: Count = 16
+    """Rollouts of one task; at least what the estimator needs."""
+    draws: Count = 30
     """Draws to train before the run ends."""
-    seed: int = 0
-    temperature: float = 1.0
-    max_new_tokens: int = 24
-    max_turns: int = 4
-    max_context_tokens: int = 512
-    deadline_s: float = 120.0
+    seed: Seed = 0
+    """Of the order of tasks."""
+    temperature: Annotated[float, Meta(gt=0, le=100)] = 1.0
+    """Of sampling; greedy decoding has no log-probs to train on."""
+    max_new_tokens: Count = 24
+    """Output tokens of one turn."""
+    max_turns: Count = 4
+    """Of one session; then it is truncated."""
+    max_context_tokens: Count = 512
+    """Prompt and output of one turn; at most engine.context."""
+    deadline_s: Seconds = 120.0
+    """Of one session; then it is truncated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerSettings:
     """[runner] White-box agents."""
 
-    concurrency: int = 64
+    concurrency: Count = 64
     """Sessions at once in one process."""
-    max_attempts: int = 3
+    max_attempts: Count = 3
     """Sessions per rollout before the failure is final."""
-    tool_deadline_s: float = 60.0
-    gateway_patience_s: float = 60.0
+    tool_deadline_s: Seconds = 60.0
+    """From a tool call to its answer; then the session is tried again."""
+    gateway_patience_s: Seconds = 60.0
     """A gateway that gives no answer for longer is an infrastructure failure."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoldSettings:
-    """[fold] What trees, segments and advantages depend on: in RunConfigured, hashed into every derived record."""
-
-    policy: str = "prefix"
-    """How turns become segments: prefix | slime | last-turn, or one of your own."""
-    fork_threshold_tokens: int = 1024
-    """Of slime: a turn of fewer output tokens realigns a response that drifted before it; 0 always forks."""
-    estimator: str = "grpo"
-    """grpo | dr_grpo | rloo | reinforce | reinforce_pp | reinforce_pp_baseline | step | none, or one of your own"""
-    std_ddof: int = 1
-    """Of grpo's standard deviation: 1 sample, 0 population."""
-    discount: float = 1.0
-    """Of step's rewards to go, per main turn."""
-    min_valid: int = 0
-    """Valid rollouts below which a group is discarded; 0: what the estimator needs."""
-    zero_variance: str = "keep"
-    """keep: advantage 0; discard: the group is dropped (estimators that compare within the group only)."""
-    group_filters: tuple[str, ...] = ()
-    """Groups to discard, in order: zero_variance | all_failed:BEST | all_solved:LEAST | mean_outside:LOW:HIGH, or one
-    of your own"""
-    reward_transforms: tuple[str, ...] = ()
-    """Done to each reward, in order: scale:FACTOR | shift:OFFSET | clip:LOW:HIGH | threshold:LEAST, or one of your
-    own"""
-    truncated: str = "train"
-    """train | mask_last_turn | exclude"""
-    train_sub_agents: bool = True
-    train_side_calls: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssemblerSettings:
     """[assembler] The transactional runner."""
 
-    max_records: int = 500
+    max_records: Count = 500
     """Records folded per transaction at most."""
-    poll_ms: int = 20
-    reaper_silence_s: float = 600.0
+    poll_ms: Annotated[int, Meta(ge=1, le=60_000)] = 20
+    """Wait for records, at most."""
+    reaper_silence_s: Seconds = 600.0
     """A session silent for longer is expired."""
-    group_deadline_s: float = 1800.0
+    group_deadline_s: Seconds = 1800.0
     """A group open for longer is closed with what it has."""
-    commit_interval_s: float = 1.0
+    commit_interval_s: Annotated[float, Meta(ge=0, le=3600)] = 1.0
     """Scores and their samples are committed at once, trees and progress this often."""
-    horizon_records: int = 20_000
+    horizon_records: Amount = 20_000
     """agent.sessions records of one partition between a group's admission and its first record, at most: a group that
     shows up later is taken for one that was scored and forgotten. A restart reads back the samples of that span."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatcherSettings:
-    """[batcher] Draws and batches."""
-
-    prompts_per_draw: int = 16
-    updates_per_draw: int = 1
-    max_lag: int = 0
-    """0 is strictly on-policy."""
-    max_tokens: int = 4096
-    """Longer samples lose their tail."""
-    weighting: str = "prompt"
-    """prompt | trajectory | token | constant"""
-    constant_length: int = 1024
-    """L of `constant`."""
-    version_mask: str = "none"
-    """none | latest_only | max_lag"""
-    order: str = "oldest"
-    """oldest | freshest"""
-    ready_batches: int = 2
-    """Batches formed ahead of the last completed step, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,40 +222,58 @@ class TrainerSettings:
     initial_weights: str = ""
     """Hugging Face folder whose weights become version 0; empty is model.path (or, for a recipe's tiny model, the
     result of its warm start)."""
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    world_size: int = 1
-    threads: int = 2
+    tensor_parallel: Count = 1
+    """Ranks that share each layer."""
+    pipeline_parallel: Count = 1
+    """Ranks that share the layers."""
+    world_size: Count = 1
+    """Ranks in all: a multiple of tensor_parallel x pipeline_parallel."""
+    threads: Count = 2
     """Torch threads per rank on CPU."""
-    microbatch_tokens: int = 8192
-    learning_rate: float = 8e-4
-    min_learning_rate_ratio: float = 0.1
+    microbatch_tokens: Count = 8192
+    """Padded tokens that a rank holds at once; a longer row is a microbatch of its own."""
+    learning_rate: Rate = 8e-4
+    """Of the first step."""
+    min_learning_rate_ratio: Share = 0.1
     """The rate falls linearly to this share over feeder.draws x batcher.updates_per_draw steps."""
-    beta1: float = 0.9
-    beta2: float = 0.95
-    weight_decay: float = 0.0
-    clip_grad: float = 1.0
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    publish_every: int = 1
+    beta1: Decay = 0.9
+    """Of Adam's mean of gradients."""
+    beta2: Decay = 0.95
+    """Of Adam's mean of their squares."""
+    weight_decay: Annotated[float, Meta(ge=0, le=10)] = 0.0
+    """Of AdamW, decoupled."""
+    clip_grad: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
+    """Largest global norm of a gradient; 0 does not clip."""
+    clip_low: Share = 0.2
+    """The ratio of probabilities counts down to 1 - clip_low."""
+    clip_high: Annotated[float, Meta(ge=0, le=1e9)] = 0.2
+    """The ratio of probabilities counts up to 1 + clip_high."""
+    publish_every: Count = 1
     """Draws between published weights."""
-    checkpoint_every: int = 10
+    checkpoint_every: Count = 10
     """Optimizer steps between checkpoints; one more at the start and at the end."""
-    checkpoints_kept: int = 3
+    checkpoints_kept: Count = 3
     """The newest ones stay on disk."""
-    seed: int = 1234
-    dtype: str = "float32"
-    warm_start_steps: int = 400
-    warm_start_rate: float = 3e-3
-    warm_start_seed: int = 0
+    seed: Amount = 1234
+    """Of Megatron's generators."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of parameters."""
+    warm_start_steps: Amount = 400
+    """Supervised steps on the recipe's demonstrations, for its tiny model."""
+    warm_start_rate: Rate = 3e-3
+    """Learning rate of those steps."""
+    warm_start_seed: Amount = 0
+    """Of the tiny model's random weights and the order of demonstrations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderSettings:
     """[loader] Weight loaders."""
 
-    attempts: int = 3
-    timeout_s: float = 60.0
+    attempts: Count = 3
+    """To fetch the files of a version; then the process ends."""
+    timeout_s: Seconds = 60.0
+    """Of an engine, to load a version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,15 +284,16 @@ class ArchiveSettings:
     """`turnlog up` runs an archiver."""
     name: str = ""
     """Its folder below archive/ in the bucket; empty is the run's id."""
-    max_bytes: int = 32 * 2**20
+    max_bytes: Bytes = 32 * 2**20
     """Of keys and values in one file."""
-    max_records: int = 100_000
-    max_age_s: float = 600.0
+    max_records: Count = 100_000
+    """Of one file."""
+    max_age_s: Seconds = 600.0
     """A range is closed so long after its first record was read."""
-    buffer_bytes: int = 256 * 2**20
+    buffer_bytes: Bytes = 256 * 2**20
     """Of all open ranges together; above it the largest is closed."""
-    codec: str = "deflate"
-    """deflate | null"""
+    codec: Literal["deflate", "null"] = "deflate"
+    """Compression of the files' blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,7 +301,9 @@ class ViewsSettings:
     """[views] The Faust live views."""
 
     enabled: bool = True
-    port: int = 0
+    """`turnlog up` runs them."""
+    port: Port = 0
+    """To serve on; 0 picks a free one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,45 +321,13 @@ class Settings:
     runner: RunnerSettings = RunnerSettings()
     sandbox: SandboxSettings = field(default_factory=SandboxSettings)
     egress: EgressSettings = field(default_factory=EgressSettings)
-    fold: FoldSettings = FoldSettings()
+    fold: FoldSettings = field(default_factory=FoldSettings)
     assembler: AssemblerSettings = AssemblerSettings()
-    batcher: BatcherSettings = BatcherSettings()
+    batcher: BatcherSettings = field(default_factory=BatcherSettings)
     trainer: TrainerSettings = TrainerSettings()
     loader: LoaderSettings = LoaderSettings()
     views: ViewsSettings = ViewsSettings()
     archive: ArchiveSettings = ArchiveSettings()
-
-
-CHOICES: dict[str, tuple[str, ...]] = {
-    "engine.device": ("cpu", "cuda"),
-    "gateway.history": ("sampled", "template"),
-    "gateway.routed_experts": ("auto", "on", "off"),
-    "sandbox.backend": ("bubblewrap", "subprocess"),
-    "sandbox.backends": ("wasm", "docker", "e2b"),
-    "sandbox.cgroups": ("auto", "required", "off"),
-    "sandbox.docker_runtime": ("", "runc", "runsc", "kata"),
-    "egress.mode": ("live", "record", "replay"),
-    "egress.tls": ("intercept", "tunnel", "refuse"),
-    "fold.policy": ("prefix", "slime", "last-turn"),
-    "fold.estimator": ("grpo", "dr_grpo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "step", "none"),
-    "fold.group_filters": ("zero_variance", "all_failed", "all_solved", "mean_outside"),
-    "fold.reward_transforms": ("scale", "shift", "clip", "threshold"),
-    "fold.zero_variance": ("keep", "discard"),
-    "fold.truncated": ("train", "mask_last_turn", "exclude"),
-    "batcher.weighting": ("prompt", "trajectory", "token", "constant"),
-    "batcher.version_mask": ("none", "latest_only", "max_lag"),
-    "batcher.order": ("oldest", "freshest"),
-    "archive.codec": ("deflate", "null"),
-}
-OFFERED: dict[str, str] = {
-    "fold.policy": "turnlog.policies",
-    "fold.estimator": "turnlog.estimators",
-    "fold.group_filters": "turnlog.group_filters",
-    "fold.reward_transforms": "turnlog.reward_transforms",
-}
-"""Settings that also take what installed packages offer, and the entry point group of each."""
-FOLD_SECTIONS = ("fold", "batcher")
-"""Sections whose values decide derived records."""
 
 
 def load(path: Path | None, env: Mapping[str, str]) -> Settings:
@@ -364,71 +345,51 @@ def load(path: Path | None, env: Mapping[str, str]) -> Settings:
 
 def from_tables(tables: Mapping[str, Any], env: Mapping[str, str], *, source: str) -> Settings:
     """Settings from parsed tables and the environment; the environment wins. Raises SettingsError."""
-    sections = {section.name: section.type for section in dataclasses.fields(Settings)}
+    return changed(Settings(), tables, env, source=source)
+
+
+def changed(settings: Settings, tables: Mapping[str, Any], env: Mapping[str, str], *, source: str) -> Settings:
+    """`settings` with what tables and the environment say in place of its values. Raises SettingsError."""
+    sections = {section.name: getattr(settings, section.name) for section in dataclasses.fields(Settings)}
     for name in tables:
         if name not in sections:
             raise SettingsError(f"{source}: unknown section [{name}]; sections are {', '.join(sections)}")
-    kinds = get_type_hints(Settings)
-    return Settings(**{name: _section(name, kinds[name], tables.get(name, {}), env, source) for name in sections})
+    return Settings(**{name: _section(name, was, tables.get(name, {}), env, source) for name, was in sections.items()})
 
 
-def _section(name: str, kind: type, table: Any, env: Mapping[str, str], source: str) -> Any:
+def declarations(section: type) -> dict[str, Any]:
+    """What each key of a section takes: key -> type with its bounds and marks."""
+    return get_type_hints(section, include_extras=True)
+
+
+def _section(name: str, was: Any, table: Any, env: Mapping[str, str], source: str) -> Any:
     if not isinstance(table, dict):
         raise SettingsError(f"{source}: [{name}] must be a table")
-    hints = get_type_hints(kind)
+    hints, shown = declarations(type(was)), {field.name: field.repr for field in dataclasses.fields(was)}
     values: dict[str, Any] = {}
     for key, value in table.items():
         if key not in hints:
             raise SettingsError(f"{source}: unknown key {name}.{key}; [{name}] takes {', '.join(hints)}")
-        values[key] = _typed(f"{name}.{key}", hints[key], value, source)
+        values[key] = value_of(f"{name}.{key}", hints[key], value, source, shown=shown[key])
     for key, hint in hints.items():
         variable = f"TURNLOG_{name}_{key}".upper()
         if variable in env:
-            values[key] = _typed(f"{name}.{key}", hint, _parsed(hint, env[variable]), variable)
-    return kind(**values)
+            value = from_text(hint, env[variable])
+            values[key] = value_of(f"{name}.{key}", hint, value, variable, shown=shown[key])
+    return dataclasses.replace(was, **values)
 
 
-def _parsed(hint: Any, text: str) -> Any:
-    if hint == tuple[str, ...] and not text.startswith("["):
-        return [part for part in text.split(",") if part]
-    if hint is str:
-        return text
-    try:
-        return json.loads(text.lower() if hint is bool else text)
-    except json.JSONDecodeError:
-        return text
-
-
-def _typed(key: str, hint: Any, value: Any, source: str) -> Any:
-    if hint == tuple[str, ...] and isinstance(value, list) and all(isinstance(part, str) for part in value):
-        for part in value:
-            _check_choice(key, part.partition(":")[0], source)
-        return tuple(value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if not isinstance(hint, type) or type(value) is not hint:
-        wanted = "a list of strings" if hint == tuple[str, ...] else getattr(hint, "__name__", str(hint))
-        raise SettingsError(f"{source}: {key} must be {wanted}, got {value!r}")
-    _check_choice(key, value, source)
-    return value
-
-
-def _check_choice(key: str, value: Any, source: str) -> None:
-    if key not in CHOICES or value in CHOICES[key]:
-        return
-    from importlib.metadata import entry_points  # 30 ms that no built-in choice needs
-
-    offered = sorted(point.name for point in entry_points(group=OFFERED[key])) if key in OFFERED else []
-    if value in offered:
-        return
-    legal = ", ".join((*CHOICES[key], *offered))
-    more = f" (or what a package offers under the entry point group {OFFERED[key]})" if key in OFFERED else ""
-    raise SettingsError(f"{source}: {key} must be one of {legal}, got {value!r}{more}")
+def recorded_keys(section: type) -> list[str]:
+    """The keys of a section of FOLD_SECTIONS that RunConfigured records."""
+    return [key for key, hint in declarations(section).items() if OPERATIONAL not in notes(hint)]
 
 
 def fold_settings_json(settings: Settings) -> bytes:
-    """Canonical JSON of the sections that derived records depend on: the body of RunConfigured."""
-    sections = {name: dataclasses.asdict(getattr(settings, name)) for name in FOLD_SECTIONS}
+    """Canonical JSON of what derived records depend on: the body of RunConfigured."""
+    sections = {
+        name: {key: getattr(getattr(settings, name), key) for key in recorded_keys(kind)}
+        for name, kind in FOLD_SECTIONS.items()
+    }
     return json.dumps(sections, sort_keys=True, separators=(",", ":")).encode()
 
 

@@ -8,14 +8,17 @@ import inspect
 import textwrap
 from typing import get_type_hints
 
-from turnlog.settings import CHOICES, Settings
+from turnlog.fold_settings import OPERATIONAL, Since
+from turnlog.setting_types import legal, notes
+from turnlog.settings import FOLD_SECTIONS, Settings, declarations
 
 HEAD = """\
 # Settings
 
-One TOML file (`--settings FILE`), then `TURNLOG_SECTION_KEY` from the environment, which wins. Unknown keys are errors.
-Lists are separated by commas there, or are JSON: `'["GET,HEAD https://mirror.example/*"]'`.
-The run's effective settings are kept in `runs/ID/settings.toml`. This page is generated (`make docs`).
+One TOML file (`--settings FILE`), then `TURNLOG_SECTION_KEY` from the environment, which wins. Unknown keys, other
+types and values out of range are errors. Lists are separated by commas there, or are JSON:
+`'["GET,HEAD https://mirror.example/*"]'`. The run's effective settings are kept in `runs/ID/settings.toml`. This page
+is generated (`make docs`).
 """
 
 
@@ -26,25 +29,36 @@ def settings_page() -> str:
 
 def _section(name: str, kind: type) -> str:
     about = (inspect.getdoc(kind) or "").partition("] ")[2]
-    notes = _notes(kind)
+    said, hints = said_of(kind), declarations(kind)
     rows = []
     for field in dataclasses.fields(kind):
         default = "*secret*" if not field.repr and field.default else f"`{_toml(field.default)}`"
-        said = notes.get(field.name, "")
-        if f"{name}.{field.name}" in CHOICES and not said:
-            said = " / ".join(CHOICES[f"{name}.{field.name}"])
-        rows.append(f"| `{field.name}` | {default} | {said} |\n")
-    return f"\n## [{name}]\n\n{about}\n\n| key | default | |\n|---|---|---|\n" + "".join(rows)
+        about_it = " ".join([said[field.name], *(_remark(note) for note in notes(hints[field.name]))]).strip()
+        rows.append(f"| `{field.name}` | {default} | {_cell(legal(hints[field.name]))} | {_cell(about_it)} |\n")
+    kept = "" if name not in FOLD_SECTIONS else " A run keeps them for life, but for those marked operational."
+    return f"\n## [{name}]\n\n{about}{kept}\n\n| key | default | takes | |\n|---|---|---|---|\n" + "".join(rows)
 
 
-def _notes(kind: type) -> dict[str, str]:
+def _remark(note: object) -> str:
+    """What a mark of fold_settings means for people."""
+    if note == OPERATIONAL:
+        return "Operational: may change at a restart."
+    return f"Since release {note.release}; before it {_toml(note.before)}." if isinstance(note, Since) else ""
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def said_of(kind: type) -> dict[str, str]:
+    """The docstring line of each field. Raises KeyError for a field without one."""
     body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     assert isinstance(body, ast.ClassDef)
-    notes: dict[str, str] = {}
+    said: dict[str, str] = {}
     for before, after in zip(body.body, body.body[1:], strict=False):
         if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name) and isinstance(after, ast.Expr):
-            notes[before.target.id] = " ".join(str(ast.literal_eval(after.value)).split()).replace("|", "\\|")
-    return notes
+            said[before.target.id] = " ".join(str(ast.literal_eval(after.value)).split())
+    return {field.name: said[field.name] for field in dataclasses.fields(kind)}
 
 
 def _toml(value: object) -> str:

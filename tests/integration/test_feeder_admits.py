@@ -366,7 +366,7 @@ async def test_bad_input_ends_the_feeder_with_a_typed_error_before_anything_is_a
     feeder_settings = bench.settings.feeder
     for change, error in (
         ({"dataset": str(tmp_path / "bad.jsonl")}, RowWithoutPrompt),
-        ({"temperature": 0.0}, BadSampling),
+        ({"group_size": 1}, BadSampling),
     ):
         bad = dataclasses.replace(bench.settings, feeder=dataclasses.replace(feeder_settings, **change))
         async with bench.feeding(bad) as task:

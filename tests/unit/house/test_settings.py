@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
-from turnlog.settings import Settings, SettingsError, fold_settings_json, from_tables, load, settings_sha256
+from turnlog.setting_types import value_of
+from turnlog.settings import (
+    Settings,
+    SettingsError,
+    declarations,
+    fold_settings_json,
+    from_tables,
+    load,
+    settings_sha256,
+)
+from turnlog.settings_page import said_of
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.toml"))
 
@@ -36,8 +48,20 @@ def test_a_list_whose_parts_hold_commas_is_json_in_the_environment() -> None:
     [
         ({"kafak": {}}, r"unknown section \[kafak\]; sections are .*kafka"),
         ({"kafka": {"botstrap": "x"}}, r"unknown key kafka.botstrap; \[kafka\] takes .*bootstrap"),
-        ({"kafka": {"groups": "four"}}, r"kafka.groups must be int, got 'four'"),
-        ({"kafka": {"groups": True}}, r"kafka.groups must be int, got True"),
+        ({"kafka": {"groups": "four"}}, r"kafka.groups must be a whole number from 1 to 100000, got 'four'"),
+        ({"kafka": {"groups": True}}, r"kafka.groups must be a whole number .*, got True"),
+        ({"runner": {"concurrency": 0}}, r"settings.toml: runner.concurrency must be .* from 1 to 2\^31 - 1, got 0"),
+        ({"trainer": {"checkpoint_every": 0}}, r"trainer.checkpoint_every must be a whole number from 1 .*, got 0"),
+        ({"trainer": {"clip_low": math.nan}}, r"trainer.clip_low must be a number from 0 to 1, got nan"),
+        ({"trainer": {"clip_grad": math.inf}}, r"trainer.clip_grad must be a number from 0 to .*, got inf"),
+        ({"trainer": {"dtype": "flaot"}}, r"trainer.dtype must be one of float32, bfloat16, got 'flaot'"),
+        ({"trainer": {"world_size": -3}}, r"trainer.world_size must be a whole number from 1 .*, got -3"),
+        ({"trainer": {"beta1": 1.0}}, r"trainer.beta1 must be a number from 0 below 1, got 1.0"),
+        ({"fold": {"discount": 1.5}}, r"fold.discount must be a number from 0 to 1, got 1.5"),
+        ({"fold": {"std_ddof": 2}}, r"fold.std_ddof must be a whole number from 0 to 1, got 2"),
+        ({"batcher": {"max_lag": -1}}, r"batcher.max_lag must be a whole number from 0 .*, got -1"),
+        ({"sandbox": {"backends": ["vm"]}}, r"sandbox.backends must be a list, each one of wasm, docker, e2b, got"),
+        ({"sandbox": {"docker_runtime": "qemu"}}, r'docker_runtime must be one of "", runc, runsc, kata, got'),
         ({"fold": {"estimator": "gpro"}}, r"fold.estimator must be one of grpo, dr_grpo, .*got 'gpro'"),
         ({"engine": {"urls": "http://a"}}, r"engine.urls must be a list of strings"),
         ({"run": 3}, r"\[run\] must be a table"),
@@ -46,6 +70,58 @@ def test_a_list_whose_parts_hold_commas_is_json_in_the_environment() -> None:
 def test_a_mistake_names_the_key_and_what_is_legal(tables: dict[str, object], said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         from_tables(tables, {}, source="settings.toml")
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "said"),
+    [
+        ("TURNLOG_KAFKA_GROUPS", "0", r"TURNLOG_KAFKA_GROUPS: kafka.groups must be .* from 1 to 100000, got 0"),
+        ("TURNLOG_KAFKA_GROUPS", "many", r"TURNLOG_KAFKA_GROUPS: kafka.groups must be .*, got 'many'"),
+        ("TURNLOG_FEEDER_TEMPERATURE", "nan", r"feeder.temperature must be a number above 0 to 100, got nan"),
+        ("TURNLOG_VIEWS_ENABLED", "yes", r"views.enabled must be true or false, got 'yes'"),
+        ("TURNLOG_ENGINE_DEVICE", "tpu", r"engine.device must be one of cpu, cuda, got 'tpu'"),
+    ],
+)
+def test_a_mistake_in_the_environment_names_the_variable(variable: str, text: str, said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        load(None, {variable: text})
+
+
+def test_the_text_of_the_environment_becomes_what_the_key_takes() -> None:
+    given = {"TURNLOG_VIEWS_ENABLED": "FALSE", "TURNLOG_ASSEMBLER_COMMIT_INTERVAL_S": "2", "TURNLOG_RUN_ID": "7"}
+    settings = load(None, given)
+    assert (settings.views.enabled, settings.assembler.commit_interval_s, settings.run.id) == (False, 2.0, "7")
+
+
+def test_a_secret_of_the_wrong_type_is_refused_without_being_shown() -> None:
+    with pytest.raises(SettingsError, match=r"store\.secret_key must be a string") as refused:
+        from_tables({"store": {"secret_key": 123456}}, {}, source="settings.toml")
+    assert "123456" not in str(refused.value)
+
+
+KEYS = [
+    pytest.param(kind, key, id=f"{section}.{key}")
+    for section, kind in get_type_hints(Settings).items()
+    for key in declarations(kind)
+]
+
+
+@pytest.mark.parametrize(("kind", "key"), KEYS)
+def test_every_key_says_what_it_is_for_and_its_default_is_legal(kind: type, key: str) -> None:
+    assert len(said_of(kind)[key]) > 5
+    default, hint = getattr(kind(), key), declarations(kind)[key]
+    assert value_of(key, hint, list(default) if isinstance(default, tuple) else default, "") == default
+
+
+@pytest.mark.parametrize(("kind", "key"), KEYS)
+def test_every_number_is_bounded_on_both_sides_by_its_declaration(kind: type, key: str) -> None:
+    number = get_type_hints(kind)[key]
+    if number not in (int, float):
+        return
+    wrong = (math.nan, math.inf, -math.inf) if number is float else (2**63, -(2**63))
+    for value in wrong:
+        with pytest.raises(SettingsError, match=f"{key} must be a .*number (from|above) "):
+            value_of(key, declarations(kind)[key], value, "")
 
 
 @pytest.mark.parametrize(("text", "said"), [("[kafka\n", "not TOML"), (None, "no such settings file")])
@@ -76,9 +152,10 @@ def test_the_hash_covers_what_folds_depend_on_and_nothing_else() -> None:
     base = Settings()
     other_fold = dataclasses.replace(base, fold=dataclasses.replace(base.fold, estimator="dr_grpo"))
     other_port = dataclasses.replace(base, gateway=dataclasses.replace(base.gateway, port=1))
-    hashes = [settings_sha256(fold_settings_json(settings)) for settings in (base, other_fold, other_port)]
+    other_pace = dataclasses.replace(base, batcher=dataclasses.replace(base.batcher, ready_batches=9, order="freshest"))
+    hashes = [settings_sha256(fold_settings_json(settings)) for settings in (base, other_fold, other_port, other_pace)]
     assert hashes[0] != hashes[1]
-    assert hashes[0] == hashes[2]
+    assert hashes[0] == hashes[2] == hashes[3]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)

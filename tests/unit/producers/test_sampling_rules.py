@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from turnlog.producers.sampling import BadSampling, checked_sampling
-from turnlog.settings import FeederSettings, FoldSettings, Settings
+from turnlog.settings import FeederSettings, FoldSettings, Settings, SettingsError, from_tables
 
 
 def test_the_defaults_are_legal() -> None:
@@ -19,15 +19,8 @@ def test_the_defaults_are_legal() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("temperature", 0.0),
-        ("temperature", float("nan")),
-        ("temperature", float("inf")),
         ("group_size", 1),
-        ("draws", 0),
-        ("max_new_tokens", 0),
-        ("max_turns", 0),
         ("max_context_tokens", 513),
-        ("deadline_s", 0.0),
     ],
 )
 def test_what_could_not_be_trained_is_refused_by_name(key: str, value: Any) -> None:
@@ -35,6 +28,23 @@ def test_what_could_not_be_trained_is_refused_by_name(key: str, value: Any) -> N
     settings = dataclasses.replace(settings, feeder=dataclasses.replace(settings.feeder, **{key: value}))
     with pytest.raises(BadSampling, match=f"feeder.{key} = "):
         checked_sampling(settings)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("temperature", 0.0),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("draws", 0),
+        ("max_new_tokens", 0),
+        ("max_turns", 0),
+        ("deadline_s", 0.0),
+    ],
+)
+def test_what_could_never_be_sampled_is_no_setting(key: str, value: Any) -> None:
+    with pytest.raises(SettingsError, match=rf"feeder\.{key} must be a .*number (from|above) "):
+        from_tables({"feeder": {key: value}}, {}, source="settings.toml")
 
 
 @pytest.mark.parametrize("estimator", ["reinforce", "reinforce_pp", "none"])

@@ -1,0 +1,102 @@
+"""Settings that say what a run's records mean: RunConfigured records them, and a run keeps them for life.
+
+A key of these sections is recorded, hashed into what every derived record carries, and compared with it by value,
+unless it is marked OPERATIONAL. A key that comes with a later release is marked `Since`: a run that was recorded
+without it goes on as its release did, whatever the default has become.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from turnlog.setting_types import Amount, Count, Offered, Share
+
+OPERATIONAL = "operational"
+"""Marks a key that no record's meaning depends on: neither recorded nor compared, it may change at a restart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Since:
+    """Marks a key that not every release has recorded."""
+
+    release: str
+    """The first release that records it (turnlog.schemas.releases)."""
+    before: Any
+    """The value that does what the releases before it did."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoldSettings:
+    """[fold] What trees, segments and advantages depend on: in RunConfigured, hashed into every derived record."""
+
+    policy: Annotated[str, Offered("turnlog.policies", ("prefix", "slime", "last-turn"))] = "prefix"
+    """How turns become segments."""
+    fork_threshold_tokens: Annotated[Amount, Since("v2", before=1024)] = 1024
+    """Of slime: a turn of fewer output tokens realigns a response that drifted before it; 0 always forks."""
+    estimator: Annotated[
+        str,
+        Offered(
+            "turnlog.estimators",
+            ("grpo", "dr_grpo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "step", "none"),
+        ),
+    ] = "grpo"
+    """How the rewards of a group become advantages."""
+    std_ddof: Annotated[int, Meta(ge=0, le=1)] = 1
+    """Of grpo's standard deviation: 1 sample, 0 population."""
+    discount: Annotated[Share, Since("v2", before=1.0)] = 1.0
+    """Of step's rewards to go, per main turn."""
+    min_valid: Amount = 0
+    """Valid rollouts below which a group is discarded; 0: what the estimator needs."""
+    zero_variance: Literal["keep", "discard"] = "keep"
+    """keep: advantage 0; discard: the group is dropped (estimators that compare within the group only)."""
+    group_filters: Annotated[
+        tuple[str, ...],
+        Offered("turnlog.group_filters", ("zero_variance", "all_failed", "all_solved", "mean_outside")),
+        Since("v2", before=()),
+    ] = ()
+    """Groups to discard, in order: zero_variance, all_failed:BEST, all_solved:LEAST, mean_outside:LOW:HIGH."""
+    reward_transforms: Annotated[
+        tuple[str, ...],
+        Offered("turnlog.reward_transforms", ("scale", "shift", "clip", "threshold")),
+        Since("v2", before=()),
+    ] = ()
+    """Done to each reward, in order: scale:FACTOR, shift:OFFSET, clip:LOW:HIGH, threshold:LEAST."""
+    truncated: Literal["train", "mask_last_turn", "exclude"] = "train"
+    """What becomes of a session that hit a limit: all of it trains, all but its last turn, or none."""
+    train_sub_agents: bool = True
+    """Whether turns of sub-agents train; else they are masked."""
+    train_side_calls: bool = False
+    """Whether turns of side calls (titles, summaries) train; else they are masked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatcherSettings:
+    """[batcher] Draws and batches: in RunConfigured beside [fold], but for what a manifest says itself."""
+
+    prompts_per_draw: Count = 16
+    """Groups that are drawn together."""
+    updates_per_draw: Count = 1
+    """Batches, and so optimizer steps, that a draw is cut into."""
+    max_lag: Amount = 0
+    """Published versions between the oldest token of a trajectory and the weights that train it; 0 is strictly
+    on-policy."""
+    max_tokens: Count = 4096
+    """Longer samples lose their tail."""
+    weighting: Literal["prompt", "trajectory", "token", "constant"] = "prompt"
+    """What has equal weight in a batch's loss; constant: each token 1 / constant_length."""
+    constant_length: Count = 1024
+    """L of `constant`."""
+    version_mask: Literal["none", "latest_only", "max_lag"] = "none"
+    """Tokens that train: of all versions, of the newest of their row, or of those at most max_lag behind."""
+    order: Annotated[Literal["oldest", "freshest"], OPERATIONAL] = "oldest"
+    """Which waiting groups are drawn first. Not recorded: a manifest names the groups that were drawn."""
+    ready_batches: Annotated[Count, OPERATIONAL] = 2
+    """Batches formed ahead of the last completed step, at most. Not recorded: a manifest names the version that it was
+    formed at."""
+
+
+FOLD_SECTIONS: dict[str, type] = {"fold": FoldSettings, "batcher": BatcherSettings}
+"""Sections whose keys decide derived records: of the fold, and of draws."""
