@@ -28,11 +28,10 @@ from turnlog.producers.connections import Answer, Connections, NoAnswer
 from turnlog.producers.environments import Environments
 from turnlog.producers.gateway.session_tokens import signing_key
 from turnlog.schemas.events import Agent, Outcome, RolloutRequested
+from turnlog.schemas.types import TurnId
 from turnlog.settings import Settings
 
 AGENT: Final = Agent("turnlog-white-box", "1")
-CUT_OFF: Final = ("abort", "error")
-"""Finish reasons of turns that are not the policy's whole answer."""
 CONNECT_S = 5.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 
@@ -92,8 +91,8 @@ class SessionState:
     """The conversation up to its last turn; empty before the first."""
     finish_reason: str
     """Of the last turn; empty before the first."""
-    cut_off: int
-    """Turns that ended as abort or error: the next step is asked for in their place."""
+    last_turn: TurnId | None
+    """None before the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +102,7 @@ class Completion:
     message: Message
     """The assistant message; its tool calls carry the ids that the log knows them by (schemas.ids.call_id)."""
     finish_reason: str
+    turn: TurnId
 
 
 class GatewayClient:
@@ -159,34 +159,32 @@ class GatewayClient:
             outcome=Outcome(found["outcome"]) if found["outcome"] else Outcome.unknown,
             messages=tuple(found["messages"]),
             finish_reason=reasons[last["epoch"], last["index"]] if last else "",
-            cut_off=sum(reason in CUT_OFF for reason in reasons.values()),
+            last_turn=TurnId(last["epoch"], last["index"]) if last else None,
         )
 
-    async def complete(
-        self, session: Session, messages: list[Message], tools: Any, *, step: int, again: int = 0
-    ) -> Completion:
-        """The next turn. The same step of a session is the same turn, however often it is asked for; `again` > 0 asks
-        for another one, in place of turns that were cut off. Raises GatewayClientError."""
+    async def complete(self, session: Session, messages: list[Message], tools: Any, *, step: int) -> Completion:
+        """The next turn. The same step of a session is the same turn, however often it is asked for. Raises
+        GatewayClientError."""
         url = f"{session.base_url}/v1/chat/completions"
         body: dict[str, Any] = {"model": self._model, "messages": messages}
         if tools:
             body["tools"] = tools
         patience = Patience(self._patience_s)
+        key = f"{session.session_id}:{step}"
         while True:
-            key = f"{session.session_id}:{step}:{again}"
-            if again:  # an identical body would be given the turn that was cut off
-                body["metadata"] = {"again": again}
             try:
-                answer = await self._send("POST", url, session.token, body, idempotency_key=key)
-                return _completion(answer)
+                return _completion(await self._send("POST", url, session.token, body, idempotency_key=key))
             except EnginesBusy as error:
                 await patience.after(str(error))
-                again += 1
 
-    async def finish(self, session: Session, outcome: Outcome, reason: str, *, final: bool, reward: bool) -> None:
-        """End the session; idempotent. `reward`: a verdict is on the log or will be."""
+    async def finish(
+        self, session: Session, outcome: Outcome, reason: str, *, final: bool, reward: bool, judged: TurnId | None
+    ) -> None:
+        """End the session; idempotent. `reward`: a verdict is on the log or will be; `judged`: the last turn of what
+        it is about, which the agent acted on whatever became of its transport."""
         expects = {"reward": reward, "step_rewards": 0}
-        body = {"outcome": outcome.value, "reason": reason, "final": final, "expects": expects}
+        named = {"epoch": judged.epoch, "index": judged.index} if judged else None
+        body = {"outcome": outcome.value, "reason": reason, "final": final, "expects": expects, "judged": named}
         await self._send("POST", f"{self._url}/sessions/{session.session_id}/finish", session.token, body)
 
     async def _send(
@@ -229,10 +227,10 @@ def _completion(answer: Answer) -> Completion:
     """Raises GatewayFailed when the answer is none."""
     try:
         body = orjson.loads(answer.content)
-        choice = body["choices"][0]
-        # OpenAI's reasons know no abort; the gateway says beside them how the turn ended.
-        reason = body.get("turnlog", {}).get("finish_reason", choice["finish_reason"])
-        return Completion(choice["message"], reason)
+        about = body["turnlog"]
+        return Completion(
+            body["choices"][0]["message"], about["finish_reason"], TurnId(about["epoch"], about["index"])
+        )  # fmt: skip
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise GatewayFailed(f"{answer.url}: no chat completion: {type(error).__name__}: {error}") from error
 

@@ -16,7 +16,6 @@ from prometheus_client import Counter
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.recipes import Episode, Message, Recipe, SandboxCall, first_workspace
 from turnlog.producers.gateway_client import (
-    CUT_OFF,
     ContextExceeded,
     EpochLost,
     GatewayClient,
@@ -30,6 +29,7 @@ from turnlog.producers.gateway_client import (
 from turnlog.producers.tool_calls import Results, ToolCalls, ToolUnanswered
 from turnlog.producers.verifiers import verdict
 from turnlog.schemas.events import Outcome, RewardAssigned, RolloutRequested, ToolStatus
+from turnlog.schemas.types import TurnId
 from turnlog.settings import RunnerSettings
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ REWARD_SUM = Counter("turnlog_runner_reward_sum", "Sum of the positive rewards a
 LIVE = (Outcome.completed, Outcome.truncated, Outcome.agent_error)
 """Outcomes of an agent that lived: they get a verdict."""
 STEP_REPEATS = 4
-"""Times that one step may be asked for: its turn may be cut off, its session may move between gateways."""
+"""Times that one step may be asked for: its session may move between gateways."""
 
 
 class ToolBroken(Exception):
@@ -62,8 +62,7 @@ class Conversation:
 
     messages: list[Message]
     finish_reason: str = ""
-    cut_off: int = 0
-    """Turns of the next step that were cut off."""
+    last_turn: TurnId | None = None
     steps: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -121,16 +120,21 @@ class Rollout:
         else:
             log.warning("rollout %s, attempt %d: %s", self._request.rollout_id, attempt, ending.reason)
         failed = ending.outcome not in LIVE
-        await self._gateway.finish(session, ending.outcome, ending.reason, final=final or not failed, reward=not failed)
+        await self._gateway.finish(
+            session,
+            ending.outcome,
+            ending.reason,
+            final=final or not failed,
+            reward=not failed,
+            judged=None if failed else conversation.last_turn,
+        )
         SESSIONS.labels(ending.outcome.value).inc()
         return ending
 
     def _conversation(self, state: SessionState | None) -> Conversation:
-        if state is None:
+        if state is None or not state.messages:
             return Conversation(self._recipe.messages(self._task))
-        if not state.messages:
-            return Conversation(self._recipe.messages(self._task), cut_off=state.cut_off)
-        return Conversation(list(state.messages), state.finish_reason, state.cut_off)
+        return Conversation(list(state.messages), state.finish_reason, state.last_turn)
 
     async def _guarded(self, session: Session, conversation: Conversation, attempt: int) -> Ending:
         """Act within the deadline; every way to end has its outcome."""
@@ -180,27 +184,19 @@ class Rollout:
             await self._step(session, conversation, attempt)
 
     async def _step(self, session: Session, conversation: Conversation, attempt: int) -> None:
-        """One turn. A session that moved to another gateway is opened again and goes on there; a turn that was cut off
-        when an earlier request for it was dropped is asked for again."""
+        """One turn. A session that moved to another gateway is opened again and goes on there."""
         for _ in range(STEP_REPEATS):
             try:
                 turn = await self._gateway.complete(
-                    session,
-                    conversation.messages,
-                    self._recipe.tools,
-                    step=conversation.steps,
-                    again=conversation.cut_off,
+                    session, conversation.messages, self._recipe.tools, step=conversation.steps
                 )
+                break
             except EpochLost:
                 session = await self._gateway.open(self._request, self._recipe, attempt)
-                continue
-            if turn.finish_reason not in CUT_OFF:
-                break
-            conversation.cut_off += 1
         else:
-            raise GatewayFailed(f"session {session.session_id}: step {conversation.steps} gave no whole turn")
+            raise GatewayFailed(f"session {session.session_id}: no gateway keeps it for step {conversation.steps}")
         conversation.messages.append(turn.message)
-        conversation.finish_reason, conversation.cut_off = turn.finish_reason, 0
+        conversation.finish_reason, conversation.last_turn = turn.finish_reason, turn.turn
         conversation.steps += 1
         TURNS.inc()
 

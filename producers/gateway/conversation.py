@@ -19,6 +19,9 @@ from turnlog.producers.gateway.messages import CHAIN_START, Message, chained
 from turnlog.schemas.events.turns import FinishReason, ImageRef
 from turnlog.schemas.types import TurnId
 
+CUT_OFF = frozenset({FinishReason.abort, FinishReason.error})
+"""Ends of turns that are not all of what the policy would have said."""
+
 
 @dataclass(slots=True)
 class Strand:
@@ -49,8 +52,10 @@ class Turn:
     new: tuple[Message, ...]
     response_raw: dict[str, Any]
     response: Message
+    asked: bytes
+    """Hash chain over all messages of the request."""
     chain: bytes
-    """Hash chain over all messages and the response."""
+    """The same and the response."""
     finish_reason: FinishReason
     aborted: bool
     cached_tokens: int
@@ -63,9 +68,15 @@ class Turn:
     """Every image in the prompt, by position."""
     covered: bool = False
     """The routed experts of all its tokens are stored: its own, and those of every turn that it is stored against."""
-    delivered: bool = False
+    handed_over: bool = False
+    """This gateway sent its last byte to a client. Of a turn of an earlier epoch nobody knows."""
     continued: bool = False
     """Another turn has this one as its base."""
+
+    @property
+    def whole(self) -> bool:
+        """The engine ended it; a turn that was cut off is no answer."""
+        return self.finish_reason not in CUT_OFF
 
     @property
     def prompt_tokens(self) -> int:
@@ -88,6 +99,12 @@ class Turn:
             yield turn
             turn = turn.base
 
+    @property
+    def root(self) -> Turn:
+        """The turn at the beginning of its lineage."""
+        *_, root = self.lineage()
+        return root
+
     def messages(self) -> list[Any]:
         """All messages up to and with the response, as they came."""
         return [one for turn in reversed(list(self.lineage())) for one in (*turn.new_raw, turn.response_raw)]
@@ -99,7 +116,11 @@ class Conversation:
     def __init__(self) -> None:
         self.turns: dict[TurnId, Turn] = {}
         self._answered: dict[bytes, list[Turn]] = {}
+        self._requested: dict[str, list[Turn]] = {}
+        """By sha256 of the request's body."""
         self._strands: list[Strand] = []
+        self._roots: dict[bytes, str] = {}
+        """Boundary reason by what a root was asked."""
         self._openings: set[bytes] = set()
         self._covered = False
 
@@ -113,9 +134,12 @@ class Conversation:
                     return turn, length
         return None, 0
 
-    def knows_opening(self, messages: Sequence[Message]) -> bool:
-        """Whether an earlier root began with the same message."""
-        return messages[0].digest in self._openings
+    def reason_of_root(self, messages: Sequence[Message]) -> str:
+        """Why a prompt has no base. A retry has the reason of what it asks again."""
+        if not self.turns:
+            return "first"
+        rewritten = "history_rewritten" if messages[0].digest in self._openings else "new_conversation"
+        return self._roots.get(chained(CHAIN_START, messages)[-1], rewritten)
 
     def parent_of(
         self,
@@ -144,13 +168,14 @@ class Conversation:
                     best, length = turn, shared
         return best, length
 
-    def record(self, turn: Turn, prompt: Sequence[int], output: Sequence[int], appended: bool) -> None:
-        """Add a turn; sets its strand. `appended`: the prompt extends the base's tokens."""
+    def record(self, turn: Turn, prompt: Sequence[int], output: Sequence[int], appended: bool, reason: str) -> None:
+        """Add a turn; sets its strand. `appended`: the prompt extends the base's tokens; `reason`: its boundary's."""
         base = turn.base
         if base is not None:
             base.continued = True
         else:
             self._openings.add(turn.new[0].digest)
+            self._roots.setdefault(turn.asked, reason)
         if base is not None and appended and base.total == len(base.strand.ids):
             turn.strand = base.strand
             turn.strand.ids.extend(prompt[base.total :])
@@ -163,12 +188,19 @@ class Conversation:
         self.turns[turn.id] = turn
         self._covered = self._covered or turn.covered
         self._answered.setdefault(turn.chain, []).append(turn)
+        self._requested.setdefault(turn.request_sha256, []).append(turn)
+
+    def repeated(self, request_sha256: str) -> Turn | None:
+        """The whole turn that an identical body asks for again: nothing continues it, and this gateway has not handed
+        it over."""
+        turns = reversed(self._requested.get(request_sha256, ()))
+        return next((turn for turn in turns if turn.whole and not turn.continued and not turn.handed_over), None)
 
     def main_line(self) -> Turn | None:
-        """The newest turn of the first root's lineage that was not cut off."""
+        """The newest whole turn of the first root's lineage, or of a root that asked the same again."""
         first = next(iter(self.turns.values()), None)
         for turn in reversed(self.turns.values()):
-            if turn.finish_reason is not FinishReason.abort and list(turn.lineage())[-1] is first:
+            if first is not None and turn.whole and turn.root.asked == first.root.asked:
                 return turn
         return None
 

@@ -20,7 +20,7 @@ from turnlog.infra.log import TopicMissing
 from turnlog.infra.role import Role
 from turnlog.producers.gateway.conversation import Turn
 from turnlog.producers.gateway.engines import Engines, follow
-from turnlog.producers.gateway.errors import ImagesNotServed, KeyReused, NotRecorded, Unauthorized
+from turnlog.producers.gateway.errors import ImagesNotServed, NotRecorded, Unauthorized
 from turnlog.producers.gateway.experts import routing_of
 from turnlog.producers.gateway.generation import Sampler
 from turnlog.producers.gateway.images import Admitted, ImageTokens, Picture, image_tokens
@@ -91,7 +91,10 @@ class Gateway:
                     image_token=images.token if images else None,
                 ),
                 sampler=Sampler(
-                    engines=engines, timeout_s=settings.engine.request_timeout_s, end_of_turn=prompts.end_of_turn
+                    engines=engines,
+                    timeout_s=settings.engine.request_timeout_s,
+                    end_of_turn=prompts.end_of_turn,
+                    eos=tokens.eos,
                 ),
                 events=role.events,
                 blobs=role.blobs,
@@ -158,13 +161,7 @@ class Gateway:
 
     def _turn(self, session: Session, chat: ChatRequest, claims: Claims, headers: Mapping[str, str]) -> Running | Turn:
         key = headers.get("idempotency-key")
-        if key is not None and key in session.by_key:
-            sha256, running = session.by_key[key]
-            if sha256 != chat.sha256:
-                raise KeyReused(f"Idempotency-Key {key!r} came before with another body")
-            REPEATS.inc()
-            return running
-        repeated = session.repeated(chat.sha256)
+        repeated = session.repeated(chat.sha256, key)
         if repeated is not None:
             REPEATS.inc()
             return repeated

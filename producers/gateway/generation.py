@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 
 from turnlog.infra.engine import EngineAborted, EngineDead, EngineImage, EngineRefused, Generate, Piece
@@ -56,6 +56,8 @@ class Sampler:
     engines: Engines
     timeout_s: float
     end_of_turn: int | None
+    eos: frozenset[int] = frozenset()
+    """Ids at which engines stop unasked."""
 
     async def sample(
         self,
@@ -89,8 +91,7 @@ class Sampler:
                     images=images,
                 )
                 await self._call(engine, request, draft, stream, gone, progress, experts, max(1.0, left))
-                if draft.finish == "abort" and len(draft.ids) >= max_new_tokens:
-                    draft.finish = "length"
+                draft.finish = _ended(draft, self.eos.union(stops), max_new_tokens)
                 if draft.finish in ("stop", "length") and experts is not None:
                     experts.demand(len(prompt) + len(draft.ids))
                 if draft.finish in ("stop", "length") or (draft.finish == "abort" and gone.is_set()):
@@ -156,6 +157,16 @@ class Sampler:
         draft.ids += piece.ids
         draft.logprobs += piece.logprobs
         draft.cached_tokens = max(draft.cached_tokens, piece.cached_tokens)
+
+
+def _ended(draft: Draft, ends: Set[int], max_new_tokens: int) -> str:
+    """How the draft ended: what an abort or a death found finished is finished."""
+    if draft.finish in ("abort", "dead"):
+        if draft.ids and draft.ids[-1] in ends:
+            return "stop"
+        if len(draft.ids) >= max_new_tokens:
+            return "length"
+    return draft.finish
 
 
 async def _abort_when_gone(gone: asyncio.Event, engine: LiveEngine, rid: str) -> None:

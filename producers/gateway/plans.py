@@ -103,11 +103,7 @@ class Planner:
         self, session: Session, request: ChatRequest, base: Turn | None, kept: int, tools_sha256: str
     ) -> Prompt:
         if base is None:
-            reason = "first"
-            if session.conversation.turns:
-                known = session.conversation.knows_opening(request.messages)
-                reason = "history_rewritten" if known else "new_conversation"
-            return self._full(request, reason)
+            return self._full(request, session.conversation.reason_of_root(request.messages))
         if base.tools_sha256 != tools_sha256:
             return self._full(request, "tools_changed")
         new = request.messages[kept:]

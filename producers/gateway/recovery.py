@@ -130,6 +130,8 @@ def _restore(conversation: Conversation, completed: TurnCompleted, snapshot: Tok
     response_raw = orjson.loads(_bytes(completed.response))
     new = normalised(new_raw) if new_raw else ()
     response = message(response_raw, "response")
+    start = base.chain if base else CHAIN_START
+    chain = [start, *chained(start, (*new, response))]
     turn = Turn(
         id=completed.turn,
         base=base,
@@ -140,7 +142,8 @@ def _restore(conversation: Conversation, completed: TurnCompleted, snapshot: Tok
         new=new,
         response_raw=response_raw,
         response=response,
-        chain=chained(base.chain if base else CHAIN_START, (*new, response))[-1],
+        asked=chain[-2],
+        chain=chain[-1],
         finish_reason=completed.finish_reason,
         aborted=completed.aborted,
         cached_tokens=completed.cached_tokens,
@@ -150,9 +153,8 @@ def _restore(conversation: Conversation, completed: TurnCompleted, snapshot: Tok
         total=0,
         images=(*within(snapshot.base_len, holder.images if holder else ()), *snapshot.images),
         covered=snapshot.experts is not None and (holder is None or holder.covered),
-        delivered=not completed.aborted,
     )
-    conversation.record(turn, prompt, output, snapshot.boundary is Boundary.append)
+    conversation.record(turn, prompt, output, snapshot.boundary is Boundary.append, snapshot.boundary_reason)
 
 
 def _bytes(payload: object) -> bytes:

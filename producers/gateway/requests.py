@@ -17,6 +17,7 @@ from turnlog.schemas import ids
 from turnlog.schemas.events.sessions import Agent, Environment, Expects, Outcome
 from turnlog.schemas.events.tasks import Purpose, Sampling
 from turnlog.schemas.json_depth import MAX_DEPTH, deeper_than
+from turnlog.schemas.types import TurnId
 
 HONOURED = frozenset(
     {"model", "messages", "tools", "max_tokens", "max_completion_tokens", "stream", "stream_options"}
@@ -85,6 +86,8 @@ class FinishRequest:
     reason: str
     final: bool
     expects: Expects
+    judged: TurnId | None
+    """The last turn of what got the verdict, or will."""
 
 
 def chat_request(body: bytes) -> ChatRequest:
@@ -157,7 +160,17 @@ def finish_request(body: bytes) -> FinishRequest:
         expects=Expects(
             reward=_typed(expects, "reward", bool, False), step_rewards=_typed(expects, "step_rewards", int, 0)
         ),
+        judged=_turn(_typed(values, "judged", dict, None)),
     )
+
+
+def _turn(values: dict[str, Any] | None) -> TurnId | None:
+    if values is None:
+        return None
+    epoch, index = _typed(values, "epoch", str, None), _typed(values, "index", int, None)
+    if epoch is None or index is None:
+        raise BadRequest("judged must name a turn by epoch and index", param="judged")
+    return TurnId(epoch, index)
 
 
 def _agent(values: dict[str, Any]) -> Agent:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from turnlog.infra.event_log import EventLog
 from turnlog.producers.gateway.conversation import Conversation, Turn
-from turnlog.producers.gateway.errors import EpochLost, SessionEnded, UnknownSession
+from turnlog.producers.gateway.errors import BadRequest, EpochLost, KeyReused, SessionEnded, UnknownSession
 from turnlog.producers.gateway.metrics import ADOPTED, OPEN
 from turnlog.producers.gateway.recovery import Recovery, Sought
 from turnlog.producers.gateway.requests import FinishRequest, OpenRequest
@@ -71,13 +71,16 @@ class Session:
         self.next_index += 1
         return turn
 
-    def repeated(self, request_sha256: str) -> Turn | None:
-        """The recorded turn that an identical body asks for again: nothing continues it, and it was aborted or belongs
-        to an earlier epoch."""
-        for turn in reversed(self.conversation.turns.values()):
-            if turn.request_sha256 == request_sha256 and not turn.continued:
-                return turn if turn.aborted or turn.id.epoch != self.epoch else None
-        return None
+    def repeated(self, request_sha256: str, key: str | None) -> Running | Turn | None:
+        """The turn that a request asks for again: the one under its Idempotency-Key, or the recorded one of an
+        identical body. One that was cut off is no answer: the request is sampled anew. Raises KeyReused."""
+        if key is not None and key in self.by_key:
+            sha256, running = self.by_key[key]
+            if sha256 != request_sha256:
+                raise KeyReused(f"Idempotency-Key {key!r} came before with another body")
+            if not running.cut_off:
+                return running
+        return self.conversation.repeated(request_sha256)
 
     def description(self) -> dict[str, Any]:
         """GET /sessions/{id}: enough to continue, or to judge."""
@@ -126,7 +129,7 @@ class Sessions:
         return await self._once(claims.session_id, lambda: self._found(claims))
 
     async def finish(self, session: Session, request: FinishRequest) -> SessionFinished:
-        """SessionFinished with the turns that were delivered; the first call decides, others get its answer."""
+        """SessionFinished with the turns that were acted on; the first call decides, others get its answer."""
         if session.finished:
             return session.finished
         if session.finishing is None:
@@ -214,16 +217,13 @@ class Sessions:
         """A finished session as it is; an open one adopted: our record first, read back, then its turns."""
         started, finished = spine.started, spine.finished
         assert started is not None
-        partition = self._tail.partition(started.group_id)
         epoch = spine.epochs[-1].id
         if finished is None:
             epoch = await self._adopt(started, epoch)
             if spine.epochs[-1].id != epoch:
                 raise EpochLost(f"session {started.session_id} was adopted by {spine.epochs[-1].writer_url} meanwhile")
             finished = spine.finished
-        sought = Sought(started.session_id, started.group_id, spine.started_ms)
-        conversation = await self._recovery.conversation(sought, partition.number)
-        return self._hold(Session(started, epoch, conversation, finished))
+        return self._hold(Session(started, epoch, await self._recorded(started), finished))
 
     async def _adopt(self, started: SessionStarted, last_epoch: str) -> str:
         event = SessionAdopted(
@@ -241,11 +241,13 @@ class Sessions:
         return event.event_id
 
     async def _finish(self, session: Session, request: FinishRequest) -> SessionFinished:
+        judged = await self._judged(session, request.judged)
         for running in list(session.running.values()):
             running.gone.set()
         await asyncio.gather(*(running.task for running in session.running.values()), return_exceptions=True)
-        turns = session.conversation.turns.values()
-        started = session.started
+        started, turns = session.started, session.conversation.turns
+        named = dict.fromkeys(turn.id for turn in turns.values() if _acted_on(turn, session.epoch))
+        named |= dict.fromkeys(judged)
         event = SessionFinished(
             event_id=digest("SessionFinished", session.id, session.epoch),
             run_id=started.run_id,
@@ -253,8 +255,8 @@ class Sessions:
             session_id=session.id,
             floor=started.floor,
             epoch=session.epoch,
-            turns=tuple(turn.id for turn in turns if turn.delivered or turn.continued),
-            undelivered=tuple(turn.id for turn in turns if not (turn.delivered or turn.continued)),
+            turns=(*(turn for turn in turns if turn in named), *(turn for turn in named if turn not in turns)),
+            undelivered=tuple(turn for turn in turns if turn not in named),
             outcome=request.outcome,
             reason=request.reason,
             final=request.final,
@@ -269,6 +271,28 @@ class Sessions:
         session.finished = counting
         return counting
 
+    async def _judged(self, session: Session, turn_id: TurnId | None) -> tuple[TurnId, ...]:
+        """The turn that the runner judged and those that it continues. The log is asked for one that is not known: a
+        gateway that had lost the session may have recorded it later. Raises BadRequest."""
+        if turn_id is None:
+            return ()
+        turn = session.conversation.turns.get(turn_id)
+        if turn is None:
+            turn = (await self._recorded(session.started)).turns.get(turn_id)
+        if turn is None or not turn.whole:
+            what = "holds no such turn of this session" if turn is None else "holds only a part of that turn"
+            raise BadRequest(
+                f"judged names turn {turn_id.index} of epoch {turn_id.epoch}; the log {what}", param="judged"
+            )
+        return tuple(each.id for each in turn.lineage())
+
+    async def _recorded(self, started: SessionStarted) -> Conversation:
+        """The session's turns that the log holds now."""
+        spine = self._tail.known(started.session_id)
+        assert spine is not None, "the session was opened or found by what the tail had read"
+        sought = Sought(started.session_id, started.group_id, spine.started_ms)
+        return await self._recovery.conversation(sought, self._tail.partition(started.group_id).number)
+
     def _hold(self, session: Session) -> Session:
         self._held[session.id] = session
         for session_id in list(self._held)[: max(0, len(self._held) - KEPT)]:
@@ -276,3 +300,9 @@ class Sessions:
                 del self._held[session_id]
         OPEN.set(len(self._held))
         return session
+
+
+def _acted_on(turn: Turn, epoch: str) -> bool:
+    """As far as transport tells: another turn continues it, or its last byte was sent. Of one of an earlier epoch the
+    log tells only whether every client had left before its end."""
+    return turn.handed_over or turn.continued or (turn.id.epoch != epoch and not turn.aborted)

@@ -15,7 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from turnlog.producers.gateway import tool_calls
 from turnlog.producers.gateway.conversation import Turn
-from turnlog.producers.gateway.errors import GatewayError
+from turnlog.producers.gateway.errors import GatewayError, SessionEnded
 from turnlog.producers.gateway.metrics import ERRORS
 from turnlog.producers.gateway.turns import Running
 from turnlog.schemas.events.turns import FinishReason
@@ -24,10 +24,8 @@ SHOWN = {
     FinishReason.stop: "stop",
     FinishReason.tool_calls: "tool_calls",
     FinishReason.length: "length",
-    FinishReason.abort: "length",
-    FinishReason.error: "length",
 }
-"""OpenAI's finish reasons know no abort: a cut-off answer is too short."""
+"""Those of whole turns, the only ones that are answers."""
 DONE = b"data: [DONE]\n\n"
 
 
@@ -53,7 +51,7 @@ class TurnResponse(Response):
         self._keep_alive_s = keep_alive_s
         self._created = int(time.time())
         if isinstance(turn, Running):
-            turn.clients += 1
+            turn.join()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer. A client that leaves is noticed while the turn runs: the last one takes the engine request along."""
@@ -74,18 +72,25 @@ class TurnResponse(Response):
         if isinstance(self._turn, Running):
             self._turn.leave()
 
-    async def _recorded(self) -> Turn:
-        return await asyncio.shield(self._turn.task) if isinstance(self._turn, Running) else self._turn
+    async def _recorded(self, left: asyncio.Event) -> Turn | None:
+        """None when the client has left a turn that was cut off. Raises SessionEnded, and whatever the turn raised."""
+        turn = await asyncio.shield(self._turn.task) if isinstance(self._turn, Running) else self._turn
+        if turn.whole:
+            return turn
+        if left.is_set():
+            return None
+        raise SessionEnded(f"session {self._session_id} was finished while this turn was sampled")
 
     async def _whole(self, send: Send, left: asyncio.Event) -> None:
         try:
-            turn = await self._recorded()
+            turn = await self._recorded(left)
         except GatewayError as error:
             ERRORS.labels(error.code).inc()
             await _send(send, error.status, orjson.dumps(error.body()))
             return
-        turn.delivered = turn.delivered or not left.is_set()
-        await _send(send, 200, orjson.dumps(self._completion(turn)))
+        if turn is not None:
+            await _send(send, 200, orjson.dumps(self._completion(turn)))
+            turn.handed_over |= not left.is_set()
 
     async def _events(self, send: Send, left: asyncio.Event) -> None:
         await send(_start(200, b"text/event-stream; charset=utf-8"))
@@ -94,13 +99,14 @@ class TurnResponse(Response):
         if isinstance(self._turn, Running):
             sent = await self._follow(self._turn, send, left)
         try:
-            turn = await self._recorded()
+            turn = await self._recorded(left)
         except GatewayError as error:
             ERRORS.labels(error.code).inc()
             await send(_body(b"data: " + orjson.dumps(error.body()) + b"\n\n" + DONE, last=True))
             return
-        turn.delivered = turn.delivered or not left.is_set()
-        await send(_body(self._ending(turn, sent), last=True))
+        if turn is not None:
+            await send(_body(self._ending(turn, sent), last=True))
+            turn.handed_over |= not left.is_set()
 
     async def _follow(self, running: Running, send: Send, left: asyncio.Event) -> str:
         """Send content as it becomes certain, until the turn is on the log; what was sent."""

@@ -41,6 +41,8 @@ class TextTokens:
         text = config | (config.get("text_config") or {})  # a vision model says it of its language part
         self.vocabulary = int(text["vocab_size"])
         """Of the model: every id below may be sampled."""
+        self.eos = _eos(config) | _eos(_json(folder / "generation_config.json"))
+        """Ids at which engines end an output unasked."""
         self.window = int(text.get("max_position_embeddings", 0)) or 2**31 - 1
         added = self._tokenizer.get_added_tokens_decoder()
         self.special: dict[int, str] = {number: token.content for number, token in added.items()}
@@ -81,6 +83,17 @@ class TextTokens:
 
     def _run(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False)) if ids else ""
+
+
+def _eos(config: dict[str, Any]) -> frozenset[int]:
+    """eos_token_id: one id, several, or none."""
+    ids = config.get("eos_token_id")
+    return frozenset(ids if isinstance(ids, list) else () if ids is None else (ids,))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return values
 
 
 class TextStream:

@@ -44,6 +44,7 @@ def recorded_turn(
     raw = request.raw[plan.kept :]
     answer = message(response, "response")
     start = plan.base.chain if plan.base else CHAIN_START
+    chain = [start, *chained(start, (*new, answer))]
     return Turn(
         id=turn,
         base=plan.base,
@@ -54,7 +55,8 @@ def recorded_turn(
         new=new,
         response_raw=response,
         response=answer,
-        chain=chained(start, (*new, answer))[-1],
+        asked=chain[-2],
+        chain=chain[-1],
         finish_reason=_finish_reason(draft, response),
         aborted=gone or draft.finish == "error",
         cached_tokens=draft.cached_tokens,

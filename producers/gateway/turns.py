@@ -11,7 +11,7 @@ from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import LogError
 from turnlog.infra.payloads import externalized
 from turnlog.processors.core.experts import MEDIA_TYPE, packed
-from turnlog.producers.gateway.conversation import Turn
+from turnlog.producers.gateway.conversation import CUT_OFF, Turn
 from turnlog.producers.gateway.engines import Wanted
 from turnlog.producers.gateway.errors import NotRecorded
 from turnlog.producers.gateway.experts import TurnRows
@@ -43,11 +43,19 @@ class Running:
     text: str = ""
     """Output so far, up to the last whole character."""
     clients: int = 0
+    cut_off: bool = False
+    """What was sampled is being recorded as a part: who asks again is given another turn."""
 
     def wake(self) -> None:
         """Tell those who stream."""
         self.changed.set()
         self.changed = asyncio.Event()
+
+    def join(self) -> None:
+        """A client waits for the turn. One that returns before its end finds it going on: what the engine cut off
+        meanwhile is continued."""
+        self.clients += 1
+        self.gone.clear()
 
     def leave(self) -> None:
         """A client disconnected; the last one takes the engine request with it."""
@@ -102,6 +110,7 @@ class Turns:
             experts=experts,
             images=plan.shown,
         )
+        running.cut_off = draft.finish in CUT_OFF
         turn = await self._record(session, request, plan, draft, running, experts)
         if draft.failure is not None:
             raise draft.failure
@@ -133,7 +142,7 @@ class Turns:
                 await asyncio.gather(*waits)
             except (LogError, BlobError) as error:
                 raise NotRecorded(f"the turn could not be recorded: {error}") from error
-        session.conversation.record(turn, plan.prompt, draft.ids, appended)
+        session.conversation.record(turn, plan.prompt, draft.ids, appended, plan.reason)
         TURNS.labels(turn.finish_reason.value, plan.boundary.value, plan.reason).inc()
         TOKENS.labels("prompt").inc(len(plan.prompt))
         TOKENS.labels("output").inc(len(draft.ids))

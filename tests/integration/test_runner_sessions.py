@@ -72,6 +72,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+class LateAborts(MemoryEngine):
+    """Ends what it has begun before it hears of an abort."""
+
+    def __init__(self, other: MemoryEngine) -> None:
+        super().__init__(vocabulary=other.vocabulary, context=other.context, script=other.script)
+        self.asked_to_abort = asyncio.Event()
+
+    async def abort(self, rid: str) -> None:
+        """See Engine."""
+        self.asked_to_abort.set()
+        await self.released.wait()
+
+
 @dataclasses.dataclass
 class Stage:
     """Everything around the runner."""
@@ -373,10 +386,7 @@ async def test_a_runner_killed_at_any_point_is_followed_by_one_that_runs_nothing
     }
 
 
-@pytest.mark.parametrize("recorded", [True, False], ids=["cut off before the next runner looks", "or meanwhile"])
-async def test_a_turn_that_died_with_its_runner_is_sampled_again_in_the_same_session(
-    stage: Stage, recorded: bool
-) -> None:
+async def test_a_turn_that_died_with_its_runner_is_sampled_again_in_the_same_session(stage: Stage) -> None:
     stage.engine.holds_after = 3
     await stage.request()
     async with stage.gateway():
@@ -385,7 +395,7 @@ async def test_a_turn_that_died_with_its_runner_is_sampled_again_in_the_same_ses
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         async with asyncio.timeout(20):
-            while recorded and not await stage.said(TurnCompleted):
+            while not await stage.said(TurnCompleted):
                 await stage.broker.changed(1)
         stage.engine.holds_after = None
         async with stage.running():
@@ -394,6 +404,51 @@ async def test_a_turn_that_died_with_its_runner_is_sampled_again_in_the_same_ses
     [cut] = [turn for turn in await stage.said(TurnCompleted) if turn.aborted]
     assert cut.finish_reason is FinishReason.abort
     assert finish.undelivered == (cut.turn,)
+
+
+async def ended_alone(stage: Stage, engine: LateAborts) -> None:
+    """A rollout whose runner died while its last turn was sampled; the engine ended it all the same."""
+    called = asyncio.Event()
+    stage.answers = lambda request, count: called.set() or ToolStatus.ok
+    await stage.request()
+    async with stage.running() as (task, _):
+        await asyncio.wait_for(called.wait(), 20)
+        engine.holds_after = 0
+        await asyncio.wait_for(engine.reached.wait(), 20)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    await asyncio.wait_for(engine.asked_to_abort.wait(), 20)
+    engine.released.set()
+    async with asyncio.timeout(20):
+        while len(await stage.said(TurnCompleted)) < 2:
+            await stage.broker.changed(1)
+
+
+@pytest.mark.parametrize("gateways", [1, 2], ids=["the same gateway", "another gateway"])
+async def test_the_answer_that_was_judged_is_named_though_nobody_waited_for_its_end(
+    stage: Stage, gateways: int
+) -> None:
+    """A second runner judges it and dies before the finish; a third one finishes, at a gateway that may know the turn
+    from the log alone."""
+    stage.engine = engine = LateAborts(stage.engine)
+    async with AsyncExitStack() as stack:
+        serving = await stack.enter_async_context(AsyncExitStack())
+        await serving.enter_async_context(stage.gateway())
+        await ended_alone(stage, engine)
+        async with stage.running() as (task, log):
+            log.dies_at = log.points + 2  # right after the verdict
+            await asyncio.wait([task], timeout=20)
+            with pytest.raises(Died):
+                await task
+        if gateways > 1:
+            await serving.aclose()
+            await stack.enter_async_context(stage.gateway())
+        async with stage.running():
+            [finish] = await stage.finished(1)
+    answer = (await stage.said(TurnCompleted))[-1]
+    assert (answer.aborted, answer.finish_reason) == (True, FinishReason.stop)
+    assert (finish.outcome, set(await rewards(stage))) == (Outcome.completed, {1.0})
+    assert (finish.turns[-1], finish.undelivered) == (answer.turn, ())
 
 
 async def test_a_session_goes_on_at_a_gateway_that_was_restarted(stage: Stage) -> None:
