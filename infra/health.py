@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from typing import Any
 
 import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -13,6 +14,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 
 class Health:
@@ -69,6 +71,11 @@ def application(health: Health) -> Starlette:
     return Starlette(routes=[Route(path, answer) for path, answer in routes.items()])
 
 
+def configured(app: ASGIApp, **more: Any) -> uvicorn.Config:
+    """How every server of ours runs: what it has to say goes where the process's lines go, from WARNING on."""
+    return uvicorn.Config(app, log_config=None, log_level="warning", access_log=False, lifespan="off", **more)
+
+
 class QuietServer(uvicorn.Server):
     """A uvicorn server that leaves signals to its process."""
 
@@ -95,6 +102,5 @@ async def serve_health(health: Health, *, instance: str) -> AsyncIterator[None]:
     if not port:
         yield
         return
-    config = uvicorn.Config(application(health), host="127.0.0.1", port=port, log_level="warning", lifespan="off")
-    async with QuietServer(config).running():
+    async with QuietServer(configured(application(health), host="127.0.0.1", port=port)).running():
         yield

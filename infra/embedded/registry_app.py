@@ -12,21 +12,22 @@ import json
 import logging
 import os
 import signal
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from turnlog.infra import log_lines
 from turnlog.infra.embedded.ports import HOST, claim
 from turnlog.infra.embedded.registry_store import Refused, SchemaStore, Version
 from turnlog.infra.endpoints import read
-from turnlog.infra.health import Health, QuietServer, serve_health
+from turnlog.infra.health import Health, QuietServer, configured, serve_health
 from turnlog.infra.log import LogError
 from turnlog.infra.registry import MEDIA_TYPE
 from turnlog.settings import Settings, load
@@ -142,8 +143,7 @@ async def _serve(settings: Settings, port: int) -> None:
             serve_health(health, instance="registry"),
         ):
             api = RegistryApi(store)
-            config = uvicorn.Config(api.application(), host=HOST, port=port, log_level="warning", lifespan="off")
-            async with QuietServer(config).running():
+            async with QuietServer(configured(api.application(), host=HOST, port=port)).running():
                 health.started()
                 log.info("registry serves http://%s:%d", HOST, port)
                 await _first(stopping.wait(), api.failed)
@@ -203,5 +203,5 @@ async def _not_found(request: Request, error: Exception) -> Response:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO)
+    log_lines.begin("INFO", sys.stderr)
     raise SystemExit(serve_registry(load(None, os.environ)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import faust
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from turnlog.infra import log_lines
 from turnlog.infra.endpoints import resolved
 from turnlog.infra.registry import HttpRegistry
 from turnlog.processors.shells import faust_recovery
@@ -34,9 +36,9 @@ def serve_views(settings: Settings) -> int:
     settings = resolved(settings)
     codec = asyncio.run(_codec(settings))
     app = make_app(settings, codec)
-    worker = faust.Worker(
-        app, loglevel=os.environ.get("TURNLOG_LOG_LEVEL", "WARNING"), redirect_stdouts=False, quiet=True
-    )
+    level = os.environ.get("TURNLOG_LOG_LEVEL", "WARNING").upper()
+    lines = {"version": 1, "disable_existing_loggers": False, "root": {"level": level}}
+    worker = faust.Worker(app, loglevel=level, logging_config=lines, redirect_stdouts=False, quiet=True)
     try:
         worker.execute_from_commandline()
     except SystemExit as done:
@@ -71,6 +73,7 @@ def make_app(settings: Settings, codec: Codec) -> faust.App:
         web_host="127.0.0.1",
         web_port=port or 6066,
         web_bind="127.0.0.1",
+        loghandlers=[log_lines.handler(sys.stderr)],
     )
     tables = _tables(app, settings)
     _agents(app, settings, codec, tables)

@@ -9,13 +9,12 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import uvicorn
 from fastapi import FastAPI, Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from turnlog.infra.health import QuietServer, application
+from turnlog.infra.health import QuietServer, application, configured
 from turnlog.infra.role import Role
 from turnlog.producers.gateway.endpoints import Gateway, answered
 from turnlog.producers.gateway.errors import GatewayError
@@ -88,10 +87,7 @@ async def main(role: Role) -> None:
 @asynccontextmanager
 async def serving(gateway: Gateway, listener: socket.socket) -> AsyncIterator[None]:
     """Serve on an open socket while the block runs; leaving waits for running turns."""
-    config = uvicorn.Config(
-        front(gateway), log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=30
-    )
-    server = QuietServer(config)
+    server = QuietServer(configured(front(gateway), timeout_graceful_shutdown=30))
     task = asyncio.create_task(server._serve([listener]))
     while not server.started and not task.done():  # noqa: ASYNC110 - uvicorn offers a flag, no event
         await asyncio.sleep(0.01)

@@ -6,13 +6,13 @@ import argparse
 import asyncio
 import dataclasses
 import importlib
-import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from turnlog import __version__
+from turnlog.infra import log_lines
 from turnlog.settings import Settings, SettingsError, load
 
 ROLES: dict[str, tuple[str, str]] = {
@@ -39,13 +39,7 @@ Settings: one TOML file (--settings), then TURNLOG_SECTION_KEY from the environm
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; the exit status. Typed errors end as one line on stderr and status 2."""
     arguments = parser().parse_args(argv)
-    logging.basicConfig(
-        level=os.environ.get("TURNLOG_LOG_LEVEL", "INFO").upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
-    for noisy in ("aiokafka", "httpx", "uvicorn.access"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    log_lines.begin(os.environ.get("TURNLOG_LOG_LEVEL", "INFO"), sys.stderr)
     try:
         settings = _settings(arguments)
         status: int = arguments.call(settings, arguments)
@@ -55,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not _is_ours(error) or os.environ.get("TURNLOG_TRACEBACK"):
             raise
-        print(f"turnlog {arguments.verb}: {type(error).__name__}: {error}", file=sys.stderr)
+        said = "\n".join(map(log_lines.escaped, str(error).split("\n")))
+        print(f"turnlog {arguments.verb}: {type(error).__name__}: {said}", file=sys.stderr)
         return 2
 
 
