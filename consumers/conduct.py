@@ -57,7 +57,7 @@ class NotEveryDraw(ConductError):
 def conduct(settings: Settings) -> int:
     """Feed and show a run that is up; 0 when every draw was trained."""
     console = Console()
-    display = Display(settings.run.id, settings.feeder.draws, console)
+    display = Display(settings, console)
     try:
         asyncio.run(run(settings, display))
     except asyncio.CancelledError:

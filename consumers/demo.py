@@ -88,7 +88,7 @@ async def runnable_here(settings: Settings, unisolated: Unisolated, console: Con
 
 async def _judged(settings: Settings, console: Console, measured: Measured) -> Report:
     """The loop, then replay and report while the servers still run."""
-    display = Display(settings.run.id, settings.feeder.draws, console)
+    display = Display(settings, console)
     began = time.monotonic()
     async with conduct.beside(_mean_load(measured)):
         await conduct.run(settings, display)

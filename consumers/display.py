@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from turnlog.consumers.watch import Picture
+from turnlog.settings import Settings
 
 BARS = " ▁▂▃▄▅▆▇█"
 REFRESH_PER_S = 4
@@ -28,11 +29,11 @@ def curve(values: list[float], width: int = 60) -> str:
 class Display:
     """What is shown. `phase` may be set from outside; on a terminal that is none, one line per step is printed."""
 
-    def __init__(self, run_id: str, steps: int, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, settings: Settings, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self.phase = "starting"
         self.picture = Picture()
-        self._run_id = run_id
-        self._wanted = steps
+        self._run_id = settings.run.id
+        self._wanted = settings.feeder.draws * settings.batcher.updates_per_draw
         self._console = console
         self._clock = clock
         self._loop_began: float | None = None

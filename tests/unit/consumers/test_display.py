@@ -1,0 +1,21 @@
+"""What the live display counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+
+from rich.console import Console
+
+from turnlog.consumers.display import Display
+from turnlog.settings import BatcherSettings, FeederSettings, Settings
+
+
+def test_steps_are_counted_against_every_update_of_every_draw() -> None:
+    settings = dataclasses.replace(
+        Settings(), feeder=FeederSettings(draws=6), batcher=BatcherSettings(updates_per_draw=2)
+    )
+    shown = io.StringIO()
+    console = Console(file=shown, width=120)
+    console.print(Display(settings, console).render())
+    assert "0/12" in shown.getvalue()
