@@ -24,7 +24,7 @@ from prometheus_client import Counter, Gauge
 
 from turnlog.consumers.engine_weights import BadWeights, fetch, model_shapes, verify, write
 from turnlog.infra.blobs import BlobError
-from turnlog.infra.engine import EngineDead, EngineError, EngineRefused
+from turnlog.infra.engine import EngineDead, EngineError, EngineRefused, EngineUnreachable
 from turnlog.infra.engine_control import EngineControl, SGLangControl
 from turnlog.infra.log import Partition, Reader
 from turnlog.infra.role import Role
@@ -181,7 +181,7 @@ class Loader:
             raise EngineSwapFailed(f"{self._url} refuses /model_info") from error
         except EngineDead as error:
             self._silent += 1
-            if self._silent >= SILENT_PROBES or "ConnectError" in str(error):
+            if self._silent >= SILENT_PROBES or isinstance(error, EngineUnreachable):
                 await self._gone(error)
                 raise EngineSwapFailed(str(error)) from error
             return

@@ -2,6 +2,7 @@
 
 EngineError
 ├── EngineDead      refused, dropped or silent connection, or a 5xx: another engine is asked
+│   └── EngineUnreachable   nobody listens at its address
 ├── EngineRefused   the engine answered 4xx, or what it answered cannot be used; asking again changes nothing
 └── EngineAborted   a request was aborted again and again by weight updates
 
@@ -33,6 +34,10 @@ class EngineError(Exception):
 
 class EngineDead(EngineError):
     """No answer can be had: SGLang drops the connection when its scheduler dies, it never answers 5xx then."""
+
+
+class EngineUnreachable(EngineDead):
+    """The connection could not be made: the process is gone, or its host is."""
 
 
 class EngineRefused(EngineError):
@@ -121,6 +126,8 @@ class SGLang:
                     return
                 async for piece in self._streamed(answer, request):
                     yield piece
+        except aiohttp.ClientConnectorError as error:
+            raise EngineUnreachable(f"{self.url}: {type(error).__name__} {error}".rstrip()) from error
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineDead(f"{self.url}: {type(error).__name__} {error}".rstrip()) from error
         except (orjson.JSONDecodeError, KeyError, TypeError, IndexError) as error:
@@ -133,6 +140,8 @@ class SGLang:
             body = orjson.dumps({"rid": rid})
             async with self._http().post(f"{self.url}/abort_request", data=body, headers=JSON, timeout=timeout):
                 return
+        except aiohttp.ClientConnectorError as error:
+            raise EngineUnreachable(f"{self.url}: {type(error).__name__} {error}".rstrip()) from error
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineDead(f"{self.url}: {type(error).__name__} {error}".rstrip()) from error
 

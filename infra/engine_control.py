@@ -1,6 +1,7 @@
 """Client of SGLang's control endpoints: what weights an engine serves, and how to swap them under live requests.
 
-Errors are those of infra.engine: EngineDead (no answer; SGLang dies without a 5xx) and EngineRefused (4xx).
+Errors are those of infra.engine: EngineDead (no answer; SGLang dies without a 5xx), EngineUnreachable where nobody
+listens, and EngineRefused (4xx).
 A swap is bracketed: pause(retract) moves running requests to the waiting queue and drops their KV, so that they go on
 under the new weights; without it an update under load kills the engine or waits for every request. SGLang checks
 almost nothing of what it loads, and a truncated file kills it: verify files first (consumers/engine_weights.py).
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 
 import httpx
 
-from turnlog.infra.engine import EngineDead, EngineRefused
+from turnlog.infra.engine import EngineDead, EngineRefused, EngineUnreachable
 
 QUICK_S = 10.0
 """For everything but the load itself."""
@@ -98,6 +99,8 @@ class SGLangControl:
             if answer.status_code < httpx.codes.BAD_REQUEST:
                 found: dict[str, Any] = answer.json()
                 return found
+        except httpx.ConnectError as error:
+            raise EngineUnreachable(f"{self.url}{path}: {type(error).__name__} {error}".rstrip()) from error
         except (httpx.TransportError, ValueError) as error:
             raise EngineDead(f"{self.url}{path}: {type(error).__name__} {error}".rstrip()) from error
         text = f"{self.url}{path} answered {answer.status_code}: {answer.text[:300]}"

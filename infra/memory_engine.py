@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import numpy as np
 
-from turnlog.infra.engine import EngineDead, EngineRefused, Generate, Piece
+from turnlog.infra.engine import EngineDead, EngineRefused, EngineUnreachable, Generate, Piece
 
 Script = Callable[[Sequence[int]], list[int]]
 """Prompt ids -> the output that the policy would give, its stop token included."""
@@ -64,7 +64,7 @@ class MemoryEngine:
     async def abort(self, rid: str) -> None:
         """See Engine."""
         if self._dead:
-            raise EngineDead("the engine was killed")
+            raise EngineUnreachable("the engine was killed")
         self.aborted.append(rid)
         for live, event in self._live.items():
             if live.startswith(rid):
@@ -77,7 +77,7 @@ class MemoryEngine:
         if request.experts_from is not None and request.experts_from > len(request.input_ids):
             raise EngineRefused(f"experts from {request.experts_from} of a prompt of {len(request.input_ids)}")
         if self._dead:
-            raise EngineDead("the engine was killed")
+            raise EngineUnreachable("the engine was killed")
         if any(not 0 <= token < self.vocabulary for token in request.input_ids):
             self.kill()
             raise EngineDead("a token id outside the vocabulary killed the engine")

@@ -5,17 +5,19 @@ from __future__ import annotations
 import struct
 from pathlib import Path
 
-from turnlog.infra.engine import EngineDead, EngineRefused
+from turnlog.infra.engine import EngineDead, EngineRefused, EngineUnreachable
 from turnlog.infra.engine_control import ModelInfo
 
 
 class MemoryEngineControl:
-    """One engine in memory. `paused`, `alive` and `loads` are for tests to look at."""
+    """One engine in memory. `paused`, `alive` and `loads` are for tests to look at; `silent`: of how many calls the
+    connection is dropped."""
 
     def __init__(self, model: Path) -> None:
         self._info = ModelInfo("default", str(model))
         self.paused = False
         self.alive = True
+        self.silent = 0
         self.loads: list[int] = []
 
     def restart(self) -> None:
@@ -54,7 +56,10 @@ class MemoryEngineControl:
 
     def _alive(self) -> None:
         if not self.alive:
-            raise EngineDead("memory engine: ConnectError")
+            raise EngineUnreachable("memory engine: nobody listens")
+        if self.silent:
+            self.silent -= 1
+            raise EngineDead("memory engine: ReadError, and before that a ConnectError")
 
 
 def _exists(folder: Path) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -38,8 +39,9 @@ class LiveEngine:
     client: Engine
     in_flight: int = 0
     failures: int = 0
-    rests_until: float = 0.0
-    """Event loop time."""
+    failed_at: float = float("-inf")
+    """When the breaker opened last, by the clock of Engines; requests that began before are of that outage."""
+    rests_until: float = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +62,10 @@ class Wanted:
 
 @dataclass(slots=True)
 class Engines:
-    """All engines of the run. `connect` makes a client of a URL."""
+    """All engines of the run. `connect` makes a client of a URL; `clock` counts seconds."""
 
     connect: Callable[[str], Engine] = SGLang
+    clock: Callable[[], float] = time.monotonic
     live: dict[str, LiveEngine] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -75,15 +78,14 @@ class Engines:
         elif engine.url != event.url:
             engine.url, engine.client = event.url, self.connect(event.url)
         engine.state, engine.version = event.state, event.version
-        engine.failures, engine.rests_until = 0, 0.0
+        engine.failures, engine.rests_until = 0, float("-inf")
         self._wake()
 
     async def choose(self, session_id: str, wanted: Wanted, *, timeout_s: float) -> LiveEngine:
         """The engine for a turn, waiting for one that may serve it. Raises NoEngine."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
+        deadline = self.clock() + timeout_s
         while True:
-            now = loop.time()
+            now = self.clock()
             able = [engine for engine in self.live.values() if wanted.accepts(engine)]
             awake = [engine for engine in able if engine.rests_until <= now]
             if awake:
@@ -93,16 +95,20 @@ class Engines:
             rest = min((engine.rests_until for engine in able), default=deadline)
             await self._change(min(rest, deadline) - now)
 
-    def failed(self, engine: LiveEngine) -> None:
-        """Open the breaker: the engine rests, longer each time."""
+    def failed(self, engine: LiveEngine, began: float) -> None:
+        """Open the breaker for a request that began then: the engine rests, longer each time that it is found dead
+        after a rest. Requests that were in flight when it died are one outage, however many they are."""
+        if began <= engine.failed_at:
+            return
         rest = min(REST_S * 2**engine.failures, LONGEST_REST_S)
         engine.failures += 1
-        engine.rests_until = asyncio.get_running_loop().time() + rest
+        engine.failed_at = self.clock()
+        engine.rests_until = engine.failed_at + rest
         log.warning("engine %s at %s does not answer; resting it for %.1f s", engine.id, engine.url, rest)
 
     def served(self, engine: LiveEngine) -> None:
-        """Close the breaker."""
-        engine.failures = 0
+        """Close the breaker: it is alive."""
+        engine.failures, engine.rests_until = 0, float("-inf")
 
     async def close(self) -> None:
         """Release every client."""

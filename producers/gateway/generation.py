@@ -127,13 +127,18 @@ class Sampler:
     ) -> None:
         """One engine call into the draft. Raises EngineRefused."""
         loop = asyncio.get_running_loop()
-        begun, before = loop.time(), len(draft.ids)
+        begun, began, before = loop.time(), self.engines.clock(), len(draft.ids)
         labels: tuple[tuple[str, int], ...] = ()
         rows: bytes | None = None
         watch = asyncio.create_task(_abort_when_gone(gone, engine, request.rid))
         engine.in_flight += 1
         try:
             async for piece in engine.client.generate(request, stream=stream, timeout_s=timeout_s):
+                if len(draft.ids) - before + len(piece.ids) > request.max_new_tokens:
+                    raise EngineRefused(
+                        f"more than the {request.max_new_tokens} tokens that {engine.url} was asked for: it ignores "
+                        "sampling_params.max_new_tokens; serve with an engine that keeps it"
+                    )
                 self._add(draft, piece, loop.time())
                 labels = piece.versions or labels
                 rows = piece.experts
@@ -142,7 +147,7 @@ class Sampler:
             self.engines.served(engine)
         except EngineDead:
             draft.finish = "dead"
-            self.engines.failed(engine)
+            self.engines.failed(engine, began)
         finally:
             watch.cancel()
             engine.in_flight -= 1

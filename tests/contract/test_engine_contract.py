@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from turnlog.infra.engine import Engine, EngineDead, EngineRefused, Generate, Piece, SGLang
+from turnlog.infra.engine import Engine, EngineDead, EngineRefused, EngineUnreachable, Generate, Piece, SGLang
 from turnlog.infra.memory_engine import MemoryEngine, joined
 
 PROMPT = [10, 20, 30, 40]
@@ -92,14 +92,16 @@ async def test_nobody_home_is_a_dead_engine() -> None:
             await server.wait_closed()
         engine = SGLang(f"http://127.0.0.1:{port}")
         for stream in (False, True):
-            with pytest.raises(EngineDead, match=str(port)):
+            with pytest.raises(EngineDead, match=str(port)) as dead:
                 await _pieces(engine, _request(), stream=stream)
-        with pytest.raises(EngineDead):
+            assert isinstance(dead.value, EngineUnreachable) == closed
+        with pytest.raises(EngineDead) as dead:
             await engine.abort("x")
+        assert isinstance(dead.value, EngineUnreachable) == closed
         await engine.close()
     fake = MemoryEngine(vocabulary=384, context=CONTEXT)
     fake.kill()
-    with pytest.raises(EngineDead):
+    with pytest.raises(EngineUnreachable):
         await _pieces(fake, _request(), stream=False)
 
 

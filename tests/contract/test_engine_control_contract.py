@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from turnlog.infra.embedded.tiny_model import make_tiny_model
-from turnlog.infra.engine import EngineDead, EngineRefused
+from turnlog.infra.engine import EngineDead, EngineRefused, EngineUnreachable
 from turnlog.infra.engine_control import EngineControl, SGLangControl
 from turnlog.infra.memory_engine_control import MemoryEngineControl
 
@@ -51,8 +52,14 @@ async def test_resume_is_harmless_when_not_paused(control: EngineControl) -> Non
     assert await control.model_info()
 
 
-async def test_an_engine_that_is_not_there_is_dead() -> None:
-    absent = SGLangControl("http://127.0.0.1:9")
-    with pytest.raises(EngineDead, match="ConnectError"):
-        await absent.model_info()
-    await absent.close()
+async def test_an_engine_that_is_not_there_is_unreachable_and_one_that_hangs_up_is_dead() -> None:
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    control = SGLangControl(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    with pytest.raises(EngineDead) as dead:
+        await control.model_info()
+    assert not isinstance(dead.value, EngineUnreachable)
+    server.close()
+    await server.wait_closed()
+    with pytest.raises(EngineUnreachable):
+        await control.model_info()
+    await control.close()

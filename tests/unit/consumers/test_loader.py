@@ -177,6 +177,17 @@ async def test_a_dead_engine_is_reported_and_ends_the_process(
         await running
 
 
+async def test_an_engine_that_drops_one_connection_is_not_gone(
+    role: Role, control: MemoryEngineControl, running: asyncio.Task[None]
+) -> None:
+    await said(role, 1)
+    control.silent = 1
+    while control.silent and not running.done():  # noqa: ASYNC110 - the loader asks once a second
+        await asyncio.sleep(0.01)
+    await publish(role, 0)
+    assert isinstance((await said(role, 2))[1], EngineWeightsLoaded)
+
+
 async def test_event_ids_differ_between_reports(
     role: Role, control: MemoryEngineControl, running: asyncio.Task[None]
 ) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
-from turnlog.producers.gateway.engines import Wanted
+from turnlog.infra.engine import Generate, Piece
+from turnlog.infra.memory_engine import MemoryEngine
+from turnlog.producers.gateway.engines import Engines, Wanted
 from turnlog.producers.gateway.errors import NoEngine, Unauthorized
 from turnlog.producers.gateway.session_tokens import KEY_FILE, Claims, sign, signing_key, verify
-from turnlog.schemas.events import FinishReason
+from turnlog.schemas.events import EngineRegistered, FinishReason
 from turnlog.schemas.types import int32s
 
 QUESTION = {"role": "user", "content": "3 + 5 = ?"}
@@ -76,6 +80,64 @@ async def test_a_dead_engine_is_left_for_another(rig: Any) -> None:
     answers = [await rig.chat(await rig.open(f"rollout-{number}"), [QUESTION]) for number in range(6)]
     assert {answer.status_code for answer in answers} == {200}
     assert {turn.engine_id for turn in await rig.written("TurnCompleted")} == {"e1"}
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def test_requests_that_fail_together_are_one_outage_and_a_rest_grows_with_each_in_vain() -> None:
+    clock = Clock()
+    engines = Engines(connect=lambda _: MemoryEngine(vocabulary=8, context=8), clock=clock)
+    engines.apply(
+        EngineRegistered(event_id="e", run_id="r", engine_id="e0", url="u", state="serving", version=0, model="m")
+    )
+    engine = engines.live["e0"]
+
+    def rest(requests: int, lasting: float) -> float:
+        began, clock.now = clock.now, clock.now + lasting
+        for _ in range(requests):
+            engines.failed(engine, began)
+        return engine.rests_until - clock.now
+
+    assert rest(64, 3.0) == 0.5
+    late = clock.now - 1.0  # began before the outage, ended long after it
+    for expected in (1.0, 2.0, 4.0, 8.0, 15.0, 15.0):
+        clock.now = engine.rests_until
+        engines.failed(engine, late)
+        assert engine.rests_until == clock.now
+        assert rest(64, 0.1) == expected
+    engines.served(engine)
+    assert await engines.choose("s", Wanted(), timeout_s=0.0) is engine
+    clock.now += 1
+    assert rest(64, 0.1) == 0.5
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_engine_that_gives_more_tokens_than_asked_is_refused_by_name(rig: Any, stream: bool) -> None:
+    class Unbounded(MemoryEngine):
+        """Samples on, whatever it was asked."""
+
+        def generate(self, request: Generate, *, stream: bool, timeout_s: float) -> AsyncIterator[Piece]:
+            more = dataclasses.replace(request, max_new_tokens=request.max_new_tokens + 3)
+            return super().generate(more, stream=stream, timeout_s=timeout_s)
+
+    rig.engines["e1"] = Unbounded(vocabulary=rig.tokens.vocabulary, context=1000, script=rig.script)
+    await rig.engine_says("e0", state="draining")
+    await rig.engine_says("e1")
+    session = await rig.open(sampling={"temperature": 1.0, "max_new_tokens": 5})
+    rig.script.says("1234567890")
+    answer = await rig.chat(session, [QUESTION], stream=stream)
+    said = answer.text if stream else answer.json()["error"]["message"]
+    assert "engine_failed" in answer.text
+    assert "more than the 5 tokens" in said
+    assert "http://e1" in said
+    turns = await rig.written("TurnCompleted")
+    assert [(turn.finish_reason, turn.output_tokens) for turn in turns] == [(FinishReason.error, 5)] * stream
+    assert {turn.aborted for turn in turns} <= {True}
 
 
 async def test_a_turn_waits_for_its_weights_and_says_so_when_they_do_not_come(rig: Any) -> None:
