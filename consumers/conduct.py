@@ -20,7 +20,7 @@ from rich.console import Console
 
 from turnlog.consumers.display import Display
 from turnlog.consumers.watch import WATCHED
-from turnlog.infra.embedded.plan import answers
+from turnlog.infra.embedded.plan import ROLE_START_S, answers, role_liveness
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Launch
 from turnlog.infra.embedded.run_files import LOGS, SETTINGS
@@ -132,6 +132,8 @@ async def _fed(settings: Settings) -> AsyncIterator[None]:
         log=directory / LOGS / "feeder-0.log",
         env={"TURNLOG_INSTANCE": "feeder-0", "TURNLOG_HEALTH_PORT": health.rpartition(":")[2], "OMP_NUM_THREADS": "1"},
         ready=lambda: answers(f"{health}/readyz"),
+        ready_timeout_s=ROLE_START_S,
+        liveness=role_liveness(health, settings.liveness),
     )
     supervisor = Supervisor([Member(launch=launch, essential=True, must_be_ready=False)], lambda _: None)
     task = asyncio.create_task(supervisor.run())

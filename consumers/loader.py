@@ -121,16 +121,23 @@ class Loader:
             self._role.health.started()
             probed = time.monotonic()
             while not self._role.stopping.is_set():
+                self._beat()
                 if self._waiting:
                     await self._swap()
+                    self._beat()
                 await self._take(reader, timeout_s=0.2)
                 if time.monotonic() - probed >= PROBE_S:
                     await self._probe()
                     probed = time.monotonic()
 
+    def _beat(self) -> None:
+        settings = self._role.settings
+        self._role.health.beat(within_s=settings.liveness.work_s + settings.loader.timeout_s)
+
     async def _wait_for_engine(self) -> None:
         limit = time.monotonic() + self._role.settings.engine.start_timeout_s
         while not self._role.stopping.is_set():
+            self._beat()
             try:
                 await self._control.model_info()
                 # A loader that was killed in a swap leaves its engine paused.
@@ -162,6 +169,7 @@ class Loader:
     async def _catch_up(self, reader: Reader) -> None:
         end = (await self._role.log.end_offsets([PARTITION]))[PARTITION]
         while reader.position(PARTITION) < end:
+            self._beat()
             await self._take(reader, timeout_s=0.2)
 
     async def _take(self, reader: Reader, *, timeout_s: float) -> None:

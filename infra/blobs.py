@@ -3,13 +3,15 @@
 BlobError
 ├── BlobMissing       nothing under that hash (yet): retried, then a typed end where it is needed
 ├── BlobCorrupt       the bytes do not hash to their name
-└── StoreUnavailable  transport, credentials, quota
+└── StoreUnavailable      credentials, quota
+    └── StoreUnreachable  transport or 5xx
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
+from turnlog.infra.unreachable import Unreachable
 from turnlog.schemas.types import BlobRef
 
 
@@ -27,6 +29,10 @@ class BlobCorrupt(BlobError):
 
 class StoreUnavailable(BlobError):
     """The store did not answer, or refused us; names [store] settings to check."""
+
+
+class StoreUnreachable(StoreUnavailable, Unreachable):
+    """The store did not answer, or failed."""
 
 
 class Blobs(Protocol):

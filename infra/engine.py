@@ -22,6 +22,8 @@ from typing import Any, Protocol
 import aiohttp
 import orjson
 
+from turnlog.infra.unreachable import Unreachable
+
 KEEP_ALIVE_S = 3.0
 """Below uvicorn's 5 s, so that an idle connection is dropped by us and never by the engine in mid-request."""
 CONNECT_S = 5.0
@@ -32,7 +34,7 @@ class EngineError(Exception):
     """Base of the tree above."""
 
 
-class EngineDead(EngineError):
+class EngineDead(EngineError, Unreachable):
     """No answer can be had: SGLang drops the connection when its scheduler dies, it never answers 5xx then."""
 
 

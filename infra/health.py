@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
@@ -16,12 +18,29 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+WORK = "work"
+
+
+@dataclass(slots=True)
+class Loop:
+    """A loop of a role that must come round."""
+
+    within_s: float
+    """0: whenever."""
+    rounds: int = 0
+    at: float = 0.0
+    """time.monotonic() of the last round."""
+
 
 class Health:
-    """What a role says of itself. `ready` needs every named condition to hold."""
+    """What a role says of itself. `ready` needs every named condition to hold; it is alive while every loop that has
+    begun comes round in time."""
 
-    def __init__(self, role: str) -> None:
+    def __init__(self, role: str, *, work_s: float = 0.0) -> None:
+        """`work_s`: within which a loop comes round that says nothing else."""
         self.role = role
+        self._work_s = work_s
+        self._loops: dict[str, Loop] = {}
         self._waiting: dict[str, str] = {"start": "starting"}
         self._tells: dict[str, Callable[[], Mapping[str, object]]] = {}
 
@@ -36,6 +55,32 @@ class Health:
     def started(self) -> None:
         """The role does its work."""
         self.holds("start")
+
+    def beat(self, loop: str = WORK, *, within_s: float | None = None) -> None:
+        """The loop has come round, or gets ahead within a round. To be called where the work is done: that the event
+        loop answers says nothing of it. Thread-safe."""
+        begun = self._loops.setdefault(loop, Loop(self._work_s if within_s is None else within_s))
+        begun.rounds += 1
+        begun.at = time.monotonic()
+
+    def ends(self, loop: str) -> None:
+        """The loop is over: nobody waits for it any more."""
+        self._loops.pop(loop, None)
+
+    def living(self) -> tuple[bool, dict[str, object]]:
+        """Whether every loop comes round in time, and what /healthz says: of each loop its rounds, the seconds that one
+        may take, and whether the last one is older."""
+        now = time.monotonic()
+        loops = {
+            name: {
+                "rounds": loop.rounds,
+                "within_s": loop.within_s,
+                "stale": bool(loop.within_s) and now - loop.at > loop.within_s,
+            }
+            for name, loop in list(self._loops.items())
+        }
+        alive = not any(loop["stale"] for loop in loops.values())
+        return alive, {"role": self.role, "pid": os.getpid(), "loops": loops}
 
     def tells(self, name: str, ask: Callable[[], Mapping[str, object]]) -> None:
         """/state answers what `ask` returns (JSON) under `name`."""
@@ -55,7 +100,8 @@ def application(health: Health) -> Starlette:
     """The endpoints as an ASGI application."""
 
     async def healthz(_: Request) -> Response:
-        return JSONResponse({"role": health.role, "pid": os.getpid()})
+        alive, said = health.living()
+        return JSONResponse(said, status_code=200 if alive else 503)
 
     async def readyz(_: Request) -> Response:
         waiting = health.waiting

@@ -16,6 +16,7 @@ from aiokafka.errors import (
     CommitFailedError,
     InvalidProducerEpoch,
     KafkaError,
+    KafkaTimeoutError,
     MessageSizeTooLargeError,
     OffsetMetadataTooLargeError,
     ProducerFenced,
@@ -30,6 +31,7 @@ from turnlog.infra.log import (
     Fenced,
     LogError,
     LogUnavailable,
+    LogUnreachable,
     OffsetOutOfRange,
     Oversized,
     Partition,
@@ -103,7 +105,7 @@ def typed(connection: Connection, doing: str) -> Iterator[None]:
     try:
         yield
     except TimeoutError as error:
-        raise LogUnavailable(f"{doing}: {connection.bootstrap} did not answer; check [kafka] bootstrap") from error
+        raise LogUnreachable(f"{doing}: {connection.bootstrap} did not answer; check [kafka] bootstrap") from error
     except KafkaError as error:
         raise typed_error(connection, doing, error) from error
 
@@ -128,4 +130,8 @@ def typed_error(connection: Connection, doing: str, error: KafkaError) -> LogErr
                 "and name it by a BlobRef"
             )
         case _:
-            return LogUnavailable(f"{said}; check [kafka] bootstrap ({connection.bootstrap})")
+            # Its base class without a cause is what the client says when no broker gave it the metadata.
+            bare = type(reason) is KafkaError and reason.__cause__ is None
+            silent = reason.retriable or bare or isinstance(reason, KafkaTimeoutError)
+            kind = LogUnreachable if silent else LogUnavailable
+            return kind(f"{said}; check [kafka] bootstrap ({connection.bootstrap})")

@@ -30,6 +30,7 @@ from turnlog.infra.log import (
     Headers,
     LogError,
     LogUnavailable,
+    LogUnreachable,
     Oversized,
     Partition,
     TopicMissing,
@@ -111,7 +112,7 @@ def answered(
     timer = loop.call_later(
         ANSWER_TIMEOUT_S,
         lambda: fail(
-            LogUnavailable(f"append to {where}: {connection.bootstrap} did not answer; check [kafka] bootstrap")
+            LogUnreachable(f"append to {where}: {connection.bootstrap} did not answer; check [kafka] bootstrap")
         ),
     )
     sent.add_done_callback(settle)

@@ -1,7 +1,8 @@
 """The log, as the rooms see it. `infra.kafka` is Apache Kafka, `infra.memory` the fake; both pass one contract.
 
 LogError
-├── LogUnavailable      transport: retried by the caller, or the process ends uncommitted
+├── LogUnavailable      the broker did not do it: retried by the caller, or the process ends uncommitted
+│   └── LogUnreachable  it gave no answer, or one that says to try again
 ├── Fenced              another owner started with the same transactional id: this process must end
 ├── TopicMissing        name it and say `turnlog topics apply`
 ├── OffsetOutOfRange    the log no longer holds what was asked for
@@ -17,6 +18,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from turnlog.infra.unreachable import Unreachable
+
 Headers = Sequence[tuple[str, bytes]]
 
 
@@ -25,7 +28,11 @@ class LogError(Exception):
 
 
 class LogUnavailable(LogError):
-    """The broker did not answer in time."""
+    """The broker did not do what was asked."""
+
+
+class LogUnreachable(LogUnavailable, Unreachable):
+    """No broker answered in time."""
 
 
 class Fenced(LogError):

@@ -1,8 +1,9 @@
 """Client of a schema registry that speaks the Confluent REST API. Subject = record name (RecordNameStrategy).
 
 RegistryError
-├── RegistryUnavailable   transport or 5xx: retried, then the process ends
-└── SchemaIncompatible    409: the change breaks BACKWARD_TRANSITIVE; names record, field and rule
+├── RegistryUnavailable      it did not do what was asked: retried, then the process ends
+│   └── RegistryUnreachable  transport or 5xx
+└── SchemaIncompatible       409: the change breaks BACKWARD_TRANSITIVE; names record, field and rule
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 
 import httpx
 
+from turnlog.infra.unreachable import Unreachable
 from turnlog.schemas.compatibility import Problem, Schema, incompatibilities
 
 MEDIA_TYPE = "application/vnd.schemaregistry.v1+json"
@@ -23,7 +25,11 @@ class RegistryError(Exception):
 
 
 class RegistryUnavailable(RegistryError):
-    """The registry did not answer; check [registry] url."""
+    """The registry did not do what was asked; check [registry] url."""
+
+
+class RegistryUnreachable(RegistryUnavailable, Unreachable):
+    """The registry did not answer, or failed."""
 
 
 class SchemaIncompatible(RegistryError):
@@ -92,11 +98,12 @@ class HttpRegistry:
         try:
             return await self._http.request(method, path, json=body)
         except httpx.TransportError as error:
-            raise RegistryUnavailable(f"{self._url}: {error or type(error).__name__}; check [registry] url") from error
+            raise RegistryUnreachable(f"{self._url}: {error or type(error).__name__}; check [registry] url") from error
 
     def _body(self, answer: httpx.Response) -> Any:
         if answer.status_code >= httpx.codes.BAD_REQUEST:
-            raise RegistryUnavailable(f"{self._url} answered {answer.status_code}: {answer.text[:200]}")
+            kind = RegistryUnreachable if answer.is_server_error else RegistryUnavailable
+            raise kind(f"{self._url} answered {answer.status_code}: {answer.text[:200]}")
         return answer.json()
 
 

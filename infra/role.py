@@ -58,7 +58,8 @@ async def opened(name: str, settings: Settings, *, archive: bool = False) -> Asy
         blobs = S3Blobs(settings.store)
         stack.push_async_callback(blobs.close)
         log, events = await (_archived if archive else _live)(stack, settings, blobs, instance)
-        yield Role(name, instance, settings, log, events, blobs, Health(name))
+        health = Health(name, work_s=settings.liveness.work_s)
+        yield Role(name, instance, settings, log, events, blobs, health)
 
 
 async def _live(stack: AsyncExitStack, settings: Settings, blobs: Blobs, instance: str) -> tuple[Log, EventLog]:

@@ -20,7 +20,7 @@ import urllib3
 from minio import Minio
 from minio.error import InvalidResponseError, MinioException, S3Error
 
-from turnlog.infra.blobs import BlobCorrupt, BlobError, BlobMissing, StoreUnavailable
+from turnlog.infra.blobs import BlobCorrupt, BlobError, BlobMissing, StoreUnavailable, StoreUnreachable
 from turnlog.schemas.types import BlobRef
 from turnlog.settings import StoreSettings
 
@@ -86,7 +86,8 @@ class S3Blobs:
             self._ensure_bucket()
             return call()
         except (MinioException, urllib3.exceptions.HTTPError, OSError) as error:
-            raise StoreUnavailable(f"{self._settings.endpoint}: {_what(error)}; {SETTINGS}") from error
+            kind = StoreUnreachable if _is_silence(error) else StoreUnavailable
+            raise kind(f"{self._settings.endpoint}: {_what(error)}; {SETTINGS}") from error
 
     def _ensure_bucket(self) -> None:
         with self._bucket_lock:
@@ -176,6 +177,12 @@ def _status(error: MinioException) -> int:
     if isinstance(error, InvalidResponseError):
         return int(error._code)
     return 0
+
+
+def _is_silence(error: Exception) -> bool:
+    """No answer at all, or a 5xx."""
+    status = _status(error) if isinstance(error, MinioException) else 0
+    return status == 0 or status >= HTTPStatus.INTERNAL_SERVER_ERROR
 
 
 def _what(error: Exception) -> str:

@@ -62,10 +62,12 @@ async def main(role: Role) -> None:
         reader.assign(await role.log.start_offsets(partitions))
         ends = await role.log.end_offsets(partitions)
         while any(reader.position(partition) < ends[partition] for partition in partitions):
+            role.health.beat()
             await feeder.take(await reader.poll(max_records=2000))
         await feeder.remember()
         role.health.started()
         while not role.stopping.is_set():
+            role.health.beat()
             await feeder.admit()
             await feeder.take(await reader.poll(timeout_s=0.2))
 

@@ -24,6 +24,7 @@ from typing import Any, Final
 import orjson
 
 from turnlog.infra.recipes import Message, Recipe
+from turnlog.infra.unreachable import Unreachable
 from turnlog.producers.connections import Answer, Connections, NoAnswer
 from turnlog.producers.environments import Environments
 from turnlog.producers.gateway.session_tokens import signing_key
@@ -40,7 +41,7 @@ class GatewayClientError(Exception):
     """Base of the tree above."""
 
 
-class GatewayUnavailable(GatewayClientError):
+class GatewayUnavailable(GatewayClientError, Unreachable):
     """Is a gateway running at [gateway] url, and an engine behind it?"""
 
 

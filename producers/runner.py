@@ -73,6 +73,7 @@ class Runner:
         last_commit = time.monotonic()
         try:
             while not self._role.stopping.is_set():
+                self._role.health.beat()
                 await self._take(await reader.poll(timeout_s=POLL_S))
                 if self._failure is not None:
                     raise self._failure

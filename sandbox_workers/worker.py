@@ -113,6 +113,7 @@ class Worker:
     async def _serve(self, reader: GroupReader) -> None:
         due = expect = time.monotonic()
         while not self._role.stopping.is_set():
+            self._role.health.beat()
             for record in await reader.poll(timeout_s=POLL_S):
                 await self._take(record)
             self._role.health.started()

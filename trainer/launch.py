@@ -10,19 +10,24 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from turnlog.trainer.heartbeats import beating, heard
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.model_folder import read_weights
 from turnlog.trainer.plan import LearningPlan
-from turnlog.trainer.process_group import Store, meeting_place, process_group
+from turnlog.trainer.process_group import meeting_place, process_group
 from turnlog.trainer.ranks import Ranks, follow
 from turnlog.trainer.shape import read_shape
 
 END_S = 30.0
+HOST = "127.0.0.1"
+Beat = Callable[[int], None]
+"""Is told of every rank but 0 that beats, from a thread."""
 
 
 def torchrun_rank(environment: Mapping[str, str]) -> int | None:
@@ -31,16 +36,16 @@ def torchrun_rank(environment: Mapping[str, str]) -> int | None:
 
 
 @contextmanager
-def ranks(plan: LearningPlan) -> Iterator[Ranks]:
+def ranks(plan: LearningPlan, beat: Beat = lambda _: None) -> Iterator[Ranks]:
     """Rank 0 with its peers, on the weights of the plan's model folder. Raises UnsupportedModel, WeightsMismatch."""
     if plan.world_size == 1 or torchrun_rank(os.environ) is not None:
-        with _rank_zero(plan, None) as everyone:
+        with _rank_zero(plan, None, beat) as everyone:
             yield everyone
         return
     store = meeting_place(0, plan.world_size)
     children = [_start(plan, rank, store.port) for rank in range(1, plan.world_size)]
     try:
-        with _rank_zero(plan, store) as everyone:
+        with _rank_zero(plan, store, beat) as everyone:
             yield everyone
         for child in children:
             child.wait(END_S)
@@ -57,11 +62,12 @@ def serve_rank(plan: LearningPlan | None, *, rank: int, world_size: int, tensor:
         box: list[LearningPlan | None] = [plan]
         dist.broadcast_object_list(box, src=0, group=control)
         assert box[0] is not None
-        follow(_learner(box[0]), control)
+        with beating(*_meeting_address(store), rank):
+            follow(_learner(box[0]), control)
 
 
 @contextmanager
-def _rank_zero(plan: LearningPlan, store: Store | None) -> Iterator[Ranks]:
+def _rank_zero(plan: LearningPlan, store: TCPStore | None, beat: Beat) -> Iterator[Ranks]:
     options = plan.options
     with process_group(
         rank=0,
@@ -70,11 +76,19 @@ def _rank_zero(plan: LearningPlan, store: Store | None) -> Iterator[Ranks]:
         tensor=options.tensor_parallel,
         pipeline=options.pipeline_parallel,
     ) as control:
-        if plan.world_size > 1:
-            dist.broadcast_object_list([plan], src=0, group=control)
+        if plan.world_size == 1:
+            yield Ranks(_learner(plan), control, 1)
+            return
+        dist.broadcast_object_list([plan], src=0, group=control)
         everyone = Ranks(_learner(plan), control, plan.world_size)
-        yield everyone
+        with heard(*_meeting_address(store), plan.world_size, beat):
+            yield everyone
         everyone.release()  # after an error the others find the connection closed instead
+
+
+def _meeting_address(store: TCPStore | None) -> tuple[str, int]:
+    """(host, port) of the store where the ranks met: one of this machine, else torchrun's."""
+    return (HOST, store.port) if store else (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 
 
 def _learner(plan: LearningPlan) -> Learner:

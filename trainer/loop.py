@@ -64,12 +64,23 @@ async def main(role: Role) -> None:
         await asyncio.to_thread(_follow, plan, rank)
         return
     await asyncio.to_thread(initial_weights, role.settings, functools.partial(_warming, role))
-    async with role.log.transactor(f"{role.settings.run.id}.trainer") as transactor:
-        with LearnerThread(plan) as learner:
-            await Trainer(role, transactor, plan, learner).run()
+    async with (
+        role.log.transactor(f"{role.settings.run.id}.trainer") as transactor,
+        LearnerThread(plan, functools.partial(_rank_beats, role)) as learner,
+    ):
+        await Trainer(role, transactor, plan, learner).run()
+
+
+def _beat(role: Role) -> None:
+    role.health.beat(within_s=role.settings.liveness.step_s)
+
+
+def _rank_beats(role: Role, rank: int) -> None:
+    role.health.beat(f"rank {rank}", within_s=role.settings.liveness.rank_s)
 
 
 def _warming(role: Role, step: int, steps: int, loss: float) -> None:
+    _beat(role)
     role.health.waits("start", f"warm start {step}/{steps}, loss {loss:.3f}")
 
 
@@ -88,29 +99,33 @@ def _follow(plan: LearningPlan, rank: int) -> None:
 class LearnerThread:
     """The ranks, called from one thread of their own, so that a step never holds up clients, health and signals."""
 
-    def __init__(self, plan: LearningPlan) -> None:
-        self._plan = plan
+    def __init__(self, plan: LearningPlan, beat: launch.Beat) -> None:
+        """`beat`: see launch.ranks."""
+        self._plan, self._beat = plan, beat
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="learner")
         self._open = ExitStack()
         self._ranks: Ranks | None = None
 
-    def __enter__(self) -> LearnerThread:
+    async def __aenter__(self) -> LearnerThread:
         try:
-            self._ranks = self._thread.submit(self._open.enter_context, launch.ranks(self._plan)).result()
+            self._ranks = await self._run(self._open.enter_context, launch.ranks(self._plan, self._beat))
         except BaseException:
             self._thread.shutdown()
             raise
         return self
 
-    def __exit__(self, *failure: Any) -> None:
+    async def __aexit__(self, *failure: Any) -> None:
         try:
-            self._thread.submit(self._open.__exit__, *failure).result()
+            await self._run(self._open.__exit__, *failure)
         finally:
             self._thread.shutdown()
 
     async def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
         """`method` of Ranks, in the thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, method, self._ranks, *arguments)
+        return await self._run(method, self._ranks, *arguments)
+
+    async def _run(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
 
 class Trainer:
@@ -138,6 +153,7 @@ class Trainer:
             self._role.health.started()
             free = time.monotonic()
             while not self._role.stopping.is_set() and not self._done():
+                _beat(self._role)
                 found = await manifests.next(timeout_s=0.2)
                 if found is None:
                     continue
@@ -178,6 +194,7 @@ class Trainer:
         rate = self._plan.learning_rate(self._cursor.step)
         result: StepResult = await self._learner.call(Ranks.step, rows, self._plan.objective, rate)
         seconds["step"] = time.monotonic() - mark
+        _beat(self._role)
         cursor = self._after(manifest, offset)
         mark = time.monotonic()
         events: list[Event] = []
@@ -230,6 +247,7 @@ class Trainer:
                 VERSION.set(event.version)
 
     async def _save(self) -> Path:
+        _beat(self._role)
         mark = time.monotonic()
         part = self._checkpoints.begin(self._cursor)
         await self._learner.call(Ranks.save, part, {"cursor": cursor_values(self._cursor)})

@@ -63,6 +63,7 @@ async def main(role: Role) -> None:
         await archiver.open()
         role.health.started()
         while not role.stopping.is_set():
+            role.health.beat()
             await archiver.turn()
 
 
@@ -119,6 +120,7 @@ class Archiver:
         starts, ends = await self._role.log.start_offsets(places), await self._role.log.end_offsets(places)
         commits = await self._role.log.commits(self._group, places)
         for place in places:
+            self._role.health.beat()
             await self._resume(place, commits.get(place), starts[place], ends[place])
         self._reader.assign(self._ends)
 

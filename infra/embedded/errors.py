@@ -7,7 +7,9 @@ EmbeddedError
 │   ├── JarsUnavailable  the Maven repository did not answer: network, or TURNLOG_MAVEN_REPOSITORY
 │   └── JarMismatch      a jar is not the one that jars.lock pins
 ├── PortTaken          a port that a setting names is in use
-├── ServerDied         a server ended before it was ready, with the tail of its log
+├── ServerDied         a server or role ended, with the tail of its log
+│   ├── LacksServer    ... since a server that it needs did not answer (status 75)
+│   ├── Hung           ... by us: it was alive and silent
 │   ├── BrokerDied
 │   ├── StoreDied
 │   ├── RegistryDied
@@ -52,7 +54,15 @@ class PortTaken(EmbeddedError):
 
 
 class ServerDied(EmbeddedError):
-    """The process ended before it was ready."""
+    """The process ended."""
+
+
+class LacksServer(ServerDied):
+    """It ended since a server that it needs did not answer: it is started again as long as it takes."""
+
+
+class Hung(ServerDied):
+    """It was alive and silent for longer than [liveness] allows, so it was killed."""
 
 
 class BrokerDied(ServerDied):

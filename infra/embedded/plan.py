@@ -14,12 +14,14 @@ from pathlib import Path
 from turnlog.infra.embedded.broker import Broker
 from turnlog.infra.embedded.engine import Engine
 from turnlog.infra.embedded.errors import RegistryDied, RoleDied
+from turnlog.infra.embedded.liveness import Liveness, answering, broker_answers, generates, http_answers, role_loops
 from turnlog.infra.embedded.object_store import ObjectStore
 from turnlog.infra.embedded.ports import HOST, claim, free_ports
 from turnlog.infra.embedded.process import Launch
 from turnlog.infra.embedded.run_files import LOGS, SETTINGS
 from turnlog.infra.embedded.supervisor import Member
 from turnlog.infra.endpoints import Endpoints
+from turnlog.liveness_settings import LivenessSettings
 from turnlog.settings import Settings
 
 ROLES = ("gateway", "runner", "sandbox", "assembler", "batcher", "trainer", "loader", "views", "archive")
@@ -32,6 +34,8 @@ LOG_AND_STORE, ON_LOG, GATEWAY, ROLE = 0, 1, 2, 3
 ENGINE_DEATHS = 2
 SERVER_DEATHS = 3
 PROBE_TIMEOUT_S = 1.0
+ROLE_START_S = 300.0
+"""A role that is not ready is hung after so long a silence at the earliest: imports, a restore, a warm start."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,7 +57,7 @@ class Plan:
     def __init__(self, settings: Settings, roles: Sequence[str] = ROLES) -> None:
         """Formats Kafka's folder and fetches its jars when needed.
         Raises EmbeddedError (PortTaken, NoJava, JarError, ModelMissing, ...)."""
-        self._settings = settings
+        self._settings, self._live = settings, settings.liveness
         self._directory = Path(settings.run.directory)
         self._ports = iter(free_ports(64))
         self.members: list[Member] = []
@@ -100,7 +104,8 @@ class Plan:
             heap_mb=wanted.heap_mb,
             log=self._log("kafka"),
         )
-        self._serve(broker.launch(), tier=LOG_AND_STORE)
+        liveness = Liveness(look=answering(lambda: broker_answers(broker.port)), within_s=self._live.broker_s)
+        self._serve(dataclasses.replace(broker.launch(), liveness=liveness), tier=LOG_AND_STORE)
         return broker.bootstrap
 
     def _store(self) -> str:
@@ -109,7 +114,8 @@ class Plan:
             return wanted.endpoint
         chosen = dataclasses.replace(wanted, port=self._port(wanted.port, "[store] port"))
         server = ObjectStore(self._directory / "store", chosen, log=self._log("store"))
-        self._serve(server.launch(), tier=LOG_AND_STORE)
+        liveness = Liveness(look=answering(lambda: http_answers(server.endpoint)), within_s=self._live.store_s)
+        self._serve(dataclasses.replace(server.launch(), liveness=liveness), tier=LOG_AND_STORE)
         return server.endpoint
 
     def _engines(self) -> tuple[str, ...]:
@@ -127,9 +133,15 @@ class Plan:
                 name=name,
                 seed=number + 1,
             )
-            self.members.append(Member(launch=engine.launch(), deaths=ENGINE_DEATHS, tier=ON_LOG))
+            launch = dataclasses.replace(engine.launch(), liveness=self._generating(engine.url))
+            self.members.append(Member(launch=launch, deaths=ENGINE_DEATHS, tier=ON_LOG))
             urls.append(engine.url)
         return tuple(urls)
+
+    def _generating(self, url: str) -> Liveness:
+        """An engine generates nothing while its weights are swapped."""
+        within_s = self._live.engine_s and self._live.engine_s + self._settings.loader.timeout_s
+        return Liveness(look=answering(lambda: generates(url)), within_s=within_s)
 
     def _registry(self) -> str:
         wanted = self._settings.registry
@@ -144,6 +156,7 @@ class Plan:
             env={"TURNLOG_REGISTRY_PORT": str(port), "OMP_NUM_THREADS": "1"},
             ready=lambda: answers(f"{url}/subjects"),
             died=RegistryDied,
+            liveness=Liveness(look=answering(lambda: http_answers(f"{url}/subjects")), within_s=self._live.registry_s),
         )
         self._serve(launch, tier=ON_LOG, after=self._there("kafka"))
         return url
@@ -187,13 +200,20 @@ class Plan:
             log=self._log(slot.name),
             env=env,
             ready=lambda: answers(f"{health}/readyz"),
+            ready_timeout_s=ROLE_START_S,
             died=RoleDied,
             remedy=f"`turnlog {slot.role}` can be run by hand with the same settings",
+            liveness=role_liveness(health, self._live),
         )
         return Member(launch=launch, after=after, tier=GATEWAY if slot.role == "gateway" else ROLE, must_be_ready=False)
 
     def _turnlog(self, *verb: str) -> tuple[str, ...]:
         return (sys.executable, "-m", "turnlog.cli", "--settings", str(self._directory / SETTINGS), *verb)
+
+
+def role_liveness(health: str, bounds: LivenessSettings) -> Liveness:
+    """Of the role that serves its health there."""
+    return Liveness(look=lambda: role_loops(health), within_s=bounds.role_s)
 
 
 def answers(url: str) -> bool:

@@ -25,7 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from turnlog.infra.embedded.errors import NotReady, ServerDied
+from turnlog.infra.embedded.errors import LacksServer, NotReady, ServerDied
+from turnlog.infra.embedded.liveness import Liveness
+from turnlog.infra.unreachable import STATUS as UNREACHABLE
 
 MARK = "TURNLOG_CHILD"
 TAIL_LINES = 20
@@ -58,6 +60,8 @@ class Launch:
     """One quick look (below a second)."""
     ready_timeout_s: float = 60.0
     stop_timeout_s: float = 15.0
+    liveness: Liveness | None = None
+    """How one sees that it goes on working; None: nobody looks."""
     died: type[ServerDied] = ServerDied
     remedy: str = "see its log"
 
@@ -134,15 +138,17 @@ class Child:
         return status
 
     def kill(self) -> None:
-        """SIGKILL, now, it and everything that it started."""
-        with contextlib.suppress(ProcessLookupError):
-            self._started.kill()
+        """SIGKILL, now, its process group and everything else that it started."""
+        if self._started.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._started.pid, signal.SIGKILL)
         self._started.wait()
         sweep(self.mark)
 
     def death(self) -> ServerDied:
         """The typed error of a process that has ended."""
-        return self.launch.died(
+        kind = LacksServer if self.returncode == UNREACHABLE else self.launch.died
+        return kind(
             f"{self.launch.name} ended with status {self.returncode}: {self.launch.remedy}; "
             f"log {self.launch.log}\n{self.tail()}"
         )

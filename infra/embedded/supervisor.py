@@ -1,21 +1,25 @@
-"""Starts children in the order of their needs, watches them, restarts what dies, stops everything in reverse.
+"""Starts children in the order of their needs, watches them, restarts what dies or hangs, stops everything in reverse.
 
 Each child is waiting -> starting -> ready; a death leads to restarting and back to starting, too many quick deaths to
-failed, an end with status 0 to done. `on_change` hears of every step.
+failed, an end with status 0 to done. `on_change` hears of every step. A child that is alive and silent is killed, which
+is a death. The end of one that lacked a server counts for nothing: it is started again as long as it takes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from turnlog.infra.embedded.errors import EmbeddedError, NotReady, ServerDied
+from turnlog.infra.embedded.errors import EmbeddedError, Hung, LacksServer, NotReady, ServerDied
+from turnlog.infra.embedded.liveness import Silence
 from turnlog.infra.embedded.process import CLEAN_EXITS, Child, Launch
 
+log = logging.getLogger(__name__)
 QUICK_S = 10.0
 """A child that was ready for less counts as a quick death."""
 FIRST_BACKOFF_S = 0.25
@@ -66,6 +70,8 @@ class Watched:
     error: EmbeddedError | None = None
     child: Child | None = None
     satisfied: asyncio.Event = field(default_factory=asyncio.Event)
+    hung: str = ""
+    """Why this life was ended by us; empty: it was not."""
     ready_at: float = float("inf")
     """time.monotonic() of this life's readiness."""
 
@@ -129,8 +135,12 @@ class Supervisor:
                 return
             except (NotReady, ServerDied) as death:
                 watched.error = death
-            long_ago = time.monotonic() - watched.ready_at > QUICK_S
-            quick, backoff_s = (1, FIRST_BACKOFF_S) if long_ago else (quick + 1, min(2 * backoff_s, LONGEST_BACKOFF_S))
+            log.warning("%s", str(watched.error).partition("\n")[0])
+            counts = not isinstance(watched.error, LacksServer)
+            if time.monotonic() - watched.ready_at > QUICK_S:
+                quick, backoff_s = int(counts), FIRST_BACKOFF_S
+            else:
+                quick, backoff_s = quick + counts, min(2 * backoff_s, LONGEST_BACKOFF_S)
             if quick >= watched.member.deaths:
                 self._change(watched, State.FAILED)
                 if watched.member.essential:
@@ -141,20 +151,37 @@ class Supervisor:
             await asyncio.sleep(backoff_s)
 
     async def _live(self, watched: Watched) -> None:
-        """One life of a member: return when it ends with status 0. Raises its death, or NotReady."""
+        """One life of a member: return when it ends with status 0. Raises its death, Hung or NotReady."""
         child = watched.child = Child(watched.member.launch)
         child.start()
         self._change(watched, State.STARTING)
         ended = asyncio.create_task(_end(child))
+        watchdog = asyncio.create_task(self._kill_when_hung(watched, child))
         try:
             if await self._becomes_ready(watched, ended):
                 self._change(watched, State.READY)
             await ended
         finally:
             ended.cancel()
+            watchdog.cancel()
         await asyncio.to_thread(child.stop)  # sweeps what it left behind
+        if watched.hung:
+            raise Hung(f"{watched.name} {watched.hung}: killed, with all that it had started; log {child.launch.log}")
         if child.returncode != 0:
             raise child.death()
+
+    async def _kill_when_hung(self, watched: Watched, child: Child) -> None:
+        """Look at the child for as long as it lives; SIGKILL to it and its group when it works no more."""
+        watched.hung, liveness = "", child.launch.liveness
+        if liveness is None:
+            return
+        silence = Silence(liveness, time.monotonic())
+        while not watched.hung:
+            await asyncio.sleep(liveness.every_s)
+            silence.looked(await asyncio.to_thread(liveness.look), time.monotonic())
+            starting = watched.state is not State.READY
+            watched.hung = silence.hung(at_least_s=child.launch.ready_timeout_s if starting else 0.0)
+        await asyncio.to_thread(child.kill)
 
     async def _becomes_ready(self, watched: Watched, ended: asyncio.Task[None]) -> bool:
         """Whether the child is ready; False when it ended. Raises NotReady, and stops it, when time is over."""

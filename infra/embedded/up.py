@@ -218,7 +218,8 @@ def _follow(pipe: BinaryIO, directory: Path, *, wait: bool, timeout_s: float, sa
             if child["state"] == State.FAILED:
                 raise SupervisorFailed(_error(child["error_type"], child["error"]))
             if child["state"] in (State.READY, State.RESTARTING):
-                say(f"{time.monotonic() - began:6.1f} s  {child['name']} {child['state']}")
+                why = child["error"].partition("\n")[0] if child["state"] == State.RESTARTING else ""
+                say(f"{time.monotonic() - began:6.1f} s  {child['name']} {child['state']}{why and ': '}{why}")
         if "ready" in told or ("endpoints" in told and not wait):
             return
     if time.monotonic() < began + timeout_s:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 
@@ -39,6 +40,7 @@ async def main(role: Role) -> None:
         clock=time.monotonic,
         silence_s=settings.reaper_silence_s,
         deadline_s=settings.group_deadline_s,
+        beat=functools.partial(role.health.beat, "reaper"),
     )
     reaping = asyncio.create_task(reaper.run(role.stopping))
     folding = asyncio.create_task(

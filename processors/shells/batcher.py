@@ -78,6 +78,7 @@ class Batcher:
             reader.assign(dict.fromkeys(control, 0))
             ends = await role.log.end_offsets(control)
             while any(reader.position(partition) < ends[partition] for partition in control):
+                role.health.beat()
                 await self._take(await reader.poll())
             groups = range(role.settings.kafka.groups)
             starts = {Partition(topics.SAMPLES.name, number): self._progress.position(number) for number in groups}
@@ -85,9 +86,11 @@ class Batcher:
             reader.assign({**{partition: reader.position(partition) for partition in control}, **starts})
             role.health.started()
             while not role.stopping.is_set():
+                role.health.beat()
                 await self._take(await reader.poll(timeout_s=0.05))
                 while self._may_form():
                     await self._form()
+                    role.health.beat()
 
     async def _take(self, records: list[Record]) -> None:
         for record in records:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from turnlog.infra.event_log import EventLog
@@ -35,9 +35,11 @@ class Reaper:
 
     def __init__(
         self, units: Mapping[int, Unit], client: Log, events: EventLog, *, clock: Clock, silence_s: float,
-        deadline_s: float,
+        deadline_s: float, beat: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """`silence_s`: of a session or an orphan; `deadline_s`: of a group since its first record."""
+        """`silence_s`: of a session or an orphan; `deadline_s`: of a group since its first record; `beat` is called
+        at every look."""
+        self._beat = beat
         self._units = units
         self._log = client
         self._events = events
@@ -52,6 +54,7 @@ class Reaper:
         """Look several times per limit, until `stopping`."""
         pause_s = min(max(min(self._silence_s, self._deadline_s) / 10, 0.05), 5.0)
         while not stopping.is_set():
+            self._beat()
             await self.look()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):

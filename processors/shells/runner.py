@@ -50,6 +50,7 @@ class Runner:
         )
         async with member as reader:
             while not stopping.is_set():
+                self._health.beat()
                 await self.turn(reader, max_records=max_records, poll_s=poll_s)
             await _all(unit.commit() for unit in self.units.values())
 

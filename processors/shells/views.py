@@ -18,6 +18,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from turnlog.infra import log_lines
 from turnlog.infra.endpoints import resolved
+from turnlog.infra.health import Health
+from turnlog.infra.kafka_connection import Connection, typed
 from turnlog.infra.registry import HttpRegistry
 from turnlog.processors.shells import faust_recovery
 from turnlog.schemas import topics
@@ -29,10 +31,12 @@ from turnlog.schemas.topics import Topic
 from turnlog.settings import Settings
 
 OPEN = "open"
+LOOK_EVERY_S = 5.0
 
 
 def serve_views(settings: Settings) -> int:
-    """Run the worker until SIGTERM. The port is [views] port, else the role's health port."""
+    """Run the worker until SIGTERM. The port is [views] port, else the role's health port. Raises LogUnreachable,
+    RegistryUnreachable, and what else ended it."""
     settings = resolved(settings)
     codec = asyncio.run(_codec(settings))
     app = make_app(settings, codec)
@@ -42,6 +46,11 @@ def serve_views(settings: Settings) -> int:
     try:
         worker.execute_from_commandline()
     except SystemExit as done:
+        # Faust has printed it: here it gets its type, so that the end tells a broker that is away from a fault of ours.
+        cause = worker.crash_reason or app.crash_reason or done.__context__
+        if done.code and isinstance(cause, Exception):
+            with typed(Connection(settings.kafka.bootstrap), "views"):
+                raise cause from None
         return int(done.code or 0)
     return 0
 
@@ -77,7 +86,9 @@ def make_app(settings: Settings, codec: Codec) -> faust.App:
     )
     tables = _tables(app, settings)
     _agents(app, settings, codec, tables)
-    _pages(app, tables)
+    health = Health("views", work_s=settings.liveness.work_s)
+    _beats(app, health)
+    _pages(app, tables, health)
     return app
 
 
@@ -150,12 +161,30 @@ def picture(sessions: Any, steps: Any, versions: Any) -> dict[str, Any]:
     }
 
 
-def _pages(app: faust.App, tables: dict[str, Any]) -> None:
+def _beats(app: faust.App, health: Health) -> None:
+    """The streams come round when they are at the ends of their partitions, or have got ahead since the last look."""
+    before: dict[Any, Any] = {}
+
+    async def look() -> None:
+        nonlocal before
+        consumer: Any = app.consumer
+        assigned = sorted(consumer.assignment())
+        positions = {place: await consumer.position(place) for place in assigned}
+        ends = await consumer.highwaters(*assigned) if assigned else {}
+        if assigned and (positions != before or all((positions[place] or 0) >= end for place, end in ends.items())):
+            health.beat()
+        before = positions
+
+    app.timer(LOOK_EVERY_S)(look)
+
+
+def _pages(app: faust.App, tables: dict[str, Any], health: Health) -> None:
     async def views(web: Any, request: Any) -> Any:
         return web.json(picture(tables["sessions"], tables["steps"], tables["versions"]))
 
     async def healthz(web: Any, request: Any) -> Any:
-        return web.json({"role": "views", "pid": os.getpid()})
+        alive, said = health.living()
+        return web.json(said, status=200 if alive else 503)
 
     async def readyz(web: Any, request: Any) -> Any:
         recovery: Any = app.tables.recovery  # type: ignore[attr-defined]

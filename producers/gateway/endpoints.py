@@ -66,7 +66,7 @@ class Gateway:
         topics = await role.log.topics()
         if SESSIONS.name not in topics:
             raise TopicMissing(f"{SESSIONS.name} does not exist: `turnlog topics apply` makes the catalogue's topics")
-        tail = SessionTail(role.log, role.events, topics[SESSIONS.name].partitions)
+        tail = SessionTail(role.log, role.events, topics[SESSIONS.name].partitions, beat=role.health.beat)
         identity = Identity(
             url=url,
             instance=f"{role.instance}-{secrets.token_hex(4)}",

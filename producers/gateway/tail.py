@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from turnlog.infra.event_log import RECORD_HEADER, EventLog
@@ -73,8 +74,12 @@ class Spine:
 class SessionTail:
     """`run` reads for ever; the other methods answer from what it has read."""
 
-    def __init__(self, log_: Log, events: EventLog, partitions: int) -> None:
+    def __init__(
+        self, log_: Log, events: EventLog, partitions: int, *, beat: Callable[[], None] = lambda: None
+    ) -> None:
+        """`beat` is called whenever the reader comes round."""
         self._log = log_
+        self._beat = beat
         self._events = events
         self._partitions = [Partition(SESSIONS.name, number) for number in range(partitions)]
         self._spines: dict[str, Spine] = {}
@@ -132,6 +137,7 @@ class SessionTail:
             self._positions = dict(starts)
             self.ready.set()
             while True:
+                self._beat()
                 for record in await reader.poll(max_records=POLL_RECORDS, timeout_s=0.5):
                     await self._take(record)
                 for partition in self._partitions:

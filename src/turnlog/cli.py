@@ -37,7 +37,8 @@ Settings: one TOML file (--settings), then TURNLOG_SECTION_KEY from the environm
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; the exit status. Typed errors end as one line on stderr and status 2."""
+    """Run one verb; the exit status. Typed errors end as one line on stderr and status 2, or 75 where a server
+    did not answer."""
     arguments = parser().parse_args(argv)
     log_lines.begin(os.environ.get("TURNLOG_LOG_LEVEL", "INFO"), sys.stderr)
     try:
@@ -51,12 +52,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         said = "\n".join(map(log_lines.escaped, str(error).split("\n")))
         print(f"turnlog {arguments.verb}: {type(error).__name__}: {said}", file=sys.stderr)
-        return 2
+        return _status_of(error)
 
 
 def _is_ours(error: Exception) -> bool:
     """Errors of our own trees carry what, where and the remedy; a traceback would only hide it."""
     return type(error).__module__.startswith("turnlog.")
+
+
+def _status_of(error: Exception) -> int:
+    """75 when a server did not answer: a supervisor starts a role that ended so as long as it takes. Else 2."""
+    from turnlog.infra.unreachable import STATUS, is_unreachable
+
+    return STATUS if is_unreachable(error) else 2
 
 
 def _settings(arguments: argparse.Namespace) -> Settings:

@@ -21,6 +21,7 @@ from turnlog.fold_settings import FOLD_SECTIONS as FOLD_SECTIONS
 from turnlog.fold_settings import OPERATIONAL
 from turnlog.fold_settings import BatcherSettings as BatcherSettings
 from turnlog.fold_settings import FoldSettings as FoldSettings
+from turnlog.liveness_settings import LivenessSettings
 from turnlog.sandbox_settings import EgressSettings, SandboxSettings
 from turnlog.setting_types import (
     Amount,
@@ -328,6 +329,7 @@ class Settings:
     loader: LoaderSettings = LoaderSettings()
     views: ViewsSettings = ViewsSettings()
     archive: ArchiveSettings = ArchiveSettings()
+    liveness: LivenessSettings = field(default_factory=LivenessSettings)
 
 
 def load(path: Path | None, env: Mapping[str, str]) -> Settings:

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from turnlog.infra.embedded.errors import BrokerDied, NotReady
+from turnlog.infra.embedded.errors import BrokerDied, Hung, LacksServer, NotReady
+from turnlog.infra.embedded.liveness import Liveness, answering, http_answers
+from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Launch, marked, scope
 from turnlog.infra.embedded.supervisor import Member, State, Supervisor, Watched
 
@@ -21,7 +23,9 @@ Seen = asyncio.Queue[tuple[str, State]]
 
 
 def _member(tmp_path: Path, name: str, code: str = SLEEPER, **changes: object) -> Member:
-    launch_fields = {key: changes.pop(key) for key in ("ready", "ready_timeout_s", "died") if key in changes}
+    launch_fields = {
+        key: changes.pop(key) for key in ("ready", "ready_timeout_s", "died", "liveness") if key in changes
+    }
     launch = Launch(
         name=name,
         argv=(sys.executable, "-S", "-c", code),
@@ -136,3 +140,48 @@ async def test_only_a_server_dies_of_not_being_ready(tmp_path: Path, must_be_rea
         return
     async with _running(member) as (_, seen):
         await _until(seen, ("one", State.READY))
+
+
+async def test_a_child_that_is_alive_and_silent_is_killed_with_its_family_and_started_again(
+    tmp_path: Path,
+) -> None:
+    port = free_ports(1)[0]
+    url = f"http://{HOST}:{port}"
+    server = (
+        "import http.server, subprocess, sys\n"
+        "subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)'])\n"
+        "class Answer(http.server.BaseHTTPRequestHandler):\n"
+        "    def do_GET(self):\n"
+        "        self.send_response(404)\n"
+        "        self.end_headers()\n"
+        f"http.server.HTTPServer(({HOST!r}, {port}), Answer).serve_forever()\n"
+    )
+    liveness = Liveness(look=answering(lambda: http_answers(url)), within_s=1.0)
+    member = _member(tmp_path, "server", server, ready=lambda: http_answers(url), liveness=liveness)
+    async with _running(member) as (supervisor, seen):
+        await _until(seen, ("server", State.READY))
+        first = supervisor.watched["server"].child
+        assert first is not None
+        family = marked(first.mark)
+        assert len(family) == 2
+        os.kill(first.pid, signal.SIGSTOP)
+        await _until(seen, ("server", State.READY))
+        assert isinstance(supervisor.watched["server"].error, Hung)
+        assert "server gave no answer for" in str(supervisor.watched["server"].error)
+        assert marked(first.mark) == []
+        assert first.returncode == -signal.SIGKILL
+
+
+async def test_who_lacks_a_server_is_started_again_as_long_as_it_takes(tmp_path: Path) -> None:
+    lives = tmp_path / "lives"
+    code = (
+        f"import os, time\nwith open({str(lives)!r}, 'a+') as file:\n"
+        "    file.write('x')\n    file.seek(0)\n    lives = len(file.read())\n"
+        "if lives < 5: os._exit(75)\n"
+        "time.sleep(600)\n"
+    )
+    member = _member(tmp_path, "role", code, ready=lambda: lives.exists() and len(lives.read_text()) >= 5, deaths=2)
+    async with _running(member) as (supervisor, seen):
+        order = await _until(seen, ("role", State.READY))
+        assert order.count(("role", State.RESTARTING)) == 4
+        assert isinstance(supervisor.watched["role"].error, LacksServer)

@@ -1,0 +1,135 @@
+"""Whether a child that is alive for the kernel works: a protocol answer, and loops that come round.
+
+A hung process (stopped, deadlocked) keeps its sockets: the kernel goes on accepting connections for it. So every look
+asks for an answer that the process itself must give, and of a role also how often each of its loops has come round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import struct
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from turnlog.infra.embedded.ports import HOST
+
+LOOK_S = 2.0
+"""One look takes no longer."""
+GENERATION_LOOK_S = 5.0
+ANSWER = "answer"
+API_VERSIONS = struct.pack(">ihhih", 10, 18, 0, 1, -1)
+"""Size, ApiVersions, version 0, correlation id 1, no client id (Kafka protocol guide, "Request Header v1")."""
+
+Loops = Mapping[str, tuple[float, float]]
+"""Loop -> (a number that changes when it comes round, seconds within which it must; 0: whenever)"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Liveness:
+    """How one sees that a child works."""
+
+    look: Callable[[], Loops | None]
+    """One look of LOOK_S or so; None: no answer."""
+    within_s: float
+    """It answers at least so often; 0: whenever."""
+
+    @property
+    def every_s(self) -> float:
+        """Pause between looks."""
+        return min(max(self.within_s / 10, 0.25), 5.0) if self.within_s else 5.0
+
+
+class Silence:
+    """For how long each loop of a child has not come round, by the looks that were taken.
+
+    What lies between two looks counts for no more than the looks were apart by intention: a watcher that was stopped
+    itself, or a machine that slept, accuses nobody.
+    """
+
+    def __init__(self, liveness: Liveness, now: float) -> None:
+        """`now`: seconds of any clock that is given to `looked`, too."""
+        self._most_s = 2 * (liveness.every_s + LOOK_S)
+        self._at = now
+        self._seen: dict[str, float] = {ANSWER: 0.0}
+        self._within_s = {ANSWER: liveness.within_s}
+        self._silent_s = {ANSWER: 0.0}
+
+    def looked(self, loops: Loops | None, now: float) -> None:
+        """A look ended at `now`."""
+        passed_s, self._at = min(now - self._at, self._most_s), now
+        self._silent_s = {loop: silent_s + passed_s for loop, silent_s in self._silent_s.items()}
+        if loops is None:
+            return
+        self._silent_s = {ANSWER: 0.0} | {
+            loop: self._silent_s.get(loop, 0.0) if self._seen.get(loop) == number else 0.0
+            for loop, (number, _) in loops.items()
+        }
+        self._seen = {loop: number for loop, (number, _) in loops.items()}
+        self._within_s = {ANSWER: self._within_s[ANSWER]} | {loop: within_s for loop, (_, within_s) in loops.items()}
+
+    def hung(self, *, at_least_s: float = 0.0) -> str:
+        """What has been silent for too long (and `at_least_s`), in words; empty: nothing."""
+        for loop, silent_s in self._silent_s.items():
+            allowed_s = self._within_s[loop]
+            if allowed_s and silent_s > max(allowed_s, at_least_s):
+                what = "gave no answer" if loop == ANSWER else f"answered, but its loop {loop!r} stood still"
+                return f"{what} for {silent_s:.0f} s ({allowed_s:g} s are allowed: [liveness])"
+        return ""
+
+
+def answering(ask: Callable[[], bool]) -> Callable[[], Loops | None]:
+    """A look that asks a server for one answer."""
+    return lambda: {} if ask() else None
+
+
+def broker_answers(port: int) -> bool:
+    """Whether a broker answers ApiVersions, the first request of every client."""
+    with contextlib.suppress(OSError), socket.create_connection((HOST, port), LOOK_S) as broker:
+        broker.sendall(API_VERSIONS)
+        return broker.recv(4) != b""
+    return False
+
+
+def http_answers(url: str, *, timeout_s: float = LOOK_S) -> bool:
+    """Whether an HTTP server answers GET, whatever it says."""
+    try:
+        with urllib.request.urlopen(url, timeout=timeout_s):
+            return True
+    except urllib.error.HTTPError as refusal:
+        refusal.close()
+        return True
+    except (OSError, ValueError):
+        return False
+
+
+def generates(url: str) -> bool:
+    """Whether an SGLang engine gives tokens: to a request of its own where it is idle, else to anybody."""
+    try:
+        with urllib.request.urlopen(f"{url}/health_generate", timeout=GENERATION_LOOK_S):
+            return True
+    except urllib.error.HTTPError as refusal:
+        refusal.close()
+        return False
+    except (OSError, ValueError):
+        return False
+
+
+def role_loops(health: str) -> Loops | None:
+    """What a role's /healthz says of its loops, also where it says that one is stale."""
+    try:
+        with contextlib.closing(_opened(f"{health}/healthz")) as answer:
+            said = json.load(answer).get("loops", {})
+        return {loop: (float(one["rounds"]), float(one["within_s"])) for loop, one in said.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _opened(url: str) -> urllib.request.addinfourl:  # type: ignore[name-defined]
+    try:
+        return urllib.request.urlopen(url, timeout=LOOK_S)
+    except urllib.error.HTTPError as refusal:
+        return refusal

@@ -1,0 +1,55 @@
+"""Ends that a server's silence caused are told apart from ends of our own making."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import pytest
+
+from turnlog import cli
+from turnlog.infra.blobs import StoreUnavailable, StoreUnreachable
+from turnlog.infra.embedded.ports import HOST, free_ports
+from turnlog.infra.engine import EngineDead
+from turnlog.infra.log import LogUnavailable, LogUnreachable, TransactionFailed
+from turnlog.infra.registry import HttpRegistry, RegistryUnreachable
+from turnlog.infra.s3 import S3Blobs
+from turnlog.infra.unreachable import STATUS, is_unreachable
+from turnlog.settings import StoreSettings
+
+
+def test_the_cause_of_an_error_counts() -> None:
+    failed = TransactionFailed("commit")
+    failed.__cause__ = LogUnreachable("no broker")
+    assert is_unreachable(failed)
+    assert is_unreachable(ExceptionGroup("tasks", [ValueError("x"), failed]))
+    assert is_unreachable(EngineDead("refused"))
+    assert not is_unreachable(TransactionFailed("commit"))
+    assert not is_unreachable(LogUnavailable("not authorised"))
+
+
+def test_a_verb_that_meets_no_broker_ends_with_a_status_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    away = f"{HOST}:{free_ports(1)[0]}"
+    names = ("KAFKA_BOOTSTRAP", "REGISTRY_URL", "STORE_ENDPOINT", "ENGINE_URLS", "GATEWAY_URL")
+    for name in names:
+        monkeypatch.setenv(f"TURNLOG_{name}", away if name == "KAFKA_BOOTSTRAP" else f"http://{away}")
+    assert cli.main(["topics", "check"]) == STATUS
+    monkeypatch.setenv("TURNLOG_KAFKA_GROUPS", "many")
+    assert cli.main(["topics", "check"]) == 2
+
+
+async def test_a_registry_that_is_not_there_is_unreachable() -> None:
+    registry = HttpRegistry(f"http://{HOST}:{free_ports(1)[0]}")
+    with pytest.raises(RegistryUnreachable):
+        await registry.schema(1)
+    await registry.close()
+
+
+async def test_a_store_that_is_not_there_is_unreachable_and_one_that_refuses_is_not(store: StoreSettings) -> None:
+    away = S3Blobs(dataclasses.replace(store, endpoint=f"http://{HOST}:{free_ports(1)[0]}"))
+    refused = S3Blobs(dataclasses.replace(store, secret_key="another"))
+    errors = await asyncio.gather(away.put(b"x"), refused.put(b"x"), return_exceptions=True)
+    assert isinstance(errors[0], StoreUnreachable)
+    assert isinstance(errors[1], StoreUnavailable)
+    assert not isinstance(errors[1], StoreUnreachable)
+    await asyncio.gather(away.close(), refused.close())
