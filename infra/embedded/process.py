@@ -118,11 +118,12 @@ class Child:
         """Whether the process has ended, waiting for that at most so long."""
         if self.returncode is not None:
             return True
-        pidfd = os.pidfd_open(self.pid)
-        try:
-            select.select([pidfd], [], [], timeout_s)
-        finally:
-            os.close(pidfd)
+        with contextlib.suppress(ProcessLookupError):  # another thread has just seen its end
+            pidfd = os.pidfd_open(self.pid)
+            try:
+                select.select([pidfd], [], [], timeout_s)
+            finally:
+                os.close(pidfd)
         return self.returncode is not None
 
     def stop(self) -> int:

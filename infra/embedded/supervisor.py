@@ -163,10 +163,12 @@ class Supervisor:
             await ended
         finally:
             ended.cancel()
-            watchdog.cancel()
-        await asyncio.to_thread(child.stop)  # sweeps what it left behind
+            if not watched.hung:
+                watchdog.cancel()
         if watched.hung:
+            await watchdog
             raise Hung(f"{watched.name} {watched.hung}: killed, with all that it had started; log {child.launch.log}")
+        await asyncio.to_thread(child.stop)  # sweeps what it left behind
         if child.returncode != 0:
             raise child.death()
 

@@ -23,6 +23,7 @@ from turnlog.infra.embedded.process import marked
 from turnlog.infra.embedded.run_files import read_state, write_settings
 from turnlog.infra.embedded.up import down, status_processes, up
 from turnlog.infra.registry import HttpRegistry
+from turnlog.liveness_settings import LivenessSettings
 from turnlog.settings import EngineSettings, KafkaSettings, ModelSettings, RunSettings, Settings
 
 pytestmark = pytest.mark.kafka
@@ -71,10 +72,10 @@ async def test_a_run_goes_up_and_down_and_up_again_with_what_it_held(settings: S
 
 
 @contextlib.contextmanager
-def _foreground(directory: Path) -> Iterator[tuple[subprocess.Popen[bytes], Iterator[dict[str, Any]]]]:
+def _foreground(directory: Path, **changes: Any) -> Iterator[tuple[subprocess.Popen[bytes], Iterator[dict[str, Any]]]]:
     """`turnlog supervise` without roles, and what it tells."""
     directory.mkdir(parents=True)
-    path = write_settings(directory, _settings(directory))
+    path = write_settings(directory, _settings(directory, **changes))
     reading, writing = os.pipe()
     argv = [sys.executable, "-m", "turnlog.cli", "--settings", str(path), "supervise"]
     env = {**os.environ, "TURNLOG_NOTIFY_FD": str(writing), "TURNLOG_SUPERVISED_ROLES": ""}
@@ -95,6 +96,23 @@ def test_ctrl_c_in_the_foreground_leaves_nothing(tmp_path: Path) -> None:
     assert stopped[0] == "registry"
     assert set(stopped[1:]) == {"kafka", "store"}
     assert marked(read_state(directory)["scope"]) == []
+
+
+def test_each_server_that_is_stopped_is_killed_and_comes_back(tmp_path: Path) -> None:
+    directory = tmp_path / "runs" / "r"
+    bounds = LivenessSettings(broker_s=4.0, registry_s=4.0, store_s=4.0)
+    with _foreground(directory, liveness=bounds) as (supervisor, told):
+        assert any("ready" in line for line in told)
+        for name in ("registry", "store", "kafka"):
+            stopped = next(child["pid"] for child in read_state(directory)["children"] if child["name"] == name)
+            os.kill(stopped, signal.SIGSTOP)
+            changes = (line["child"] for line in told if "child" in line and line["child"]["name"] == name)
+            again = next(child for child in changes if child["state"] == "ready")
+            assert again["restarts"] == 1
+            assert again["error_type"] == "Hung"
+            assert f"{name} gave no answer for" in again["error"]
+        supervisor.send_signal(signal.SIGINT)
+        assert supervisor.wait(60) == 0
 
 
 def test_a_killed_broker_comes_back_on_its_port_and_a_killed_supervisor_leaves_nothing(tmp_path: Path) -> None:
