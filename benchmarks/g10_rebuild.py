@@ -26,7 +26,7 @@ from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role
 from turnlog.infra.topics_admin import apply
-from turnlog.processors.core.fold_rules import FOLD_VERSION
+from turnlog.processors.core.fold_versions import FOLD_VERSION
 from turnlog.processors.core.unit_fold import INPUTS, OUTPUTS
 from turnlog.processors.shells.examples import Shape
 from turnlog.schemas.events import RunConfigured

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from row import say, size, told
 
-from turnlog.processors.core.assembler import FoldRules, GroupFold
+from turnlog.processors.core.assembler import GroupFold
+from turnlog.processors.core.fold_rules import FoldRules
 from turnlog.schemas.events import (
     Agent,
     Boundary,

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from turnlog.infra.history import all_events, events
 from turnlog.infra.role import Role, opened
+from turnlog.processors.core.fold_versions import FOLD_VERSION, fold_version
 from turnlog.processors.core.ledgers import FIRST, Books, Ledgers
 from turnlog.processors.core.run_books import RunBooks, run_books
 from turnlog.schemas import topics
@@ -55,10 +56,10 @@ async def read(role: Role) -> RunBooks:
 
 async def read_levels(role: Role) -> Books:
     """The books of every session, group and batch, and where records disagree."""
-    max_tokens = role.settings.batcher.max_tokens
+    max_tokens, version = role.settings.batcher.max_tokens, FOLD_VERSION
     for event in await all_events(role, topics.RUNS):
-        max_tokens = json.loads(event.settings)["batcher"]["max_tokens"]
-    ledgers = Ledgers(role.settings.run.id, max_tokens)
+        max_tokens, version = json.loads(event.settings)["batcher"]["max_tokens"], event.fold_version
+    ledgers = Ledgers(role.settings.run.id, max_tokens, fold_version(version))
     for topic in READ:
         async for record, event in events(role, topic):
             ledgers.add(record.topic, record.partition, record.offset, event)

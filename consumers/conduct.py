@@ -28,7 +28,7 @@ from turnlog.infra.embedded.supervisor import Member, Supervisor
 from turnlog.infra.embedded.up import status_processes
 from turnlog.infra.history import all_events, partitions
 from turnlog.infra.role import Role, opened
-from turnlog.processors.core.fold_rules import FOLD_VERSION
+from turnlog.processors.core.fold_versions import FOLD_VERSION
 from turnlog.schemas import ids, topics
 from turnlog.schemas.errors import UndecodableRecord
 from turnlog.schemas.events import RunConfigured

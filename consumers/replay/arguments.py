@@ -40,6 +40,10 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         "--set", dest="changes", metavar="KEY=VALUE", action="append", default=[],
         help="any other key of [fold] or [batcher]: --set fold.discount=0.9",
     )  # fmt: skip
+    other.add_argument(
+        "--fold-version", metavar="N", default=None,
+        help="fold by the rules of another version than the run's: docs/folds.md says what each one makes otherwise",
+    )  # fmt: skip
     other.add_argument("--out", type=Path, metavar="OUT", default=None, help="folder to make")
     other.add_argument("--format", choices=("parquet", "arrow"), default="parquet", help="default parquet")
     other.add_argument("--overwrite", action="store_true", help="replace the dataset that stands at OUT")

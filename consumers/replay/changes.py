@@ -1,4 +1,4 @@
-"""What a refold changes: keys of [fold] and [batcher], over the settings that the run recorded."""
+"""What a refold changes: keys of [fold] and [batcher], and the fold version, over what the run recorded."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ from dataclasses import dataclass, field
 
 from turnlog.consumers.replay.errors import BadRefold
 from turnlog.consumers.replay.source import Configured
+from turnlog.processors.core.fold_versions import fold_version
 from turnlog.settings import FOLD_SECTIONS, Settings, SettingsError, changed, recorded_keys
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Keys of [fold] and [batcher] with their new values, as text."""
+    """Keys of [fold] and [batcher] with their new values, as text, and a fold version."""
 
     fold: dict[str, str] = field(default_factory=dict)
     batcher: dict[str, str] = field(default_factory=dict)
+    fold_version: str | None = None
+    """None: as the run recorded it."""
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Changes:
-        """From the command line. Raises BadRefold."""
+        """From the command line. Raises BadRefold, UnknownFoldVersion."""
         found: dict[str, dict[str, str]] = {"fold": {}, "batcher": {}}
         for change in arguments.changes:
             key, equals, value = change.partition("=")
@@ -30,12 +33,14 @@ class Changes:
         for section, name in (("fold", "policy"), ("fold", "estimator"), ("batcher", "weighting")):
             if getattr(arguments, name) is not None:
                 found[section][name] = getattr(arguments, name)
-        return cls(**found)
+        if arguments.fold_version is not None:
+            fold_version(arguments.fold_version)
+        return cls(**found, fold_version=arguments.fold_version)
 
     @property
     def none(self) -> bool:
         """Nothing changes."""
-        return not self.fold and not self.batcher
+        return not self.fold and not self.batcher and self.fold_version is None
 
     def settings(self, recorded: Configured) -> Settings:
         """The recorded sections with the changes. Raises BadRefold."""

@@ -23,7 +23,7 @@ from turnlog.consumers.replay.errors import BadRefold, BrokenFold
 from turnlog.consumers.replay.merge import Merge
 from turnlog.consumers.replay.progress import Progress, Shown, Silent
 from turnlog.consumers.replay.run import ARCHIVE, FOLDER, asked, cuts_of
-from turnlog.consumers.replay.source import Inputs, Skips, SkipsFound, configured, fresh, places
+from turnlog.consumers.replay.source import Configured, Inputs, Skips, SkipsFound, configured, fresh, places
 from turnlog.consumers.replay.spool import Spool
 from turnlog.consumers.replay.state import ReplayState
 from turnlog.consumers.replay.unit import HistoryFold, UnitState, tokens_of
@@ -33,7 +33,7 @@ from turnlog.infra.cuts import Cut
 from turnlog.infra.log import Partition
 from turnlog.infra.role import Role, opened
 from turnlog.processors.core.draws import ReadableGroup
-from turnlog.processors.core.fold_rules import FOLD_VERSION, FoldRules
+from turnlog.processors.core.fold_rules import FoldRules
 from turnlog.processors.core.trimmed import DrawRules, PlacedSample
 from turnlog.schemas.events import Event, GroupScored, SegmentSample, TurnTreeAssembled
 from turnlog.settings import Settings, fold_settings_json, settings_sha256
@@ -97,9 +97,12 @@ class Refold:
         recorded = await configured(self._role)
         settings = self._changes.settings(recorded)
         sha256 = settings_sha256(fold_settings_json(settings))
-        now = dataclasses.replace(recorded, fold=settings.fold, batcher=settings.batcher, settings_sha256=sha256)
+        now = dataclasses.replace(
+            recorded, fold=settings.fold, batcher=settings.batcher, settings_sha256=sha256,
+            fold_version=self._changes.fold_version or recorded.fold_version,
+        )  # fmt: skip
         rules, draw_rules = now.rules(self._role.settings.run.id), now.draw_rules()
-        question = asked(self._role, self._until_text, sha256) | {"refold": True}
+        question = asked(self._role, self._until_text, now) | {"refold": True}
         state = ReplayState(self._folder, question, every_s=self._every_s)
         state.load(fresh=fresh)
         cuts = await cuts_of(self._role, state)
@@ -110,7 +113,7 @@ class Refold:
             with cheap_collections():
                 for unit, cut in cuts.items():
                     await self._fold_unit(unit, cut, rules, until, state, progress)
-            said = await self._written(draw_rules, until, await self._provenance(cuts, sha256), state)
+            said = await self._written(draw_rules, until, await self._provenance(cuts, now), state)
         finally:
             for spool in self._spools.values():
                 spool.close()
@@ -187,12 +190,16 @@ class Refold:
         assert isinstance(score, GroupScored)
         return ReadableGroup(score, tuple(PlacedSample(sample, unit, -1) for sample in samples))
 
-    async def _provenance(self, cuts: dict[int, Cut], sha256: str) -> Provenance:
-        query: dict[str, Any] = {"refold": dataclasses.asdict(self._changes)}
+    async def _provenance(self, cuts: dict[int, Cut], now: Configured) -> Provenance:
+        changes = dataclasses.asdict(self._changes)
+        query: dict[str, Any] = {"refold": {name: value for name, value in changes.items() if value is not None}}
         if self._until_text is not None:
             query["until"] = self._until_text
         found = Provenance(
-            query=query, runs={self._role.settings.run.id}, settings_sha256={sha256}, fold_versions={FOLD_VERSION}
+            query=query,
+            runs={self._role.settings.run.id},
+            settings_sha256={now.settings_sha256},
+            fold_versions={now.fold_version},
         )
         ends = {Partition(topic, unit): end for unit, cut in cuts.items() for topic, end in cut.high.items()}
         starts = await self._role.log.start_offsets(list(ends))

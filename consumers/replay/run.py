@@ -15,7 +15,7 @@ from rich.console import Console
 
 from turnlog.consumers.replay.errors import NothingToReplay
 from turnlog.consumers.replay.progress import Progress, Shown, Silent
-from turnlog.consumers.replay.source import configured, cut_of
+from turnlog.consumers.replay.source import Configured, configured, cut_of
 from turnlog.consumers.replay.state import ReplayState
 from turnlog.consumers.replay.until import moment
 from turnlog.consumers.replay.verify import Question, cheap_collections, verify_batches, verify_unit
@@ -23,7 +23,6 @@ from turnlog.infra.archive_log import ArchiveLog
 from turnlog.infra.cuts import Cut
 from turnlog.infra.log import Partition
 from turnlog.infra.role import Role, opened
-from turnlog.processors.core.fold_rules import FOLD_VERSION
 from turnlog.settings import Settings
 
 ARCHIVE = "archive"
@@ -102,7 +101,7 @@ async def run(
     """Replay the run of `role`. `folder` keeps what a killed replay goes on from; without it nothing is kept.
     Raises ReplayError, LogError, BlobError, RegistryError."""
     found = await configured(role)
-    state = ReplayState(folder, asked(role, until, found.settings_sha256), every_s=save_every_s)
+    state = ReplayState(folder, asked(role, until, found), every_s=save_every_s)
     state.load(fresh=fresh)
     cuts = await cuts_of(role, state)
     limit = None if until is None else await moment(role, until)
@@ -130,15 +129,15 @@ async def run(
     return verdict
 
 
-def asked(role: Role, until: str | None, settings_sha256: str) -> dict[str, Any]:
+def asked(role: Role, until: str | None, configured: Configured) -> dict[str, Any]:
     """What must be the same for a killed replay's memory to count."""
     source = role.log.index.root if isinstance(role.log, ArchiveLog) else f"topics {role.settings.kafka.prefix}"
     return {
         "run": role.settings.run.id,
         "source": source,
         "until": until,
-        "settings": settings_sha256,
-        "fold": FOLD_VERSION,
+        "settings": configured.settings_sha256,
+        "fold": configured.fold_version,
         "units": role.settings.kafka.groups,
     }
 

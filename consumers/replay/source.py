@@ -18,7 +18,7 @@ from turnlog.infra.payloads import inlined
 from turnlog.infra.role import Role
 from turnlog.processors.core.assembler import GroupFold
 from turnlog.processors.core.errors import FoldError
-from turnlog.processors.core.fold_rules import FOLD_VERSION, FoldRules
+from turnlog.processors.core.fold_rules import FoldRules
 from turnlog.processors.core.rules import draw_rules, fold_rules, recorded_settings
 from turnlog.processors.core.trimmed import DrawRules
 from turnlog.processors.core.unit_fold import DEFECTS, INPUTS, OUTPUTS, UnitFold, assembler_group, payloads_read
@@ -46,18 +46,13 @@ class Configured:
     def rules(self, run_id: str) -> FoldRules:
         """Of the recorded fold."""
         methods = installed(self.fold)
-        return fold_rules(self.fold, run_id=run_id, settings_sha256=self.settings_sha256, methods=methods)
+        return fold_rules(
+            self.fold, run_id=run_id, settings_sha256=self.settings_sha256, version=self.fold_version, methods=methods
+        )
 
     def draw_rules(self) -> DrawRules:
         """Of the recorded draws."""
         return draw_rules(self.fold, self.batcher, installed(self.fold))
-
-    @property
-    def remark(self) -> str:
-        """What to say beside a difference."""
-        if self.fold_version == FOLD_VERSION:
-            return ""
-        return f" (recorded by fold version {self.fold_version}, folded again by {FOLD_VERSION})"
 
 
 async def configured(role: Role) -> Configured:

@@ -101,10 +101,10 @@ class _Verifier:
         async with Merge(role.log, starts, ends, until_ms=limit) as inputs, Merge(role.log, *beside) as outputs:
             while divergence := await self._next(inputs, outputs):
                 if divergence is not UNKNOWN:
-                    return UnitResult(divergence + self._question.configured.remark)
+                    return UnitResult(divergence)
         divergence = await self._left_over()
         counts = {"records": state.counts.records, "samples": state.counts.samples}
-        return UnitResult(divergence and divergence + self._question.configured.remark, counts)
+        return UnitResult(divergence, counts)
 
     async def _next(self, inputs: Merge, outputs: Merge) -> str | None:
         """One step: fold a chunk, then meet what is emitted as long as outputs wait for it. UNKNOWN while there is

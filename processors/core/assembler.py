@@ -9,15 +9,13 @@ from __future__ import annotations
 from turnlog.processors.core.assembly import SessionTree, assemble, named_turns, tree_event
 from turnlog.processors.core.dialogues import Dialogues
 from turnlog.processors.core.errors import FoldError, MisplacedRecord
-from turnlog.processors.core.fold_rules import FOLD_VERSION, FoldRules
+from turnlog.processors.core.fold_rules import FoldRules
 from turnlog.processors.core.settlement import score
 from turnlog.processors.core.spine import Spine
 from turnlog.processors.core.supply import Supply
 from turnlog.processors.core.turns import TurnKey, key_of
 from turnlog.schemas.events import Event, TokenSnapshot, TurnCompleted
 from turnlog.schemas.topics import SESSIONS, SNAPSHOTS, TURNS
-
-__all__ = ["FOLD_VERSION", "FoldRules", "GroupFold"]
 
 Need = tuple[str, TurnKey]
 """(topic, turn) of a record that a settled session waits for."""
@@ -35,7 +33,7 @@ class GroupFold:
         """GroupScored was emitted; the group may be forgotten."""
         self._rules = rules
         self._last: dict[str, int] = {}
-        self._spine = Spine()
+        self._spine = Spine(rules.version)
         self._supplies: dict[str, Supply] = {}
         self._listens = rules.cutting.needs_messages
         self._dialogues: dict[str, Dialogues] = {}

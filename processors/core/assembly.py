@@ -8,7 +8,7 @@ from functools import partial
 
 from turnlog.processors.core.books import Ledger
 from turnlog.processors.core.dialogues import Dialogues
-from turnlog.processors.core.fold_rules import FOLD_VERSION, FoldRules
+from turnlog.processors.core.fold_rules import FoldRules
 from turnlog.processors.core.lineages import MAIN, SIDE_CALL, SUB_AGENT, Lineages, Turn, lineages
 from turnlog.processors.core.segments import Segments
 from turnlog.processors.core.spine import Session
@@ -118,7 +118,7 @@ def tree_event(group_id: str, tree: SessionTree, rules: FoldRules) -> TurnTreeAs
         outcome=session.finish.outcome,
         reward=session.reward,
         duplicated_prefix_tokens=tree.segments.duplicated,
-        fold_version=FOLD_VERSION,
+        fold_version=rules.version.name,
         settings_sha256=rules.settings_sha256,
     )
 

@@ -6,6 +6,7 @@ FoldError                     the record is wrong: park it, go on; the session i
 │   ├── UnknownSession        adopts a session that never started
 │   ├── SessionContradicted   a start that contradicts its group or its session
 │   ├── UnknownEpoch          a finish names turns of an epoch that was never opened
+│   ├── UnknownTurn           a step reward for a turn that the finish does not name
 │   └── RewardNotFinite       NaN or infinity as a reward
 ├── BaseNotBefore             a turn whose base is not an earlier turn
 ├── BaseUnknown               a turn whose base has no readable record (policies that route by messages)
@@ -66,6 +67,10 @@ class SessionContradicted(SpineError):
 
 class UnknownEpoch(SpineError):
     """SessionFinished names a turn of an epoch that no Started or Adopted opened."""
+
+
+class UnknownTurn(SpineError):
+    """StepRewardAssigned, after the finish that counts, for a turn that it does not name."""
 
 
 class RewardNotFinite(SpineError):

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from turnlog.processors.core.estimators import Estimator, EstimatorOptions
+from turnlog.processors.core.fold_versions import LATEST, FoldVersion
 from turnlog.processors.core.group_filters import ZERO_VARIANCE
 from turnlog.processors.core.methods import BUILT_IN, ChosenFilter, ChosenTransform, Methods
 from turnlog.processors.core.policies import Policy
-
-FOLD_VERSION = "1"
-"""Changes whenever the records that this project's roles write would give other outputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +17,8 @@ class FoldRules:
 
     run_id: str
     settings_sha256: str
+    version: FoldVersion = LATEST
+    """Of the run: which rules its records are folded by."""
     policy: str = "prefix"
     """A name in `methods.policies`."""
     fork_threshold_tokens: int = 1024

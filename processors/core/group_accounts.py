@@ -42,7 +42,7 @@ class Tree:
 class GroupRecords:
     """What the topics say of one group."""
 
-    spine: Spine = field(default_factory=Spine)
+    spine: Spine
     turns: dict[str, dict[TurnKey, Sampled]] = field(default_factory=dict)
     """Session -> its turns; the first snapshot of a turn counts."""
     trees: dict[str, Tree] = field(default_factory=dict)

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from turnlog.processors.core.accounts import LEVELS, Account, Imbalance, total
 from turnlog.processors.core.draw_accounts import Draws, Manifest, SampleTokens, drawn
 from turnlog.processors.core.errors import FoldError
+from turnlog.processors.core.fold_versions import FoldVersion
 from turnlog.processors.core.group_accounts import GroupRecords, Sampled, Tree
 from turnlog.processors.core.run_books import RunBooks, run_books
+from turnlog.processors.core.spine import Spine
 from turnlog.processors.core.turns import key_of
 from turnlog.schemas.events import (
     BatchSkipped,
@@ -57,6 +59,8 @@ class Ledgers:
     run_id: str
     max_tokens: int
     """[batcher] max_tokens of the run."""
+    version: FoldVersion
+    """Of the run."""
     _groups: dict[str, GroupRecords] = field(default_factory=dict)
     _samples: dict[str, SampleTokens] = field(default_factory=dict)
     _manifests: dict[int, Manifest] = field(default_factory=dict)
@@ -98,7 +102,7 @@ class Ledgers:
                     self._steps[event.batch_index] = event
 
     def _group(self, group_id: str) -> GroupRecords:
-        return self._groups.setdefault(group_id, GroupRecords())
+        return self._groups.setdefault(group_id, GroupRecords(Spine(self.version)))
 
     def run_books(self) -> RunBooks:
         """The run's total as `turnlog report` counts it, from fewer records."""

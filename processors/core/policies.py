@@ -46,7 +46,7 @@ class Prefix:
         self, turns: Sequence[Turn], tree: Lineages, undelivered: AbstractSet[TurnKey], rules: FoldRules
     ) -> Segments:
         """See Policy."""
-        return cut(turns, taken_out(turns, tree, undelivered))
+        return cut(turns, taken_out(turns, tree, undelivered, rules.version))
 
 
 class LastTurn:
@@ -58,7 +58,7 @@ class LastTurn:
         self, turns: Sequence[Turn], tree: Lineages, undelivered: AbstractSet[TurnKey], rules: FoldRules
     ) -> Segments:
         """See Policy."""
-        out = taken_out(turns, tree, undelivered)
+        out = taken_out(turns, tree, undelivered, rules.version)
         runs = tuple((order,) for order in range(len(turns)) if order not in out)
         return Segments(runs, duplicated(turns, runs), out)
 

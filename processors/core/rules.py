@@ -8,6 +8,7 @@ from typing import Any
 
 from turnlog.fold_settings import FOLD_SECTIONS, BatcherSettings, FoldSettings, Since
 from turnlog.processors.core.fold_rules import FoldRules
+from turnlog.processors.core.fold_versions import FOLD_VERSION, fold_version
 from turnlog.processors.core.methods import BUILT_IN, Methods
 from turnlog.processors.core.trimmed import DrawRules
 from turnlog.schemas.events import Weighting
@@ -58,13 +59,18 @@ def _recorded(name: str, kind: type, table: Any) -> Any:
     return kind(**values)
 
 
-def fold_rules(fold: FoldSettings, *, run_id: str, settings_sha256: str, methods: Methods = BUILT_IN) -> FoldRules:
+def fold_rules(
+    fold: FoldSettings, *, run_id: str, settings_sha256: str, version: str = FOLD_VERSION, methods: Methods = BUILT_IN
+) -> FoldRules:
     """What trees, segments and advantages depend on.
 
-    `methods`: what the names in [fold] mean, `infra.methods.installed(fold)` where users bring their own. Raises
-    SettingsError for a name or a specification that cannot be used.
+    `version`: as the run recorded it. `methods`: what the names in [fold] mean, `infra.methods.installed(fold)` where
+    users bring their own. Raises SettingsError for a name, a specification or a version that cannot be used.
     """
-    rules = FoldRules(run_id=run_id, settings_sha256=settings_sha256, methods=methods, **dataclasses.asdict(fold))
+    rules = FoldRules(
+        run_id=run_id, settings_sha256=settings_sha256, version=fold_version(version), methods=methods,
+        **dataclasses.asdict(fold),
+    )  # fmt: skip
     _check(rules)
     return rules
 

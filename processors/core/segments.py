@@ -7,11 +7,15 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from turnlog.processors.core.fold_versions import FoldVersion
 from turnlog.processors.core.images import agree
 from turnlog.processors.core.lineages import Lineages, Turn
 from turnlog.processors.core.tree import TokenTree
 from turnlog.processors.core.turns import Tokens, TurnKey, key_of
-from turnlog.schemas.events import MaskReason
+from turnlog.schemas.events import FinishReason, MaskReason
+
+PARTIAL = frozenset({FinishReason.abort, FinishReason.error})
+"""Outputs that the engine did not end: no answer to act on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +30,12 @@ class Segments:
 
 
 def taken_out(
-    turns: Sequence[Turn], tree: Lineages, undelivered: AbstractSet[TurnKey], *, guess_retries: bool = True
+    turns: Sequence[Turn],
+    tree: Lineages,
+    undelivered: AbstractSet[TurnKey],
+    version: FoldVersion,
+    *,
+    guess_retries: bool = True,
 ) -> dict[int, MaskReason]:
     """Leaves that no agent acted on: aborted, named undelivered, or retried.
 
@@ -34,22 +43,32 @@ def taken_out(
     """
     continued = tree.continued
     leaves = [order for order in range(len(turns)) if order not in continued]
-    again = _asked_again(turns, continued, leaves) if guess_retries else {}
     out: dict[int, MaskReason] = {}
     for order in leaves:
-        turn = turns[order]
-        if turn.kinship.aborted:
+        if _aborted(turns[order], version):
             out[order] = MaskReason.aborted
-        elif key_of(turn.id) in undelivered or (again and again.get(_asked(turn), -1) > order):
+        elif key_of(turns[order].id) in undelivered:
             out[order] = MaskReason.undelivered
+    if guess_retries:
+        mute = out.keys() if version.retries_need_answers else frozenset[int]()
+        again = _asked_again(turns, continued, [order for order in leaves if order not in mute])
+        retried = [order for order in leaves if order not in out and again.get(_asked(turns[order]), -1) > order]
+        out |= dict.fromkeys(retried, MaskReason.undelivered)
     return out
+
+
+def _aborted(turn: Turn, version: FoldVersion) -> bool:
+    """Whether an agent cannot have acted on the leaf."""
+    if version.aborted_leaves_train:
+        return turn.kinship.finish_reason in PARTIAL
+    return turn.kinship.aborted
 
 
 def _asked_again(
     turns: Sequence[Turn], continued: AbstractSet[int], leaves: Sequence[int]
 ) -> dict[tuple[object, ...], int]:
     """What leaves before the last turn asked -> the latest turn that asked it and is continued or is the last."""
-    last = len(turns) - 1
+    last = max((*continued, *leaves), default=-1)
     asked = {_asked(turns[leaf]) for leaf in leaves if leaf != last}
     if not asked:
         return {}

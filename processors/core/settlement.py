@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from turnlog.processors.core.assembly import SessionTree
 from turnlog.processors.core.books import Ledger
 from turnlog.processors.core.estimators import Advantages, Trajectory
-from turnlog.processors.core.fold_rules import FOLD_VERSION, FoldRules
+from turnlog.processors.core.fold_rules import FoldRules
 from turnlog.processors.core.methods import estimate
 from turnlog.processors.core.samples import samples
 from turnlog.processors.core.spine import Spine
@@ -38,6 +38,12 @@ class Settlement:
     reason: str
     advantages: Advantages | None
     """Of the valid members, in canonical order."""
+
+    def without_tokens(self) -> Settlement:
+        """Of a group whose samples would all be empty: nothing to draw, so it gives its place back."""
+        if self.status is not GroupStatus.trained:
+            return self
+        return Settlement(GroupStatus.discarded, "nothing_to_train", self.advantages)
 
 
 def excluded(tree: SessionTree, rules: FoldRules) -> str | None:
@@ -83,6 +89,8 @@ def score(
     purpose = spine.task.purpose if spine.task else Purpose.other
     transforms = rules.transforms
     settlement = settle(purpose, [trajectory(tree, transforms) for tree in valid], rules)
+    if rules.version.empty_groups_fail and not any(tree.trained(run) for tree in valid for run in tree.segments.runs):
+        settlement = settlement.without_tokens()
     worth = _credits(valid, settlement, rules)
     outputs: list[Event] = []
     for tree in valid:
@@ -105,7 +113,7 @@ def score(
         reason=settlement.reason,
         samples=len(outputs),
         books=_books(group_id, supplies, trees, set(worth), settlement.status),
-        fold_version=FOLD_VERSION,
+        fold_version=rules.version.name,
         settings_sha256=rules.settings_sha256,
         group_filters=tuple(chosen.label for chosen in rules.filters),
         reward_transforms=tuple(chosen.label for chosen in transforms),
@@ -114,7 +122,7 @@ def score(
 
 
 def _reward(tree: SessionTree, rules: FoldRules) -> float | None:
-    return own_reward(tree.session, by_steps=rules.formula.by_steps)
+    return own_reward(tree, rules)
 
 
 def _credits(valid: Sequence[SessionTree], settlement: Settlement, rules: FoldRules) -> dict[str, Credit]:

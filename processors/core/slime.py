@@ -182,7 +182,7 @@ class Slime:
         self, turns: Sequence[Turn], tree: Lineages, undelivered: AbstractSet[TurnKey], rules: FoldRules
     ) -> Segments:
         """Route, then build. What was named undelivered, or aborted, was never shown to an agent and is not routed."""
-        masked = taken_out(turns, tree, undelivered, guess_retries=False)
+        masked = taken_out(turns, tree, undelivered, rules.version, guess_retries=False)
         threshold = rules.fork_threshold_tokens
         root = _routed(turns, masked, threshold)
         runs: list[tuple[int, ...]] = []

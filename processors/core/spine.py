@@ -14,7 +14,9 @@ from turnlog.processors.core.errors import (
     SessionContradicted,
     UnknownEpoch,
     UnknownSession,
+    UnknownTurn,
 )
+from turnlog.processors.core.fold_versions import FoldVersion
 from turnlog.processors.core.tenure import Tenure
 from turnlog.schemas.events import (
     Event,
@@ -51,7 +53,7 @@ class Session(Tenure):
     started: SessionStarted | None = None
     verdict: Verdict | None = None
     steps: dict[TurnId, float | None] = field(default_factory=dict)
-    """First reward per turn; None for one that was refused."""
+    """First reward per turn; None for one that was refused. Of turns that the finish names, once it counts."""
     refused: bool = False
     settled: bool = False
 
@@ -69,6 +71,11 @@ class Session(Tenure):
             (self.verdict is not None or not expects.reward) and len(self.steps) >= expects.step_rewards
         )
 
+    @property
+    def named(self) -> frozenset[TurnId]:
+        """Turns of the counting finish."""
+        return frozenset(self.finish.turns) if self.finish is not None else frozenset()
+
     def key(self) -> object:
         """Canonical comparable value."""
         return (
@@ -81,7 +88,8 @@ class Session(Tenure):
 class Spine:
     """Folds agent.sessions of one group. After `members` is set nothing changes any more."""
 
-    def __init__(self) -> None:
+    def __init__(self, version: FoldVersion) -> None:
+        self._version = version
         self.sessions: dict[str, Session] = {}
         """Every session that the spine mentions, in order of first mention."""
         self.task: SessionStarted | None = None
@@ -152,14 +160,13 @@ class Spine:
             case SessionAdopted():
                 _adopt(session, event)
             case SessionFinished():
-                _finish(session, event)
+                self._finish(session, event)
             case RewardAssigned() if session.verdict is None:
                 session.verdict = _verdict(session, event)
             case RewardFailed() if session.verdict is None:
                 session.verdict = Verdict(None)
             case StepRewardAssigned() if event.turn not in session.steps:
-                session.steps[event.turn] = None
-                session.steps[event.turn] = _finite(session, event)
+                self._step(session, event)
 
     def _start(self, session: Session, event: SessionStarted) -> None:
         if event.event_id in session.epochs:
@@ -176,6 +183,36 @@ class Spine:
         self.task = task
         session.started = event
         session.open_epoch(event.event_id)
+
+    def _finish(self, session: Session, event: SessionFinished) -> None:
+        if not session.counts(event):
+            return
+        unknown = sorted({turn.epoch for turn in event.turns} - set(session.epochs))
+        session.finish = replace(event, turns=()) if unknown else event
+        if self._version.steps_need_named_turns:
+            session.steps = {turn: session.steps[turn] for turn in session.finish.turns if turn in session.steps}
+            session.refused = session.refused or None in session.steps.values()
+        if unknown:
+            session.refused = True
+            raise UnknownEpoch(
+                session.session_id, f"is finished with turns of epochs {unknown}, it has {session.epochs}",
+                "name turns by the event_id of the Started or Adopted that opened their epoch",
+            )  # fmt: skip
+
+    def _step(self, session: Session, event: StepRewardAssigned) -> None:
+        """Before the finish that counts nobody can say whether the turn is one of the session: the reward waits."""
+        waits = self._version.steps_need_named_turns and session.finish is None
+        if self._version.steps_need_named_turns and not waits and event.turn not in session.named:
+            raise UnknownTurn(
+                session.session_id, f"turn {event.turn.index} of epoch {event.turn.epoch} is rewarded, its finish does "
+                "not name it", "reward the turns that the agent acted on",
+            )  # fmt: skip
+        session.steps[event.turn] = None
+        try:
+            session.steps[event.turn] = _finite(session, event)
+        except RewardNotFinite:
+            session.refused = session.refused or not waits
+            raise
 
     def _settle(self, session: Session) -> None:
         if session.settled or session.started is None or not session.due():
@@ -217,29 +254,19 @@ def _adopt(session: Session, event: SessionAdopted) -> None:
     session.open_epoch(event.event_id)
 
 
-def _finish(session: Session, event: SessionFinished) -> None:
-    if not session.counts(event):
-        return
-    unknown = sorted({turn.epoch for turn in event.turns} - set(session.epochs))
-    session.finish = event
-    if unknown:
-        session.finish, session.refused = replace(event, turns=()), True
-        raise UnknownEpoch(
-            session.session_id, f"is finished with turns of epochs {unknown}, it has {session.epochs}",
-            "name turns by the event_id of the Started or Adopted that opened their epoch",
-        )  # fmt: skip
-
-
 def _verdict(session: Session, event: RewardAssigned) -> Verdict:
     session.verdict = Verdict(None, refused=True)
-    return Verdict(_finite(session, event))
+    try:
+        return Verdict(_finite(session, event))
+    except RewardNotFinite:
+        session.refused = True
+        raise
 
 
 def _finite(session: Session, event: RewardAssigned | StepRewardAssigned) -> float:
     """The value; its components count, too: what is shown of a reward must be numbers as well."""
     for name, value in (("", event.value), *event.components.items()):
         if not abs(value) <= MAX_REWARD:
-            session.refused = True
             raise RewardNotFinite(
                 session.session_id,
                 f"is rewarded with {value}" + (f" in component {name!r}" if name else ""),

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from turnlog.processors.core.assembly import SessionTree
 from turnlog.processors.core.estimators import Trajectory, TurnReward
+from turnlog.processors.core.fold_rules import FoldRules
 from turnlog.processors.core.methods import ChosenTransform
-from turnlog.processors.core.spine import Session
 from turnlog.schemas.events import MaskReason
 
 NEVER_ACTED_ON = frozenset({MaskReason.aborted, MaskReason.undelivered})
@@ -26,15 +26,18 @@ class Credit:
     """By turn order; the others carry `advantage`."""
 
 
-def own_reward(session: Session, *, by_steps: bool) -> float | None:
-    """The verdict; `by_steps`, the sum of the step rewards of a session that expects no verdict; None for neither.
-
-    A failed verdict is none, whatever the steps earned.
+def own_reward(tree: SessionTree, rules: FoldRules) -> float | None:
+    """The verdict; of an estimator by steps, the sum of what the turns of a session earned that expects no verdict;
+    None for neither. A failed verdict is none, whatever the steps earned.
     """
+    session = tree.session
     assert session.finish is not None
-    if session.verdict is not None or session.finish.expects.reward or not by_steps:
+    if session.verdict is not None or session.finish.expects.reward or not rules.formula.by_steps:
         return session.reward
-    given = [value for value in session.steps.values() if value is not None]
+    steps = session.steps
+    if rules.version.steps_need_named_turns:
+        steps = {turn: steps[turn] for turn in (tree.turns[order].id for order in acted_on(tree)) if turn in steps}
+    given = [value for value in steps.values() if value is not None]
     return math.fsum(given) if given else None
 
 

@@ -11,7 +11,8 @@ from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Log, Partition
 from turnlog.infra.methods import installed
 from turnlog.infra.role import Role
-from turnlog.processors.core.assembler import FOLD_VERSION, GroupFold
+from turnlog.processors.core.assembler import GroupFold
+from turnlog.processors.core.fold_versions import FOLD_VERSION
 from turnlog.processors.core.low_water import FoldName
 from turnlog.processors.core.rules import fold_rules
 from turnlog.processors.shells.reaper import Reaper
@@ -29,8 +30,8 @@ class SettingsDiffer(Exception):
 
 async def main(role: Role) -> None:
     """Fold until `role.stopping`. Raises SettingsDiffer, LowWaterError, LogError, BlobError, RegistryError."""
-    plan = assembler_plan(role.settings)
-    await check_configured(role.log, role.events, role.settings.run.id, plan.fold)
+    version = await recorded_version(role.log, role.events, role.settings)
+    plan = assembler_plan(role.settings, version)
     settings = role.settings.assembler
     runner = Runner(plan, role.log, role.events, role.blobs, role.health, clock=time.monotonic)
     reaper = Reaper(
@@ -61,13 +62,16 @@ async def main(role: Role) -> None:
         await asyncio.wait((folding, reaping))
 
 
-def assembler_plan(settings: Settings) -> Plan:
-    """What the settings make of the units."""
+def assembler_plan(settings: Settings, version: str = FOLD_VERSION) -> Plan:
+    """What the settings make of the units, by the fold version of the run. Raises SettingsError."""
     sha256 = settings_sha256(fold_settings_json(settings))
-    rules = fold_rules(settings.fold, run_id=settings.run.id, settings_sha256=sha256, methods=installed(settings.fold))
+    rules = fold_rules(
+        settings.fold, run_id=settings.run.id, settings_sha256=sha256, version=version,
+        methods=installed(settings.fold),
+    )  # fmt: skip
     return Plan(
         run_id=settings.run.id,
-        fold=FoldName(FOLD_VERSION, sha256),
+        fold=FoldName(version, sha256),
         factory=lambda group_id, floor: GroupFold(group_id, floor, rules),
         messages=rules.cutting.needs_messages,
         horizon_records=settings.assembler.horizon_records,
@@ -75,17 +79,24 @@ def assembler_plan(settings: Settings) -> Plan:
     )
 
 
-async def check_configured(client: Log, events: EventLog, run_id: str, fold: FoldName) -> None:
-    """Raises SettingsDiffer when the run's RunConfigured says other settings or another fold version than ours."""
+async def recorded_version(client: Log, events: EventLog, settings: Settings) -> str:
+    """The fold version of the run's RunConfigured, which it keeps for life; today's while there is none.
+
+    Raises SettingsDiffer when the run was configured with other settings than ours.
+    """
+    ours, run_id = settings_sha256(fold_settings_json(settings)), settings.run.id
     runs = Partition(RUNS.name, 0)
     start = (await client.start_offsets([runs]))[runs]
     end = (await client.end_offsets([runs]))[runs]
+    version = FOLD_VERSION
     async for record in records_between(client, runs, start, end, only=("RunConfigured",)):
         configured = await events.decode(record)
-        theirs = FoldName(configured.fold_version, configured.settings_sha256)
-        if configured.run_id == run_id and theirs != fold:
+        if configured.run_id != run_id:
+            continue
+        if configured.settings_sha256 != ours:
             raise SettingsDiffer(
-                f"run {run_id} was configured with settings {theirs.settings_sha256} and fold version "
-                f"{theirs.version}; this process has {fold.settings_sha256} and {fold.version}: start it with the "
-                "run's own [fold] and [batcher] settings, or choose a new run id"
+                f"run {run_id} was configured with settings {configured.settings_sha256}; this process has {ours}: "
+                "start it with the run's own [fold] and [batcher] settings, or choose a new run id"
             )
+        version = configured.fold_version
+    return version

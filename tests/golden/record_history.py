@@ -50,9 +50,9 @@ def history() -> Iterator[Event]:
     yield from bad_days(random.Random(11), groups=5, partitions=PARTITIONS, run_id=RUN, name="bad", ends=ends)
 
 
-def folded(events: Iterable[Event]) -> Iterator[Event]:
-    """What the fold gives under the default settings."""
-    rules = fold_rules(FoldSettings(), run_id=RUN, settings_sha256="")
+def folded(events: Iterable[Event], version: str) -> Iterator[Event]:
+    """What a version of the fold gives under the default settings."""
+    rules = fold_rules(FoldSettings(), run_id=RUN, settings_sha256="", version=version)
     groups: dict[str, GroupFold] = {}
     offsets: defaultdict[str, int] = defaultdict(int)
     for event in events:
@@ -90,7 +90,7 @@ def main(version: str) -> None:
     codec = Codec({name: place for place, name in enumerate(ALL)})
     events = list(history())
     records.write_text("".join(json.dumps(line(event, codec)) + "\n" for event in events))
-    said = {event.event_id: fingerprint(plain(event)) for event in folded(events)}
+    said = {event.event_id: fingerprint(plain(event)) for event in folded(events, "1")}
     outputs.write_text(json.dumps(said, indent=1, sort_keys=True) + "\n")
     print(f"{len(events)} records, {len(said)} outputs")
 

@@ -24,7 +24,7 @@ from turnlog.infra.archive_index import ArchiveIndex
 from turnlog.infra.cuts import live_cut
 from turnlog.infra.log import Partition
 from turnlog.infra.role import Role, opened
-from turnlog.processors.core.fold_rules import FOLD_VERSION
+from turnlog.processors.core.fold_versions import FOLD_VERSION
 from turnlog.processors.core.unit_fold import INPUTS
 from turnlog.processors.shells import assembler
 from turnlog.processors.shells.examples import bad_days

@@ -23,7 +23,7 @@ from turnlog.infra.murmur2 import partition_of
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role
 from turnlog.infra.topics_admin import specs
-from turnlog.processors.core.fold_rules import FOLD_VERSION
+from turnlog.processors.core.fold_versions import FOLD_VERSION
 from turnlog.processors.core.unit_fold import INPUTS
 from turnlog.processors.shells import assembler, batcher
 from turnlog.processors.shells.examples import GroupName, Shape, bad_days, whole_group

@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 
-from turnlog.processors.core.assembler import FoldRules, GroupFold
+from turnlog.processors.core.assembler import GroupFold
 from turnlog.processors.core.drawing import draw as pictures
 from turnlog.processors.core.errors import FoldError
+from turnlog.processors.core.fold_rules import FoldRules
 from turnlog.schemas.events import (
     Agent,
     Boundary,
@@ -146,10 +147,10 @@ class Story:
         base: int | tuple[int, int] | None = None, system: str = "sys", tools: bool = True, aborted: bool = False,
         versions: Sequence[int] = (), agent_path: str | None = None, parent: tuple[TurnId, int] | None = None,
         temperature: float = 1.0, messages: Sequence[dict[str, Any]] = (), response: dict[str, Any] | None = None,
-        finish_reason: FinishReason = FinishReason.stop, **changes: Any,
+        finish_reason: FinishReason | None = None, **changes: Any,
     ) -> None:  # fmt: skip
         """Both records of a turn. `versions`: one per output token. `parent`: (turn, base_len) of storage. `messages`:
-        those beyond the base's."""
+        those beyond the base's. What is `aborted` is partial unless a `finish_reason` says that it ended."""
         if session not in self.epochs:
             self.start(session)
         turn_id = self.id(session, turn)
@@ -165,7 +166,7 @@ class Story:
                 tools_sha256="tools" if tools else "",
                 new_messages=json.dumps(list(messages)).encode(),
                 response=json.dumps(response or {}).encode(),
-                finish_reason=finish_reason,
+                finish_reason=finish_reason or (FinishReason.abort if aborted else FinishReason.stop),
                 aborted=aborted,
                 prompt_tokens=len(prompt),
                 output_tokens=len(output),

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnlog.processors.core.assembler import FoldRules
 from turnlog.processors.core.errors import ExpertRowsDoNotCover
 from turnlog.processors.core.experts import (
     BrokenExperts,
@@ -22,6 +21,7 @@ from turnlog.processors.core.experts import (
     packed,
     unpacked,
 )
+from turnlog.processors.core.fold_rules import FoldRules
 from turnlog.schemas.events import ExpertsLayout, GroupStatus
 from turnlog.schemas.types import BlobRef, int32s
 

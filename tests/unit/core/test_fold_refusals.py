@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 
 from turnlog.processors.core import errors
-from turnlog.processors.core.assembler import FoldRules, GroupFold
+from turnlog.processors.core.assembler import GroupFold
 from turnlog.processors.core.books import Ledger
+from turnlog.processors.core.fold_rules import FoldRules
+from turnlog.processors.core.fold_versions import VERSIONS
 from turnlog.schemas.events import (
     Expects,
     FinishReason,
@@ -205,8 +207,8 @@ def test_a_purpose_that_this_release_does_not_know_is_not_trained(story):
     assert (score.status, score.reason, score.samples) == (GroupStatus.not_training, "purpose", 0)
 
 
-def test_a_finish_reason_that_this_release_does_not_know_decides_nothing(story):
-    """It describes a turn; tokens, versions and log-probs are what they are."""
+def test_an_output_whose_finish_reason_this_release_does_not_know_is_no_answer_to_train(story):
+    """`error` is what a reader makes of a reason that it does not know; fold version 1 asked for no reason."""
     s = story()
     s.turn("a", 0, "sq", "A")
     topic, offset, turn = s.arrivals[1]
@@ -214,7 +216,8 @@ def test_a_finish_reason_that_this_release_does_not_know_decides_nothing(story):
     s.end("a", reward=1.0)
     folded = s.fold(RULES)
     assert folded.trees["a"].nodes[0].finish_reason is FinishReason.error
-    assert folded.score.books.trained == 1
+    assert folded.trees["a"].books.masked == {"aborted": 1}
+    assert s.fold(replace(RULES, version=VERSIONS["1"])).score.books.trained == 1
 
 
 def test_an_empty_output_is_legal_and_an_empty_prompt_is_not(story):

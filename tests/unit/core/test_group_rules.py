@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnlog.processors.core.assembler import FoldRules
 from turnlog.processors.core.draws import ReadableGroup, form_draw
+from turnlog.processors.core.fold_rules import FoldRules
 from turnlog.processors.core.methods import BUILT_IN
 from turnlog.processors.core.rules import draw_rules, fold_rules
 from turnlog.processors.core.trimmed import PlacedSample

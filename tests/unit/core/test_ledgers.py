@@ -16,6 +16,7 @@ from turnlog.processors.core.draw_accounts import drawn as drawn_accounts
 from turnlog.processors.core.draws import FormedDraw, ReadableGroup, form_draw
 from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold_rules import FoldRules
+from turnlog.processors.core.fold_versions import LATEST
 from turnlog.processors.core.ledgers import Books, Ledgers
 from turnlog.processors.core.offline import fold_history
 from turnlog.processors.core.trimmed import DrawRules, PlacedSample
@@ -56,7 +57,7 @@ class Told:
         return self.ledgers().close()
 
     def ledgers(self) -> Ledgers:
-        ledgers = Ledgers("run", CUT)
+        ledgers = Ledgers("run", CUT, LATEST)
         for letter in self.parked:
             ledgers.add(DEAD_LETTERS.name, 0, 0, letter)
         ends: Counter[str] = Counter()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnlog.processors.core.assembler import FoldRules
+from turnlog.processors.core.fold_rules import FoldRules
+from turnlog.processors.core.fold_versions import VERSIONS, FoldVersion
 from turnlog.processors.core.shared_prefix import shared_prefix
 from turnlog.schemas.types import TurnId
 
@@ -44,16 +45,14 @@ def conversations(draw) -> list[Naive]:
     return turns
 
 
-def restated(turns: list[Naive], undelivered: set[int]) -> tuple[set[int], list[list[int]], int]:
+def restated(turns: list[Naive], undelivered: set[int], version: FoldVersion) -> tuple[set[int], list[list[int]], int]:
     """(taken out, segments, duplicated context) by the words, in O(turns^2 x tokens)."""
     continued = {turn.base for turn in turns}
     leaves = [i for i in range(len(turns)) if i not in continued]
-    retried = [
-        i for i in leaves
-        if any(turns[j].prompt == turns[i].prompt and (j in continued or j == len(turns) - 1)
-               for j in range(i + 1, len(turns)))
-    ]  # fmt: skip
-    out = {i for i in leaves if turns[i].aborted or i in undelivered or i in retried}
+    out = {i for i in leaves if turns[i].aborted or i in undelivered}
+    could = [j for j in range(len(turns)) if not (version.retries_need_answers and j in out)]
+    answered = [j for j in could if j in continued or j == max(could)]
+    out |= {i for i in leaves if any(j > i and turns[j].prompt == turns[i].prompt for j in answered)}
     kept = [i for i in range(len(turns)) if i not in out]
     extends: dict[int, int] = {}
     for j in kept:
@@ -83,8 +82,9 @@ def prefix(a: str, b: str) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-@given(conversations(), st.sets(st.integers(0, 8), max_size=2), st.data())
-def test_segments_agree_with_the_words_whatever_the_storage_parents(story, turns, undelivered, data):
+@pytest.mark.parametrize("version", VERSIONS.values(), ids=VERSIONS)
+@given(turns=conversations(), undelivered=st.sets(st.integers(0, 8), max_size=2), data=st.data())
+def test_segments_agree_with_the_words_whatever_the_storage_parents(story, version, turns, undelivered, data):
     s = story()
     s.start("a")
     for index, turn in enumerate(turns):
@@ -97,8 +97,8 @@ def test_segments_agree_with_the_words_whatever_the_storage_parents(story, turns
                temperature=turn.temperature, tools=True)  # fmt: skip
     named_undelivered = [i for i in undelivered if i < len(turns)]
     s.end("a", reward=1.0, undelivered=named_undelivered)
-    folded = s.fold(RULES)
-    out, segments, duplicated = restated(turns, set(named_undelivered))
+    folded = s.fold(replace(RULES, version=version))
+    out, segments, duplicated = restated(turns, set(named_undelivered), version)
     tree = folded.trees["a"]
     assert [[turn.index for turn in segment.turns] for segment in tree.segments] == segments
     assert tree.duplicated_prefix_tokens == duplicated

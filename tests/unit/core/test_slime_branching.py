@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from turnlog.processors.core.assembler import FoldRules
+from turnlog.processors.core.fold_rules import FoldRules
 from turnlog.processors.core.trimmed import DrawRules, PlacedSample, trim
 from turnlog.schemas.events import FinishReason, Weighting
 

@@ -15,8 +15,8 @@ from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.methods import installed, installed_policies
 from turnlog.infra.payloads import externalized
 from turnlog.infra.registry import MemoryRegistry
-from turnlog.processors.core.assembler import FoldRules
 from turnlog.processors.core.errors import SegmentsDoNotFit
+from turnlog.processors.core.fold_rules import FoldRules
 from turnlog.processors.core.methods import Methods
 from turnlog.processors.core.policies import Policies
 from turnlog.processors.core.segments import Segments

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from dataclasses import replace
 
-from turnlog.processors.core.assembler import FoldRules
+from turnlog.processors.core.fold_rules import FoldRules
 from turnlog.processors.core.tree import Node
 from turnlog.schemas.events import FinishReason, Outcome
 

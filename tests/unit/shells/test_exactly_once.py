@@ -20,8 +20,10 @@ from turnlog.infra.memory import Died, MemoryLog
 from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.memory_broker import MemoryBroker
 from turnlog.infra.registry import MemoryRegistry
-from turnlog.processors.core.assembler import FOLD_VERSION, FoldRules, GroupFold
+from turnlog.processors.core.assembler import GroupFold
 from turnlog.processors.core.errors import FoldError
+from turnlog.processors.core.fold_rules import FoldRules
+from turnlog.processors.core.fold_versions import FOLD_VERSION
 from turnlog.processors.core.low_water import FoldName
 from turnlog.processors.core.unit_fold import INPUTS
 from turnlog.processors.shells.examples import bad_days

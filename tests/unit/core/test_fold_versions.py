@@ -1,0 +1,134 @@
+"""What each version of the fold makes of the same records: a run keeps its own for life."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from turnlog.processors.core.errors import RewardNotFinite, UnknownTurn
+from turnlog.processors.core.fold_rules import FoldRules
+from turnlog.processors.core.fold_versions import FOLD_VERSION, VERSIONS, UnknownFoldVersion, fold_version
+from turnlog.processors.core.rules import fold_rules
+from turnlog.schemas.events import Expects, FinishReason, GroupStatus, Outcome, StepRewardAssigned, Verifier
+from turnlog.schemas.types import TurnId
+from turnlog.settings import FoldSettings
+
+ONE, TWO = (FoldRules(run_id="r", settings_sha256="s" * 64, min_valid=1, version=VERSIONS[name]) for name in "12")
+BY_STEPS = tuple(replace(rules, estimator="step") for rules in (ONE, TWO))
+STEPS = Expects(reward=False, step_rewards=1)
+
+
+def step(s, session, turn, value, epoch=None):
+    at = s.id(session, turn) if epoch is None else TurnId(epoch, turn)
+    s.write(
+        StepRewardAssigned(
+            **s.about("step", session, at.epoch, at.index), turn=at, value=value, components={},
+            verifier=Verifier("v", "1"),
+        )
+    )  # fmt: skip
+
+
+def test_records_carry_the_version_that_folded_them(story):
+    s = story()
+    s.turn("a", 0, "sq", "A")
+    s.end("a", reward=1.0)
+    for rules in (ONE, TWO):
+        folded = s.fold(rules)
+        assert {folded.score.fold_version, folded.trees["a"].fold_version} == {rules.version.name}
+
+
+def test_a_version_that_this_release_does_not_hold_is_refused_by_name():
+    with pytest.raises(UnknownFoldVersion, match=r"fold version '3' is unknown here \(1, 2 are known\)"):
+        fold_rules(FoldSettings(), run_id="r", settings_sha256="", version="3")
+    assert fold_version(FOLD_VERSION) is VERSIONS[max(VERSIONS)]
+
+
+@pytest.mark.parametrize("reason", [FinishReason.stop, FinishReason.tool_calls, FinishReason.length])
+def test_a_named_answer_trains_although_its_client_was_gone_when_the_engine_ended(story, reason):
+    """A runner that died asks again and is handed the recorded answer: that one is judged, and earned the verdict."""
+    s = story()
+    s.turn("a", 0, "sq", "A")
+    s.turn("a", 1, "sqAr", "BB", base=0, aborted=True, finish_reason=reason)
+    s.end("a", reward=1.0)
+    assert s.fold(ONE).trees["a"].books.masked == {"aborted": 2}
+    assert s.fold(TWO).trees["a"].books.masked == {}
+    assert s.fold(TWO).score.books.trained == 3
+
+
+@pytest.mark.parametrize("reason", [FinishReason.abort, FinishReason.error])
+@pytest.mark.parametrize("aborted", [True, False])
+def test_a_partial_output_never_trains_as_an_answer(story, reason, aborted):
+    s = story()
+    s.turn("a", 0, "sq", "A")
+    s.turn("a", 1, "sqAr", "BB", base=0, aborted=aborted, finish_reason=reason)
+    s.end("a", reward=1.0)
+    assert s.fold(TWO).trees["a"].books.masked == {"aborted": 2}
+
+
+def test_an_answer_does_not_give_way_to_a_later_try_that_was_cut_off(story):
+    s = story()
+    s.turn("a", 0, "sq", "A")
+    s.turn("a", 1, "sq", "BB", aborted=True)
+    s.end("a", reward=1.0)
+    assert s.fold(ONE).trees["a"].books.masked == {"undelivered": 1, "aborted": 2}
+    assert s.fold(TWO).trees["a"].books.masked == {"aborted": 2}
+
+
+def test_a_group_with_nothing_to_train_gives_its_place_back(story):
+    s = story(size=2)
+    for session in "ab":
+        s.turn(session, 0, "sq", "A", aborted=True)
+        s.end(session, reward=float(session == "a"))
+    old, new = s.fold(ONE).score, s.fold(TWO).score
+    assert (old.status, old.samples, old.books.masked) == (GroupStatus.trained, 0, {"aborted": 2})
+    assert (new.status, new.reason, new.samples) == (GroupStatus.discarded, "nothing_to_train", 0)
+    assert new.books.masked == {"discarded_group": 2}
+
+
+def test_a_step_reward_for_a_turn_that_does_not_exist_settles_and_pays_nothing(story):
+    s = story()
+    s.turn("a", 0, "sq", "A")
+    step(s, "a", 7, 50.0)
+    s.finish("a", expects=STEPS)
+    old, new = BY_STEPS
+    assert s.fold(old).score.rollouts[0].reward == 50.0
+    waiting = s.fold(new)
+    assert waiting.outputs == []
+    assert waiting.refused == []
+    step(s, "a", 0, 2.0)
+    assert s.fold(new).score.rollouts[0].reward == 2.0
+
+
+def test_before_the_finish_a_step_reward_waits_and_after_it_one_for_no_turn_of_it_is_parked(story):
+    s = story()
+    s.turn("a", 0, "sq", "A")
+    step(s, "a", 0, 1.0)
+    s.finish("a", expects=replace(STEPS, step_rewards=2), turns=[s.id("a", 0)])
+    step(s, "a", 1, 9.0)
+    folded = s.fold(BY_STEPS[1])
+    assert [type(refusal) for _, _, refusal in folded.refused] == [UnknownTurn]
+    assert "turn 1 of epoch start/a is rewarded, its finish does not name it" in str(folded.refused[0][2])
+    assert folded.outputs == []
+
+
+def test_a_reward_that_is_no_number_refuses_its_session_only_where_the_finish_names_its_turn(story):
+    for turn, refused in ((0, True), (5, False)):
+        s = story()
+        s.turn("a", 0, "sq", "A")
+        step(s, "a", turn, float("nan"))
+        s.end("a", reward=1.0)
+        folded = s.fold(BY_STEPS[1])
+        assert [type(refusal) for _, _, refusal in folded.refused] == [RewardNotFinite]
+        assert folded.score.rollouts[0].excluded_reason == ("refused" if refused else None)
+        assert s.fold(BY_STEPS[0]).score.rollouts[0].excluded_reason == "refused"
+
+
+def test_what_a_turn_earned_that_nobody_acted_on_is_in_no_reward(story):
+    s = story()
+    s.turn("a", 0, "sq", "A")
+    s.turn("a", 1, "sqAr", "BB", base=0, aborted=True)
+    step(s, "a", 0, 1.0)
+    step(s, "a", 1, 50.0)
+    s.finish("a", outcome=Outcome.completed, expects=replace(STEPS, step_rewards=2))
+    assert [s.fold(rules).score.rollouts[0].reward for rules in BY_STEPS] == [51.0, 1.0]
