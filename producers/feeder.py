@@ -20,7 +20,7 @@ from turnlog.infra.log import Partition, Record, TopicMissing, Transactor
 from turnlog.infra.murmur2 import partition_of
 from turnlog.infra.payloads import externalized
 from turnlog.infra.role import Role
-from turnlog.processors.core.fold_rules import FOLD_VERSION
+from turnlog.processors.core.fold_versions import FOLD_VERSION
 from turnlog.processors.core.group_scores import scores_topic
 from turnlog.producers.admission import Admission, AdmissionRules, Drawing
 from turnlog.producers.readiness import Readiness

@@ -9,12 +9,13 @@ from turnlog.schemas.events import GroupEmitted, GroupScored
 from turnlog.schemas.ids import digest
 from turnlog.schemas.topics import GROUP_SCORES, SAMPLES, Topic
 
-WITHOUT = "1"
+WITHOUT = frozenset({"1", "2"})
+"""Versions whose assembler writes none; 2 until it does."""
 
 
 def scores_topic(fold_version: str) -> Topic:
     """Where a reader finds what became of each group of a run with that fold version."""
-    return SAMPLES if fold_version == WITHOUT else GROUP_SCORES
+    return SAMPLES if fold_version in WITHOUT else GROUP_SCORES
 
 
 def figures(scored: GroupScored) -> tuple[GroupEmitted, ...]:
