@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from turnlog.sandbox_workers.attribution import Verdict
 from turnlog.sandbox_workers.protocol import Execution, FileRefused
 from turnlog.schemas.events import EgressRequest, ToolCallCompleted, ToolCallRequested, ToolCallStarted, ToolStatus
 from turnlog.schemas.ids import digest
@@ -91,8 +92,17 @@ def unrun(status: ToolStatus, reason: str, text: str = "") -> Execution:
 
 def unkept(execution: Execution, error: FileRefused) -> Execution:
     """The call ran, and what it left cannot be stored: the session goes on with the files from before it."""
-    note = f"\n[the files of this call are not kept: {error}]\n".encode(errors="replace")
-    output = execution.output + note
-    return dataclasses.replace(
-        execution, status=ToolStatus.resource_limit, reason="workspace", exit_code=None, output=output
-    )
+    return _lost(execution, (ToolStatus.resource_limit, "workspace"), f"the files of this call are not kept: {error}")
+
+
+def ended(execution: Execution, verdict: Verdict) -> Execution:
+    """The call took its sandbox down: the session goes on with the files from before it."""
+    keeps = execution.status in (ToolStatus.ok, ToolStatus.tool_error) and not execution.reason
+    verdict = verdict if keeps else (execution.status, execution.reason)
+    return _lost(execution, verdict, "the call has ended its sandbox: its files and its interpreter are not kept")
+
+
+def _lost(execution: Execution, verdict: Verdict, said: str) -> Execution:
+    status, reason = verdict
+    output = execution.output + f"\n[{said}]\n".encode(errors="replace")
+    return dataclasses.replace(execution, status=status, reason=reason, exit_code=None, output=output)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from turnlog.infra.log import Record
 from turnlog.infra.role import Role
 from turnlog.sandbox_workers import answers
 from turnlog.sandbox_workers.answers import Outcome, unrun
+from turnlog.sandbox_workers.attribution import Verdict, attributed
 from turnlog.sandbox_workers.calls import Pending, Unit
 from turnlog.sandbox_workers.plans import Plan, Planner
 from turnlog.sandbox_workers.pooling.lease import Lease
@@ -29,7 +30,6 @@ from turnlog.sandbox_workers.protocol import (
     ImageMissing,
     InterpreterLost,
     QuotaExceeded,
-    Sandbox,
     SandboxDied,
     SandboxUnavailable,
     WorkspaceCorrupt,
@@ -42,6 +42,7 @@ from turnlog.sandbox_workers.workspaces import SessionFiles, Workspaces
 from turnlog.schemas.events import EgressRequest, ToolCallCompleted, ToolCallStarted, ToolStatus
 from turnlog.schemas.events.tools import UNISOLATED
 from turnlog.schemas.topics import INLINE_LIMIT_BYTES
+from turnlog.schemas.types import BlobRef
 
 if TYPE_CHECKING:
     from turnlog.sandbox_workers.egress import Egress
@@ -151,7 +152,8 @@ class CallRunner:
         """A sandbox. Raises NoSandboxInTime, SandboxUnavailable, ImageMissing."""
         request = pending.request
         session = unit.session(request) if request.sandbox.durable_workspace else None
-        lease = plan.pool.lease(plan.shape, session=session, fresh=request.sandbox.fresh)
+        again = self._attempts(unit, pending) > 0  # what took its sandbox down is to be seen, if it was the call
+        lease = plan.pool.lease(plan.shape, session=session, fresh=request.sandbox.fresh or again)
         try:
             async with asyncio.timeout(min(request.deadline_s - self._age(pending), LONG_S)) as pending.waits:
                 return await stack.enter_async_context(lease)
@@ -189,23 +191,42 @@ class CallRunner:
         return unit.answers.find(pending.request.call_id) is None
 
     async def _outcome(self, lease: Lease, pending: Pending, plan: Plan, *, lost: bool) -> Outcome:
-        """Run the call and store what it left. Raises SandboxDied."""
-        request = pending.request
+        """Run the call and store what it left. Raises SandboxDied: not by what the call did, as far as is known."""
         execution, requests = await self._run(lease, pending, plan)
-        try:
-            workspace = await self._files.keep(lease, request, disk_bytes=plan.limits.disk_bytes, lost=lost)
-        except FileRefused as error:
-            execution = answers.unkept(execution, error)
-            workspace = await self._files.before(request)
-        else:
-            if request.sandbox.durable_workspace:
-                lease.keep(workspace)
+        execution, workspace = await self._kept(lease, pending, plan, execution, lost=lost)
         outcome = Outcome(execution=execution, workspace=workspace, requests=requests)
         if len(execution.output) <= INLINE_LIMIT_BYTES:
             return outcome
         whole = await self._blobs.put(execution.output)
         cut = dataclasses.replace(execution, output=execution.output[:INLINE_LIMIT_BYTES])
         return dataclasses.replace(outcome, execution=cut, full_output=whole)
+
+    async def _kept(
+        self, lease: Lease, pending: Pending, plan: Plan, execution: Execution, *, lost: bool
+    ) -> tuple[Execution, BlobRef | None]:
+        """The answer, and what the session's files are after it. Raises SandboxDied."""
+        request = pending.request
+        try:
+            workspace = await self._files.keep(lease, request, disk_bytes=plan.limits.disk_bytes, lost=lost)
+        except FileRefused as error:
+            return answers.unkept(execution, error), await self._files.without(request, lost=lost)
+        except SandboxDied as error:
+            execution = answers.ended(execution, self._verdict(lease, pending, error))
+            return execution, await self._files.without(request, lost=lost)
+        if request.sandbox.durable_workspace:
+            lease.keep(workspace)
+        return execution, workspace
+
+    def _verdict(self, lease: Lease, pending: Pending, error: SandboxDied) -> Verdict:
+        """Of a call whose sandbox went away. Raises the error when nothing says that it was the call's doing: then it
+        runs again, in a sandbox that runs nothing else."""
+        if lease.alone:
+            pending.killed.add(lease.sandbox)
+        verdict = attributed(dataclasses.replace(error.evidence, deaths=len(pending.killed)))
+        if verdict is None:
+            raise error
+        log.info("call %s has ended its sandbox: %s", pending.request.call_id, error)
+        return verdict
 
     async def _run(self, lease: Lease, pending: Pending, plan: Plan) -> Ran:
         spec = pending.request.sandbox
@@ -214,15 +235,22 @@ class CallRunner:
         pending.sandbox = lease.sandbox
         try:
             if spec.network != "allowlist":
-                return await plan.tool.run(lease.sandbox, plan.limits, spec.env), ()
-            return await self._run_with_network(lease.sandbox, pending, plan)
+                return await self._ran(lease, pending, plan, spec.env), ()
+            return await self._run_with_network(lease, pending, plan)
         finally:
             pending.sandbox = None
 
-    async def _run_with_network(self, sandbox: Sandbox, pending: Pending, plan: Plan) -> Ran:
+    async def _ran(self, lease: Lease, pending: Pending, plan: Plan, env: Mapping[str, str]) -> Execution:
+        """Raises SandboxDied."""
+        try:
+            return await plan.tool.run(lease.sandbox, plan.limits, env)
+        except SandboxDied as error:
+            return unrun(*self._verdict(lease, pending, error), "the call has ended its sandbox\n")
+
+    async def _run_with_network(self, lease: Lease, pending: Pending, plan: Plan) -> Ran:
         """Run it beside the proxy. Raises SandboxDied, also when the store failed one of its requests: what the call
         has made of a wrong answer is not to be trusted."""
-        request = pending.request
+        request, sandbox = pending.request, lease.sandbox
         assert self._egress is not None  # else the plan is a refusal
         assert sandbox.proxy is not None  # as the shape's network asks
         env = {**request.sandbox.env, **self._egress.environment_of(sandbox.proxy, plan.pool.provider.name)}
@@ -230,7 +258,7 @@ class CallRunner:
             async with self._egress.serving(
                 sandbox.proxy, allow=request.sandbox.allow, call_seq=request.call_seq
             ) as requests:
-                execution = await plan.tool.run(sandbox, plan.limits, env)
+                execution = await self._ran(lease, pending, plan, env)
         except BlobError as error:
             raise SandboxDied(f"its requests to the network could not be kept: {error}") from error
         return execution, requests.made()

@@ -37,6 +37,8 @@ class Pending:
     """Ends its wait for a sandbox."""
     sandbox: Sandbox | None = None
     """Where it runs now."""
+    killed: set[Sandbox] = field(default_factory=set)
+    """Sandboxes that ran nothing for any other session and went away under it."""
 
     async def cancel(self) -> None:
         """Nobody waits for it any more, whatever it is doing."""

@@ -6,7 +6,7 @@ snapshots) are made from `index`, `read_files` and `restore`, so that every back
 SandboxError
 ├── BackendUnavailable   this machine cannot use the backend: says why, names the setting and the remedy
 ├── SandboxUnavailable   a backend that works here could not start one more sandbox
-├── SandboxDied          the sandbox went away in the middle of a call: the call may run again
+├── SandboxDied          the sandbox went away in the middle of a call: it may run again (attribution.py)
 ├── ImageMissing         the backend has no such image: the call is refused, nothing is pulled while it waits
 ├── FileRefused          a path or a size that `read`, `write` or `restore` does not serve: the call is a tool error
 │   ├── FileMissing      nothing is there
@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+from turnlog.sandbox_workers.attribution import UNKNOWN, Evidence
 from turnlog.schemas.events import SandboxLimits, ToolStatus
 
 
@@ -41,7 +42,11 @@ class SandboxUnavailable(SandboxError):
 
 
 class SandboxDied(SandboxError):
-    """The sandbox ended before it answered."""
+    """The sandbox ended before it answered. Carries what is known of why, which says whose doing it was."""
+
+    def __init__(self, text: str, evidence: Evidence = UNKNOWN) -> None:
+        super().__init__(text)
+        self.evidence = evidence
 
 
 class ImageMissing(SandboxError):
@@ -123,7 +128,8 @@ class Execution:
 
     status: ToolStatus
     reason: str
-    """Empty for ok and tool_error; else the limit that ended it, by its name in SandboxLimits."""
+    """Empty for ok and a command's own tool_error; else the limit that ended it, by its name in SandboxLimits, or what
+    became of its sandbox or interpreter (attribution.py)."""
     exit_code: int | None
     """128 + n after signal n; None when we ended it."""
     output: bytes

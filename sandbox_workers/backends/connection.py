@@ -10,9 +10,11 @@ import socket
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Protocol
 
+from turnlog.sandbox_workers.attribution import attributed
 from turnlog.sandbox_workers.backends import init_answers
 from turnlog.sandbox_workers.backends.init_channel import refusal
 from turnlog.sandbox_workers.backends.init_files import UNBOUNDED, InitFiles
+from turnlog.sandbox_workers.inside.interpreter import ENDED
 from turnlog.sandbox_workers.protocol import (
     Command,
     Execution,
@@ -26,6 +28,9 @@ from turnlog.sandbox_workers.protocol import (
 from turnlog.schemas.events import SandboxLimits, ToolStatus
 
 START_S = 20.0
+LOST = Execution(ToolStatus.tool_error, "interpreter_ended", None, ENDED, 0.0, 0.0)
+"""Nothing was run: the interpreter that this call was to go on in has ended between calls, which only a call before it
+can have prepared."""
 GRACE_S = 5.0
 """How much longer than the wall limit the init may take to answer before the sandbox is killed."""
 
@@ -164,9 +169,10 @@ class InitSandbox(InitFiles):
         super().__init__(control, disk_bytes)
         self.process = process
         self.proxy: socket.socket | None = None
-        self._ended = ended
+        self._after = ended
         self._exit_s = exit_s
         self._bounds = bounds
+        self._cancelled = False
         self._closing: asyncio.Task[None] | None = None
 
     async def ready(self) -> None:
@@ -177,9 +183,11 @@ class InitSandbox(InitFiles):
 
     async def exec(self, command: Command, limits: SandboxLimits, *, on_output: OnOutput | None = None) -> Execution:
         """See Sandbox."""
-        request = _request(command, limits, alive=self.interpreter, prompt=on_output is not None)
+        alive = self.interpreter
+        request = _request(command, limits, alive=alive, prompt=on_output is not None)
         began = asyncio.get_running_loop().time()
         parts: dict[Stream, list[bytes]] = {Stream.stdout: [], Stream.stderr: []}
+        self._cancelled = False
         with self._asking("exec"):
             try:
                 if self._bounds is not None:
@@ -188,12 +196,13 @@ class InitSandbox(InitFiles):
                     await self._channel.send(*request)
                     answer = await self._output(parts, limits.output_bytes, on_output)
                 self.interpreter = answer.get("interpreter") is True
-                return self._judged(init_answers.execution(answer, _joined(parts)))
+                if alive and answer.get("lost"):
+                    return LOST
+                return self._judged(init_answers.execution(answer, _joined(parts), cancelled=self._cancelled))
             except FileRefused:
                 raise
             except (TimeoutError, SandboxDied, OSError) as error:
-                took = asyncio.get_running_loop().time() - began
-                return await self._died(error, Execution(ToolStatus.timeout, "wall_s", None, _joined(parts), took, 0.0))
+                return await self._died(error, _joined(parts), asyncio.get_running_loop().time() - began)
             except BaseException:
                 await self.close()
                 raise
@@ -202,6 +211,7 @@ class InitSandbox(InitFiles):
         """See Sandbox."""
         with contextlib.suppress(SandboxDied):  # then `exec` says so
             if self._asked == "exec":
+                self._cancelled = True
                 await self._channel.send({"op": "cancel"})
 
     async def close(self) -> None:
@@ -224,8 +234,9 @@ class InitSandbox(InitFiles):
         await self.process.wait()
         await closing
         if self._bounds is not None:
+            self._evidence = dataclasses.replace(self._evidence, limit=self._bounds.exceeded() or "")
             self._bounds.close()
-        self._ended()
+        self._after()
 
     async def last_words(self) -> str:
         """End it and return what it wrote on stderr."""
@@ -242,8 +253,6 @@ class InitSandbox(InitFiles):
             head, size = await self._channel.head(most)
             if "output" not in head:
                 refusal(head)
-                if head.get("lost"):
-                    raise SandboxDied("the persistent interpreter was gone before the call")
                 return head
             if not size or head["output"] not in ("stdout", "stderr"):
                 raise SandboxDied("the init answered with output that is none")
@@ -261,15 +270,15 @@ class InitSandbox(InitFiles):
             return found
         return dataclasses.replace(found, status=ToolStatus.resource_limit, reason=limit, exit_code=None)
 
-    async def _died(self, error: Exception, timed_out: Execution) -> Execution:
-        """Of a call whose sandbox gave no answer. Raises SandboxDied."""
-        limit = self._bounds.exceeded() if self._bounds is not None else None
+    async def _died(self, error: Exception, output: bytes, took_s: float) -> Execution:
+        """Of a call whose sandbox gave no answer, where that is the call's doing. Raises SandboxDied."""
+        silent = isinstance(error, TimeoutError)
+        self._evidence = dataclasses.replace(self._evidence, silent=silent)
         said = await self.last_words()
-        if limit is not None:
-            return dataclasses.replace(timed_out, status=ToolStatus.resource_limit, reason=limit)
-        if isinstance(error, TimeoutError):
-            return timed_out
-        raise SandboxDied(": ".join(text for text in (str(error), said) if text)) from error
+        evidence = await self._ended(error)
+        if (verdict := attributed(evidence)) is not None:
+            return Execution(*verdict, None, output, took_s, 0.0)
+        raise SandboxDied(": ".join(text for text in (str(error), said) if text), evidence) from error
 
 
 def _request(

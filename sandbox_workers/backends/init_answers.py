@@ -17,15 +17,19 @@ from turnlog.schemas.events import ToolStatus
 INDEX_BYTES = 32 << 20
 """Longest index: MOST_ENTRIES entries, and workspace.NAME_BYTES of names at six bytes each."""
 STAMP_LENGTH = 128
+SAID = frozenset({ToolStatus.ok, ToolStatus.tool_error, ToolStatus.timeout, ToolStatus.resource_limit})
+"""An init's verdicts. That it was ours, or that somebody cancelled the call, is not for a sandbox to say."""
 TEXT_FIELDS = ("path", "kind", "target", "stamp")
 
 
-def execution(head: dict[str, Any], output: bytes) -> Execution:
-    """Of the answer to `exec`. Raises SandboxDied."""
+def execution(head: dict[str, Any], output: bytes, *, cancelled: bool) -> Execution:
+    """Of the answer to `exec`; `cancelled`: that was asked for. Raises SandboxDied."""
     try:
         status, reason, code = ToolStatus(head["status"]), str(head["reason"])[:64], head["exit_code"]
         duration, cpu = float(head["duration_s"]), float(head["cpu_s"])
         if not (code is None or type(code) is int) or not math.isfinite(duration + cpu) or min(duration, cpu) < 0:
+            raise ValueError(head)
+        if status not in SAID and not (cancelled and status is ToolStatus.cancelled):
             raise ValueError(head)
     except (KeyError, ValueError, TypeError, OverflowError) as error:
         raise SandboxDied(f"the init answered nonsense: {str(error)[:200]}") from error

@@ -11,6 +11,7 @@ import json
 import socket
 from typing import Any
 
+from turnlog.sandbox_workers.attribution import Evidence
 from turnlog.sandbox_workers.inside.frames import HEADER
 from turnlog.sandbox_workers.protocol import FileMissing, FileRefused, QuotaExceeded, SandboxDied
 
@@ -103,7 +104,10 @@ class Channel:
 
 
 def refusal(head: dict[str, Any]) -> None:
-    """Raise what a head refuses, if it does."""
+    """Raise what a head refuses, if it does; SandboxDied when the init ends with it."""
+    if "changed" in head:
+        what = str(head["changed"])[:64]
+        raise SandboxDied(f"a call has changed the sandbox itself: {what}", Evidence(changed=what))
     if "refused" in head:
         raise REFUSALS.get(str(head["refused"]), FileRefused)(str(head.get("text", ""))[:1000])
 

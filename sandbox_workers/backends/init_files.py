@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from turnlog.sandbox_workers.attribution import UNKNOWN, Evidence
 from turnlog.sandbox_workers.backends import init_answers
 from turnlog.sandbox_workers.backends.init_channel import MOST_BYTES, Channel
 from turnlog.sandbox_workers.protocol import FileEntry, FileRefused, QuotaExceeded, SandboxDied
@@ -33,6 +35,8 @@ class InitFiles:
         self._disk_bytes = disk_bytes
         self._asked: str | None = None
         """What it is busy with."""
+        self._evidence = UNKNOWN
+        """Of its end."""
 
     async def close(self) -> None:
         """See Sandbox."""
@@ -118,12 +122,19 @@ class InitFiles:
                     return await self._channel.answer(most)
         except (FileRefused, RuntimeError):
             raise
-        except TimeoutError as error:
-            await self.close()
-            raise SandboxDied(f"{head['op']} took more than {timeout_s:.0f} s") from error
+        except (TimeoutError, SandboxDied) as error:
+            said = str(error) or f"{head['op']} took more than {timeout_s:.0f} s"
+            raise SandboxDied(said, await self._ended(error)) from error
         except BaseException:
             await self.close()
             raise
+
+    async def _ended(self, error: Exception) -> Evidence:
+        """Close it; what is known of its end."""
+        if isinstance(error, SandboxDied) and error.evidence.changed:
+            self._evidence = dataclasses.replace(self._evidence, changed=error.evidence.changed)
+        await self.close()
+        return self._evidence
 
     async def _checked(self, check: Callable[[bytes, int], Found], body: bytes, about: int) -> Found:
         try:

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import re
-import shutil
+import secrets
 import stat
 import tempfile
 from pathlib import Path
@@ -54,10 +54,57 @@ def sweep_folders(parent: Path | None = None) -> int:
         with contextlib.suppress(OSError):  # another worker removes it too, or it is a user's that we may not touch
             if not ownerless(name) or not stat.S_ISDIR(os.lstat(path).st_mode):
                 continue
-            shutil.rmtree(path)
+            remove_tree(path)
             noted("folder", str(path))
             gone += 1
     return gone
+
+
+def remove_tree(root: Path) -> None:
+    """Remove a folder that an agent could write to: however deep it is (shutil.rmtree recurses, and a path has an end),
+    whatever rights it has taken away. A folder in a folder is moved up before it is emptied. Raises OSError."""
+    token, number, ahead = secrets.token_hex(8), 0, [""]
+    _unlock(str(root))
+    here = _entered(str(root))
+    try:
+        while ahead:
+            name = ahead.pop()
+            inner = _entered(name, here) if name else here
+            try:
+                for found in os.listdir(inner):
+                    if not stat.S_ISDIR(os.stat(found, dir_fd=inner, follow_symlinks=False).st_mode):
+                        os.unlink(found, dir_fd=inner)
+                        continue
+                    number += 1
+                    ahead.append(f"{token}-{number}")
+                    _unlock(found, inner)  # a move changes its `..`
+                    os.rename(found, ahead[-1], src_dir_fd=inner, dst_dir_fd=here)
+            finally:
+                if name:
+                    os.close(inner)
+            if name:
+                os.rmdir(name, dir_fd=here)
+    finally:
+        os.close(here)
+    root.rmdir()
+
+
+def discard(root: Path) -> None:
+    """Remove a sandbox's folder at its end; what cannot be removed is said in the log."""
+    try:
+        remove_tree(root)
+    except OSError as error:
+        log.warning("%s is left: %s", root, error)
+
+
+def _entered(name: str, folder: int | None = None) -> int:
+    return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+
+
+def _unlock(name: str, folder: int | None = None) -> None:
+    """Take the owner's rights back; root needs none, and must follow no link that took a folder's place just now."""
+    if os.geteuid() != 0:
+        os.chmod(name, 0o700, dir_fd=folder)
 
 
 def _names(parent: Path) -> list[str]:

@@ -73,6 +73,9 @@ def program(more: tuple[str, ...] = ()) -> bytes | None:
     rules.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "clone3")  # its flags lie in memory; glibc falls back to clone
     for flag in NEW_NAMESPACES:
         rules.add_rule(refuse, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, flag, flag))
+    # A call runs as the init's user, so the init's limits would be its to lower (prlimit(2)).
+    init, given = pyseccomp.Arg(0, pyseccomp.MASKED_EQ, 0xFFFFFFFF, 1), pyseccomp.Arg(2, pyseccomp.NE, 0)
+    rules.add_rule(refuse, "prlimit64", init, given)
     for request in TERMINAL_INPUT:
         rules.add_rule(refuse, "ioctl", pyseccomp.Arg(1, pyseccomp.MASKED_EQ, 0xFFFFFFFF, request))
     _sockets(pyseccomp, rules)

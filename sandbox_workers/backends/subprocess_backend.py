@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
-import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,9 +19,9 @@ from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends import images
 from turnlog.sandbox_workers.backends.bubblewrap_command import init_command
 from turnlog.sandbox_workers.backends.cgroups import Cgroups, bounds_of
-from turnlog.sandbox_workers.backends.connection import InitSandbox, own_account, started
+from turnlog.sandbox_workers.backends.connection import Account, InitSandbox, own_account, started
 from turnlog.sandbox_workers.backends.interpreter_cache import cache_directory, init_program, interpreter
-from turnlog.sandbox_workers.backends.leftovers import owned_prefix
+from turnlog.sandbox_workers.backends.leftovers import discard, owned_prefix
 from turnlog.sandbox_workers.inside.forgetting import FORGETFUL
 from turnlog.sandbox_workers.protocol import BackendUnavailable, ImageMissing, SandboxUnavailable, Shape
 
@@ -61,9 +60,7 @@ class Subprocess:
         _refuse_image(shape)
         account = own_account(self._settings.first_uid, slot)
         try:
-            workspace = tempfile.mkdtemp(prefix=owned_prefix())
-            if account.uid is not None:
-                os.chown(workspace, account.uid, account.uid)
+            root, workspace = _workspace(account)
         except OSError as error:
             raise SandboxUnavailable(
                 f"no workspace in {tempfile.gettempdir()}: {error}; free space or set TMPDIR"
@@ -73,7 +70,7 @@ class Subprocess:
             lambda control: init_command([str(self._python)], control, "plain", user, shape.network, workspace),
             account=account,
             env=self._environment(workspace),
-            ended=lambda: shutil.rmtree(workspace, ignore_errors=True),
+            ended=lambda: discard(root),
             exit_s=EXIT_S,
             bounds=bounds_of(self._cgroups),
             disk_bytes=shape.disk_bytes,
@@ -106,6 +103,18 @@ class Subprocess:
             "PYTHONPATH": str(self._init_root),
             **FORGETFUL,
         }
+
+
+def _workspace(account: Account) -> tuple[Path, str]:
+    """A new folder of ours and in it the workspace, of the slot's user, who can empty it, and neither move nor replace
+    it unless that is we. Raises OSError."""
+    root = Path(tempfile.mkdtemp(prefix=owned_prefix()))
+    workspace = root / "workspace"
+    workspace.mkdir(mode=0o700)
+    if account.uid is not None:
+        os.chown(workspace, account.uid, account.uid)
+        root.chmod(0o711)
+    return root, str(workspace)
 
 
 def _refuse_image(shape: Shape) -> None:

@@ -13,6 +13,7 @@ from turnlog.sandbox_workers.inside import handles, spawn
 from turnlog.sandbox_workers.inside.child import ARGUMENT_BYTES, become, command_line, pairs, sealed
 from turnlog.sandbox_workers.inside.ending import Reaped, children_cpu, end_all, end_others
 from turnlog.sandbox_workers.inside.frames import Control, receive
+from turnlog.sandbox_workers.inside.integrity import Integrity
 from turnlog.sandbox_workers.inside.interpreter import ENDED, Interpreter
 from turnlog.sandbox_workers.inside.output import Output
 from turnlog.sandbox_workers.inside.processes import Place, Task, disk_used, exact_memory, tasks
@@ -32,9 +33,16 @@ class Call:
     """A command's main process, its pipes, its limits. `interpreter` is the persistent one, if there is any."""
 
     def __init__(
-        self, place: Place, control: Control, head: dict[str, Any], interpreter: Interpreter | None, become: Become
+        self,
+        place: Place,
+        control: Control,
+        head: dict[str, Any],
+        interpreter: Interpreter | None,
+        become: Become,
+        integrity: Integrity,
     ) -> None:
         self.place = place
+        self.integrity = integrity
         self.become = become
         self.control = control
         self.head = head
@@ -49,7 +57,7 @@ class Call:
         self.cpu_before = self._cpu()
 
     def run(self, source: bytes, stdin: bytes, folder: int) -> dict[str, Any]:
-        """Head of the answer. Raises ControlClosed."""
+        """Head of the answer. Raises ControlClosed, also as Tampered."""
         verdict: Verdict | None = ("cancelled", "cancelled")
         try:
             self._start(source, stdin, folder)
@@ -136,7 +144,8 @@ class Call:
         return True
 
     def _look(self) -> Verdict | None:
-        """Limits that no rlimit enforces on a tree of processes."""
+        """Limits that no rlimit enforces on a tree of processes. Raises Tampered."""
+        self.integrity.check()
         self.reaped.look()
         if not self.session and self.interpreter is not None:
             self.interpreter.hold()

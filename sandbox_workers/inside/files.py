@@ -16,7 +16,7 @@ TEMPORARY = ".turnlog-part"
 
 
 def read(place: Place, path: str, most: int) -> bytes:
-    """Bytes of a plain file. Raises Refused, Missing."""
+    """Bytes of a plain file. Raises Refused, Missing, Locked."""
     *above, name = _named(path)
     try:
         with Walk(place.folders[0]) as walk:
@@ -24,25 +24,24 @@ def read(place: Place, path: str, most: int) -> bytes:
             name = walk.last(name, path)
             descriptor = os.open(name, os.O_RDONLY | PLAIN, dir_fd=walk.here)
             try:
-                about = os.fstat(descriptor)
-                if not stat.S_ISREG(about.st_mode):
-                    raise Refused(f"{shown(path)} is {_what(about.st_mode)}, not a file")
-                if about.st_size > most:
-                    raise Refused(f"{shown(path)} has {about.st_size} bytes, more than the {most} that can be read")
-                return _content(descriptor, about.st_size)
+                return plain_content(descriptor, path, most)
             finally:
                 os.close(descriptor)
     except OSError as error:
         raise refusal(error, path) from error
 
 
-def read_many(place: Place, paths: list[str], most: int) -> list[bytes]:
-    """Bytes of plain files, `most` together. Raises Refused, Missing."""
-    found = []
-    for path in paths:
-        found.append(read(place, path, most))
-        most -= len(found[-1])
-    return found
+def plain_content(descriptor: int, path: str, most: int) -> bytes:
+    """All that can be read there. Raises Refused, OSError."""
+    about = os.fstat(descriptor)
+    if not stat.S_ISREG(about.st_mode):
+        raise Refused(f"{shown(path)} is {_what(about.st_mode)}, not a file")
+    if about.st_size > most:
+        raise Refused(f"{shown(path)} has {about.st_size} bytes, more than the {most} that can be read")
+    data = bytearray()
+    while len(data) < about.st_size and (part := os.read(descriptor, about.st_size - len(data))):
+        data += part
+    return bytes(data)
 
 
 def write(place: Place, path: str, content: bytes, mode: int, disk_bytes: int) -> None:
@@ -89,13 +88,6 @@ def _named(path: str) -> list[str]:
     if not found:
         raise Refused(f"{shown(path)} names no file")
     return found
-
-
-def _content(descriptor: int, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size and (part := os.read(descriptor, size - len(data))):
-        data += part
-    return bytes(data)
 
 
 def _what(mode: int) -> str:

@@ -6,7 +6,7 @@ exec        {"op", "kind", "argv", "env", "cwd", "limits", "source" (bytes of th
             (an interpreter is expected), "prompt" (send output as it comes)} + source, then stdin
             -> {"output": "stdout" | "stderr"} + part, while it runs; every byte that counts against output_bytes
             -> {"status", "reason", "exit_code", "duration_s", "cpu_s", "interpreter"}
-            -> {"lost": true} when the expected interpreter is not there: nothing was run
+            -> {"lost": true} when the expected interpreter has ended between calls: nothing was run
 cancel      {"op"}, only while a call runs  ->  nothing of its own: the call answers `cancelled`
 read        {"op", "path", "most"}          ->  {} + content
 read_files  {"op", "most"} + paths          ->  {"sizes"} + contents, one behind the other
@@ -15,6 +15,8 @@ index       {"op", "disk_bytes"}            ->  {} + entries
 restore     {"op", "disk_bytes"} + entries  ->  {"go": true}; then a frame {} + contents of the files in order -> {}
 reset       {"op"}                          ->  {"clean"}
 health      {"op"}                          ->  {"healthy", "interpreter"}
+
+Whatever was asked: {"changed": "limits" | "folders"} when a call has changed what it may not; then the init ends.
 
 What files refuse: {"refused": "path" | "missing" | "quota", "text"}. Lists (paths, entries) are JSON; bytes of names
 that are no UTF-8 travel as lone surrogates (PEP 383).

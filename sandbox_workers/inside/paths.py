@@ -2,6 +2,7 @@
 
 Refused            the path leads out, is too long, or is not what was asked for: said so that a model can read it
 ├── Missing        nothing is there
+├── Locked         its owner has taken the right to it away
 └── Quota          it would not fit
 """
 
@@ -30,6 +31,10 @@ class Missing(Refused):
     """Nothing is there."""
 
     kind = "missing"
+
+
+class Locked(Refused):
+    """Its rights are in the way."""
 
 
 class Quota(Refused):
@@ -153,6 +158,8 @@ def refusal(error: OSError, path: str) -> Refused:
     """What an error of the file system means to whoever asked."""
     if error.errno == errno.ENOENT:
         return Missing(f"{shown(path)}: no such file")
+    if error.errno == errno.EACCES:
+        return Locked(f"{shown(path)}: {os.strerror(errno.EACCES)}")
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return Quota(f"{shown(path)}: no room is left in the workspace")
     return Refused(f"{shown(path)}: {os.strerror(error.errno or 0)}")

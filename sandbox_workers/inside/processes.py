@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 from typing import NamedTuple
@@ -138,9 +139,18 @@ def disk_used(place: Place) -> int:
 
 
 def _tree_bytes(folder: str) -> int:
-    total = 0
-    for path, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(path, name)).st_blocks * 512 + INODE_BYTES
+    """Of what it holds. A path beyond what the kernel takes, and so beyond all counting, is too much."""
+    total, ahead = 0, [folder]
+    while ahead:
+        try:
+            with os.scandir(ahead.pop()) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        ahead.append(entry.path)
+                    else:
+                        with contextlib.suppress(OSError):
+                            total += entry.stat(follow_symlinks=False).st_blocks * 512 + INODE_BYTES
+        except OSError as error:  # gone meanwhile, or closed to us
+            if error.errno == errno.ENAMETOOLONG:
+                return sys.maxsize
     return total

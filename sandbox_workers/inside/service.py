@@ -12,7 +12,8 @@ from turnlog.sandbox_workers.inside import files, workspace
 from turnlog.sandbox_workers.inside.call import Become, Call
 from turnlog.sandbox_workers.inside.child import become
 from turnlog.sandbox_workers.inside.ending import Reaped, end_all
-from turnlog.sandbox_workers.inside.frames import Control, exactly, receive_head, send
+from turnlog.sandbox_workers.inside.frames import Control, ControlClosed, exactly, receive_head, send
+from turnlog.sandbox_workers.inside.integrity import Integrity
 from turnlog.sandbox_workers.inside.interpreter import Interpreter
 from turnlog.sandbox_workers.inside.paths import Refused, Walk, parts, refusal
 from turnlog.sandbox_workers.inside.processes import Place
@@ -33,6 +34,7 @@ class Service:
         self.become = become
         self.interpreter: Interpreter | None = None
         self.as_new = fingerprint(place)
+        self.integrity = Integrity(place, control)
         self.operations: dict[str, Callable[[dict[str, Any], bytes], Answer]] = {
             "exec": self._exec,
             "read": self._read,
@@ -45,18 +47,29 @@ class Service:
         }
 
     def serve(self) -> None:
-        """Until the worker is gone: raises ControlClosed."""
-        while True:
-            self._await()
-            head, size = receive_head(self.control)
-            body = exactly(self.control, size)
-            if head["op"] == "cancel":  # it came when the call had just ended
-                continue
-            try:
-                about, content = self.operations[head["op"]](head, body)
-            except Refused as refused:
-                about, content = {"refused": refused.kind, "text": str(refused)}, b""
-            send(self.control, about, content)
+        """Until the worker is gone, or has been told that a call has changed what it may not: raises ControlClosed."""
+        try:
+            while True:
+                self._await()
+                self._answer()
+        except ControlClosed:
+            raise
+        except Exception:
+            self.integrity.check()  # what fails under limits that a call has set is that call's doing
+            raise
+
+    def _answer(self) -> None:
+        head, size = receive_head(self.control)
+        body = exactly(self.control, size)
+        if head["op"] == "cancel":  # it came when the call had just ended
+            return
+        try:
+            about, content = self.operations[head["op"]](head, body)
+        except Refused as refused:
+            about, content = {"refused": refused.kind, "text": str(refused)}, b""
+        if head["op"] == "exec":
+            self.integrity.settle()
+        send(self.control, about, content)
 
     def _await(self) -> None:
         """The next request; meanwhile the interpreter gets no further."""
@@ -74,7 +87,7 @@ class Service:
             return {"lost": True}, b""
         source, stdin = body[: head["source"]], body[head["source"] :]
         with self._folder(head["cwd"]) as walk:
-            call = Call(self.place, self.control, head, self.interpreter, self.become)
+            call = Call(self.place, self.control, head, self.interpreter, self.become, self.integrity)
             try:
                 return call.run(source, stdin, walk.here), b""
             finally:
@@ -97,7 +110,7 @@ class Service:
         return {}, files.read(self.place, head["path"], head["most"])
 
     def _read_files(self, head: dict[str, Any], body: bytes) -> Answer:
-        contents = files.read_many(self.place, json.loads(body), head["most"])
+        contents = workspace.read_many(self.place, json.loads(body), head["most"])
         return {}, struct.pack(f">{len(contents)}I", *map(len, contents)) + b"".join(contents)
 
     def _write(self, head: dict[str, Any], body: bytes) -> Answer:

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import linecache
 import os
+import resource
 import sys
 import threading
 import traceback
@@ -16,6 +17,8 @@ import types
 
 NOTE_FD = 1000
 """Where a process of the call names the limit that its uncaught exception stands for; far from what programs use."""
+NO_THREAD = ("can't start new thread",)
+"""Of the RuntimeError that threading raises."""
 LIMIT_ERRORS = {
     errno.EAGAIN: b"pids",  # of fork(2), where the number of processes is limited
     errno.ENOMEM: b"memory_bytes",
@@ -112,6 +115,17 @@ def report(error: BaseException) -> None:
 def note(error: BaseException) -> None:
     """Tell the init which limit an exception stands for."""
     name = b"memory_bytes" if isinstance(error, MemoryError) else LIMIT_ERRORS.get(getattr(error, "errno", None) or 0)
+    if isinstance(error, RuntimeError) and error.args == NO_THREAD:
+        name = _thread_limit()
     if name:
         with contextlib.suppress(OSError):
             os.write(NOTE_FD, name)
+
+
+def _thread_limit() -> bytes:
+    """What kept a thread from starting: pthread_create(3) says EAGAIN both when no more processes may be and when there
+    is no address space for a stack."""
+    most, stack = (resource.getrlimit(name)[0] for name in (resource.RLIMIT_AS, resource.RLIMIT_STACK))
+    with open("/proc/self/statm", "rb") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    return b"memory_bytes" if most != resource.RLIM_INFINITY and used + stack > most else b"pids"

@@ -36,6 +36,15 @@ class SessionFiles:
             return request.workspace
         return await self._patiently(self._workspaces.empty)
 
+    async def without(self, request: ToolCallRequested, *, lost: bool) -> BlobRef | None:
+        """What the session's files are when this call's are not kept: those from before it. The interpreter ended with
+        the call, whose answer says so: a later call starts a new one; `lost`: it was gone before, which stays noted.
+        Raises WorkspaceLost, WorkspaceCorrupt, StoreUnavailable."""
+        before = await self.before(request)
+        if before is None or lost:
+            return before
+        return await self._patiently(lambda: self._workspaces.without_interpreter(before))
+
     async def place(self, lease: Lease, request: ToolCallRequested, *, disk_bytes: int, interpreter: bool) -> bool:
         """Have the files that the request names, and no others, in the leased sandbox; True when a persistent
         interpreter belonged to them that is gone. `interpreter`: the call needs it.

@@ -96,6 +96,15 @@ class Workspaces:
         assert manifest.ref is not None
         return manifest.ref
 
+    async def without_interpreter(self, ref: BlobRef) -> BlobRef:
+        """The same files, of a session whose interpreter has ended. Raises as `open`."""
+        manifest = await self.open(ref)
+        if not manifest.interpreter:
+            return ref
+        manifest = await self._put(dataclasses.replace(manifest, interpreter=False), None)
+        assert manifest.ref is not None
+        return manifest.ref
+
     async def open(self, ref: BlobRef) -> Manifest:
         """What is stored under `ref`. Raises WorkspaceLost, WorkspaceCorrupt, StoreUnavailable."""
         if ref in self._manifests:

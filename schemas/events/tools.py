@@ -154,7 +154,7 @@ class ToolCallCompleted:
     call_seq: int
     status: ToolStatus
     reason: str
-    """Empty for ok; else for example wall_s, memory_bytes, workspace_lost."""
+    """Empty for ok; else for example wall_s, memory_bytes, sandbox_ended, workspace_lost."""
     exit_code: int | None
     output: bytes
     """Cut to the limit: what the agent sees."""

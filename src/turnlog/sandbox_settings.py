@@ -32,7 +32,8 @@ class SandboxSettings:
     health_s: Seconds = 10.0
     """Pause between looks at idle sandboxes; a dead one is replaced before a call meets it."""
     max_attempts: Count = 3
-    """Runs of a call whose sandbox dies; then it ends as infra_error."""
+    """Runs of a call whose sandbox or worker goes away; then it ends as infra_error. From 3 on, what a call has done
+    itself is told from that."""
     cpu_s: Seconds = 10.0
     """Processor time of one call, all its processes together."""
     wall_s: Seconds = 30.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from typing import Any
 
@@ -22,6 +23,7 @@ from turnlog.schemas.events import SandboxLimits, ToolStatus
 log = logging.getLogger(__name__)
 
 PRYING = Command(kind=Kind.python, source="import os; os.listdir('/proc/1/fd')")
+OOM_KILLED = "was killed for memory"
 EXIT_S = 2.0
 """Time for an init to end once its input has; then the container is killed."""
 
@@ -41,16 +43,12 @@ class ContainerSandbox(InitSandbox):
 
     async def exec(self, command: Command, limits: SandboxLimits, *, on_output: OnOutput | None = None) -> Execution:
         """See Sandbox."""
-        began = asyncio.get_running_loop().time()
         try:
             return await super().exec(command, limits, on_output=on_output)
         except SandboxDied as error:
-            how = await self._removed()
-            if how == "OOMKilled":
-                took = asyncio.get_running_loop().time() - began
-                return Execution(ToolStatus.resource_limit, "memory_bytes", None, b"", took, 0.0)
             said = self.stream.words.decode(errors="replace").strip().rpartition("\n")[2]
-            raise SandboxDied(f"{error}; its container {how}" + (f": {said}" if said else "")) from error
+            how = f"its container {await self._removed()}" + (f": {said}" if said else "")
+            raise SandboxDied(f"{error}; {how}", error.evidence) from error
 
     async def reset(self) -> bool:
         """See Sandbox. Never proved where a call could have answered for those that come after it."""
@@ -59,7 +57,8 @@ class ContainerSandbox(InitSandbox):
     async def close(self) -> None:
         """See Sandbox."""
         await super().close()
-        await self._removed()
+        if await self._removed() == OOM_KILLED:
+            self._evidence = dataclasses.replace(self._evidence, limit="memory_bytes")
 
     async def _removed(self) -> str:
         """Remove the container; how it had ended."""
@@ -89,4 +88,4 @@ async def removed(client: Any, container: str, stream: ContainerStream) -> str:
             return "was removed by somebody else"
         log.warning("container %s is left: %s", container[:12], error)
         return f"cannot be asked about: {error}"
-    return "OOMKilled" if state["OOMKilled"] else f"ended as {state['ExitCode']} {state['Error']}".rstrip()
+    return OOM_KILLED if state["OOMKilled"] else f"ended as {state['ExitCode']} {state['Error']}".rstrip()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -23,7 +22,7 @@ from turnlog.sandbox_workers.backends import seccomp
 from turnlog.sandbox_workers.backends.cgroups import Cgroups, bounds_of
 from turnlog.sandbox_workers.backends.connection import Account, InitSandbox, own_account, started
 from turnlog.sandbox_workers.backends.interpreter_cache import cache_directory
-from turnlog.sandbox_workers.backends.leftovers import owned_prefix
+from turnlog.sandbox_workers.backends.leftovers import discard, owned_prefix
 from turnlog.sandbox_workers.backends.wasm import filter as wasm_filter
 from turnlog.sandbox_workers.backends.wasm import modules as wasm_modules
 from turnlog.sandbox_workers.protocol import BackendUnavailable, SandboxUnavailable, Shape
@@ -92,7 +91,7 @@ class Wasm:
                 account=Account(None),
                 env={"LANG": "C.UTF-8"},
                 inherited=() if handle is None else (handle,),
-                ended=lambda: shutil.rmtree(folder, ignore_errors=True),
+                ended=lambda: discard(folder),
                 exit_s=EXIT_S,
                 bounds=bounds,
                 disk_bytes=shape.disk_bytes,

@@ -23,6 +23,7 @@ from turnlog.sandbox_workers.inside.child import PR_SET_DUMPABLE, prctl
 from turnlog.sandbox_workers.inside.ending import Reaped, end_all
 from turnlog.sandbox_workers.inside.frames import Control, ControlClosed, Socket, send
 from turnlog.sandbox_workers.inside.init import PR_SET_CHILD_SUBREAPER, freeze
+from turnlog.sandbox_workers.inside.integrity import Integrity
 from turnlog.sandbox_workers.inside.processes import Place
 from turnlog.sandbox_workers.inside.service import Answer, Service
 
@@ -34,8 +35,10 @@ OVERHEAD_BYTES = 192 << 20
 class GuestCall(Call):
     """A guest and its limits. Those of `head` are the guest's; its process is looked at with room for the host."""
 
-    def __init__(self, place: Place, control: Control, head: dict[str, Any], become: Become) -> None:
-        super().__init__(place, control, head, None, become)
+    def __init__(
+        self, place: Place, control: Control, head: dict[str, Any], become: Become, integrity: Integrity
+    ) -> None:
+        super().__init__(place, control, head, None, become, integrity)
         self.limits = {**self.limits, "memory_bytes": self.limits["memory_bytes"] + OVERHEAD_BYTES, "pids": THREADS}
 
     def _end_tree(self, *, spare: bool) -> None:
@@ -59,7 +62,8 @@ class GuestService(Service):
         source, stdin = body[: head["source"]], body[head["source"] :]
         head = head | {"kind": "a persistent interpreter"} if head["kind"] == "session" else head
         with self._folder(head["cwd"]) as walk:
-            return GuestCall(self.place, self.control, head, self.become).run(source, stdin, walk.here), b""
+            call = GuestCall(self.place, self.control, head, self.become, self.integrity)
+            return call.run(source, stdin, walk.here), b""
 
 
 def main(words: str) -> None:

@@ -24,6 +24,7 @@ from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role
 from turnlog.infra.topics_admin import apply
 from turnlog.sandbox_settings import SandboxSettings
+from turnlog.sandbox_workers.backends.bubblewrap import Bubblewrap
 from turnlog.sandbox_workers.backends.subprocess_backend import Subprocess
 from turnlog.sandbox_workers.egress import Egress
 from turnlog.sandbox_workers.pooling.pool import Pool
@@ -103,6 +104,7 @@ class House:
     folder: Path
     blobs: MemoryBlobs = field(default_factory=MemoryBlobs)
     deaths: int = 0
+    backend: type[Subprocess] | type[Bubblewrap] = Subprocess
     clock: Callable[[], float] = lambda: LOG_EPOCH
     shapes: list[Shape] = field(default_factory=list)
     """Of the latest worker's sandboxes."""
@@ -130,7 +132,7 @@ class House:
                 egress = await stack.enter_async_context(opening)
             role = Role("sandbox", instance, self.settings, log, events, self.blobs, Health("sandbox"))
             settings = dataclasses.replace(self.settings.sandbox, first_uid=uid)
-            provider = Mortal(await Subprocess.open(settings), self.deaths)
+            provider = Mortal(await self.backend.open(settings), self.deaths)
             self.shapes = provider.shapes
             pool = Pool(provider, slots=slots, prewarm=prewarm)
             pools = Pools(dict.fromkeys(("bubblewrap", "subprocess"), pool), fallback=fallback)
