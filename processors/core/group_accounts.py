@@ -30,12 +30,13 @@ class Tree:
     """What is kept of a TurnTreeAssembled: a run has many, and their nodes are large."""
 
     books: TreeBooks
-    refused: bool
+    bare: bool
+    """Without nodes: of a session that names no turn, or of one that was refused."""
 
     @classmethod
     def of(cls, event: TurnTreeAssembled) -> Tree:
-        """A refused session's tree has no nodes, and one reason."""
-        return cls(event.books, not event.nodes and set(event.books.masked) == {MaskReason.refused.value})
+        """Of the record."""
+        return cls(event.books, not event.nodes)
 
 
 @dataclass(slots=True)
@@ -124,8 +125,13 @@ class GroupRecords:
             return MaskReason.late
         if session in self._worth():
             return None
-        refused = session in self.trees and self.trees[session].refused
-        return MaskReason.refused if refused else MaskReason.excluded_outcome
+        return MaskReason.refused if self._refused(session) else MaskReason.excluded_outcome
+
+    def _refused(self, session: str) -> bool:
+        """By the spine, or since a record of a turn that it names was."""
+        known = self.spine.sessions[session]
+        bare = session in self.trees and self.trees[session].bare
+        return known.refused or (bare and bool(known.named))
 
     def _unnamed(self, session: str, end: int) -> Counter[str]:
         """Turns that came after the last one that the session needs, before the end of its group."""

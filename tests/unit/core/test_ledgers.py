@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -35,7 +36,7 @@ from turnlog.schemas.events import (
     Weighting,
 )
 from turnlog.schemas.topics import DEAD_LETTERS, TOPIC_OF
-from turnlog.schemas.types import BlobRef
+from turnlog.schemas.types import BlobRef, TurnId
 
 CUT = 40
 """[batcher] max_tokens: some samples lose their tail."""
@@ -261,3 +262,53 @@ def test_manifests_are_walked_as_often_for_many_draws_as_for_one() -> None:
         return Walked.walks
 
     assert walks(100) == walks(1)
+
+
+def books_of(story: Any) -> Books:
+    """Of a story: its records, what they fold to, and the letters of what was refused."""
+    folded = story.fold(FOLD)
+    ledgers = Ledgers("r", CUT, LATEST)
+    for topic, offset, error in folded.refused:
+        ledgers.add(DEAD_LETTERS.name, 0, 0, letter(topic, offset, error))
+    for topic, offset, event in story.arrivals:
+        ledgers.add(topic, 0, offset, event)
+    for offset, output in enumerate(folded.outputs):
+        ledgers.add(TOPIC_OF[type(output).__name__].name, 0, offset, output)
+    return ledgers.close()
+
+
+def unreadable_turn(s: Any) -> None:
+    """Its TurnCompleted is refused: its base is itself."""
+    s.turn("a", 0, "sq", "AB", base=0)
+    s.end("a", reward=1.0)
+
+
+def unreadable_empty_turn(s: Any) -> None:
+    s.turn("a", 0, "sq", "", base=0)
+    s.turn("a", 1, "sqr", "XX")
+    s.end("a", reward=1.0, turns=[s.id("a", 0)])
+
+
+def unreadable_snapshot(s: Any) -> None:
+    s.turn("a", 0, "sq", "AB", prompt_sha256="0")
+    s.end("a", reward=1.0)
+
+
+def unknown_epoch(s: Any) -> None:
+    s.turn("a", 0, "sq", "AB")
+    s.end("a", reward=1.0, turns=[TurnId("nobody's", 0)])
+
+
+@pytest.mark.parametrize("broken", [unreadable_turn, unreadable_empty_turn, unreadable_snapshot, unknown_epoch])
+def test_a_session_that_was_refused_as_a_whole_disagrees_with_nothing(
+    story: Any, broken: Callable[[Any], None]
+) -> None:
+    s = story(size=2)
+    broken(s)
+    s.turn("b", 0, "sq", "CCC")
+    s.end("b", reward=0.0)
+    books = books_of(s)
+    assert books.imbalances == ()
+    assert books.levels["session"]["b"].sampled == 3
+    account = books.levels["session"].get("a")
+    assert account is None or account.masked.keys() <= {"refused", "late"}
