@@ -15,9 +15,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from turnlog.infra.health import QuietServer, application, configured
+from turnlog.infra.log import LogError
 from turnlog.infra.role import Role
 from turnlog.producers.gateway.endpoints import Gateway, answered
-from turnlog.producers.gateway.errors import GatewayError
+from turnlog.producers.gateway.errors import GatewayError, NotRecorded
 from turnlog.producers.gateway.metrics import ERRORS
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ def front(gateway: Gateway) -> ASGIApp:
             return
         try:
             response = await gateway.chat(Request(scope, receive))
-        except GatewayError as error:
+        except (GatewayError, LogError) as error:
             response = _refused(error)
         except ClientDisconnect:
             return
@@ -57,13 +58,14 @@ def build(gateway: Gateway) -> FastAPI:
     app.router.routes.extend(application(gateway.role.health).routes)
 
     async def refused(_: Request, error: Exception) -> Response:
-        assert isinstance(error, GatewayError)
+        assert isinstance(error, GatewayError | LogError)
         return _refused(error)
 
     async def left(_: Request, __: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED)
 
     app.add_exception_handler(GatewayError, refused)
+    app.add_exception_handler(LogError, refused)
     app.add_exception_handler(ClientDisconnect, left)
     return app
 
@@ -111,6 +113,8 @@ def listening(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _refused(error: GatewayError) -> Response:
+def _refused(error: GatewayError | LogError) -> Response:
+    if isinstance(error, LogError):
+        error = NotRecorded(f"the log could not be read or written: {error}")
     ERRORS.labels(error.code).inc()
     return answered(error.body(), error.status)

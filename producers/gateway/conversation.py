@@ -17,7 +17,7 @@ import numpy as np
 from turnlog.producers.gateway.images import agreeing
 from turnlog.producers.gateway.messages import CHAIN_START, Message, chained
 from turnlog.schemas.events.turns import FinishReason, ImageRef
-from turnlog.schemas.types import TurnId
+from turnlog.schemas.types import BlobRef, TurnId
 
 CUT_OFF = frozenset({FinishReason.abort, FinishReason.error})
 """Ends of turns that are not all of what the policy would have said."""
@@ -133,6 +133,11 @@ class Conversation:
                 if _reasoning_agrees(turn, messages[:length]):
                     return turn, length
         return None, 0
+
+    @property
+    def shown(self) -> dict[str, BlobRef]:
+        """Every image of a recorded turn, by sha256."""
+        return {one.image.sha256: one.image for turn in self.turns.values() for one in turn.images}
 
     def reason_of_root(self, messages: Sequence[Message]) -> str:
         """Why a prompt has no base. A retry has the reason of what it asks again."""

@@ -16,11 +16,12 @@ from starlette.responses import Response
 
 from turnlog.infra.blobs import BlobError
 from turnlog.infra.engine import Engine, SGLang
+from turnlog.infra.http_bodies import BodyTooLarge, body_of
 from turnlog.infra.log import TopicMissing
 from turnlog.infra.role import Role
 from turnlog.producers.gateway.conversation import Turn
 from turnlog.producers.gateway.engines import Engines, follow
-from turnlog.producers.gateway.errors import ImagesNotServed, NotRecorded, Unauthorized
+from turnlog.producers.gateway.errors import ImagesNotServed, NotRecorded, TooLarge, Unauthorized
 from turnlog.producers.gateway.experts import routing_of
 from turnlog.producers.gateway.generation import Sampler
 from turnlog.producers.gateway.images import Admitted, ImageTokens, Picture, image_tokens
@@ -41,6 +42,9 @@ from turnlog.schemas.events.sessions import SessionFinished
 from turnlog.schemas.events.tasks import Sampling
 from turnlog.schemas.topics import SESSIONS
 from turnlog.schemas.types import TurnId
+
+RECORD_BYTES = 1 << 20
+"""Of a request to open or finish a session: what it says goes into one record, which holds far less than 8 MiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +78,8 @@ class Gateway:
             tokenizer_sha256=tokens.sha256,
             chat_template_sha256=template.sha256,
         )
-        prompts, engines, images = Prompts(tokens, template), Engines(connect), image_tokens(folder)
+        prompts, engines = Prompts(tokens, template), Engines(connect)
+        images = image_tokens(folder, settings.gateway.max_image_pixels)
         return cls(
             role=role,
             url=url,
@@ -134,10 +139,10 @@ class Gateway:
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions: a new turn, or the recorded one that a repeat asks for."""
         claims = self._claims(request)
-        chat = chat_request(await request.body())
-        if pictures := chat.pictures:
-            chat = dataclasses.replace(chat, images=await self._admitted(pictures))
+        chat = chat_request(await self._body(request))
         session = await self.sessions.find(claims)
+        if pictures := chat.pictures:
+            chat = dataclasses.replace(chat, images=await self._admitted(pictures, session))
         return TurnResponse(
             self._turn(session, chat, claims, request.headers),
             session_id=session.id,
@@ -147,7 +152,15 @@ class Gateway:
             keep_alive_s=self.role.settings.gateway.keep_alive_s,
         )
 
-    async def _admitted(self, pictures: list[Picture]) -> dict[str, Admitted]:
+    async def _body(self, request: Request, most: int | None = None) -> bytes:
+        """After the token was looked at. Raises TooLarge."""
+        setting = self.role.settings.gateway.max_body_bytes
+        try:
+            return await body_of(request, min(setting, most or setting), "[gateway] max_body_bytes")
+        except BodyTooLarge as error:
+            raise TooLarge(str(error)) from None
+
+    async def _admitted(self, pictures: list[Picture], session: Session) -> dict[str, Admitted]:
         if self.images is None:
             raise ImagesNotServed(
                 f"{self.role.settings.model.name} takes no images: its folder names no image token and no rule for how "
@@ -155,7 +168,7 @@ class Gateway:
                 param="messages",
             )
         try:
-            return await self.images.admitted(pictures, self.role.blobs)
+            return await self.images.admitted(pictures, session.conversation.shown, self.role.blobs)
         except BlobError as error:
             raise NotRecorded(f"the images could not be stored or read: {error}") from error
 
@@ -175,7 +188,7 @@ class Gateway:
         """POST /sessions: idempotent per (rollout_id, attempt)."""
         require_key(request.headers.get("authorization"), self.key)
         wanted = open_request(
-            await request.body(),
+            await self._body(request, RECORD_BYTES),
             run_id=self.role.settings.run.id,
             fallback=Sampling(),
             fresh=f"adhoc-{secrets.token_hex(12)}",
@@ -202,7 +215,8 @@ class Gateway:
 
     async def finish(self, request: Request) -> Response:
         """POST /sessions/{id}/finish: idempotent."""
-        wanted = finish_request(await request.body())
+        self._claims_of_path(request)
+        wanted = finish_request(await self._body(request, RECORD_BYTES))
         session = await self._session(request)
         return answered(_finished(await self.sessions.finish(session, wanted)))
 
@@ -221,11 +235,14 @@ class Gateway:
     def _claims(self, request: Request) -> Claims:
         return verify(bearer(request.headers.get("authorization")), self.key)
 
-    async def _session(self, request: Request) -> Session:
+    def _claims_of_path(self, request: Request) -> Claims:
         claims = self._claims(request)
         if request.path_params["session_id"] != claims.session_id:
             raise Unauthorized("the token belongs to another session")
-        return await self.sessions.find(claims)
+        return claims
+
+    async def _session(self, request: Request) -> Session:
+        return await self.sessions.find(self._claims_of_path(request))
 
 
 def _finished(event: SessionFinished) -> dict[str, object]:

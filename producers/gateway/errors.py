@@ -5,13 +5,14 @@ GatewayError
 ├── ImagesNotServed       400 the model, or its template, takes no images
 ├── ContextOverflow       400 the prompt leaves no room in the context window
 ├── Unauthorized          401 no, a forged or a foreign token
+├── TooLarge              413 the body is longer than [gateway] max_body_bytes
 ├── UnknownSession        404 the log holds no such session
 ├── SessionEnded          409 the session is finished
 ├── KeyReused             409 an Idempotency-Key came back with another body
 ├── EpochLost             409 another gateway owns the session and cannot be reached
 ├── EngineFailed          502 the engine refused, or gave what cannot be recorded
 ├── NoEngine              503 no engine may serve this turn in time
-└── NotRecorded           503 the log did not take the turn
+└── NotRecorded           503 the log did not take the turn, or could not be read
 """
 
 from __future__ import annotations
@@ -60,6 +61,12 @@ class Unauthorized(GatewayError):
     status, type, code = 401, "authentication_error", "invalid_api_key"
 
 
+class TooLarge(GatewayError):
+    """Names the limit and its setting."""
+
+    status, type, code = 413, "invalid_request_error", "request_too_large"
+
+
 class UnknownSession(GatewayError):
     """The session was never started, or its floor is wrong."""
 
@@ -97,6 +104,6 @@ class NoEngine(GatewayError):
 
 
 class NotRecorded(GatewayError):
-    """The turn was sampled but is not on the log: it never happened. Ask again."""
+    """Log or store are away. A turn that was sampled meanwhile is not on the log, so it never happened: ask again."""
 
     status, type, code = 503, "server_error", "log_unavailable"

@@ -8,12 +8,12 @@ Sources: RFC 2397 (data URLs); `smart_resize` of transformers' Qwen2VLImageProce
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import io
 import json
 import math
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -26,11 +26,13 @@ from turnlog.schemas.events.turns import ImageRef
 from turnlog.schemas.types import BlobRef
 
 DATA = re.compile(r"data:(image/[\w.+-]+);base64,", re.ASCII)
-BLOB = re.compile(r"blob:([0-9a-f]{64});(\d+);(image/[\w.+-]+)", re.ASCII)
+BLOB = re.compile(r"blob:([0-9a-f]{64});(\d{1,18});(image/[\w.+-]+)", re.ASCII)
 MIN_PIXELS, MAX_PIXELS = 56 * 56, 28 * 28 * 1280
 """Qwen2VLImageProcessor's own, where preprocessor_config.json is silent."""
 LONGEST = 200
 """Sides' ratio that it refuses beyond."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+"""Pillow knows many more, and starts other programs for some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,29 +67,38 @@ class ImageTokens:
     token: int
     """Its placeholder id."""
     rule: TokenRule
+    most_pixels: int
+    """Of one image."""
 
-    async def admitted(self, pictures: Sequence[Picture], blobs: Blobs) -> dict[str, Admitted]:
-        """By sha256; the store holds every one. Raises BadRequest, StoreUnavailable, BlobCorrupt."""
+    async def admitted(
+        self, pictures: Sequence[Picture], shown: Mapping[str, BlobRef], blobs: Blobs
+    ) -> dict[str, Admitted]:
+        """By sha256; the store holds every one. `shown`: the images of the session's own turns, which alone may be
+        named by reference. Raises BadRequest, StoreUnavailable, BlobCorrupt."""
         found: dict[str, Admitted] = {}
-        for picture in pictures:
+        for picture in sorted(pictures, key=lambda picture: picture.content is None):
             if picture.ref.sha256 not in found:
-                found[picture.ref.sha256] = await self._admit(picture, blobs)
+                found[picture.ref.sha256] = await self._admit(picture, shown, blobs)
         return found
 
-    async def _admit(self, picture: Picture, blobs: Blobs) -> Admitted:
+    async def _admit(self, picture: Picture, shown: Mapping[str, BlobRef], blobs: Blobs) -> Admitted:
         content, ref = picture.content, picture.ref
         if content is not None:
+            tokens = self.rule(*_size(content, self.most_pixels))
             ref = await blobs.put(content, media_type=ref.media_type)
         else:
+            if ref.sha256 not in shown:
+                raise BadRequest(f"no turn of this session has an image {ref.sha256}: send its bytes", param="messages")
+            ref = shown[ref.sha256]
             try:
                 content = await blobs.get(ref)
             except BlobMissing:
                 raise BadRequest(f"the store holds no image {ref.sha256}", param="messages") from None
-        url = f"data:{ref.media_type};base64,{base64.b64encode(content).decode()}"
-        return Admitted(ref, self.rule(*_size(content)), url)
+            tokens = self.rule(*_size(content, self.most_pixels))
+        return Admitted(ref, tokens, f"data:{ref.media_type};base64,{base64.b64encode(content).decode()}")
 
 
-def image_tokens(folder: Path) -> ImageTokens | None:
+def image_tokens(folder: Path, most_pixels: int) -> ImageTokens | None:
     """The placeholder and its rule from config.json and preprocessor_config.json; None for a model of text, or where
     the rule is not one that is known here."""
     config, processor = _json(folder / "config.json"), _json(folder / "preprocessor_config.json")
@@ -97,7 +108,8 @@ def image_tokens(folder: Path) -> ImageTokens | None:
     size = processor.get("size") or {}
     least = processor.get("min_pixels") or size.get("shortest_edge") or MIN_PIXELS
     most = processor.get("max_pixels") or size.get("longest_edge") or MAX_PIXELS
-    return ImageTokens(token, patches(int(processor["patch_size"]) * int(processor["merge_size"]), least, most))
+    factor = int(processor["patch_size"]) * int(processor["merge_size"])
+    return ImageTokens(token, patches(factor, least, most), most_pixels)
 
 
 def patches(factor: int, least: int, most: int) -> TokenRule:
@@ -134,7 +146,7 @@ def picture(block: Mapping[str, Any], where: str) -> Picture:
         )
     try:
         content = base64.b64decode(url[match.end() :], validate=True)
-    except binascii.Error as error:
+    except ValueError as error:  # binascii.Error, or characters that are none of ASCII
         raise BadRequest(f"{where} has an image_url that is no base64: {error}", param=where) from None
     return Picture(BlobRef(hashlib.sha256(content).hexdigest(), len(content), match[1]), content)
 
@@ -197,15 +209,27 @@ def _referred(block: Any) -> Any:
     return {"type": "image_url", "image_url": {"url": f"blob:{ref.sha256};{ref.size};{ref.media_type}"}}
 
 
-def _size(content: bytes) -> tuple[int, int]:
-    """(height, width) in pixels. Raises BadRequest."""
+def _size(content: bytes, most: int) -> tuple[int, int]:
+    """(height, width) in pixels, from the head alone. Raises BadRequest, also for more than `most` pixels."""
     import PIL.Image  # with the engine's extra: a gateway of text needs no image library
 
     try:
-        with PIL.Image.open(io.BytesIO(content)) as image:
-            return image.height, image.width
-    except (OSError, ValueError) as error:
-        raise BadRequest(f"an image of {len(content)} bytes cannot be read: {error}", param="messages") from None
+        with warnings.catch_warnings(action="ignore", category=PIL.Image.DecompressionBombWarning):
+            image = PIL.Image.open(io.BytesIO(content), formats=FORMATS)
+    except PIL.Image.DecompressionBombError as error:
+        raise BadRequest(f"an image of {len(content)} bytes is too large: {error}", param="messages") from None
+    except Exception as error:  # a reader of foreign bytes: it falls over them in ways of its own
+        raise BadRequest(
+            f"an image of {len(content)} bytes cannot be read ({error}); {', '.join(FORMATS)} are served",
+            param="messages",
+        ) from None
+    with image:
+        height, width = image.height, image.width
+    if height * width > most:
+        raise BadRequest(
+            f"an image of {width} x {height} pixels; [gateway] max_image_pixels allows {most:,}", param="messages"
+        )
+    return height, width
 
 
 def _json(path: Path) -> dict[str, Any]:

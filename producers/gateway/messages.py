@@ -45,7 +45,7 @@ def normalised(raw: Any) -> tuple[Message, ...]:
 
 def message(raw: Any, where: str) -> Message:
     """One message in OpenAI's shape. Raises BadRequest."""
-    if not isinstance(raw, dict) or raw.get("role") not in ROLES:
+    if not isinstance(raw, dict) or not isinstance(raw.get("role"), str) or raw["role"] not in ROLES:
         raise BadRequest(f"{where} must be an object whose role is one of {', '.join(ROLES)}", param=where)
     role = ROLES[raw["role"]]
     content, pictures = _content(raw.get("content"), where)

@@ -31,6 +31,10 @@ COUNTED = frozenset(
 )  # fmt: skip
 """Ignored fields that have a label of their own; the rest count as "other", since a label must not be a client's."""
 
+LEAST = {"group_size": 1, "min_weight_version": -1, "max_tokens": 1, "max_completion_tokens": 1, "max_new_tokens": 1,
+         "seed": -(2**63)}  # fmt: skip
+"""Of integers that do not begin at 0."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
@@ -98,7 +102,7 @@ def chat_request(body: bytes) -> ChatRequest:
     tools = values.get("tools") or None
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise BadRequest("tools must be a list of objects", param="tools")
-    limits = [_limit(values, name) for name in ("max_completion_tokens", "max_tokens")]
+    limits = [_typed(values, name, int, None) for name in ("max_completion_tokens", "max_tokens")]
     options = values.get("stream_options")
     return ChatRequest(
         raw=values.get("messages") or [],
@@ -197,14 +201,12 @@ def _versions(values: dict[str, Any]) -> dict[str, str]:
 
 def _sampling(values: dict[str, Any], fallback: Sampling) -> Sampling:
     stops = _typed(values, "stop_token_ids", list, list(fallback.stop_token_ids))
-    if not all(isinstance(stop, int) for stop in stops):
-        raise BadRequest("sampling.stop_token_ids must be integers", param="sampling")
+    if not all(type(stop) is int and 0 <= stop < 2**31 for stop in stops):
+        raise BadRequest("sampling.stop_token_ids must be token ids: integers from 0 on", param="sampling")
     temperature = values.get("temperature", fallback.temperature)
     if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 <= temperature < 100:
         raise BadRequest("sampling.temperature must be a number from 0 on", param="sampling")
     new_tokens = _typed(values, "max_new_tokens", int, fallback.max_new_tokens)
-    if new_tokens < 1:
-        raise BadRequest("sampling.max_new_tokens must be at least 1", param="sampling")
     seed = _typed(values, "seed", int, None)
     return Sampling(
         temperature=float(temperature), max_new_tokens=new_tokens, stop_token_ids=tuple(stops), seed=seed
@@ -223,17 +225,12 @@ def _object(body: bytes) -> dict[str, Any]:
     return values
 
 
-def _limit(values: dict[str, Any], name: str) -> int | None:
-    limit = _typed(values, name, int, None)
-    if limit is not None and limit < 1:
-        raise BadRequest(f"{name} must be at least 1", param=name)
-    return None if limit is None else int(limit)
-
-
 def _typed(values: dict[str, Any], name: str, kind: type, default: Any) -> Any:
     value = values.get(name)
     if value is None:
         return default
     if type(value) is not kind:
         raise BadRequest(f"{name} must be {kind.__name__}, got {type(value).__name__}", param=name)
+    if isinstance(value, int) and not LEAST.get(name, 0) <= value < 2**63:
+        raise BadRequest(f"{name} must be from {LEAST.get(name, 0)} to 2^63 - 1, got {value}", param=name)
     return value

@@ -25,6 +25,9 @@ SPECIAL_TOKENS = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
 )  # fmt: skip
 
+REFUSALS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What a template, which is a program of the model's makers, ends by on messages that it was not written for."""
+
 
 class TemplateMissing(Exception):
     """The model's folder has no chat template. Remedy: add chat_template.jinja to [model] path."""
@@ -64,7 +67,7 @@ class ChatTemplate:
                 add_generation_prompt=generate,
                 **self._variables,
             )
-        except (jinja2.TemplateError, TypeError) as error:
+        except REFUSALS as error:
             raise BadRequest(f"the model's chat template refuses these messages: {error}", param="messages") from error
 
 

@@ -79,6 +79,8 @@ class RegistrySettings:
     """Empty starts the embedded registry."""
     port: Port = 0
     """Of the embedded registry; 0 picks a free one."""
+    max_body_bytes: Bytes = 4 * 2**20
+    """Of one request to the embedded registry; a longer one is refused (413) while it comes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +157,10 @@ class GatewaySettings:
     routed_experts: Literal["auto", "on", "off"] = "auto"
     """Ask engines for routed experts (R3): auto, for a mixture of experts whose engine returns them; on, or refuse the
     turn; off."""
+    max_body_bytes: Bytes = 32 * 2**20
+    """Of one request, images in it included; a longer one is refused (413) while it comes."""
+    max_image_pixels: Count = 32 * 2**20
+    """Of one image, by what its head says: it is refused before anything decodes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

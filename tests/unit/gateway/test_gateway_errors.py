@@ -28,6 +28,8 @@ QUESTION = {"role": "user", "content": "3 + 5 = ?"}
         (b"{}", "messages"),
         (b'{"messages": []}', "messages"),
         (b'{"messages": [{"role": "wizard", "content": "x"}]}', "messages[0]"),
+        (b'{"messages": [{"role": ["user"], "content": "x"}]}', "messages[0]"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 18446744073709551615}', "max_tokens"),
         (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "image_url"),
         (b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}', "max_tokens"),
         (b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": "9"}', "max_tokens"),

@@ -163,13 +163,23 @@ async def test_another_gateway_continues_with_images_from_the_store(sees: Any) -
     assert await urls_of(sees, sample.images) == [CAT, WIDE]
 
 
+async def test_a_reference_to_another_sessions_image_shows_nothing(sees: Any) -> None:
+    mine, theirs = await sees.open("a"), await sees.open("b")
+    await said(sees, theirs, [shows(CAT)])
+    [block, _] = (await sees.describe(theirs))["messages"][0]["content"]
+    for session in (mine, theirs):
+        answer = await sees.chat(session, [shows(block["image_url"]["url"])])
+        assert answer.status_code == (200 if session is theirs else 400), answer.text
+    assert [len(request.images) for request in sees.engines["e0"].requests] == [1, 1]
+
+
 @pytest.mark.parametrize(
     ("url", "says"),
     [
         ("https://example.org/cat.png", "fetches nothing"),
         ("data:image/png;base64,!!", "no base64"),
         ("data:image/png;base64,AAAA", "cannot be read"),
-        (f"blob:{'0' * 64};9;image/png", "holds no image"),
+        (f"blob:{'0' * 64};9;image/png", "no turn of this session"),
         (png(2001, 10), "too narrow"),
     ],
 )
@@ -229,7 +239,7 @@ def test_a_folder_says_how_many_tokens_an_image_takes_or_nothing(tmp_path: Path)
     def folder(config: Any, processor: Any = None) -> Any:
         (tmp_path / "config.json").write_text(json.dumps(config))
         (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor or {}))
-        return image_tokens(tmp_path)
+        return image_tokens(tmp_path, 10**6)
 
     assert folder({}) is None
     assert folder({"image_token_id": 7}) is None

@@ -1,0 +1,194 @@
+"""What comes from outside: any body is answered with a 4xx that names it, nothing is read before its token, nothing is
+held beyond its limit, and an image is shown to the session that brought it alone."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import dataclasses
+import io
+import itertools
+import json
+import struct
+import zlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import PIL.Image
+import pytest
+from hypothesis import HealthCheck, Phase, given
+from hypothesis import settings as fuzzing
+from hypothesis import strategies as st
+
+from turnlog.producers.gateway.errors import BadRequest
+from turnlog.producers.gateway.images import ImageTokens, picture
+from turnlog.producers.gateway.requests import COUNTED, HONOURED
+from turnlog.schemas.events import Outcome
+from turnlog.settings import Settings
+
+LIMIT = 64 * 1024
+QUESTION = {"role": "user", "content": "3 + 5 = ?"}
+ROLLOUTS = itertools.count()
+FUZZED = fuzzing(
+    max_examples=100, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)  # fmt: skip
+
+
+@pytest.fixture
+def settings(settings: Settings) -> Settings:
+    """A small limit."""
+    return dataclasses.replace(settings, gateway=dataclasses.replace(settings.gateway, max_body_bytes=LIMIT))
+
+
+# Arbitrary JSON, with the words of the API often in the places where the API has them.
+WORDS = sorted({
+    *HONOURED, *COUNTED, "role", "content", "user", "assistant", "tool", "system", "tool_calls", "function", "name",
+    "arguments", "id", "tool_call_id", "type", "text", "image_url", "url", "reasoning", "outcome", "reason", "final",
+    "expects", "reward", "step_rewards", "judged", "epoch", "index", "rollout_id", "group_id", "run_id", "floor",
+    "purpose", "agent", "environment", "sampling", "limits", "max_context_tokens", "stop_token_ids", "version", "image",
+    "group_size", "attempt", "rollout_index", "min_weight_version", "pin_weight_version", "task_id", "max_new_tokens",
+    *Outcome, "data:image/png;base64,AAAA", "data:image/png;base64,\u00e9", f"blob:{'0' * 64};9;image/png",
+    f"blob:{'0' * 64};{'9' * 5000};image/png", "train", "{}", "[", "a\nb\x1b[2J", "",
+})  # fmt: skip
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.sampled_from([-1, 0, 1, 2**31, 2**63 - 1, 2**63, 2**64 - 1, -(2**63), 1e308, 0.5]),
+    st.sampled_from(WORDS), st.text(max_size=5),
+)  # fmt: skip
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=4),
+    max_leaves=12,
+)
+CALL = st.fixed_dictionaries({}, optional={"id": VALUES, "function": st.fixed_dictionaries(
+    {}, optional={"name": SCALARS, "arguments": VALUES}) | VALUES})  # fmt: skip
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "system", "assistant", "tool", "developer"]) | VALUES},
+    optional={"content": VALUES, "tool_calls": st.lists(CALL, max_size=2) | VALUES, "name": VALUES,
+              "tool_call_id": VALUES, "reasoning": VALUES},
+)  # fmt: skip
+CHAT = st.fixed_dictionaries(
+    {"messages": st.lists(MESSAGE, min_size=1, max_size=3) | VALUES},
+    optional={"tools": st.lists(VALUES, max_size=2) | VALUES, "max_tokens": VALUES, "stream": VALUES,
+              "stream_options": VALUES, "temperature": VALUES},
+)  # fmt: skip
+NAMES = ["rollout_id", "group_id", "attempt", "purpose", "floor", "agent", "environment", "sampling", "limits", "seed",
+         "group_size", "rollout_index", "min_weight_version", "pin_weight_version", "run_id", "task_id"]  # fmt: skip
+OPEN = st.fixed_dictionaries({}, optional=dict.fromkeys(NAMES, VALUES))
+FINISH = st.fixed_dictionaries({"outcome": st.sampled_from(["completed", "agent_error"]) | VALUES}, optional={
+    "reason": VALUES, "final": VALUES, "expects": VALUES, "judged": VALUES})  # fmt: skip
+BODIES = (VALUES | CHAT | OPEN | FINISH).map(lambda value: json.dumps(value).encode()) | st.binary(max_size=40)
+
+
+@FUZZED
+@given(CHAT.map(lambda value: json.dumps(value).encode()) | BODIES)
+async def test_no_chat_request_is_our_failure(rig: Any, body: bytes) -> None:
+    session = await rig.open(f"rollout-{next(ROLLOUTS)}")
+    answer = await rig.http.post("/v1/chat/completions", content=body, headers=bearer(session))
+    assert answer.status_code in (200, 400), (body, answer.text)
+    if answer.status_code == 400:
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert (await rig.describe(session))["session_id"] == session["session_id"]
+
+
+@FUZZED
+@given((OPEN | FINISH).map(lambda value: json.dumps(value).encode()) | BODIES)
+async def test_no_request_to_open_or_finish_a_session_is_our_failure(rig: Any, body: bytes) -> None:
+    key = {"authorization": f"Bearer {rig.gateway.key.decode()}"}
+    opened = await rig.http.post("/sessions", content=body, headers=key)
+    assert opened.status_code in (201, 400), (body, opened.text)
+    session = await rig.open(f"rollout-{next(ROLLOUTS)}")
+    path = f"/sessions/{session['session_id']}/finish"
+    finished = await rig.http.post(path, content=body, headers=bearer(session))
+    assert finished.status_code in (200, 400), (body, finished.text)
+
+
+def bearer(session: Any) -> dict[str, str]:
+    return {"authorization": f"Bearer {session['token']}"}
+
+
+class Slow:
+    """A body that counts how much of it was taken."""
+
+    def __init__(self, parts: int) -> None:
+        self.parts, self.sent = parts, 0
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for _ in range(self.parts):
+            self.sent += 1
+            yield b'"' + b"x" * 1022 + b'"'
+
+
+@pytest.mark.parametrize("door", ["/v1/chat/completions", "/sessions", "finish"])
+@pytest.mark.parametrize("declared", [True, False])
+async def test_a_body_beyond_the_limit_is_refused_while_it_comes(rig: Any, door: str, declared: bool) -> None:
+    session = await rig.open()
+    headers = {"authorization": f"Bearer {rig.gateway.key.decode()}"} if door == "/sessions" else bearer(session)
+    path = f"/sessions/{session['session_id']}/finish" if door == "finish" else door
+    content: Any = b" " * (LIMIT + 1) if declared else Slow(2 * LIMIT // 1024)
+    answer = await rig.http.post(path, content=content, headers=headers)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["type"]) == (413, "request_too_large", "invalid_request_error")
+    assert "max_body_bytes" in error["message"]
+    assert (await rig.chat(session, [QUESTION])).status_code == 200
+
+
+@pytest.mark.parametrize("door", ["/v1/chat/completions", "/sessions", "finish"])
+async def test_no_byte_of_a_body_is_awaited_before_its_token_is_good(rig: Any, door: str) -> None:
+    session = await rig.open()
+    path = f"/sessions/{session['session_id']}/finish" if door == "finish" else door
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(rig.url.rpartition(":")[2]))
+    head = f"POST {path} HTTP/1.1\r\nhost: gateway\r\nauthorization: Bearer no\r\ncontent-length: 1000\r\n\r\n"
+    writer.write(head.encode())
+    assert b" 401 " in await reader.readline()  # the body never comes
+    writer.close()
+    await writer.wait_closed()
+
+
+def png_head(width: int, height: int) -> bytes:
+    """The beginning of a PNG that says it is so large: 70 bytes."""
+    head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    body = b"IDAT" + zlib.compress(b"\0" * 9)
+    parts = [struct.pack(">I", len(part) - 4) + part + struct.pack(">I", zlib.crc32(part)) for part in (head, body)]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+RULE = ImageTokens(7, lambda height, width: 1, most_pixels=1_000_000)
+
+
+async def admitted(rig: Any, content: bytes) -> None:
+    url = f"data:image/png;base64,{base64.b64encode(content).decode()}"
+    await RULE.admitted([picture({"image_url": {"url": url}}, "messages[0]")], {}, rig.blobs)
+
+
+@pytest.mark.parametrize(("width", "height"), [(1001, 1000), (12_000, 12_000), (60_000, 60_000), (2**31 - 1, 2**30)])
+async def test_an_image_is_bounded_by_what_its_head_says(rig: Any, width: int, height: int) -> None:
+    await admitted(rig, png_head(1000, 1000))
+    before = dict(rig.blobs.objects)
+    with pytest.raises(BadRequest, match="pixels"):
+        await admitted(rig, png_head(width, height))
+    assert rig.blobs.objects == before
+
+
+def encoded(kind: str) -> bytes:
+    file = io.BytesIO()
+    PIL.Image.new("RGB", (9, 7)).save(file, kind)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
+async def test_an_image_of_a_served_format_is_read_and_any_broken_one_refused(rig: Any, kind: str) -> None:
+    content = encoded(kind)
+    await admitted(rig, content)
+    for at, value in itertools.product(range(min(len(content), 120)), (0, 0x7F, 0xFF)):
+        for broken in (content[:at] + bytes([value]) + content[at + 1 :], content[:at]):
+            try:
+                await admitted(rig, broken)
+            except BadRequest:
+                continue
+
+
+@pytest.mark.parametrize("kind", ["BMP", "TIFF", "EPS", "PPM"])
+async def test_formats_that_pillow_reads_by_other_means_are_not_served(rig: Any, kind: str) -> None:
+    with pytest.raises(BadRequest, match="PNG, JPEG, WEBP, GIF"):
+        await admitted(rig, encoded(kind))
