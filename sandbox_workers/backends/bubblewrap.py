@@ -91,12 +91,13 @@ class Bubblewrap:
         with contextlib.ExitStack() as held:
             seccomp_fd, ca_fd = (self._lent(held, content) for content in (self._filter, self._ca))
             return await started(
-                lambda control: command(self._parts, shape, control=control, seccomp=seccomp_fd, ca=ca_fd, image=image),
+                lambda orders: command(self._parts, shape, orders=orders, seccomp=seccomp_fd, ca=ca_fd, image=image),
                 account=own_account(self._settings.first_uid, slot),
                 env={},
                 inherited=[number for number in (seccomp_fd, ca_fd) if number is not None],
                 bounds=bounds_of(self._cgroups),
                 disk_bytes=shape.disk_bytes,
+                zygote=True,
             )
 
     async def environment(self, shape: Shape) -> Mapping[str, str]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import stat
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from turnlog.sandbox_workers.backends import etc_folder, images
-from turnlog.sandbox_workers.inside.forgetting import FORGETFUL
+from turnlog.sandbox_workers.inside.enclosure import CAPABILITIES, EMPTY
 from turnlog.sandbox_workers.protocol import Shape
 
 WORKSPACE = "/workspace"
@@ -23,13 +21,6 @@ NAMESPACES = (
     "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try",
     "--disable-userns",
 )  # fmt: skip
-MASKED_FILES = (
-    "/proc/kcore", "/proc/keys", "/proc/timer_list", "/proc/timer_stats", "/proc/sched_debug", "/proc/latency_stats",
-    "/proc/interrupts", "/proc/kallsyms", "/proc/cmdline",
-)  # fmt: skip
-MASKED_FOLDERS = ("/proc/acpi", "/proc/asound", "/proc/scsi", "/proc/fs", "/proc/bus", "/proc/irq")
-"""What container runtimes hide of /proc, and what else tells of the host's devices and of how it was started. What only
-root of the host may read is not open to a sandbox's user anyhow, and costs no mount."""
 ENVIRONMENT = {
     "PATH": f"{PYTHON_HOME}/bin:/usr/local/bin:/usr/bin:/bin",
     "HOME": WORKSPACE,
@@ -39,7 +30,6 @@ ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
     "PYTHONDONTWRITEBYTECODE": "1",
     "PYTHONPATH": INIT_HOME,
-    **FORGETFUL,
 }
 """All of it. PYTHONPATH is taken away by the init before a call runs; the hash seed makes re-runs alike."""
 IMAGE_PATH = f"/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:{PYTHON_HOME}/bin"
@@ -73,33 +63,42 @@ def command(
     parts: Parts,
     shape: Shape,
     *,
-    control: int,
+    orders: int,
     seccomp: int | None = None,
     ca: int | None = None,
     image: Image | None = None,
 ) -> list[str]:
-    """argv of a sandbox. `control`, `seccomp` and `ca` are descriptors that the process inherits; bwrap reads the
-    latter two to their ends."""
+    """argv of a slot's sandboxes: see inside/zygote.py. `orders`, `seccomp` and `ca` are descriptors that the process
+    inherits; the zygote reads the second to its end, bwrap the third."""
     words = [str(parts.bwrap), *NAMESPACES, "--uid", str(INNER_UID), "--gid", str(INNER_UID), "--hostname", "sandbox"]
-    words += ["--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL", "--clearenv"]
+    words += ["--die-with-parent", "--new-session", "--as-pid-1", "--clearenv", "--cap-drop", "ALL"]
+    for name in CAPABILITIES:
+        words += ["--cap-add", name]
     for name, value in _environment(image).items():
         words += ["--setenv", name, value]
     words += [*(_system() if image is None else images.shown(image.root)), *_ours(parts, image)]
     if ca is not None:
         words += ["--perms", "0444", "--ro-bind-data", str(ca), f"/etc/{etc_folder.CA}"]
-    words += [*_kernel(parts), *_writable(shape.disk_bytes)]
-    if seccomp is not None:
-        words += ["--seccomp", str(seccomp)]
+    words += ["--proc", "/proc", "--dev", "/dev"]
+    for folder in (*FOLDERS, EMPTY):
+        words += ["--dir", folder]
+    # bwrap's own / and /dev are tmpfs without a size: left writable they would be a way around the limit.
+    words += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/"]
     python = [f"{PYTHON_HOME}/bin/{parts.python}"]
     if image is not None:
         python = [f"{LOADER_HOME}/{image.loader}", "--library-path", f"{PYTHON_HOME}/lib:{LOADER_HOME}", *python]
-    return [*words, "--", *init_command(python, control, "namespace", "own", shape.network, *FOLDERS)]
+    arguments = [str(-1 if seccomp is None else seccomp), str(shape.disk_bytes), shape.network, *FOLDERS]
+    return [*words, "--", *_program(python, "zygote", orders, *arguments)]
 
 
 def init_command(python: list[str], control: int, *arguments: str) -> list[str]:
-    """argv of the init; its environment must name the program's folder in PYTHONPATH."""
+    """argv of an init without a zygote; its environment must name the program's folder in PYTHONPATH."""
+    return _program(python, "init", control, *arguments)
+
+
+def _program(python: list[str], name: str, descriptor: int, *arguments: str) -> list[str]:
     options = ["-s", "-P", "-X", "utf8"]
-    return [*python, *options, "-m", "turnlog.sandbox_workers.inside.init", str(control), *arguments]
+    return [*python, *options, "-m", f"turnlog.sandbox_workers.inside.{name}", str(descriptor), *arguments]
 
 
 def _environment(image: Image | None) -> dict[str, str]:
@@ -129,30 +128,3 @@ def _ours(parts: Parts, image: Image | None) -> list[str]:
     if (image.root / "etc").is_dir():
         words += ["--ro-bind", str(image.root / "etc"), f"/etc/{etc_folder.IMAGE}"]
     return words
-
-
-def _kernel(parts: Parts) -> list[str]:
-    return ["--proc", "/proc", *_masks(parts), "--dev", "/dev"]
-
-
-def _masks(parts: Parts) -> Iterator[str]:
-    for paths, source in ((MASKED_FILES, "/dev/null"), (MASKED_FOLDERS, f"{parts.init_root}/empty")):
-        for path in paths:
-            if _open_to_all(path):
-                yield from ("--ro-bind", source, path)
-
-
-def _open_to_all(path: str) -> bool:
-    try:
-        about = os.stat(path)
-    except OSError:
-        return False
-    return bool(about.st_mode & 0o004) and (not stat.S_ISDIR(about.st_mode) or bool(os.listdir(path)))
-
-
-def _writable(disk_bytes: int) -> list[str]:
-    words = []
-    for folder in FOLDERS:
-        words += ["--perms", "0700", "--size", str(disk_bytes), "--tmpfs", folder]
-    # bwrap's own / and /dev are tmpfs without a size: left writable they would be a way around the limit.
-    return [*words, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", WORKSPACE]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
+import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -12,8 +14,9 @@ from typing import Any, Protocol
 
 from turnlog.sandbox_workers.attribution import attributed
 from turnlog.sandbox_workers.backends import init_answers
-from turnlog.sandbox_workers.backends.init_channel import refusal
-from turnlog.sandbox_workers.backends.init_files import UNBOUNDED, InitFiles
+from turnlog.sandbox_workers.backends.init_channel import Channel, refusal
+from turnlog.sandbox_workers.backends.init_files import RESET_S, UNBOUNDED, InitFiles
+from turnlog.sandbox_workers.backends.zygote import Zygote
 from turnlog.sandbox_workers.inside.interpreter import ENDED
 from turnlog.sandbox_workers.protocol import (
     Command,
@@ -27,12 +30,16 @@ from turnlog.sandbox_workers.protocol import (
 )
 from turnlog.schemas.events import SandboxLimits, ToolStatus
 
+log = logging.getLogger(__name__)
+
 START_S = 20.0
 LOST = Execution(ToolStatus.tool_error, "interpreter_ended", None, ENDED, 0.0, 0.0)
 """Nothing was run: the interpreter that this call was to go on in has ended between calls, which only a call before it
 can have prepared."""
 GRACE_S = 5.0
 """How much longer than the wall limit the init may take to answer before the sandbox is killed."""
+OBSERVED_BYTES = 1 << 16
+"""Longest answer to `observed`."""
 
 
 class Bounds(Protocol):
@@ -98,10 +105,11 @@ async def started(
     exit_s: float = 0.0,
     bounds: Bounds | None = None,
     disk_bytes: int = UNBOUNDED,
+    zygote: bool = False,
 ) -> InitSandbox:
-    """Start `argv(control descriptor)` and wait until its init is ready. `ended` runs after the sandbox's death;
-    `exit_s` is how long it may take to end by itself, where killing it would leave its children.
-    Raises SandboxUnavailable with what it wrote on stderr."""
+    """Start `argv(control descriptor)` and wait until its init is ready; with `zygote` the descriptor is that of the
+    orders. `ended` runs after the sandbox's death; `exit_s` is how long it may take to end by itself, where killing it
+    would leave its children. Raises SandboxUnavailable with what it wrote on stderr."""
     ours, theirs = socket.socketpair()
     try:
         # bwrap dies with the *thread* that started it (PR_SET_PDEATHSIG): that is the event loop's, never a pool's.
@@ -125,7 +133,9 @@ async def started(
         raise
     finally:
         theirs.close()
-    sandbox = InitSandbox(process, ours, ended, exit_s, bounds=bounds, disk_bytes=disk_bytes)
+    mother = Zygote(ours) if zygote else None
+    control = ours if mother is None else mother.fork()
+    sandbox = InitSandbox(process, control, ended, exit_s, bounds=bounds, disk_bytes=disk_bytes, zygote=mother)
     try:
         async with asyncio.timeout(START_S):
             await _bounded(sandbox.ready(), process.pid, bounds)
@@ -165,9 +175,13 @@ class InitSandbox(InitFiles):
         *,
         bounds: Bounds | None = None,
         disk_bytes: int = UNBOUNDED,
+        zygote: Zygote | None = None,
     ) -> None:
         super().__init__(control, disk_bytes)
         self.process = process
+        self._zygote = zygote
+        self._observed: dict[str, Any] | None = None
+        """What the first init has found around it (inside/observables.py)."""
         self.proxy: socket.socket | None = None
         self._after = ended
         self._exit_s = exit_s
@@ -180,6 +194,17 @@ class InitSandbox(InitFiles):
         head, self.proxy = await self._channel.greeted()
         if head.get("ready") is not True:
             raise SandboxDied(f"the init began with {head}")
+        if self._zygote is not None:
+            await self._compared()
+
+    async def _compared(self) -> None:
+        """A new init, of which no call has made anything yet, finds what the first has found. Raises SandboxDied."""
+        _, body = await self._ask({"op": "observed"}, most=OBSERVED_BYTES)
+        seen = json.loads(body)
+        self._observed = self._observed or seen
+        if changed := sorted(name for name, value in seen.items() if self._observed.get(name) != value):
+            log.error("a new sandbox finds other than the first of its slot did: %s", ", ".join(changed))
+            raise SandboxDied(f"a new init finds other than the first: {', '.join(changed)}")
 
     async def exec(self, command: Command, limits: SandboxLimits, *, on_output: OnOutput | None = None) -> Execution:
         """See Sandbox."""
@@ -207,6 +232,27 @@ class InitSandbox(InitFiles):
                 await self.close()
                 raise
 
+    async def reset(self) -> bool:
+        """See Sandbox. Where there is a zygote, nothing is reset: another init comes up in namespaces of its own."""
+        if self._zygote is None:
+            return await super().reset()
+        self.interpreter = False
+        try:
+            async with asyncio.timeout(RESET_S):
+                with self._asking("reset"):
+                    before, self._channel = self._channel, Channel(self._zygote.fork())
+                    await before.close()
+                    if self.proxy is not None:
+                        self.proxy.close()
+                await self.ready()
+        except (TimeoutError, SandboxDied, OSError):
+            await self.close()
+            return False
+        except BaseException:
+            await self.close()
+            raise
+        return True
+
     async def cancel(self) -> None:
         """See Sandbox."""
         with contextlib.suppress(SandboxDied):  # then `exec` says so
@@ -224,6 +270,8 @@ class InitSandbox(InitFiles):
         self.interpreter = False
         if self.proxy is not None:
             self.proxy.close()
+        if self._zygote is not None:
+            self._zygote.close()
         closing = asyncio.create_task(self._channel.close())
         try:
             async with asyncio.timeout(self._exit_s):

@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import ctypes
 import json
 import os
 from typing import Any
 
 from turnlog.sandbox_workers.inside import init
-from turnlog.sandbox_workers.inside.child import prctl
+from turnlog.sandbox_workers.inside.enclosure import deny
 from turnlog.sandbox_workers.inside.frames import HEADER, Control, frame
 from turnlog.sandbox_workers.inside.processes import Place
 from turnlog.sandbox_workers.inside.wipe import empty
 
-PR_SET_SECCOMP = 22
-SECCOMP_MODE_FILTER = 2
-INSTRUCTION_BYTES = 8
 ENGINES = ("HOSTNAME",)
 """Variables that a container engine adds and that no sandbox has."""
 EVENTS = {
@@ -68,27 +64,17 @@ class Pipes(Control):
             view = view[os.write(self._write, view) :]
 
 
-class Program(ctypes.Structure):
-    """struct sock_fprog of linux/filter.h."""
-
-    _fields_ = (("len", ctypes.c_ushort), ("filter", ctypes.c_char_p))
-
-
 def main(denied: str, *folders: str) -> None:
     """`denied`: a BPF program for seccomp(2) in base64, or nothing; `folders`: the writable ones, workspace first."""
     for name in ENGINES:
         os.environ.pop(name, None)
     empty(Place(list(folders), own_user=True, namespace=True))  # runtimes copy an image's mode, and may copy its files
     if denied:
-        deny(base64.b64decode(denied))
+        try:
+            deny(base64.b64decode(denied))
+        except OSError as error:
+            raise SystemExit(f"the seccomp filter was refused: {error}") from error
     init.run(Pipes(), "namespace", "own", "none", *folders)
-
-
-def deny(program: bytes) -> None:
-    """Put this filter above what the engine has put on: a call is refused by whichever refuses it."""
-    about = Program(len(program) // INSTRUCTION_BYTES, program)
-    if prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(about), 0, 0):
-        raise SystemExit(f"the seccomp filter was refused: {os.strerror(ctypes.get_errno())}")
 
 
 def judged(head: dict[str, Any], before: dict[str, int], now: dict[str, int]) -> dict[str, Any]:

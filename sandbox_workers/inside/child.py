@@ -129,15 +129,16 @@ LACKING = (resource.RLIMIT_NPROC, resource.RLIMIT_MSGQUEUE)
 
 def bounds(place: Place, limits: dict[str, Any], standing: int) -> dict[int, int]:
     """rlimits that suit one process as well as another; what concerns the tree is looked at by `Call`."""
-    # RLIMIT_NPROC counts all processes of our user: this one, one more to be seen beyond the limit, and those that are
-    # not ours to count. It is always set: without it a fork bomb outruns everything that looks on. One more again, so
-    # that a control group, where there is one, refuses first: it keeps count of that, and an rlimit does not.
+    # RLIMIT_NPROC counts all processes of our user: this one, the zygote that may be above it, one more to be seen
+    # beyond the limit, and those that are not ours to count. It is always set: without it a fork bomb outruns
+    # everything that looks on. One more again, so that a control group, where there is one, refuses first: it keeps
+    # count of that, and an rlimit does not.
     others = standing if place.own_user else processes_of(os.getuid()) + SPARE_PIDS
     return {
         resource.RLIMIT_FSIZE: limits["disk_bytes"],
         # Address space is reserved far beyond what is touched; the memory that is touched is what `Call` looks at.
         resource.RLIMIT_AS: 2 * limits["memory_bytes"] + 2**28,
-        resource.RLIMIT_NPROC: limits["pids"] + 3 + others,
+        resource.RLIMIT_NPROC: limits["pids"] + 3 + int(place.namespace) + others,
     }
 
 

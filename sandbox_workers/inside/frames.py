@@ -14,6 +14,7 @@ write       {"op", "path", "mode", "disk_bytes"} + content -> {}
 index       {"op", "disk_bytes"}            ->  {} + entries
 restore     {"op", "disk_bytes"} + entries  ->  {"go": true}; then a frame {} + contents of the files in order -> {}
 reset       {"op"}                          ->  {"clean"}
+observed    {"op"}                          ->  {} + what it found when it came up (observables.py)
 health      {"op"}                          ->  {"healthy", "interpreter"}
 
 Whatever was asked: {"changed": "limits" | "folders"} when a call has changed what it may not; then the init ends.

@@ -42,8 +42,13 @@ def run(control: Control, namespace: str, own_user: str, network: str, *folders:
         raise SystemExit("a sandbox's init must be pid 1 exactly when it has a pid namespace")
     if any(os.stat(folder).st_uid != os.getuid() for folder in folders):
         raise SystemExit(f"{', '.join(folders)}: a reset empties these, and they belong to somebody else")
-    _protect(place)
+    protect(place)
     freeze()
+    serve(control, place, network)
+
+
+def serve(control: Control, place: Place, network: str) -> None:
+    """Say that we are there, then answer until the worker is gone."""
     with contextlib.suppress(ControlClosed):
         _ready(control, place, network)
         Service(control, place).serve()
@@ -61,7 +66,7 @@ def _ready(control: Control, place: Place, network: str) -> None:
         raise SystemExit(f"network {network!r} cannot be served here")
 
 
-def _protect(place: Place) -> None:
+def protect(place: Place) -> None:
     """Let no call change what we are."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # pid 1 is immune to every signal that it does not handle
     if prctl(PR_SET_DUMPABLE, 0, 0, 0, 0):  # so that no call can write to our memory through /proc/1/mem

@@ -15,9 +15,10 @@ from turnlog.sandbox_workers.inside.ending import Reaped, end_all
 from turnlog.sandbox_workers.inside.frames import Control, ControlClosed, exactly, receive_head, send
 from turnlog.sandbox_workers.inside.integrity import Integrity
 from turnlog.sandbox_workers.inside.interpreter import Interpreter
+from turnlog.sandbox_workers.inside.observables import observed
 from turnlog.sandbox_workers.inside.paths import Refused, Walk, parts, refusal
 from turnlog.sandbox_workers.inside.processes import Place
-from turnlog.sandbox_workers.inside.wipe import fingerprint, wipe
+from turnlog.sandbox_workers.inside.wipe import untouched, wipe
 
 IDLE_MS = 250
 """Between looks at an interpreter that has to stand still."""
@@ -33,7 +34,8 @@ class Service:
         self.place = place
         self.become = become
         self.interpreter: Interpreter | None = None
-        self.as_new = fingerprint(place)
+        untouched(place)
+        self.as_new = observed(place)
         self.integrity = Integrity(place, control)
         self.operations: dict[str, Callable[[dict[str, Any], bytes], Answer]] = {
             "exec": self._exec,
@@ -43,6 +45,7 @@ class Service:
             "index": self._index,
             "restore": self._restore,
             "reset": self._reset,
+            "observed": self._observed,
             "health": self._health,
         }
 
@@ -135,6 +138,9 @@ class Service:
     def _reset(self, _: dict[str, Any], __: bytes) -> Answer:
         self._end()
         return {"clean": wipe(self.place, self.as_new)}, b""
+
+    def _observed(self, _: dict[str, Any], __: bytes) -> Answer:
+        return {}, json.dumps(self.as_new).encode()
 
     def _health(self, _: dict[str, Any], __: bytes) -> Answer:
         alive = self.interpreter is not None and self.interpreter.hold()

@@ -89,8 +89,7 @@ async def test_what_a_call_leaves_goes_with_a_reset(sandbox: InitSandbox, source
     assert await python(sandbox, state) == "[] 0o40700 [] []\n"
 
 
-async def test_a_socket_that_outlives_its_process_puts_a_reset_in_doubt(sandbox: InitSandbox) -> None:
-    assert await sandbox.reset()
+async def test_a_socket_that_outlives_its_process_goes_with_its_network(sandbox: InitSandbox) -> None:
     said = await python(
         sandbox,
         """
@@ -104,13 +103,21 @@ async def test_a_socket_that_outlives_its_process_puts_a_reset_in_doubt(sandbox:
         """,
     )
     assert said == "closed\n"
-    assert not await sandbox.reset()  # one end waits in TIME_WAIT
+    waiting = "print(int('tw 0' not in open('/proc/net/sockstat').read()))"
+    assert await python(sandbox, waiting) == "1\n", "one end waits in TIME_WAIT"
+    assert await sandbox.reset()
+    assert await python(sandbox, waiting) == "0\n"
 
 
-async def test_a_connection_to_the_proxy_that_nobody_took_puts_a_reset_in_doubt(sandbox: InitSandbox) -> None:
+async def test_a_connection_to_the_proxy_that_nobody_took_goes_with_its_listener(sandbox: InitSandbox) -> None:
     source = "import socket; s = socket.create_connection(('127.0.0.1', 3128)); s.send(b'kept'); print('sent')"
     assert await python(sandbox, source) == "sent\n"
-    assert not await sandbox.reset()
+    before = sandbox.proxy
+    assert await sandbox.reset()
+    assert sandbox.proxy is not None
+    assert sandbox.proxy is not before
+    with pytest.raises(BlockingIOError):
+        sandbox.proxy.accept()
 
 
 async def test_the_worker_accepts_what_a_call_asks_of_its_proxy(sandbox: InitSandbox) -> None:

@@ -193,9 +193,11 @@ async def test_a_shell_has_its_three_streams_and_nothing_else(lab: Any) -> None:
 async def test_an_init_whose_limits_were_changed_is_not_given_to_the_next_session(lab: Any) -> None:
     sandbox = await lab.another(2)
     try:
-        source = "import resource as r; r.prlimit(1, r.RLIMIT_NPROC, (5, 5)); print(r.prlimit(1, 6))"
+        look = "import resource as r; print(r.prlimit(1, 6))"
+        source = f"import resource as r; r.prlimit(1, r.RLIMIT_NPROC, (5, 5)); {look}"
         assert (await lab.python(source, sandbox=sandbox)).output == b"(5, 5)\n"
-        assert not await sandbox.reset()
+        assert await sandbox.reset()
+        assert (await lab.python(look, sandbox=sandbox)).output != b"(5, 5)\n"
     finally:
         await sandbox.close()
 

@@ -106,9 +106,9 @@ async def test_a_bomb_meets_its_limit_and_the_next_call_works(lab: Any, name: st
 
 
 def left_over(lab: Any) -> list[str]:
-    """Processes of the sandbox beside bwrap and its init, as the host sees them."""
+    """Processes of the sandbox beside bwrap, the zygote and the init, as the host sees them."""
     below = psutil.Process(lab.sandbox.process.pid).children(recursive=True)
-    return [name for process in below if "inside.init" not in (name := " ".join(process.cmdline()))]
+    return [name for process in below if "inside.zygote" not in (name := " ".join(process.cmdline()))]
 
 
 async def test_memory_that_is_shared_counts_where_there_are_control_groups(lab: Any) -> None:

@@ -1,0 +1,176 @@
+"""What must be as it was before the first call, by name: a sandbox is as new when every one of these is equal.
+
+They are of the init, which a call can reach from outside, and of the namespaces around it, which outlive a call's
+processes. Each is what JSON can hold, and read in less than 0.3 ms (/proc/locks and /proc/net/arp take ten).
+Source: proc(5), sched_getattr(2), ioprio_get(2), namespaces(7).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import platform
+import resource
+import socket
+import stat
+import struct
+import sys
+from _blake2 import blake2b
+from collections.abc import Callable
+from typing import Any
+
+from turnlog.sandbox_workers.inside.child import prctl
+from turnlog.sandbox_workers.inside.network import sockets
+from turnlog.sandbox_workers.inside.processes import Place, others
+
+FS_IOC_GETFLAGS = 0x80086601
+"""ioctl_iflags(2)."""
+SETTABLE = 0x000380FF
+"""FS_FL_USER_MODIFIABLE of linux/fs.h: the kernel sets others, such as that a folder had many entries once."""
+PR_GET_TIMERSLACK = 30
+NUMBERS = {"x86_64": (315, 252), "aarch64": (275, 31), "riscv64": (275, 31)}
+"""Of sched_getattr(2) and ioprio_get(2), for which the C library has no names, by machine."""
+SCHEDULING_BYTES = 56
+"""Of struct sched_attr with its clamps of utilisation."""
+IPC = ("msgmax", "msgmnb", "msgmni", "sem", "shm_rmid_forced", "shmall", "shmmax", "shmmni")
+QUEUES = ("msg_default", "msg_max", "msgsize_default", "msgsize_max", "queues_max")
+NETWORK = ("ipv4/ip_local_port_range", "ipv4/ip_unprivileged_port_start", "ipv4/ping_group_range", "core/somaxconn")
+_syscall = ctypes.CDLL(None, use_errno=True).syscall
+Look = Callable[[Place], Any]
+
+
+def observed(place: Place) -> dict[str, Any]:
+    """All of them. What a kernel does not show is None. Raises OSError."""
+    seen = OWN if not place.namespace else {**OWN, **AROUND}
+    return {name: look(place) for name, look in seen.items()}
+
+
+def _text(path: str) -> str | None:
+    try:
+        with open(path) as file:
+            return file.read()
+    except OSError:  # this kernel does not have it, or keeps it to itself
+        return None
+
+
+def _texts(folder: str, names: tuple[str, ...]) -> list[str | None]:
+    return [_text(f"{folder}/{name}") for name in names]
+
+
+def _digest(value: object) -> str:
+    return blake2b(repr(value).encode(errors="backslashreplace"), digest_size=16).hexdigest()
+
+
+def _status(*names: str) -> Look:
+    """Lines of our /proc/self/status."""
+
+    def look(_: Place) -> list[str]:
+        lines = (line.partition(":\t") for line in (_text("/proc/self/status") or "").splitlines())
+        return [f"{name} {value}" for name, _, value in lines if name in names]
+
+    return look
+
+
+def _called(which: int, *arguments: Any) -> int | None:
+    number = NUMBERS.get(platform.machine())
+    return None if number is None else int(_syscall(number[which], *arguments))
+
+
+def _scheduling(_: Place) -> str:
+    """Policy, flags, nice value, priority, slice and clamps."""
+    about = ctypes.create_string_buffer(SCHEDULING_BYTES)
+    return f"{_called(0, 0, about, SCHEDULING_BYTES, 0)} {about.raw.hex()}"
+
+
+def _autogroup(_: Place) -> str | None:
+    """Its nice value; its number is another for every session."""
+    text = _text("/proc/self/autogroup")
+    return None if text is None else text.partition(" ")[2]
+
+
+def _descriptors(_: Place) -> list[int]:
+    """What kinds of file there are."""
+    kinds = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of this list
+            kinds.append(stat.S_IFMT(os.fstat(int(name)).st_mode))
+    return sorted(kinds)
+
+
+def _folder(path: str) -> list[Any]:
+    """Rights, owner, attributes, flags, times and contents, the times first."""
+    about = os.stat(path)
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        flags = fcntl.ioctl(descriptor, FS_IOC_GETFLAGS, bytes(8))
+    except OSError:
+        flags = bytes(8)  # this file system has none
+    finally:
+        os.close(descriptor)
+    settable = struct.unpack("@l", flags)[0] & SETTABLE
+    times = about.st_mtime_ns, about.st_atime_ns
+    return [about.st_mode, about.st_uid, about.st_gid, *times, settable, os.listxattr(path), os.listdir(path)]
+
+
+def _objects(_: Place) -> list[int | None]:
+    """System V objects of each kind, which outlive processes; a table has one title line."""
+    return [len((_text(f"/proc/sysvipc/{table}") or "\n").splitlines()) - 1 for table in ("shm", "sem", "msg")]
+
+
+def _unix(_: Place) -> int:
+    """How many unix sockets there are, abstract names and those in flight among them."""
+    return len((_text("/proc/net/unix") or "").splitlines())
+
+
+def _mounts(_: Place) -> str:
+    """What is mounted where and how; numbers of mounts and devices differ from one namespace to the next."""
+    return _digest([line.split()[3:] for line in (_text("/proc/self/mountinfo") or "").splitlines()])
+
+
+def _lines(path: str) -> Look:
+    return lambda _: (_text(path) or "").splitlines()
+
+
+OWN: dict[str, Look] = {
+    "limits": lambda _: [resource.getrlimit(number) for number in range(16)],
+    "nice": lambda _: os.getpriority(os.PRIO_PROCESS, 0),
+    "scheduling": _scheduling,
+    "I/O priority": lambda _: _called(1, 1, 0),
+    "timer slack": lambda _: prctl(PR_GET_TIMERSLACK, 0, 0, 0, 0),
+    "autogroup": _autogroup,
+    "out of memory score": lambda _: _text("/proc/self/oom_score_adj"),
+    "core dump filter": lambda _: _text("/proc/self/coredump_filter"),
+    "cores and memory nodes": _status("Cpus_allowed", "Mems_allowed"),
+    "signals": _status("SigPnd", "ShdPnd", "SigBlk", "SigIgn", "SigCgt"),
+    "rights": _status(
+        "Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp_filters"
+    ),
+    "umask": _status("Umask"),
+    "threads": _status("Threads"),
+    "working directory": lambda _: os.getcwd(),
+    "environment": lambda _: _digest(sorted(os.environ.items())),
+    "modules": lambda _: len(sys.modules),
+    "descriptors": _descriptors,
+    "processes": others,
+    "folders": lambda place: [_folder(path) for path in place.folders],
+}
+"""Of the init and its folders."""
+AROUND: dict[str, Look] = {
+    "System V objects": _objects,
+    "IPC settings": lambda _: [*_texts("/proc/sys/kernel", IPC), *_texts("/proc/sys/fs/mqueue", QUEUES)],
+    "sockets": lambda _: sockets(),
+    "unix sockets": _unix,
+    "flow labels": _lines("/proc/net/ip6_flowlabel"),
+    "network settings": lambda _: _texts("/proc/sys/net", NETWORK),
+    "interfaces": lambda _: [socket.if_nameindex(), _text("/proc/net/if_inet6")],
+    "routes": _lines("/proc/net/route"),
+    "multicast groups": lambda _: len((_text("/proc/net/igmp") or "").splitlines()),
+    "terminals": lambda _: sorted(os.listdir("/dev/pts")),
+    "mounts": _mounts,
+    "host and domain": lambda _: [platform.node(), _text("/proc/sys/kernel/domainname")],
+    "user namespace": lambda _: _texts("/proc/sys/user", ("max_inotify_instances", "max_inotify_watches")),
+    "clock offsets": lambda _: _text("/proc/self/timens_offsets"),
+}
+"""Of namespaces; what a process without any sees is the host's, and changes without us."""
