@@ -12,7 +12,8 @@ from turnlog.sandbox_workers.inside.processes import Place, disk_used
 
 PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 """A pipe or a device is seen by fstat(2) and never waited for."""
-TEMPORARY = ".turnlog-part"
+TEMPORARY = ".turnlog-part-"
+"""How the name begins under which a file is written before it is renamed; what follows is no agent's to know."""
 
 
 def read(place: Place, path: str, most: int) -> bytes:
@@ -68,18 +69,17 @@ def fill(descriptor: int, content: bytes | memoryview) -> None:
 
 
 def _replace(folder: int, name: str, content: bytes, mode: int) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(TEMPORARY, dir_fd=folder)
-    descriptor = os.open(TEMPORARY, os.O_WRONLY | os.O_CREAT | os.O_EXCL | PLAIN, 0o600, dir_fd=folder)
+    temporary = TEMPORARY + os.urandom(8).hex()
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | PLAIN, 0o600, dir_fd=folder)
     try:
         try:
             fill(descriptor, content)
             os.fchmod(descriptor, mode & 0o777)
         finally:
             os.close(descriptor)
-        os.rename(TEMPORARY, name, src_dir_fd=folder, dst_dir_fd=folder)
+        os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
     except OSError:
-        os.unlink(TEMPORARY, dir_fd=folder)
+        os.unlink(temporary, dir_fd=folder)
         raise
 
 

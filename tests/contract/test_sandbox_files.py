@@ -73,6 +73,16 @@ async def test_what_was_written_is_read_by_a_call_and_by_us(sandbox: Sandbox, li
     assert await sandbox.read("deep/er/file", most=0) == b""
 
 
+@pytest.mark.parametrize("name", [".turnlog-part", ".turnlog-part-"])
+async def test_no_name_of_ours_stands_in_an_agents_way(sandbox: Sandbox, limits: SandboxLimits, name: str) -> None:
+    await done(sandbox, limits, f"import os; os.mkdir({name!r}); open({name + 'x'!r}, 'w').write('kept')")
+    await sandbox.write("report", b"written")
+    await sandbox.write(f"{name}/inner", b"written")
+    assert await sandbox.read("report", most=100) == b"written"
+    assert await sandbox.read(f"{name}x", most=100) == b"kept"
+    assert [entry.path for entry in await sandbox.index()] == [name, f"{name}/inner", f"{name}x", "report"]
+
+
 async def test_what_cannot_be_read_is_refused_with_a_reason(sandbox: Sandbox) -> None:
     await sandbox.write("a/file", b"12345")
     with pytest.raises(FileMissing, match="no such file"):
