@@ -39,15 +39,25 @@ DENIED = (
     # what would outlive a call, and memory policy of the machine
     "mq_open", "mq_unlink", "shmget", "shmat", "semget", "semtimedop", "msgget", "move_pages", "migrate_pages", "mbind",
     "set_mempolicy", "set_mempolicy_home_node", "get_mempolicy",
+    # what the whole machine has one number of (fs.aio-max-nr)
+    "io_setup",
 )  # fmt: skip
 NEW_NAMESPACES = (0x00000080, 0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000)
 """CLONE_NEWTIME, NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET of clone(2)."""
 TERMINAL_INPUT = (0x5412, 0x541C)
 """TIOCSTI types into the terminal of whoever started us (CVE-2017-5226); TIOCLINUX pastes into the console."""
+FILE_COMMANDS = (10, 1024, 1026)
+"""F_SETSIG, F_SETLEASE, F_NOTIFY of fcntl(2): a signal of one's choice wakes or kills a stopped process between calls,
+and a lease lets who opens a file next wait for 45 s, where files of the interpreter are shared by all sandboxes."""
 FAMILIES = frozenset({socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK})
-"""Of socket(2). All others (packet, vsock, alg, bluetooth, can, tipc, xdp ...) are kernel code that nobody needs here;
-of netlink only NETLINK_ROUTE, which getifaddrs(3) asks for the interfaces."""
+"""Of socket(2) and socketpair(2). All others (packet, vsock, alg, bluetooth, can, tipc, xdp ...) are kernel code that
+nobody needs here; of netlink only NETLINK_ROUTE, which getifaddrs(3) asks for the interfaces."""
 NETLINK_ROUTE = 0
+PROTOCOLS = frozenset({0, socket.IPPROTO_TCP, socket.IPPROTO_UDP})
+"""Of the internet families. All others (SCTP, DCCP, MPTCP, UDP-Lite ...) are kernel code, buffers and modules of their
+own."""
+LAST_PROTOCOL = 18
+"""From here on all are refused at once."""
 LAST_FAMILY = 64
 """Kernels know 46; beyond this all are refused at once."""
 LAST_CALL = 1024
@@ -78,22 +88,28 @@ def program(more: tuple[str, ...] = ()) -> bytes | None:
     rules.add_rule(refuse, "prlimit64", init, given)
     for request in TERMINAL_INPUT:
         rules.add_rule(refuse, "ioctl", pyseccomp.Arg(1, pyseccomp.MASKED_EQ, 0xFFFFFFFF, request))
+    for command in FILE_COMMANDS:
+        rules.add_rule(refuse, "fcntl", pyseccomp.Arg(1, pyseccomp.MASKED_EQ, 0xFFFFFFFF, command))
     _sockets(pyseccomp, rules)
     _unknown(pyseccomp, rules)
     return _exported(rules)
 
 
 def _sockets(pyseccomp: Any, rules: Any) -> None:
-    refuse = pyseccomp.ERRNO(errno.EAFNOSUPPORT)
-    for family in set(range(LAST_FAMILY)) - FAMILIES:
-        rules.add_rule(refuse, "socket", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, 0xFFFFFFFF, family))
-    rules.add_rule(refuse, "socket", pyseccomp.Arg(0, pyseccomp.GE, LAST_FAMILY))
-    rules.add_rule(
-        refuse,
-        "socket",
-        pyseccomp.Arg(0, pyseccomp.MASKED_EQ, 0xFFFFFFFF, int(socket.AF_NETLINK)),
-        pyseccomp.Arg(2, pyseccomp.NE, NETLINK_ROUTE),
-    )
+    def equal(argument: int, value: int) -> Any:
+        return pyseccomp.Arg(argument, pyseccomp.MASKED_EQ, 0xFFFFFFFF, int(value))
+
+    refuse, unserved = pyseccomp.ERRNO(errno.EAFNOSUPPORT), pyseccomp.ERRNO(errno.EPROTONOSUPPORT)
+    for call in ("socket", "socketpair"):
+        for family in set(range(LAST_FAMILY)) - FAMILIES:
+            rules.add_rule(refuse, call, equal(0, family))
+        rules.add_rule(refuse, call, pyseccomp.Arg(0, pyseccomp.GE, LAST_FAMILY))
+        for family in (socket.AF_INET, socket.AF_INET6):
+            for protocol in set(range(LAST_PROTOCOL)) - PROTOCOLS:
+                rules.add_rule(unserved, call, equal(0, family), equal(2, protocol))
+            rules.add_rule(unserved, call, equal(0, family), pyseccomp.Arg(2, pyseccomp.GE, LAST_PROTOCOL))
+        netlink = equal(0, socket.AF_NETLINK)
+        rules.add_rule(refuse, call, netlink, pyseccomp.Arg(2, pyseccomp.NE, NETLINK_ROUTE))
 
 
 def _unknown(pyseccomp: Any, rules: Any) -> None:

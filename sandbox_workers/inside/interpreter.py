@@ -18,6 +18,7 @@ from turnlog.sandbox_workers.inside.processes import STOPPED, Place, thread_stat
 from turnlog.sandbox_workers.inside.session import SIZES, live
 
 ENDED = b"the interpreter has ended: the next call starts a new one, without variables and imports\n"
+WAKING = tuple(b"signal: %d/" % number for number in (signal.SIGCONT, signal.SIGKILL))
 CPUCLOCK_SCHED = 2
 """Of posix-timers in the kernel: the clock of a process's run time."""
 
@@ -74,10 +75,11 @@ class Interpreter:
         return False
 
     def wakes_itself(self) -> bool:
-        """A timer of its own would let it go on between its calls (timer_create(2) with SIGCONT)."""
+        """A timer of its own would let it go on, or end it, between its calls (timer_create(2) with SIGCONT, SIGKILL);
+        every other signal waits for the next call, and descriptors send none of one's choice (seccomp)."""
         try:
             with open(f"/proc/{self.pid}/timers", "rb") as file:
-                return any(line.startswith(b"signal: %d/" % signal.SIGCONT) for line in file)
+                return any(line.startswith(WAKING) for line in file)
         except OSError:
             return False  # this kernel does not tell (CONFIG_CHECKPOINT_RESTORE); the init looks again and again
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import textwrap
 from collections.abc import AsyncIterator
 
@@ -130,16 +131,39 @@ async def test_the_worker_accepts_what_a_call_asks_of_its_proxy(sandbox: InitSan
         assert accepted.recv(10) == b"asked"
 
 
-async def test_an_interpreter_that_would_wake_itself_between_calls_is_ended(sandbox: InitSandbox) -> None:
+@pytest.mark.parametrize("number", [signal.SIGCONT, signal.SIGKILL])
+async def test_an_interpreter_whose_timer_acts_between_calls_is_ended(sandbox: InitSandbox, number: int) -> None:
     source = """
     import ctypes
     class Event(ctypes.Structure):
         _fields_ = [("value", ctypes.c_void_p), ("signal", ctypes.c_int), ("rest", ctypes.c_char * 52)]
     timer = ctypes.c_void_p()
-    sigcont = Event(signal=18)
-    print(ctypes.CDLL(None).timer_create(1, ctypes.byref(sigcont), ctypes.byref(timer)))
+    event = Event(signal=NUMBER)
+    print(ctypes.CDLL(None).timer_create(1, ctypes.byref(event), ctypes.byref(timer)))
     """
-    said = await python(sandbox, source, Kind.session)
+    said = await python(sandbox, source.replace("NUMBER", str(int(number))), Kind.session)
     assert said.startswith("0\n")
     assert "the interpreter has ended" in said
     assert not sandbox.interpreter
+
+
+async def test_a_descriptor_that_signals_neither_wakes_nor_ends_a_standing_interpreter(sandbox: InitSandbox) -> None:
+    source = """
+    import ctypes, fcntl, os
+    watch = ctypes.CDLL(None).inotify_init()
+    ctypes.CDLL(None).inotify_add_watch(watch, b"/workspace", 0xfff)
+    refused = []
+    for number in (9, 18):
+        try:
+            fcntl.fcntl(watch, 10, number)
+        except PermissionError:
+            refused.append(number)
+    fcntl.fcntl(watch, fcntl.F_SETOWN, os.getpid())
+    kept = 1
+    refused
+    """
+    assert await python(sandbox, source, Kind.session) == "[9, 18]\n"
+    await sandbox.write("seen", b"by the watch")
+    assert await sandbox.healthy()
+    assert sandbox.interpreter
+    assert await python(sandbox, "kept", Kind.session) == "1\n"

@@ -33,7 +33,7 @@ CALLS = (
     "delete_module", "kexec_load", "reboot", "swapon", "swapoff", "settimeofday", "clock_settime", "adjtimex",
     "clock_adjtime", "sethostname", "setdomainname", "syslog", "open_by_handle_at", "name_to_handle_at", "personality",
     "quotactl", "acct", "fanotify_init", "shmget", "msgget", "semget", "mq_open", "setuid", "setgid", "setgroups",
-    "vhangup", "mbind", "set_mempolicy", "move_pages", "migrate_pages",
+    "vhangup", "io_setup", "socket", "mbind", "set_mempolicy", "move_pages", "migrate_pages",
 )  # fmt: skip
 PRELUDE = """
 import ctypes, errno, os, signal, socket, sys
