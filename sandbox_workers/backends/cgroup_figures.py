@@ -7,6 +7,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from turnlog.sandbox_workers.backends.cgroup_tree import KILL
+
 EVENT_FILES = {
     1: {"memory": ("memory.oom_control", "oom_kill"), "pids": ("pids.events", "max")},
     2: {"memory": ("memory.events", "oom_kill"), "pids": ("pids.events", "max")},
@@ -25,6 +27,8 @@ class Figures:
         }
         self._current = folders["pids"] / "pids.current" if "pids" in folders else None
         self._stat = folders["memory"] / "memory.stat" if "memory" in folders else None
+        self._cpu = folders["cpuacct"] / "cpuacct.usage" if "cpuacct" in folders else None
+        self._cpu_stat = folders[KILL] / "cpu.stat" if KILL in folders else None
         self._files: dict[Path, int] = {}
 
     def enforced(self, controller: str) -> int:
@@ -39,6 +43,13 @@ class Figures:
     def shared_bytes(self) -> int:
         """Pages of its tmpfs and of memory that it shares."""
         return self._figure(self._stat, "shmem")
+
+    def cpu_s(self) -> float:
+        """CPU time of all that ever ran in it, waited for or not; 0 when the kernel does not say."""
+        if self._cpu_stat is not None:
+            return self._figure(self._cpu_stat, "usage_usec") / 1e6
+        text = self._text(self._cpu)
+        return int(text) / 1e9 if text else 0.0
 
     def close(self) -> None:
         """Let the files go."""

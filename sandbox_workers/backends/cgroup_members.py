@@ -5,27 +5,37 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from pathlib import Path
 
 from turnlog.sandbox_workers.backends.cgroup_tree import put
 
 KILL_ROUNDS = 100
+PAUSE_S = 0.002
 
 
-def removed(places: tuple[Path, ...]) -> list[Path]:
-    """End everything in these groups and remove them; those that could not be removed yet."""
+def removed(places: tuple[Path, ...], wait_s: float = 0.0) -> list[Path]:
+    """End everything in these groups and remove them, waiting so long for what is still dying; those that are left."""
     for place in places:
         with contextlib.suppress(OSError):
             _kill(place)
-    left = []
-    for place in places:
-        try:
-            place.rmdir()
-        except FileNotFoundError:
-            continue
-        except OSError:
-            left.append(place)
+    ends = time.monotonic() + wait_s
+    left = [place for place in places if not _rmdir(place)]
+    while left and time.monotonic() < ends:
+        time.sleep(PAUSE_S)
+        left = [place for place in left if not _rmdir(place)]
     return left
+
+
+def _rmdir(place: Path) -> bool:
+    """It is gone."""
+    try:
+        place.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def _kill(place: Path) -> None:

@@ -19,7 +19,9 @@ log = logging.getLogger(__name__)
 
 WANTED = ("memory", "pids", "cpu")
 KILL = "kill"
-"""Where a version 2 group is that `cgroup.kill` ends: beside version 1 controllers too, where both are mounted."""
+"""Where a version 2 group is that `cgroup.kill` ends and whose `cpu.stat` counts, beside version 1 controllers too."""
+CPU_TIME = "cpuacct"
+"""What counts CPU time where no version 2 group does."""
 LEAF = "turnlog-worker"
 """The group below our own into which we move ourselves."""
 ENDS = ["memory", "pids"]
@@ -63,7 +65,7 @@ def find(proc: Path = Path("/proc"), top: Path = Path("/")) -> Tree | None:
     if second and set(ENDS) <= set(words(second / "cgroup.controllers")):
         usable = [name for name in WANTED if name in words(second / "cgroup.controllers")]
         return Tree(2, dict.fromkeys((KILL, *usable), second))
-    folders = dict(_first(own, mounts))
+    folders = dict(_first(own, mounts, WANTED if second else (*WANTED, CPU_TIME)))
     if second and folders:
         folders = {KILL: second, **folders}
     return Tree(1, folders) if set(ENDS) & set(folders) else None
@@ -133,8 +135,8 @@ def _second(own: Mapping[str, str], mounts: list[Mount]) -> Path | None:
     return None
 
 
-def _first(own: Mapping[str, str], mounts: list[Mount]) -> Iterator[tuple[str, Path]]:
-    for name in WANTED:
+def _first(own: Mapping[str, str], mounts: list[Mount], wanted: tuple[str, ...]) -> Iterator[tuple[str, Path]]:
+    for name in wanted:
         for mount in mounts:
             if mount.kind != "cgroup" or name not in mount.options:
                 continue

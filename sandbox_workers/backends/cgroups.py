@@ -27,17 +27,25 @@ log = logging.getLogger(__name__)
 MODES = ("auto", "required", "off")
 BASELINE_BYTES = 48 << 20
 """The init, bwrap and the kernel's own (stacks, page tables, inodes) beside what a call may use."""
-BASELINE_PIDS = 2
-"""bwrap and the init, where the kernel does not say how many processes stand between calls."""
+SOCKET_BYTES = 16 << 20
+"""Buffers of its TCP and UDP sockets, which version 1 counts by themselves; what is beyond waits or is dropped, as on a
+network. On version 2 they are memory like any other."""
+BASELINE_PIDS = 3
+"""bwrap, the zygote and the init, where the kernel does not say how many processes stand between calls."""
 CONTROLLERS = ("memory", "pids")
 """That count what they enforce."""
 PERIOD_US = 100_000
+DYING_S = 1.0
+"""Processes with namespaces of their own take milliseconds to end."""
 LIMIT_FILES: dict[int, dict[str, tuple[str, ...]]] = {
     1: {"memory": ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes"), "pids": ("pids.max",)},
     2: {"memory": ("memory.max",), "pids": ("pids.max",)},
 }
 """What `begin` writes. The first of version 1 bounds memory alone, the second memory and swap: no swap."""
-SWAP_FILES = ("memory.memsw.limit_in_bytes", "memory.swap.max")
+SOCKET_FILE = "memory.kmem.tcp.limit_in_bytes"
+"""Of version 1: bounds UDP, too, once it is set (measured on Linux 6.18)."""
+OPTIONAL = ("memory.memsw.limit_in_bytes", "memory.swap.max", SOCKET_FILE)
+"""Left out by kernels that do not count these."""
 REMEDY = {
     None: "no writable cgroup hierarchy with memory and pids: start the worker as root, or by "
     "`systemd-run --user --scope -p Delegate=yes`; in a container, mount /sys/fs/cgroup writable",
@@ -110,6 +118,7 @@ class Group:
         self._folders = {controller: folder / name for controller, folder in tree.folders.items()}
         self._written: dict[Path, str] = {}
         self._before: dict[str, int] = {}
+        self._cpu_before = 0.0
         self._disk_bytes = 0
         self._places = tuple(dict.fromkeys(self._folders.values()))
         self._figures = Figures(tree.version, self._folders)
@@ -140,9 +149,15 @@ class Group:
         # One more than its limit, so that looking sees it beyond; what it then tries is refused and counted here,
         # before the rlimit, which keeps no count.
         self._bound("pids", limits.pids + 1 + (BASELINE_PIDS if standing is None else standing))
-        if self._version == 2 and "memory" in self._folders:
-            self._write(self._folders["memory"] / "memory.swap.max", "0")
+        if "memory" in self._folders:
+            name, most = ("memory.swap.max", 0) if self._version == 2 else (SOCKET_FILE, SOCKET_BYTES)
+            self._write(self._folders["memory"] / name, str(most))
         self._before = {controller: self._figures.enforced(controller) for controller in CONTROLLERS}
+        self._cpu_before = self._figures.cpu_s()
+
+    def cpu_s(self) -> float:
+        """See Bounds."""
+        return max(0.0, self._figures.cpu_s() - self._cpu_before)
 
     def exceeded(self) -> str | None:
         """The limit that the kernel enforced since `begin`, by its name in SandboxLimits."""
@@ -152,9 +167,9 @@ class Group:
         return "pids" if pids else None
 
     def close(self) -> None:
-        """Kill what is left in it and remove it. What is still dying is removed by a later `sweep`."""
+        """Kill what is left in it and remove it. What takes longer to die than DYING_S is for a later `sweep`."""
         self._figures.close()
-        for place in removed(self._places):
+        for place in removed(self._places, DYING_S):
             _abandoned.add(place)
 
     def _cores(self, cpus: float) -> None:
@@ -189,7 +204,7 @@ class Group:
             if error.errno == errno.EBUSY:
                 log.debug("%s stays as it is: %s", file, error)
                 return False
-            if file.name not in SWAP_FILES:  # which a kernel that does not count swap leaves out
+            if file.name not in OPTIONAL:
                 raise
         self._written[file] = text
         return True

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from turnlog.sandbox_workers.attribution import attributed
@@ -38,6 +38,10 @@ LOST = Execution(ToolStatus.tool_error, "interpreter_ended", None, ENDED, 0.0, 0
 can have prepared."""
 GRACE_S = 5.0
 """How much longer than the wall limit the init may take to answer before the sandbox is killed."""
+METER_S = 0.05
+"""Shortest pause between looks at a call's CPU time."""
+INIT_CPU_S, INIT_CPU_SHARE = 0.1, 0.1
+"""What an init may use for a call, and for each second of it: its looks at a tree of 64 processes take up to 5 ms."""
 OBSERVED_BYTES = 1 << 16
 """Longest answer to `observed`."""
 
@@ -51,6 +55,10 @@ class Bounds(Protocol):
 
     def begin(self, limits: SandboxLimits) -> None:
         """Set the bounds of the call that comes. Raises OSError."""
+        ...
+
+    def cpu_s(self) -> float:
+        """CPU time of all that ran in them since `begin`, waited for or not; 0 where the kernel does not say."""
         ...
 
     def exceeded(self) -> str | None:
@@ -217,13 +225,14 @@ class InitSandbox(InitFiles):
             try:
                 if self._bounds is not None:
                     self._bounds.begin(limits)
-                async with asyncio.timeout(limits.wall_s + GRACE_S):
+                async with asyncio.timeout(limits.wall_s + GRACE_S), self._metered(limits):
                     await self._channel.send(*request)
                     answer = await self._output(parts, limits.output_bytes, on_output)
                 self.interpreter = answer.get("interpreter") is True
                 if alive and answer.get("lost"):
                     return LOST
-                return self._judged(init_answers.execution(answer, _joined(parts), cancelled=self._cancelled))
+                found = init_answers.execution(answer, _joined(parts), cancelled=self._cancelled)
+                return self._judged(found, limits)
             except FileRefused:
                 raise
             except (TimeoutError, SandboxDied, OSError) as error:
@@ -283,7 +292,7 @@ class InitSandbox(InitFiles):
         await closing
         if self._bounds is not None:
             self._evidence = dataclasses.replace(self._evidence, limit=self._bounds.exceeded() or "")
-            self._bounds.close()
+            await asyncio.to_thread(self._bounds.close)
         self._after()
 
     async def last_words(self) -> str:
@@ -310,11 +319,36 @@ class InitSandbox(InitFiles):
             if on_output is not None:
                 on_output(stream, parts[stream][-1])
 
-    def _judged(self, found: Execution) -> Execution:
-        """What the kernel stopped is a limit, too, whatever became of the command then."""
+    @contextlib.asynccontextmanager
+    async def _metered(self, limits: SandboxLimits) -> AsyncIterator[None]:
+        """End a call at its CPU time as the kernel counts it: no init hears of children that nobody waits for."""
+        if self._bounds is None:
+            yield
+            return
+        meter = asyncio.create_task(self._ended_at(limits, self._bounds))
+        try:
+            yield
+        finally:
+            meter.cancel()
+            await asyncio.wait([meter])
+
+    async def _ended_at(self, limits: SandboxLimits, bounds: Bounds) -> None:
+        began = asyncio.get_running_loop().time()
+        left, cores = limits.cpu_s, os.cpu_count() or 1
+        while left > 0:
+            await asyncio.sleep(max(METER_S, left / cores))
+            left = _cpu_left(limits, bounds, asyncio.get_running_loop().time() - began)
+        with contextlib.suppress(SandboxDied):  # then `exec` says so
+            await self._channel.send({"op": "cancel", "limit": "cpu_s"})
+
+    def _judged(self, found: Execution, limits: SandboxLimits) -> Execution:
+        """What the kernel stopped or counted is a limit, too, whatever became of the command then."""
         if self._bounds is None or found.status not in (ToolStatus.ok, ToolStatus.tool_error):
             return found
-        if (limit := self._bounds.exceeded()) is None:
+        limit = self._bounds.exceeded()
+        if limit is None and _cpu_left(limits, self._bounds, found.duration_s) <= 0:
+            limit = "cpu_s"
+        if limit is None:
             return found
         return dataclasses.replace(found, status=ToolStatus.resource_limit, reason=limit, exit_code=None)
 
@@ -327,6 +361,11 @@ class InitSandbox(InitFiles):
         if (verdict := attributed(evidence)) is not None:
             return Execution(*verdict, None, output, took_s, 0.0)
         raise SandboxDied(": ".join(text for text in (str(error), said) if text), evidence) from error
+
+
+def _cpu_left(limits: SandboxLimits, bounds: Bounds, took_s: float) -> float:
+    """Seconds; not counted is what the init itself may have used."""
+    return limits.cpu_s + INIT_CPU_S + INIT_CPU_SHARE * took_s - bounds.cpu_s()
 
 
 def _request(

@@ -17,6 +17,7 @@ from turnlog.sandbox_workers.inside.integrity import Integrity
 from turnlog.sandbox_workers.inside.interpreter import ENDED, Interpreter
 from turnlog.sandbox_workers.inside.output import Output
 from turnlog.sandbox_workers.inside.processes import Place, Task, disk_used, exact_memory, tasks
+from turnlog.sandbox_workers.inside.unclaimed import Unclaimed
 
 SAMPLE_S = 0.05
 """Pause between looks at the tree's processes, memory, CPU and disk."""
@@ -54,6 +55,7 @@ class Call:
         self.reaped = Reaped()
         self.output = Output(control, self.limits["output_bytes"], prompt=head["prompt"])
         self.began = time.monotonic()
+        self.unclaimed = Unclaimed()
         self.cpu_before = self._cpu()
 
     def run(self, source: bytes, stdin: bytes, folder: int) -> dict[str, Any]:
@@ -108,8 +110,8 @@ class Call:
             poll.register(self.control.fileno(), select.POLLIN | (select.POLLOUT if self.output.due else 0))
             for descriptor, event in poll.poll(max(0.0, min(deadline, look) - now) * 1000 + 1):
                 if descriptor == self.control.fileno() and event != select.POLLOUT:
-                    receive(self.control)
-                    return "cancelled", "cancelled"
+                    head, _ = receive(self.control)
+                    return ("resource_limit", head["limit"]) if "limit" in head else ("cancelled", "cancelled")
                 if descriptor == self.handle:
                     return None
                 if not self._taken(descriptor):
@@ -170,7 +172,9 @@ class Call:
 
     def _cpu_of(self, found: list[Task]) -> float:
         """Of all processes that there are and were; what a dead one used is its parent's to report once reaped."""
-        total = children_cpu()
+        children = children_cpu()
+        self.unclaimed.look(found, children)
+        total = children + self.unclaimed.cpu_s
         for task in found:
             exact = self.interpreter is not None and task.pid == self.interpreter.pid
             total += task.reaped_s + (self.interpreter.cpu_s() if exact and self.interpreter else task.cpu_s)

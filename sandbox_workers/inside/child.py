@@ -25,6 +25,8 @@ ARGUMENT_BYTES = 100_000
 """A longer script is passed as a file: execve(2) takes no argument of 128 KiB."""
 FIRST_OTHER = 3
 MOST_DESCRIPTORS = 1024
+MOST_SIGNALS = 1024
+"""That wait to be taken, timers of timer_create(2) among them: counted by user, and in a user namespace by that."""
 prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
@@ -123,7 +125,7 @@ def sealed(content: bytes) -> int:
     return number
 
 
-LACKING = (resource.RLIMIT_NPROC, resource.RLIMIT_MSGQUEUE)
+LACKING = (resource.RLIMIT_NPROC, resource.RLIMIT_MSGQUEUE, resource.RLIMIT_SIGPENDING)
 """Limits that not every kernel has; processes are counted by `Call`, too."""
 
 
@@ -154,6 +156,8 @@ def pairs(place: Place, limits: dict[str, Any], standing: int, *, cpu: bool) -> 
     wanted[resource.RLIMIT_CORE] = (0, 0)
     wanted[resource.RLIMIT_MSGQUEUE] = (0, 0)  # POSIX queues outlive processes, and nothing inside can list them
     wanted[resource.RLIMIT_NOFILE] = (MOST_DESCRIPTORS, MOST_DESCRIPTORS)
+    if place.own_user:
+        wanted[resource.RLIMIT_SIGPENDING] = (MOST_SIGNALS, MOST_SIGNALS)
     if cpu:
         seconds = math.ceil(limits["cpu_s"])
         wanted[resource.RLIMIT_CPU] = (seconds, seconds + 1)

@@ -7,7 +7,8 @@ exec        {"op", "kind", "argv", "env", "cwd", "limits", "source" (bytes of th
             -> {"output": "stdout" | "stderr"} + part, while it runs; every byte that counts against output_bytes
             -> {"status", "reason", "exit_code", "duration_s", "cpu_s", "interpreter"}
             -> {"lost": true} when the expected interpreter has ended between calls: nothing was run
-cancel      {"op"}, only while a call runs  ->  nothing of its own: the call answers `cancelled`
+cancel      {"op", "limit"?}, only while a call runs  ->  nothing of its own: the call answers `cancelled`, or that it
+            met the limit that is named
 read        {"op", "path", "most"}          ->  {} + content
 read_files  {"op", "most"} + paths          ->  {"sizes"} + contents, one behind the other
 write       {"op", "path", "mode", "disk_bytes"} + content -> {}

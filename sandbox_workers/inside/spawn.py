@@ -23,6 +23,7 @@ OPTIONS = {
     resource.RLIMIT_CORE: "core",
     resource.RLIMIT_MSGQUEUE: "msgqueue",
     resource.RLIMIT_NOFILE: "nofile",
+    resource.RLIMIT_SIGPENDING: "sigpending",
 }
 LINKER = "LD_"
 """Variables of ld.so(8)."""

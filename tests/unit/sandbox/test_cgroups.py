@@ -122,6 +122,31 @@ def test_a_whole_tree_is_adopted_and_what_it_starts_later_follows(group: Group) 
         process.communicate(b"\n")
 
 
+def test_cpu_time_is_counted_of_children_that_nobody_waits_for(group: Group) -> None:
+    burn = """
+        import os, signal, time
+        input()
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        for _ in range(5):
+            if not os.fork():
+                while time.process_time() < 0.1:
+                    pass
+                os._exit(0)
+            try:
+                os.wait()
+            except ChildProcessError:
+                pass
+    """
+    with started(textwrap.dedent(burn)) as process:
+        group.adopt(process.pid)
+        group.begin(LIMITS)
+        assert group.cpu_s() < 0.4
+        process.communicate(b"\n")
+    assert group.cpu_s() > 0.4
+    group.begin(LIMITS)
+    assert group.cpu_s() < 0.4
+
+
 def test_cores_are_bounded(made: Cgroups) -> None:
     half = Cgroups(made.tree, 0.5).group()
     burn = "import time; input(); end = time.process_time() + 0.3\nwhile time.process_time() < end: pass"
@@ -194,8 +219,9 @@ def test_version_1_is_found_below_our_own_memory_group(machine: Path) -> None:
     for folder in ("cpu,cpuacct", "memory/job", "pids"):
         (top / folder).mkdir(parents=True)
         (top / folder / "cgroup.procs").touch()
+    processors = top / "cpu,cpuacct"
     assert found_on(machine) == Tree(
-        1, {"memory": top / "memory/job", "pids": top / "pids", "cpu": top / "cpu,cpuacct"}
+        1, {"memory": top / "memory/job", "pids": top / "pids", "cpu": processors, "cpuacct": processors}
     )
 
 
@@ -225,6 +251,8 @@ def test_what_is_written_to_and_read_from_version_2(machine: Path) -> None:
         "memory.swap.max": "0",
         "pids.max": str(16 + 1 + BASELINE_PIDS),
     }
+    (place / "cpu.stat").write_text("usage_usec 2500000\nuser_usec 2000000\nsystem_usec 500000\n")
+    assert group.cpu_s() == 2.5
     (place / "pids.events").write_text("max 3\n")
     assert group.exceeded() == "pids"
     (place / "memory.events").write_text("low 0\nhigh 0\nmax 7\noom 1\noom_kill 1\noom_group_kill 0\n")
@@ -233,6 +261,7 @@ def test_what_is_written_to_and_read_from_version_2(machine: Path) -> None:
     assert group.exceeded() == "disk_bytes", "the pages that filled it were those of its tmpfs"
     group.begin(LIMITS)
     assert group.exceeded() is None
+    assert group.cpu_s() == 0.0
 
 
 def test_closing_a_version_2_group_kills_it_with_one_write_and_removes_it(machine: Path) -> None:

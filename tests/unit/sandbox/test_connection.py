@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -180,6 +181,7 @@ class Kernel:
 
     def __init__(self, met: str | None) -> None:
         self.met = met
+        self.used_s = 0.0
         self.seen: list[Any] = []
 
     def adopt(self, pid: int) -> None:
@@ -189,6 +191,10 @@ class Kernel:
     def begin(self, limits: SandboxLimits) -> None:
         """See Bounds."""
         self.seen.append(limits)
+
+    def cpu_s(self) -> float:
+        """See Bounds."""
+        return self.used_s
 
     def exceeded(self) -> str | None:
         """See Bounds."""
@@ -208,6 +214,27 @@ async def test_what_the_kernel_stopped_is_that_limit_whoever_it_killed(program: 
     await sandbox.close()
     pid = sandbox.process.pid
     assert kernel.seen == [pid, pid, LIMITS, "closed"]
+
+
+async def test_a_call_that_used_more_cpu_than_its_init_knows_of_has_met_that_limit() -> None:
+    kernel = Kernel(None)
+    sandbox = await saying(READY + f"say({DONE})\nheard()\nsay({DONE})\nheard()", kernel)
+    kernel.used_s = LIMITS.cpu_s + 0.05
+    assert (await run(sandbox)).status is ToolStatus.ok, "as much may be the init's own"
+    kernel.used_s = LIMITS.cpu_s + 0.5
+    answer = await run(sandbox)
+    assert (answer.status, answer.reason, answer.exit_code) == (ToolStatus.resource_limit, "cpu_s", None)
+    await sandbox.close()
+
+
+async def test_a_call_is_ended_at_the_cpu_time_that_the_kernel_counts() -> None:
+    told = "said = json.loads(heard()); say({**DONE, 'status': 'resource_limit', 'reason': said['limit']})\nheard()"
+    kernel = Kernel(None)
+    kernel.used_s = 9.0
+    sandbox = await saying(READY + f"DONE = {DONE}\n{told}", kernel)
+    answer = await sandbox.exec(Command(kind=Kind.shell, source="true"), dataclasses.replace(LIMITS, cpu_s=0.1))
+    assert (answer.status, answer.reason) == (ToolStatus.resource_limit, "cpu_s")
+    await sandbox.close()
 
 
 async def test_a_call_within_its_bounds_is_what_it_says() -> None:

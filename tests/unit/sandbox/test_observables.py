@@ -22,6 +22,7 @@ PRELUDE = """
 import ctypes, os, platform, resource, signal, socket, struct
 libc = ctypes.CDLL(None, use_errno=True)
 X86 = platform.machine() == "x86_64"
+NICE = os.getpriority(os.PRIO_PROCESS, 1)
 
 def wrote(path, text):
     try:
@@ -37,9 +38,9 @@ def did(result):
 """
 SOILED = {
     "limits": "resource.prlimit(1, resource.RLIMIT_CORE, (0, 0)); print('soiled')",
-    "nice": "os.setpriority(os.PRIO_PROCESS, 1, 5); print('soiled')",
+    "nice": "os.setpriority(os.PRIO_PROCESS, 1, 1 + NICE); print('soiled')",
     "scheduling": """
-        about = ctypes.create_string_buffer(struct.pack("IIQiIQQQII", 56, 0, 0, 0, 0, 9_000_000, 0, 0, 0, 0))
+        about = ctypes.create_string_buffer(struct.pack("IIQiIQQQII", 56, 0, 0, NICE, 0, 9_000_000, 0, 0, 0, 0))
         did(libc.syscall(314 if X86 else 274, 1, about, 0))
         os.sched_setscheduler(1, os.SCHED_BATCH, os.sched_param(0))
     """,
@@ -127,7 +128,7 @@ def test_every_observable_is_soiled_here() -> None:
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("name", SOILED)
-async def test_what_a_call_soils_is_observed_after_a_reset(sandbox: InitSandbox, name: str) -> None:
+async def test_what_a_call_soils_is_as_new_after_a_reset(sandbox: InitSandbox, name: str) -> None:
     assert await said(sandbox, SOILED[name]) == {"refused" if name in REFUSED else "soiled"}
     in_place = await InitFiles.reset(sandbox)
     assert in_place == (name not in OUTLIVES), "a reset in place restores it, or says that it cannot"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,12 @@ from typing import Any
 import psutil
 import pytest
 
+from turnlog.sandbox_settings import SandboxSettings
+from turnlog.sandbox_workers.backends.bubblewrap import Bubblewrap
+from turnlog.sandbox_workers.backends.cgroups import SOCKET_BYTES
+from turnlog.sandbox_workers.inside.child import MOST_SIGNALS
+from turnlog.sandbox_workers.inside.enclosure import TERMINALS, USER_LIMITS
+from turnlog.sandbox_workers.protocol import Shape
 from turnlog.schemas.events import SandboxLimits, ToolStatus
 
 pytestmark = [
@@ -22,6 +29,7 @@ pytestmark = [
     pytest.mark.parametrize("lab", ["installed"], indirect=True, scope="module"),
 ]
 
+FIRST_UID = 220_000
 DISK = 8 << 20
 LIMITS = SandboxLimits(cpu_s=5.0, wall_s=10.0, memory_bytes=128 << 20, pids=32, disk_bytes=DISK, output_bytes=8192)
 BOMBS = {
@@ -124,6 +132,112 @@ async def test_memory_that_is_shared_counts_where_there_are_control_groups(lab: 
     """)
     assert (answer.status, answer.reason) == (ToolStatus.resource_limit, "memory_bytes")
     assert await lab.words("print(1)") == ["1"]
+
+
+async def test_buffers_of_sockets_are_bounded_where_there_are_control_groups(lab: Any) -> None:
+    """Version 1 counts them beside memory, TCP and UDP together; on version 2 they are memory."""
+    if lab.backend._cgroups is None:
+        pytest.skip("cgroups cannot be written")
+    answer = await lab.python("""
+        held, kept = [], 0
+        for _ in range(60):
+            reader, writer = (socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2))
+            held += [reader, writer]
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 20)
+            reader.bind(("127.0.0.1", 0))
+            reader.setblocking(False)
+            for _ in range(100):
+                writer.sendto(bytes(60000), reader.getsockname())
+        for reader in held[::2]:
+            try:
+                while True:
+                    kept += len(reader.recv(65536))
+            except BlockingIOError:
+                pass
+        for _ in range(30):
+            server = socket.create_server(("127.0.0.1", 0))
+            held += [server, client := socket.create_connection(server.getsockname()), server.accept()[0]]
+            client.setblocking(False)
+            try:
+                while True:
+                    kept += client.send(bytes(65536))
+            except BlockingIOError:
+                pass
+        print(kept)
+    """)
+    if lab.backend._cgroups.tree.version == 1:
+        assert answer.status is ToolStatus.ok
+        assert 0 < int(answer.output) < 3 * SOCKET_BYTES, "some of it had gone out again"
+    else:
+        assert answer.reason == "memory_bytes" or int(answer.output) < LIMITS.memory_bytes
+
+
+IGNORED = """
+    import time
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    ends = time.monotonic() + {wall}
+    while time.monotonic() < ends:
+        if not os.fork():
+            while time.process_time() < {each}:
+                pass
+            os._exit(0)
+        try:
+            os.wait()
+        except ChildProcessError:
+            pass
+"""
+
+
+@pytest.mark.parametrize(("each", "cgroups"), [(0.01, "auto"), (0.3, "off")])
+async def test_children_that_nobody_waits_for_count_against_the_cpu_time(lab: Any, each: float, cgroups: str) -> None:
+    """Without control groups as far as they live until they are looked at."""
+    backend = await Bubblewrap.open(SandboxSettings(first_uid=FIRST_UID + 50, cgroups=cgroups))
+    if backend._cgroups is None and cgroups == "auto":
+        pytest.skip("cgroups cannot be written")
+    sandbox = await backend.start(0, Shape(disk_bytes=DISK))
+    source = textwrap.dedent(IGNORED).format(wall=8, each=each)
+    answer = await lab.python(source, dataclasses.replace(LIMITS, cpu_s=0.8), sandbox=sandbox)
+    assert (answer.status, answer.reason) == (ToolStatus.resource_limit, "cpu_s"), answer
+    assert await sandbox.healthy()
+    await sandbox.close()
+
+
+async def test_terminals_of_one_call_leave_those_of_others(lab: Any) -> None:
+    said = await lab.words("""
+        held = []
+        try:
+            while len(held) < 400:
+                held += os.openpty()
+        except OSError as error:
+            print(errno.errorcode[error.errno], len(held) // 2)
+    """)
+    assert said == ["ENOSPC", str(TERMINALS)]
+    other = await lab.another(1)
+    assert (await lab.python("os.openpty(); print('open')", sandbox=other)).output == b"open\n"
+    await other.close()
+
+
+async def test_what_the_kernel_counts_by_user_is_counted_by_sandbox(lab: Any) -> None:
+    source = """
+        held = 0
+        try:
+            while held < 4000:
+                answer = libc.inotify_init()
+                if answer < 0:
+                    raise OSError(ctypes.get_errno(), "inotify")
+                held += 1
+        except OSError as error:
+            print(errno.errorcode[error.errno], held)
+        timer, held = ctypes.c_void_p(), 0
+        while held < 100_000 and not libc.timer_create(0, None, ctypes.byref(timer)):
+            held += 1
+        print(errno.errorcode[ctypes.get_errno()], held)
+    """
+    for _ in range(2):
+        said = await lab.words(source)
+        assert said[:2] == ["EMFILE", str(USER_LIMITS["max_inotify_instances"])]
+        assert said[2] == "EAGAIN"
+        assert 0 < int(said[3]) <= MOST_SIGNALS
 
 
 async def test_every_process_is_in_the_sandboxes_control_group(lab: Any) -> None:
