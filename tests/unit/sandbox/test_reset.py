@@ -149,7 +149,8 @@ async def test_an_interpreter_whose_timer_acts_between_calls_is_ended(sandbox: I
 
 async def test_a_descriptor_that_signals_neither_wakes_nor_ends_a_standing_interpreter(sandbox: InitSandbox) -> None:
     source = """
-    import ctypes, fcntl, os
+    import ctypes, fcntl, os, signal
+    signal.signal(signal.SIGIO, signal.SIG_IGN)
     watch = ctypes.CDLL(None).inotify_init()
     ctypes.CDLL(None).inotify_add_watch(watch, b"/workspace", 0xfff)
     refused = []
@@ -159,6 +160,7 @@ async def test_a_descriptor_that_signals_neither_wakes_nor_ends_a_standing_inter
         except PermissionError:
             refused.append(number)
     fcntl.fcntl(watch, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(watch, fcntl.F_SETFL, os.O_ASYNC)
     kept = 1
     refused
     """
