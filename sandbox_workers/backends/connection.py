@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from turnlog.sandbox_workers.attribution import attributed
 from turnlog.sandbox_workers.backends import init_answers
+from turnlog.sandbox_workers.backends.bounds import Bounds, cpu_left, cpu_spent
 from turnlog.sandbox_workers.backends.init_channel import Channel, refusal
 from turnlog.sandbox_workers.backends.init_files import RESET_S, UNBOUNDED, InitFiles
 from turnlog.sandbox_workers.backends.zygote import Zygote
@@ -22,7 +23,6 @@ from turnlog.sandbox_workers.protocol import (
     Command,
     Execution,
     FileRefused,
-    Kind,
     OnOutput,
     SandboxDied,
     SandboxUnavailable,
@@ -38,36 +38,8 @@ LOST = Execution(ToolStatus.tool_error, "interpreter_ended", None, ENDED, 0.0, 0
 can have prepared."""
 GRACE_S = 5.0
 """How much longer than the wall limit the init may take to answer before the sandbox is killed."""
-METER_S = 0.05
-"""Shortest pause between looks at a call's CPU time."""
-INIT_CPU_S, INIT_CPU_SHARE = 0.1, 0.1
-"""What an init may use for a call, and for each second of it: its looks at a tree of 64 processes take up to 5 ms."""
 OBSERVED_BYTES = 1 << 16
 """Longest answer to `observed`."""
-
-
-class Bounds(Protocol):
-    """The kernel's own bounds of one sandbox (a control group), where there are any."""
-
-    def adopt(self, pid: int) -> None:
-        """Take in a process and all below it, before any call. Raises OSError."""
-        ...
-
-    def begin(self, limits: SandboxLimits) -> None:
-        """Set the bounds of the call that comes. Raises OSError."""
-        ...
-
-    def cpu_s(self) -> float:
-        """CPU time of all that ran in them since `begin`, waited for or not; 0 where the kernel does not say."""
-        ...
-
-    def exceeded(self) -> str | None:
-        """The limit, by its name, that was met by the call that ended or whose sandbox died."""
-        ...
-
-    def close(self) -> None:
-        """Kill what is left and remove them. Never raises."""
-        ...
 
 
 class _Process(Protocol):
@@ -217,7 +189,7 @@ class InitSandbox(InitFiles):
     async def exec(self, command: Command, limits: SandboxLimits, *, on_output: OnOutput | None = None) -> Execution:
         """See Sandbox."""
         alive = self.interpreter
-        request = _request(command, limits, alive=alive, prompt=on_output is not None)
+        request = init_answers.call(command, limits, alive=alive, prompt=on_output is not None)
         began = asyncio.get_running_loop().time()
         parts: dict[Stream, list[bytes]] = {Stream.stdout: [], Stream.stderr: []}
         self._cancelled = False
@@ -325,19 +297,15 @@ class InitSandbox(InitFiles):
         if self._bounds is None:
             yield
             return
-        meter = asyncio.create_task(self._ended_at(limits, self._bounds))
+        meter = asyncio.create_task(self._ended_once_spent(limits, self._bounds))
         try:
             yield
         finally:
             meter.cancel()
             await asyncio.wait([meter])
 
-    async def _ended_at(self, limits: SandboxLimits, bounds: Bounds) -> None:
-        began = asyncio.get_running_loop().time()
-        left, cores = limits.cpu_s, os.cpu_count() or 1
-        while left > 0:
-            await asyncio.sleep(max(METER_S, left / cores))
-            left = _cpu_left(limits, bounds, asyncio.get_running_loop().time() - began)
+    async def _ended_once_spent(self, limits: SandboxLimits, bounds: Bounds) -> None:
+        await cpu_spent(limits, bounds)
         with contextlib.suppress(SandboxDied):  # then `exec` says so
             await self._channel.send({"op": "cancel", "limit": "cpu_s"})
 
@@ -346,7 +314,7 @@ class InitSandbox(InitFiles):
         if self._bounds is None or found.status not in (ToolStatus.ok, ToolStatus.tool_error):
             return found
         limit = self._bounds.exceeded()
-        if limit is None and _cpu_left(limits, self._bounds, found.duration_s) <= 0:
+        if limit is None and cpu_left(limits, self._bounds, found.duration_s) <= 0:
             limit = "cpu_s"
         if limit is None:
             return found
@@ -361,29 +329,6 @@ class InitSandbox(InitFiles):
         if (verdict := attributed(evidence)) is not None:
             return Execution(*verdict, None, output, took_s, 0.0)
         raise SandboxDied(": ".join(text for text in (str(error), said) if text), evidence) from error
-
-
-def _cpu_left(limits: SandboxLimits, bounds: Bounds, took_s: float) -> float:
-    """Seconds; not counted is what the init itself may have used."""
-    return limits.cpu_s + INIT_CPU_S + INIT_CPU_SHARE * took_s - bounds.cpu_s()
-
-
-def _request(
-    command: Command, limits: SandboxLimits, *, alive: bool, prompt: bool
-) -> tuple[dict[str, Any], bytes, bytes]:
-    """Head and body of an `exec`. `prompt`: somebody looks at the output while it is written."""
-    if command.kind is Kind.program and not command.argv:
-        raise ValueError("a program's argv names at least the program")
-    source = command.source.encode(errors="replace")
-    head: dict[str, Any] = {
-        "op": "exec",
-        "kind": command.kind,
-        "argv": command.argv,
-        "env": dict(command.env),
-        "cwd": command.cwd,
-    }
-    head |= {"limits": dataclasses.asdict(limits), "source": len(source), "alive": alive, "prompt": prompt}
-    return head, source, command.stdin
 
 
 def _joined(parts: dict[Stream, list[bytes]]) -> bytes:

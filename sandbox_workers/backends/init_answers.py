@@ -1,4 +1,4 @@
-"""What an init answers, made into what a worker knows; what no init would answer is SandboxDied."""
+"""What an init is sent; what it answers, made into what a worker knows; what no init would answer is SandboxDied."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 from turnlog.sandbox_workers.inside.paths import LONGEST_PATH, Refused, exact
 from turnlog.sandbox_workers.inside.workspace import MOST_ENTRIES
-from turnlog.sandbox_workers.protocol import Execution, FileEntry, FileKind, FileRefused, SandboxDied
-from turnlog.schemas.events import ToolStatus
+from turnlog.sandbox_workers.protocol import Command, Execution, FileEntry, FileKind, FileRefused, Kind, SandboxDied
+from turnlog.schemas.events import SandboxLimits, ToolStatus
 
 INDEX_BYTES = 32 << 20
 """Longest index: MOST_ENTRIES entries, and workspace.NAME_BYTES of names at six bytes each."""
@@ -107,3 +107,19 @@ def described(entries: Sequence[FileEntry], contents: Mapping[str, bytes]) -> tu
             files.append(content)
     names = [field.name for field in dataclasses.fields(FileEntry)]
     return json.dumps([{name: getattr(entry, name) for name in names} for entry in entries]).encode(), files
+
+
+def call(command: Command, limits: SandboxLimits, *, alive: bool, prompt: bool) -> tuple[dict[str, Any], bytes, bytes]:
+    """What `exec` sends: head, and body in two parts. `prompt`: somebody looks at the output while it is written."""
+    if command.kind is Kind.program and not command.argv:
+        raise ValueError("a program's argv names at least the program")
+    source = command.source.encode(errors="replace")
+    head: dict[str, Any] = {
+        "op": "exec",
+        "kind": command.kind,
+        "argv": command.argv,
+        "env": dict(command.env),
+        "cwd": command.cwd,
+    }
+    head |= {"limits": dataclasses.asdict(limits), "source": len(source), "alive": alive, "prompt": prompt}
+    return head, source, command.stdin
