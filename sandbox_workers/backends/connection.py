@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import socket
@@ -38,8 +37,6 @@ LOST = Execution(ToolStatus.tool_error, "interpreter_ended", None, ENDED, 0.0, 0
 can have prepared."""
 GRACE_S = 5.0
 """How much longer than the wall limit the init may take to answer before the sandbox is killed."""
-OBSERVED_BYTES = 1 << 16
-"""Longest answer to `observed`."""
 
 
 class _Process(Protocol):
@@ -179,12 +176,12 @@ class InitSandbox(InitFiles):
 
     async def _compared(self) -> None:
         """A new init, of which no call has made anything yet, finds what the first has found. Raises SandboxDied."""
-        _, body = await self._ask({"op": "observed"}, most=OBSERVED_BYTES)
-        seen = json.loads(body)
+        _, body = await self._ask({"op": "observed"}, most=init_answers.OBSERVED_BYTES)
+        seen = init_answers.observed(body)
         self._observed = self._observed or seen
-        if changed := sorted(name for name, value in seen.items() if self._observed.get(name) != value):
-            log.error("a new sandbox finds other than the first of its slot did: %s", ", ".join(changed))
-            raise SandboxDied(f"a new init finds other than the first: {', '.join(changed)}")
+        if changed := ", ".join(name for name, value in seen.items() if self._observed.get(name) != value):
+            log.error("a new sandbox finds other than the first of its slot did: %s", changed)
+            raise SandboxDied(f"a new init finds other than the first: {changed}")
 
     async def exec(self, command: Command, limits: SandboxLimits, *, on_output: OnOutput | None = None) -> Execution:
         """See Sandbox."""
@@ -203,12 +200,12 @@ class InitSandbox(InitFiles):
                 self.interpreter = answer.get("interpreter") is True
                 if alive and answer.get("lost"):
                     return LOST
-                found = init_answers.execution(answer, _joined(parts), cancelled=self._cancelled)
+                found = init_answers.execution(answer, init_answers.joined(parts), cancelled=self._cancelled)
                 return self._judged(found, limits)
             except FileRefused:
                 raise
             except (TimeoutError, SandboxDied, OSError) as error:
-                return await self._died(error, _joined(parts), asyncio.get_running_loop().time() - began)
+                return await self._died(error, init_answers.joined(parts), asyncio.get_running_loop().time() - began)
             except BaseException:
                 await self.close()
                 raise
@@ -329,7 +326,3 @@ class InitSandbox(InitFiles):
         if (verdict := attributed(evidence)) is not None:
             return Execution(*verdict, None, output, took_s, 0.0)
         raise SandboxDied(": ".join(text for text in (str(error), said) if text), evidence) from error
-
-
-def _joined(parts: dict[Stream, list[bytes]]) -> bytes:
-    return b"".join(parts[Stream.stdout] + parts[Stream.stderr])

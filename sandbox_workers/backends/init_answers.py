@@ -11,11 +11,22 @@ from typing import Any
 
 from turnlog.sandbox_workers.inside.paths import LONGEST_PATH, Refused, exact
 from turnlog.sandbox_workers.inside.workspace import MOST_ENTRIES
-from turnlog.sandbox_workers.protocol import Command, Execution, FileEntry, FileKind, FileRefused, Kind, SandboxDied
+from turnlog.sandbox_workers.protocol import (
+    Command,
+    Execution,
+    FileEntry,
+    FileKind,
+    FileRefused,
+    Kind,
+    SandboxDied,
+    Stream,
+)
 from turnlog.schemas.events import SandboxLimits, ToolStatus
 
 INDEX_BYTES = 32 << 20
 """Longest index: MOST_ENTRIES entries, and workspace.NAME_BYTES of names at six bytes each."""
+OBSERVED_BYTES = 1 << 16
+"""Longest answer to `observed`."""
 STAMP_LENGTH = 128
 SAID = frozenset({ToolStatus.ok, ToolStatus.tool_error, ToolStatus.timeout, ToolStatus.resource_limit})
 """An init's verdicts. That it was ours, or that somebody cancelled the call, is not for a sandbox to say."""
@@ -34,6 +45,19 @@ def execution(head: dict[str, Any], output: bytes, *, cancelled: bool) -> Execut
     except (KeyError, ValueError, TypeError, OverflowError) as error:
         raise SandboxDied(f"the init answered nonsense: {str(error)[:200]}") from error
     return Execution(status, reason, code, output, duration, cpu)
+
+
+def observed(body: bytes) -> dict[str, Any]:
+    """Of the answer to `observed`, by name. Raises SandboxDied."""
+    try:
+        return dict(json.loads(body))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise SandboxDied(f"what the init has found is no JSON object: {type(error).__name__}") from error
+
+
+def joined(parts: Mapping[Stream, list[bytes]]) -> bytes:
+    """What a call has printed: all of stdout, then stderr."""
+    return b"".join(parts[Stream.stdout] + parts[Stream.stderr])
 
 
 def listed(body: bytes, disk_bytes: int) -> tuple[FileEntry, ...]:

@@ -37,7 +37,12 @@ def did(result):
     print("refused" if result < 0 else "soiled")
 """
 SOILED = {
-    "limits": "resource.prlimit(1, resource.RLIMIT_CORE, (0, 0)); print('soiled')",
+    "limits": """
+        try:
+            resource.prlimit(1, resource.RLIMIT_CORE, (0, 0))
+        except PermissionError:
+            print("refused")
+    """,
     "nice": "os.setpriority(os.PRIO_PROCESS, 1, 1 + NICE); print('soiled')",
     "scheduling": """
         about = ctypes.create_string_buffer(struct.pack("IIQiIQQQII", 56, 0, 0, NICE, 0, 9_000_000, 0, 0, 0, 0))
@@ -97,11 +102,11 @@ SOILED = {
     "clock offsets": "wrote('/proc/1/timens_offsets', 'monotonic 5 0')",
 }
 """Observable -> code that soils it, or is refused."""
-OUTLIVES = {"limits", "nice", "scheduling", "I/O priority", "cores and memory nodes", "flow labels", "sockets"}
+OUTLIVES = {"nice", "scheduling", "I/O priority", "cores and memory nodes", "flow labels", "sockets"}
 """What a reset in place cannot undo: it finds it. The rest ends with its process, is emptied, or is refused."""
 REFUSED = {
-    "timer slack", "autogroup", "out of memory score", "core dump filter", "rights", "System V objects", "IPC settings",
-    "network settings", "interfaces", "routes", "mounts", "host and domain", "user namespace", "clock offsets",
+    "limits", "timer slack", "autogroup", "out of memory score", "core dump filter", "rights", "System V objects",
+    "IPC settings", "network settings", "interfaces", "routes", "mounts", "host and domain", "user namespace", "clock offsets",
 }  # fmt: skip
 
 

@@ -190,14 +190,13 @@ async def test_a_shell_has_its_three_streams_and_nothing_else(lab: Any) -> None:
     assert said.count("Bad file descriptor") >= 2
 
 
-async def test_an_init_whose_limits_were_changed_is_not_given_to_the_next_session(lab: Any) -> None:
+async def test_an_init_whose_priority_was_changed_is_not_given_to_the_next_session(lab: Any) -> None:
     sandbox = await lab.another(2)
+    look = "print(os.getpriority(os.PRIO_PROCESS, 1))"
     try:
-        look = "import resource as r; print(r.prlimit(1, 6))"
-        source = f"import resource as r; r.prlimit(1, r.RLIMIT_NPROC, (5, 5)); {look}"
-        assert (await lab.python(source, sandbox=sandbox)).output == b"(5, 5)\n"
+        assert (await lab.python(f"os.setpriority(os.PRIO_PROCESS, 1, 19); {look}", sandbox=sandbox)).output == b"19\n"
         assert await sandbox.reset()
-        assert (await lab.python(look, sandbox=sandbox)).output != b"(5, 5)\n"
+        assert (await lab.python(look, sandbox=sandbox)).output != b"19\n"
     finally:
         await sandbox.close()
 
