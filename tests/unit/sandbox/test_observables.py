@@ -106,7 +106,8 @@ OUTLIVES = {"nice", "scheduling", "I/O priority", "cores and memory nodes", "flo
 """What a reset in place cannot undo: it finds it. The rest ends with its process, is emptied, or is refused."""
 REFUSED = {
     "limits", "timer slack", "autogroup", "out of memory score", "core dump filter", "rights", "System V objects",
-    "IPC settings", "network settings", "interfaces", "routes", "mounts", "host and domain", "user namespace", "clock offsets",
+    "IPC settings", "network settings", "interfaces", "routes", "mounts", "host and domain", "user namespace",
+    "clock offsets",
 }  # fmt: skip
 
 
