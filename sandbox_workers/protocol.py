@@ -197,6 +197,11 @@ class Sandbox(Protocol):
         more than `most` bytes), SandboxDied."""
         ...
 
+    async def read_part(self, path: str, *, offset: int, size: int, most: int) -> bytes:
+        """Bytes of a file from `offset` on, `size` of them where there are so many, empty at its end. Raises as `read`,
+        which `most` is for."""
+        ...
+
     async def write(self, path: str, content: bytes, *, mode: int = 0o644) -> None:
         """Replace or make a file of the workspace, folders above it included, in one step. Raises FileRefused,
         QuotaExceeded, SandboxDied."""

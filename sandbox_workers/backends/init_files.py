@@ -44,8 +44,13 @@ class InitFiles:
 
     async def read(self, path: str, *, most: int) -> bytes:
         """See Sandbox."""
-        _, content = await self._ask({"op": "read", "path": path, "most": min(most, MOST_BYTES)}, most=most)
-        return content
+        most = min(most, MOST_BYTES)
+        return await self.read_part(path, offset=0, size=most, most=most)
+
+    async def read_part(self, path: str, *, offset: int, size: int, most: int) -> bytes:
+        """See Sandbox."""
+        head = {"op": "read", "path": path, "most": most, "offset": offset, "size": size}
+        return (await self._ask(head, most=size))[1]
 
     async def read_files(self, paths: Sequence[str], *, most: int) -> tuple[bytes, ...]:
         """See Sandbox."""

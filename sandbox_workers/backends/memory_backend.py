@@ -145,6 +145,10 @@ class MemorySandbox:
             raise FileRefused(f"{path!r} has {len(node.content)} bytes, at most {most} are read")
         return node.content
 
+    async def read_part(self, path: str, *, offset: int, size: int, most: int) -> bytes:
+        """See Sandbox."""
+        return (await self.read(path, most=most))[offset : offset + size]
+
     async def write(self, path: str, content: bytes, *, mode: int = 0o644) -> None:
         """See Sandbox."""
         self._check_alive()

@@ -16,8 +16,9 @@ TEMPORARY = ".turnlog-part-"
 """How the name begins under which a file is written before it is renamed; what follows is no agent's to know."""
 
 
-def read(place: Place, path: str, most: int) -> bytes:
-    """Bytes of a plain file. Raises Refused, Missing, Locked."""
+def read(place: Place, path: str, most: int, *, offset: int = 0, size: int | None = None) -> bytes:
+    """Bytes of a plain file that has `most` at most: all, or `size` from `offset` on. Raises Refused, Missing,
+    Locked."""
     *above, name = _named(path)
     try:
         with Walk(place.folders[0]) as walk:
@@ -25,22 +26,23 @@ def read(place: Place, path: str, most: int) -> bytes:
             name = walk.last(name, path)
             descriptor = os.open(name, os.O_RDONLY | PLAIN, dir_fd=walk.here)
             try:
-                return plain_content(descriptor, path, most)
+                return plain_content(descriptor, path, most, offset, size)
             finally:
                 os.close(descriptor)
     except OSError as error:
         raise refusal(error, path) from error
 
 
-def plain_content(descriptor: int, path: str, most: int) -> bytes:
-    """All that can be read there. Raises Refused, OSError."""
+def plain_content(descriptor: int, path: str, most: int, offset: int = 0, size: int | None = None) -> bytes:
+    """What `read` reads, of an open file. Raises Refused, OSError."""
     about = os.fstat(descriptor)
     if not stat.S_ISREG(about.st_mode):
         raise Refused(f"{shown(path)} is {_what(about.st_mode)}, not a file")
     if about.st_size > most:
         raise Refused(f"{shown(path)} has {about.st_size} bytes, more than the {most} that can be read")
+    wanted = max(0, about.st_size - offset) if size is None else max(0, min(size, about.st_size - offset))
     data = bytearray()
-    while len(data) < about.st_size and (part := os.read(descriptor, about.st_size - len(data))):
+    while len(data) < wanted and (part := os.pread(descriptor, wanted - len(data), offset + len(data))):
         data += part
     return bytes(data)
 

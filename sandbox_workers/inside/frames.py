@@ -9,7 +9,7 @@ exec        {"op", "kind", "argv", "env", "cwd", "limits", "source" (bytes of th
             -> {"lost": true} when the expected interpreter has ended between calls: nothing was run
 cancel      {"op", "limit"?}, only while a call runs  ->  nothing of its own: the call answers `cancelled`, or that it
             met the limit that is named
-read        {"op", "path", "most"}          ->  {} + content
+read        {"op", "path", "most", "offset", "size"} -> {} + content
 read_files  {"op", "most"} + paths          ->  {"sizes"} + contents, one behind the other
 write       {"op", "path", "mode", "disk_bytes"} + content -> {}
 index       {"op", "disk_bytes"}            ->  {} + entries

@@ -110,7 +110,7 @@ class Service:
         return walk
 
     def _read(self, head: dict[str, Any], _: bytes) -> Answer:
-        return {}, files.read(self.place, head["path"], head["most"])
+        return {}, files.read(self.place, head["path"], head["most"], offset=head["offset"], size=head["size"])
 
     def _read_files(self, head: dict[str, Any], body: bytes) -> Answer:
         contents = workspace.read_many(self.place, json.loads(body), head["most"])

@@ -17,11 +17,13 @@ from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
 from turnlog.infra.tool_schemas import Schema
-from turnlog.schemas.json_depth import deeper_than
+from turnlog.schemas.json_depth import deeper_than, more_than
 
 Validator: TypeAlias = Draft202012Validator
 LEVELS = 64
 """Arrays and objects inside one another, at most."""
+VALUES = 50_000
+"""Numbers, strings, arrays and so on in a call's arguments, at most: each is an object of the worker, and looked at."""
 ERRORS = 50
 """Errors looked at, to find the one that says most."""
 SHOWN, TEXT = 60, 600
@@ -99,9 +101,11 @@ def shown(value: object) -> str:
 
 
 def _loaded(raw: bytes) -> Any:
-    """Raises ValueError, RecursionError."""
+    """Raises ValueError, RecursionError, ArgumentsRefused."""
     if deeper_than(raw, LEVELS):
         raise RecursionError
+    if more_than(raw, VALUES):
+        raise ArgumentsRefused(f"the arguments hold more than {VALUES} values; put them into a file or a string")
     text = raw.decode()
     values = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_number)
     if "\\u" in text:

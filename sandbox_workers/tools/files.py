@@ -5,15 +5,24 @@ They go through Sandbox.read and write, so they work alike on every backend, als
 
 from __future__ import annotations
 
+import asyncio
+import codecs
 import hashlib
 import posixpath
+import re
+from collections.abc import AsyncIterator
 
-from turnlog.sandbox_workers.protocol import Execution, FileKind, FileRefused
+from turnlog.sandbox_workers.protocol import Execution, FileKind, FileRefused, QuotaExceeded
+from turnlog.sandbox_workers.tools.lines import Lines
 from turnlog.sandbox_workers.tools.programs import in_workspace
 from turnlog.sandbox_workers.tools.tool import Call, ToolFailed
 
 LONGEST = 64 * 2**20
-"""Bytes of a file that is read, whatever the limit of the workspace."""
+"""Bytes of a file that is read, a part at a time, whatever the limit of the workspace."""
+EDITED = 16 * 2**20
+"""Bytes of a file that is edited, since it is held in memory then."""
+PART = 256 * 2**10
+"""Bytes of a file that are held at once, and looked at before the loop goes on."""
 NOTE = 300
 """Bytes of an answer kept free for the note that more is to come."""
 LINKS = 40
@@ -24,28 +33,26 @@ NAMED = 10
 
 async def read_file(call: Call) -> Execution:
     """The lines asked for, as they are; a note at the end when they are not the whole file."""
-    path = in_workspace(call.arguments["path"])
-    content = _text(path, await _content(call, path))
-    lines = content.split(b"\n")
-    if lines[-1] == b"":
-        lines.pop()  # what stands behind the last line's end is no line
-    first = call.arguments.get("offset", 1)
-    if first > max(1, len(lines)):
-        raise ToolFailed(f"{path} has {len(lines)} lines, none is number {first}")
-    wanted = lines[first - 1 :][: call.arguments.get("lines")]
-    taken, room = 0, call.limits.output_bytes - NOTE
-    for line in wanted:
-        room -= len(line) + 1
-        if room < 0:
-            break
-        taken += 1
-    last = first + taken - 1
-    if last == len(lines):
-        return call.answer(b"\n".join(wanted) + (b"\n" if content.endswith(b"\n") else b""))
-    if not taken:
+    path, first = in_workspace(call.arguments["path"]), call.arguments.get("offset", 1)
+    lines = Lines(first, call.arguments.get("lines"), call.limits.output_bytes - NOTE)
+    text = codecs.getincrementaldecoder("utf-8")()
+    try:
+        async for part in _parts(call, path):
+            _check_text(text, part)
+            lines.feed(part)
+        text.decode(b"", final=True)
+    except UnicodeError:
+        raise ToolFailed(await _described(call, path)) from None
+    lines.finish()
+    if first > max(1, lines.count):
+        raise ToolFailed(f"{path} has {lines.count} lines, none is number {first}")
+    last = first + len(lines.taken) - 1
+    if last == lines.count:
+        return call.answer(b"\n".join(lines.taken) + (b"\n" if lines.ended else b""))
+    if not lines.taken:
         raise ToolFailed(f"line {first} of {path} is longer than an answer may be ({call.limits.output_bytes} bytes)")
-    note = f'[{path}: lines {first} to {last} of {len(lines)}; read on with "offset": {last + 1}]\n'
-    return call.answer(b"\n".join(wanted[:taken]) + b"\n" + note.encode(errors="replace"))
+    note = f'[{path}: lines {first} to {last} of {lines.count}; read on with "offset": {last + 1}]\n'
+    return call.answer(b"\n".join(lines.taken) + b"\n" + note.encode(errors="replace"))
 
 
 async def write_file(call: Call) -> Execution:
@@ -59,7 +66,50 @@ async def edit_file(call: Call) -> Execution:
     """Replace one occurrence, or every one."""
     path, every = in_workspace(call.arguments["path"]), call.arguments.get("all", False)
     old, new = (call.arguments[name].encode() for name in ("old", "new"))
-    content = _text(path, await _content(call, path))
+    content = await call.sandbox.read(path, most=min(EDITED, max(call.limits.disk_bytes, 1)))
+    try:
+        count, lines = await asyncio.to_thread(_found, path, content, old, new, every=every)
+    except UnicodeError:
+        raise ToolFailed(await _described(call, path)) from None
+    size = len(content) + content.count(old) * (len(new) - len(old))
+    if size > call.limits.disk_bytes:
+        raise QuotaExceeded(f"{path}: {size} bytes do not fit the workspace's {call.limits.disk_bytes}")
+    await _replace(call, path, await asyncio.to_thread(content.replace, old, new))
+    where = f"at line {lines[0]}" if count == 1 else f"{count} times"
+    return call.answer(f"replaced the text {where} in {path}\n")
+
+
+async def _parts(call: Call, path: str) -> AsyncIterator[bytes]:
+    """The file's bytes, PART at a time."""
+    most, offset = min(LONGEST, max(call.limits.disk_bytes, 1)), 0
+    while part := await call.sandbox.read_part(path, offset=offset, size=PART, most=most):
+        yield part
+        offset += len(part)
+
+
+def _check_text(decoder: codecs.IncrementalDecoder, part: bytes) -> None:
+    """Raises UnicodeError for what is no text."""
+    decoder.decode(part)
+    if b"\0" in part:
+        raise UnicodeError("a NUL byte")
+
+
+async def _described(call: Call, path: str) -> str:
+    """A file that is no text."""
+    digest, size, begins = hashlib.sha256(), 0, b""
+    async for part in _parts(call, path):
+        digest.update(part)
+        size, begins = size + len(part), begins or part[:16]
+    return f"{path} is no UTF-8 text: {size} bytes that begin with {begins.hex(' ')}; sha256 {digest.hexdigest()}"
+
+
+def _found(path: str, content: bytes, old: bytes, new: bytes, *, every: bool) -> tuple[int, list[int]]:
+    """How often the old text occurs, and at which lines first. Raises ToolFailed when that is no legal edit,
+    UnicodeError."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    for start in range(0, len(content), PART):
+        _check_text(decoder, content[start : start + PART])
+    decoder.decode(b"", final=True)
     lines = _first_places(content, old)
     count = max(content.count(old), len(lines))
     if not count:
@@ -72,24 +122,7 @@ async def edit_file(call: Call) -> Execution:
             f"{path}: the old text occurs {count} times, at lines {places}; nothing was changed. Give more of what "
             'stands around it, or "all": true'
         )
-    await _replace(call, path, content.replace(old, new))
-    where = f"at line {lines[0]}" if count == 1 else f"{count} times"
-    return call.answer(f"replaced the text {where} in {path}\n")
-
-
-async def _content(call: Call, path: str) -> bytes:
-    return await call.sandbox.read(path, most=min(LONGEST, max(call.limits.disk_bytes, 1)))
-
-
-def _text(path: str, content: bytes) -> bytes:
-    try:
-        content.decode()
-        if b"\0" not in content:
-            return content
-    except UnicodeDecodeError:
-        pass  # said below
-    begins, sha256 = content[:16].hex(" "), hashlib.sha256(content).hexdigest()
-    raise ToolFailed(f"{path} is no UTF-8 text: {len(content)} bytes that begin with {begins}; sha256 {sha256}")
+    return count, lines
 
 
 def _first_places(content: bytes, old: bytes) -> list[int]:
@@ -109,9 +142,11 @@ def _nearly(content: bytes, old: bytes) -> str:
     if b"\r\n" in content and old.replace(b"\n", b"\r\n") in content:
         return '; it would with "\\r\\n" as line ends'
     begins = next((line.strip() for line in old.split(b"\n") if line.strip()), b"")
-    lines = [line.strip() for line in content.split(b"\n")]
-    if begins and begins in lines:
-        return f"; its first line stands at line {lines.index(begins) + 1}, so white space or a later line differs"
+    if begins and (
+        found := re.search(rb"^[ \t\r\v\f]*" + re.escape(begins) + rb"[ \t\r\v\f]*$", content, re.MULTILINE)
+    ):
+        line = content.count(b"\n", 0, found.start()) + 1
+        return f"; its first line stands at line {line}, so white space or a later line differs"
     return ""
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnlog.schemas.json_depth import MAX_DEPTH, deeper_than
+from turnlog.schemas.json_depth import MAX_DEPTH, deeper_than, more_than
 
 TEXTS = st.text(st.sampled_from('[]{}"\\ aé\ud800\n'), max_size=8)
 VALUES = st.recursive(
@@ -35,6 +35,19 @@ def test_any_json_is_as_deep_as_its_arrays_and_objects_are_nested(
     assert not deeper_than(text, deep)
     assert deep == 0 or deeper_than(text, deep - 1)
     assert deeper_than(text.encode(errors="surrogatepass"), 1) == (deep > 1)
+
+
+def held(value: Any) -> int:
+    inner = value if isinstance(value, list) else list(value.values()) if isinstance(value, dict) else None
+    return 1 if inner is None else 1 + (sum(map(held, inner)) if inner else 1)
+
+
+@settings(max_examples=300, deadline=None, database=None, derandomize=True)
+@given(VALUES, st.booleans())
+def test_any_json_holds_as_many_values_as_are_in_it(value: Any, ascii_only: bool) -> None:
+    raw = json.dumps(value, ensure_ascii=ascii_only).encode(errors="surrogatepass")
+    assert not more_than(raw, held(value))
+    assert more_than(raw, held(value) - 1)
 
 
 @pytest.mark.parametrize("opened", ["[", '{"a":', '[{"a":'])
