@@ -7,34 +7,25 @@ aborted and nothing of it can still appear.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Log, Partition
+from turnlog.processors.core.weight_chain import WeightChain
 from turnlog.schemas.events import WeightVersionPublished
 from turnlog.schemas.topics import WEIGHTS
 
 PARTITION = Partition(WEIGHTS.name, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Past:
-    """-1 where there was none."""
-
-    incarnation: int = -1
-    version: int = -1
-
-
-async def read_past(log: Log, events: EventLog, run_id: str) -> Past:
-    """The highest incarnation and version of the run. Call after entering the transactor."""
+async def read_past(log: Log, events: EventLog, run_id: str) -> WeightChain:
+    """What the incarnations before published. Call after entering the transactor."""
     start = (await log.start_offsets([PARTITION]))[PARTITION]
     end = (await log.end_offsets([PARTITION]))[PARTITION]
-    past = Past()
+    past = WeightChain()
     async with log.reader() as reader:
         reader.assign({PARTITION: start})
         while reader.position(PARTITION) < end:
             for record in await reader.poll():
                 event = await events.decode(record)
                 if isinstance(event, WeightVersionPublished) and event.run_id == run_id:
-                    past = Past(max(past.incarnation, event.incarnation), max(past.version, event.version))
+                    past.apply(event)
     return past

@@ -34,6 +34,7 @@ from turnlog.infra import books_metric
 from turnlog.infra.log import Transactor
 from turnlog.infra.role import Role
 from turnlog.processors.core.rows import BatchRows
+from turnlog.processors.core.weight_chain import WeightChain
 from turnlog.schemas.events import BatchSkipped, Event, SampleBatchFormed, StepCompleted, WeightVersionPublished
 from turnlog.schemas.ids import digest
 from turnlog.trainer import launch
@@ -139,7 +140,8 @@ class Trainer:
         self._checkpoints = Checkpoints(directory, keep=settings.trainer.checkpoints_kept)
         self._cursor = Cursor()
         self._saved: Cursor | None = None
-        self._incarnation = self._version = -1
+        self._incarnation = -1
+        self._versions = WeightChain()
         self._save_s = 0.0
 
     async def run(self) -> None:
@@ -169,8 +171,8 @@ class Trainer:
 
     async def _take_over(self) -> None:
         """Incarnation, then the state to go on from."""
-        past = await read_past(self._role.log, self._role.events, self._run_id)
-        self._incarnation, self._version = past.incarnation + 1, past.version
+        self._versions = await read_past(self._role.log, self._role.events, self._run_id)
+        self._incarnation = self._versions.incarnation + 1
         self._checkpoints.claim(self._incarnation)
         folder = self._checkpoints.newest()
         if folder is not None:
@@ -232,7 +234,7 @@ class Trainer:
             tensors,
             files,
             run_id=self._run_id,
-            version=self._version + 1,
+            version=0 if self._versions.newest is None else self._versions.newest + 1,
             incarnation=self._incarnation,
             cursor=cursor,
             checkpoint=checkpoint,
@@ -243,7 +245,7 @@ class Trainer:
         await self._role.events.transact(self._transactor, events)
         for event in events:
             if isinstance(event, WeightVersionPublished):
-                self._version = event.version
+                self._versions.apply(event)
                 VERSION.set(event.version)
 
     async def _save(self) -> Path:
@@ -258,7 +260,7 @@ class Trainer:
     def _completed(
         self, manifest: SampleBatchFormed, rows: BatchRows, result: StepResult, rate: float, seconds: dict[str, float]
     ) -> StepCompleted:
-        oldest = rows.version_min[rows.trained_per_row() > 0]
+        lag = self._lag(manifest, rows)
         return StepCompleted(
             event_id=digest("StepCompleted", self._run_id, manifest.batch_index, self._incarnation),
             run_id=self._run_id,
@@ -269,7 +271,8 @@ class Trainer:
             loss=result.loss,
             grad_norm=result.grad_norm,
             learning_rate=rate,
-            lag_max=int(manifest.trainer_version - oldest.min()) if oldest.size else 0,
+            lag_max=lag,
+            lag_excess=max(0, lag - self._role.settings.batcher.max_lag),
             tokens=len(rows.token_ids),
             trained_tokens=result.trained_tokens,
             masked={"step_skipped": result.trained_tokens} if result.skipped else {},
@@ -282,6 +285,17 @@ class Trainer:
             seconds=seconds,
             world_size=self._plan.world_size,
         )
+
+    def _lag(self, manifest: SampleBatchFormed, rows: BatchRows) -> int:
+        """Of the rows against the weights that are held: after a death they need not be what the manifest foresaw."""
+        trained = rows.trained_per_row() > 0
+        lag = self._versions.largest_lag({*rows.version_min[trained].tolist(), *rows.version_max[trained].tolist()})
+        if lag > manifest.max_lag:
+            log.warning(
+                "batch %d was formed for version %d with lag %d; the weights held are version %s, so it is %d",
+                manifest.batch_index, manifest.trainer_version, manifest.max_lag, self._versions.newest, lag,
+            )  # fmt: skip
+        return lag
 
     def _observe(self, rows: BatchRows, result: StepResult, waited: float) -> None:
         STEPS.inc()

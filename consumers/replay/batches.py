@@ -15,6 +15,7 @@ from turnlog.infra.role import Role
 from turnlog.processors.core.draws import FormedBatch, reform_batch
 from turnlog.processors.core.rows import rows_sha256
 from turnlog.processors.core.trimmed import DrawRules, PlacedSample
+from turnlog.processors.core.weight_chain import recorded_version
 from turnlog.schemas.errors import UndecodableRecord
 from turnlog.schemas.events import BatchSample, GroupScored, SampleBatchFormed, SegmentSample
 from turnlog.schemas.topics import SAMPLES
@@ -120,7 +121,8 @@ async def batch_difference(
     if missing is not None:
         place = f"{SAMPLES.name}[{missing.partition}]@{missing.offset}"
         return f"{where}: sample {missing.sample_id} does not stand at {place}, where the manifest says"
-    again = reform_batch(manifest.samples, samples, manifest.trainer_version, rules)
+    held = recorded_version(manifest.trainer_version, manifest.lags)
+    again = reform_batch(manifest.samples, samples, held, rules)
     if difference := _manifest_difference(manifest, again):
         return f"{where}: {difference}"
     sha256 = rows_sha256(again.rows)

@@ -17,6 +17,7 @@ from turnlog.infra.history import events
 from turnlog.infra.role import Role
 from turnlog.processors.core.draws import FormedBatch, ReadableGroup, form_draw
 from turnlog.processors.core.trimmed import DrawRules
+from turnlog.processors.core.weight_chain import HeldVersion, recorded_version
 from turnlog.schemas.events import SampleBatchFormed
 from turnlog.schemas.topics import BATCHES
 
@@ -31,7 +32,7 @@ class Draw:
     """A recorded draw."""
 
     index: int
-    trainer_version: int
+    held: HeldVersion
     groups: list[str]
     """In the order of its parts."""
 
@@ -45,7 +46,7 @@ async def recorded_draws(role: Role, until_ms: int | None) -> AsyncIterator[Draw
         if draw is not None and draw.index != manifest.draw_index:
             yield draw
             draw = None
-        draw = draw or Draw(manifest.draw_index, manifest.trainer_version, [])
+        draw = draw or Draw(manifest.draw_index, recorded_version(manifest.trainer_version, manifest.lags), [])
         draw.groups += [group for group in manifest.groups if group not in draw.groups]
     if draw is not None:
         yield draw
@@ -79,7 +80,7 @@ class DrawWriter:
         if self._lines and draw.index <= int(str(self._lines[-1]["draw"])):
             return
         groups = [group for name in draw.groups if (group := self._group_of(name)) is not None]
-        formed = form_draw(groups, draw.trainer_version, self._rules)
+        formed = form_draw(groups, draw.held, self._rules)
         dropped = [{"sample_id": row.sample_id, "reason": row.reason} for row in formed.dropped]
         lines: list[dict[str, object]] = [self._batch(draw, part, batch) for part, batch in enumerate(formed.batches)]
         lines = lines or [{"draw": draw.index, "rows": 0}]
@@ -113,7 +114,7 @@ class DrawWriter:
             "trajectories": weights.trajectories,
             "trained_tokens": weights.trained_tokens,
             "constant_length": weights.constant_length,
-            "trainer_version": draw.trainer_version,
+            "trainer_version": draw.held.number,
             "max_lag": batch.max_lag,
             "masked": batch.masked,
         }

@@ -15,6 +15,7 @@ import numpy as np
 
 from turnlog.processors.core.rows import BatchRows
 from turnlog.processors.core.trimmed import LARGEST, DrawRules, PlacedSample, TrimmedSample, trim
+from turnlog.processors.core.weight_chain import HeldVersion
 from turnlog.processors.core.weighting import LiveRow, Weights, WeightsDoNotAddUp, check_rows, weigh
 from turnlog.processors.core.whitening import Whitening, whitening
 from turnlog.schemas.events import BatchSample, DroppedSample, GroupScored, MaskReason
@@ -27,11 +28,15 @@ class ReadableGroup:
     score: GroupScored
     samples: tuple[PlacedSample, ...]
 
+    @property
+    def versions(self) -> frozenset[int]:
+        """Weight versions that sampled what the tree marks as trained."""
+        return frozenset(span.version for placed in self.samples for span in placed.sample.spans if span.trained)
 
-def overtaken(group: ReadableGroup, trainer_version: int, rules: DrawRules) -> bool:
+
+def overtaken(group: ReadableGroup, held: HeldVersion, rules: DrawRules) -> bool:
     """Whether no token of the group can train at that version or a later one: each is staler than `max_lag`."""
-    newest = (placed.sample.weight_version_max for placed in group.samples)
-    return trainer_version - max(newest, default=trainer_version) > rules.max_lag
+    return min(map(held.lag, group.versions), default=0) > rules.max_lag
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,24 +63,24 @@ class FormedDraw:
     """Tokens cut or masked in dropped samples."""
 
 
-def form_draw(groups: Sequence[ReadableGroup], trainer_version: int, rules: DrawRules) -> FormedDraw:
-    """Cut, mask, admit and weigh `groups` for a trainer that will hold `trainer_version`."""
+def form_draw(groups: Sequence[ReadableGroup], held: HeldVersion, rules: DrawRules) -> FormedDraw:
+    """Cut, mask, admit and weigh `groups` for a trainer that will hold that version."""
     live: list[list[TrimmedSample]] = []
     dropped: list[DroppedSample] = []
     masked: Counter[str] = Counter()
     for group in groups:
-        kept, out = _admit([trim(placed, trainer_version, rules) for placed in group.samples], trainer_version, rules)
+        kept, out = _admit([trim(placed, held, rules) for placed in group.samples], rules)
         dropped += [_dropped(sample, reason) for sample, reason in out]
         for sample, _ in out:
             masked.update(sample.masked)
         if kept:
             live.append(kept)
     parts = _parts(live, rules.updates_per_draw)
-    batches = tuple(form_batch([row for group in part for row in group], trainer_version, rules) for part in parts)
+    batches = tuple(form_batch([row for group in part for row in group], rules) for part in parts)
     return FormedDraw(batches, tuple(dropped), dict(sorted(masked.items())))
 
 
-def form_batch(samples: Sequence[TrimmedSample], trainer_version: int, rules: DrawRules) -> FormedBatch:
+def form_batch(samples: Sequence[TrimmedSample], rules: DrawRules) -> FormedBatch:
     """Rows in canonical order with their weights and, where the rules whiten, whitened advantages.
 
     Raises WeightsDoNotAddUp for no rows and whenever invariant I5 does not hold of the columns.
@@ -103,7 +108,7 @@ def form_batch(samples: Sequence[TrimmedSample], trainer_version: int, rules: Dr
         )
         for row, divisor in zip(ordered, weights.divisors, strict=True)
     )
-    lag = max((trainer_version - row.version_min for row in ordered), default=0)
+    lag = max(row.lag for row in ordered)
     groups = tuple(sorted({row.group_id for row in ordered}))
     white = whitening(row.advantages[row.trained == 1] for row in ordered) if rules.whiten else None
     rows = _rows(ordered, weights, white)
@@ -112,22 +117,22 @@ def form_batch(samples: Sequence[TrimmedSample], trainer_version: int, rules: Dr
 
 
 def reform_batch(
-    manifest: Sequence[BatchSample], samples: Mapping[str, PlacedSample], trainer_version: int, rules: DrawRules
+    manifest: Sequence[BatchSample], samples: Mapping[str, PlacedSample], held: HeldVersion, rules: DrawRules
 ) -> FormedBatch:
     """The batch that a manifest names, from the samples on the log: what replay compares. Raises KeyError."""
-    trimmed = [trim(samples[entry.sample_id], trainer_version, rules) for entry in manifest]
-    return form_batch(trimmed, trainer_version, rules)
+    trimmed = [trim(samples[entry.sample_id], held, rules) for entry in manifest]
+    return form_batch(trimmed, rules)
 
 
 def _admit(
-    samples: list[TrimmedSample], trainer_version: int, rules: DrawRules
+    samples: list[TrimmedSample], rules: DrawRules
 ) -> tuple[list[TrimmedSample], list[tuple[TrimmedSample, MaskReason]]]:
     """(what trains, what falls out and why) of one group. Lag is a trajectory's; advantages are not recomputed."""
-    oldest: dict[str, int] = {}
+    lags: dict[str, int] = {}
     for sample in samples:
         if sample.trained_tokens:
-            oldest[sample.session_id] = min(oldest.get(sample.session_id, sample.version_min), sample.version_min)
-    fresh = {session for session, version in oldest.items() if trainer_version - version <= rules.max_lag}
+            lags[sample.session_id] = max(lags.get(sample.session_id, sample.lag), sample.lag)
+    fresh = {session for session, lag in lags.items() if lag <= rules.max_lag}
     kept: list[TrimmedSample] = []
     out: list[tuple[TrimmedSample, MaskReason]] = []
     for sample in samples:

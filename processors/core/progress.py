@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Iterable
 
+from turnlog.processors.core.weight_chain import HeldVersion, WeightChain
 from turnlog.schemas.events import BatchSkipped, Event, SampleBatchFormed, StepCompleted, WeightVersionPublished
 
 
@@ -28,8 +30,9 @@ class Progress:
         self._positions: dict[int, int] = {}
         self.next_batch = 0
         self.next_draw = 0
-        self.version: int | None = None
-        """The newest published weight version; None before the first."""
+        self._chain = WeightChain()
+        self._behind: dict[int, int] = {}
+        """Incarnation of the trainer -> the last batch that it stepped, or that its weights had behind them."""
         self.trained_draws_formed = 0
         """Draws that have at least one batch."""
         self._taken: dict[str, tuple[int, int] | None] = {}
@@ -42,10 +45,16 @@ class Progress:
                 self._formed(event)
         elif isinstance(event, StepCompleted):
             self._stepped = max(self._stepped, event.batch_index)
+            self._note(event.incarnation, event.batch_index)
             while self._ahead and self._ahead[0] <= self._stepped:
                 self._ahead.popleft()
         elif isinstance(event, WeightVersionPublished) and (self.version is None or event.version > self.version):
-            self.version, self._published_batch = event.version, event.batch_index
+            self._note(event.incarnation, event.batch_index)
+            self._chain.apply(event)
+            self._published_batch = event.batch_index
+
+    def _note(self, incarnation: int, batch: int) -> None:
+        self._behind[incarnation] = max(self._behind.get(incarnation, -1), batch)
 
     def _formed(self, event: SampleBatchFormed | BatchSkipped) -> None:
         self.next_batch = event.batch_index + 1
@@ -97,10 +106,20 @@ class Progress:
         """Where a new batcher starts to read segment-samples."""
         return self._positions.get(partition, 0)
 
-    def version_at_next_draw(self) -> int:
+    @property
+    def version(self) -> int | None:
+        """The newest published weight version; None before the first."""
+        return self._chain.newest
+
+    @property
+    def repeats(self) -> bool:
+        """The trainer was killed and steps once more on batches that it stepped on before. Nothing needs to be formed,
+        and which of the dead incarnation's weights come out again is not known yet."""
+        return bool(self._behind) and self._behind[max(self._behind)] < self._stepped
+
+    def held_at_next_draw(self, versions: Iterable[int] = ()) -> HeldVersion:
         """The version that the trainer will hold when it trains the next draw: the newest one published, plus one for
-        every draw between that publishes, which is every publish_every-th of those that train. Raises ValueError before
-        the first version."""
-        if self.version is None:
-            raise ValueError("no weight version is published yet")
-        return self.version + len(self._publishing) - bisect_right(self._publishing, self._published_batch)
+        every draw between that publishes, which is every publish_every-th of those that train; with the lags of
+        `versions`. Raises ValueError before the first version."""
+        ahead = len(self._publishing) - bisect_right(self._publishing, self._published_batch)
+        return self._chain.held(ahead, versions)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from turnlog.processors.core.weight_chain import HeldVersion
 from turnlog.schemas.events import MaskReason, SampleSpan, SegmentSample, Weighting
 from turnlog.schemas.types import BlobRef, float32s, int32s
 
@@ -61,10 +62,12 @@ class TrimmedSample:
     version_min: int
     """Oldest version among trained tokens; -1 without one."""
     version_max: int
+    lag: int
+    """Largest among trained tokens; 0 without one."""
     masked: dict[str, int]
 
 
-def trim(placed: PlacedSample, trainer_version: int, rules: DrawRules) -> TrimmedSample:
+def trim(placed: PlacedSample, held: HeldVersion, rules: DrawRules) -> TrimmedSample:
     """Lay a sample out as columns, cut at `rules.max_tokens`, mask by `rules.version_mask`. Payloads must be inline."""
     sample = placed.sample
     kept = inline(sample.token_ids, "token_ids", sample)
@@ -75,7 +78,7 @@ def trim(placed: PlacedSample, trainer_version: int, rules: DrawRules) -> Trimme
     highest = max(left, default=-1)
     sampled = 0
     for span in sample.spans:
-        reason = _version_reason(span, highest, trainer_version, rules)
+        reason = _version_reason(span, highest, held, rules)
         advantage = sample.advantage if span.advantage is None else span.advantage
         columns.place(span, logprobs_of[sampled : sampled + span.length], advantage, reason)
         sampled += span.length
@@ -96,6 +99,7 @@ def trim(placed: PlacedSample, trainer_version: int, rules: DrawRules) -> Trimme
         reward=sample.reward,
         version_min=min(columns.versions, default=-1),
         version_max=max(columns.versions, default=-1),
+        lag=max(map(held.lag, columns.versions), default=0),
         masked=dict(columns.masked),
     )
 
@@ -107,9 +111,9 @@ def inline(payload: bytes | BlobRef, field: str, sample: SegmentSample) -> bytes
     return payload
 
 
-def _version_reason(span: SampleSpan, highest: int, trainer_version: int, rules: DrawRules) -> MaskReason | None:
+def _version_reason(span: SampleSpan, highest: int, held: HeldVersion, rules: DrawRules) -> MaskReason | None:
     latest_only = rules.version_mask == "latest_only" and span.version != highest
-    too_old = rules.version_mask == "max_lag" and trainer_version - span.version > rules.max_lag
+    too_old = rules.version_mask == "max_lag" and held.lag(span.version) > rules.max_lag
     return MaskReason.version_mask if latest_only or too_old else None
 
 

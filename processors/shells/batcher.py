@@ -26,6 +26,7 @@ from turnlog.processors.core.draws import FormedBatch, FormedDraw, ReadableGroup
 from turnlog.processors.core.progress import Progress
 from turnlog.processors.core.rules import draw_rules
 from turnlog.processors.core.trimmed import PlacedSample
+from turnlog.processors.core.weight_chain import HeldVersion
 from turnlog.schemas import ids, topics
 from turnlog.schemas.events import (
     BatchSkipped,
@@ -124,24 +125,24 @@ class Batcher:
             and progress.trained_draws_formed < settings.feeder.draws
             and progress.room_for(self._rules.updates_per_draw, settings.batcher.ready_batches)
             and progress.version is not None
+            and not progress.repeats
         )
 
     async def _form(self) -> None:
-        version = self._progress.version_at_next_draw()
-        groups = self._composed(version)
+        held = self._progress.held_at_next_draw({version for group in self._ready for version in group.versions})
+        groups = self._composed(held)
         # Rows of a large draw are seconds of arithmetic: keep heartbeats of the clients alive.
-        draw = await asyncio.to_thread(form_draw, groups, version, self._rules)
-        names = tuple(sorted(group.score.group_id for group in groups))
-        events = await self._events(draw, names, version)
+        draw = await asyncio.to_thread(form_draw, groups, held, self._rules)
+        events = await self._events(draw, groups, held)
         await self._role.events.transact(self._transactor, events)
         for event in events:
             self._progress.apply(event)
-        for name in names:
-            self._progress.forget(name)
-        self._report(draw, version)
+        for group in groups:
+            self._progress.forget(group.score.group_id)
+        self._report(draw, held.number)
         _count(draw, groups)
 
-    def _composed(self, version: int) -> list[ReadableGroup]:
+    def _composed(self, held: HeldVersion) -> list[ReadableGroup]:
         """Takes the groups of the next draw out of those that wait. Under `freshest` those that are overtaken come on
         top and fall out as stale: else a group that is never drawn would hold its slot and the positions for ever."""
         freshest = self._role.settings.batcher.order == "freshest"
@@ -149,13 +150,15 @@ class Batcher:
         groups = [take() for _ in range(self._rules.prompts_per_draw)]
         if freshest:
             left = list(self._ready)
-            groups += [group for group in left if overtaken(group, version, self._rules)]
-            self._ready = deque(group for group in left if not overtaken(group, version, self._rules))
+            groups += [group for group in left if overtaken(group, held, self._rules)]
+            self._ready = deque(group for group in left if not overtaken(group, held, self._rules))
         return groups
 
-    async def _events(self, draw: FormedDraw, groups: tuple[str, ...], version: int) -> list[Event]:
+    async def _events(self, draw: FormedDraw, taken: Sequence[ReadableGroup], held: HeldVersion) -> list[Event]:
         """Upload each batch's file, then make its manifest. Positions already leave the draw's groups behind."""
         first, index = self._progress.next_batch, self._progress.next_draw
+        groups = tuple(sorted(group.score.group_id for group in taken))
+        lags = held.recorded({version for group in taken for version in group.versions})
         positions = self._positions()
         run_id = self._role.settings.run.id
         if not draw.batches:
@@ -178,7 +181,10 @@ class Batcher:
         for part, batch in enumerate(draw.batches):
             content, sha256 = await asyncio.to_thread(sealed, batch, self._rules.weighting)
             file = await self._role.blobs.put(content, media_type=MEDIA_TYPE)
-            manifest = self._manifest(batch, file, sha256, version, first + part, part, len(draw.batches), positions)
+            manifest = self._manifest(
+                batch, file, sha256, held.number, first + part, part, len(draw.batches), positions
+            )
+            manifest = dataclasses.replace(manifest, lags=lags)
             if part == 0:
                 masked = {reason: batch.masked.get(reason, 0) + draw.masked.get(reason, 0) for reason in
                           sorted({*batch.masked, *draw.masked})}  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from turnlog.schemas.types import BlobRef
@@ -84,14 +84,18 @@ class SampleBatchFormed:
     masked: dict[str, int]
     """Sampled tokens that the batcher masked, by reason (version_mask, length_cut)."""
     trainer_version: int
-    """The weight version that the trainer will hold at this draw."""
+    """The weight version that the trainer will hold at this draw; a trainer that was killed meanwhile holds another."""
     max_lag: int
+    """Largest lag among trained tokens: publications between the weights that sampled them and `trainer_version`."""
     dropped: tuple[DroppedSample, ...]
     """Of the whole draw; in its part 0 only."""
     whitening_mean: float | None
     whitening_std: float | None
     positions: tuple[SourcePosition, ...]
     settings_sha256: str
+    lags: dict[str, int] = field(default_factory=dict)
+    """Weight version -> its lag, where it is not trainer_version minus the version: weights that a killed trainer's
+    successor published again are as old as they were (2^31 - 1: they are of no step of the live trainer)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +129,7 @@ class StepCompleted:
     grad_norm: float
     learning_rate: float
     lag_max: int
+    """Largest among trained tokens, against the weights that the trainer really held."""
     tokens: int
     trained_tokens: int
     masked: dict[str, int]
@@ -140,3 +145,5 @@ class StepCompleted:
     seconds: dict[str, float]
     """By phase: wait, read, step, checkpoint, export, publish."""
     world_size: int
+    lag_excess: int = 0
+    """By how much lag_max is above [batcher] max_lag: a batch is stepped as it was formed, whatever happened since."""

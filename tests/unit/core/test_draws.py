@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from turnlog.processors.core.draws import FormedBatch, FormedDraw, ReadableGroup, form_draw, reform_batch
 from turnlog.processors.core.rows import rows_sha256
 from turnlog.processors.core.trimmed import DrawRules, PlacedSample
+from turnlog.processors.core.weight_chain import HeldVersion
 from turnlog.processors.core.whitening import Whitening, whitening
 from turnlog.schemas.events import (
     GroupScored,
@@ -123,7 +124,7 @@ def group(name: str, *samples: SegmentSample) -> ReadableGroup:
 
 
 def draw(*groups: ReadableGroup, version: int = 3, **changes: object) -> FormedDraw:
-    return form_draw(groups, version, DrawRules(**{**RULES, **changes}))
+    return form_draw(groups, HeldVersion(version), DrawRules(**{**RULES, **changes}))
 
 
 def test_prompt_equal_weights_are_those_of_the_worked_example() -> None:
@@ -190,7 +191,7 @@ def test_a_batch_is_a_function_of_its_manifest() -> None:
     batch = draw(*groups).batches[0]
     assert [row.group_id for row in batch.samples] == ["a", "b"]
     samples = {placed.sample.sample_id: placed for one in groups for placed in one.samples}
-    again = reform_batch(batch.samples, samples, 3, DrawRules(**RULES))
+    again = reform_batch(batch.samples, samples, HeldVersion(3), DrawRules(**RULES))
     assert again.samples == batch.samples
     assert rows_sha256(again.rows) == rows_sha256(batch.rows)
 
@@ -404,6 +405,6 @@ def test_every_batch_is_formed_again_from_its_manifest_bit_by_bit(
     placed = {one.sample.sample_id: one for each in groups for one in each.samples}
     for batch in draw(*groups, version=version, **rules).batches:
         manifest = rng.sample(batch.samples, len(batch.samples))
-        again = reform_batch(manifest, placed, version, DrawRules(**{**RULES, **rules}))
+        again = reform_batch(manifest, placed, HeldVersion(version), DrawRules(**{**RULES, **rules}))
         assert (again.samples, again.whitening, again.weights) == (batch.samples, batch.whitening, batch.weights)
         assert rows_sha256(again.rows) == rows_sha256(batch.rows)

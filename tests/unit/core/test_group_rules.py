@@ -13,6 +13,7 @@ from turnlog.processors.core.fold_rules import FoldRules
 from turnlog.processors.core.methods import BUILT_IN
 from turnlog.processors.core.rules import draw_rules, fold_rules
 from turnlog.processors.core.trimmed import PlacedSample
+from turnlog.processors.core.weight_chain import HeldVersion
 from turnlog.schemas.events import Expects, GroupStatus, Outcome, RewardFailed, StepRewardAssigned, Verifier
 from turnlog.settings import BatcherSettings, FoldSettings
 
@@ -365,7 +366,7 @@ def test_a_draw_accounts_for_every_token_that_a_score_calls_trained(story, name,
     batcher = BatcherSettings(max_tokens=rng.randint(1, 12), updates_per_draw=rng.randint(1, 2))
     scored = written(story, told(rng)).fold(fold_rules(fold, run_id="r", settings_sha256=""))
     group = ReadableGroup(scored.score, tuple(PlacedSample(x, 0, at) for at, x in enumerate(scored.samples)))
-    formed = form_draw([group], 1, draw_rules(fold, batcher))
+    formed = form_draw([group], HeldVersion(1), draw_rules(fold, batcher))
     trained = sum(batch.weights.trained_tokens for batch in formed.batches)
     masked = sum(sum(one.values()) for one in [formed.masked, *(batch.masked for batch in formed.batches)])
     assert trained + masked + sum(row.sampled_tokens for row in formed.dropped) == scored.score.books.trained

@@ -21,6 +21,7 @@ from turnlog.processors.core.fold_versions import LATEST
 from turnlog.processors.core.ledgers import Books, Ledgers
 from turnlog.processors.core.offline import fold_history
 from turnlog.processors.core.trimmed import DrawRules, PlacedSample
+from turnlog.processors.core.weight_chain import HeldVersion
 from turnlog.processors.shells.examples import bad_days
 from turnlog.schemas.events import (
     BatchSkipped,
@@ -108,7 +109,9 @@ def drawn(outputs: list[Event]) -> list[Event]:
     for index in range(len(ready) // 2):
         taken = ready[2 * index : 2 * index + 2]
         first = sum(isinstance(event, SampleBatchFormed | BatchSkipped) for event in made)
-        made += manifests(form_draw(taken, 0, DRAW), [group.score.group_id for group in taken], index, first)
+        made += manifests(
+            form_draw(taken, HeldVersion(0), DRAW), [group.score.group_id for group in taken], index, first
+        )
     batches = [event for event in made if isinstance(event, SampleBatchFormed)]
     return [*made, *(step(batch, skips=batch.batch_index == 1) for batch in batches[:-1])]
 

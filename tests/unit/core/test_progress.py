@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+
 import pytest
 
 from turnlog.processors.core.progress import Progress
@@ -60,19 +63,19 @@ def progress(publish_every: int, *events: Event) -> Progress:
 
 def test_the_next_draw_meets_one_version_more_per_draw_between_that_publishes() -> None:
     start = published(4, -1)
-    assert progress(1, start).version_at_next_draw() == 4
-    assert progress(1, start, formed(0, 0), formed(1, 1)).version_at_next_draw() == 6
-    assert progress(1, start, formed(0, 0), formed(1, 1), published(5, 0)).version_at_next_draw() == 6
-    assert progress(2, start, formed(0, 0)).version_at_next_draw() == 4
-    assert progress(2, start, formed(0, 0), formed(1, 1), formed(2, 2)).version_at_next_draw() == 5
+    assert progress(1, start).held_at_next_draw().number == 4
+    assert progress(1, start, formed(0, 0), formed(1, 1)).held_at_next_draw().number == 6
+    assert progress(1, start, formed(0, 0), formed(1, 1), published(5, 0)).held_at_next_draw().number == 6
+    assert progress(2, start, formed(0, 0)).held_at_next_draw().number == 4
+    assert progress(2, start, formed(0, 0), formed(1, 1), formed(2, 2)).held_at_next_draw().number == 5
 
 
 def test_a_skipped_draw_counts_for_no_version_wherever_it_stands() -> None:
     """Else weights after every second draw would never go out when every second draw is skipped."""
     history = [published(0, -1), formed(0, 0), skipped(1, 1), formed(2, 2), skipped(3, 3)]
-    assert progress(2, *history).version_at_next_draw() == 1
-    assert progress(2, *history, formed(4, 4)).version_at_next_draw() == 1
-    assert progress(2, *history, formed(4, 4), formed(5, 5), published(1, 2)).version_at_next_draw() == 2
+    assert progress(2, *history).held_at_next_draw().number == 1
+    assert progress(2, *history, formed(4, 4)).held_at_next_draw().number == 1
+    assert progress(2, *history, formed(4, 4), formed(5, 5), published(1, 2)).held_at_next_draw().number == 2
 
 
 @pytest.mark.parametrize(
@@ -93,9 +96,9 @@ def test_a_taken_group_is_remembered_only_while_it_may_be_read_again() -> None:
 
 def test_weights_of_a_checkpoint_under_a_new_number_make_its_draws_due_again() -> None:
     history = [published(0, -1), formed(0, 0), formed(1, 1), formed(2, 2), published(1, 0), published(2, 1)]
-    assert progress(1, *history).version_at_next_draw() == 3
-    assert progress(1, *history, published(3, 0)).version_at_next_draw() == 5
-    assert progress(1, *history, published(3, -1), *history).version_at_next_draw() == 6
+    assert progress(1, *history).held_at_next_draw().number == 3
+    assert progress(1, *history, published(3, 0)).held_at_next_draw().number == 5
+    assert progress(1, *history, published(3, -1), *history).held_at_next_draw().number == 6
 
 
 def test_a_question_looks_at_few_of_the_draws_however_long_the_run_was() -> None:
@@ -108,5 +111,29 @@ def test_a_question_looks_at_few_of_the_draws_however_long_the_run_was() -> None
 
     found = progress(1, published(0, Counted(500)), *(formed(draw, Counted(draw), draw) for draw in range(1000)))
     Counted.looks = 0
-    assert (found.version_at_next_draw(), found.room_for(1, 1)) == (499, False)
+    assert (found.held_at_next_draw().number, found.room_for(1, 1)) == (499, False)
     assert Counted.looks < 20
+
+
+def of(incarnation: int, event: Event) -> Event:
+    return replace(event, incarnation=incarnation)
+
+
+def test_while_a_restarted_trainer_repeats_its_steps_nothing_needs_to_be_formed():
+    history = [published(0, -1), *(formed(n, n) for n in range(3)), stepped(0), published(1, 0), stepped(1)]
+    restarted = [of(1, published(2, -1)), of(1, stepped(0))]
+    assert not progress(1, *history).repeats
+    assert progress(1, *history, restarted[0]).repeats
+    assert progress(1, *history, *restarted).repeats
+    assert not progress(1, *history, *restarted, of(1, stepped(1))).repeats
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whether_it_repeats_does_not_depend_on_the_order_of_the_topics(seed: int):
+    steps = [stepped(0), stepped(1), of(1, stepped(0)), of(1, stepped(1))]
+    versions = [published(0, -1), published(1, 0), of(1, published(2, -1)), of(1, published(3, 0))]
+    rng = random.Random(seed)
+    mixed = []
+    while steps or versions:
+        mixed.append(rng.choice([part for part in (steps, versions) if part]).pop(0))
+    assert not progress(1, *mixed).repeats

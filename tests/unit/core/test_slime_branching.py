@@ -12,6 +12,7 @@ import pytest
 
 from turnlog.processors.core.fold_rules import FoldRules
 from turnlog.processors.core.trimmed import DrawRules, PlacedSample, trim
+from turnlog.processors.core.weight_chain import HeldVersion
 from turnlog.schemas.events import FinishReason, Weighting
 
 RULES = FoldRules(run_id="r", settings_sha256="s" * 64, min_valid=1, policy="slime")
@@ -309,7 +310,7 @@ def test_1_9_sessions_do_not_see_each_other(story, drawn):
 
 def test_2_1_and_2_2_log_probs_stand_at_their_tokens_and_zeros_elsewhere(story):
     (sample,) = told(story, turn("s:S u:q", "c"), turn("s:S u:q a:c t:4", "d")).samples
-    row = trim(PlacedSample(sample, 0, 0), 1, draw_rules(max_tokens=99))
+    row = trim(PlacedSample(sample, 0, 0), HeldVersion(1), draw_rules(max_tokens=99))
     assert row.logprobs.tolist() == [0.0] * 10 + [-0.5, -1.5] + [0.0] * 6 + [-0.5, -1.5]
     assert row.trained.tolist() == [0] * 10 + [1, 1] + [0] * 6 + [1, 1]
     assert sample.reward == 1.0
@@ -326,7 +327,7 @@ def test_2_8_and_2_9_every_sample_of_a_session_has_its_reward_and_one_advantage(
 def test_2_10_a_shared_turn_is_context_without_log_probs_in_the_second_sample(story):
     turns = (turn("s:S u:q", "c"), turn("s:S u:q a:c t:x", "X"), turn("s:S u:q a:c t:y", "Y"))
     first, second = told(story, *turns).samples
-    rows = [trim(PlacedSample(sample, 0, 0), 1, draw_rules(max_tokens=99)) for sample in (first, second)]
+    rows = [trim(PlacedSample(sample, 0, 0), HeldVersion(1), draw_rules(max_tokens=99)) for sample in (first, second)]
     assert [row.trained_tokens for row in rows] == [4, 2]
     assert rows[1].logprobs[10:12].tolist() == [0.0, 0.0]
     assert [span.turn.index for span in second.spans] == [2]
@@ -373,7 +374,7 @@ def test_a_long_reply_loses_everything_to_a_short_next_one_and_the_books_say_so(
 def test_a_sample_longer_than_the_limit_is_cut_and_never_of_negative_length(story):
     """slime's max_sample_tokens below the leading prompt makes a response_length of -2."""
     (sample,) = told(story, turn("s:S u:q", "ok")).samples
-    row = trim(PlacedSample(sample, 0, 0), 1, draw_rules(max_tokens=4))
+    row = trim(PlacedSample(sample, 0, 0), HeldVersion(1), draw_rules(max_tokens=4))
     assert (len(row.token_ids), len(row.trained), row.trained_tokens) == (4, 4, 0)
     assert row.masked == {"length_cut": 3}
 

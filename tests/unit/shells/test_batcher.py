@@ -248,3 +248,29 @@ async def test_under_freshest_a_group_that_is_overtaken_falls_out_and_pins_no_po
     assert {row.group_id for row in second.samples} == {"h0", "h1"}
     (end,) = (await here.log.end_offsets([Partition(topics.SAMPLES.name, 0)])).values()
     assert [place.offset for one in (first, second) for place in one.positions] == [0, end]
+
+
+async def test_what_a_killed_trainer_had_sampled_is_as_fresh_once_the_same_weights_are_out_again() -> None:
+    """The trainer dies after step 1 and goes on from step 0: versions 0 and 1 come out again as 2 and 3."""
+    batcher = dataclasses.replace(SETTINGS.batcher, updates_per_draw=1, ready_batches=1)
+    here = await world(dataclasses.replace(SETTINGS, batcher=batcher), groups=2)
+    await here.live(draws=1)
+    await here.write(step(0, 0), weights(1, 0))
+    restarted = dataclasses.replace(weights(2, -1), incarnation=1)
+    await here.write(restarted, *(row for name in ("h0", "h1") for row in (sample(name, 0, 1), score(name))))
+    connection = MemoryLog(here.log.broker)
+    async with EventLog.open(connection, here.registry, writer="batcher") as events:
+        role = Role("batcher", "b", here.settings, connection, events, here.blobs, Health("batcher"))
+        running = asyncio.create_task(main(role))
+        await here.write(dataclasses.replace(step(0, 0), incarnation=1))
+        await here.write(dataclasses.replace(weights(3, 0), incarnation=1))
+        async with asyncio.timeout(60):
+            while len(await here.manifests()) < 2:
+                await here.log.broker.changed(0.02)
+        role.stopping.set()
+        await running
+    second = (await here.manifests())[1]
+    assert (second.groups, second.dropped) == (("h0", "h1"), ())
+    assert (second.trainer_version, second.max_lag, second.lags) == (3, 0, {"1": 0})
+    rows = read_rows(await here.blobs.get(second.file))
+    assert set(rows.version_min.tolist()) == {1}

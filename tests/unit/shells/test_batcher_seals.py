@@ -25,6 +25,7 @@ from turnlog.processors.core.draws import reform_batch
 from turnlog.processors.core.rows import BatchRows, rows_sha256
 from turnlog.processors.core.rules import draw_rules
 from turnlog.processors.core.trimmed import PlacedSample
+from turnlog.processors.core.weight_chain import HeldVersion
 from turnlog.processors.core.weighting import Weights, WeightsDoNotAddUp
 from turnlog.processors.core.whitening import Whitening
 from turnlog.processors.shells.batcher import main
@@ -224,7 +225,7 @@ async def test_a_whitened_batch_is_formed_again_from_its_manifest() -> None:
     assert not np.any(held.advantages[held.trained == 0])
     placed = {row.sample_id: PlacedSample(row, 0, 2 * index) for index, row in enumerate(rows)}
     rules = draw_rules(SETTINGS.fold, SETTINGS.batcher)
-    again = reform_batch(manifest.samples, placed, manifest.trainer_version, rules)
+    again = reform_batch(manifest.samples, placed, HeldVersion(manifest.trainer_version), rules)
     assert rows_sha256(again.rows) == manifest.rows_sha256 == rows_sha256(held)
     assert again.whitening == Whitening(manifest.whitening_mean, manifest.whitening_std)
     async with EventLog.open(here.log, here.registry, writer="replay") as events:
