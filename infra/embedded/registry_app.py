@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import logging
 import os
 import signal
@@ -18,8 +17,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import orjson
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -28,6 +28,7 @@ from turnlog.infra.embedded.ports import HOST, claim
 from turnlog.infra.embedded.registry_store import Refused, SchemaStore, Version
 from turnlog.infra.endpoints import read
 from turnlog.infra.health import Health, QuietServer, configured, serve_health
+from turnlog.infra.http_bodies import BodyTooLarge, body_of
 from turnlog.infra.log import LogError
 from turnlog.infra.registry import MEDIA_TYPE
 from turnlog.settings import Settings, load
@@ -38,8 +39,9 @@ log = logging.getLogger(__name__)
 class RegistryApi:
     """The routes over one store. `failed` is done when the log failed a write: the process must end."""
 
-    def __init__(self, store: SchemaStore) -> None:
+    def __init__(self, store: SchemaStore, max_body_bytes: int) -> None:
         self._store = store
+        self._max_body_bytes = max_body_bytes
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def application(self) -> Starlette:
@@ -51,7 +53,7 @@ class RegistryApi:
             ("POST", "/subjects/{subject}", self._lookup),
             ("GET", "/subjects/{subject}/versions", self._versions),
             ("GET", "/subjects/{subject}/versions/{version}", self._version),
-            ("GET", "/schemas/ids/{id:int}", self._schema),
+            ("GET", "/schemas/ids/{id}", self._schema),
             ("POST", "/compatibility/subjects/{subject}/versions/{version}", self._compatible),
             ("GET", "/config", self._config),
             ("PUT", "/config", self._set_config),
@@ -66,7 +68,11 @@ class RegistryApi:
     def _answer(self, call: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             try:
+                if "origin" in request.headers:
+                    raise Refused(403, 40301, "pages of a browser are not served: a request with an Origin is refused")
                 return _json(await call(request))
+            except ClientDisconnect:
+                return Response(status_code=400)  # nobody reads it
             except Refused as refused:
                 return _error(refused.status, refused.code, str(refused))
             except LogError as error:
@@ -83,10 +89,10 @@ class RegistryApi:
         return self._store.subjects()
 
     async def _register(self, request: Request) -> Any:
-        return {"id": await self._store.register(request.path_params["subject"], await _schema_text(request))}
+        return {"id": await self._store.register(request.path_params["subject"], await self._schema_text(request))}
 
     async def _lookup(self, request: Request) -> Any:
-        return _shown(self._store.lookup(request.path_params["subject"], await _schema_text(request)))
+        return _shown(self._store.lookup(request.path_params["subject"], await self._schema_text(request)))
 
     async def _versions(self, request: Request) -> Any:
         return [version.number for version in self._store.versions(request.path_params["subject"])]
@@ -95,11 +101,11 @@ class RegistryApi:
         return _shown(self._store.version(request.path_params["subject"], request.path_params["version"]))
 
     async def _schema(self, request: Request) -> Any:
-        return {"schema": self._store.schema(request.path_params["id"])}
+        return {"schema": self._store.schema(_number(request.path_params["id"]))}
 
     async def _compatible(self, request: Request) -> Any:
         path = request.path_params
-        problems = self._store.problems(path["subject"], await _schema_text(request), path["version"])
+        problems = self._store.problems(path["subject"], await self._schema_text(request), path["version"])
         return {"is_compatible": not problems, "messages": problems}
 
     async def _config(self, request: Request) -> Any:
@@ -112,9 +118,28 @@ class RegistryApi:
         return {"compatibilityLevel": level}
 
     async def _set_config(self, request: Request) -> Any:
-        level = str((await _body(request)).get("compatibility", ""))
+        level = str((await self._body(request)).get("compatibility", ""))
         await self._store.set_level(request.path_params.get("subject"), level)
         return {"compatibility": level}
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        try:
+            body = orjson.loads(await body_of(request, self._max_body_bytes, "[registry] max_body_bytes"))
+        except orjson.JSONDecodeError:
+            raise Refused(422, 42201, "the body is not JSON") from None
+        except BodyTooLarge as error:
+            raise Refused(413, 41301, str(error)) from None
+        if not isinstance(body, dict):
+            raise Refused(422, 42201, "the body is not a JSON object")
+        return body
+
+    async def _schema_text(self, request: Request) -> str:
+        body = await self._body(request)
+        if body.get("schemaType", "AVRO") != "AVRO" or body.get("references"):
+            raise Refused(422, 42201, "only self-contained Avro schemas are kept here")
+        if not isinstance(body.get("schema"), str):
+            raise Refused(422, 42201, "the body has no schema")
+        return str(body["schema"])
 
 
 def serve_registry(settings: Settings) -> int:
@@ -142,7 +167,7 @@ async def _serve(settings: Settings, port: int) -> None:
             SchemaStore.opened(kafka, replication=settings.kafka.replication) as store,
             serve_health(health, instance="registry"),
         ):
-            api = RegistryApi(store)
+            api = RegistryApi(store, settings.registry.max_body_bytes)
             async with QuietServer(configured(api.application(), host=HOST, port=port)).running():
                 health.started()
                 log.info("registry serves http://%s:%d", HOST, port)
@@ -160,23 +185,9 @@ async def _first(stopped: Awaitable[object], failed: asyncio.Future[None]) -> No
         failed.result()
 
 
-async def _body(request: Request) -> dict[str, Any]:
-    try:
-        body = json.loads(await request.body())
-    except ValueError:
-        raise Refused(422, 42201, "the body is not JSON") from None
-    if not isinstance(body, dict):
-        raise Refused(422, 42201, "the body is not a JSON object")
-    return body
-
-
-async def _schema_text(request: Request) -> str:
-    body = await _body(request)
-    if body.get("schemaType", "AVRO") != "AVRO" or body.get("references"):
-        raise Refused(422, 42201, "only self-contained Avro schemas are kept here")
-    if not isinstance(body.get("schema"), str):
-        raise Refused(422, 42201, "the body has no schema")
-    return str(body["schema"])
+def _number(text: str) -> int:
+    """An id of a path; -1, which no schema has, for what is none."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else -1
 
 
 def _shown(version: Version) -> dict[str, object]:

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import fastavro
+import orjson
 from fastavro.schema import SchemaParseException
 
 from turnlog.infra.log import Log, Partition, TopicSpec, Transactor
 from turnlog.schemas.compatibility import incompatibilities
+from turnlog.schemas.json_depth import MAX_DEPTH, deeper_than
 
 TOPIC = "_schemas"
 TRANSACTIONAL_ID = "registry"
@@ -120,7 +122,7 @@ class SchemaStore:
         versions = self.versions(subject)
         if number == "latest" or number == "-1":
             return versions[-1]
-        if not number.isdigit():
+        if not (number.isascii() and number.isdecimal() and len(number) < 10):
             raise Refused(422, 42202, f"a version is a positive integer or `latest`, got {number!r}")
         if not 1 <= int(number) <= len(versions):
             raise Refused(404, 40402, f"subject {subject} has versions 1 to {len(versions)}, not {number}")
@@ -193,11 +195,13 @@ class SchemaStore:
 
 def parsed(text: str) -> Any:
     """The JSON of a valid Avro schema. Raises Refused (42201)."""
+    if deeper_than(text):
+        raise Refused(422, 42201, f"not a valid Avro schema: nested deeper than {MAX_DEPTH} levels")
     try:
-        schema = json.loads(text)
+        schema = orjson.loads(text)
         fastavro.parse_schema(schema, _write_hint=False)
         incompatibilities(schema, [schema])  # finds the attributes that fastavro does not miss
-    except (ValueError, TypeError, KeyError, AttributeError, SchemaParseException) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, SchemaParseException) as error:
         raise Refused(422, 42201, f"not a valid Avro schema: {type(error).__name__}: {error}") from None
     return schema
 

@@ -79,7 +79,7 @@ class RegistrySettings:
     """Empty starts the embedded registry."""
     port: Port = 0
     """Of the embedded registry; 0 picks a free one."""
-    max_body_bytes: Bytes = 4 * 2**20
+    max_body_bytes: Annotated[int, Meta(ge=1, le=2**21)] = 2**20
     """Of one request to the embedded registry; a longer one is refused (413) while it comes."""
 
 

@@ -1,0 +1,104 @@
+"""What comes to the embedded registry: any body and any path is answered with a 2xx or a 4xx in Confluent's shape."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import AsyncIterator
+from urllib.parse import quote
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, Phase, given
+from hypothesis import settings as fuzzing
+from hypothesis import strategies as st
+
+from turnlog.infra.embedded.registry_app import RegistryApi
+from turnlog.infra.embedded.registry_store import SchemaStore
+from turnlog.infra.memory import MemoryLog
+
+LIMIT = 64 * 1024
+NUMBERS = itertools.count()
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a registry whose log is in memory; what the application raises comes out."""
+    async with SchemaStore.opened(MemoryLog()) as store:
+        transport = httpx.ASGITransport(app=RegistryApi(store, LIMIT).application())
+        async with httpx.AsyncClient(transport=transport, base_url="http://registry") as client:
+            yield client
+
+
+WORDS = ["type", "record", "name", "fields", "A", "B", "int", "string", "null", "array", "items", "map", "values",
+         "enum", "symbols", "fixed", "size", "default", "namespace", "aliases", "logicalType", "decimal", "doc", "é",
+         "\ud800", "schema", "schemaType", "AVRO", "references", "compatibility", "NONE", "FULL"]  # fmt: skip
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.sampled_from(WORDS),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=4),
+    max_leaves=12,
+)
+BODIES = st.one_of(
+    VALUES.map(lambda schema: json.dumps({"schema": json.dumps(schema)})),
+    st.fixed_dictionaries({"name": st.sampled_from("AB"), "type": st.just("record"), "fields": VALUES}).map(
+        lambda schema: json.dumps({"schema": json.dumps(schema)})
+    ),
+    VALUES.map(json.dumps),
+    st.text(max_size=20),
+)
+PARTS = st.sampled_from(["1", "latest", "-1", "²", "9" * 5000, "1e3", "%00", "a\nb"]) | st.text(min_size=1, max_size=4)
+PATHS = st.one_of(
+    st.tuples(st.just("POST"), PARTS.map("/subjects/{}/versions".format)),
+    st.tuples(st.just("POST"), PARTS.map("/subjects/{}".format)),
+    st.tuples(st.just("GET"), PARTS.map("/subjects/s/versions/{}".format)),
+    st.tuples(st.just("GET"), PARTS.map("/schemas/ids/{}".format)),
+    st.tuples(st.just("POST"), PARTS.map("/compatibility/subjects/s/versions/{}".format)),
+    st.tuples(st.sampled_from(["GET", "PUT"]), PARTS.map("/config/{}".format)),
+)
+
+
+@fuzzing(
+    max_examples=300, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)  # fmt: skip
+@given(PATHS, BODIES)
+async def test_no_request_is_the_registrys_failure(
+    http: httpx.AsyncClient, request_line: tuple[str, str], body: str
+) -> None:
+    await http.post("/subjects/s/versions", json={"schema": '"int"'})
+    method, path = request_line
+    answer = await http.request(method, quote(path), content=body.encode(errors="surrogatepass"))
+    assert answer.status_code < 500, answer.text
+    if answer.status_code >= 400:
+        assert set(answer.json()) == {"error_code", "message"}
+
+
+@pytest.mark.parametrize("depth", [300, 2000, 100_000])
+@pytest.mark.parametrize("schema", [True, False])
+async def test_deep_json_is_refused_by_name(http: httpx.AsyncClient, depth: int, schema: bool) -> None:
+    deep = "[" * min(depth, LIMIT // 2) + "]" * min(depth, LIMIT // 2 - 100)
+    answer = await http.post("/subjects/s/versions", content=json.dumps({"schema": deep}) if schema else deep)
+    assert (answer.status_code, answer.json()["error_code"]) == (422, 42201)
+
+
+async def test_a_page_of_a_browser_changes_and_reads_nothing(http: httpx.AsyncClient) -> None:
+    posted = {"content": json.dumps({"schema": '"int"'}), "headers": {"content-type": "text/plain"}}
+    for origin in ("http://evil.example", "null", "http://127.0.0.1:8081"):
+        headers = {**posted["headers"], "origin": origin}
+        answer = await http.post("/subjects/s/versions", content=posted["content"], headers=headers)
+        assert (answer.status_code, answer.json()["error_code"]) == (403, 40301)
+        assert (await http.get("/subjects", headers={"origin": origin})).status_code == 403
+    assert (await http.get("/subjects")).json() == []
+
+
+async def endless(parts: int) -> AsyncIterator[bytes]:
+    for _ in range(parts):
+        yield b" " * 1024
+
+
+@pytest.mark.parametrize("declared", [True, False])
+async def test_a_body_beyond_the_limit_is_refused(http: httpx.AsyncClient, declared: bool) -> None:
+    content = b" " * (LIMIT + 1) if declared else endless(LIMIT // 1024 + 1)
+    answer = await http.post("/subjects/s/versions", content=content)
+    assert (answer.status_code, answer.json()["error_code"]) == (413, 41301)
+    assert "[registry] max_body_bytes" in answer.json()["message"]
