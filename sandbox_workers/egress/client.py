@@ -74,20 +74,23 @@ class Client:
         self._http, self._whole, self.sent = h11.Connection(h11.SERVER), False, 0
         self.used = True
         self._declared, self._method = 0, ""
-        while (end := self._buffer.find(b"\r\n\r\n")) < 0:
-            if len(self._buffer) > HEAD_BYTES or not 0x20 < self._buffer[0] < 0x7F:
+        came, self._buffer = bytearray(self._buffer), b""
+        seen = 0
+        while (end := came.find(b"\r\n\r\n", max(0, seen - 3))) < 0:
+            if len(came) > HEAD_BYTES or not 0x20 < came[0] < 0x7F:
                 raise Refused(Reason.malformed, f"no head of a request within {HEAD_BYTES} bytes")
-            if _BARE.search(self._buffer, 0, len(self._buffer) - 1):
+            whole = len(came) - came.endswith(b"\r")
+            if _BARE.search(came, max(0, seen - 1), whole):
                 raise Refused(Reason.malformed, "a line does not end with CR LF")
+            seen = whole
             if not (data := await self._receive()):
                 raise Refused(Reason.malformed, "the request ended early")
-            self._buffer += data
-        head = self._buffer[: end + 4]
+            came += data
+        head = bytes(came[: end + 4])
         if len(head) > HEAD_BYTES:
             raise Refused(Reason.malformed, f"no head of a request within {HEAD_BYTES} bytes")
         _unambiguous(head)
-        self._http.receive_data(self._buffer)
-        self._buffer = b""
+        self._http.receive_data(bytes(came))
         event = self._event()
         assert isinstance(event, h11.Request)
         if len(event.target) > TARGET_BYTES or len(event.method) > METHOD_BYTES:
