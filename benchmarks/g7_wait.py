@@ -90,11 +90,12 @@ async def measure(server: LogServer, settings: Settings) -> int:
 
 def main() -> int:
     """One broker, one store, one run."""
-    with tempfile.TemporaryDirectory(prefix="turnlog-bench-") as folder, broker() as server:
-        usual = StoreSettings()
-        with ObjectStore(Path(folder) / "store", usual) as store:
-            settings = settings_of(Path(folder), dataclasses.replace(usual, endpoint=store.endpoint))
-            return asyncio.run(measure(server, settings))
+    with (
+        tempfile.TemporaryDirectory(prefix="turnlog-bench-") as folder,
+        broker() as server,
+        ObjectStore(Path(folder) / "store", StoreSettings()) as store,
+    ):
+        return asyncio.run(measure(server, settings_of(Path(folder), store.settings)))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from turnlog.settings import Settings
+from turnlog.infra.private_files import STORE_KEY
+from turnlog.settings import Settings, StoreSettings
 
 FILE = "endpoints.json"
 
@@ -49,7 +50,8 @@ def read(directory: Path) -> Endpoints:
 
 
 def resolved(settings: Settings) -> Settings:
-    """Settings with every address filled in: the user's own where one is named, else the run's endpoints.json."""
+    """Settings with every address filled in, and the embedded store's key: the user's own where one is named, else the
+    run's."""
     missing = not (settings.kafka.bootstrap and settings.registry.url and settings.store.endpoint)
     if not missing and settings.engine.urls and settings.gateway.url:
         return settings
@@ -64,7 +66,15 @@ def resolved(settings: Settings) -> Settings:
         settings,
         kafka=replace(settings.kafka, bootstrap=settings.kafka.bootstrap or found.kafka),
         registry=replace(settings.registry, url=settings.registry.url or found.registry),
-        store=replace(settings.store, endpoint=settings.store.endpoint or found.store),
+        store=_store(settings.store, found.store, Path(settings.run.directory)),
         engine=replace(settings.engine, urls=settings.engine.urls or found.engines),
         gateway=replace(settings.gateway, url=settings.gateway.url or found.gateway),
     )
+
+
+def _store(wanted: StoreSettings, address: str, directory: Path) -> StoreSettings:
+    if wanted.endpoint:
+        return wanted
+    kept = directory / STORE_KEY
+    secret = wanted.secret_key or (kept.read_text().strip() if kept.exists() else "")
+    return dataclasses.replace(wanted, endpoint=address, secret_key=secret)

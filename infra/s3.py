@@ -141,6 +141,11 @@ def _client(settings: StoreSettings, http: urllib3.PoolManager) -> Minio:
     address = urlsplit(settings.endpoint)
     if address.scheme not in ("http", "https") or not address.netloc:
         raise StoreUnavailable(f"[store] endpoint must be http(s)://host:port, got {settings.endpoint!r}")
+    if not settings.secret_key:
+        raise StoreUnavailable(
+            f"[store] secret_key is empty: set that of {settings.endpoint} (TURNLOG_STORE_SECRET_KEY); an embedded "
+            "store's is in store/store.key of its run's directory"
+        )
     return Minio(
         address.netloc,
         access_key=settings.access_key,

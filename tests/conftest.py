@@ -6,7 +6,6 @@ A child dies with pytest, also when pytest is killed (infra/embedded/process.py)
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -71,9 +70,8 @@ def kafka(servers: Path) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def store(servers: Path) -> Iterator[StoreSettings]:
     """Settings of a real S3 server on disk."""
-    settings = StoreSettings()
-    with ObjectStore(servers / "store", settings) as server:
-        yield dataclasses.replace(settings, endpoint=server.endpoint)
+    with ObjectStore(servers / "store", StoreSettings()) as server:
+        yield server.settings
 
 
 @pytest.fixture(scope="session")

@@ -55,6 +55,7 @@ def environment(settings: Settings, instance: str) -> dict[str, str]:
         "TURNLOG_KAFKA_PREFIX": settings.kafka.prefix,
         "TURNLOG_REGISTRY_URL": settings.registry.url,
         "TURNLOG_STORE_ENDPOINT": settings.store.endpoint,
+        "TURNLOG_STORE_SECRET_KEY": settings.store.secret_key,
     }
 
 
@@ -89,7 +90,7 @@ def _started(stack: contextlib.ExitStack, folder: Path, given: Settings, started
         given,
         kafka=KafkaSettings(bootstrap=broker.bootstrap),
         registry=RegistrySettings(url=url),
-        store=dataclasses.replace(given.store, endpoint=store.endpoint),
+        store=store.settings,
     )
 
 

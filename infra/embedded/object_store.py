@@ -6,6 +6,7 @@ It writes to a temporary file and renames it, so that an object is whole or abse
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import shutil
 import sys
@@ -16,6 +17,7 @@ from typing import Self
 from turnlog.infra.embedded.errors import NotInstalled, StoreDied
 from turnlog.infra.embedded.ports import HOST, claim, listens
 from turnlog.infra.embedded.process import Child, Launch
+from turnlog.infra.private_files import STORE_KEY, kept_secret
 from turnlog.settings import StoreSettings
 
 
@@ -23,17 +25,23 @@ class ObjectStore:
     """A store whose objects lie below `directory`; started again there, it serves the same objects."""
 
     def __init__(self, directory: Path, settings: StoreSettings, *, log: Path | None = None) -> None:
-        """`settings.port` 0 picks a free one, kept for every start of this object. Raises PortTaken."""
+        """`settings.port` 0 picks a free one, kept for every start of this object; an empty secret key is the one in
+        the folder, made for it. Raises PortTaken."""
         self.directory = directory.resolve()
         self.port = claim(settings.port, "[store] port")
-        self._settings = settings
+        self.settings = dataclasses.replace(
+            settings,
+            endpoint=f"http://{HOST}:{self.port}",
+            secret_key=settings.secret_key or kept_secret(self.directory / STORE_KEY.name),
+        )
+        """As its clients need them."""
         self._log = log or self.directory / "store.log"
         self._child: Child | None = None
 
     @property
     def endpoint(self) -> str:
         """http://host:port"""
-        return f"http://{HOST}:{self.port}"
+        return self.settings.endpoint
 
     def start(self) -> str:
         """Start and wait until it answers; the endpoint. Raises PortTaken, StoreDied, NotInstalled, NotReady."""
@@ -65,7 +73,7 @@ class ObjectStore:
             argv=(_rclone(), "serve", "s3", "--addr", f"{HOST}:{self.port}", str(objects)),
             log=self._log,
             env={
-                "RCLONE_AUTH_KEY": _quoted(f"{self._settings.access_key},{self._settings.secret_key}"),
+                "RCLONE_AUTH_KEY": _quoted(f"{self.settings.access_key},{self.settings.secret_key}"),
                 "RCLONE_CONFIG": "/dev/null",
             },
             ready=lambda: listens(self.port),

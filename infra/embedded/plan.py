@@ -21,6 +21,7 @@ from turnlog.infra.embedded.process import Launch
 from turnlog.infra.embedded.run_files import LOGS, SETTINGS
 from turnlog.infra.embedded.supervisor import Member
 from turnlog.infra.endpoints import Endpoints
+from turnlog.infra.private_files import STORE_KEY
 from turnlog.liveness_settings import LivenessSettings
 from turnlog.settings import Settings
 
@@ -113,7 +114,7 @@ class Plan:
         if wanted.endpoint:
             return wanted.endpoint
         chosen = dataclasses.replace(wanted, port=self._port(wanted.port, "[store] port"))
-        server = ObjectStore(self._directory / "store", chosen, log=self._log("store"))
+        server = ObjectStore(self._directory / STORE_KEY.parent, chosen, log=self._log("store"))
         liveness = Liveness(look=answering(lambda: http_answers(server.endpoint)), within_s=self._live.store_s)
         self._serve(dataclasses.replace(server.launch(), liveness=liveness), tier=LOG_AND_STORE)
         return server.endpoint

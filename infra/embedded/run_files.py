@@ -1,4 +1,4 @@
-"""The files of a run that the supervisor keeps: settings.toml, gateway.key, supervisor.json, supervisor.lock, logs."""
+"""The files of a run that the supervisor keeps: settings.toml, supervisor.json, supervisor.lock, logs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import dataclasses
 import fcntl
 import json
 import os
-import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,6 @@ from turnlog.settings import Settings
 SETTINGS = "settings.toml"
 STATE = "supervisor.json"
 LOCK = "supervisor.lock"
-KEY = "gateway.key"
 LOGS = "logs"
 KEPT_RUNS = 5
 
@@ -42,14 +40,6 @@ def _toml(value: Any) -> str:
     if isinstance(value, float):
         return repr(value)
     return json.dumps(value, ensure_ascii=False)
-
-
-def write_key(directory: Path) -> None:
-    """The gateway's signing key, made once, readable by its owner alone."""
-    with contextlib.suppress(FileExistsError):
-        descriptor = os.open(directory / KEY, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(secrets.token_urlsafe(32) + "\n")
 
 
 def write_state(directory: Path, state: dict[str, Any]) -> None:

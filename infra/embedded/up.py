@@ -31,12 +31,12 @@ from turnlog.infra.embedded.run_files import (
     locked,
     prune,
     read_state,
-    write_key,
     write_settings,
     write_state,
 )
 from turnlog.infra.embedded.supervisor import SATISFIED, State, Supervisor, Watched
 from turnlog.infra.endpoints import Endpoints
+from turnlog.infra.private_files import GATEWAY_KEY, kept_secret, private_folder
 from turnlog.settings import Settings
 
 NOTIFY = "TURNLOG_NOTIFY_FD"
@@ -71,7 +71,7 @@ def up(
     server from starting, after stopping the others; NotReady, leaving the run as it is)."""
     say = say or _say
     directory = Path(settings.run.directory)
-    directory.mkdir(parents=True, exist_ok=True)
+    private_folder(directory)
     with locked(directory):  # raises AlreadyUp
         for removed in prune(directory.parent, directory):
             say(f"removed the old run {removed}")
@@ -95,14 +95,15 @@ def up(
 def supervise(settings: Settings, roles: Sequence[str] | None = None) -> int:
     """Run a run's servers and roles in the foreground until SIGTERM or SIGINT; 0. Raises EmbeddedError."""
     directory = Path(settings.run.directory)
-    (directory / LOGS).mkdir(parents=True, exist_ok=True)
+    private_folder(directory)
+    (directory / LOGS).mkdir(exist_ok=True)
     named = os.environ.pop(SUPERVISED_ROLES, None)
     chosen = roles if roles is not None else named.split(",") if named is not None else ROLES
     notify = _notifier()
     with locked(directory), swept_by_another():
         try:
             write_settings(directory, settings)
-            write_key(directory)
+            kept_secret(directory / GATEWAY_KEY)
             asyncio.run(_supervise(settings, [role for role in chosen if role], notify))
         except EmbeddedError as error:
             notify({"error": type(error).__name__, "message": str(error)})
@@ -160,9 +161,12 @@ async def _supervise(settings: Settings, roles: Sequence[str], notify: Notify) -
     pid, began = os.getpid(), time.time()
     endpoints_file.write(directory, dataclasses.replace(plan.endpoints, supervisor_pid=pid))
 
-    def changed(watched: Watched) -> None:
+    def keep() -> None:
         children = [one.as_dict() for one in supervisor.watched.values()]
         write_state(directory, {"pid": pid, "scope": scope(), "since": began, "children": children})
+
+    def changed(watched: Watched) -> None:
+        keep()
         notify({"child": watched.as_dict()})
         if all(one.state in SATISFIED for one in supervisor.watched.values()):
             notify({"ready": True})
@@ -173,6 +177,7 @@ async def _supervise(settings: Settings, roles: Sequence[str], notify: Notify) -
         loop.add_signal_handler(number, supervisor.stopping.set)
     if parent := os.environ.pop(PARENT, ""):
         loop.add_reader(int(parent), supervisor.stopping.set)  # end of file: the process we belong to is gone
+    keep()
     notify({"endpoints": True})
     await supervisor.run()
 
@@ -193,11 +198,13 @@ def _spawn(directory: Path, roles: Sequence[str], *, attached: bool) -> tuple[Bi
     for number in passed:
         os.set_inheritable(number, True)
     argv = [sys.executable, "-m", "turnlog.cli", "--settings", str(directory / SETTINGS), "supervise"]
+    others = [number for number in map(int, os.listdir("/proc/self/fd")) if number > 2 and number not in passed]
     append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     actions = [
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
         (os.POSIX_SPAWN_OPEN, 1, str(logs / "supervisor.log"), append, 0o600),
         (os.POSIX_SPAWN_DUP2, 1, 2),
+        *((os.POSIX_SPAWN_CLOSE, number) for number in others),  # a lock of our caller is not the run's to hold
     ]
     try:
         pid = os.posix_spawn(sys.executable, argv, env, file_actions=actions, setsid=True)

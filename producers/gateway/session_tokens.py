@@ -9,16 +9,13 @@ import base64
 import dataclasses
 import hashlib
 import hmac
-import os
-import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
 
+from turnlog.infra.private_files import GATEWAY_KEY, kept_secret
 from turnlog.producers.gateway.errors import Unauthorized
-
-KEY_FILE = "gateway.key"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,16 +35,7 @@ def signing_key(configured: str, directory: Path) -> bytes:
     """The configured key, else the one in the run's directory, made with mode 0600 when it is not there."""
     if configured:
         return configured.encode()
-    path = directory / KEY_FILE
-    directory.mkdir(parents=True, exist_ok=True)
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        return path.read_text().strip().encode()
-    with os.fdopen(descriptor, "w") as file:
-        key = secrets.token_urlsafe(32)
-        file.write(key + "\n")
-    return key.encode()
+    return kept_secret(directory / GATEWAY_KEY).encode()
 
 
 def sign(claims: Claims, key: bytes) -> str:
@@ -82,8 +70,8 @@ def require_key(header: str | None, key: bytes) -> None:
     """Raises Unauthorized unless the header carries the gateway's own key."""
     if not hmac.compare_digest(bearer(header).encode(), key):
         raise Unauthorized(
-            f"opening a session needs the gateway's signing key: Bearer <content of {KEY_FILE} in the run's directory, "
-            "or [gateway] signing_key>"
+            f"opening a session needs the gateway's signing key: Bearer <content of {GATEWAY_KEY} in the run's "
+            "directory, or [gateway] signing_key>"
         )
 
 

@@ -93,8 +93,8 @@ class StoreSettings:
     """Made when it is missing."""
     access_key: str = field(default="turnlog", repr=False)
     """Who signs requests."""
-    secret_key: str = field(default="turnlog-embedded", repr=False)
-    """What requests are signed with."""
+    secret_key: str = field(default="", repr=False)
+    """What requests are signed with; empty is the embedded server's own, made in the run's directory, mode 0600."""
     region: str = "us-east-1"
     """As signatures name it."""
     port: Port = 0

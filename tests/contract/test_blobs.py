@@ -141,9 +141,8 @@ def test_an_endpoint_that_is_no_address_is_refused_at_once() -> None:
 
 
 async def test_objects_survive_a_kill_of_the_embedded_store(tmp_path: Path) -> None:
-    settings_ = StoreSettings()
-    with ObjectStore(tmp_path, settings_) as server:
-        blobs = S3Blobs(dataclasses.replace(settings_, endpoint=server.endpoint))
+    with ObjectStore(tmp_path, StoreSettings()) as server:
+        blobs = S3Blobs(server.settings)
         refs = await asyncio.gather(*(blobs.put(bytes([number]) * 100_000) for number in range(20)))
         server.kill()
         server.start()

@@ -11,9 +11,10 @@ import pytest
 
 from turnlog.infra.engine import Generate, Piece
 from turnlog.infra.memory_engine import MemoryEngine
+from turnlog.infra.private_files import GATEWAY_KEY
 from turnlog.producers.gateway.engines import Engines, Wanted
 from turnlog.producers.gateway.errors import NoEngine, Unauthorized
-from turnlog.producers.gateway.session_tokens import KEY_FILE, Claims, sign, signing_key, verify
+from turnlog.producers.gateway.session_tokens import Claims, sign, signing_key, verify
 from turnlog.schemas.events import EngineRegistered, FinishReason
 from turnlog.schemas.types import int32s
 
@@ -240,7 +241,7 @@ def test_a_token_is_good_for_its_claims_and_its_key_alone() -> None:
 def test_the_signing_key_is_made_once_and_private(tmp_path: Any) -> None:
     key = signing_key("", tmp_path)
     assert signing_key("", tmp_path) == key
-    assert (tmp_path / KEY_FILE).stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / GATEWAY_KEY).stat().st_mode & 0o777 == 0o600
     assert signing_key("mine", tmp_path) == b"mine"
 
 

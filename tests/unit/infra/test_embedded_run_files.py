@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from turnlog.infra.blobs import StoreUnavailable
 from turnlog.infra.embedded.errors import AlreadyUp
-from turnlog.infra.embedded.run_files import is_live, locked, prune, write_key, write_settings, write_state
+from turnlog.infra.embedded.object_store import ObjectStore
+from turnlog.infra.embedded.run_files import is_live, locked, prune, write_settings, write_state
+from turnlog.infra.endpoints import Endpoints, resolved, write
+from turnlog.infra.private_files import GATEWAY_KEY, STORE_KEY, kept_secret, private_folder
+from turnlog.infra.s3 import S3Blobs
 from turnlog.settings import EngineSettings, RunSettings, Settings, StoreSettings, TrainerSettings, load
 
 
@@ -28,13 +35,46 @@ def test_every_default_survives_the_file(tmp_path: Path) -> None:
     assert load(write_settings(tmp_path, Settings()), {}) == Settings()
 
 
-def test_the_signing_key_is_made_once_for_its_owner_alone(tmp_path: Path) -> None:
-    write_key(tmp_path)
-    key = (tmp_path / "gateway.key").read_text()
-    write_key(tmp_path)
-    assert (tmp_path / "gateway.key").read_text() == key
-    assert len(key) > 40
-    assert (tmp_path / "gateway.key").stat().st_mode & 0o777 == 0o600
+def test_a_secret_is_made_once_for_its_owner_alone(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(16) as threads:
+        found = set(threads.map(kept_secret, [tmp_path / STORE_KEY] * 64))
+    (secret,) = found
+    assert len(secret) > 40
+    assert (tmp_path / STORE_KEY).stat().st_mode & 0o777 == 0o600
+    assert list((tmp_path / STORE_KEY).parent.iterdir()) == [tmp_path / STORE_KEY]
+    assert kept_secret(tmp_path / GATEWAY_KEY) != secret
+
+
+@pytest.mark.parametrize("before", [None, 0o777, 0o755, 0o700])
+def test_a_runs_folder_is_its_owners_alone(tmp_path: Path, before: int | None) -> None:
+    folder = tmp_path / "runs" / "r"
+    if before is not None:
+        folder.mkdir(parents=True)
+        folder.chmod(before)
+    private_folder(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_every_run_has_store_keys_of_its_own_and_its_roles_find_them(tmp_path: Path) -> None:
+    runs = [Settings(run=RunSettings(directory=str(tmp_path / name))) for name in "ab"]
+    found = []
+    for run in runs:
+        directory = Path(run.run.directory)
+        server = ObjectStore(directory / "store", run.store)
+        write(directory, Endpoints(kafka="k:1", registry="http://r", store=server.endpoint))
+        assert resolved(run).store == server.settings
+        assert ObjectStore(directory / "store", run.store).settings.secret_key == server.settings.secret_key
+        found.append(server.settings.secret_key)
+    assert len({*found, "", "turnlog-embedded"}) == 4
+
+
+def test_a_store_of_ones_own_gets_its_own_key_and_none_is_an_error(tmp_path: Path) -> None:
+    mine = StoreSettings(endpoint="https://s3.example", secret_key="mine")
+    write(tmp_path, Endpoints(kafka="k:1", registry="http://r", store=mine.endpoint))
+    kept_secret(tmp_path / STORE_KEY)
+    assert resolved(Settings(run=RunSettings(directory=str(tmp_path)), store=mine)).store == mine
+    with pytest.raises(StoreUnavailable, match="TURNLOG_STORE_SECRET_KEY"):
+        S3Blobs(dataclasses.replace(mine, secret_key=""))
 
 
 def test_a_run_has_one_supervisor(tmp_path: Path) -> None:
