@@ -15,16 +15,19 @@ ifeq ($(ENGINES),)
 unexport TURNLOG_ENGINE_COUNT
 endif
 
-.PHONY: help demo test check bench chaos schemas docs lock clean
+.PHONY: help demo test test-fresh check bench chaos schemas docs lock clean
 
 help:  ## show this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: $(ENVIRONMENT)  ## the whole loop on this machine (STEPS=5 for the impatient, ENGINES=2)
 	@$(BIN)/turnlog demo
 
 test: $(ENVIRONMENT)  ## every test: units, contracts, real servers, one small closed loop
 	@$(BIN)/python -m pytest $(TESTS)
+
+test-fresh:  ## the same on a bare Debian as a user without a name (root only; needs debootstrap)
+	@tests/fresh.sh
 
 check: $(ENVIRONMENT)  ## format, lint, types, import floors, unit tests
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/lint-imports

@@ -1,14 +1,20 @@
 """Real servers for tests, started when a test first asks, once per session, gone at its end.
 
-A child dies with pytest, also when pytest is killed (infra/embedded/process.py).
+A child dies with pytest, also when pytest is killed (infra/embedded/process.py). All that a run writes lies in a folder
+of its own, temporary files included; a run that leaves some of those, or changes everybody's folders, fails.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
 from pathlib import Path
 from uuid import uuid4
 
@@ -35,7 +41,36 @@ from turnlog.settings import (
 
 LIMITS = Path(__file__).parents[1] / "docs/limits.md"
 """Lists every reason for which a test may be skipped."""
+ROOT = LIMITS.parents[1]
+MACHINE = tuple(Path(folder) for folder in ("/tmp", "/var/tmp", "/dev/shm") if Path(folder).is_dir())
+"""Everybody's folders."""
 _unlisted: list[str] = []
+_modes = {folder: folder.stat().st_mode for folder in MACHINE}
+_OWN = pytest.StashKey[Path]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the run's folder. Sandboxes run under other users: they pass through it, and read nothing of it."""
+    own = config.stash[_OWN] = Path(tempfile.mkdtemp(prefix="turnlog-tests-"))
+    temporary = own / "tmp"
+    temporary.mkdir()
+    own.chmod(0o711)
+    temporary.chmod(0o1777)
+    config.option.basetemp = config.option.basetemp or str(own / "pytest")
+    os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _passable(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A test opens its own folder to whom it likes; what is above it lets them through."""
+    tmp_path_factory.getbasetemp().chmod(0o711)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """What a run that failed wrote is kept."""
+    if (own := config.stash.get(_OWN, None)) is not None and not (own / "kept").exists():
+        shutil.rmtree(own)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -48,10 +83,39 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A skip for any other reason fails the run."""
-    if _unlisted and session.exitstatus == pytest.ExitCode.OK:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        print("\nskipped for a reason that docs/limits.md does not list:", *_unlisted, sep="\n  ")
+    """A skip for any other reason fails the run; so does what tests do outside their own folders."""
+    own = session.config.stash[_OWN]
+    faults = {
+        "skipped for a reason that docs/limits.md does not list:": _unlisted,
+        "left among the temporary files:": sorted(path.name for path in (own / "tmp").iterdir()),
+        "modes changed:": [str(folder) for folder, mode in _modes.items() if folder.stat().st_mode != mode],
+    }
+    for what, which in faults.items():
+        if which and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+            print("", what, *which, sep="\n  ")
+    if session.exitstatus == pytest.ExitCode.TESTS_FAILED:
+        (own / "kept").touch()
+        print(f"\nwhat the tests wrote is kept in {own}")
+
+
+@pytest.fixture(scope="session")
+def repository() -> list[Path]:
+    """Its files and links, as git would clone it; of an unpacked copy, all but what .gitignore names."""
+    if (ROOT / ".git").exists() and shutil.which("git"):
+        command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        named = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+        return [path for name in named if name and ((path := ROOT / name).is_file() or path.is_symlink())]
+    return list(_unpacked((ROOT / ".gitignore").read_text().split()))
+
+
+def _unpacked(ignored: list[str]) -> Iterator[Path]:
+    for folder, folders, files in os.walk(ROOT):
+        patterns = [line.strip("/") for line in ignored if line[0] != "/" or Path(folder) == ROOT]
+        folders[:] = [name for name in folders if not any(fnmatch(name, each) for each in patterns)]
+        files = [name for name in files if not any(fnmatch(name, each) for each in patterns)]
+        yield from (Path(folder) / name for name in files)
+        yield from (link for name in folders if (link := Path(folder) / name).is_symlink())
 
 
 @pytest.fixture(scope="session")

@@ -159,6 +159,17 @@ def test_the_status_shows_roles_lag_and_versions(loop: Loop) -> None:
     assert found["views"]["newest_version"] == found["engines"]["engine-0"]["version"]
 
 
+def test_the_benchmark_of_modes_measures_such_a_run(loop: Loop) -> None:
+    script = Path(__file__).parents[2] / "benchmarks/modes.py"
+    done = subprocess.run([sys.executable, str(script), str(loop.kept)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    line = json.loads(done.stdout)
+    assert (line["id"], line["unit"], line["share"], line["ok"]) == ("MODES", "steps/s closed-loop", None, True)
+    measured = line["detail"]["closed-loop"]
+    assert measured["lags"] == [0] * DRAWS
+    assert measured["books_balance"]
+
+
 def test_down_leaves_no_process_and_up_opens_the_run_again(loop: Loop) -> None:
     children = [child["pid"] for child in status_processes(loop.settings) if child["pid"]]
     assert loop.turnlog("down", file=loop.kept).returncode == 0
@@ -170,14 +181,3 @@ def test_down_leaves_no_process_and_up_opens_the_run_again(loop: Loop) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
     finally:
         down(servers_only, say=lambda _: None)
-
-
-def test_the_benchmark_of_modes_measures_such_a_run(loop: Loop) -> None:
-    script = Path(__file__).parents[2] / "benchmarks/modes.py"
-    done = subprocess.run([sys.executable, str(script), str(loop.kept)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    line = json.loads(done.stdout)
-    assert (line["id"], line["unit"], line["share"], line["ok"]) == ("MODES", "steps/s closed-loop", None, True)
-    measured = line["detail"]["closed-loop"]
-    assert measured["lags"] == [0] * DRAWS
-    assert measured["books_balance"]

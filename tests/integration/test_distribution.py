@@ -26,15 +26,13 @@ print(len(names))
 
 
 @pytest.fixture(scope="module")
-def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def distributions(tmp_path_factory: pytest.TempPathFactory, repository: list[Path]) -> Path:
     """sdist from a copy of what git would clone, wheel from the sdist; no network: the build tools are installed."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
-    for name in listed:
-        if (ROOT / name).is_symlink() or (ROOT / name).is_file():
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, source / name, follow_symlinks=False)
+    for path in repository:
+        copy = source / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy, follow_symlinks=False)
     build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source]
     done = subprocess.run(build, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -20,14 +20,6 @@ LONGEST = 330
 BANNED_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "misc", "impl"}
 
 
-def tracked() -> list[Path]:
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
-    return [path for name in listed.split("\n") if name and (path := ROOT / name).is_file()]
-
-
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_is_linked_into_the_package(room: str) -> None:
     link = ROOT / "src/turnlog" / room
@@ -78,11 +70,11 @@ def test_no_module_has_a_twin() -> None:
     assert not bare
 
 
-def test_the_repository_names_no_registry_host_and_no_machine() -> None:
+def test_the_repository_names_no_registry_host_and_no_machine(repository: list[Path]) -> None:
     hosts = re.compile(r"(pypi|pythonhosted|npmjs|debian|maven|crates|sonatype)\.(org|com|io|apache)")
     machine = re.compile(r"(?<![\w.])/(work|farm|root|home)/\w")
     said = []
-    for path in tracked():
+    for path in filter(Path.is_file, repository):
         if path.suffix in {".png", ".bin", ".lock"} or path == Path(__file__):
             continue
         for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -47,15 +48,14 @@ WORKER = """
 def left_by(worker: int) -> list[str]:
     """Groups and workspaces that carry a worker's pid."""
     tree = find()
-    parents = [*(tree.places() if tree else ()), Path("/tmp")]
+    parents = [*(tree.places() if tree else ()), Path(tempfile.gettempdir())]
     return [str(path) for parent in parents for path in parent.glob(f"turnlog-sandbox-*-{worker}-*")]
 
 
 @pytest.mark.parametrize("backend", ["Bubblewrap", "Subprocess"])
 def test_nothing_is_left_of_a_worker_that_was_killed_in_the_middle_of_calls(
-    backend: str, monkeypatch: pytest.MonkeyPatch
+    backend: str,
 ) -> None:
-    monkeypatch.setenv("TMPDIR", "/tmp")
     source = textwrap.dedent(WORKER).replace("{backend}", backend)
     worker = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True)
     assert worker.stdout is not None
