@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TextIO
 
-QUIET_LIBRARIES = ("aiokafka", "httpx", "megatron", "uvicorn.access")
-"""Heard from WARNING on: their INFO says what they do, ours says what it means."""
+OURS = ("turnlog", "__main__")
+"""Loggers heard from the level that was asked for. Libraries are heard from WARNING on, unless that is DEBUG: their
+INFO says what they do, ours says what it means."""
 FIRST_S, LONGEST_S = 1.0, 60.0
 """Between two lines of one text; it doubles."""
 OVER_S = 120.0
@@ -101,9 +102,10 @@ def handler(stream: TextIO, clock: Callable[[], float] = time.monotonic) -> logg
 
 def begin(level: str, stream: TextIO) -> None:
     """Send every logger of this process to `stream`, from `level` on. Raises ValueError for no level."""
-    logging.basicConfig(level=level.upper(), handlers=[handler(stream)])
-    for name in QUIET_LIBRARIES:
-        logging.getLogger(name).setLevel(logging.WARNING)
+    wanted = level.upper()
+    logging.basicConfig(level=wanted if wanted == "DEBUG" else logging.WARNING, handlers=[handler(stream)])
+    for name in OURS:
+        logging.getLogger(name).setLevel(wanted)
 
 
 def _indented(text: str) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import logging
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -92,3 +94,14 @@ def test_other_texts_and_what_is_no_warning_are_never_held_back(
         logger.warning("rollout %d failed", number)
         logger.info("draw")
     assert len(stream.getvalue().splitlines()) == 2000
+
+
+@pytest.mark.parametrize(("level", "heard"), [("INFO", ["ours", "theirs"]), ("DEBUG", ["ours"] * 2 + ["theirs"] * 2)])
+def test_libraries_are_heard_from_warnings_on_unless_everything_is_asked_for(level: str, heard: list[str]) -> None:
+    script = (
+        "import logging, sys; from turnlog.infra import log_lines; log_lines.begin(sys.argv[1], sys.stdout)\n"
+        "logging.getLogger('turnlog.x').info('ours'); logging.getLogger('turnlog.x').debug('ours')\n"
+        "logging.getLogger('library').info('theirs'); logging.getLogger('library').warning('theirs')"
+    )
+    out = subprocess.run([sys.executable, "-c", script, level], check=True, capture_output=True, text=True).stdout
+    assert [line.rpartition(" ")[2] for line in out.splitlines()] == heard
