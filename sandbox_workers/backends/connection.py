@@ -171,7 +171,7 @@ class InitSandbox(InitFiles):
         head, self.proxy = await self._channel.greeted()
         if head.get("ready") is not True:
             raise SandboxDied(f"the init began with {head}")
-        if self._zygote is not None:
+        if self._zygote is not None and self._zygote.to_be_compared:
             await self._compared()
 
     async def _compared(self) -> None:
@@ -215,6 +215,8 @@ class InitSandbox(InitFiles):
         if self._zygote is None:
             return await super().reset()
         self.interpreter = False
+        if self._closing is not None:
+            return False
         try:
             async with asyncio.timeout(RESET_S):
                 with self._asking("reset"):

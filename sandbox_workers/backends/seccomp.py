@@ -60,6 +60,8 @@ LAST_PROTOCOL = 18
 """From here on all are refused at once."""
 LAST_FAMILY = 64
 """Kernels know 46; beyond this all are refused at once."""
+BINARY_TREE = 2
+"""Of SCMP_FLTATR_CTL_OPTIMIZE: each new sandbox has the kernel walk the filter for every call that there is."""
 LAST_CALL = 1024
 """Numbers up to here are looked at; kernels are at about 470."""
 
@@ -74,6 +76,8 @@ def program(more: tuple[str, ...] = ()) -> bytes | None:
         log.warning("no seccomp filter for sandboxes: %s; install turnlog[embedded] and libseccomp", error)
         return None
     rules = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # libseccomp before 2.5 has no tree
+        rules.set_attr(pyseccomp.Attr.CTL_OPTIMIZE, BINARY_TREE)
     refuse = pyseccomp.ERRNO(errno.EPERM)
     for name in (*DENIED, *more):
         try:

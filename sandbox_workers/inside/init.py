@@ -47,11 +47,11 @@ def run(control: Control, namespace: str, own_user: str, network: str, *folders:
     serve(control, place, network)
 
 
-def serve(control: Control, place: Place, network: str) -> None:
-    """Say that we are there, then answer until the worker is gone."""
+def serve(control: Control, place: Place, network: str, *, forked: bool = False) -> None:
+    """Say that we are there, then answer until the worker is gone. `forked`: by a zygote, and not to be used again."""
     with contextlib.suppress(ControlClosed):
         _ready(control, place, network)
-        Service(control, place).serve()
+        Service(control, place, lazily=forked).serve()
     end_all(place, Reaped())
 
 

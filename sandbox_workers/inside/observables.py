@@ -37,6 +37,12 @@ SCHEDULING_BYTES = 56
 IPC = ("msgmax", "msgmnb", "msgmni", "sem", "shm_rmid_forced", "shmall", "shmmax", "shmmni")
 QUEUES = ("msg_default", "msg_max", "msgsize_default", "msgsize_max", "queues_max")
 NETWORK = ("ipv4/ip_local_port_range", "ipv4/ip_unprivileged_port_start", "ipv4/ping_group_range", "core/somaxconn")
+STATUS = frozenset({
+    "SigPnd", "ShdPnd", "SigBlk", "SigIgn", "SigCgt", "Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd",
+    "CapAmb", "NoNewPrivs", "Seccomp_filters", "Umask", "Threads", "Mems_allowed",
+})  # fmt: skip
+"""Signals that wait, are blocked, ignored or caught; whom we are and what we may; umask, threads, memory nodes."""
+MOST_BYTES = 1 << 16
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
 Look = Callable[[Place], Any]
 
@@ -48,11 +54,20 @@ def observed(place: Place) -> dict[str, Any]:
 
 
 def _text(path: str) -> str | None:
+    """Of a file; without the layers of `open`, which cost more than the kernel does."""
     try:
-        with open(path) as file:
-            return file.read()
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:  # this kernel does not have it, or keeps it to itself
         return None
+    try:
+        text = b""
+        while part := os.read(descriptor, MOST_BYTES):
+            text += part
+        return text.decode(errors="backslashreplace")
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
 
 
 def _texts(folder: str, names: tuple[str, ...]) -> list[str | None]:
@@ -63,14 +78,10 @@ def _digest(value: object) -> str:
     return blake2b(repr(value).encode(errors="backslashreplace"), digest_size=16).hexdigest()
 
 
-def _status(*names: str) -> Look:
+def _status(_: Place) -> list[str]:
     """Lines of our /proc/self/status."""
-
-    def look(_: Place) -> list[str]:
-        lines = (line.partition(":\t") for line in (_text("/proc/self/status") or "").splitlines())
-        return [f"{name} {value}" for name, _, value in lines if name in names]
-
-    return look
+    lines = (_text("/proc/self/status") or "").splitlines()
+    return [line for line in lines if line.partition(":")[0] in STATUS]
 
 
 def _called(which: int, *arguments: Any) -> int | None:
@@ -142,13 +153,8 @@ OWN: dict[str, Look] = {
     "autogroup": _autogroup,
     "out of memory score": lambda _: _text("/proc/self/oom_score_adj"),
     "core dump filter": lambda _: _text("/proc/self/coredump_filter"),
-    "cores and memory nodes": _status("Cpus_allowed", "Mems_allowed"),
-    "signals": _status("SigPnd", "ShdPnd", "SigBlk", "SigIgn", "SigCgt"),
-    "rights": _status(
-        "Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp_filters"
-    ),
-    "umask": _status("Umask"),
-    "threads": _status("Threads"),
+    "cores": lambda _: sorted(os.sched_getaffinity(0)),
+    "signals, rights, umask, threads": _status,
     "working directory": lambda _: os.getcwd(),
     "environment": lambda _: _digest(sorted(os.environ.items())),
     "modules": lambda _: len(sys.modules),

@@ -29,13 +29,14 @@ Answer = tuple[dict[str, Any], bytes]
 class Service:
     """A sandbox's state is its files and its interpreter."""
 
-    def __init__(self, control: Control, place: Place, become: Become = become) -> None:
+    def __init__(self, control: Control, place: Place, become: Become = become, *, lazily: bool = False) -> None:
+        """`lazily`: look around when that is asked for, not for a reset, since none will be."""
         self.control = control
         self.place = place
         self.become = become
         self.interpreter: Interpreter | None = None
         untouched(place)
-        self.as_new = observed(place)
+        self.as_new = None if lazily else observed(place)
         self.integrity = Integrity(place, control)
         self.operations: dict[str, Callable[[dict[str, Any], bytes], Answer]] = {
             "exec": self._exec,
@@ -140,6 +141,7 @@ class Service:
         return {"clean": wipe(self.place, self.as_new)}, b""
 
     def _observed(self, _: dict[str, Any], __: bytes) -> Answer:
+        self.as_new = self.as_new or observed(self.place)
         return {}, json.dumps(self.as_new).encode()
 
     def _health(self, _: dict[str, Any], __: bytes) -> Answer:

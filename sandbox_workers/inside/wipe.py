@@ -13,7 +13,7 @@ AGENTS = ("user.", "system.posix_acl_")
 """Attributes that the owner of a folder may set (xattr(7))."""
 
 
-def wipe(place: Place, as_new: dict[str, Any]) -> bool:
+def wipe(place: Place, as_new: dict[str, Any] | None) -> bool:
     """Empty the writable folders; False when something is left, or this process was tampered with."""
     try:
         empty(place)

@@ -66,7 +66,7 @@ def _serve(control: int, place: Place, network: str, enter: Callable[[], None]) 
     code = 1
     try:
         enter()
-        init.serve(Socket(control), place, network)
+        init.serve(Socket(control), place, network, forked=True)
         code = 0
     except OSError as error:
         os.write(2, f"{REFUSED}: {error}\n".encode())
