@@ -214,6 +214,19 @@ async def test_rows_hash_alike_in_either_format_and_in_the_order_of_a_refold(wor
     assert verify(tmp_path / "a").rows_sha256 == verify(tmp_path / "r").rows_sha256 == parquet.rows_sha256
 
 
+@pytest.mark.parametrize("view", ["rl", "sft"])
+async def test_progress_grows_to_all_records_of_every_pass(world: World, tmp_path: Path, view: str) -> None:
+    await world.group("g", Said(["a"]), Said(["b", "c"], reward=0.0))
+    told: list[tuple[int, int]] = []
+    await build(
+        world.role, Query(), tmp_path / "out", view=view, format="parquet",
+        progress=lambda passed, total: told.append((passed, total)),
+    )  # fmt: skip
+    (total,) = {total for _, total in told}
+    assert [passed for passed, _ in told] == sorted(passed for passed, _ in told)
+    assert told[0][0] < told[-1][0] == total > 0
+
+
 async def test_the_manifest_says_what_was_asked_and_read(world: World, tmp_path: Path) -> None:
     await world.group("g", Said(["a"]), Said(["b"], reward=0.0))
     async with world.role.log.appender() as appender:
