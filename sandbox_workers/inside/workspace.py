@@ -104,13 +104,20 @@ def _within(entry: Entry, left: list[int]) -> Entry:
     """Raises Refused for an entry that makes it too much, before its bytes are looked at (a sparse file's are zeros
     without end)."""
     path = entry["path"]
-    left[0] -= entry["size"]
+    left[0] -= _cost(entry)
     left[1] -= len(os.fsencode(path)) + len(os.fsencode(entry["target"]))
     if left[0] < 0:
-        raise Refused(f"the workspace's files are longer than it may hold, {shown(path)} among them: too much to keep")
+        raise Refused(f"the workspace's files take more than it may hold, {shown(path)} among them: too much to keep")
     if left[1] < 0 or len(os.fsencode(path)) > LONGEST_PATH:
         raise Refused(f"{shown(path)}: the workspace's names are too long to be kept")
     return entry
+
+
+def _cost(entry: Entry) -> int:
+    """Of the workspace's room. What is kept is measured as what is put back: a session whose files were kept goes on
+    with them in any sandbox."""
+    size: int = entry["size"]
+    return -(-size // PAGE) * PAGE + INODE_BYTES
 
 
 @contextlib.contextmanager
@@ -157,7 +164,7 @@ def check(entries: list[Entry], disk_bytes: int) -> None:
             raise Refused(f"{shown(path)}: its target is too long")
         kinds[path] = entry["kind"]
         names += len(path) + len(entry["target"])
-    needed = sum(-(-entry["size"] // PAGE) * PAGE + INODE_BYTES for entry in entries)
+    needed = sum(map(_cost, entries))
     if needed > disk_bytes or names > NAME_BYTES:
         raise Quota(f"{len(entries)} entries of {needed} bytes do not fit the workspace's {disk_bytes}")
 

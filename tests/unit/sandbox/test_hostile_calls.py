@@ -181,6 +181,8 @@ async def test_what_an_agent_does_to_its_sandbox_voids_nothing_and_reaches_nobod
         assert hostile.reason not in ("sandbox_changed", "sandbox_ended") or after.output == b"kept\n", (name, after)
         other = await calls.python(f"after {name}", AS_NEW)
         assert (other.status, other.output) == (ToolStatus.ok, new.output), name
+        moved = await calls.python(name, KEPT, 3, after)  # its slot was needed: the files are put back from the store
+        assert (moved.status, moved.output) == (ToolStatus.ok, after.output), (name, moved)
 
 
 @pytest.mark.parametrize("name", RLIMITS)
