@@ -6,11 +6,15 @@ callbacks on its own thread, and no asyncio consumer groups whose listeners can 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import aiokafka.producer.message_accumulator
 import aiokafka.producer.sender
+import aiokafka.producer.transaction_manager
 from aiokafka import TopicPartition
 from aiokafka.errors import (
     CommitFailedError,
@@ -52,6 +56,19 @@ CLOSE_TIMEOUT_S = 10.0
 # first send is told CONCURRENT_TRANSACTIONS and waits this long. Measured with 10 records per transaction: aiokafka's
 # 20 ms give 36 transactions/s, 2 ms give 92.
 aiokafka.producer.sender.BACKOFF_OVERRIDE = 0.002
+
+
+def _retrieved() -> asyncio.Future[Any]:
+    """A future whose error is retrieved. aiokafka fails batches that nobody waits for and replaces waiters that have
+    failed (a producer is fenced, a transaction times out), and asyncio would report each when it is collected. What is
+    sent has a future of ours beside (kafka_producers.answered), which has the error, too."""
+    future = asyncio.get_running_loop().create_future()
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return future
+
+
+aiokafka.producer.message_accumulator.create_future = _retrieved
+aiokafka.producer.transaction_manager.create_future = _retrieved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -219,11 +219,6 @@ class KafkaTransactor:
             with contextlib.suppress(KafkaError, TimeoutError, AssertionError):
                 async with asyncio.timeout(CLOSE_TIMEOUT_S):
                     await self._producer.abort_transaction()
-        # A failed transaction fails every future of it, also those that nobody waits for any more: asyncio would
-        # report each of them when it is collected.
-        for future in (*self._sent, self._producer._txn_manager._transaction_waiter):
-            if future is not None and future.done() and not future.cancelled():
-                future.exception()
 
     def _require_open(self) -> None:
         if not self._open:

@@ -138,8 +138,8 @@ class Turns:
                     completed(session, request, plan, draft, turn),
                     snapshot(session, plan, draft, turn, stored),
                 )  # fmt: skip
-                waits = [await self.events.submit(await externalized(event, self.blobs)) for event in records]
-                await asyncio.gather(*waits)
+                kept = [await externalized(event, self.blobs) for event in records]
+                await asyncio.gather(*map(self.events.append, kept))
             except (LogError, BlobError) as error:
                 raise NotRecorded(f"the turn could not be recorded: {error}") from error
         session.conversation.record(turn, plan.prompt, draft.ids, appended, plan.reason)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -670,6 +672,28 @@ class TestKafkaLog(LogContract):
         yield make
         for log in logs:
             await log.close()
+
+    @pytest.mark.parametrize("sends", [1, 12])
+    async def test_a_fenced_owner_leaves_no_error_that_nobody_retrieves(
+        self, log: Log, connect: Connect, sends: int
+    ) -> None:
+        reported: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+        async with log.transactor("t") as older:
+            await older.begin()
+            await (await older.send("out", 0, b"k", b"v"))
+            async with connect().transactor("t"):
+                waiting = [asyncio.create_task(older.send("out", at % 2, b"k", bytes(700_000))) for at in range(sends)]
+                await asyncio.wait(waiting)
+                with pytest.raises(Fenced):
+                    await older.commit()
+            for task in waiting:
+                task.exception()
+        del older, waiting, task
+        for _ in range(3):
+            await asyncio.sleep(0)
+            gc.collect()
+        assert reported == []
 
 
 def test_our_murmur2_is_the_one_of_aiokafka() -> None:
