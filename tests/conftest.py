@@ -83,11 +83,12 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A skip for any other reason fails the run; so does what tests do outside their own folders."""
+    """A skip for any other reason fails the run; so does what turnlog leaves (libraries have their caches there), and
+    what is done to everybody's folders."""
     own = session.config.stash[_OWN]
     faults = {
         "skipped for a reason that docs/limits.md does not list:": _unlisted,
-        "left among the temporary files:": sorted(path.name for path in (own / "tmp").iterdir()),
+        "left among the temporary files:": sorted(path.name for path in (own / "tmp").glob("turnlog-*")),
         "modes changed:": [str(folder) for folder, mode in _modes.items() if folder.stat().st_mode != mode],
     }
     for what, which in faults.items():
