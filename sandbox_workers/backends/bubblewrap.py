@@ -54,7 +54,7 @@ class Bubblewrap:
         self._cache = cache
         self._ca = ca
         self._cgroups = cgroups
-        self._filter = seccomp.program()
+        self._layers = seccomp.layers()
         self._images: dict[str, Image] = {}
 
     @classmethod
@@ -89,7 +89,8 @@ class Bubblewrap:
         """See Provider."""
         image = None if shape.image is None else await self._image(shape.image)
         with contextlib.ExitStack() as held:
-            seccomp_fd, ca_fd = (self._lent(held, content) for content in (self._filter, self._ca))
+            filters = None if self._layers is None else len(self._layers[0]).to_bytes(4, "big") + b"".join(self._layers)
+            seccomp_fd, ca_fd = (self._lent(held, content) for content in (filters, self._ca))
             return await started(
                 lambda orders: command(self._parts, shape, orders=orders, seccomp=seccomp_fd, ca=ca_fd, image=image),
                 account=own_account(self._settings.first_uid, slot),
@@ -108,7 +109,7 @@ class Bubblewrap:
             "interpreter": await images.tree_hash(self._parts.python_root),
             "init": await images.tree_hash(self._parts.init_root),
             "bubblewrap": ".".join(str(part) for part in await asyncio.to_thread(version, self._parts.bwrap)),
-            "seccomp": "none" if self._filter is None else hashlib.sha256(self._filter).hexdigest(),
+            "seccomp": "none" if self._layers is None else hashlib.sha256(b"".join(self._layers)).hexdigest(),
             "machine": platform.machine(),
         }
 

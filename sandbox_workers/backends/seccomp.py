@@ -42,6 +42,8 @@ DENIED = (
     # what the whole machine has one number of (fs.aio-max-nr)
     "io_setup",
 )  # fmt: skip
+MAKING = frozenset({"mount", "clone"})
+"""By which a zygote makes sandboxes."""
 NEW_NAMESPACES = (0x00000080, 0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000)
 """CLONE_NEWTIME, NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET of clone(2)."""
 TERMINAL_INPUT = (0x5412, 0x541C)
@@ -61,15 +63,25 @@ LAST_PROTOCOL = 18
 LAST_FAMILY = 64
 """Kernels know 46; beyond this all are refused at once."""
 BINARY_TREE = 2
-"""Of SCMP_FLTATR_CTL_OPTIMIZE: each new sandbox has the kernel walk the filter for every call that there is."""
+"""Of SCMP_FLTATR_CTL_OPTIMIZE: the kernel walks a filter for every call that there is when it is put on."""
 LAST_CALL = 1024
 """Numbers up to here are looked at; kernels are at about 470."""
 
 
 @cache
-def program(more: tuple[str, ...] = ()) -> bytes | None:
-    """The filter as BPF, for `bwrap --seccomp`; None (and one warning) when it cannot be built here. `more`: names of
-    calls that are denied besides."""
+def layers() -> tuple[bytes, bytes] | None:
+    """The filter in two: what a zygote wears already, and what only its inits can, once they have mounted what they
+    need. Two for the price of one small one at each reset."""
+    first, second = program(left_out=MAKING), program(left_out=MAKING, inverted=True)
+    return None if first is None or second is None else (first, second)
+
+
+@cache
+def program(
+    more: tuple[str, ...] = (), *, left_out: frozenset[str] = frozenset(), inverted: bool = False
+) -> bytes | None:
+    """The filter as BPF; None (and one warning) when it cannot be built here. `more`: names of calls that are denied
+    besides; `left_out`: names about which it says nothing, or, `inverted`, about which alone it says something."""
     try:
         import pyseccomp
     except (ImportError, RuntimeError, OSError) as error:
@@ -79,14 +91,23 @@ def program(more: tuple[str, ...] = ()) -> bytes | None:
     with contextlib.suppress(OSError, RuntimeError, ValueError):  # libseccomp before 2.5 has no tree
         rules.set_attr(pyseccomp.Attr.CTL_OPTIMIZE, BINARY_TREE)
     refuse = pyseccomp.ERRNO(errno.EPERM)
-    for name in (*DENIED, *more):
+    for name in [name for name in (*DENIED, *more) if (name in left_out) == inverted]:
         try:
             rules.add_rule(refuse, name)
         except (OSError, RuntimeError, ValueError) as error:  # this libseccomp or this machine has no such call
             log.debug("seccomp: %s: %s", name, error)
-    rules.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "clone3")  # its flags lie in memory; glibc falls back to clone
-    for flag in NEW_NAMESPACES:
+    for flag in NEW_NAMESPACES if ("clone" in left_out) == inverted else ():
         rules.add_rule(refuse, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, flag, flag))
+    if not inverted:
+        _argued(pyseccomp, rules)
+        _unknown(pyseccomp, rules)
+    return _exported(rules)
+
+
+def _argued(pyseccomp: Any, rules: Any) -> None:
+    """What depends on arguments."""
+    refuse = pyseccomp.ERRNO(errno.EPERM)
+    rules.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "clone3")  # its flags lie in memory; glibc falls back to clone
     # A call runs as the init's user, so the init's limits would be its to lower (prlimit(2)).
     init, given = pyseccomp.Arg(0, pyseccomp.MASKED_EQ, 0xFFFFFFFF, 1), pyseccomp.Arg(2, pyseccomp.NE, 0)
     rules.add_rule(refuse, "prlimit64", init, given)
@@ -95,8 +116,6 @@ def program(more: tuple[str, ...] = ()) -> bytes | None:
     for command in FILE_COMMANDS:
         rules.add_rule(refuse, "fcntl", pyseccomp.Arg(1, pyseccomp.MASKED_EQ, 0xFFFFFFFF, command))
     _sockets(pyseccomp, rules)
-    _unknown(pyseccomp, rules)
-    return _exported(rules)
 
 
 def _sockets(pyseccomp: Any, rules: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 
-COMPARED_EVERY = 16
+COMPARED_EVERY = 64
 """Inits. Their namespaces are new, so that looking finds a fault of ours or of the kernel's; it takes 2 core-ms."""
 
 

@@ -23,9 +23,10 @@ REFUSED = "a sandbox cannot have namespaces of its own"
 
 
 def main(orders: str, filter_fd: str, disk_bytes: str, network: str, *paths: str) -> None:
-    """`orders`: descriptor of the socket that control sockets come by; `filter_fd`: of a BPF program for seccomp(2), or
-    -1; `paths`: the writable folders, each of at most `disk_bytes`. Until the worker is gone."""
-    denied = _content(int(filter_fd))
+    """Until the worker is gone. `orders`: descriptor of the socket by which control sockets come; `filter_fd`: of two
+    BPF programs for seccomp(2), for us and besides for inits, after the length of the first, or -1; `paths`: the
+    writable folders, each of at most `disk_bytes`."""
+    own, denied = _filters(int(filter_fd))
     if os.getpid() != 1:  # then kill(-1) would end more than sandboxes
         raise SystemExit("the zygote of a slot's sandboxes must be pid 1")
     folders = list(paths)
@@ -35,6 +36,8 @@ def main(orders: str, filter_fd: str, disk_bytes: str, network: str, *paths: str
     masks = enclosure.masked()
     try:
         enclosure.limited()
+        if own:
+            enclosure.deny(own)
         with socket.socket(fileno=int(orders)) as worker:
             worker.set_inheritable(False)
             while controls := _order(worker):
@@ -54,11 +57,12 @@ def _order(worker: socket.socket) -> list[int]:
     return socket.recv_fds(worker, 1, 1)[1]
 
 
-def _content(number: int) -> bytes:
+def _filters(number: int) -> tuple[bytes, bytes]:
     if number < 0:
-        return b""
+        return b"", b""
     with open(number, "rb") as file:
-        return file.read()
+        own = file.read(int.from_bytes(file.read(4), "big"))
+        return own, file.read()
 
 
 def _serve(control: int, place: Place, network: str, enter: Callable[[], None]) -> None:
