@@ -1,9 +1,9 @@
 """Record what the code of a release makes of a history: `python tests/golden/record_history.py v2`.
 
 Writes `history-VERSION.jsonl`, the records of an invented history as that release wrote them (topic, key, headers and
-Avro body, to be framed with the id that a registry gives to the release's schema), and `history-VERSION.outputs.json`,
-a sha256 of every tree, sample and score that its fold gave. Later code must give the same (docs/schema-evolution.md).
-Files that exist are left alone.
+Avro body, to be framed with the id that a registry gives to the release's schema), and for each fold version N of the
+release `history-VERSION.fold-N.json`, a sha256 of every tree, sample and score that it gives. Later code must give the
+same (docs/schema-evolution.md). Files that exist are left alone.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import random
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,19 @@ from turnlog.infra.event_log import OUTPUT_TOKENS_HEADER, RECORD_HEADER
 from turnlog.infra.murmur2 import partition_of
 from turnlog.processors.core.assembler import GroupFold
 from turnlog.processors.core.errors import FoldError
+from turnlog.processors.core.fold_versions import VERSIONS
 from turnlog.processors.core.rules import fold_rules
-from turnlog.processors.shells.examples import GroupName, Shape, bad_days, whole_group
+from turnlog.processors.shells.examples import GroupName, SessionStory, Shape, bad_days, whole_group
 from turnlog.schemas.codec import Codec, plain
-from turnlog.schemas.events import ALL, Event, TokenSnapshot
+from turnlog.schemas.events import (
+    ALL,
+    Event,
+    Expects,
+    FinishReason,
+    StepRewardAssigned,
+    TokenSnapshot,
+    Verifier,
+)
 from turnlog.schemas.topics import SESSIONS, TOPIC_OF
 from turnlog.settings import FoldSettings
 
@@ -48,6 +58,56 @@ def history() -> Iterator[Event]:
             ends[unit] += TOPIC_OF[type(event).__name__] is SESSIONS
             yield event
     yield from bad_days(random.Random(11), groups=5, partitions=PARTITIONS, run_id=RUN, name="bad", ends=ends)
+    for number, (name, told) in enumerate(DOUBTS.items()):
+        unit = partition_of(name.encode(), PARTITIONS)
+        group = GroupName(RUN, name, ends[unit], 2)
+        for index in range(group.size):
+            for event in told(SessionStory(group, index, np.random.default_rng([number, index]))):
+                ends[unit] += TOPIC_OF[type(event).__name__] is SESSIONS
+                yield event
+
+
+def left(story: SessionStory) -> Iterator[Event]:
+    """The client was gone before the last byte of an answer that the engine ended."""
+    yield story.started()
+    yield from story.turn(Shape())
+    completed, snapshot = story.turn(Shape())
+    yield from (replace(completed, aborted=True), snapshot, story.rewarded(1.0), story.finished())
+
+
+def cut_off(story: SessionStory) -> Iterator[Event]:
+    """An answer, then a later try of the same prompt that was cut off."""
+    yield story.started()
+    completed, snapshot = story.turn(Shape())
+    yield from (completed, snapshot)
+    again = replace(story.turns[0], index=1)
+    story.turns.append(again)
+    yield replace(completed, event_id="again", turn=again, finish_reason=FinishReason.abort, aborted=True)
+    yield from (replace(snapshot, event_id="again", turn=again), story.rewarded(1.0), story.finished())
+
+
+def empty(story: SessionStory) -> Iterator[Event]:
+    """Nothing of the group is an answer."""
+    yield story.started()
+    completed, snapshot = story.turn(Shape())
+    yield from (replace(completed, finish_reason=FinishReason.abort, aborted=True), snapshot)
+    yield from (story.rewarded(0.0), story.finished())
+
+
+def paid_for_nothing(story: SessionStory) -> Iterator[Event]:
+    """The finish expects a step reward, and the only one is for a turn that does not exist."""
+    started = story.started()
+    yield from (started, *story.turn(Shape()), story.rewarded(1.0))
+    yield StepRewardAssigned(
+        event_id=f"step of {started.session_id}", run_id=RUN, group_id=started.group_id,
+        session_id=started.session_id, floor=started.floor, turn=replace(story.turns[0], index=7), value=1.0,
+        components={}, verifier=Verifier("example", "1"),
+    )  # fmt: skip
+    yield replace(story.finished(), expects=Expects(reward=True, step_rewards=1))
+
+
+DOUBTS = {"left": left, "cut-off": cut_off, "empty": empty, "paid-for-nothing": paid_for_nothing}
+"""Groups that the versions of the fold read differently."""
 
 
 def folded(events: Iterable[Event], version: str) -> Iterator[Event]:
@@ -84,15 +144,16 @@ def line(event: Event, codec: Codec) -> dict[str, Any]:
 
 def main(version: str) -> None:
     """Record, unless it was."""
-    records, outputs = FOLDER / f"history-{version}.jsonl", FOLDER / f"history-{version}.outputs.json"
+    records = FOLDER / f"history-{version}.jsonl"
     if records.exists():
         raise SystemExit(f"{records.name} was recorded; what a release said does not change")
     codec = Codec({name: place for place, name in enumerate(ALL)})
     events = list(history())
     records.write_text("".join(json.dumps(line(event, codec)) + "\n" for event in events))
-    said = {event.event_id: fingerprint(plain(event)) for event in folded(events, "1")}
-    outputs.write_text(json.dumps(said, indent=1, sort_keys=True) + "\n")
-    print(f"{len(events)} records, {len(said)} outputs")
+    for fold in VERSIONS:
+        said = {event.event_id: fingerprint(plain(event)) for event in folded(events, fold)}
+        (FOLDER / f"history-{version}.fold-{fold}.json").write_text(json.dumps(said, indent=1, sort_keys=True) + "\n")
+        print(f"{len(events)} records, {len(said)} outputs of fold version {fold}")
 
 
 if __name__ == "__main__":

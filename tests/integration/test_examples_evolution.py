@@ -48,7 +48,7 @@ pytestmark = pytest.mark.kafka
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 V1 = as_of("v1", releases())
 RECORDED = [json.loads(line) for line in (GOLDEN / "history-v1.jsonl").read_text().splitlines()]
-SAID: dict[str, str] = json.loads((GOLDEN / "history-v1.outputs.json").read_text())
+SAID: dict[str, str] = json.loads((GOLDEN / "history-v1.fold-1.json").read_text())
 
 
 @pytest.fixture(scope="module")
