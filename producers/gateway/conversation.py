@@ -1,46 +1,35 @@
-"""The turns of one session in memory: found by the messages that they answer, stored as strands of shared tokens.
+"""The turns of one session in memory: found by the messages that they answer, stored with the tokens that they share.
 
-A strand is one growing array of ids that a line of turns shares, so a session of N tokens takes O(N) bytes however
-many turns it has.
+Both look-ups go down a tree: messages by a hash chain whose prefix is passed by comparing shapes seen before, tokens by
+a radix tree (strands.py). What a request repeats is compared and never hashed or stored again.
 """
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from turnlog.producers.gateway.images import agreeing
-from turnlog.producers.gateway.messages import CHAIN_START, Message, chained
+from turnlog.processors.core.turns import Ids
+from turnlog.producers.gateway.message_tree import MessageTree, Said
+from turnlog.producers.gateway.messages import Message, joined
+from turnlog.producers.gateway.strands import Place, Strand, Strands, above, holders, line, longest, points
 from turnlog.schemas.events.turns import FinishReason, ImageRef
-from turnlog.schemas.types import BlobRef, TurnId
+from turnlog.schemas.types import BlobRef, TurnId, pack_int32s
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
 
 CUT_OFF = frozenset({FinishReason.abort, FinishReason.error})
 """Ends of turns that are not all of what the policy would have said."""
 
 
-@dataclass(slots=True)
-class Strand:
-    """Ids of a line of turns; `turns` in order of their length."""
-
-    ids: array[int] = field(default_factory=lambda: array("i"))
-    turns: list[Turn] = field(default_factory=list)
-
-    def holder(self, common: int, *, covered: bool) -> tuple[Turn | None, int]:
-        """The turn that holds most of the first `common` ids, the earliest of several, and how many; `covered`: of
-        those alone whose routed experts are stored."""
-        turns = [turn for turn in self.turns if turn.covered or not covered]
-        best = max(turns, key=lambda turn: min(turn.total, common), default=None)
-        return best, min(best.total, common) if best is not None else 0
-
-
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Turn:
-    """One recorded turn. Its tokens are the first `total` ids of its strand: prompt, then output."""
+    """One recorded turn. Its tokens are the first `total` ids of the line to its strand: prompt, then output."""
 
     id: TurnId
     base: Turn | None
@@ -52,18 +41,14 @@ class Turn:
     new: tuple[Message, ...]
     response_raw: dict[str, Any]
     response: Message
-    asked: bytes
-    """Hash chain over all messages of the request."""
-    chain: bytes
-    """The same and the response."""
     finish_reason: FinishReason
     aborted: bool
     cached_tokens: int
     output_tokens: int
     versions: tuple[int, int]
     """Weight version of the first and of the last output token."""
-    strand: Strand
     total: int
+    boundary_reason: str
     images: tuple[ImageRef, ...] = ()
     """Every image in the prompt, by position."""
     covered: bool = False
@@ -72,6 +57,13 @@ class Turn:
     """This gateway sent its last byte to a client. Of a turn of an earlier epoch nobody knows."""
     continued: bool = False
     """Another turn has this one as its base."""
+    strand: Strand = field(init=False)
+    hashed: _Hash
+    """sha256 over prompt + output as little-endian int32."""
+    asked: Said = field(init=False)
+    """The last message of its request."""
+    answered: Said = field(init=False)
+    """The assistant's message as an echo has it: the response, behind the prefill where the request ended in one."""
 
     @property
     def whole(self) -> bool:
@@ -84,13 +76,14 @@ class Turn:
         return self.total - self.output_tokens
 
     @property
+    def place(self) -> Place:
+        """Where its tokens end."""
+        return Place(self.strand, self.total)
+
+    @property
     def last(self) -> int:
         """The last id of prompt + output."""
-        return self.strand.ids[self.total - 1]
-
-    def tokens(self) -> list[int]:
-        """Prompt + output."""
-        return self.strand.ids[: self.total].tolist()
+        return self.strand.ids[self.total - 1 - self.strand.start]
 
     def lineage(self) -> Iterator[Turn]:
         """This turn, its base, and so on to the root."""
@@ -105,9 +98,16 @@ class Turn:
         *_, root = self.lineage()
         return root
 
-    def messages(self) -> list[Any]:
-        """All messages up to and with the response, as they came."""
-        return [one for turn in reversed(list(self.lineage())) for one in (*turn.new_raw, turn.response_raw)]
+    def messages(self) -> list[tuple[Any, Message]]:
+        """All messages up to and with the response, as they came and to compare."""
+        said: list[tuple[Any, Message]] = []
+        for turn in reversed(list(self.lineage())):
+            said += zip(turn.new_raw, turn.new, strict=True)
+            if said[-1][1].role == "assistant":
+                said[-1] = joined(said[-1][1], turn.response_raw)
+            else:
+                said.append((turn.response_raw, turn.response))
+        return said
 
 
 class Conversation:
@@ -115,85 +115,99 @@ class Conversation:
 
     def __init__(self) -> None:
         self.turns: dict[TurnId, Turn] = {}
-        self._answered: dict[bytes, list[Turn]] = {}
+        self.messages = MessageTree()
+        self.strands = Strands()
+        self.shown: dict[str, BlobRef] = {}
+        """Every image of a recorded turn, by sha256."""
         self._requested: dict[str, list[Turn]] = {}
         """By sha256 of the request's body."""
-        self._strands: list[Strand] = []
-        self._roots: dict[bytes, str] = {}
-        """Boundary reason by what a root was asked."""
-        self._openings: set[bytes] = set()
         self._covered = False
 
     def base_of(self, messages: Sequence[Message]) -> tuple[Turn | None, int]:
         """The turn whose messages and response are a prefix of `messages`, longest first, then the latest; and that
         prefix's length."""
-        chain = chained(CHAIN_START, messages)
-        for length in range(len(messages), 0, -1):
-            for turn in reversed(self._answered.get(chain[length - 1], ())):
+        passed = [(said, length) for length, said in enumerate(self.messages.passed(messages), 1) if said.answers]
+        for said, length in reversed(passed):
+            for turn in reversed(said.answers):
                 if _reasoning_agrees(turn, messages[:length]):
                     return turn, length
         return None, 0
 
-    @property
-    def shown(self) -> dict[str, BlobRef]:
-        """Every image of a recorded turn, by sha256."""
-        return {one.image.sha256: one.image for turn in self.turns.values() for one in turn.images}
+    def tokens(self, turn: Turn) -> Ids:
+        """Prompt + output."""
+        return self.strands.plain(line(turn.place))
 
     def reason_of_root(self, messages: Sequence[Message]) -> str:
         """Why a prompt has no base. A retry has the reason of what it asks again."""
         if not self.turns:
             return "first"
-        rewritten = "history_rewritten" if messages[0].digest in self._openings else "new_conversation"
-        return self._roots.get(chained(CHAIN_START, messages)[-1], rewritten)
+        passed = list(self.messages.passed(messages))
+        if len(passed) == len(messages) and passed[-1].root_reason:
+            return passed[-1].root_reason
+        return "history_rewritten" if passed else "new_conversation"
 
-    def parent_of(
-        self,
-        prompt: Sequence[int],
-        base: Turn | None,
-        appended: bool,
-        images: Sequence[ImageRef] = (),
-        *,
-        covered: bool = False,
+    def extends(self, base: Turn, prompt: Sequence[int], images: Sequence[ImageRef], known: Place) -> bool:
+        """Whether a prompt that passes `known` begins with all of the base, the same images in it."""
+        if known == base.place:
+            return True
+        return np.array_equal(self.strands.keyed(prompt, images, 0)[: base.total], line(base.place))
+
+    def stored_against(
+        self, ids: Sequence[int], known: Place, images: Sequence[ImageRef] = (), *, covered: bool = False
     ) -> tuple[Turn | None, int]:
-        """Where to store the prompt against: the turn with the longest common prefix of tokens and images, and that
-        length. `covered`: only turns whose routed experts are stored, where there is any, so that no gap is passed
-        on."""
+        """Where to store a prompt that passes `known` and goes on with `ids`: a turn with the longest common prefix of
+        tokens and images, and its length. `covered`: only turns whose routed experts are stored, where there is any,
+        so that no gap is passed on."""
         covered = covered and self._covered
-        fits = base is not None and appended and (base.covered or not covered)
-        if base is not None and fits and len(self._strands) == 1:
-            return base, base.total
-        best, length = (base, base.total) if base is not None and fits else (None, 0)
-        ids = np.asarray(prompt, dtype=np.int32)
-        for strand in self._strands:
-            common = _common(ids, np.frombuffer(strand.ids.tobytes(), dtype=np.int32))
-            if common > length:
-                turn, shared = strand.holder(common, covered=covered)
-                shared = agreeing(shared, images, turn.images) if turn is not None else 0
-                if shared > length:
-                    best, length = turn, shared
-        return best, length
+        for place in above(self.strands.follow(self.strands.keyed(ids, images, known.depth), known)):
+            for depth in points(place):
+                turns = holders(Place(place.strand, depth))
+                turn = next((turn for turn in turns if turn.covered or not covered), None)
+                if turn is not None and depth:
+                    return turn, depth
+        return None, 0
 
-    def record(self, turn: Turn, prompt: Sequence[int], output: Sequence[int], appended: bool, reason: str) -> None:
-        """Add a turn; sets its strand. `appended`: the prompt extends the base's tokens; `reason`: its boundary's."""
-        base = turn.base
-        if base is not None:
-            base.continued = True
-        else:
-            self._openings.add(turn.new[0].digest)
-            self._roots.setdefault(turn.asked, reason)
-        if base is not None and appended and base.total == len(base.strand.ids):
-            turn.strand = base.strand
-            turn.strand.ids.extend(prompt[base.total :])
-        else:
-            turn.strand = Strand(array("i", prompt))
-            self._strands.append(turn.strand)
-        turn.strand.ids.extend(output)
-        turn.total = len(turn.strand.ids)
-        turn.strand.turns.append(turn)
+    def record(self, turn: Turn, ids: Sequence[int], output: Sequence[int], known: Place) -> None:
+        """Add a turn whose prompt passes `known` and goes on with `ids`; sets its strand and its messages' places."""
+        self.strands.add(turn, self.strands.keyed([*ids, *output], turn.images, known.depth), known)
+        said = turn.base.answered if turn.base is not None else self.messages.start
+        for raw, one in zip(turn.new_raw, turn.new, strict=True):
+            said = self.messages.add(said, raw, one)
+        turn.asked = said
+        if turn.base is not None:
+            turn.base.continued = True
+        elif not said.root_reason:
+            said.root_reason = turn.boundary_reason
+        turn.answered = self._answered(said, turn)
+        turn.answered.answers.append(turn)
         self.turns[turn.id] = turn
+        self.shown |= {one.image.sha256: one.image for one in turn.images}
         self._covered = self._covered or turn.covered
-        self._answered.setdefault(turn.chain, []).append(turn)
         self._requested.setdefault(turn.request_sha256, []).append(turn)
+
+    def _answered(self, asked: Said, turn: Turn) -> Said:
+        """Where the assistant's message stands. A prefill and the response to it are one message, and two for a client
+        that echoes both."""
+        assert asked.message is not None
+        if asked.message.role != "assistant":
+            return self.messages.add(asked, turn.response_raw, turn.response)
+        assert asked.above is not None
+        one = self.messages.add(asked.above, *joined(asked.message, turn.response_raw))
+        self.messages.alias(asked, turn.response, one)
+        return one
+
+    def hashed(self, place: Place) -> _Hash:
+        """sha256 over the line to `place`, from the end of the nearest turn on: not to be updated in place."""
+        pieces, hashed = [], sha256()
+        for strand, depth in above(place):
+            turn = longest(Place(strand, depth))
+            pieces.append(strand.slice(turn.total if turn else strand.start, depth))
+            if turn is not None:
+                hashed = turn.hashed.copy()
+                break
+        for piece in reversed(pieces):
+            hashed.update(self.strands.plain(piece).data)
+        return hashed
 
     def repeated(self, request_sha256: str) -> Turn | None:
         """The whole turn that an identical body asks for again: nothing continues it, and this gateway has not handed
@@ -205,27 +219,23 @@ class Conversation:
         """The newest whole turn of the first root's lineage, or of a root that asked the same again."""
         first = next(iter(self.turns.values()), None)
         for turn in reversed(self.turns.values()):
-            if first is not None and turn.whole and turn.root.asked == first.root.asked:
+            if first is not None and turn.whole and turn.root.asked is first.root.asked:
                 return turn
         return None
 
 
-def prompt_sha256(prompt: Sequence[int]) -> str:
-    """Hex sha256 of the ids as little-endian int32."""
-    return hashlib.sha256(np.asarray(prompt, dtype="<i4").tobytes()).hexdigest()
-
-
-def _common(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> int:
-    size = min(len(one), len(other))
-    differs = np.flatnonzero(one[:size] != other[:size])
-    return int(differs[0]) if len(differs) else size
+def continued(hashed: _Hash, ids: Sequence[int]) -> _Hash:
+    """sha256 over what was hashed and `ids` as little-endian int32."""
+    hashed = hashed.copy()
+    hashed.update(pack_int32s(ids))
+    return hashed
 
 
 def _reasoning_agrees(turn: Turn, messages: Sequence[Message]) -> bool:
     """Reasoning that is absent in the echo matches any; present, it must match."""
     if not any(one.reasoning for one in messages):
         return True
-    recorded = [one for each in reversed(list(turn.lineage())) for one in (*each.new, each.response)]
-    return all(
+    recorded = [own for _, own in turn.messages()]
+    return len(recorded) == len(messages) and all(
         not echo.reasoning or echo.reasoning == own.reasoning for echo, own in zip(messages, recorded, strict=True)
     )

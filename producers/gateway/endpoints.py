@@ -139,10 +139,12 @@ class Gateway:
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions: a new turn, or the recorded one that a repeat asks for."""
         claims = self._claims(request)
-        chat = chat_request(await self._body(request))
+        body = await self._body(request)
         session = await self.sessions.find(claims)
+        chat = chat_request(body, session.conversation.messages.read)
         if pictures := chat.pictures:
             chat = dataclasses.replace(chat, images=await self._admitted(pictures, session))
+            session = await self.sessions.find(claims)  # the store took its time
         return TurnResponse(
             self._turn(session, chat, claims, request.headers),
             session_id=session.id,

@@ -16,7 +16,6 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -182,19 +181,6 @@ def placed(
         else:
             out.append(one)
     return out, tuple(refs)
-
-
-def agreeing(length: int, mine: Sequence[ImageRef], theirs: Sequence[ImageRef]) -> int:
-    """How much of a common token prefix holds the same images, and none by half."""
-    if not mine and not theirs:
-        return length
-    for one, other in zip_longest(mine, theirs):
-        first = min(image.position for image in (one, other) if image is not None)
-        if first >= length:
-            return length
-        if one != other or first + one.tokens > length:
-            return first
-    return length
 
 
 def within(length: int, images: Sequence[ImageRef]) -> Iterator[ImageRef]:

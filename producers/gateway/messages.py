@@ -7,7 +7,7 @@ and indexes, cache marks and billing lines do not count. Reasoning that an echo 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ from turnlog.schemas.json_depth import deeper_than
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 BILLING = "x-anthropic-billing-header:"
-CHAIN_START = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +35,16 @@ class Message:
     """In order; the template has a part {"type": "image"} for each."""
 
 
-def normalised(raw: Any) -> tuple[Message, ...]:
-    """The messages of a request. Raises BadRequest naming the message."""
+def listed(raw: Any) -> list[Any]:
+    """The messages of a request as they came. Raises BadRequest."""
     if not isinstance(raw, list) or not raw:
         raise BadRequest("messages must be a list of at least one message", param="messages")
-    return tuple([message(one, f"messages[{index}]") for index, one in enumerate(raw)])
+    return raw
+
+
+def normalised(raw: Any) -> tuple[Message, ...]:
+    """Messages. Raises BadRequest naming the message."""
+    return tuple([message(one, f"messages[{index}]") for index, one in enumerate(listed(raw))])
 
 
 def message(raw: Any, where: str) -> Message:
@@ -66,13 +70,12 @@ def message(raw: Any, where: str) -> Message:
     return Message(role, template, digest, reasoning, pictures)
 
 
-def chained(start: bytes, messages: Sequence[Message]) -> list[bytes]:
-    """h_1 .. h_n: h_k = H(h_(k-1), message_k), beginning after `start`."""
-    chain, last = [], start
-    for one in messages:
-        last = hashlib.blake2b(last + one.digest, digest_size=16).digest()
-        chain.append(last)
-    return chain
+def joined(prefill: Message, response: Mapping[str, Any]) -> tuple[dict[str, Any], Message]:
+    """A prefill and the response to it as the one message that an echo has: as it comes, and to compare."""
+    raw = {**response, "content": prefill.template["content"] + (response["content"] or "")}
+    if prefill.reasoning:
+        raw["reasoning_content"] = prefill.reasoning
+    return raw, message(raw, "response")
 
 
 def system_digest(messages: Sequence[Message]) -> str:

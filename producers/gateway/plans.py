@@ -10,11 +10,12 @@ from turnlog.infra.engine import EngineImage
 from turnlog.producers.gateway.conversation import Turn
 from turnlog.producers.gateway.errors import BadRequest, ContextOverflow
 from turnlog.producers.gateway.experts import Routing
-from turnlog.producers.gateway.images import Admitted, agreeing, placed
+from turnlog.producers.gateway.images import Admitted, placed
 from turnlog.producers.gateway.messages import Message, tools_digest
 from turnlog.producers.gateway.requests import ChatRequest
 from turnlog.producers.gateway.session_tokens import Claims
 from turnlog.producers.gateway.sessions import Session
+from turnlog.producers.gateway.strands import Place
 from turnlog.producers.gateway.tokens import Prompts
 from turnlog.schemas.events.turns import Boundary, ImageRef
 
@@ -24,6 +25,8 @@ class Prompt(NamedTuple):
 
     ids: list[int]
     images: tuple[ImageRef, ...]
+    known: Place
+    """What of them is known to be held: they are compared, checked and stored from there on."""
     reason: str
     """The boundary's, if the ids do not extend the base."""
 
@@ -35,6 +38,8 @@ class Plan(NamedTuple):
     kept: int
     """Messages that the base covers."""
     prompt: list[int]
+    known: Place
+    """What of it the session is known to hold."""
     images: tuple[ImageRef, ...]
     """Every one in the prompt, by position."""
     shown: tuple[EngineImage, ...]
@@ -66,35 +71,36 @@ class Planner:
         """Raises BadRequest, ImagesNotServed, ContextOverflow."""
         base, kept = session.conversation.base_of(request.messages)
         tools_sha256 = tools_digest(request.tools)
-        ids, images, reason = self._prompt(session, request, base, kept, tools_sha256)
-        if base is not None and _extends(ids, images, base):
+        prompt = self._prompt(session, request, base, kept, tools_sha256)
+        ids, images, known, reason = prompt
+        conversation = session.conversation
+        if base is not None and conversation.extends(base, ids, images, known):
             boundary, reason = Boundary.append, "append"
         else:
             boundary = Boundary.root if base is None else Boundary.branch
-        limit = self._limit(session, request, claims, ids)
+        limit = self._limit(session, request, claims, prompt)
         stored = None
         if self.routing is not None:
-            appended = boundary is Boundary.append
-            stored = session.conversation.parent_of(ids, base, appended, images, covered=True)
+            stored = conversation.stored_against(ids[known.depth :], known, images, covered=True)
         shown = tuple(EngineImage(request.images[one.image.sha256].url, one.position, one.tokens) for one in images)
         return Plan(
-            base, kept, ids, images, shown, boundary, reason, tools_sha256, limit, agent_path, stored
+            base, kept, ids, known, images, shown, boundary, reason, tools_sha256, limit, agent_path, stored
         )  # fmt: skip
 
-    def _limit(self, session: Session, request: ChatRequest, claims: Claims, prompt: list[int]) -> int:
+    def _limit(self, session: Session, request: ChatRequest, claims: Claims, prompt: Prompt) -> int:
         """How many tokens may be sampled. Raises BadRequest, ContextOverflow."""
-        vocabulary = self.prompts.tokens.vocabulary
-        if prompt and not 0 <= min(prompt) <= max(prompt) < vocabulary:
+        vocabulary, new = self.prompts.tokens.vocabulary, prompt.ids[prompt.known.depth :]
+        if new and not 0 <= min(new) <= max(new) < vocabulary:
             raise BadRequest(
-                f"the prompt has token {max(prompt)}, outside the model's vocabulary of {vocabulary}: tokenizer and "
+                f"the prompt has token {max(new)}, outside the model's vocabulary of {vocabulary}: tokenizer and "
                 "model in [model] path do not belong together",
                 param="messages",
             )
         window = min(self.window, claims.max_context_tokens or self.window)
-        room = window - len(prompt) - 1
+        room = window - len(prompt.ids) - 1
         if room < 1:
             raise ContextOverflow(
-                f"This model's maximum context length is {window} tokens; the messages take {len(prompt)} of them",
+                f"This model's maximum context length is {window} tokens; the messages take {len(prompt.ids)} of them",
                 param="messages",
             )
         return min(request.max_new_tokens or room, session.started.sampling.max_new_tokens, room)
@@ -103,31 +109,27 @@ class Planner:
         self, session: Session, request: ChatRequest, base: Turn | None, kept: int, tools_sha256: str
     ) -> Prompt:
         if base is None:
-            return self._full(request, session.conversation.reason_of_root(request.messages))
+            return self._full(session, request, session.conversation.reason_of_root(request.messages))
         if base.tools_sha256 != tools_sha256:
-            return self._full(request, "tools_changed")
+            return self._full(session, request, "tools_changed")
         new = request.messages[kept:]
         more = self.prompts.continuation(base.last, new, request.tools, tools_sha256)
         if more is None:
-            return self._full(request, "template_not_incremental")
+            return self._full(session, request, "template_not_incremental")
         more, images = placed(more, base.total, self.image_token, _pictures(new, request.images))
-        prompt = Prompt(base.tokens() + more, base.images + images, "append")
+        held = session.conversation.tokens(base).tolist()
+        prompt = Prompt(held + more, base.images + images, base.place, "append")
         if self.history == "template":
-            whole = self._full(request, "history_rewritten")
+            whole = self._full(session, request, "history_rewritten")
             if self.prompts.tokens.literal(whole.ids) != self.prompts.tokens.literal(prompt.ids):
                 return whole
         return prompt
 
-    def _full(self, request: ChatRequest, reason: str) -> Prompt:
+    def _full(self, session: Session, request: ChatRequest, reason: str) -> Prompt:
         ids = self.prompts.full(request.messages, request.tools)
-        return Prompt(*placed(ids, 0, self.image_token, _pictures(request.messages, request.images)), reason)
+        pictures = _pictures(request.messages, request.images)
+        return Prompt(*placed(ids, 0, self.image_token, pictures), session.conversation.strands.start, reason)
 
 
 def _pictures(messages: Sequence[Message], admitted: Mapping[str, Admitted]) -> list[Admitted]:
     return [admitted[picture.ref.sha256] for one in messages for picture in one.pictures]
-
-
-def _extends(ids: list[int], images: tuple[ImageRef, ...], base: Turn) -> bool:
-    """Whether a prompt begins with all of the base, the same images in it."""
-    same = len(ids) >= base.total and ids[: base.total] == base.tokens()
-    return same and agreeing(base.total, images, base.images) == base.total

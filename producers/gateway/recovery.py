@@ -16,11 +16,12 @@ from turnlog.infra.blobs import Blobs
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Log, Partition, Reader, Record
 from turnlog.infra.payloads import inlined
-from turnlog.producers.gateway.conversation import Conversation, Strand, Turn
+from turnlog.producers.gateway.conversation import Conversation, Turn, continued
 from turnlog.producers.gateway.images import within
-from turnlog.producers.gateway.messages import CHAIN_START, chained, message, normalised
+from turnlog.producers.gateway.messages import message, normalised
+from turnlog.producers.gateway.strands import above
 from turnlog.schemas.errors import UndecodableRecord
-from turnlog.schemas.events.turns import Boundary, TokenSnapshot, TurnCompleted
+from turnlog.schemas.events.turns import TokenSnapshot, TurnCompleted
 from turnlog.schemas.topics import SNAPSHOTS, TURNS
 from turnlog.schemas.types import TurnId, int32s
 
@@ -121,40 +122,34 @@ def _rebuilt(found: _Found) -> Conversation:
 
 
 def _restore(conversation: Conversation, completed: TurnCompleted, snapshot: TokenSnapshot) -> None:
-    base = conversation.turns[completed.base_turn] if completed.base_turn else None
     holder = conversation.turns[snapshot.parent_turn] if snapshot.parent_turn else None
-    parent = holder.tokens() if holder else []
-    prompt = [*parent[: snapshot.base_len], *int32s(_bytes(snapshot.delta_ids)).tolist()]
+    known = conversation.strands.start if holder is None else next(above(holder.place, snapshot.base_len))
+    delta = int32s(_bytes(snapshot.delta_ids)).tolist()
     output = int32s(_bytes(snapshot.output_ids)).tolist()
     new_raw = orjson.loads(_bytes(completed.new_messages))
     response_raw = orjson.loads(_bytes(completed.response))
-    new = normalised(new_raw) if new_raw else ()
-    response = message(response_raw, "response")
-    start = base.chain if base else CHAIN_START
-    chain = [start, *chained(start, (*new, response))]
     turn = Turn(
         id=completed.turn,
-        base=base,
+        base=conversation.turns[completed.base_turn] if completed.base_turn else None,
         request_sha256=completed.request_sha256,
         tools_sha256=completed.tools_sha256,
         system_sha256=completed.system_sha256,
         new_raw=new_raw,
-        new=new,
+        new=normalised(new_raw) if new_raw else (),
         response_raw=response_raw,
-        response=response,
-        asked=chain[-2],
-        chain=chain[-1],
+        response=message(response_raw, "response"),
         finish_reason=completed.finish_reason,
         aborted=completed.aborted,
         cached_tokens=completed.cached_tokens,
         output_tokens=len(output),
         versions=(completed.weight_version_first, completed.weight_version_last),
-        strand=Strand(),
-        total=0,
+        hashed=continued(conversation.hashed(known), (*delta, *output)),
+        boundary_reason=snapshot.boundary_reason,
+        total=snapshot.base_len + len(delta) + len(output),
         images=(*within(snapshot.base_len, holder.images if holder else ()), *snapshot.images),
         covered=snapshot.experts is not None and (holder is None or holder.covered),
     )
-    conversation.record(turn, prompt, output, snapshot.boundary is Boundary.append, snapshot.boundary_reason)
+    conversation.record(turn, delta, output, known)
 
 
 def _bytes(payload: object) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,8 +94,8 @@ class FinishRequest:
     """The last turn of what got the verdict, or will."""
 
 
-def chat_request(body: bytes) -> ChatRequest:
-    """Raises BadRequest naming the field."""
+def chat_request(body: bytes, read: Callable[[Any], tuple[Message, ...]] = normalised) -> ChatRequest:
+    """`read` makes messages of what came. Raises BadRequest naming the field."""
     values = _object(body)
     for name in values.keys() - HONOURED:
         IGNORED.labels(name if name in COUNTED else "other").inc()
@@ -106,7 +106,7 @@ def chat_request(body: bytes) -> ChatRequest:
     options = values.get("stream_options")
     return ChatRequest(
         raw=values.get("messages") or [],
-        messages=normalised(values.get("messages")),
+        messages=read(values.get("messages")),
         tools=tools,
         max_new_tokens=min((limit for limit in limits if limit is not None), default=None),
         stream=values.get("stream") is True,

@@ -85,7 +85,7 @@ class Session:
     def description(self) -> dict[str, Any]:
         """GET /sessions/{id}: enough to continue, or to judge."""
         main = self.conversation.main_line()
-        messages = main.messages() if main else []
+        messages = [raw for raw, _ in main.messages()] if main else []
         return {
             "session_id": self.id,
             "epoch": self.epoch,

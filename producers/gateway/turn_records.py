@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
-from turnlog.producers.gateway.conversation import Strand, Turn, prompt_sha256
+from turnlog.producers.gateway.conversation import Turn, continued
 from turnlog.producers.gateway.generation import Draft
 from turnlog.producers.gateway.images import by_reference
-from turnlog.producers.gateway.messages import CHAIN_START, chained, message, system_digest
+from turnlog.producers.gateway.messages import message, system_digest
 from turnlog.producers.gateway.plans import Plan
 from turnlog.producers.gateway.requests import ChatRequest
 from turnlog.producers.gateway.sessions import Session
@@ -19,12 +19,17 @@ from turnlog.schemas.events.turns import ExpertsLayout, FinishReason, TokenSnaps
 from turnlog.schemas.ids import turn_event_id
 from turnlog.schemas.types import BlobRef, TurnId, pack_float32s, pack_int32s
 
+if TYPE_CHECKING:
+    from hashlib import _Hash
+
 
 class Stored(NamedTuple):
     """Where a turn's tokens are stored against, and its routed experts."""
 
     parent: Turn | None
     base_len: int
+    prompt: _Hash
+    """sha256 over the prompt as little-endian int32."""
     experts: BlobRef | None = None
     layout: ExpertsLayout | None = None
 
@@ -40,11 +45,7 @@ def recorded_turn(
     stored: Stored,
 ) -> Turn:
     """The turn as the conversation keeps it. `gone`: every client has left."""
-    new = request.messages[plan.kept :]
     raw = request.raw[plan.kept :]
-    answer = message(response, "response")
-    start = plan.base.chain if plan.base else CHAIN_START
-    chain = [start, *chained(start, (*new, answer))]
     return Turn(
         id=turn,
         base=plan.base,
@@ -52,17 +53,16 @@ def recorded_turn(
         tools_sha256=plan.tools_sha256,
         system_sha256=system_digest(request.messages),
         new_raw=[by_reference(one) for one in raw] if plan.images else raw,
-        new=new,
+        new=request.messages[plan.kept :],
         response_raw=response,
-        response=answer,
-        asked=chain[-2],
-        chain=chain[-1],
+        response=message(response, "response"),
         finish_reason=_finish_reason(draft, response),
         aborted=gone or draft.finish == "error",
         cached_tokens=draft.cached_tokens,
         output_tokens=len(draft.ids),
         versions=draft.versions(),
-        strand=Strand(),
+        hashed=continued(stored.prompt, draft.ids),
+        boundary_reason=plan.reason,
         total=len(plan.prompt) + len(draft.ids),
         images=plan.images,
         covered=stored.experts is not None and (stored.parent is None or stored.parent.covered),
@@ -122,7 +122,7 @@ def snapshot(session: Session, plan: Plan, draft: Draft, turn: Turn, stored: Sto
         version_spans=tuple(draft.spans),
         boundary=plan.boundary,
         boundary_reason=plan.reason,
-        prompt_sha256=prompt_sha256(plan.prompt),
+        prompt_sha256=stored.prompt.hexdigest(),
         temperature=started.sampling.temperature,
         logprob_kind="at_temperature" if started.sampling.temperature else "raw",
         experts=stored.experts,

@@ -11,7 +11,7 @@ from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import LogError
 from turnlog.infra.payloads import externalized
 from turnlog.processors.core.experts import MEDIA_TYPE, packed
-from turnlog.producers.gateway.conversation import CUT_OFF, Turn
+from turnlog.producers.gateway.conversation import CUT_OFF, Turn, continued
 from turnlog.producers.gateway.engines import Wanted
 from turnlog.producers.gateway.errors import NotRecorded
 from turnlog.producers.gateway.experts import TurnRows
@@ -25,7 +25,6 @@ from turnlog.producers.gateway.tokenizer import TextStream
 from turnlog.producers.gateway.tokens import Prompts
 from turnlog.producers.gateway.tool_calls import parse
 from turnlog.producers.gateway.turn_records import Stored, completed, recorded_turn, snapshot
-from turnlog.schemas.events.turns import Boundary
 from turnlog.schemas.ids import call_id
 from turnlog.schemas.types import TurnId
 
@@ -127,7 +126,6 @@ class Turns:
     ) -> Turn:
         """Blobs and both records acknowledged, then the turn in the conversation. Raises NotRecorded."""
         response = self._response(session, running.id, draft)
-        appended = plan.boundary is Boundary.append
         with RECORD_S.time():
             try:
                 stored = await self._stored(session, plan, draft, experts)
@@ -142,7 +140,7 @@ class Turns:
                 await asyncio.gather(*map(self.events.append, kept))
             except (LogError, BlobError) as error:
                 raise NotRecorded(f"the turn could not be recorded: {error}") from error
-        session.conversation.record(turn, plan.prompt, draft.ids, appended, plan.reason)
+        session.conversation.record(turn, plan.prompt[plan.known.depth :], draft.ids, plan.known)
         TURNS.labels(turn.finish_reason.value, plan.boundary.value, plan.reason).inc()
         TOKENS.labels("prompt").inc(len(plan.prompt))
         TOKENS.labels("output").inc(len(draft.ids))
@@ -151,15 +149,16 @@ class Turns:
 
     async def _stored(self, session: Session, plan: Plan, draft: Draft, experts: TurnRows | None) -> Stored:
         """The storage parent, and the turn's routed experts in the store. Raises BlobError."""
+        conversation, new = session.conversation, plan.prompt[plan.known.depth :]
+        prompt = continued(conversation.hashed(plan.known), new)
         if plan.stored is None:
-            appended = plan.boundary is Boundary.append
-            return Stored(*session.conversation.parent_of(plan.prompt, plan.base, appended, plan.images))
+            return Stored(*conversation.stored_against(new, plan.known, plan.images), prompt)
         rows = None if experts is None else experts.rows(len(plan.prompt) + len(draft.ids))
         if rows is None:
             WITHOUT_EXPERTS.inc()
-            return Stored(*plan.stored)
+            return Stored(*plan.stored, prompt)
         content, layout = packed(rows)
-        return Stored(*plan.stored, await self.blobs.put(content, media_type=MEDIA_TYPE), layout)
+        return Stored(*plan.stored, prompt, await self.blobs.put(content, media_type=MEDIA_TYPE), layout)
 
     def _response(self, session: Session, turn: TurnId, draft: Draft) -> dict[str, Any]:
         """The assistant message: the text without the token that ended it, tool calls taken out."""
