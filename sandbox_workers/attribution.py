@@ -31,7 +31,7 @@ class Evidence:
     silent: bool = False
     """The call was not answered within wall_s and some grace."""
     deaths: int = 0
-    """Sandboxes that this call has taken down, the latest included, of those that ran nothing for anybody else."""
+    """New sandboxes, alive just before, that have gone away under this call, the latest included."""
 
 
 UNKNOWN = Evidence()

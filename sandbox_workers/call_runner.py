@@ -133,6 +133,8 @@ class CallRunner:
         async with AsyncExitStack() as stack:
             try:
                 lease = await self._leased(stack, unit, pending, plan)
+                if pending.again and not await lease.sandbox.healthy():
+                    raise SandboxUnavailable("it was gone before the call")
                 sha256 = await self._surroundings.sha256(plan.pool.provider, plan.shape, pending.request.sandbox)
             except ImageMissing as error:
                 return unrun(ToolStatus.refused, "image", str(error))
@@ -152,8 +154,8 @@ class CallRunner:
         """A sandbox. Raises NoSandboxInTime, SandboxUnavailable, ImageMissing."""
         request = pending.request
         session = unit.session(request) if request.sandbox.durable_workspace else None
-        again = self._attempts(unit, pending) > 0  # what took its sandbox down is to be seen, if it was the call
-        lease = plan.pool.lease(plan.shape, session=session, fresh=request.sandbox.fresh or again)
+        pending.again = self._attempts(unit, pending) > 0  # then it is to be seen whether it was the call
+        lease = plan.pool.lease(plan.shape, session=session, fresh=request.sandbox.fresh or pending.again)
         try:
             async with asyncio.timeout(min(request.deadline_s - self._age(pending), LONG_S)) as pending.waits:
                 return await stack.enter_async_context(lease)
@@ -211,18 +213,17 @@ class CallRunner:
         except FileRefused as error:
             return answers.unkept(execution, error), await self._files.without(request, lost=lost)
         except SandboxDied as error:
-            execution = answers.ended(execution, self._verdict(lease, pending, error))
+            execution = answers.ended(execution, self._verdict(pending, error))
             return execution, await self._files.without(request, lost=lost)
         if request.sandbox.durable_workspace:
             lease.keep(workspace)
         return execution, workspace
 
-    def _verdict(self, lease: Lease, pending: Pending, error: SandboxDied) -> Verdict:
+    def _verdict(self, pending: Pending, error: SandboxDied) -> Verdict:
         """Of a call whose sandbox went away. Raises the error when nothing says that it was the call's doing: then it
-        runs again, in a sandbox that runs nothing else."""
-        if lease.alone:
-            pending.killed.add(lease.sandbox)
-        verdict = attributed(dataclasses.replace(error.evidence, deaths=len(pending.killed)))
+        runs again, in a new one."""
+        pending.deaths += pending.again
+        verdict = attributed(dataclasses.replace(error.evidence, deaths=pending.deaths))
         if verdict is None:
             raise error
         log.info("call %s has ended its sandbox: %s", pending.request.call_id, error)
@@ -245,7 +246,7 @@ class CallRunner:
         try:
             return await plan.tool.run(lease.sandbox, plan.limits, env)
         except SandboxDied as error:
-            return unrun(*self._verdict(lease, pending, error), "the call has ended its sandbox\n")
+            return unrun(*self._verdict(pending, error), "the call has ended its sandbox\n")
 
     async def _run_with_network(self, lease: Lease, pending: Pending, plan: Plan) -> Ran:
         """Run it beside the proxy. Raises SandboxDied, also when the store failed one of its requests: what the call

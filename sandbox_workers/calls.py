@@ -37,8 +37,10 @@ class Pending:
     """Ends its wait for a sandbox."""
     sandbox: Sandbox | None = None
     """Where it runs now."""
-    killed: set[Sandbox] = field(default_factory=set)
-    """Sandboxes that ran nothing for any other session and went away under it."""
+    again: bool = False
+    """It runs again, in a new sandbox that was alive just before."""
+    deaths: int = 0
+    """Of such sandboxes, under this call."""
 
     async def cancel(self) -> None:
         """Nobody waits for it any more, whatever it is doing."""

@@ -184,8 +184,8 @@ class Sandbox(Protocol):
         ...
 
     async def exec(self, command: Command, limits: SandboxLimits, *, on_output: OnOutput | None = None) -> Execution:
-        """Run a command. Raises SandboxDied, FileRefused (cwd); cancelling the awaiting task kills the sandbox, since
-        nobody knows then what the call had done."""
+        """Run a command. Raises SandboxDied, SandboxUnavailable (nothing ran), FileRefused (cwd); cancelling the
+        awaiting task kills the sandbox, since nobody knows then what the call had done."""
         ...
 
     async def cancel(self) -> None:

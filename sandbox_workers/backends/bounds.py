@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Protocol
 
 from turnlog.schemas.events import SandboxLimits
@@ -36,6 +38,27 @@ class Bounds(Protocol):
     def close(self) -> None:
         """Kill what is left and remove them. Never raises."""
         ...
+
+
+@contextlib.asynccontextmanager
+async def metered(
+    limits: SandboxLimits, bounds: Bounds | None, spent: Callable[[], Awaitable[None]]
+) -> AsyncIterator[None]:
+    """Around a call: `spent` ends it at its CPU time as the kernel counts it."""
+    if bounds is None:
+        yield
+        return
+
+    async def watch() -> None:
+        await cpu_spent(limits, bounds)
+        await spent()
+
+    meter = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        meter.cancel()
+        await asyncio.wait([meter])
 
 
 async def cpu_spent(limits: SandboxLimits, bounds: Bounds) -> None:

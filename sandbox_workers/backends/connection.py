@@ -8,16 +8,15 @@ import dataclasses
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from turnlog.sandbox_workers.attribution import attributed
 from turnlog.sandbox_workers.backends import init_answers
-from turnlog.sandbox_workers.backends.bounds import Bounds, cpu_left, cpu_spent
+from turnlog.sandbox_workers.backends.bounds import Bounds, cpu_left, metered
 from turnlog.sandbox_workers.backends.init_channel import Channel, refusal
 from turnlog.sandbox_workers.backends.init_files import RESET_S, UNBOUNDED, InitFiles
 from turnlog.sandbox_workers.backends.zygote import Zygote
-from turnlog.sandbox_workers.inside.interpreter import ENDED
 from turnlog.sandbox_workers.protocol import (
     Command,
     Execution,
@@ -32,9 +31,8 @@ from turnlog.schemas.events import SandboxLimits, ToolStatus
 log = logging.getLogger(__name__)
 
 START_S = 20.0
-LOST = Execution(ToolStatus.tool_error, "interpreter_ended", None, ENDED, 0.0, 0.0)
-"""Nothing was run: the interpreter that this call was to go on in has ended between calls, which only a call before it
-can have prepared."""
+STALLED_S = 1.0
+"""A time-out that comes so late says that this process stood still, not that an init was silent."""
 GRACE_S = 5.0
 """How much longer than the wall limit the init may take to answer before the sandbox is killed."""
 
@@ -191,24 +189,33 @@ class InitSandbox(InitFiles):
         parts: dict[Stream, list[bytes]] = {Stream.stdout: [], Stream.stderr: []}
         self._cancelled = False
         with self._asking("exec"):
+            await self._bound(limits)
             try:
-                if self._bounds is not None:
-                    self._bounds.begin(limits)
-                async with asyncio.timeout(limits.wall_s + GRACE_S), self._metered(limits):
+                async with asyncio.timeout(limits.wall_s + GRACE_S), metered(limits, self._bounds, self._spent):
                     await self._channel.send(*request)
                     answer = await self._output(parts, limits.output_bytes, on_output)
                 self.interpreter = answer.get("interpreter") is True
                 if alive and answer.get("lost"):
-                    return LOST
+                    return init_answers.LOST
                 found = init_answers.execution(answer, init_answers.joined(parts), cancelled=self._cancelled)
                 return self._judged(found, limits)
             except FileRefused:
                 raise
             except (TimeoutError, SandboxDied, OSError) as error:
-                return await self._died(error, init_answers.joined(parts), asyncio.get_running_loop().time() - began)
+                took_s = asyncio.get_running_loop().time() - began
+                return await self._died(error, limits, init_answers.joined(parts), took_s)
             except BaseException:
                 await self.close()
                 raise
+
+    async def _bound(self, limits: SandboxLimits) -> None:
+        """Raises SandboxUnavailable: no call is to blame."""
+        try:
+            if self._bounds is not None:
+                self._bounds.begin(limits)
+        except OSError as error:
+            await self.close()
+            raise SandboxUnavailable(f"its bounds cannot be set: {error}") from error
 
     async def reset(self) -> bool:
         """See Sandbox. Where there is a zygote, nothing is reset: another init comes up in namespaces of its own."""
@@ -290,21 +297,7 @@ class InitSandbox(InitFiles):
             if on_output is not None:
                 on_output(stream, parts[stream][-1])
 
-    @contextlib.asynccontextmanager
-    async def _metered(self, limits: SandboxLimits) -> AsyncIterator[None]:
-        """End a call at its CPU time as the kernel counts it: no init hears of children that nobody waits for."""
-        if self._bounds is None:
-            yield
-            return
-        meter = asyncio.create_task(self._ended_once_spent(limits, self._bounds))
-        try:
-            yield
-        finally:
-            meter.cancel()
-            await asyncio.wait([meter])
-
-    async def _ended_once_spent(self, limits: SandboxLimits, bounds: Bounds) -> None:
-        await cpu_spent(limits, bounds)
+    async def _spent(self) -> None:
         with contextlib.suppress(SandboxDied):  # then `exec` says so
             await self._channel.send({"op": "cancel", "limit": "cpu_s"})
 
@@ -319,9 +312,10 @@ class InitSandbox(InitFiles):
             return found
         return dataclasses.replace(found, status=ToolStatus.resource_limit, reason=limit, exit_code=None)
 
-    async def _died(self, error: Exception, output: bytes, took_s: float) -> Execution:
+    async def _died(self, error: Exception, limits: SandboxLimits, output: bytes, took_s: float) -> Execution:
         """Of a call whose sandbox gave no answer, where that is the call's doing. Raises SandboxDied."""
-        silent = isinstance(error, TimeoutError)
+        late_s = took_s - limits.wall_s - GRACE_S
+        silent = isinstance(error, TimeoutError) and late_s < STALLED_S  # else it was we who did not listen
         self._evidence = dataclasses.replace(self._evidence, silent=silent)
         said = await self.last_words()
         evidence = await self._ended(error)

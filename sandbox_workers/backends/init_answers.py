@@ -9,6 +9,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from turnlog.sandbox_workers.inside.interpreter import ENDED
 from turnlog.sandbox_workers.inside.paths import LONGEST_PATH, Refused, exact
 from turnlog.sandbox_workers.inside.workspace import MOST_ENTRIES
 from turnlog.sandbox_workers.protocol import (
@@ -30,6 +31,9 @@ OBSERVED_BYTES = 1 << 16
 STAMP_LENGTH = 128
 SAID = frozenset({ToolStatus.ok, ToolStatus.tool_error, ToolStatus.timeout, ToolStatus.resource_limit})
 """An init's verdicts. That it was ours, or that somebody cancelled the call, is not for a sandbox to say."""
+LOST = Execution(ToolStatus.tool_error, "interpreter_ended", None, ENDED, 0.0, 0.0)
+"""Nothing was run: the interpreter that the call was to go on in has ended between calls, which only a call before it
+can have prepared."""
 TEXT_FIELDS = ("path", "kind", "target", "stamp")
 
 

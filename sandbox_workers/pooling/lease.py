@@ -18,8 +18,6 @@ class Lease:
     workspace: BlobRef | None
     """What the files are, as last kept."""
     session: str | None
-    alone: bool = False
-    """The sandbox has run nothing for anybody else."""
     kept: bool = False
 
     def keep(self, workspace: BlobRef | None) -> None:

@@ -62,7 +62,7 @@ class Pool:
         has a call in here already."""
         with self._alone(session):
             slot, held = await self._granted(Turn(shape, session, fresh, asyncio.get_running_loop().create_future()))
-            lease = Lease(slot.usable, held, slot.workspace if held else None, session, alone=slot.alone)
+            lease = Lease(slot.usable, held, slot.workspace if held else None, session)
             try:
                 yield lease
             except BaseException:  # what ended the call may have left anything
@@ -182,7 +182,6 @@ class Pool:
     def _grant(self, turn: Turn, slot: Slot, *, held: bool) -> None:
         slot.state = SlotState.leased
         slot.uses += 1
-        slot.alone = slot.uses == 1 or (held and slot.alone)
         slot.last_use = next(self._uses)
         slot.session = turn.session
         if turn.session is not None:

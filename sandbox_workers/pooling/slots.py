@@ -50,8 +50,6 @@ class Slot:
     """What the files of `session` are, as last kept."""
     uses: int = 0
     """Leases of this sandbox."""
-    alone: bool = False
-    """It ran nothing for anybody but who has it."""
     last_use: int = 0
     """Grows with every use of any slot."""
     owner: Turn | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -12,7 +13,8 @@ import psutil
 import pytest
 
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.backends import init_files
+from turnlog.sandbox_workers.attribution import attributed
+from turnlog.sandbox_workers.backends import connection, init_files
 from turnlog.sandbox_workers.backends.bounds import Bounds
 from turnlog.sandbox_workers.backends.connection import Account, InitSandbox, started
 from turnlog.sandbox_workers.backends.subprocess_backend import Subprocess
@@ -215,6 +217,37 @@ async def test_what_the_kernel_stopped_is_that_limit_whoever_it_killed(program: 
     await sandbox.close()
     pid = sandbox.process.pid
     assert kernel.seen == [pid, pid, LIMITS, "closed"]
+
+
+async def test_bounds_that_cannot_be_set_are_no_calls_doing() -> None:
+    class Gone(Kernel):
+        def begin(self, limits: SandboxLimits) -> None:
+            """See Bounds."""
+            raise FileNotFoundError("no such group")
+
+    sandbox = await saying(READY + "heard()", Gone(None))
+    with pytest.raises(SandboxUnavailable, match="no such group"):
+        await run(sandbox)
+    assert not await sandbox.healthy()
+
+
+@pytest.mark.parametrize("stalled", [False, True], ids=["the init is silent", "the worker stands still"])
+async def test_a_time_out_is_the_calls_where_the_init_is_silent_and_ours_where_we_did_not_listen(
+    stalled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "GRACE_S", 0.1)
+    monkeypatch.setattr(connection, "STALLED_S", 0.5 if stalled else 60.0)
+    sandbox = await saying(READY + "heard()")
+    limits = dataclasses.replace(LIMITS, wall_s=0.1)
+    calling = asyncio.create_task(sandbox.exec(Command(kind=Kind.shell, source="true"), limits))
+    if stalled:
+        asyncio.get_running_loop().call_later(0.1, time.sleep, 1.0)
+        with pytest.raises(SandboxDied) as died:
+            await calling
+        assert attributed(died.value.evidence) is None
+    else:
+        answer = await calling
+        assert (answer.status, answer.reason) == (ToolStatus.timeout, "wall_s")
 
 
 async def test_a_call_that_used_more_cpu_than_its_init_knows_of_has_met_that_limit() -> None:

@@ -165,10 +165,17 @@ async def test_a_call_that_kills_every_worker_is_given_up_and_parked(house: Any)
 
 
 async def test_a_sandbox_that_dies_costs_an_attempt_not_the_call(house: Any) -> None:
-    house.deaths = 1
+    house.deaths = 2
     async with house.worker():
         answer = await house.answer(house.call("a"))
-    assert (answer.status, answer.attempt, answer.output) == (ToolStatus.ok, 2, b"a\n")
+    assert (answer.status, answer.attempt, answer.output) == (ToolStatus.ok, 3, b"a\n")
+
+
+async def test_a_call_under_which_two_new_sandboxes_die_has_done_it_itself(house: Any) -> None:
+    house.deaths = 3
+    async with house.worker():
+        answer = await house.answer(house.call("a"))
+    assert (answer.status, answer.reason, answer.attempt) == (ToolStatus.tool_error, "sandbox_ended", 3)
 
 
 async def test_poison_is_parked_and_the_work_goes_on(house: Any) -> None:
