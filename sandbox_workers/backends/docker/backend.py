@@ -40,8 +40,8 @@ log = logging.getLogger(__name__)
 START_S = 30.0
 RUNTIMES = {"runc": ("runc", "io.containerd.runc.v2"), "runsc": ("runsc",), "kata": ("kata", "kata-runtime")}
 """Names under which daemons know them."""
-NO_PYTHON = ("executable file not found", "no such file or directory")
-"""What runtimes say of an image without python3."""
+NOT_FOUND = 127
+"""ExitCode of a container whose command is not in its image (docker run, "Exit status")."""
 STREAMS = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
 
 
@@ -149,7 +149,8 @@ class Docker:
             pid = (await asked(self._client.inspect_container, container))["State"]["Pid"]
         except SandboxUnavailable as error:
             detach(attached)
-            if "python3" in str(error) and any(words in str(error) for words in NO_PYTHON):
+            state = (await asked(self._client.inspect_container, container))["State"]
+            if state["ExitCode"] == NOT_FOUND:
                 raise ImageMissing(f"{image} has no python3 on its PATH, and sandboxes need one") from error
             raise
         return ContainerSandbox(self._client, container, ContainerStream(attached, pid), shape.disk_bytes)

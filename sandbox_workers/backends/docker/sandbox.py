@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import logging
 from typing import Any
 
@@ -18,11 +19,21 @@ from turnlog.sandbox_workers.protocol import (
     SandboxDied,
     SandboxUnavailable,
 )
-from turnlog.schemas.events import SandboxLimits, ToolStatus
+from turnlog.schemas.events import SandboxLimits
 
 log = logging.getLogger(__name__)
 
-PRYING = Command(kind=Kind.python, source="import os; os.listdir('/proc/1/fd')")
+DENIED = errno.EACCES
+PRYING = Command(
+    kind=Kind.python,
+    source=f"""
+import os
+try:
+    os.listdir('/proc/1/fd')
+except PermissionError:
+    raise SystemExit({DENIED}) from None
+""",
+)
 OOM_KILLED = "was killed for memory"
 EXIT_S = 2.0
 """Time for an init to end once its input has; then the container is killed."""
@@ -71,7 +82,7 @@ async def guarded(sandbox: ContainerSandbox) -> bool:
     """A call is kept from the init's descriptors, as Linux does of a process that is not dumpable (proc_pid_fd(5));
     gVisor does not. Ask before any code of an agent has run. Raises SandboxDied."""
     answer = await sandbox.exec(PRYING, SandboxLimits())
-    return answer.status is ToolStatus.tool_error and b"PermissionError" in answer.output
+    return answer.exit_code == DENIED
 
 
 async def removed(client: Any, container: str, stream: ContainerStream) -> str:

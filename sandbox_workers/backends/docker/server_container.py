@@ -49,6 +49,8 @@ class Container:
         self._started = threading.Event()
         self._sending = threading.Lock()
         self._exhausted = False
+        self.refused = 0
+        """ExitCode of a start that failed."""
 
     @property
     def state(self) -> str:
@@ -63,7 +65,7 @@ class Container:
 
     def inspected(self) -> dict[str, Any]:
         """As inspected."""
-        code = (self.process.poll() if self.process else 0) or 0
+        code = (self.process.poll() if self.process else self.refused) or 0
         running = self.state == "running"
         state = {"Status": self.state, "Running": running, "Pid": self.pid if running else 0,
                  "OOMKilled": self._exhausted, "ExitCode": 128 - code if code < 0 else code, "Error": ""}  # fmt: skip
@@ -178,6 +180,7 @@ class Boxes:
         path = self._images[box.config["Image"]]
         program = box.config["Entrypoint"][0]
         if not shutil.which(program, path=path.replace(PYTHON_HOME, str(self._python.root))):
+            box.refused = 127
             raise Refused(400, f'OCI runtime create failed: exec: "{program}": executable file not found in $PATH')
         uid = int(box.config["User"].partition(":")[0])
         user = {"user": uid, "group": uid, "extra_groups": []} if os.geteuid() == 0 else {}
