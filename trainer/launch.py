@@ -20,12 +20,11 @@ from turnlog.trainer.heartbeats import beating, heard
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.model_folder import read_weights
 from turnlog.trainer.plan import LearningPlan
-from turnlog.trainer.process_group import meeting_place, process_group
+from turnlog.trainer.process_group import HOST, meeting_place, process_group
 from turnlog.trainer.ranks import Ranks, follow
 from turnlog.trainer.shape import read_shape
 
 END_S = 30.0
-HOST = "127.0.0.1"
 Beat = Callable[[int], None]
 """Is told of every rank but 0 that beats, from a thread."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -11,8 +12,9 @@ from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-de
 
 from turnlog.trainer import mcore
 
-__all__ = ["IDLE", "Store", "meeting_place", "process_group"]
+__all__ = ["HOST", "IDLE", "Store", "meeting_place", "process_group"]
 
+HOST = "127.0.0.1"
 IDLE = timedelta(days=7)
 """Ranks wait in a collective while rank 0 waits for a batch; a dead peer closes its socket and is noticed at once."""
 
@@ -43,4 +45,8 @@ def process_group(
 
 def meeting_place(port: int, world_size: int) -> TCPStore:
     """Where the ranks of this machine meet; port 0: be the host, on a free port."""
-    return TCPStore("127.0.0.1", port, world_size, is_master=port == 0, wait_for_workers=False)
+    if port:
+        return TCPStore(HOST, port, world_size, is_master=False, wait_for_workers=False)
+    listener = socket.create_server((HOST, 0))  # one that the store makes itself listens on every interface
+    port = listener.getsockname()[1]
+    return TCPStore(HOST, port, world_size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

@@ -105,3 +105,18 @@ def test_libraries_are_heard_from_warnings_on_unless_everything_is_asked_for(lev
     )
     out = subprocess.run([sys.executable, "-c", script, level], check=True, capture_output=True, text=True).stdout
     assert [line.rpartition(" ")[2] for line in out.splitlines()] == heard
+
+
+def test_a_process_hears_libraries_from_warning_on_and_itself_from_info() -> None:
+    program = """
+import logging, sys
+from turnlog.infra import log_lines
+log_lines.begin("info", sys.stderr)
+for name in ("megatron.core.optimizer", "aiokafka", "turnlog.trainer.loop"):
+    logging.getLogger(name).info("step")
+    logging.getLogger(name).warning("slow")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    said = [line.split(" ", 2)[2] for line in done.stderr.splitlines()]
+    assert said == ["WARNING megatron.core.optimizer: slow", "WARNING aiokafka: slow",
+                    "INFO turnlog.trainer.loop: step", "WARNING turnlog.trainer.loop: slow"]  # fmt: skip

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from turnlog.trainer.heartbeats import BEAT_S, beating, heard
@@ -50,3 +51,14 @@ def test_the_thread_of_beats_ends_with_its_store() -> None:
         del store
         with pytest.raises(queue.Empty):
             heard_of.get(timeout=3 * BEAT_S)
+
+
+def test_the_ranks_of_one_machine_meet_on_the_loopback() -> None:
+    before = {connection.laddr for connection in psutil.Process().net_connections(kind="inet")}
+    store = meeting_place(0, 2)
+    listening = {
+        connection.laddr
+        for connection in psutil.Process().net_connections(kind="inet")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr not in before
+    }
+    assert {(address.ip, address.port) for address in listening} == {("127.0.0.1", store.port)}
