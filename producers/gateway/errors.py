@@ -2,6 +2,7 @@
 
 GatewayError
 ├── BadRequest            400 the body or a field of it cannot be used
+│   └── PrefillNotServed  the last message is the assistant's and cannot be left open
 ├── ImagesNotServed       400 the model, or its template, takes no images
 ├── ContextOverflow       400 the prompt leaves no room in the context window
 ├── Unauthorized          401 no, a forged or a foreign token
@@ -41,6 +42,12 @@ class BadRequest(GatewayError):
     """Names the field and what it must be."""
 
     status, type, code = 400, "invalid_request_error", "invalid_request"
+
+
+class PrefillNotServed(BadRequest):
+    """Says what keeps the assistant's last message from being continued."""
+
+    code = "prefill_not_served"
 
 
 class ImagesNotServed(GatewayError):

@@ -8,16 +8,16 @@ from typing import NamedTuple
 
 from turnlog.infra.engine import EngineImage
 from turnlog.producers.gateway.conversation import Turn
-from turnlog.producers.gateway.errors import BadRequest, ContextOverflow
+from turnlog.producers.gateway.errors import BadRequest, ContextOverflow, PrefillNotServed
 from turnlog.producers.gateway.experts import Routing
 from turnlog.producers.gateway.images import Admitted, placed
 from turnlog.producers.gateway.messages import Message, tools_digest
 from turnlog.producers.gateway.requests import ChatRequest
 from turnlog.producers.gateway.session_tokens import Claims
 from turnlog.producers.gateway.sessions import Session
-from turnlog.producers.gateway.strands import Place
+from turnlog.producers.gateway.strands import Place, above
 from turnlog.producers.gateway.tokens import Prompts
-from turnlog.schemas.events.turns import Boundary, ImageRef
+from turnlog.schemas.events.turns import Boundary, FinishReason, ImageRef
 
 
 class Prompt(NamedTuple):
@@ -69,6 +69,7 @@ class Planner:
 
     def plan(self, session: Session, request: ChatRequest, claims: Claims, agent_path: str | None) -> Plan:
         """Raises BadRequest, ImagesNotServed, ContextOverflow."""
+        _check_prefill(request.messages[-1])
         base, kept = session.conversation.base_of(request.messages)
         tools_sha256 = tools_digest(request.tools)
         prompt = self._prompt(session, request, base, kept, tools_sha256)
@@ -112,23 +113,48 @@ class Planner:
             return self._full(session, request, session.conversation.reason_of_root(request.messages))
         if base.tools_sha256 != tools_sha256:
             return self._full(session, request, "tools_changed")
-        new = request.messages[kept:]
-        more = self.prompts.continuation(base.last, new, request.tools, tools_sha256)
-        if more is None:
-            return self._full(session, request, "template_not_incremental")
-        more, images = placed(more, base.total, self.image_token, _pictures(new, request.images))
-        held = session.conversation.tokens(base).tolist()
-        prompt = Prompt(held + more, base.images + images, base.place, "append")
+        if kept == len(request.messages):
+            prompt = self._reopened(session, base)
+        else:
+            prompt = self._continued(session, request, base, kept, tools_sha256)
         if self.history == "template":
             whole = self._full(session, request, "history_rewritten")
             if self.prompts.tokens.literal(whole.ids) != self.prompts.tokens.literal(prompt.ids):
                 return whole
         return prompt
 
+    def _reopened(self, session: Session, base: Turn) -> Prompt:
+        """The last message is what the base said: it goes on where it ended, before the id that ended it."""
+        held, place = session.conversation.tokens(base).tolist(), base.place
+        stopped = base.finish_reason is FinishReason.stop and base.output_tokens
+        if stopped and self.prompts.ends(base.last, session.started.sampling.stop_token_ids):
+            held, place = held[:-1], next(above(place, base.total - 1))
+        return Prompt(held, base.images, place, "reopened")
+
+    def _continued(self, session: Session, request: ChatRequest, base: Turn, kept: int, tools_sha256: str) -> Prompt:
+        """New messages behind the base; all of them rendered anew where the template cannot append these."""
+        new = request.messages[kept:]
+        more = self.prompts.continuation(base.last, new, request.tools, tools_sha256)
+        if more is None:
+            return self._full(session, request, "template_not_incremental")
+        more, images = placed(more, base.total, self.image_token, _pictures(new, request.images))
+        held = session.conversation.tokens(base).tolist()
+        return Prompt(held + more, base.images + images, base.place, "append")
+
     def _full(self, session: Session, request: ChatRequest, reason: str) -> Prompt:
         ids = self.prompts.full(request.messages, request.tools)
         pictures = _pictures(request.messages, request.images)
         return Prompt(*placed(ids, 0, self.image_token, pictures), session.conversation.strands.start, reason)
+
+
+def _check_prefill(last: Message) -> None:
+    """Raises PrefillNotServed for an assistant's last message that is no text."""
+    if last.role == "assistant" and (last.pictures or last.template.get("tool_calls")):
+        raise PrefillNotServed(
+            "the last message is the assistant's and has tool calls or images: answer its calls with tool messages; "
+            "only text is continued",
+            param="messages",
+        )
 
 
 def _pictures(messages: Sequence[Message], admitted: Mapping[str, Admitted]) -> list[Admitted]:

@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from turnlog.producers.gateway.errors import BadRequest
+from turnlog.producers.gateway.errors import BadRequest, PrefillNotServed
 from turnlog.producers.gateway.messages import Message
 from turnlog.producers.gateway.template import ChatTemplate
 from turnlog.producers.gateway.tokenizer import TextTokens
 
 SENTINEL = "Zq7"
 """An answer that no template contains."""
+OPEN = "Zq7-and-so-on"
+"""Marks where a prefill is to go on."""
 HISTORY: tuple[dict[str, Any], ...] = ({"role": "user", "content": "d"},)
 """The dummy history. It does not end in an assistant message: stock Qwen3 renders the last of those differently."""
 CALLS = [{"type": "function", "id": "call00000", "function": {"name": "f", "arguments": {"a": 1}}}]
@@ -56,13 +58,32 @@ class Prompts:
         """The id by which the template ends an assistant's turn."""
         return self._ending.mark if self._ending else None
 
+    def ends(self, token: int, stops: Sequence[int]) -> bool:
+        """Whether the last id of an output that was stopped is what stopped it, and no part of what was said."""
+        return token in stops or token == self.end_of_turn or token in self.tokens.special
+
     def full(self, messages: Sequence[Message], tools: Any) -> list[int]:
-        """Ids of the whole conversation and the generation prompt. Raises BadRequest."""
+        """Ids of the whole conversation up to where the model goes on. Raises BadRequest."""
         return self.tokens.encode(self.text(messages, tools))
 
     def text(self, messages: Sequence[Message], tools: Any) -> str:
-        """The whole conversation and the generation prompt as the template writes them. Raises BadRequest."""
-        return self.template.render([one.template for one in messages], tools, generate=True)
+        """The whole conversation as the template writes it, up to where the model goes on. Raises BadRequest."""
+        return self._rendered([one.template for one in messages], tools)
+
+    def _rendered(self, messages: Sequence[dict[str, Any]], tools: Any) -> str:
+        """Up to the end of the generation prompt, or of a last message of the assistant's: a prefill is left open, as
+        by `continue_final_message` of transformers. Raises BadRequest, PrefillNotServed."""
+        *before, last = messages
+        if last["role"] != "assistant":
+            return self.template.render(messages, tools, generate=True)
+        whole = self.template.render([*before, {**last, "content": f"{last['content']}{OPEN}"}], tools, generate=False)
+        if whole.count(OPEN) != 1:
+            raise PrefillNotServed(
+                "the model's chat template does not write the assistant's last message once and to its end, so that it "
+                "cannot be continued: end the messages with another role",
+                param="messages",
+            )
+        return whole[: whole.index(OPEN)]
 
     def continuation(self, last: int, new: Sequence[Message], tools: Any, tools_sha256: str) -> list[int] | None:
         """close + delta: the ids to put after a base whose last id is `last`. None where the template cannot append
@@ -91,13 +112,14 @@ class Prompts:
         return ids
 
     def _delta(self, new: list[dict[str, Any]], tools: Any, tools_key: str) -> str | None:
-        """The text of new messages and the generation prompt: the difference of two renders over a dummy history."""
+        """The text of new messages up to where the model goes on: the difference of two renders over a dummy
+        history."""
         if tools_key not in self._openings:
             if len(self._openings) > 256:
                 self._openings.clear()
             self._openings[tools_key] = self.template.render(HISTORY, tools, generate=False)
         opening = self._openings[tools_key]
-        whole = self.template.render([*HISTORY, *new], tools, generate=True)
+        whole = self._rendered([*HISTORY, *new], tools)
         return whole[len(opening) :] if whole.startswith(opening) else None
 
     def _probe_ending(self) -> Ending | None:
@@ -141,13 +163,13 @@ class Prompts:
         conversation = [{"role": "user", "content": asked}, answer, *new]
         try:
             delta = self._delta(new, tools, f"probe {kind.tools}")
-            whole = self.template.render(conversation, tools, generate=True)
+            whole = self._rendered(conversation, tools)
         except BadRequest:
             return False
         if delta is None or not self._appends(whole, self._ending.text + delta):
             return False
         try:
-            whole = self.template.render([{"role": "system", "content": "s"}, *conversation], tools, generate=True)
+            whole = self._rendered([{"role": "system", "content": "s"}, *conversation], tools)
         except BadRequest:
             return True  # a template without system messages never meets one
         return self._appends(whole, self._ending.text + delta)

@@ -163,8 +163,7 @@ class Turns:
     def _response(self, session: Session, turn: TurnId, draft: Draft) -> dict[str, Any]:
         """The assistant message: the text without the token that ended it, tool calls taken out."""
         ids = draft.ids
-        stops = (*session.started.sampling.stop_token_ids, self.prompts.end_of_turn)
-        if draft.finish == "stop" and ids and (ids[-1] in stops or ids[-1] in self.prompts.tokens.special):
+        if draft.finish == "stop" and ids and self.prompts.ends(ids[-1], session.started.sampling.stop_token_ids):
             ids = ids[:-1]
         content, calls = parse(self.prompts.tokens.decode(ids))
         response: dict[str, Any] = {"role": "assistant", "content": content or ("" if not calls else None)}

@@ -115,7 +115,8 @@ class TokenSnapshot:
     """Cover output_ids exactly."""
     boundary: Boundary
     boundary_reason: str
-    """first | append | tools_changed | history_rewritten | template_not_incremental | new_conversation"""
+    """first | append | tools_changed | history_rewritten | template_not_incremental | new_conversation | reopened: the
+    assistant's last message is continued, without the id that ended it"""
     prompt_sha256: str
     """Hex sha256 of the whole prompt as little-endian int32 ids."""
     temperature: float

@@ -127,6 +127,14 @@ def test_rendering_and_tokens_equal_transformers(model_folder: Path, source: str
             )
             assert ours.text(messages, tools) == expected
             assert ours.full(messages, tools) == theirs(expected, add_special_tokens=False)["input_ids"]
+            prefilled = normalised([*conversation, {"role": "assistant", "content": "It is"}])
+            assert ours.text(prefilled, tools) == theirs.apply_chat_template(
+                [dict(one.template) for one in prefilled],
+                tools=tools,
+                chat_template=text,
+                continue_final_message=True,
+                tokenize=False,
+            )
 
 
 @pytest.mark.parametrize("source", [None, QWEN3_LIKE], ids=["chatml", "qwen3"])
@@ -140,6 +148,7 @@ def test_a_continuation_is_what_a_full_render_puts_after_the_answer(
         [{"role": "tool", "content": "8"}, {"role": "tool", "content": "9"}],
         [{"role": "user", "content": "and 2?"}],
         [{"role": "tool", "content": "8"}, {"role": "user", "content": "so?"}],
+        [{"role": "user", "content": "and 2?"}, {"role": "assistant", "content": "It is "}],
     ):
         answer = {"role": "assistant", "content": "x", **({"tool_calls": [CALL]} if new[0]["role"] == "tool" else {})}
         whole = prompts.full(normalised([{"role": "user", "content": "q"}, answer, *new]), tools)
