@@ -169,17 +169,17 @@ class InitSandbox(InitFiles):
         head, self.proxy = await self._channel.greeted()
         if head.get("ready") is not True:
             raise SandboxDied(f"the init began with {head}")
-        if self._zygote is not None and self._zygote.to_be_compared:
+        if self._zygote is not None and self._observed is None:
             await self._compared()
 
-    async def _compared(self) -> None:
-        """A new init, of which no call has made anything yet, finds what the first has found. Raises SandboxDied."""
+    async def _compared(self) -> bool:
+        """A new init, which has run nothing yet, finds what the slot's first has found. Raises SandboxDied."""
         _, body = await self._ask({"op": "observed"}, most=init_answers.OBSERVED_BYTES)
         seen = init_answers.observed(body)
         self._observed = self._observed or seen
         if changed := ", ".join(name for name, value in seen.items() if self._observed.get(name) != value):
             log.error("a new sandbox finds other than the first of its slot did: %s", changed)
-            raise SandboxDied(f"a new init finds other than the first: {changed}")
+        return not changed
 
     async def exec(self, command: Command, limits: SandboxLimits, *, on_output: OnOutput | None = None) -> Execution:
         """See Sandbox."""
@@ -232,13 +232,13 @@ class InitSandbox(InitFiles):
                     if self.proxy is not None:
                         self.proxy.close()
                 await self.ready()
+                return not self._zygote.to_be_compared or await self._compared()
         except (TimeoutError, SandboxDied, OSError):
             await self.close()
             return False
         except BaseException:
             await self.close()
             raise
-        return True
 
     async def cancel(self) -> None:
         """See Sandbox."""

@@ -27,8 +27,8 @@ class Zygote:
 
     @property
     def to_be_compared(self) -> bool:
-        """The latest init is to say what it finds around it: the first, and every so many."""
-        return self._forks % COMPARED_EVERY == 1
+        """The latest init is to say what it finds around it, as the first was."""
+        return self._forks % COMPARED_EVERY == 0
 
     def close(self) -> None:
         """No more orders."""

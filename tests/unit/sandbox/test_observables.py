@@ -146,7 +146,7 @@ async def test_what_a_call_soils_is_as_new_after_a_reset(sandbox: InitSandbox, n
     in_place = await InitFiles.reset(sandbox)
     assert in_place == (name not in OUTLIVES), "a reset in place restores it, or says that it cannot"
     assert await sandbox.reset()
-    await sandbox._compared()  # raises unless the init that came up finds every observable as the first one did
+    assert await sandbox._compared(), "the init that came up finds every observable as the first one did"
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -154,7 +154,6 @@ async def test_the_table_sees_what_a_new_init_would_find_changed(sandbox: InitSa
     assert sandbox._observed is not None
     kept, sandbox._observed = sandbox._observed, {**sandbox._observed, "mounts": "others"}
     resets = [await sandbox.reset() for _ in range(COMPARED_EVERY)]
-    assert resets == sorted(resets, reverse=True), "a sandbox whose reset is in doubt is closed"
-    assert not resets[-1], "one of so many compares"
-    assert not await sandbox.healthy()
-    assert kept != sandbox._observed
+    assert resets.count(False) == 1, "one of so many compares"
+    assert await sandbox.healthy(), "it is replaced as unclean, not as dead"
+    sandbox._observed = kept
