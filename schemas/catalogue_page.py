@@ -5,22 +5,104 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from typing import Any, get_args
 
-from turnlog.schemas.avsc import avro_schema
-from turnlog.schemas.events import ALL
+from turnlog.schemas.avsc import avro_schema, field_types
+from turnlog.schemas.events import ALL, MaskReason
 from turnlog.schemas.topics import CATALOGUE
 
 HEAD = """\
 # Events and topics
 
-Avro records, namespace `turnlog.v1`, in the Confluent wire format (byte 0, 4-byte schema id, Avro body); subject =
-record name. Arrays of numbers are `bytes`, packed little-endian; `logicalType` names the packing. No topic is
-compacted, nothing expires. This page is generated (`make docs`).
+Avro records, namespace `turnlog.v1`, in the Confluent wire format: byte 0, 4-byte big-endian schema id, Avro body. The
+registry's subject is the record's short name (`TurnCompleted`). Arrays of numbers are `bytes`, packed little-endian;
+`logicalType` names the packing. No topic is compacted, nothing expires. This page is generated (`make docs`);
+[attach.md](attach.md) says how to read without turnlog.
 
 | topic | key | partitions | records |
 |---|---|---|---|
 """
+RULES = """
+## What holds for every record
+
+**Headers.** `record`: the record's short name, so that a reader may pass over what it does not need. `writer`: instance
+of the role that wrote it. `output_tokens`, on TokenSnapshot alone: how many ids `output_ids` holds, in decimal digits.
+When it was written stands in Kafka's timestamp, not in the body.
+
+**Ids** are 32 hex digits, the first half of sha256 over canonical JSON: an array of strings and integers, in UTF-8,
+without spaces, nothing escaped that JSON does not demand. The rollout_id of a group's first rollout is the beginning
+of sha256('["rollout","GROUP_ID",0]'). `record` stands for the record's name.
+
+| id | the array |
+|---|---|
+{ids}
+A record that is written again has the same `event_id`: keep results under it. Records of engine-status have a new one
+each time.
+
+**Counters** begin at 0: `rollout_index`, `attempt` of a session, `turn.index`, `call_seq`, `segment_index`, `draw`,
+`dataset_epoch`, `index`, `batch_index`, `draw_index`, `part`, `incarnation`, `version`. Those that count what has been
+done begin at 1: `step`, and `attempt` of a tool call.
+
+**Tool calls and turns.** `TurnCompleted.response.tool_calls[].id` is the `call_id` of ToolCallRequested, -Started and
+-Completed. The `new_messages` of the turn that goes on hold the answer under that `tool_call_id`.
+
+**Fields that many records have**, where a record says nothing else of them:
+
+| field | |
+|---|---|
+{shared}
+**Masked tokens** are counted by reason: {reasons}.
+"""
+IDS = {
+    "`task_id`": '"task", dataset, index',
+    "`group_id`": '"group", run_id, task_id, draw',
+    "`rollout_id`": '"rollout", group_id, rollout_index',
+    "`session_id`": '"session", rollout_id, attempt',
+    "`call_id`": '"call", session_id, turn.epoch, turn.index, place in tool_calls from 0, "agent"',
+    "`call_id` of a requeued call": '"requeued", event_id of the DeadLetter, times it was requeued before',
+    "`sample_id`": '"sample", session_id, segment_index',
+    "`event_id` of TurnCompleted, TokenSnapshot": "record, session_id, turn.epoch, turn.index",
+    "`event_id` of SessionStarted, TurnTreeAssembled": "record, session_id",
+    "`event_id` of SessionAdopted": "record, session_id, epoch before it, name of the gateway",
+    "`event_id` of SessionFinished": "record, session_id, epoch",
+    "`event_id` of a SessionFinished by the reaper": 'record, session_id, epoch, "expired"',
+    "`event_id` of RewardAssigned, RewardFailed": "record, session_id, verifier.name, verifier.version",
+    "`event_id` of GroupClosed": "record, group_id, reason, seen",
+    "`event_id` of RolloutRequested": "record, rollout_id",
+    "`event_id` of GroupRequested, GroupScored, GroupEmitted": "record, group_id",
+    "`event_id` of SegmentSample": "record, sample_id",
+    "`event_id` of ToolCallRequested, ToolCallCancelled": "record, call_id",
+    "`event_id` of ToolCallStarted": '"tool-call-started", call_id, attempt',
+    "`event_id` of ToolCallCompleted": '"tool-call-completed", call_id, attempt',
+    "`event_id` of SampleBatchFormed, BatchSkipped": "record, run_id, batch_index",
+    "`event_id` of StepCompleted": "record, run_id, batch_index, incarnation",
+    "`event_id` of WeightVersionPublished": "record, run_id, version",
+    "`event_id` of RunConfigured": "record, run_id",
+    "`event_id` of SkipRequested": "record, topic, partition, offset",
+    "`event_id` of DeadLetter": '"dead-letter", topic, partition, offset',
+}
+"""Id -> what it is the digest of (schemas.ids)."""
+SHARED = {
+    "event_id": "Of this record.",
+    "run_id": "Of the run.",
+    "task_id": "Of a row of the dataset.",
+    "group_id": "Of the rollouts of one task that were drawn together.",
+    "rollout_id": "Of one attempt of the policy at a task.",
+    "session_id": "Of one execution of a rollout; a retry is a new session.",
+    "call_id": "Of one tool call.",
+    "sample_id": "Of one training row.",
+    "floor": "End offset of the group's agent.sessions partition, read before the rollout was admitted.",
+    "settings_sha256": "As in RunConfigured.",
+    "fold_version": "As in RunConfigured.",
+    "worker": "Name of the sandbox worker.",
+    "engine_id": "Of the engine; one at a time has it.",
+    "url": "Where the engine is reached.",
+    "state": "starting, serving, draining or gone.",
+    "version": "Weight version served; -1 before the first.",
+}
+"""What a field means in every record that says nothing else of it."""
 
 
 def catalogue_page() -> str:
@@ -28,16 +110,46 @@ def catalogue_page() -> str:
     rows = [
         f"| `{topic.name}` | {topic.key} | {topic.partitions} | {', '.join(topic.records)} |\n" for topic in CATALOGUE
     ]
-    return HEAD + "".join(rows) + "".join(_record(name, cls) for name, cls in ALL.items())
+    rules = RULES.format(
+        ids="".join(f"| `{name}` | {array} |\n" for name, array in IDS.items()).replace(
+            "`event_id of", "`event_id` of"
+        ),
+        shared="".join(f"| `{name}` | {note} |\n" for name, note in SHARED.items()),
+        reasons=", ".join(reason for reason in MaskReason if reason is not MaskReason.unknown),
+    )
+    records = "".join(_record(name, cls, "##") for name, cls in ALL.items())
+    nested = "".join(_record(cls.__name__, cls, "###") for cls in nested_records())
+    return HEAD + "".join(rows) + rules + records + "\n## Records inside records\n" + nested
 
 
-def _record(name: str, cls: type) -> str:
+def nested_records() -> list[type]:
+    """Every dataclass that stands in a field of another record, in order of first sight."""
+    found: dict[type, None] = {}
+    waiting = list(ALL.values())
+    while waiting:
+        for kind in field_types(waiting.pop(0)).values():
+            inside = [arm for arm in _arms(kind) if is_dataclass(arm) and arm not in found]
+            found |= dict.fromkeys(inside)
+            waiting += inside
+    return list(found)
+
+
+def _arms(kind: Any) -> Iterator[type]:
+    """The classes that an annotation is made of."""
+    if arguments := get_args(kind):
+        for one in arguments:
+            yield from _arms(one)
+    elif isinstance(kind, type):
+        yield kind
+
+
+def _record(name: str, cls: type, level: str) -> str:
     notes = _notes(cls)
     fields = [
-        f"| `{field['name']}` | {_type(field['type'])} | {notes.get(field['name'], '')} |\n"
+        f"| `{field['name']}` | {_type(field['type'])} | {notes.get(field['name'], SHARED.get(field['name'], ''))} |\n"
         for field in avro_schema(cls)["fields"]
     ]
-    return f"\n## {name}\n\n{inspect.getdoc(cls)}\n\n| field | type | |\n|---|---|---|\n" + "".join(fields)
+    return f"\n{level} {name}\n\n{inspect.getdoc(cls)}\n\n| field | type | |\n|---|---|---|\n" + "".join(fields)
 
 
 def _notes(cls: type) -> dict[str, str]:

@@ -18,11 +18,17 @@ class Logical:
 
 @dataclass(frozen=True, slots=True)
 class BlobRef:
-    """Immutable bytes in the object store, named by what they are; the object's key is derived from the hash."""
+    """Immutable bytes in the object store, named by what they are; the object's key is derived from the hash.
+
+    Key in the run's bucket: "blobs/", the first two hex digits of sha256, "/", all of them.
+    """
 
     sha256: str
+    """Hex, of the bytes: whoever fetches them checks it."""
     size: int
+    """Bytes."""
     media_type: str = "application/octet-stream"
+    """Of the bytes, for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +36,9 @@ class TurnId:
     """(epoch, index): an epoch is one gateway's tenure of a session, named by the event_id that opened it."""
 
     epoch: str
+    """event_id of the SessionStarted or SessionAdopted that opened it; epochs are in the order of those records."""
     index: int
+    """Of the turn in its epoch, from 0."""
 
 
 Int32s = Annotated[bytes, Logical("turnlog-int32-le")]

@@ -26,12 +26,17 @@ class BatchSample:
     group_id: str
     session_id: str
     rollout_index: int
+    """Of the rollout in its group, from 0."""
     segment_index: int
+    """Of the segment in its session, from 0."""
     tokens: int
+    """Of the row, after the length cut."""
     trained_tokens: int
+    """Of them, those that carry loss: length cut and version mask are behind it."""
     weight_divisor: int
     """Each trained token of the row weighs 1 / weight_divisor."""
     partition: int
+    """Of segment-samples."""
     offset: int
     """Where the SegmentSample stands in segment-samples."""
 
@@ -43,10 +48,14 @@ class DroppedSample:
     sample_id: str
     group_id: str
     reason: str
+    """stale | length_cut | version_mask | discarded_group"""
     sampled_tokens: int
-    """Output tokens of the sample that had been marked trained by the tree."""
+    """Output tokens that would have trained, in tokens: what the length cut and the version mask took before is in
+    `masked` (0 where they took all of them)."""
     partition: int
+    """Of segment-samples."""
     offset: int
+    """Where the SegmentSample stands in segment-samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +63,10 @@ class SourcePosition:
     """Next segment-samples offset to read after this batch's draw."""
 
     partition: int
+    """Of segment-samples."""
     offset: int
+    """Of the first sample of a group that is not drawn yet, or the next record to read: a batcher that starts again
+    reads from there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,25 +76,34 @@ class SampleBatchFormed:
     event_id: str
     run_id: str
     batch_index: int
+    """Of the run: 0, then +1 with each batch and each skipped draw."""
     draw_index: int
+    """Of the run: 0, then +1 with each draw; the parts of a draw share it."""
     part: int
+    """Of the draw's batches, from 0."""
     parts: int
+    """Batches of the draw."""
     file: BlobRef
+    """Arrow IPC file, one row per entry of `samples`, in that order (docs/attach.md)."""
     rows_sha256: str
+    """Hex sha256 over the columns of `file`, by the rule in docs/attach.md."""
     samples: tuple[BatchSample, ...]
+    """The rows."""
     groups: tuple[str, ...]
     """Group ids of the draw that are in this batch; part 0 names those that fell out whole, too."""
     weighting: Weighting
+    """What weight_divisor is made of: P x trained tokens of the prompt, J x those of the trajectory, M, or J x L."""
     prompts: int
     """P: groups with a trained token in this batch."""
     trajectories: int
     """J: trajectories with a trained token in this batch."""
     trained_tokens: int
-    """M."""
+    """M: tokens of this batch that carry loss."""
     constant_length: int
     """L of `constant`; 0 otherwise."""
     masked: dict[str, int]
-    """Sampled tokens that the batcher masked, by reason (version_mask, length_cut)."""
+    """Sampled tokens that the batcher masked, by reason (version_mask, length_cut); in part 0 also those of dropped
+    samples."""
     trainer_version: int
     """The weight version that the trainer will hold at this draw; a trainer that was killed meanwhile holds another."""
     max_lag: int
@@ -90,8 +111,12 @@ class SampleBatchFormed:
     dropped: tuple[DroppedSample, ...]
     """Of the whole draw; in its part 0 only."""
     whitening_mean: float | None
+    """Of the advantages over the trained tokens of the batch, before whitening; null where the estimator does not
+    whiten."""
     whitening_std: float | None
+    """Population deviation of the same."""
     positions: tuple[SourcePosition, ...]
+    """One per partition of segment-samples: where a batcher that starts after this draw reads on."""
     settings_sha256: str
     lags: dict[str, int] = field(default_factory=dict)
     """Weight version -> its lag, where it is not trainer_version minus the version: weights that a killed trainer's
@@ -100,17 +125,27 @@ class SampleBatchFormed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSkipped:
-    """A draw that left nothing to train."""
+    """A draw that left nothing to train.
+
+    It uses up a batch_index and a draw_index, but no optimizer step and no weight version.
+    """
 
     event_id: str
     run_id: str
     batch_index: int
+    """Used up, as is draw_index: the next manifest has the next ones."""
     draw_index: int
+    """As in SampleBatchFormed."""
     reason: str
+    """In words."""
     groups: tuple[str, ...]
+    """Group ids of the draw."""
     masked: dict[str, int]
+    """Sampled tokens of the dropped samples that the batcher masked, by reason (version_mask, length_cut)."""
     dropped: tuple[DroppedSample, ...]
+    """Every sample of the draw."""
     positions: tuple[SourcePosition, ...]
+    """As in SampleBatchFormed."""
     settings_sha256: str
 
 
@@ -121,29 +156,43 @@ class StepCompleted:
     event_id: str
     run_id: str
     batch_index: int
+    """Of the manifest that was stepped on."""
     draw_index: int
+    """Of that manifest."""
     incarnation: int
+    """Of the trainer: 0, then +1 with each start that published."""
     step: int
-    """Optimizer steps taken so far, this one included."""
+    """Optimizer steps taken so far, this one included: 1 for the first."""
     loss: float
+    """Sum over trained tokens of token loss / weight_divisor."""
     grad_norm: float
+    """Before clipping."""
     learning_rate: float
+    """Of this step."""
     lag_max: int
     """Largest among trained tokens, against the weights that the trainer really held."""
     tokens: int
+    """Of all rows of the batch."""
     trained_tokens: int
+    """Of them, those that carry loss."""
     masked: dict[str, int]
-    """trainer_mask, step_skipped."""
+    """Trained tokens of the manifest that this step did not train, by reason (trainer_mask, step_skipped)."""
     skipped: bool
+    """The gradient was not finite: weights and optimizer are as before."""
     reward_mean: float
     """Mean reward over the batch's trajectories."""
     logprob_gap_max: float
-    """max |trainer - engine| log-prob over trained tokens, before the step."""
+    """max |trainer - engine| log-prob over trained tokens, before the step, nats."""
     logprob_gap_mean: float
+    """Mean of that difference over trained tokens, nats."""
     entropy: float | None
+    """Mean over trained tokens at the row's temperature, nats."""
     clip_fraction: float
+    """Share of trained tokens whose ratio was clipped."""
     seconds: dict[str, float]
-    """By phase: wait, read, step, checkpoint, export, publish."""
+    """By phase: wait (for the manifest), read (its file), step, export (of weights, upload included), checkpoint (the
+    one written since the step before)."""
     world_size: int
+    """Ranks."""
     lag_excess: int = 0
     """By how much lag_max is above [batcher] max_lag: a batch is stepped as it was formed, whatever happened since."""

@@ -18,6 +18,7 @@ class EngineRegistered:
     version: int
     """Weight version served; -1 before the first."""
     model: str
+    """Name of the model that it serves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,7 @@ class EngineWeightsLoaded:
     url: str
     state: str
     version: int
+    """Served from here on."""
     superseded: tuple[int, ...]
     """Versions that were skipped because this newer one was there already."""
     seconds: dict[str, float]
@@ -48,8 +50,11 @@ class EngineWeightsRefused:
     version: int
     """Still served."""
     refused_version: int
+    """Which was not loaded."""
     cause: str
+    """Class name of the error."""
     message: str
+    """What, where, and what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,4 +79,6 @@ class EngineGone:
     url: str
     state: str
     version: int
+    """Served last."""
     cause: str
+    """In words."""

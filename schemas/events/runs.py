@@ -14,8 +14,11 @@ class RunConfigured:
     event_id: str
     run_id: str
     settings: Json
+    """Canonical JSON: sorted keys, no spaces."""
     settings_sha256: str
+    """Hex sha256 of `settings`."""
     fold_version: str
+    """Of the rules by which every role and every reader folds this run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +28,17 @@ class DeadLetter:
     event_id: str
     run_id: str
     topic: str
+    """Where the refused record stands."""
     partition: int
+    """There."""
     offset: int
+    """There."""
     key: bytes
+    """As it stands there."""
     value: bytes
+    """As it stands there, schema id included; cut to 1 MiB."""
     role: str
+    """That refused it."""
     cause: str
     """The error's class name, for example `UndecodableRecord` or `PromptHashMismatch`."""
     message: str

@@ -26,7 +26,9 @@ class Agent:
     """Who acts."""
 
     name: str
+    """Of the program that acts."""
     version: str
+    """Its release."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +36,11 @@ class Environment:
     """What the agent acts on, for reproducibility."""
 
     name: str
+    """Of the environment."""
     version: str
+    """Its release."""
     image: str | None = None
+    """Of the sandbox; null for the worker's own root."""
     data_snapshot: str | None = None
     """sha256 of the workspace that the session's first call starts from."""
     root_sha256: str | None = None
@@ -51,7 +56,9 @@ class Verifier:
     """Who judged."""
 
     name: str
+    """Of the verifier."""
     version: str
+    """Its release."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,17 +72,28 @@ class SessionStarted:
     floor: int
     task_id: str
     group_size: int
+    """Rollouts of the group."""
     rollout_id: str
     rollout_index: int
+    """Of the rollout in its group, from 0."""
     attempt: int
+    """At the rollout: 0, then +1 with each retry."""
     purpose: Purpose
+    """As in RolloutRequested."""
     recipe: str
+    """Name of the recipe."""
     agent: Agent
+    """Who acts."""
     model: str
+    """Name under which the gateway serves the policy."""
     tokenizer_sha256: str
+    """Hex sha256 of tokenizer.json."""
     chat_template_sha256: str
+    """Hex sha256 of the chat template."""
     sampling: Sampling
+    """As in RolloutRequested."""
     environment: Environment
+    """What the agent acts on."""
     writer_url: str
     """Where the gateway that owns this epoch is reached."""
 
@@ -90,6 +108,7 @@ class SessionAdopted:
     session_id: str
     floor: int
     writer_url: str
+    """Where the gateway that owns this epoch is reached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,9 +121,13 @@ class RewardAssigned:
     session_id: str
     floor: int
     value: float
+    """The reward; finite."""
     components: dict[str, float]
+    """Parts of it, by name, for people."""
     verifier: Verifier
+    """Who judged."""
     evidence: JsonPayload
+    """What the verifier saw."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +140,9 @@ class RewardFailed:
     session_id: str
     floor: int
     verifier: Verifier
+    """Who could not judge."""
     cause: str
+    """Why, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,9 +155,13 @@ class StepRewardAssigned:
     session_id: str
     floor: int
     turn: TurnId
+    """Which turn it is for."""
     value: float
+    """The reward; finite."""
     components: dict[str, float]
+    """Parts of it, by name, for people."""
     verifier: Verifier
+    """Who judged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +169,9 @@ class Expects:
     """What must be on the log before the session is settled."""
 
     reward: bool
+    """A RewardAssigned or RewardFailed."""
     step_rewards: int = 0
+    """How many turns have a StepRewardAssigned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,13 +184,19 @@ class SessionFinished:
     session_id: str
     floor: int
     epoch: str
+    """event_id of the SessionStarted or SessionAdopted that its writer took to be the latest."""
     turns: tuple[TurnId, ...]
+    """That the agent acted on; no other turn trains."""
     undelivered: tuple[TurnId, ...]
+    """Recorded turns that it did not act on, apart from `turns`: none stands in both."""
     outcome: Outcome
+    """How the session ended."""
     reason: str
+    """In words; empty for an ordinary end."""
     final: bool
     """False iff the runner will retry the rollout."""
     expects: Expects
+    """What else must be on the log before the session is settled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +208,7 @@ class GroupClosed:
     group_id: str
     floor: int
     members: tuple[str, ...]
+    """Session ids."""
     reason: str
     """deadline | quorum | operator | orphan"""
     seen: int
@@ -186,6 +224,10 @@ class SkipRequested:
     group_id: str
     floor: int
     topic: str
+    """Where the record stands."""
     partition: int
+    """There."""
     offset: int
+    """There."""
     reason: str
+    """In the operator's words."""

@@ -36,30 +36,47 @@ class TurnCompleted:
     session_id: str
     floor: int
     turn: TurnId
+    """Which turn this is."""
     request_sha256: str
+    """Hex sha256 of the request's body."""
     api: str
     """chat | responses | messages"""
     agent_path: str | None = None
+    """Who asked, where the harness says so: empty or "main", a side call ("side" and more), or else a sub-agent."""
     base_turn: TurnId | None = None
+    """The turn whose messages and response this request continues; null for a root."""
     system_sha256: str
+    """Of the leading system messages, canonical; equal for equal ones."""
     tools_sha256: str
+    """Of the tool schemas as JSON with sorted keys."""
     new_messages: JsonPayload
     """The request's messages beyond those of the base."""
     tools: JsonPayload | None = None
     """The tool schemas, when they differ from the base's."""
     response: JsonPayload
-    """The assistant message as sent."""
+    """The assistant message as sent. Each of its tool_calls has as `id` the call_id of its ToolCallRequested."""
     finish_reason: FinishReason
+    """Why the engine stopped."""
     aborted: bool
+    """The client was seen gone, or the engine failed, before the end."""
     prompt_tokens: int
+    """Of the whole prompt."""
     output_tokens: int
+    """Sampled."""
     cached_tokens: int
+    """Of the prompt, from the engine's cache."""
     weight_version_first: int
+    """That sampled the first token; without one, that of the engine."""
     weight_version_last: int
+    """That sampled the last one; without one, that of the engine."""
     queue_s: float
+    """Seconds until an engine was chosen."""
     first_token_s: float
+    """Seconds from the request to the first token."""
     total_s: float
+    """Seconds from the request to the record."""
     engine_id: str
+    """Of the engine that sampled last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +84,11 @@ class VersionSpan:
     """`length` consecutive output tokens sampled by weight version `version`."""
 
     version: int
+    """Weight version."""
     length: int
+    """Output tokens."""
     kv_version: int | None = None
+    """Weight version of the cached prompt, where it is another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +96,11 @@ class ImageRef:
     """An image in the prompt and the token positions that it takes."""
 
     image: BlobRef
+    """The picture."""
     position: int
+    """First of its tokens, as an index into the prompt."""
     tokens: int
+    """How many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +110,7 @@ class ExpertsLayout:
     rows: int
     """Positions: one less than the turn's tokens, less those that its storage parent gives."""
     layers: int
+    """With experts."""
     top_k: int
     """Experts per token and layer."""
     dtype: str
@@ -103,6 +127,7 @@ class TokenSnapshot:
     session_id: str
     floor: int
     turn: TurnId
+    """Which turn this is."""
     parent_turn: TurnId | None
     """Storage parent: the turn with the longest common token prefix."""
     base_len: int
@@ -110,16 +135,20 @@ class TokenSnapshot:
     delta_ids: Int32Payload
     """Prompt ids after base_len. prompt = (parent prompt + output)[:base_len] + delta."""
     output_ids: Int32Payload
+    """As sampled, stop token included."""
     output_logprobs: Float32Payload
+    """One per output id, nats, of the engine."""
     version_spans: tuple[VersionSpan, ...]
     """Cover output_ids exactly."""
     boundary: Boundary
+    """Kinship to the base: append, branch or root."""
     boundary_reason: str
     """first | append | tools_changed | history_rewritten | template_not_incremental | new_conversation | reopened: the
     assistant's last message is continued, without the id that ended it"""
     prompt_sha256: str
     """Hex sha256 of the whole prompt as little-endian int32 ids."""
     temperature: float
+    """Of sampling."""
     logprob_kind: str
     """at_temperature | raw"""
     experts: BlobRef | None = None

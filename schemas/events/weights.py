@@ -12,7 +12,9 @@ class WeightFile:
     """One file of an exported model folder."""
 
     name: str
+    """In the model folder."""
     blob: BlobRef
+    """Its bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,17 +24,23 @@ class WeightVersionPublished:
     event_id: str
     run_id: str
     version: int
+    """0 for the initial weights, then +1 with each publication, never reused."""
     step: int
     """Optimizer steps behind these weights."""
     batch_index: int
     """Last batch trained; -1 for the initial weights."""
     incarnation: int
+    """Of the trainer: 0, then +1 with each start; each publishes the weights that it starts from."""
     kind: str
     """full | delta"""
     base_version: int | None
+    """Of a delta; null for full."""
     files: tuple[WeightFile, ...]
+    """The folder."""
     dtype: str
+    """Of the tensors; several joined by +."""
     checksums: dict[str, str]
-    """Tensor name to hex sha256 of its bytes, with its shape: "sha256:2x3"."""
+    """Tensor name -> "HEX:SHAPE": sha256 of its little-endian bytes in row order, and its shape as 2x3 (empty of a
+    scalar)."""
     checkpoint: str | None
     """Path or URI of the checkpoint that holds the same weights, if one was written."""

@@ -21,6 +21,7 @@ import pytest
 
 from turnlog.consumers.report import newest_incarnations
 from turnlog.infra.embedded.up import down, status_processes, up
+from turnlog.infra.endpoints import resolved
 from turnlog.infra.history import all_events
 from turnlog.infra.role import opened
 from turnlog.schemas import topics
@@ -168,6 +169,19 @@ def test_the_benchmark_of_modes_measures_such_a_run(loop: Loop) -> None:
     measured = line["detail"]["closed-loop"]
     assert measured["lags"] == [0] * DRAWS
     assert measured["books_balance"]
+
+
+def test_ids_hashes_and_joins_hold_for_a_reader_without_turnlog(loop: Loop) -> None:
+    settings, script = resolved(loop.settings), Path(__file__).parents[2] / "examples/check_without_turnlog.py"
+    assert "turnlog." not in script.read_text()
+    places = settings.kafka.bootstrap, settings.registry.url, settings.store.endpoint, settings.store.bucket
+    keys = {"AWS_ACCESS_KEY_ID": settings.store.access_key, "AWS_SECRET_ACCESS_KEY": settings.store.secret_key}
+    command = [sys.executable, str(script), *places, settings.kafka.prefix]
+    done = subprocess.run(command, env=os.environ | keys, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    checked = [int(line.split()[0]) for line in done.stdout.splitlines()]
+    assert checked[0] == DRAWS
+    assert all(checked)
 
 
 def test_down_leaves_no_process_and_up_opens_the_run_again(loop: Loop) -> None:

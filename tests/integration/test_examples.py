@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import os
 import re
 import sqlite3
@@ -21,10 +22,13 @@ from turnlog.infra.event_log import EventLog
 from turnlog.infra.role import opened
 from turnlog.processors.core.assembler import GroupFold
 from turnlog.processors.core.rules import fold_rules
-from turnlog.processors.shells.examples import GroupName, Shape, whole_group
-from turnlog.schemas.events import Event, RewardAssigned, SessionStarted
+from turnlog.processors.shells.examples import GroupName, SessionStory, Shape, whole_group
+from turnlog.sandbox_workers import answers
+from turnlog.schemas.events import Event, RewardAssigned, SandboxSpec, SessionStarted, ToolCallRequested, ToolStatus
+from turnlog.schemas.ids import call_id, digest, turn_event_id
 from turnlog.schemas.topics import TOPIC_OF
 from turnlog.settings import FoldSettings, Settings
+from turnlog.trainer.synthetic import append_batches
 
 pytestmark = pytest.mark.kafka
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -117,10 +121,57 @@ async def test_sql_over_the_archive_finds_the_same_when_the_topics_are_gone(
     assert await asyncio.to_thread(run, nowhere, tmp_path, *example) == ["calc 6 0.6667", "search 2 0.375"]
 
 
+async def test_a_stranger_finds_every_hash_and_id_where_the_guide_says(
+    live_settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = live_settings.store
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", store.access_key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", store.secret_key)
+    async with opened("test", live_settings) as tool:
+        await append_batches(tool.events, tool.blobs, live_settings.run.id, 2)
+        for event in turn_with_a_call(live_settings.run.id):
+            await tool.events.append(event)
+    places = live_settings.kafka.bootstrap, live_settings.registry.url, store.endpoint, store.bucket
+    example = "check_without_turnlog.py", *places, live_settings.kafka.prefix
+    assert await asyncio.to_thread(run, live_settings, tmp_path, *example) == [
+        "2 batch files hash to what their manifests say",
+        "1 turns have the ids that they should",
+        "1 answered calls belong to a turn",
+    ]
+
+
+def turn_with_a_call(run_id: str) -> Iterator[Event]:
+    """A turn whose response is large enough for the store, its call, the answer and that answer again."""
+    story = SessionStory(GroupName(run_id, "g", 0, 1), 0, np.random.default_rng(0))
+    completed, _ = story.turn(Shape())
+    session, turn = completed.session_id, completed.turn
+    call = call_id(session, turn.epoch, turn.index, 0, "agent")
+    response = {"role": "assistant", "content": "x" * (1 << 20), "tool_calls": [{"id": call, "type": "function"}]}
+    event_id = turn_event_id("TurnCompleted", session, turn.epoch, turn.index)
+    yield dataclasses.replace(completed, event_id=event_id, response=json.dumps(response).encode())
+    request = ToolCallRequested(
+        event_id=digest("ToolCallRequested", call), run_id=run_id, group_id="g", session_id=session, floor=0,
+        rollout_id="r", call_id=call, call_seq=0, tool="python", arguments=b"{}", sandbox=SandboxSpec(),
+        workspace=None, deadline_s=9.0,
+    )  # fmt: skip
+    yield request
+    done = answers.completed(
+        request,
+        answers.Outcome(execution=answers.unrun(ToolStatus.refused, "tool"), workspace=None),
+        attempt=0,
+        queue_s=0.0,
+        worker="w",
+    )
+    yield done
+    yield dataclasses.replace(done, cached=True)
+
+
 def test_the_guide_shows_the_example_as_it_is() -> None:
     guide = (EXAMPLES.parent / "docs" / "attach.md").read_text()
     (shown,) = re.findall(r"^```py\n(.*?)^```", guide, re.MULTILINE | re.DOTALL)
     assert shown in (EXAMPLES / "reward_per_recipe.py").read_text()
     assert len(shown.splitlines()) == 10
+    (hashing,) = re.findall(r"^```python\n.*?\n\n(.*?)^```", guide, re.MULTILINE | re.DOTALL)
+    assert hashing in (EXAMPLES / "check_without_turnlog.py").read_text()
     for path in EXAMPLES.glob("*.py"):
         assert f"(../examples/{path.name})" in guide

@@ -73,3 +73,8 @@ def test_the_settings_page_is_what_the_settings_say() -> None:
 
 def test_the_events_page_is_what_the_catalogue_says() -> None:
     assert (ROOT / "docs/events.md").read_text() == catalogue_page(), "run `make docs`"
+
+
+def test_every_field_of_every_record_says_what_it_is() -> None:
+    silent = [line for line in catalogue_page().splitlines() if re.search(r"^\| `.*\| *\|$", line)]
+    assert silent == [], "a string literal behind the field, or SHARED in schemas/catalogue_page.py"
