@@ -36,6 +36,11 @@ CPU_ARGUMENTS = (
 )
 CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+ONE_HOST = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+BEGINNING = 'rm -f "$0" && exec "$@"'
+"""Its ranks meet in a file, which must be new at each start: torch's TCPStore listens on every interface, and whoever
+reaches it is a rank."""
+OVER_SEVERAL_HOSTS = ("--dist-init-addr", "--nnodes")
 
 
 class Engine:
@@ -86,9 +91,14 @@ class Engine:
             )
         on_cpu = self._settings.device == "cpu"
         environment = ENVIRONMENT | (CPU_ENVIRONMENT | {"PYTHONPATH": str(SHIM)} if on_cpu else {})
+        argv = self._argv(on_cpu)
+        if not any(argument.startswith(OVER_SEVERAL_HOSTS) for argument in self._settings.extra_args):
+            meeting = self._log.resolve().with_suffix(".rendezvous")
+            argv = ("/bin/sh", "-c", BEGINNING, str(meeting), *argv)
+            environment |= ONE_HOST | {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{meeting}"}
         return Launch(
             name=self.name,
-            argv=self._argv(on_cpu),
+            argv=argv,
             log=self._log,
             env=environment,
             ready=self.serves,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from turnlog.infra.embedded.engine import Engine
@@ -30,6 +32,20 @@ async def test_the_engine_samples_tokens_with_log_probabilities_and_versions(eng
         assert all(logprob <= 0 for logprob, _, _ in answer["meta_info"]["output_token_logprobs"])
         assert answer["meta_info"]["weight_versions"]
     assert len({tuple(answer["output_ids"]) for answer in answers}) > 1, "random weights must give varied output"
+
+
+@pytest.mark.engine
+def test_an_engine_listens_on_the_loopback_alone(engine_url: str) -> None:
+    processes = [psutil.Process(pid) for pid in marked(scope())]
+    engine = [process for process in processes if any("sglang" in part for part in process.cmdline())]
+    listening = {
+        connection.laddr
+        for process in [*engine, *(child for one in engine for child in one.children(recursive=True))]
+        for connection in process.net_connections(kind="inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert int(engine_url.rpartition(":")[2]) in {address.port for address in listening}
+    assert {address for address in listening if not ipaddress.ip_address(address.ip).is_loopback} == set()
 
 
 @pytest.mark.engine
