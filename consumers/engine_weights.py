@@ -16,6 +16,7 @@ import json
 import math
 import shutil
 import struct
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ MAX_HEADER_BYTES = 100 << 20
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "U8": 1}
 TORCH_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
 SUFFIX = ".safetensors"
+PART = ".part"
 KEPT = 2
 """Versions that stay on the engine's disk: the one served and the one before."""
 
@@ -157,16 +159,18 @@ def verify(
 
 
 def write(contents: Mapping[str, bytes], directory: Path, version: int) -> Path:
-    """A folder of the version under `directory`, complete or absent; older ones beyond KEPT are removed."""
-    folder = directory / str(version)
-    part = directory / f"{version}.part"
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
+    """A folder of the version under `directory`, complete or absent; those of all versions but the KEPT newest go.
+
+    Its name is nobody else's: another loader of the engine, dead or not, never changes what the engine is reading."""
+    directory.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"{version}-", suffix=PART, dir=directory))
+    folder.chmod(0o755)
     for name, content in contents.items():
-        (part / name).write_bytes(content)
-    shutil.rmtree(folder, ignore_errors=True)
-    part.rename(folder)
-    versions = sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
-    for old in versions[:-KEPT]:
-        shutil.rmtree(directory / str(old), ignore_errors=True)
+        (folder / name).write_bytes(content)
+    folder = folder.rename(folder.with_suffix(""))
+    found = {path: int(path.name.partition("-")[0]) for path in directory.iterdir() if path.name[0].isdecimal()}
+    newest = sorted({*found.values()} - {version})[1 - KEPT :]
+    for path, of_version in found.items():
+        if of_version not in (*newest, version):
+            shutil.rmtree(path, ignore_errors=True)
     return folder

@@ -2,10 +2,15 @@
 
 EngineSwapFailed   the engine died or cannot be resumed: EngineGone is on the log, the process ends, the supervisor
                    restarts engine and loader
+Fenced             another loader of this engine has started: the process ends, and says nothing more of the engine
 
 Files are fetched and verified before the engine hears of them; then pause(retract) -> load -> check the label ->
 resume, resumed whatever happens. When several versions wait, the newest that is good is loaded and the others are
 superseded. A refused version is not tried again: the old weights serve until the next one.
+
+Every report is a transaction under the engine's own id, and the fence is asked before the engine is touched and before
+it is resumed: a loader that wakes up behind its successor neither puts old weights back nor acknowledges them. What it
+had begun before that, the successor's next look at the engine's label finds and mends.
 """
 
 from __future__ import annotations
@@ -26,7 +31,8 @@ from turnlog.consumers.engine_weights import BadWeights, fetch, model_shapes, ve
 from turnlog.infra.blobs import BlobError
 from turnlog.infra.engine import EngineDead, EngineError, EngineRefused, EngineUnreachable
 from turnlog.infra.engine_control import EngineControl, SGLangControl
-from turnlog.infra.log import Partition, Reader
+from turnlog.infra.fence import check_owner
+from turnlog.infra.log import Partition, Reader, Transactor
 from turnlog.infra.role import Role
 from turnlog.schemas.events import (
     EngineGone,
@@ -98,6 +104,8 @@ class Loader:
         self._directory = Path(settings.run.directory).resolve() / "weights" / engine_id
         self._model = Path(settings.model.path)
         self._expected: Mapping[str, tuple[int, ...]] = {}
+        self._owner = f"{settings.run.id}.loader.{engine_id}"
+        self._transactor: Transactor
         self._version = -1
         self._recent: deque[WeightVersionPublished] = deque(maxlen=RECENT)
         """The newest versions on the log, for an engine that comes back without weights."""
@@ -110,6 +118,10 @@ class Loader:
     async def run(self) -> None:
         """See the module."""
         self._expected = model_shapes(self._model)
+        async with self._role.log.transactor(self._owner) as self._transactor:
+            await self._run()
+
+    async def _run(self) -> None:
         self._said = (await self._role.log.end_offsets([Partition(ENGINES.name, 0)]))[Partition(ENGINES.name, 0)]
         await self._wait_for_engine()
         if self._role.stopping.is_set():
@@ -236,9 +248,10 @@ class Loader:
         raise AssertionError("unreachable")
 
     async def _load(self, event: WeightVersionPublished, folder: Path, timer: Timer) -> None:
-        """pause -> load -> check -> resume. Raises EngineRefused (old weights serve), EngineSwapFailed."""
+        """pause -> load -> check -> resume. Raises EngineRefused (old weights serve), EngineSwapFailed, Fenced."""
         control, timeout_s = self._control, self._role.settings.loader.timeout_s
         try:
+            await self._check_owner()
             try:
                 with timer.phase("pause"):
                     await control.pause()
@@ -250,6 +263,7 @@ class Loader:
                     raise EngineRefused(f"{self._url} reports {info.weight_version!r} after loading {event.version}")
             finally:
                 with timer.phase("resume"):
+                    await self._check_owner()
                     await control.resume()
         except EngineDead as error:
             await self._gone(error)
@@ -313,5 +327,8 @@ class Loader:
         self._said += 1
         return digest(record, self._role.settings.run.id, self._engine_id, self._role.instance, self._said)
 
+    async def _check_owner(self) -> None:
+        await check_owner(self._transactor, self._owner, PARTITION)
+
     async def _say(self, event: Event) -> None:
-        await self._role.events.append(event)
+        await self._role.events.transact(self._transactor, [event])

@@ -1,10 +1,11 @@
 """Where checkpoints lie: complete folders, a marker that names the newest, and the cursor inside each of them.
 
-    checkpoints/step-00000010-i0/     a Megatron checkpoint; renamed into place when it is complete
-    checkpoints/latest.json           {"incarnation", "folder"}; replaced in one step
+    checkpoints/step-00000010-i0/     a Megatron checkpoint of incarnation 0; renamed into place when it is complete
+    checkpoints/latest-i0.json        {"incarnation", "folder"}: what incarnation 0 goes on from; the highest counts
 
 The cursor is part of the checkpoint's common state, so cursor, optimizer and weights move together. An incarnation
-claims the marker when it starts; a process that finds a higher one there is a zombie and must not write.
+claims its number by making its marker, which only one process can. All that it names carries that number, so a zombie
+changes nothing that its successor goes on from; a process that finds a higher marker is one, and ends.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from pathlib import Path
 
 from turnlog.trainer.errors import CheckpointUnusable, Superseded
 
-MARKER = "latest.json"
+MARKERS = "latest*.json"
+"""`latest.json` is what releases before 0.2 kept for all incarnations."""
+PART = ".part"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,89 +39,124 @@ class Cursor:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A complete one."""
+class Marker:
+    """What one says. Its incarnation is -1 when there is none."""
 
-    folder: Path
-    cursor: Cursor
+    incarnation: int
+    folder: str | None
 
 
 class Checkpoints:
     """The checkpoints of one run, as one incarnation of its trainer sees them."""
 
     def __init__(self, directory: Path, *, keep: int) -> None:
-        """`keep`: how many of the newest stay on disk."""
+        """`keep`: how many of the newest stay on disk, at least 1."""
         self._directory = directory
         self._keep = keep
         self._incarnation = -1
 
     def newest(self) -> Path | None:
-        """The folder that the marker names. Raises CheckpointUnusable when it is gone."""
-        marker = self._marker()
-        if marker is None or marker["folder"] is None:
+        """The folder that the newest marker names. Raises CheckpointUnusable when it is gone."""
+        name, marker = self._marker()
+        if marker.folder is None:
             return None
-        folder = self._directory / str(marker["folder"])
+        folder = self._directory / marker.folder
         if not folder.is_dir():
             raise CheckpointUnusable(
-                f"{self._directory / MARKER} names {folder.name}, which is gone; restore it, or remove the marker to "
-                "train from [model] path again"
+                f"{name} names {folder.name}, which is gone; restore it, or remove {MARKERS} there to train from "
+                "[model] path again"
             )
         return folder
 
-    def claim(self, incarnation: int) -> None:
-        """This process is `incarnation`; older ones may no longer write. Raises Superseded."""
-        self._incarnation = incarnation
+    def claim(self, least: int) -> int:
+        """Become the incarnation that the checkpoints belong to, and start from the newest of them: `least`, or the
+        number above the highest that was ever claimed here. Older ones may no longer write."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        self._check_owner()
-        newest = self.newest()
-        self._mark(None if newest is None else newest.name)
-        for part in self._directory.glob("*.part"):
+        while True:
+            self.newest()
+            _, marker = self._marker()
+            self._incarnation = max(least, marker.incarnation + 1)
+            if self._created(marker.folder):
+                break  # else another one has just claimed it
+        for part in self._directory.glob(f"*{PART}"):
             shutil.rmtree(part, ignore_errors=True)
+        return self._incarnation
 
     def begin(self, cursor: Cursor) -> Path:
         """An empty folder to write the checkpoint of `cursor` into. Raises Superseded."""
         self._check_owner()
-        part = self._directory / f"step-{cursor.step:08}-i{self._incarnation}.part"
+        part = self._directory / f"step-{cursor.step:08}-i{self._incarnation}{PART}"
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         return part
 
     def seal(self, part: Path) -> Path:
-        """The folder is complete: give it its name, let the marker name it, drop old ones. Raises Superseded."""
+        """The folder is complete: give it its name, let the marker name it, drop old ones. Raises Superseded.
+
+        In this order: whoever claims after the second look inherits what the marker names, which is never dropped."""
         self._check_owner()
         folder = part.with_suffix("")
         shutil.rmtree(folder, ignore_errors=True)
         part.rename(folder)
         self._mark(folder.name)
-        complete = sorted((path for path in self._directory.glob("step-*-i*") if path.suffix != ".part"), key=_age)
+        self._check_owner()
+        complete = sorted((path for path in self._directory.glob("step-*-i*") if path.suffix != PART), key=_age)
         for old in complete[: -self._keep]:
             shutil.rmtree(old, ignore_errors=True)
+        for path in self._directory.glob(MARKERS):
+            if _read(path).incarnation < self._incarnation:
+                path.unlink(missing_ok=True)
         return folder
 
-    def _marker(self) -> dict[str, object] | None:
-        try:
-            marker: dict[str, object] = json.loads((self._directory / MARKER).read_text())
-        except FileNotFoundError:
-            return None
-        return marker
+    def _marker(self) -> tuple[str, Marker]:
+        """The marker of the newest incarnation, and where it is."""
+        found = [(path.name, _read(path)) for path in self._directory.glob(MARKERS)]
+        return max(found, key=lambda one: one[1].incarnation, default=(MARKERS, Marker(-1, None)))
 
     def _check_owner(self) -> None:
-        marker = self._marker()
-        if marker is not None and int(str(marker["incarnation"])) > self._incarnation:
-            raise Superseded(f"incarnation {marker['incarnation']} owns {self._directory}; this is {self._incarnation}")
+        _, marker = self._marker()
+        if marker.incarnation > self._incarnation:
+            raise Superseded(f"incarnation {marker.incarnation} owns {self._directory}; this is {self._incarnation}")
 
-    def _mark(self, folder: str | None) -> None:
-        part = self._directory / f"{MARKER}.{os.getpid()}"
+    @property
+    def _own(self) -> Path:
+        return self._directory / MARKERS.replace("*", f"-i{self._incarnation}")
+
+    def _written(self, folder: str | None) -> Path:
+        part = self._directory / f"{self._own.name}.{os.getpid()}"
         with part.open("w") as file:
             json.dump({"incarnation": self._incarnation, "folder": folder}, file)
             file.flush()
             os.fsync(file.fileno())
-        part.replace(self._directory / MARKER)
+        return part
+
+    def _created(self, folder: str | None) -> bool:
+        """Make our marker, unless somebody has it."""
+        part = self._written(folder)
+        try:
+            os.link(part, self._own)
+        except FileExistsError:
+            return False
+        finally:
+            part.unlink()
+        return True
+
+    def _mark(self, folder: str) -> None:
+        self._written(folder).replace(self._own)
 
 
 def cursor_values(cursor: Cursor) -> dict[str, int | None]:
     """Plain values for the checkpoint's common state."""
     return dataclasses.asdict(cursor)
+
+
+def _read(path: Path) -> Marker:
+    """A marker; of none when its owner's successor has just removed it."""
+    try:
+        said = json.loads(path.read_text())
+    except FileNotFoundError:
+        return Marker(-1, None)
+    return Marker(int(said["incarnation"]), said["folder"])
 
 
 def _age(folder: Path) -> tuple[int, int]:

@@ -31,6 +31,7 @@ import numpy as np
 from prometheus_client import Counter, Gauge
 
 from turnlog.infra import books_metric
+from turnlog.infra.fence import check_owner
 from turnlog.infra.log import Transactor
 from turnlog.infra.role import Role
 from turnlog.processors.core.rows import BatchRows
@@ -172,8 +173,8 @@ class Trainer:
     async def _take_over(self) -> None:
         """Incarnation, then the state to go on from."""
         self._versions = await read_past(self._role.log, self._role.events, self._run_id)
-        self._incarnation = self._versions.incarnation + 1
-        self._checkpoints.claim(self._incarnation)
+        await self._check_owner()
+        self._incarnation = self._checkpoints.claim(self._versions.incarnation + 1)
         folder = self._checkpoints.newest()
         if folder is not None:
             self._saved = self._cursor = Cursor(**read_common(folder)["cursor"])
@@ -248,11 +249,15 @@ class Trainer:
                 self._versions.apply(event)
                 VERSION.set(event.version)
 
+    async def _check_owner(self) -> None:
+        await check_owner(self._transactor, f"{self._run_id}.trainer", PARTITION)
+
     async def _save(self) -> Path:
         _beat(self._role)
         mark = time.monotonic()
         part = self._checkpoints.begin(self._cursor)
         await self._learner.call(Ranks.save, part, {"cursor": cursor_values(self._cursor)})
+        await self._check_owner()
         folder = self._checkpoints.seal(part)
         self._saved, self._save_s = self._cursor, time.monotonic() - mark
         return folder

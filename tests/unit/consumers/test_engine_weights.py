@@ -88,7 +88,12 @@ async def test_a_file_name_cannot_leave_the_folder() -> None:
 
 
 def test_two_versions_stay_on_disk(tmp_path: Path) -> None:
-    for version in (8, 9, 10):
-        write({"model.safetensors": CONTENT}, tmp_path, version)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "9"]
-    assert model_shapes(tmp_path / "10") == SHAPES
+    folders = [write({"model.safetensors": CONTENT}, tmp_path, version) for version in (8, 9, 10)]
+    assert set(tmp_path.iterdir()) == set(folders[1:])
+    assert model_shapes(folders[2]) == SHAPES
+
+
+def test_two_loaders_of_an_engine_never_share_a_folder(tmp_path: Path) -> None:
+    first, second = (write({"model.safetensors": CONTENT}, tmp_path, 3) for _ in range(2))
+    assert first != second
+    assert model_shapes(first) == model_shapes(second) == SHAPES

@@ -14,7 +14,7 @@ from safetensors.torch import save, save_file
 from turnlog.consumers.loader import EngineSwapFailed, Loader
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.health import Health
-from turnlog.infra.log import Partition
+from turnlog.infra.log import Fenced, Partition
 from turnlog.infra.memory import MemoryLog
 from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.memory_engine_control import MemoryEngineControl
@@ -24,6 +24,7 @@ from turnlog.infra.topics_admin import apply
 from turnlog.schemas.events import EngineGone, EngineRegistered, EngineWeightsLoaded, EngineWeightsRefused, Event
 from turnlog.schemas.events.weights import WeightFile
 from turnlog.schemas.topics import ENGINES
+from turnlog.schemas.types import BlobRef
 from turnlog.settings import ModelSettings, RunSettings, Settings
 from turnlog.trainer.checkpoint import Cursor
 from turnlog.trainer.weights import published
@@ -197,3 +198,81 @@ async def test_event_ids_differ_between_reports(
     events = await said(role, 4)
     assert len({event.event_id for event in events}) == len(events)
     assert all(dataclasses.is_dataclass(event) for event in events)
+
+
+class Gate:
+    """Stops whoever comes to it first, as SIGSTOP would, until it is opened."""
+
+    def __init__(self) -> None:
+        self.reached, self.open = asyncio.Event(), asyncio.Event()
+
+    async def pass_through(self) -> None:
+        if not self.reached.is_set():
+            self.reached.set()
+            await self.open.wait()
+
+
+class GatedBlobs(MemoryBlobs):
+    """A loader that stops before it has touched its engine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Gate()
+
+    async def get(self, ref: BlobRef) -> bytes:
+        await self.gate.pass_through()
+        return await super().get(ref)
+
+
+class GatedControl(MemoryEngineControl):
+    """A loader that stops in the middle of its swap."""
+
+    def __init__(self, model: Path) -> None:
+        super().__init__(model)
+        self.gate = Gate()
+
+    async def load(self, folder: Path, version: int, *, timeout_s: float) -> None:
+        await self.gate.pass_through()
+        await super().load(folder, version, timeout_s=timeout_s)
+
+
+async def test_a_loader_that_wakes_up_behind_its_successor_does_not_touch_the_engine(
+    role: Role, control: MemoryEngineControl
+) -> None:
+    zombies = dataclasses.replace(role, blobs=GatedBlobs())
+    await publish(zombies, 0)
+    zombie = asyncio.create_task(Loader(zombies, control, "engine-0", URL).run())
+    await zombies.blobs.gate.reached.wait()  # type: ignore[attr-defined]
+    successor = asyncio.create_task(Loader(role, control, "engine-0", URL).run())
+    await publish(role, 1)
+    reports = await said(role, 3)
+    zombies.blobs.gate.open.set()  # type: ignore[attr-defined]
+    with pytest.raises(Fenced):
+        await zombie
+    assert control.loads == [1]
+    assert isinstance(reports[2], EngineWeightsLoaded)
+    assert (reports[2].version, reports[2].superseded) == (1, (0,))
+    role.stopping.set()
+    await successor
+    assert await said(role, 3) == reports
+
+
+async def test_old_weights_that_a_zombie_was_putting_back_are_not_acknowledged_and_do_not_stay(role: Role) -> None:
+    control = GatedControl(Path(role.settings.model.path))
+    await publish(role, 0)
+    zombie = asyncio.create_task(Loader(role, control, "engine-0", URL).run())
+    await control.gate.reached.wait()
+    successor = asyncio.create_task(Loader(role, control, "engine-0", URL).run())
+    await publish(role, 1)
+    await said(role, 3)
+    assert control.loads == [1]
+    control.gate.open.set()
+    with pytest.raises(Fenced):
+        await zombie
+    assert control.loads[:2] == [1, 0]
+    reports = (await said(role, 5))[3:]
+    assert isinstance(reports[1], EngineWeightsLoaded)
+    assert [report.version for report in reports if isinstance(report, EngineRegistered)] == [0]
+    assert reports[1].version == control.loads[2] == 1
+    role.stopping.set()
+    await successor

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 
-from turnlog.trainer.checkpoint import MARKER, Checkpoints, Cursor, cursor_values
+from turnlog.trainer.checkpoint import MARKERS, Checkpoints, Cursor, cursor_values
 from turnlog.trainer.errors import CheckpointUnusable, Superseded
 
 
@@ -71,10 +74,49 @@ def test_a_marker_without_its_folder_says_what_to_do(tmp_path: Path) -> None:
     folder = save(checkpoints, 0)
     (folder / "content").unlink()
     folder.rmdir()
-    with pytest.raises(CheckpointUnusable, match=MARKER):
+    with pytest.raises(CheckpointUnusable, match=re.escape(MARKERS)):
         checkpoints.newest()
 
 
 def test_a_cursor_survives_as_plain_values() -> None:
     cursor = Cursor(next_batch=4, offset=17, step=4, draws=2)
     assert Cursor(**cursor_values(cursor)) == cursor  # type: ignore[arg-type]
+
+
+def test_two_that_start_at_once_are_two_incarnations(tmp_path: Path) -> None:
+    first, second = Checkpoints(tmp_path, keep=3), Checkpoints(tmp_path, keep=3)
+    assert (first.claim(4), second.claim(4)) == (4, 5)
+    with pytest.raises(Superseded):
+        first.begin(Cursor())
+
+
+def test_a_zombie_that_wakes_up_within_seal_changes_nothing_that_its_successor_goes_on_from(tmp_path: Path) -> None:
+    zombie = opened(tmp_path, 0, keep=1)
+    newest = save(zombie, 0)
+    part = zombie.begin(Cursor(step=10))
+
+    class Late(Checkpoints):
+        """The one whose second look comes when it is too late."""
+
+        def _mark(self, folder: str) -> None:
+            nonlocal owner
+            owner = opened(tmp_path, 1)
+            super()._mark(folder)
+
+    owner: Checkpoints | None = None
+    late = Late(tmp_path, keep=1)
+    late._incarnation = 0
+    with pytest.raises(Superseded):
+        late.seal(part)
+    assert owner is not None
+    assert owner.newest() == newest
+    assert newest.is_dir()
+
+
+def test_the_marker_of_an_earlier_release_is_read(tmp_path: Path) -> None:
+    folder = save(opened(tmp_path, 2), 10)
+    shutil.move(tmp_path / "latest-i2.json", tmp_path / "latest.json")
+    assert json.loads((tmp_path / "latest.json").read_text()) == {"incarnation": 2, "folder": folder.name}
+    later = Checkpoints(tmp_path, keep=3)
+    assert later.claim(0) == 3
+    assert later.newest() == folder
