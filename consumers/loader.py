@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import Counter, Gauge
 
@@ -166,17 +167,7 @@ class Loader:
         info = await self._control.model_info()
         self._version = info.version
         VERSION.set(self._version)
-        await self._say(
-            EngineRegistered(
-                event_id=self._event_id("EngineRegistered"),
-                run_id=self._role.settings.run.id,
-                engine_id=self._engine_id,
-                url=self._url,
-                state=self._state,
-                version=self._version,
-                model=self._role.settings.model.name,
-            )
-        )
+        await self._say(EngineRegistered, model=self._role.settings.model.name)
 
     async def _catch_up(self, reader: Reader) -> None:
         end = (await self._role.log.end_offsets([PARTITION]))[PARTITION]
@@ -275,48 +266,16 @@ class Loader:
         self._version = event.version
         LOADED.inc()
         VERSION.set(event.version)
-        await self._say(
-            EngineWeightsLoaded(
-                event_id=self._event_id("EngineWeightsLoaded"),
-                run_id=self._role.settings.run.id,
-                engine_id=self._engine_id,
-                url=self._url,
-                state=self._state,
-                version=event.version,
-                superseded=superseded,
-                seconds=seconds,
-            )
-        )
+        await self._say(EngineWeightsLoaded, superseded=superseded, seconds=seconds)
 
     async def _refuse(self, event: WeightVersionPublished, error: Exception) -> None:
         log.error("version %d refused, %d stays: %s", event.version, self._version, error)
         REFUSED.labels(type(error).__name__).inc()
-        await self._say(
-            EngineWeightsRefused(
-                event_id=self._event_id("EngineWeightsRefused"),
-                run_id=self._role.settings.run.id,
-                engine_id=self._engine_id,
-                url=self._url,
-                state=self._state,
-                version=self._version,
-                refused_version=event.version,
-                cause=type(error).__name__,
-                message=str(error),
-            )
-        )
+        cause = type(error).__name__
+        await self._say(EngineWeightsRefused, refused_version=event.version, cause=cause, message=str(error))
 
     async def _gone(self, error: Exception) -> None:
-        await self._say(
-            EngineGone(
-                event_id=self._event_id("EngineGone"),
-                run_id=self._role.settings.run.id,
-                engine_id=self._engine_id,
-                url=self._url,
-                state=GONE,
-                version=self._version,
-                cause=str(error),
-            )
-        )
+        await self._say(EngineGone, state=GONE, cause=str(error))
 
     @property
     def _state(self) -> str:
@@ -330,5 +289,14 @@ class Loader:
     async def _check_owner(self) -> None:
         await check_owner(self._transactor, self._owner, PARTITION)
 
-    async def _say(self, event: Event) -> None:
-        await self._role.events.transact(self._transactor, [event])
+    async def _say(self, record: type[Event], **more: Any) -> None:
+        """One report in one transaction."""
+        report = record(
+            event_id=self._event_id(record.__name__),
+            run_id=self._role.settings.run.id,
+            engine_id=self._engine_id,
+            url=self._url,
+            version=self._version,
+            **{"state": self._state} | more,
+        )
+        await self._role.events.transact(self._transactor, [report])

@@ -30,6 +30,8 @@ class Evidence:
     """What the init found changed that nothing but a call can reach: limits (its own) | folders (the writable ones)."""
     silent: bool = False
     """The call was not answered within wall_s and some grace."""
+    stood: bool = False
+    """The worker itself stood still for longer than a sandbox waits for it."""
     deaths: int = 0
     """New sandboxes, alive just before, that have gone away under this call, the latest included."""
 
@@ -43,6 +45,8 @@ def attributed(evidence: Evidence) -> Verdict | None:
         return ToolStatus.resource_limit, evidence.limit
     if evidence.changed:
         return ToolStatus.tool_error, CHANGED
+    if evidence.stood:
+        return None
     if evidence.silent:
         return ToolStatus.timeout, "wall_s"
     if evidence.deaths >= DEATHS:

@@ -222,7 +222,7 @@ class CallRunner:
     def _verdict(self, pending: Pending, error: SandboxDied) -> Verdict:
         """Of a call whose sandbox went away. Raises the error when nothing says that it was the call's doing: then it
         runs again, in a new one."""
-        pending.deaths += pending.again
+        pending.deaths += pending.again and not error.evidence.stood
         verdict = attributed(dataclasses.replace(error.evidence, deaths=pending.deaths))
         if verdict is None:
             raise error

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from turnlog.sandbox_workers.attribution import attributed
 from turnlog.sandbox_workers.backends import init_answers
 from turnlog.sandbox_workers.backends.bounds import Bounds, cpu_left, metered
+from turnlog.sandbox_workers.backends.heartbeat import Heartbeat
 from turnlog.sandbox_workers.backends.init_channel import Channel, refusal
 from turnlog.sandbox_workers.backends.init_files import RESET_S, UNBOUNDED, InitFiles
 from turnlog.sandbox_workers.backends.zygote import Zygote
@@ -185,15 +186,15 @@ class InitSandbox(InitFiles):
         """See Sandbox."""
         alive = self.interpreter
         request = init_answers.call(command, limits, alive=alive, prompt=on_output is not None)
-        began = asyncio.get_running_loop().time()
         parts: dict[Stream, list[bytes]] = {Stream.stdout: [], Stream.stderr: []}
-        self._cancelled = False
+        self._cancelled, heartbeat = False, Heartbeat()
         with self._asking("exec"):
             await self._bound(limits)
             try:
                 async with asyncio.timeout(limits.wall_s + GRACE_S), metered(limits, self._bounds, self._spent):
                     await self._channel.send(*request)
-                    answer = await self._output(parts, limits.output_bytes, on_output)
+                    async with heartbeat.beating(self._channel):
+                        answer = await self._output(parts, limits.output_bytes, on_output)
                 self.interpreter = answer.get("interpreter") is True
                 if alive and answer.get("lost"):
                     return init_answers.LOST
@@ -202,8 +203,7 @@ class InitSandbox(InitFiles):
             except FileRefused:
                 raise
             except (TimeoutError, SandboxDied, OSError) as error:
-                took_s = asyncio.get_running_loop().time() - began
-                return await self._died(error, limits, init_answers.joined(parts), took_s)
+                return await self._died(error, limits, init_answers.joined(parts), heartbeat)
             except BaseException:
                 await self.close()
                 raise
@@ -312,13 +312,13 @@ class InitSandbox(InitFiles):
             return found
         return dataclasses.replace(found, status=ToolStatus.resource_limit, reason=limit, exit_code=None)
 
-    async def _died(self, error: Exception, limits: SandboxLimits, output: bytes, took_s: float) -> Execution:
+    async def _died(self, error: Exception, limits: SandboxLimits, output: bytes, heartbeat: Heartbeat) -> Execution:
         """Of a call whose sandbox gave no answer, where that is the call's doing. Raises SandboxDied."""
-        late_s = took_s - limits.wall_s - GRACE_S
+        late_s = heartbeat.took_s - limits.wall_s - GRACE_S
         silent = isinstance(error, TimeoutError) and late_s < STALLED_S  # else it was we who did not listen
-        self._evidence = dataclasses.replace(self._evidence, silent=silent)
+        self._evidence = dataclasses.replace(self._evidence, silent=silent, stood=heartbeat.stood)
         said = await self.last_words()
         evidence = await self._ended(error)
         if (verdict := attributed(evidence)) is not None:
-            return Execution(*verdict, None, output, took_s, 0.0)
+            return Execution(*verdict, None, output, heartbeat.took_s, 0.0)
         raise SandboxDied(": ".join(text for text in (str(error), said) if text), evidence) from error

@@ -9,6 +9,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from turnlog.sandbox_workers.backends.heartbeat import SILENCE_S
 from turnlog.sandbox_workers.inside.interpreter import ENDED
 from turnlog.sandbox_workers.inside.paths import LONGEST_PATH, Refused, exact
 from turnlog.sandbox_workers.inside.workspace import MOST_ENTRIES
@@ -148,6 +149,7 @@ def call(command: Command, limits: SandboxLimits, *, alive: bool, prompt: bool) 
         "argv": command.argv,
         "env": dict(command.env),
         "cwd": command.cwd,
+        "silence_s": SILENCE_S,
     }
     head |= {"limits": dataclasses.asdict(limits), "source": len(source), "alive": alive, "prompt": prompt}
     return head, source, command.stdin

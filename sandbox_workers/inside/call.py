@@ -12,7 +12,7 @@ from typing import Any
 from turnlog.sandbox_workers.inside import handles, spawn
 from turnlog.sandbox_workers.inside.child import ARGUMENT_BYTES, become, command_line, pairs, sealed
 from turnlog.sandbox_workers.inside.ending import Reaped, children_cpu, end_all, end_others
-from turnlog.sandbox_workers.inside.frames import Control, receive
+from turnlog.sandbox_workers.inside.frames import Control, ControlClosed, receive
 from turnlog.sandbox_workers.inside.integrity import Integrity
 from turnlog.sandbox_workers.inside.interpreter import ENDED, Interpreter
 from turnlog.sandbox_workers.inside.output import Output
@@ -21,6 +21,7 @@ from turnlog.sandbox_workers.inside.unclaimed import Unclaimed
 
 SAMPLE_S = 0.05
 """Pause between looks at the tree's processes, memory, CPU and disk."""
+LONGEST_LOOK_S = 1.0
 LIMIT_SIGNALS = {128 + signal.SIGXCPU: "cpu_s", 128 + signal.SIGXFSZ: "disk_bytes"}
 """Exit codes that an rlimit leaves."""
 
@@ -54,7 +55,8 @@ class Call:
         """What a session call's source has left; None while it runs and when the interpreter went with it."""
         self.reaped = Reaped()
         self.output = Output(control, self.limits["output_bytes"], prompt=head["prompt"])
-        self.began = time.monotonic()
+        self.began = self.looked = time.monotonic()
+        self.unheard_s = 0.0
         self.unclaimed = Unclaimed()
         self.cpu_before = self._cpu()
 
@@ -111,6 +113,9 @@ class Call:
             for descriptor, event in poll.poll(max(0.0, min(deadline, look) - now) * 1000 + 1):
                 if descriptor == self.control.fileno() and event != select.POLLOUT:
                     head, _ = receive(self.control)
+                    if head["op"] == "beat":
+                        self.unheard_s = 0.0
+                        continue
                     return ("resource_limit", head["limit"]) if "limit" in head else ("cancelled", "cancelled")
                 if descriptor == self.handle:
                     return None
@@ -123,9 +128,19 @@ class Call:
             if time.monotonic() >= look:
                 look = time.monotonic() + SAMPLE_S
                 self.output.forward()
+                self._hears()
                 if verdict := self._look():
                     return verdict
         return "timeout", "wall_s"
+
+    def _hears(self) -> None:
+        """The worker has said lately that it lives. Raises ControlClosed. A pause of our own counts for little: then
+        the whole machine stood."""
+        now = time.monotonic()
+        self.unheard_s += min(now - self.looked, LONGEST_LOOK_S)
+        self.looked = now
+        if self.unheard_s > self.head["silence_s"]:
+            raise ControlClosed
 
     def _taken(self, descriptor: int) -> bool:
         """Take what is there; False when nothing more can come."""

@@ -3,12 +3,14 @@
 A request is answered by one frame, an `exec` by any number of `output` frames before it. One request at a time.
 
 exec        {"op", "kind", "argv", "env", "cwd", "limits", "source" (bytes of the body that are the source), "alive"
-            (an interpreter is expected), "prompt" (send output as it comes)} + source, then stdin
+            (an interpreter is expected), "prompt" (send output as it comes), "silence_s"} + source, then stdin
             -> {"output": "stdout" | "stderr"} + part, while it runs; every byte that counts against output_bytes
             -> {"status", "reason", "exit_code", "duration_s", "cpu_s", "interpreter"}
             -> {"lost": true} when the expected interpreter has ended between calls: nothing was run
 cancel      {"op", "limit"?}, only while a call runs  ->  nothing of its own: the call answers `cancelled`, or that it
             met the limit that is named
+beat        {"op"}, only while a call runs  ->  nothing; without one for `silence_s` call and sandbox end: a worker that
+            is stopped keeps its socket, and its successor may run the call
 read        {"op", "path", "most", "offset", "size"} -> {} + content
 read_files  {"op", "most"} + paths          ->  {"sizes"} + contents, one behind the other
 write       {"op", "path", "mode", "disk_bytes"} + content -> {}

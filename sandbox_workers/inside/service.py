@@ -65,7 +65,7 @@ class Service:
     def _answer(self) -> None:
         head, size = receive_head(self.control)
         body = exactly(self.control, size)
-        if head["op"] == "cancel":  # it came when the call had just ended
+        if head["op"] in ("cancel", "beat"):  # it came when the call had just ended
             return
         try:
             about, content = self.operations[head["op"]](head, body)

@@ -247,6 +247,7 @@ assert libc.timer_settime(timer, 0, (ctypes.c_long * 4)(0, 0, 0, 50_000_000), No
         ({"deaths": 2}, (ToolStatus.tool_error, "sandbox_ended")),
         ({"changed": "folders", "deaths": 1}, (ToolStatus.tool_error, "sandbox_changed")),
         ({"silent": True}, (ToolStatus.timeout, "wall_s")),
+        ({"silent": True, "stood": True, "deaths": 2}, None),
         ({"limit": "memory_bytes", "silent": True, "changed": "limits"}, (ToolStatus.resource_limit, "memory_bytes")),
     ],
 )
