@@ -24,7 +24,7 @@ from turnlog.infra.embedded.plan import ROLE_START_S, answers, role_liveness
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Launch
 from turnlog.infra.embedded.run_files import LOGS, SETTINGS
-from turnlog.infra.embedded.supervisor import Member, Supervisor
+from turnlog.infra.embedded.supervisor import Member, State, Supervisor
 from turnlog.infra.embedded.up import status_processes
 from turnlog.infra.history import all_events, partitions
 from turnlog.infra.role import Role, opened
@@ -167,9 +167,9 @@ def _over(settings: Settings, display: Display) -> bool:
     if drawn >= settings.feeder.draws and picture.published_after(max(picture.steps)) and loaded:
         return True
     for child in status_processes(settings):
-        if child["state"] == "failed":
+        if child["state"] == State.FAILED:
             raise RoleFailed(f"{child['name']}: {child['error']}; log {child['log']}")
-        if child["name"].startswith("trainer") and child["state"] == "done" and drawn < settings.feeder.draws:
+        if child["name"].startswith("trainer") and child["state"] == State.DONE and drawn < settings.feeder.draws:
             raise NotEveryDraw(f"the trainer ended after {drawn} of {settings.feeder.draws} draws; log {child['log']}")
         waiting = child["waiting"]
         if waiting and not picture.sessions_started:

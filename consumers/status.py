@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from turnlog.infra import endpoints
+from turnlog.infra.embedded.supervisor import SATISFIED
 from turnlog.infra.embedded.up import status_processes
 from turnlog.infra.history import all_events, partitions
 from turnlog.infra.log import LogUnavailable
@@ -47,7 +48,7 @@ def show(settings: Settings, *, as_json: bool) -> int:
         _print(found, settings)
     if not processes:
         return 3
-    return 0 if all(process["state"] in ("ready", "done") for process in processes) else 1
+    return 0 if all(process["state"] in SATISFIED for process in processes) else 1
 
 
 def views(settings: Settings) -> dict[str, Any]:
