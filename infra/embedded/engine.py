@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from turnlog.infra.embedded.errors import EngineDied, ModelMissing, NotInstalled
-from turnlog.infra.embedded.ports import HOST, claim
+from turnlog.infra.embedded.ports import HOST, ONE_HOST, claim
 from turnlog.infra.embedded.process import Child, Launch
 from turnlog.settings import EngineSettings
 
@@ -36,7 +36,6 @@ CPU_ARGUMENTS = (
 )
 CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-ONE_HOST = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 BEGINNING = 'rm -f "$0" && exec "$@"'
 """Its ranks meet in a file, which must be new at each start: torch's TCPStore listens on every interface, and whoever
 reaches it is a rank."""

@@ -16,7 +16,7 @@ from turnlog.infra.embedded.engine import Engine
 from turnlog.infra.embedded.errors import RegistryDied, RoleDied
 from turnlog.infra.embedded.liveness import Liveness, answering, broker_answers, generates, http_answers, role_loops
 from turnlog.infra.embedded.object_store import ObjectStore
-from turnlog.infra.embedded.ports import HOST, claim, free_ports
+from turnlog.infra.embedded.ports import HOST, ONE_HOST, claim, free_ports
 from turnlog.infra.embedded.process import Launch
 from turnlog.infra.embedded.run_files import LOGS, SETTINGS
 from turnlog.infra.embedded.supervisor import Member
@@ -188,6 +188,8 @@ class Plan:
         after = self._there("kafka", "store", "registry", "topics")
         if slot.role not in THREADED:
             env["OMP_NUM_THREADS"] = "1"
+        if slot.role == "trainer":
+            env |= ONE_HOST
         if slot.role == "gateway":
             env["TURNLOG_GATEWAY_PORT"] = _port_of(self.endpoints.gateway)
         if slot.role == "views":

@@ -13,6 +13,8 @@ from pathlib import Path
 from turnlog.infra.embedded.errors import PortTaken
 
 HOST = "127.0.0.1"
+ONE_HOST = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""Environment of ranks that are all on this machine: Gloo and NCCL listen on the loopback."""
 FIRST = 15000
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 

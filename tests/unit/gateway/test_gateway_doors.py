@@ -192,3 +192,20 @@ async def test_an_image_of_a_served_format_is_read_and_any_broken_one_refused(ri
 async def test_formats_that_pillow_reads_by_other_means_are_not_served(rig: Any, kind: str) -> None:
     with pytest.raises(BadRequest, match="PNG, JPEG, WEBP, GIF"):
         await admitted(rig, encoded(kind))
+
+
+async def test_a_log_that_is_away_is_said_at_every_door_and_the_request_may_come_again(rig: Any) -> None:
+    session = await rig.open()
+    rig.held.down = True
+    key = {"authorization": f"Bearer {rig.gateway.key.decode()}"}
+    answers = [
+        await rig.http.post("/sessions", json={"rollout_id": "new", "group_id": "group-0"}, headers=key),
+        await rig.chat(session, [QUESTION]),
+        await rig.finish(session),
+    ]
+    assert [answer.status_code for answer in answers] == [503, 503, 503]
+    assert {answer.json()["error"]["code"] for answer in answers} == {"log_unavailable"}
+    rig.held.down = False
+    assert (await rig.chat(session, [QUESTION])).status_code == 200
+    assert (await rig.finish(session)).status_code == 200
+    assert (await rig.open("new"))["finished"] is False

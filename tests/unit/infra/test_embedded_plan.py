@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from turnlog.infra.embedded.engine import Engine
 from turnlog.infra.embedded.plan import Plan
 from turnlog.infra.embedded.ports import HOST
 from turnlog.settings import (
@@ -57,6 +58,17 @@ def test_only_the_trainer_computes_with_more_than_one_thread(own_servers: Settin
     plan = Plan(own_servers, ("assembler", "trainer"))
     threads = {member.launch.name: member.launch.env.get("OMP_NUM_THREADS") for member in plan.members[1:]}
     assert threads == {"assembler-0": "1", "trainer-0": None}
+
+
+def test_ranks_of_the_trainer_and_of_an_engine_meet_on_the_loopback(own_servers: Settings, tiny_model: Path) -> None:
+    trainer = Plan(own_servers, ("trainer",)).members[-1].launch
+    engine = Engine(tiny_model, EngineSettings(), log=tiny_model / "engine-0.log").launch()
+    for launch in (trainer, engine):
+        assert (launch.env["GLOO_SOCKET_IFNAME"], launch.env["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
+    assert engine.env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"].startswith("file:///")
+    spread = EngineSettings(extra_args=("--nnodes=2", "--dist-init-addr=10.0.0.1:5000"))
+    far = Engine(tiny_model, spread, log=tiny_model / "engine-0.log").launch().env
+    assert not {"GLOO_SOCKET_IFNAME", "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"} & far.keys()
 
 
 def test_an_archiver_runs_where_the_settings_ask_for_one(own_servers: Settings) -> None:
