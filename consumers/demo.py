@@ -79,8 +79,8 @@ async def runnable_here(settings: Settings, unisolated: Unisolated, console: Con
     if not why:
         return settings
     console.print(
-        f"[bold red]TOOLS RUN WITHOUT ISOLATION[/bold red], as this demo's model alone may: "
-        f"\\[sandbox] allow_unisolated = true is set for this run. {escape(why)}",
+        "[bold red]TOOLS RUN WITHOUT ISOLATION[/bold red] on this machine: for the calls of its own model this demo "
+        f"sets \\[sandbox] allow_unisolated = true. {escape(why)}",
         soft_wrap=True,
     )
     return dataclasses.replace(settings, sandbox=dataclasses.replace(settings.sandbox, allow_unisolated=True))

@@ -72,7 +72,7 @@ class InitFiles:
 
     async def restore(self, entries: Sequence[FileEntry], contents: Mapping[str, bytes]) -> None:
         """See Sandbox."""
-        about, files = init_answers.described(entries, contents)
+        about, files = await asyncio.to_thread(init_answers.described, entries, contents)
         if sum(map(len, files)) > min(self._disk_bytes, MOST_BYTES):
             raise QuotaExceeded(f"a workspace of more than {self._disk_bytes} bytes does not fit")
         await self._ask({"op": "restore", "disk_bytes": self._disk_bytes}, about, then=files)

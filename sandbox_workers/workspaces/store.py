@@ -11,7 +11,8 @@ import dataclasses
 import hashlib
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import ParamSpec, TypeVar
 
 from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs
 from turnlog.sandbox_workers.protocol import (
@@ -37,12 +38,18 @@ from turnlog.sandbox_workers.workspaces.tree import SHA256, flaw
 from turnlog.schemas.types import BlobRef
 
 log = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
 
 BATCH_BYTES = 4 << 20
 BATCH_FILES = 1000
 """What one request for contents asks a sandbox for; a longer file comes alone."""
 FETCHES = 8
 """Packs fetched at once."""
+FEW_ENTRIES = 500
+"""Looked through in the loop: it takes 10 ms."""
+ENTRY_BYTES = 100
+"""Of a manifest, at least."""
 CACHED_ENTRIES = 200_000
 CACHED_MANIFESTS = 200
 """Manifests kept in memory: so many, or fewer with so many entries together."""
@@ -67,7 +74,7 @@ class Workspaces:
         manifest says of it, if not what the sandbox says.
         Raises FileRefused, QuotaExceeded, SandboxDied, StoreUnavailable."""
         entries = sorted(await tree.index(), key=lambda entry: entry.path)
-        if said := flaw(entries):
+        if said := await _aside(len(entries), flaw, entries):
             raise FileRefused(said)
         size = sum(entry.size for entry in entries)
         if most is not None and size > most:
@@ -77,8 +84,8 @@ class Workspaces:
         if (
             since is not None
             and before is not None
-            and self._looks.same(tree, before, entries)
             and before.interpreter == alive
+            and await _aside(len(entries), self._looks.same, tree, before, entries)
         ):
             return since
         kept = self._looks.kept(tree, before, entries)
@@ -112,7 +119,8 @@ class Workspaces:
             return self._manifests[ref]
         if not SHA256.match(ref.sha256) or not 0 < ref.size <= MOST_MANIFEST_BYTES:
             raise WorkspaceCorrupt(f"{ref.sha256[:80]} of {ref.size} bytes cannot be a workspace")
-        manifest = decode(await self._get(ref), ref)
+        content = await self._get(ref)
+        manifest = await _aside(len(content) // ENTRY_BYTES, decode, content, ref)
         return self._manifests.get(ref) or self._cache(ref, manifest)
 
     async def restore(self, tree: Tree, ref: BlobRef, *, disk_bytes: int) -> Manifest:
@@ -190,7 +198,7 @@ class Workspaces:
         """Give the manifest its reference; the one before when they say the same."""
         if before is not None and not before.wasteful and before.says == manifest.says:
             return before
-        content = manifest.encode()
+        content = await _aside(len(manifest.files), manifest.encode)
         ref = BlobRef(_sha256(content), len(content), MEDIA_TYPE)
         if ref not in self._manifests:
             ref = await self._blobs.put(content, media_type=MEDIA_TYPE)
@@ -236,6 +244,13 @@ class Workspaces:
             raise WorkspaceLost(f"a part of the stored workspace is gone: {error}") from error
         except BlobCorrupt as error:
             raise WorkspaceCorrupt(f"a part of the stored workspace is damaged: {error}") from error
+
+
+async def _aside(entries: int, act: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    """Do what takes a while for so many entries: in a thread when they are many, so that the loop goes on."""
+    if entries <= FEW_ENTRIES:
+        return act(*arguments, **named)
+    return await asyncio.to_thread(act, *arguments, **named)
 
 
 def _pieces(before: Manifest | None) -> dict[str, Piece]:

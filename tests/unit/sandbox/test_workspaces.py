@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -444,3 +446,49 @@ async def test_a_workspace_whose_predecessor_is_gone_is_stored_as_a_whole(whole:
     again = HeldTree()
     await Workspaces(blobs).restore(again, later, disk_bytes=DISK)
     assert again.shape() == tree.shape()
+
+
+class ManyFiles:
+    """A tree of ten thousand small files, which costs nothing itself."""
+
+    interpreter = False
+
+    def __init__(self) -> None:
+        names = [f"file{number:05}" for number in range(10_000)]
+        self.entries = tuple(
+            FileEntry(path=name, kind=FileKind.file, mode=0o644, size=len(name), stamp=name) for name in names
+        )
+
+    async def index(self) -> tuple[FileEntry, ...]:
+        """See Tree."""
+        return self.entries
+
+    async def read_files(self, paths: Sequence[str], *, most: int) -> tuple[bytes, ...]:
+        """See Tree."""
+        return tuple(path.encode() for path in paths)
+
+    async def restore(self, entries: Sequence[FileEntry], contents: Mapping[str, bytes]) -> None:
+        """See Tree."""
+        assert len(entries) == len(self.entries)
+
+
+async def test_a_workspace_of_very_many_files_leaves_the_loop_to_others() -> None:
+    tree, store, longest = ManyFiles(), MemoryBlobs(), 0.0
+
+    async def watch() -> None:
+        nonlocal longest
+        while True:
+            before = time.thread_time()
+            await asyncio.sleep(0)
+            longest = max(longest, time.thread_time() - before)
+
+    watching = asyncio.create_task(watch())
+    first = await Workspaces(store).snapshot(tree)
+    await asyncio.sleep(0)
+    began, longest = time.process_time(), 0.0
+    again = Workspaces(store)
+    await again.restore(tree, first, disk_bytes=DISK)
+    assert await again.snapshot(tree, first) == first
+    await asyncio.sleep(0)
+    watching.cancel()
+    assert longest < (time.process_time() - began) / 3
