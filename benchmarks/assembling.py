@@ -12,6 +12,7 @@ from turnlog.infra.health import Health
 from turnlog.infra.log import Log, Partition
 from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.murmur2 import partition_of
+from turnlog.infra.runs import Configured
 from turnlog.processors.core.unit_fold import INPUTS
 from turnlog.processors.shells.assembler import assembler_plan
 from turnlog.processors.shells.examples import GroupName, Shape, whole_group
@@ -37,7 +38,7 @@ async def write_groups(
 
 async def assemble(log: Log, events: EventLog, settings: Settings) -> float:
     """Seconds from the assignment of the units until everything is folded and committed."""
-    plan, units = assembler_plan(settings), range(settings.kafka.groups)
+    plan, units = assembler_plan(Configured.today(settings), settings.assembler), range(settings.kafka.groups)
     runner = Runner(plan, log, events, MemoryBlobs(), Health("assembler"), clock=time.monotonic)
     ends = await log.end_offsets([Partition(topic, unit) for topic in INPUTS for unit in units])
     member = log.group_reader(plan.group, INPUTS, assigned=runner._assigned, revoked=runner._revoked, instance="bench")

@@ -25,12 +25,11 @@ from turnlog.infra.log import Log, Partition
 from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role
+from turnlog.infra.runs import configuration
 from turnlog.infra.topics_admin import apply
-from turnlog.processors.core.fold_versions import FOLD_VERSION
 from turnlog.processors.core.unit_fold import INPUTS, OUTPUTS
 from turnlog.processors.shells.examples import Shape
-from turnlog.schemas.events import RunConfigured
-from turnlog.settings import Settings, fold_settings_json, settings_sha256
+from turnlog.settings import Settings
 
 GOAL_TOKENS, GOAL_SHARE = 2_000_000, 0.35
 SIZE, TURNS, SHAPE = 8, 8, Shape(delta=512, output=512)
@@ -43,13 +42,7 @@ UNITS = SETTINGS.kafka.groups
 
 async def write(events: EventLog) -> None:
     """The run's settings, then every group, session after session."""
-    body = fold_settings_json(SETTINGS)
-    await events.append(
-        RunConfigured(
-            event_id="configured", run_id=SETTINGS.run.id, settings=body, settings_sha256=settings_sha256(body),
-            fold_version=FOLD_VERSION,
-        )
-    )  # fmt: skip
+    await events.append(configuration(SETTINGS))
     await write_groups(events, SETTINGS, groups=GROUPS, size=SIZE, turns=TURNS, shape=SHAPE)
 
 

@@ -22,6 +22,7 @@ from turnlog.infra.log import Log, Partition, Reader, TopicSpec
 from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.murmur2 import partition_of
 from turnlog.infra.registry import MemoryRegistry
+from turnlog.infra.runs import Configured
 from turnlog.infra.topics_admin import apply
 from turnlog.processors.shells.assembler import assembler_plan
 from turnlog.processors.shells.examples import GroupName, Shape, whole_group
@@ -34,7 +35,7 @@ SIZE, TURNS, SHAPE = 8, 4, Shape(delta=128, output=128)
 GROUPS, WARM_UP = size((200, 20), smallest=(3, 1))
 SETTINGS = Settings()
 UNITS = SETTINGS.kafka.groups
-PLAN = assembler_plan(SETTINGS)
+PLAN = assembler_plan(Configured.today(SETTINGS), SETTINGS.assembler)
 QUESTION, ANSWER = "floor-question", "floor-answer"
 
 

@@ -13,7 +13,8 @@ from rich.table import Table
 
 from turnlog.infra.history import all_events, events
 from turnlog.infra.role import Role, opened
-from turnlog.processors.core.fold_versions import FOLD_VERSION, fold_version
+from turnlog.infra.runs import Configured, recorded
+from turnlog.processors.core.fold_versions import fold_version
 from turnlog.processors.core.ledgers import FIRST, Books, Ledgers
 from turnlog.processors.core.run_books import RunBooks, run_books
 from turnlog.schemas import topics
@@ -56,10 +57,8 @@ async def read(role: Role) -> RunBooks:
 
 async def read_levels(role: Role) -> Books:
     """The books of every session, group and batch, and where records disagree."""
-    max_tokens, version = role.settings.batcher.max_tokens, FOLD_VERSION
-    for event in await all_events(role, topics.RUNS):
-        max_tokens, version = json.loads(event.settings)["batcher"]["max_tokens"], event.fold_version
-    ledgers = Ledgers(role.settings.run.id, max_tokens, fold_version(version))
+    run = await recorded(role) or Configured.today(role.settings)
+    ledgers = Ledgers(role.settings.run.id, run.batcher.max_tokens, fold_version(run.fold_version))
     for topic in READ:
         async for record, event in events(role, topic):
             ledgers.add(record.topic, record.partition, record.offset, event)

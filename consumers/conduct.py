@@ -1,7 +1,6 @@
 """`turnlog run`: write RunConfigured, feed tasks, show the loop until the draws of [feeder] are trained.
 
 ConductError
-├── OtherSettings   the run was configured with other fold or batcher settings
 ├── RoleFailed      a role of the run gave up; names its log
 └── NotEveryDraw    the trainer ended before all draws were trained
 """
@@ -26,13 +25,11 @@ from turnlog.infra.embedded.process import Launch
 from turnlog.infra.embedded.run_files import LOGS, SETTINGS
 from turnlog.infra.embedded.supervisor import Member, State, Supervisor
 from turnlog.infra.embedded.up import status_processes
-from turnlog.infra.history import all_events, partitions
+from turnlog.infra.history import partitions
 from turnlog.infra.role import Role, opened
-from turnlog.processors.core.fold_versions import FOLD_VERSION
-from turnlog.schemas import ids, topics
+from turnlog.infra.runs import configure
 from turnlog.schemas.errors import UndecodableRecord
-from turnlog.schemas.events import RunConfigured
-from turnlog.settings import Settings, fold_settings_json, settings_sha256
+from turnlog.settings import Settings
 
 LOOK_EVERY_S = 0.5
 POLL_S = 0.2
@@ -40,10 +37,6 @@ POLL_S = 0.2
 
 class ConductError(Exception):
     """Base of the tree above."""
-
-
-class OtherSettings(ConductError):
-    """A run keeps its fold and batcher settings for life; use another --run ID for others."""
 
 
 class RoleFailed(ConductError):
@@ -68,7 +61,8 @@ def conduct(settings: Settings) -> int:
 
 
 async def run(settings: Settings, display: Display) -> None:
-    """Configure the run, feed it, return when every draw is trained and its weights are acknowledged."""
+    """Configure the run, feed it, return when every draw is trained and its weights are acknowledged. Raises OtherRun,
+    OtherSettings, ConductError."""
     async with opened("run", settings) as role:
         stop_at_signal(asyncio.current_task())
         await configure(role)
@@ -97,28 +91,6 @@ def stop_at_signal(task: asyncio.Task[None] | None) -> None:
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-
-
-async def configure(role: Role) -> None:
-    """Write RunConfigured once. Raises OtherSettings."""
-    run_id, settings_json = role.settings.run.id, fold_settings_json(role.settings)
-    wanted = settings_sha256(settings_json)
-    for event in await all_events(role, topics.RUNS):
-        if event.settings_sha256 != wanted:
-            raise OtherSettings(
-                f"run {run_id!r} was configured with {event.settings.decode()}, now it is {settings_json.decode()}: "
-                "use those settings, or another --run ID"
-            )
-        return
-    await role.events.append(
-        RunConfigured(
-            event_id=ids.digest("RunConfigured", run_id),
-            run_id=run_id,
-            settings=settings_json,
-            settings_sha256=wanted,
-            fold_version=FOLD_VERSION,
-        )
-    )
 
 
 @contextlib.asynccontextmanager
@@ -177,4 +149,4 @@ def _over(settings: Settings, display: Display) -> bool:
     return False
 
 
-__all__ = ["conduct", "configure", "run", "stop_at_signal"]
+__all__ = ["conduct", "run", "stop_at_signal"]

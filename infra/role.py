@@ -21,6 +21,7 @@ from turnlog.infra.endpoints import resolved
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.health import Health, serve_health
 from turnlog.infra.log import Log
+from turnlog.infra.runs import claimed
 from turnlog.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -82,10 +83,15 @@ async def _archived(_: AsyncExitStack, settings: Settings, blobs: Blobs, instanc
 
 
 def serve(name: str, main: Callable[[Role], Awaitable[None]], settings: Settings) -> int:
-    """Run a role until SIGTERM or SIGINT; 0 after a clean drain. An error comes out: the supervisor restarts."""
+    """Run a role until SIGTERM or SIGINT; 0 after a clean drain. An error comes out: the supervisor restarts. Raises
+    OtherRun for the log of another run."""
 
     async def run() -> None:
-        async with opened(name, settings) as role, serve_health(role.health, instance=role.instance):
+        async with (
+            opened(name, settings) as role,
+            serve_health(role.health, instance=role.instance),
+            claimed(role),  # raises OtherRun
+        ):
             loop = asyncio.get_running_loop()
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, role.stopping.set)

@@ -15,12 +15,12 @@ from prometheus_client import Counter, Gauge
 from turnlog.infra import recipes
 from turnlog.infra.dead_letters import dead_letter
 from turnlog.infra.event_log import RECORD_HEADER
-from turnlog.infra.history import all_events, events
+from turnlog.infra.history import events
 from turnlog.infra.log import Partition, Record, TopicMissing, Transactor
 from turnlog.infra.murmur2 import partition_of
 from turnlog.infra.payloads import externalized
 from turnlog.infra.role import Role
-from turnlog.processors.core.fold_versions import FOLD_VERSION
+from turnlog.infra.runs import Configured, configured
 from turnlog.processors.core.group_scores import scores_topic
 from turnlog.producers.admission import Admission, AdmissionRules, Drawing
 from turnlog.producers.readiness import Readiness
@@ -29,11 +29,10 @@ from turnlog.producers.tasks import Dataset, provided_dataset, read_dataset
 from turnlog.schemas import ids, topics
 from turnlog.schemas.errors import UndecodableRecord
 from turnlog.schemas.events import Event, GroupRequested, Limits, Purpose, RolloutRequested, Sampling, SegmentSample
-from turnlog.schemas.topics import Topic
 
 log = logging.getLogger(__name__)
 FOLLOWED = (topics.GROUP_REQUESTS, topics.BATCHES, topics.STEPS, topics.WEIGHTS, topics.ENGINES)
-"""And one for the scores of groups, see `scores_of`. All are control topics: small, and never pruned."""
+"""And one for the scores of groups, by the fold version. All are control topics: small, and never pruned."""
 PASSED_OVER = SegmentSample.__name__.encode()
 """The bulk of segment-samples, which admission has no use for."""
 DATASET_FILE = "tasks.jsonl"
@@ -50,15 +49,21 @@ class DatasetChanged(Exception):
 async def main(role: Role) -> None:
     """Admit groups until every draw is trained, then wait for the role to stop.
 
-    Order of effects: 1. fence the last feeder; 2. read the log to its end; 3. per admission: read the floors of
-    agent.sessions, then write the requests of all due groups in one transaction.
+    Order of effects: 1. wait until the run is configured, fence the last feeder; 2. read the log to its end; 3. per
+    admission: read the floors of agent.sessions, then write the requests of all due groups in one transaction.
+    Raises BadSampling, DatasetError, DatasetChanged, TopicMissing, OtherRun, OtherSettings.
     """
     settings = role.settings
     sampling, limits = checked_sampling(settings)
     dataset = await asyncio.to_thread(_dataset, role)
+    counts = await _partition_counts(role)
+    run = await configured(role)
+    if run is None:
+        return
+    followed = (*FOLLOWED, scores_topic(run.fold_version))
+    partitions = [Partition(topic.name, number) for topic in followed for number in range(counts[topic.name])]
     async with role.log.transactor(f"{settings.run.id}.feeder") as transactor, role.log.reader() as reader:
-        feeder = Feeder(role, transactor, dataset, sampling, limits)
-        partitions = await _partitions(role)
+        feeder = Feeder(role, run, transactor, dataset, sampling, limits)
         reader.assign(await role.log.start_offsets(partitions))
         ends = await role.log.end_offsets(partitions)
         while any(reader.position(partition) < ends[partition] for partition in partitions):
@@ -76,7 +81,7 @@ class Feeder:
     """What the log says, and the requests that follow from it."""
 
     def __init__(
-        self, role: Role, transactor: Transactor, dataset: Dataset, sampling: Sampling, limits: Limits
+        self, role: Role, run: Configured, transactor: Transactor, dataset: Dataset, sampling: Sampling, limits: Limits
     ) -> None:
         settings = role.settings
         self._role = role
@@ -88,9 +93,9 @@ class Feeder:
         self._readiness = Readiness()
         self.admission = Admission(
             AdmissionRules(
-                prompts_per_draw=settings.batcher.prompts_per_draw,
+                prompts_per_draw=run.batcher.prompts_per_draw,
                 draws=settings.feeder.draws,
-                max_lag=settings.batcher.max_lag,
+                max_lag=run.batcher.max_lag,
                 publish_every=settings.trainer.publish_every,
                 rows=len(dataset.rows),
                 seed=settings.feeder.seed,
@@ -135,7 +140,7 @@ class Feeder:
         if isinstance(event, GroupRequested) and event.dataset != self._dataset.name:
             raise DatasetChanged(
                 f"run {event.run_id} has drawn from {event.dataset}, [feeder] dataset is {self._dataset.name} now: "
-                "restore the file, or start another [run] id"
+                "restore the file, or start another run ([run] id, and on a shared cluster [kafka] prefix)"
             )
         self.admission.apply(event)
 
@@ -234,17 +239,10 @@ def _group(request: RolloutRequested) -> GroupRequested:
     )
 
 
-async def scores_of(role: Role) -> Topic:
-    """Where the run's groups are scored, by the fold version that it was configured with."""
-    versions = [configured.fold_version for configured in await all_events(role, topics.RUNS)]
-    return scores_topic(versions[0] if versions else FOLD_VERSION)
-
-
-async def _partitions(role: Role) -> list[Partition]:
-    """Every partition of the followed topics. Raises TopicMissing."""
+async def _partition_counts(role: Role) -> dict[str, int]:
+    """Of every topic. Raises TopicMissing."""
     found = await role.log.topics()
     missing = [topic.name for topic in (*FOLLOWED, topics.GROUP_SCORES, topics.TASKS) if topic.name not in found]
     if missing:
         raise TopicMissing(f"{', '.join(missing)}: no such topic; run `turnlog topics apply`")
-    followed = (*FOLLOWED, await scores_of(role))
-    return [Partition(topic.name, number) for topic in followed for number in range(found[topic.name].partitions)]
+    return {name: spec.partitions for name, spec in found.items()}

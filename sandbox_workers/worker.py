@@ -22,6 +22,7 @@ from prometheus_client import Gauge
 from turnlog.infra.dead_letters import dead_letter, where
 from turnlog.infra.log import GroupReader, LogError, Partition, Record
 from turnlog.infra.role import Role
+from turnlog.processors.core.unit_fold import ForeignRun
 from turnlog.sandbox_workers import answers
 from turnlog.sandbox_workers.answered import Results
 from turnlog.sandbox_workers.call_runner import CallRunner
@@ -187,7 +188,8 @@ class Worker:
             return
         try:
             event = await self._role.events.decode(record)
-        except UndecodableRecord as error:
+            ForeignRun.check(event, self._role.settings.run.id, where(record))
+        except (UndecodableRecord, ForeignRun) as error:
             await self._park(record, error)
             unit.finish(record.offset)
             return

@@ -53,7 +53,7 @@ SESSIONS = Topic(
     ),
     "groups",
 )
-RUNS = Topic("runs", "run_id", ("RunConfigured",), "one")
+RUNS = Topic("runs", "run_id", ("RunConfigured", "RunPlanned"), "one")
 GROUP_REQUESTS = Topic("group-requests", "run_id", ("GroupRequested",), "one")
 TASKS = Topic("tasks", "rollout_id", ("RolloutRequested",), "rollouts")
 TURNS = Topic("agent.turns", "group_id", ("TurnCompleted",), "groups")

@@ -24,6 +24,7 @@ from turnlog.infra.embedded.process import Child
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Log, Partition
 from turnlog.infra.role import opened
+from turnlog.infra.runs import configure
 from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.low_water import Fold, decode_marks
 from turnlog.processors.core.unit_fold import INPUTS, OUTPUTS
@@ -173,7 +174,7 @@ async def verdict(events: EventLog, plan: Plan, settings: Settings, story: Story
 async def torture(settings: Settings, *, kills: int, seed: int) -> int:
     """The whole run; the exit status."""
     async with opened("chaos", settings) as tool:
-        plan, story, rng = assembler_plan(tool.settings), Story(), random.Random(seed)
+        plan, story, rng = assembler_plan(await configure(tool), settings.assembler), Story(), random.Random(seed)
         writing = asyncio.create_task(write(tool.events, settings, story, kills=kills, seed=seed))
         child = await kill(settings, tool.log, plan, story, kills=kills, rng=rng)
         await writing

@@ -15,16 +15,15 @@ from typing import Any
 
 from turnlog.consumers.replay.merge import Merge
 from turnlog.consumers.replay.progress import Progress, Silent
-from turnlog.consumers.replay.source import Inputs, configured
+from turnlog.consumers.replay.source import Inputs, recorded_run
 from turnlog.infra.history import events, partitions
 from turnlog.infra.log import Partition
-from turnlog.infra.methods import installed
 from turnlog.infra.murmur2 import partition_of
 from turnlog.infra.role import Role
+from turnlog.infra.runs import Configured
 from turnlog.processors.core.assembler import GroupFold
 from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold_rules import FoldRules
-from turnlog.processors.core.rules import fold_rules
 from turnlog.processors.core.unit_fold import INPUTS
 from turnlog.schemas import topics
 from turnlog.schemas.events import Event, SegmentSample, SessionStarted, TurnTreeAssembled
@@ -130,11 +129,11 @@ async def compare(
     `threshold`: fork_threshold_tokens in place of the recorded one. Raises SettingsError for an unknown policy,
     NoSuchSession, NothingToReplay, FoldDefect, LogError, BlobError.
     """
-    recorded = (await configured(role)).fold
-    names = tuple(name or recorded.policy for name in policies or ("",))
+    run = await recorded_run(role)
+    names = tuple(name or run.fold.policy for name in policies or ("",))
     found = Comparison(names, [Tally() for _ in names], outputs=[[] for _ in names])
     scope = await _in_full(role, scope)
-    rules = [_rules(role, dataclasses.replace(recorded, policy=name), threshold) for name in names]
+    rules = [_rules(run, name, threshold) for name in names]
     progress = progress or Silent()
     for unit in _units(role, scope):
         await _UnitComparison(role, unit, rules, scope, found).run(progress)
@@ -142,10 +141,11 @@ async def compare(
     return found
 
 
-def _rules(role: Role, fold: Any, threshold: int | None) -> FoldRules:
+def _rules(run: Configured, policy: str, threshold: int | None) -> FoldRules:
+    fold = dataclasses.replace(run.fold, policy=policy)
     if threshold is not None:
         fold = dataclasses.replace(fold, fork_threshold_tokens=threshold)
-    return fold_rules(fold, run_id=role.settings.run.id, settings_sha256="", methods=installed(fold))
+    return dataclasses.replace(run, fold=fold).rules()
 
 
 async def _in_full(role: Role, scope: Scope) -> Scope:

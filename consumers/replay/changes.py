@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass, field
 
 from turnlog.consumers.replay.errors import BadRefold
-from turnlog.consumers.replay.source import Configured
+from turnlog.infra.runs import Configured
 from turnlog.processors.core.fold_versions import fold_version
 from turnlog.settings import FOLD_SECTIONS, Settings, SettingsError, changed, recorded_keys
 

@@ -23,7 +23,7 @@ from turnlog.consumers.replay.errors import BadRefold, BrokenFold
 from turnlog.consumers.replay.merge import Merge
 from turnlog.consumers.replay.progress import Progress, Shown, Silent
 from turnlog.consumers.replay.run import ARCHIVE, FOLDER, asked, cuts_of
-from turnlog.consumers.replay.source import Configured, Inputs, Skips, SkipsFound, configured, fresh, places
+from turnlog.consumers.replay.source import Inputs, Skips, SkipsFound, fresh, places, recorded_run
 from turnlog.consumers.replay.spool import Spool
 from turnlog.consumers.replay.state import ReplayState
 from turnlog.consumers.replay.unit import HistoryFold, UnitState, tokens_of
@@ -32,6 +32,7 @@ from turnlog.consumers.replay.verify import FORGET_EVERY, cheap_collections
 from turnlog.infra.cuts import Cut
 from turnlog.infra.log import Partition
 from turnlog.infra.role import Role, opened
+from turnlog.infra.runs import Configured
 from turnlog.processors.core.draws import ReadableGroup
 from turnlog.processors.core.fold_rules import FoldRules
 from turnlog.processors.core.trimmed import DrawRules, PlacedSample
@@ -94,14 +95,14 @@ class Refold:
     async def run(self, *, progress: Progress | None = None, fresh: bool = False) -> str:
         """Fold everything, write what was asked for; a line that says what."""
         progress = progress or Silent()
-        recorded = await configured(self._role)
+        recorded = await recorded_run(self._role)
         settings = self._changes.settings(recorded)
         sha256 = settings_sha256(fold_settings_json(settings))
         now = dataclasses.replace(
             recorded, fold=settings.fold, batcher=settings.batcher, settings_sha256=sha256,
             fold_version=self._changes.fold_version or recorded.fold_version,
         )  # fmt: skip
-        rules, draw_rules = now.rules(self._role.settings.run.id), now.draw_rules()
+        rules, draw_rules = now.rules(), now.draw_rules()
         question = asked(self._role, self._until_text, now) | {"refold": True}
         state = ReplayState(self._folder, question, every_s=self._every_s)
         state.load(fresh=fresh)

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from turnlog.consumers.replay.errors import NothingToReplay
 from turnlog.consumers.replay.progress import Progress, Shown, Silent
-from turnlog.consumers.replay.source import Configured, configured, cut_of
+from turnlog.consumers.replay.source import cut_of, recorded_run
 from turnlog.consumers.replay.state import ReplayState
 from turnlog.consumers.replay.until import moment
 from turnlog.consumers.replay.verify import Question, cheap_collections, verify_batches, verify_unit
@@ -23,6 +23,7 @@ from turnlog.infra.archive_log import ArchiveLog
 from turnlog.infra.cuts import Cut
 from turnlog.infra.log import Partition
 from turnlog.infra.role import Role, opened
+from turnlog.infra.runs import Configured
 from turnlog.settings import Settings
 
 ARCHIVE = "archive"
@@ -100,7 +101,7 @@ async def run(
 ) -> Verdict:
     """Replay the run of `role`. `folder` keeps what a killed replay goes on from; without it nothing is kept.
     Raises ReplayError, LogError, BlobError, RegistryError."""
-    found = await configured(role)
+    found = await recorded_run(role)
     state = ReplayState(folder, asked(role, until, found), every_s=save_every_s)
     state.load(fresh=fresh)
     cuts = await cuts_of(role, state)

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from turnlog.consumers.replay.errors import BrokenFold, HistoryPruned, NothingToReplay
 from turnlog.consumers.replay.merge import Merge
 from turnlog.consumers.replay.unit import UnitState, fresh_state
 from turnlog.infra.archive_log import ArchiveLog
 from turnlog.infra.cuts import Cut, live_cut
-from turnlog.infra.history import all_events
 from turnlog.infra.log import Partition, Record
-from turnlog.infra.methods import installed
 from turnlog.infra.payloads import inlined
 from turnlog.infra.role import Role
+from turnlog.infra.runs import Configured, recorded
 from turnlog.processors.core.assembler import GroupFold
 from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold_rules import FoldRules
-from turnlog.processors.core.rules import draw_rules, fold_rules, recorded_settings
-from turnlog.processors.core.trimmed import DrawRules
 from turnlog.processors.core.unit_fold import DEFECTS, INPUTS, OUTPUTS, UnitFold, assembler_group, payloads_read
 from turnlog.schemas import topics
 from turnlog.schemas.errors import UndecodableRecord, UnknownSchemaId
-from turnlog.schemas.events import Event, RunConfigured, SkipRequested
+from turnlog.schemas.events import Event, SkipRequested
 from turnlog.schemas.types import BlobRef
-from turnlog.settings import BatcherSettings, FoldSettings
 
 PATIENCE_S = 30.0
 """For an assembler that still catches up; then what it has folded is the cut."""
@@ -34,34 +29,12 @@ Skips = frozenset[tuple[str, int]]
 """(topic, offset) of records that an operator asked to pass over."""
 
 
-@dataclass(frozen=True, slots=True)
-class Configured:
-    """The settings that a run was recorded with."""
-
-    fold: FoldSettings
-    batcher: BatcherSettings
-    settings_sha256: str
-    fold_version: str
-
-    def rules(self, run_id: str) -> FoldRules:
-        """Of the recorded fold."""
-        methods = installed(self.fold)
-        return fold_rules(
-            self.fold, run_id=run_id, settings_sha256=self.settings_sha256, version=self.fold_version, methods=methods
-        )
-
-    def draw_rules(self) -> DrawRules:
-        """Of the recorded draws."""
-        return draw_rules(self.fold, self.batcher, installed(self.fold))
-
-
-async def configured(role: Role) -> Configured:
+async def recorded_run(role: Role) -> Configured:
     """Raises NothingToReplay, RecordedSettingsError."""
-    found = [event for event in await all_events(role, topics.RUNS) if isinstance(event, RunConfigured)]
-    if not found:
+    found = await recorded(role)
+    if found is None:
         raise NothingToReplay(f"no RunConfigured of run {role.settings.run.id!r} is on the log; check [run] id")
-    fold, batcher = recorded_settings(found[0].settings)
-    return Configured(fold, batcher, found[0].settings_sha256, found[0].fold_version)
+    return found
 
 
 async def cut_of(role: Role, unit: int, *, patience_s: float = PATIENCE_S) -> Cut:
@@ -107,7 +80,8 @@ class Inputs:
         self.skips = skips
 
     async def event(self, record: Record) -> Event | None:
-        """The event with the payloads that the fold reads; None for what the assembler parked or another run wrote.
+        """The event with the payloads that the fold reads; None for what the assembler parks undecoded or as another
+        run's.
         Raises BlobError, RegistryUnavailable."""
         if (record.topic, record.offset) in self.skips:
             return None
@@ -121,7 +95,7 @@ class Inputs:
             return None
         if event.run_id != self._role.settings.run.id:
             return None
-        payloads = payloads_read(event, messages=self._rules.cutting.needs_messages)
+        payloads = payloads_read(event, self._rules.run_id, messages=self._rules.cutting.needs_messages)
         return await inlined(event, self._role.blobs) if BlobRef in map(type, payloads) else event
 
     async def fold(self, fold: UnitFold, record: Record) -> list[Event]:

@@ -115,7 +115,7 @@ class HistoryFold(UnitFold):
         def factory(group_id: str, floor: int) -> GroupFold:
             return GroupFold(group_id, floor, rules)
 
-        super().__init__(state.marks, state.done, factory, horizon_records=horizon_records)
+        super().__init__(state.marks, state.done, factory, run_id=rules.run_id, horizon_records=horizon_records)
 
     def take(self, record: InputRecord, event: Event) -> Taken:
         """See UnitFold."""

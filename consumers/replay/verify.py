@@ -12,7 +12,7 @@ from turnlog.consumers.replay.batches import Samples, batch_difference, named
 from turnlog.consumers.replay.explain import about, first_difference
 from turnlog.consumers.replay.merge import Merge
 from turnlog.consumers.replay.progress import Progress
-from turnlog.consumers.replay.source import Configured, Inputs, Skips, SkipsFound, fresh, places
+from turnlog.consumers.replay.source import Inputs, Skips, SkipsFound, fresh, places
 from turnlog.consumers.replay.state import ReplayState
 from turnlog.consumers.replay.unit import Difference, HistoryFold, Suspect, UnitState, digest_of
 from turnlog.consumers.replay.until import Until
@@ -20,6 +20,7 @@ from turnlog.infra.cuts import Cut
 from turnlog.infra.log import Partition, Record
 from turnlog.infra.payloads import inlined
 from turnlog.infra.role import Role
+from turnlog.infra.runs import Configured
 from turnlog.processors.core.trimmed import DrawRules
 from turnlog.processors.core.unit_fold import OUTPUTS
 from turnlog.schemas.errors import UndecodableRecord
@@ -85,7 +86,7 @@ class _Verifier:
         self._state = state
         self._cut = question.cuts[unit]
         role = question.role
-        rules = question.configured.rules(role.settings.run.id)
+        rules = question.configured.rules()
         self._inputs = Inputs(role, rules, unit, skips)
         self._fold = HistoryFold(state, rules, horizon_records=role.settings.assembler.horizon_records)
         self._difference = Difference(state, role.events.codec, role.settings.run.id)

@@ -4,6 +4,7 @@ A unit is partition p of the inputs and outputs. Per record: is its group still 
 does its group make of it, which of that is new.
 
 RefusedRecord         a record that decodes, and is not folded all the same: the assembler parks it
+├── ForeignRun        another run wrote it: one run per cluster and prefix
 ├── KeyMismatch       the record's key is not the group of its event: it may lie in another group's partition
 ├── WrongTopic        the record does not belong to the topic it stands in
 └── RecordSkipped     an operator asked to pass over it (SkipRequested)
@@ -34,6 +35,19 @@ DEFECTS = (
 
 class RefusedRecord(Exception):
     """Base of the tree above."""
+
+
+class ForeignRun(RefusedRecord):
+    """Remedy: find who writes it (header `writer`); give that run a [kafka] prefix of its own."""
+
+    @classmethod
+    def check(cls, event: Event, run_id: str, where: str) -> None:
+        """Raises ForeignRun for a record that stands `where` and is not of the run."""
+        if event.run_id != run_id:
+            raise cls(
+                f"{where}: the {type(event).__name__} is of run {event.run_id!r}, this log is of {run_id!r}: one run "
+                "per cluster and prefix; give the other one a [kafka] prefix of its own"
+            )
 
 
 class KeyMismatch(RefusedRecord):
@@ -86,14 +100,15 @@ def assembler_group(run_id: str) -> str:
     return f"{run_id}.assembler"
 
 
-def payloads_read(event: object, *, messages: bool) -> tuple[Payload, ...]:
-    """The payloads of a record that its fold reads, to be fetched before it; `messages`: its policy needs those.
+def payloads_read(event: object, run_id: str, *, messages: bool) -> tuple[Payload, ...]:
+    """The payloads of a record that the fold of its run reads, to be fetched before it; `messages`: its policy needs
+    those. None of another run's, which is not folded.
 
     What else is a reference stays one: only people and dashboards read it.
     """
-    if isinstance(event, TokenSnapshot):
+    if isinstance(event, TokenSnapshot) and event.run_id == run_id:
         return event.delta_ids, event.output_ids, event.output_logprobs
-    if messages and isinstance(event, TurnCompleted):
+    if messages and isinstance(event, TurnCompleted) and event.run_id == run_id:
         return event.new_messages, event.response
     return ()
 
@@ -101,8 +116,9 @@ def payloads_read(event: object, *, messages: bool) -> tuple[Payload, ...]:
 class UnitFold:
     """Folds the inputs of a unit, those of one topic in offset order. Use: `wants`, `take`, `pass_over` per record."""
 
-    def __init__(self, marks: Marks, done: Done, factory: FoldFactory, *, horizon_records: int) -> None:
-        """`horizon_records`: see LowWater."""
+    def __init__(self, marks: Marks, done: Done, factory: FoldFactory, *, run_id: str, horizon_records: int) -> None:
+        """`run_id`: whose records are folded. `horizon_records`: see LowWater."""
+        self._run_id = run_id
         self.low_water = LowWater(marks, done, factory, spine=SPINE, horizon_records=horizon_records)
 
     def wants(self, record: InputRecord) -> bool:
@@ -115,7 +131,7 @@ class UnitFold:
         if self.low_water.is_done(group):
             return Taken()
         try:
-            _check_place(record, event)
+            _check_place(record, event, self._run_id)
         except RefusedRecord as misplaced:
             return Taken(refusal=misplaced)
         fold = self.low_water.open_group(group, event.floor)
@@ -144,10 +160,11 @@ def _group(record: InputRecord) -> str:
     return record.key.decode(errors="replace")
 
 
-def _check_place(record: InputRecord, event: Event) -> None:
-    """Raises KeyMismatch, WrongTopic."""
+def _check_place(record: InputRecord, event: Event, run_id: str) -> None:
+    """Raises ForeignRun, KeyMismatch, WrongTopic."""
     name = type(event).__name__
     where = f"{record.topic}[{record.partition}]@{record.offset}"
+    ForeignRun.check(event, run_id, where)
     if TOPIC_OF[name].name != record.topic:
         raise WrongTopic(f"{where}: {name} belongs to {TOPIC_OF[name].name}")
     if event.group_id.encode() != record.key:

@@ -19,12 +19,11 @@ from prometheus_client import Counter, Gauge
 from turnlog.infra import books_metric
 from turnlog.infra.batch_files import MEDIA_TYPE, sealed
 from turnlog.infra.log import Partition, Record, Transactor
-from turnlog.infra.methods import installed
 from turnlog.infra.payloads import inlined
 from turnlog.infra.role import Role
+from turnlog.infra.runs import Configured, configured
 from turnlog.processors.core.draws import FormedBatch, FormedDraw, ReadableGroup, form_draw, overtaken
 from turnlog.processors.core.progress import Progress
-from turnlog.processors.core.rules import draw_rules
 from turnlog.processors.core.trimmed import PlacedSample
 from turnlog.processors.core.weight_chain import HeldVersion
 from turnlog.schemas import ids, topics
@@ -38,7 +37,6 @@ from turnlog.schemas.events import (
     SourcePosition,
 )
 from turnlog.schemas.types import BlobRef
-from turnlog.settings import fold_settings_json, settings_sha256
 
 log = logging.getLogger(__name__)
 BATCHES = Counter("turnlog_batches_formed", "Batches formed")
@@ -49,22 +47,26 @@ WAITING = Gauge("turnlog_groups_waiting", "Scored groups that wait for a draw")
 async def main(role: Role) -> None:
     """Form batches until the role stops.
 
-    Order of effects: 1. fence the last batcher; 2. read manifests, steps and versions to their ends; 3. read samples
-    from the last manifest's positions; 4. per draw: upload the files, then its manifests in one transaction.
+    Order of effects: 1. wait until the run is configured; 2. fence the last batcher; 3. read manifests, steps and
+    versions to their ends; 4. read samples from the last manifest's positions; 5. per draw: upload the files, then its
+    manifests in one transaction. Raises OtherRun, OtherSettings.
     """
+    run = await configured(role)
+    if run is None:
+        return
     async with role.log.transactor(f"{role.settings.run.id}.batcher") as transactor:
-        batcher = Batcher(role, transactor)
+        batcher = Batcher(role, run, transactor)
         await batcher.run()
 
 
 class Batcher:
     """Groups that wait, and what the log says of draws, steps and versions."""
 
-    def __init__(self, role: Role, transactor: Transactor) -> None:
+    def __init__(self, role: Role, run: Configured, transactor: Transactor) -> None:
         self._role = role
         self._transactor = transactor
-        self._rules = draw_rules(role.settings.fold, role.settings.batcher, installed(role.settings.fold))
-        self._hash = settings_sha256(fold_settings_json(role.settings))
+        self._rules = run.draw_rules()
+        self._hash = run.settings_sha256
         self._progress = Progress(publish_every=role.settings.trainer.publish_every)
         self._ready: deque[ReadableGroup] = deque()
         self._open: dict[str, list[PlacedSample]] = {}

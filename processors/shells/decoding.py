@@ -29,13 +29,14 @@ async def decoded(
     blobs: Blobs,
     pauses_s: Sequence[float] = PAUSES_S,
     *,
+    run_id: str,
     messages: bool = False,
 ) -> list[Decoded]:
     """Per record its event, why it must be parked, or why it stops its unit.
 
-    Payloads of snapshots come as bytes, those of turns where the fold's policy needs `messages`; else messages, like
-    tools and evidence, stay references: only people and dashboards read them. Raises RegistryUnavailable,
-    StoreUnavailable.
+    Payloads of the run's snapshots come as bytes, those of turns where the fold's policy needs `messages`; else
+    messages, like tools and evidence, stay references: only people and dashboards read them. Raises
+    RegistryUnavailable, StoreUnavailable.
     """
     found: list[Decoded] = []
     for record in records:
@@ -45,7 +46,7 @@ async def decoded(
             found.append(await _decoded(record, events, pauses_s))
         except UndecodableRecord as refusal:
             found.append(refusal)
-    away = [at for at, event in enumerate(found) if _refers(event, messages)]
+    away = [at for at, event in enumerate(found) if _refers(event, run_id, messages)]
     for at, event in zip(
         away, await asyncio.gather(*(_inlined(found[at], blobs, pauses_s) for at in away)), strict=True
     ):
@@ -65,8 +66,8 @@ async def _decoded(record: Record, events: EventLog, pauses_s: Sequence[float]) 
         return refusal
 
 
-def _refers(event: Decoded, messages: bool) -> bool:
-    return BlobRef in map(type, payloads_read(event, messages=messages))
+def _refers(event: Decoded, run_id: str, messages: bool) -> bool:
+    return BlobRef in map(type, payloads_read(event, run_id, messages=messages))
 
 
 async def _inlined(event: Event, blobs: Blobs, pauses_s: Sequence[float]) -> Event | LostPayload:

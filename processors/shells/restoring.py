@@ -74,7 +74,7 @@ async def restore(log: Log, events: EventLog, plan: Plan, unit: int) -> Restored
                 f"{name.topic}[{unit}] ends at {ends[name]}, but {marks.high[name.topic]} records of it were folded"
             )
     done = await _done(log, events, marks, {name: ends[name] for name in outputs}, unit)
-    fold = UnitFold(marks, done, plan.factory, horizon_records=plan.horizon_records)
+    fold = UnitFold(marks, done, plan.factory, run_id=plan.run_id, horizon_records=plan.horizon_records)
     return Restored(fold, {name.topic: ends[name] for name in outputs})
 
 
@@ -90,14 +90,14 @@ async def _done(log: Log, events: EventLog, marks: Marks, ends: dict[Partition, 
     return done
 
 
-async def requested_skips(log: Log, events: EventLog, unit: int, start: int) -> dict[tuple[str, int], str]:
-    """{(topic, offset): reason} of every SkipRequested for this unit in agent.sessions from `start` to its end."""
+async def requested_skips(log: Log, events: EventLog, run_id: str, unit: int, start: int) -> dict[tuple[str, int], str]:
+    """{(topic, offset): reason} of the run's requests for this unit in agent.sessions from `start` to its end."""
     spine = Partition(SPINE, unit)
     end = (await log.end_offsets([spine]))[spine]
     skips: dict[tuple[str, int], str] = {}
     async for record in records_between(log, spine, start, end, only=("SkipRequested",)):
         request = await events.decode(record)
-        if request.partition == unit:
+        if request.partition == unit and request.run_id == run_id:
             skips[request.topic, request.offset] = request.reason
     return skips
 

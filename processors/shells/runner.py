@@ -83,7 +83,7 @@ class Runner:
     async def _stop_or_skip(self, unit: Unit, surprise: Surprise) -> None:
         """Stop the unit; where an operator asked to pass over the record, fold again from its marks without it."""
         await unit.close()
-        skips = await requested_skips(self._log, self._events, unit.number, unit.start[SPINE])
+        skips = await requested_skips(self._log, self._events, self._plan.run_id, unit.number, unit.start[SPINE])
         if (surprise.topic, surprise.offset) in skips:
             log.warning("unit %d: skipping on request: %s", unit.number, surprise)
             await self._open(unit.number, skips)

@@ -107,7 +107,8 @@ class Unit:
         refolding = self.refolding
         wanted = [self._fold.wants(record) for record in records]
         fresh = [record for record, wants in zip(records, wanted, strict=True) if wants]
-        events = iter(await decoded(fresh, self._events, self._blobs, messages=self._plan.messages))
+        plan = self._plan
+        events = iter(await decoded(fresh, self._events, self._blobs, run_id=plan.run_id, messages=plan.messages))
         now = self._clock()
         for record, wants in zip(records, wanted, strict=True):
             if wants:

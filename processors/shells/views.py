@@ -20,13 +20,13 @@ from turnlog.infra import log_lines
 from turnlog.infra.endpoints import resolved
 from turnlog.infra.health import Health
 from turnlog.infra.kafka_connection import Connection, typed
-from turnlog.infra.registry import HttpRegistry
+from turnlog.infra.role import opened
+from turnlog.infra.runs import claimed
 from turnlog.processors.shells import faust_recovery
 from turnlog.schemas import topics
-from turnlog.schemas.avsc import stored_schema
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.errors import SchemaError
-from turnlog.schemas.events import ALL, SessionFinished, SessionStarted, StepCompleted, WeightVersionPublished
+from turnlog.schemas.events import SessionFinished, SessionStarted, StepCompleted, WeightVersionPublished
 from turnlog.schemas.topics import Topic
 from turnlog.settings import Settings
 
@@ -35,11 +35,10 @@ LOOK_EVERY_S = 5.0
 
 
 def serve_views(settings: Settings) -> int:
-    """Run the worker until SIGTERM. The port is [views] port, else the role's health port. Raises LogUnreachable,
-    RegistryUnreachable, and what else ended it."""
+    """Run the worker until SIGTERM. The port is [views] port, else the role's health port. Raises OtherRun,
+    LogUnreachable, RegistryUnreachable, and what else ended it."""
     settings = resolved(settings)
-    codec = asyncio.run(_codec(settings))
-    app = make_app(settings, codec)
+    app = make_app(settings, asyncio.run(_codec(settings)))
     level = os.environ.get("TURNLOG_LOG_LEVEL", "WARNING").upper()
     lines = {"version": 1, "disable_existing_loggers": False, "root": {"level": level}}
     worker = faust.Worker(app, loglevel=level, logging_config=lines, redirect_stdouts=False, quiet=True)
@@ -56,11 +55,9 @@ def serve_views(settings: Settings) -> int:
 
 
 async def _codec(settings: Settings) -> Codec:
-    registry = HttpRegistry(settings.registry.url)
-    try:
-        return Codec({name: await registry.register(name, stored_schema(name)) for name in ALL})
-    finally:
-        await registry.close()
+    """Of a log that is this run's or nobody's. Raises OtherRun."""
+    async with opened("views", settings) as role, claimed(role):
+        return role.events.codec
 
 
 def make_app(settings: Settings, codec: Codec) -> faust.App:

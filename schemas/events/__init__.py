@@ -23,7 +23,7 @@ from turnlog.schemas.events.engines import (
     EngineWeightsLoaded,
     EngineWeightsRefused,
 )
-from turnlog.schemas.events.runs import DeadLetter, RunConfigured
+from turnlog.schemas.events.runs import DeadLetter, RunConfigured, RunPlanned
 from turnlog.schemas.events.samples import (
     ExpertRows,
     GroupEmitted,
@@ -85,7 +85,7 @@ Event = Any
 ALL: dict[str, type] = {
     cls.__name__: cls
     for cls in (
-        RunConfigured, GroupRequested, RolloutRequested,
+        RunConfigured, RunPlanned, GroupRequested, RolloutRequested,
         SessionStarted, SessionAdopted, RewardAssigned, RewardFailed, StepRewardAssigned, SessionFinished,
         GroupClosed, SkipRequested,
         TurnCompleted, TokenSnapshot,
@@ -133,6 +133,7 @@ __all__ = [
     "RolloutRequested",
     "RolloutScore",
     "RunConfigured",
+    "RunPlanned",
     "SampleBatchFormed",
     "SampleScored",
     "SampleSpan",

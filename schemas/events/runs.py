@@ -9,7 +9,10 @@ from turnlog.schemas.types import Json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfigured:
-    """The settings that folds depend on, as canonical JSON, and their hash, which stands in every derived record."""
+    """The settings that folds depend on, as canonical JSON, and their hash, which stands in every derived record.
+
+    The first one on the topic says whose log this is: one run per cluster and prefix.
+    """
 
     event_id: str
     run_id: str
@@ -19,6 +22,23 @@ class RunConfigured:
     """Hex sha256 of `settings`."""
     fold_version: str
     """Of the rules by which every role and every reader folds this run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlanned:
+    """What lag and admission are counted by, beside the recorded settings. Written when the run is configured and at
+    each later `turnlog run` with other values; the latest counts."""
+
+    event_id: str
+    run_id: str
+    draws: int
+    """Draws to train before the run ends ([feeder] draws)."""
+    publish_every: int
+    """Draws between published weights ([trainer] publish_every)."""
+    groups: int
+    """Partitions of the topics keyed by group_id ([kafka] groups)."""
+    rollouts: int
+    """Partitions of the topics keyed by rollout_id ([kafka] rollouts)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,8 @@
 Writes `history-VERSION.jsonl`, the records of an invented history as that release wrote them (topic, key, headers and
 Avro body, to be framed with the id that a registry gives to the release's schema), and for each fold version N of the
 release `history-VERSION.fold-N.json`, a sha256 of every tree, sample and score that it gives. Later code must give the
-same (docs/schema-evolution.md). Files that exist are left alone.
+same (docs/schema-evolution.md). `run-configured-VERSION.json` is what it records of a run with default settings. Files
+that exist are left alone.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 
 from turnlog.infra.event_log import OUTPUT_TOKENS_HEADER, RECORD_HEADER
 from turnlog.infra.murmur2 import partition_of
+from turnlog.infra.runs import configuration
 from turnlog.processors.core.assembler import GroupFold
 from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold_versions import VERSIONS
@@ -39,7 +41,7 @@ from turnlog.schemas.events import (
     Verifier,
 )
 from turnlog.schemas.topics import SESSIONS, TOPIC_OF
-from turnlog.settings import FoldSettings
+from turnlog.settings import FoldSettings, Settings
 
 FOLDER = Path(__file__).parent
 RUN, PARTITIONS = "history", 4
@@ -154,6 +156,10 @@ def main(version: str) -> None:
         said = {event.event_id: fingerprint(plain(event)) for event in folded(events, fold)}
         (FOLDER / f"history-{version}.fold-{fold}.json").write_text(json.dumps(said, indent=1, sort_keys=True) + "\n")
         print(f"{len(events)} records, {len(said)} outputs of fold version {fold}")
+    run = configuration(Settings())
+    recorded = {"settings": run.settings.decode(), "settings_sha256": run.settings_sha256}
+    configured = json.dumps(recorded | {"fold_version": run.fold_version}, indent=1)
+    (FOLDER / f"run-configured-{version}.json").write_text(configured + "\n")
 
 
 if __name__ == "__main__":

@@ -24,19 +24,16 @@ from turnlog.infra.archive_index import ArchiveIndex
 from turnlog.infra.cuts import live_cut
 from turnlog.infra.log import Partition
 from turnlog.infra.role import Role, opened
-from turnlog.processors.core.fold_versions import FOLD_VERSION
+from turnlog.infra.runs import configure
 from turnlog.processors.core.unit_fold import INPUTS
 from turnlog.processors.shells import assembler
 from turnlog.processors.shells.examples import bad_days
 from turnlog.schemas import topics
-from turnlog.schemas.events import RunConfigured
 from turnlog.settings import (
     ArchiveSettings,
     KafkaSettings,
     RegistrySettings,
     Settings,
-    fold_settings_json,
-    settings_sha256,
 )
 
 pytestmark = [pytest.mark.kafka, pytest.mark.chaos]
@@ -127,13 +124,7 @@ async def test_the_archive_alone_replays_what_was_emitted_after_the_topics_were_
 ) -> None:
     settings = dataclasses.replace(live_settings, archive=ArchiveSettings(max_records=40))
     async with opened("test", settings) as role:
-        body = fold_settings_json(settings)
-        await role.events.append(
-            RunConfigured(
-                event_id="configured", run_id=settings.run.id, settings=body, settings_sha256=settings_sha256(body),
-                fold_version=FOLD_VERSION,
-            )
-        )  # fmt: skip
+        await configure(role)
         await write(role, seed=1, groups=60)
         await fold(settings)
         await killed_archiver(settings, role)
@@ -153,13 +144,7 @@ async def test_what_is_archived_old_and_not_needed_can_be_pruned_and_still_be_re
     live_settings: Settings, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with opened("test", live_settings) as role:
-        body = fold_settings_json(live_settings)
-        await role.events.append(
-            RunConfigured(
-                event_id="configured", run_id=live_settings.run.id, settings=body,
-                settings_sha256=settings_sha256(body), fold_version=FOLD_VERSION,
-            )
-        )  # fmt: skip
+        await configure(role)
         await write(role, seed=3, groups=30)
         await fold(live_settings)
         await flush(role)

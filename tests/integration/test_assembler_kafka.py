@@ -19,6 +19,7 @@ from turnlog.infra.log import Partition
 from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.murmur2 import partition_of
 from turnlog.infra.role import opened
+from turnlog.infra.runs import Configured
 from turnlog.processors.core.unit_fold import INPUTS
 from turnlog.processors.shells.assembler import assembler_plan
 from turnlog.processors.shells.examples import GroupName, Shape, whole_group
@@ -53,7 +54,7 @@ def test_outputs_of_a_killed_assembler_equal_the_offline_fold(live_settings: Set
 @asynccontextmanager
 async def assembler(settings: Settings, events: EventLog) -> AsyncIterator[Runner]:
     """A runner in this process that has folded all that is on the log."""
-    plan = assembler_plan(settings)
+    plan = assembler_plan(Configured.today(settings), settings.assembler)
     runner = Runner(plan, events.log, events, MemoryBlobs(), Health("assembler"), clock=lambda: 0.0)
     names = [Partition(topic, unit) for topic in INPUTS for unit in range(settings.kafka.groups)]
     member = events.log.group_reader(

@@ -25,6 +25,7 @@ from turnlog.consumers.books import read as read_books
 from turnlog.infra.log import Oversized, Partition
 from turnlog.infra.registry import HttpRegistry
 from turnlog.infra.role import Role, opened
+from turnlog.infra.runs import configure
 from turnlog.processors.shells.assembler import main
 from turnlog.processors.shells.examples import GroupName, SessionStory, Shape
 from turnlog.processors.shells.restoring import records_between
@@ -241,6 +242,7 @@ async def read(role: Role, topic: str, units: int) -> list[Event]:
 async def fold(settings: Settings, groups: set[str]) -> None:
     """The assembler until all these groups are scored; it must not end by itself."""
     async with opened("assembler", settings) as role:
+        await configure(role)
         folding = asyncio.create_task(main(role))
         scored: set[str] = set()
         async with asyncio.timeout(100), role.log.reader() as reader:

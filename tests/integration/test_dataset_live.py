@@ -23,6 +23,7 @@ from turnlog import cli
 from turnlog.infra.history import partitions, records
 from turnlog.infra.payloads import externalized
 from turnlog.infra.role import Role, opened
+from turnlog.infra.runs import configure
 from turnlog.processors.shells.assembler import main as assemble
 from turnlog.processors.shells.examples import GroupName, SessionStory, Shape
 from turnlog.schemas import topics
@@ -58,6 +59,7 @@ def told(settings: Settings) -> Iterator[Event]:
 
 async def fold(role: Role) -> list[SegmentSample]:
     """Put the history on the log, let the assembler fold it, and read its samples."""
+    await configure(role)
     for event in told(role.settings):
         limit = 64 if isinstance(event, TokenSnapshot) else 16
         await role.events.append(await externalized(event, role.blobs, limit=limit))

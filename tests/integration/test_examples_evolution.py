@@ -33,6 +33,7 @@ from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.log import Log, Partition
 from turnlog.infra.registry import HttpRegistry, SchemaIncompatible
 from turnlog.infra.role import Role, opened
+from turnlog.infra.runs import configuration
 from turnlog.processors.shells.assembler import main
 from turnlog.processors.shells.examples import bad_days
 from turnlog.processors.shells.restoring import records_between
@@ -185,6 +186,7 @@ async def test_a_topic_of_v1_is_replayed_by_todays_code_and_goes_on_with_todays_
         assert {name: versions(settings, name) for name in V1} == {name: [1] for name in V1}
     old = {line["key"] for line in RECORDED}
     async with opened("assembler", settings) as role:
+        await role.events.append(dataclasses.replace(configuration(settings), fold_version="1"))
         found = await outputs(role, old)
         assert {event.event_id: recorder.fingerprint(as_v1(event)) for event in found} == SAID
     evolved = [name for name in V1 if V1[name] != stored_schema(name)]

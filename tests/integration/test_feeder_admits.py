@@ -20,6 +20,7 @@ from turnlog.infra.memory_broker import MemoryBroker, PartitionLog
 from turnlog.infra.murmur2 import partition_of
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role
+from turnlog.infra.runs import configuration
 from turnlog.infra.topics_admin import specs
 from turnlog.processors.core.group_scores import figures
 from turnlog.producers import feeder
@@ -33,7 +34,6 @@ from turnlog.schemas.events import (
     GroupStatus,
     Purpose,
     RolloutRequested,
-    RunConfigured,
     SampleBatchFormed,
     StepCompleted,
     TreeBooks,
@@ -218,10 +218,13 @@ class Bench:
 
 
 @pytest.fixture
-async def bench(settings: Settings) -> AsyncIterator[Bench]:
+async def bench(settings: Settings, request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
+    """Of a run that is configured with fold version 1, or with the test's."""
     log, registry = MemoryLog(), MemoryRegistry()
     await log.create_topics(specs(settings))
     async with EventLog.open(log, registry, writer="test") as events:
+        version = getattr(request, "param", "1")
+        await events.append(dataclasses.replace(configuration(settings), fold_version=version))
         yield Bench(settings, log.broker, registry, events)
 
 
@@ -375,14 +378,8 @@ async def test_bad_input_ends_the_feeder_with_a_typed_error_before_anything_is_a
     assert await bench.asked() == []
 
 
-async def configured(bench: Bench, fold_version: str) -> None:
-    await bench.events.append(
-        RunConfigured(event_id="c", run_id="r", settings=b"{}", settings_sha256="", fold_version=fold_version)
-    )
-
-
+@pytest.mark.parametrize("bench", ["2"], indirect=True)
 async def test_a_restarted_feeder_needs_neither_tasks_nor_samples(bench: Bench) -> None:
-    await configured(bench, "2")
     await bench.started()
     async with bench.feeding():
         failed = (await bench.until(PROMPTS))[0]
@@ -405,7 +402,6 @@ async def test_a_restarted_feeder_needs_neither_tasks_nor_samples(bench: Bench) 
 
 
 async def test_a_run_that_was_fed_before_there_was_group_requests_goes_on_and_is_noted_once(bench: Bench) -> None:
-    await configured(bench, "1")
     await bench.started()
     async with bench.feeding():
         old = await bench.until(PROMPTS)

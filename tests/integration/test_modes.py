@@ -29,6 +29,7 @@ from turnlog.infra.memory import Died, MemoryLog
 from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role, opened
+from turnlog.infra.runs import configure
 from turnlog.infra.topics_admin import specs
 from turnlog.processors.core.accounts import Account
 from turnlog.processors.shells import assembler, batcher
@@ -298,6 +299,7 @@ async def turning(make: Make, pace: Pace, settled, deaths: Mapping[str, Sequence
         world = World(role, reader, trainer, pace, settled)
         running = [lives(make, name, stack, now, deaths.get(name, ()), world.died) for name in ROLES]
         tasks = [asyncio.create_task(life) for life in running]
+        await configure(role)
         await role.events.transact(trainer, [weights("r", 0, -1, 0)])
         await world.load(0)
         try:

@@ -17,6 +17,7 @@ import pytest
 from turnlog.infra.log import Fenced, Partition
 from turnlog.infra.memory_engine import MemoryEngine
 from turnlog.infra.role import Role, opened
+from turnlog.infra.runs import configure
 from turnlog.producers import feeder, runner
 from turnlog.producers.gateway.app import Gateway, serving
 from turnlog.producers.gateway.tokenizer import TextTokens
@@ -93,6 +94,7 @@ async def gateway(role: Role) -> None:
 
 async def publish_first_weights(role: Role) -> None:
     run = role.settings.run.id
+    await configure(role)
     await role.events.append(
         WeightVersionPublished(
             event_id="w0",

@@ -95,6 +95,12 @@ def plain(session: str, seq: int, command: str) -> ToolCallRequested:
 
 
 @pytest.fixture
+def live_settings(live_settings: Settings) -> Settings:
+    """Of the run that the calls here are of."""
+    return dataclasses.replace(live_settings, run=dataclasses.replace(live_settings.run, id="run"))
+
+
+@pytest.fixture
 async def role(live_settings: Settings) -> AsyncIterator[Role]:
     """The test's own way into the log."""
     async with opened("test", live_settings) as role:

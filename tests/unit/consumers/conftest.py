@@ -22,8 +22,8 @@ from turnlog.infra.memory_broker import MemoryBroker
 from turnlog.infra.murmur2 import partition_of
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role
+from turnlog.infra.runs import configuration
 from turnlog.infra.topics_admin import specs
-from turnlog.processors.core.fold_versions import FOLD_VERSION
 from turnlog.processors.core.unit_fold import INPUTS
 from turnlog.processors.shells import assembler, batcher
 from turnlog.processors.shells.examples import GroupName, Shape, bad_days, whole_group
@@ -40,8 +40,6 @@ from turnlog.settings import (
     KafkaSettings,
     RunSettings,
     Settings,
-    fold_settings_json,
-    settings_sha256,
 )
 
 CODEC = Codec({name: number for number, name in enumerate(ALL, start=1)})
@@ -98,15 +96,11 @@ class TrainedRun:
                 headers = role.events.headers(event)
                 await appender.append(topic.name, topic.key_of(event), CODEC.encode(event), headers=headers)
 
-    async def configure(self) -> None:
-        """What `turnlog run` writes first, and the first weights."""
-        body = fold_settings_json(self.settings)
+    async def configure(self, configured: RunConfigured | None = None) -> None:
+        """What `turnlog run` writes first, or another release's wrote, and the first weights."""
         await self.append(
             [
-                RunConfigured(
-                    event_id="configured", run_id="run", settings=body, settings_sha256=settings_sha256(body),
-                    fold_version=FOLD_VERSION,
-                ),
+                configured or configuration(self.settings),
                 WeightVersionPublished(
                     event_id="v0", run_id="run", version=0, step=0, batch_index=-1, incarnation=0, kind="full",
                     base_version=None, files=(), dtype="float32", checksums={}, checkpoint="",
@@ -163,14 +157,20 @@ class TrainedRun:
     async def good_days(self, *, groups: int, size: int = 2, turns: int = 2, shape: Shape | None = None) -> None:
         """A whole run without accidents."""
         await self.configure()
-        rng = np.random.default_rng(0)
-        for number in range(groups):
+        await self.good_groups(groups=groups, size=size, turns=turns, shape=shape)
+        await self.fold()
+        await self.draw()
+
+    async def good_groups(
+        self, *, groups: int, first: int = 0, size: int = 2, turns: int = 2, shape: Shape | None = None
+    ) -> None:
+        """Groups without accidents, from the `first` on."""
+        rng = np.random.default_rng(first)
+        for number in range(first, first + groups):
             unit = partition_of(f"group-{number}".encode(), self.settings.kafka.groups)
             floor = self.broker.log_of(Partition(topics.SESSIONS.name, unit)).end
             group = GroupName("run", f"group-{number}", floor, size)
             await self.append(whole_group(group, rng, turns=turns, shape=shape or Shape()))
-        await self.fold()
-        await self.draw()
 
     async def steps(self) -> None:
         """A step for every batch, as a trainer would complete it."""

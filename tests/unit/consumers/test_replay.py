@@ -63,6 +63,18 @@ def first(made: Any, kind: type, wanted: Callable[[Event], bool] = lambda _: Tru
     return next((record, event) for record, event in found if isinstance(event, kind) and wanted(event))
 
 
+async def test_a_history_with_records_of_another_run_replays_as_it_was_folded(trained_run: Make) -> None:
+    made = trained_run()
+    rng = np.random.default_rng(3)
+    for run_id, name in (("theirs", "group-0"), ("theirs", "foreign")):
+        await made.append(whole_group(GroupName(run_id, name, 0, 2), rng, turns=1, shape=Shape()))
+    await made.good_days(groups=6)
+    assert {letter.cause for letter in await made.read(topics.DEAD_LETTERS)} == {"ForeignRun"}
+    verdict = await run(made.role("replay"))
+    assert verdict.identical, verdict.divergence
+    assert {event.group_id for event in await made.read(topics.TREES)} == {f"group-{number}" for number in range(6)}
+
+
 async def test_what_the_assembler_and_the_batcher_wrote_replays_identically(trained_run: Make) -> None:
     made = trained_run()
     await made.bad_days(groups=16)

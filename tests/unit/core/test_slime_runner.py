@@ -15,6 +15,7 @@ from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.methods import installed, installed_policies
 from turnlog.infra.payloads import externalized
 from turnlog.infra.registry import MemoryRegistry
+from turnlog.infra.runs import Configured
 from turnlog.processors.core.errors import SegmentsDoNotFit
 from turnlog.processors.core.fold_rules import FoldRules
 from turnlog.processors.core.methods import Methods
@@ -45,7 +46,7 @@ async def assembled(events: Sequence[Event], policy: str, blobs: MemoryBlobs) ->
     """The tree that the runner writes."""
     settings = Settings(run=RunSettings(id="r"), fold=FoldSettings(policy=policy), assembler=AssemblerSettings(
         commit_interval_s=0.0))  # fmt: skip
-    plan, log = assembler_plan(settings), MemoryLog()
+    plan, log = assembler_plan(Configured.today(settings), settings.assembler), MemoryLog()
     await log.create_topics([TopicSpec(topic.name, 1, 1, {}) for topic in CATALOGUE])
     async with EventLog.open(log, MemoryRegistry(), writer="test") as appender:
         for event in events:

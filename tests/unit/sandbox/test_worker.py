@@ -194,6 +194,20 @@ async def test_poison_is_parked_and_the_work_goes_on(house: Any) -> None:
     assert sum((await house.committed()).values()) == 3
 
 
+async def test_a_call_of_another_run_is_parked_once_and_never_run(house: Any, tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    await house.ask(house.shell("theirs", f"touch {ran}", run_id="theirs"), house.call("ours"))
+    for count in (1, 2):  # and again after a restart
+        async with house.worker():
+            assert (await house.answer(house.call("ours"))).output == b"ours\n"
+            await house.completed(count)
+            (letter,) = await house.parked(1)
+    assert (letter.cause, letter.run_id) == ("ForeignRun", "run")
+    assert "is of run 'theirs', this log is of 'run'" in letter.message
+    assert {event.call_id for event in await house.starts()} == {"ours"}
+    assert not ran.exists()
+
+
 async def test_a_sandbox_is_made_ready_for_the_call_that_comes_next(house: Any) -> None:
     """While the call before it still runs."""
     small = SandboxSpec(backend="subprocess", limits=SandboxLimits(disk_bytes=2**20))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections import Counter
 from contextlib import AbstractAsyncContextManager
 
 import numpy as np
@@ -17,12 +18,13 @@ from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.memory_broker import MemoryBroker
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role
+from turnlog.infra.runs import Configured, OtherSettings, configuration
 from turnlog.processors.core.assembler import GroupFold
 from turnlog.processors.core.low_water import LogTruncated, MigrationNeeded
 from turnlog.processors.core.rules import fold_rules
 from turnlog.processors.core.unit_fold import INPUTS
 from turnlog.processors.shells import decoding
-from turnlog.processors.shells.assembler import SettingsDiffer, assembler_plan, main
+from turnlog.processors.shells.assembler import assembler_plan, main
 from turnlog.processors.shells.examples import GroupName, SessionStory, Shape, whole_group
 from turnlog.processors.shells.restoring import Plan, records_between
 from turnlog.processors.shells.runner import Runner
@@ -43,7 +45,7 @@ from turnlog.schemas.types import BlobRef
 from turnlog.settings import AssemblerSettings, FoldSettings, RunSettings, Settings
 
 SETTINGS = Settings(run=RunSettings(id="run"), assembler=AssemblerSettings(commit_interval_s=0.0))
-PLAN = assembler_plan(SETTINGS)
+PLAN = assembler_plan(Configured.today(SETTINGS), SETTINGS.assembler)
 TURNS, SNAPSHOTS = "agent.turns", "agent.token-snapshots"
 UNIT_OF = {"a": 0, "b": 0, "d": 1}
 """Where murmur2 places these group ids among two partitions."""
@@ -220,10 +222,30 @@ async def test_an_operator_lets_a_stopped_unit_pass_the_record_after_a_restart(c
     assert await cluster.scored() == ["b"], "a lacks the turn that was passed over"
 
 
+async def test_records_of_another_run_are_parked_once_each_and_never_folded(cluster: Cluster) -> None:
+    """Not those of a group of their own, nor those that name a group of ours; their payloads are not looked for."""
+    gone = BlobRef("0" * 64, 10)
+    theirs = [dataclasses.replace(event, run_id="theirs") for event in group("b")]
+    snapshots = [event for event in group("a") if isinstance(event, TokenSnapshot)]
+    theirs += [dataclasses.replace(event, run_id="theirs", output_ids=gone) for event in snapshots]
+    ours = group("a")
+    await cluster.append(*ours[:3], *theirs, *ours[3:])
+    assert await cluster.fold() == {}
+    letters = await cluster.read("dead-letters")
+    assert Counter(letter.cause for letter in letters) == {"ForeignRun": len(theirs)}
+    assert {letter.run_id for letter in letters} == {"run"}
+    assert await cluster.scored() == ["a"]
+    await cluster.append(*group("c"))
+    assert await cluster.fold() == {}  # the next process
+    assert len(await cluster.read("dead-letters")) == len(theirs)
+    assert sorted(await cluster.scored()) == ["a", "c"]
+
+
 async def test_other_settings_refuse_to_start(cluster: Cluster) -> None:
     await cluster.append(*group("a")[:3])
     await cluster.fold()
-    other = assembler_plan(dataclasses.replace(SETTINGS, fold=FoldSettings(estimator="dr_grpo")))
+    other = dataclasses.replace(SETTINGS, fold=FoldSettings(estimator="dr_grpo"))
+    other = assembler_plan(Configured.today(other), other.assembler)
     with pytest.raises(
         MigrationNeeded, match=f"{PLAN.fold.settings_sha256}, this process has {other.fold.settings_sha256}"
     ):
@@ -321,13 +343,15 @@ async def test_a_record_of_a_forgotten_group_is_dropped(cluster: Cluster) -> Non
 async def test_the_role_refuses_to_start_under_settings_other_than_the_run_was_configured_with(
     cluster: Cluster,
 ) -> None:
-    role = await role_of(cluster, settings_sha256="e" * 64)
-    with pytest.raises(SettingsDiffer, match=f"settings {'e' * 64}.*{PLAN.fold.settings_sha256}"):
+    role = await role_of(cluster, configuration(dataclasses.replace(SETTINGS, fold=FoldSettings(estimator="rloo"))))
+    with pytest.raises(OtherSettings, match=r"fold\.estimator was recorded as 'rloo' and is 'grpo' here"):
         await main(role)
 
 
-async def test_the_role_folds_until_it_is_stopped(cluster: Cluster) -> None:
-    role = await role_of(cluster, settings_sha256=PLAN.fold.settings_sha256)
+async def test_the_role_folds_until_it_is_stopped_under_the_hash_that_the_run_recorded(cluster: Cluster) -> None:
+    """An earlier release recorded other keys, so that today's hash of the same values is another one."""
+    recorded = dataclasses.replace(configuration(SETTINGS), settings_sha256="e" * 64)
+    role = await role_of(cluster, recorded)
     await cluster.append(*group("a"), *group("d"))
     running = asyncio.create_task(main(role))
     async with asyncio.timeout(20):
@@ -338,14 +362,32 @@ async def test_the_role_folds_until_it_is_stopped(cluster: Cluster) -> None:
     await running
     held = cluster.broker.group(PLAN.group).commits
     assert {name.number for name in held} == {0, 1}
+    assert all("e" * 64 in commit.metadata for commit in held.values())
+    derived = [*await cluster.read("segment-samples"), *await cluster.read("turn-trees")]
+    assert {event.settings_sha256 for event in derived if hasattr(event, "settings_sha256")} == {"e" * 64}
 
 
-async def role_of(cluster: Cluster, *, settings_sha256: str) -> Role:
-    configured = RunConfigured(
-        event_id="configured", run_id="run", settings=b"{}", settings_sha256=settings_sha256,
-        fold_version=PLAN.fold.version,
-    )  # fmt: skip
-    await cluster.raw("runs", b"run", cluster.codec.encode(configured), configured)
+async def test_the_role_folds_nothing_before_the_run_is_configured(cluster: Cluster) -> None:
+    role = await role_of(cluster, None)
+    await cluster.append(*group("a"))
+    running = asyncio.create_task(main(role))
+    async with asyncio.timeout(20):
+        await asyncio.wait((running,), timeout=0.2)
+        assert not role.health.waiting, "`turnlog up` does not wait for `turnlog run`"
+        assert await cluster.scored() == []
+        configured = dataclasses.replace(configuration(SETTINGS), fold_version="1")
+        await cluster.raw("runs", b"run", cluster.codec.encode(configured), configured)
+        while await cluster.scored() != ["a"]:
+            await cluster.broker.changed(0.1)
+    (score,) = [event for event in await cluster.read("segment-samples") if isinstance(event, GroupScored)]
+    assert score.fold_version == "1"
+    role.stopping.set()
+    await running
+
+
+async def role_of(cluster: Cluster, configured: RunConfigured | None) -> Role:
+    if configured is not None:
+        await cluster.raw("runs", b"run", cluster.codec.encode(configured), configured)
     log = MemoryLog(cluster.broker)
     events = cluster.events(log)
     return Role("assembler", "assembler-0", SETTINGS, log, events, cluster.blobs, Health("assembler"))

@@ -17,6 +17,7 @@ from turnlog.infra.memory import Died, MemoryLog
 from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role
+from turnlog.infra.runs import configuration
 from turnlog.infra.topics_admin import specs
 from turnlog.processors.core.rows import rows_sha256
 from turnlog.processors.shells.batcher import main
@@ -184,7 +185,7 @@ class World:
 async def world(settings: Settings = SETTINGS, groups: int = GROUPS) -> World:
     world = World(settings)
     await world.log.create_topics(specs(settings))
-    await world.write(weights(0, -1))
+    await world.write(configuration(settings), weights(0, -1))
     for number in range(groups):
         await world.write(sample(f"g{number}", 0), sample(f"g{number}", 1), score(f"g{number}"))
     return world

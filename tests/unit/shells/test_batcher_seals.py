@@ -19,6 +19,7 @@ from turnlog.infra.memory import MemoryLog
 from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role
+from turnlog.infra.runs import configuration
 from turnlog.infra.topics_admin import specs
 from turnlog.processors.core import draws
 from turnlog.processors.core.draws import reform_batch
@@ -134,6 +135,7 @@ class World:
         """Write one group per sample, run the batcher until `expected` records stand in sample-batches."""
         await self.log.create_topics(specs(self.settings))
         async with EventLog.open(self.log, self.registry, writer="test") as events:
+            await events.append(configuration(self.settings))
             await events.append(published())
             for one in samples:
                 await events.append(one)

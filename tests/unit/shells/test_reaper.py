@@ -14,6 +14,7 @@ from turnlog.infra.log import GroupReader, Partition, TopicSpec
 from turnlog.infra.memory import MemoryLog
 from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.registry import MemoryRegistry
+from turnlog.infra.runs import Configured
 from turnlog.processors.core.unit_fold import INPUTS
 from turnlog.processors.shells.assembler import assembler_plan
 from turnlog.processors.shells.examples import GroupName, SessionStory, Shape
@@ -25,7 +26,7 @@ from turnlog.schemas.events import Event, GroupClosed, GroupScored, GroupStatus,
 from turnlog.schemas.topics import CATALOGUE
 from turnlog.settings import AssemblerSettings, Settings
 
-PLAN = assembler_plan(Settings(assembler=AssemblerSettings(commit_interval_s=0.0)))
+PLAN = assembler_plan(Configured.today(Settings()), AssemblerSettings(commit_interval_s=0.0))
 SILENCE_S, DEADLINE_S = 10.0, 100.0
 
 

@@ -1,0 +1,241 @@
+"""Whose log this is, and what it recorded for the run's life: the first RunConfigured on topic `runs` decides.
+
+One run per (cluster, prefix): two would score each other's groups and run each other's calls. So whoever configures a
+run reads back which record came first, and every role looks at its start, and until there is one (`claimed`).
+
+RunError
+├── OtherRun         the log belongs to another run
+└── OtherSettings    the run was configured with other keys of [fold] or [batcher]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from turnlog.fold_settings import FOLD_SECTIONS
+from turnlog.infra.history import all_events
+from turnlog.infra.log import Partition
+from turnlog.infra.methods import installed
+from turnlog.processors.core.fold_rules import FoldRules
+from turnlog.processors.core.fold_versions import FOLD_VERSION
+from turnlog.processors.core.low_water import FoldName
+from turnlog.processors.core.rules import draw_rules, fold_rules, recorded_settings
+from turnlog.processors.core.trimmed import DrawRules
+from turnlog.schemas import ids, topics
+from turnlog.schemas.errors import UndecodableRecord
+from turnlog.schemas.events import Event, RunConfigured, RunPlanned
+from turnlog.settings import (
+    BatcherSettings,
+    FoldSettings,
+    Settings,
+    fold_settings_json,
+    recorded_keys,
+    settings_sha256,
+)
+
+if TYPE_CHECKING:
+    from turnlog.infra.role import Role
+
+log = logging.getLogger(__name__)
+PLACE = Partition(topics.RUNS.name, 0)
+POLL_S = 0.5
+
+
+class RunError(Exception):
+    """Base of the tree above."""
+
+
+class OtherRun(RunError):
+    """One run per (cluster, prefix). Remedy: the id of the run that is there, or a [kafka] prefix of one's own."""
+
+
+class OtherSettings(RunError):
+    """A run keeps what it recorded of [fold] and [batcher] for life. Remedy: those values, or another run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Configured:
+    """What RunConfigured recorded."""
+
+    run_id: str
+    fold: FoldSettings
+    batcher: BatcherSettings
+    """Its operational keys are today's defaults: a role takes those from its own settings."""
+    settings_sha256: str
+    """As recorded: never computed again, since later releases record other keys."""
+    fold_version: str
+
+    @classmethod
+    def of(cls, event: RunConfigured) -> Configured:
+        """Raises RecordedSettingsError."""
+        fold, batcher = recorded_settings(event.settings)
+        return cls(event.run_id, fold, batcher, event.settings_sha256, event.fold_version)
+
+    @classmethod
+    def today(cls, settings: Settings) -> Configured:
+        """What a run with these settings records when it begins today."""
+        return cls.of(configuration(settings))
+
+    @property
+    def name(self) -> FoldName:
+        """What marks and derived records carry."""
+        return FoldName(self.fold_version, self.settings_sha256)
+
+    def rules(self) -> FoldRules:
+        """Of the recorded fold. Raises UnknownFoldVersion, SettingsError for a name that nobody offers."""
+        return fold_rules(
+            self.fold, run_id=self.run_id, settings_sha256=self.settings_sha256, version=self.fold_version,
+            methods=installed(self.fold),
+        )  # fmt: skip
+
+    def draw_rules(self) -> DrawRules:
+        """Of the recorded draws. Raises SettingsError."""
+        return draw_rules(self.fold, self.batcher, installed(self.fold))
+
+    def check(self, settings: Settings) -> None:
+        """Raises OtherSettings, which names every key whose value differs from the recorded one."""
+        differ = []
+        for section, kind in FOLD_SECTIONS.items():
+            recorded, ours = getattr(self, section), getattr(settings, section)
+            for key in recorded_keys(kind):
+                was, now = getattr(recorded, key), getattr(ours, key)
+                if was != now:
+                    differ.append(f"{section}.{key} was recorded as {was!r} and is {now!r} here")
+        if differ:
+            raise OtherSettings(
+                f"run {self.run_id!r}: {'; '.join(differ)}: use what it recorded, or start another run "
+                "([run] id, and on a shared cluster [kafka] prefix)"
+            )
+
+
+def configuration(settings: Settings) -> RunConfigured:
+    """The record with which a run begins."""
+    body = fold_settings_json(settings)
+    return RunConfigured(
+        event_id=ids.digest("RunConfigured", settings.run.id),
+        run_id=settings.run.id,
+        settings=body,
+        settings_sha256=settings_sha256(body),
+        fold_version=FOLD_VERSION,
+    )
+
+
+async def configure(role: Role) -> Configured:
+    """Record what the run's records mean, once for its life, and what of its plan changed since the last start. Of two
+    that configure a log at once, the one whose record came first stays. Raises OtherRun, OtherSettings."""
+    found = await _first(role)
+    if found is None:
+        await role.events.append(configuration(role.settings))
+        found = await _first(role)
+        assert found is not None, "an acknowledged record is on the log"
+    run = _ours(found, role)
+    run.check(role.settings)
+    await _plan(role)
+    return run
+
+
+async def configured(role: Role) -> Configured | None:
+    """What this log's run recorded, as soon as `turnlog run` has; None when the role is asked to stop before.
+    Raises OtherRun, OtherSettings, RecordedSettingsError."""
+    found = await _first(role)
+    if found is None:
+        log.info("run %s is not configured: waiting for `turnlog run`", role.settings.run.id)
+        role.health.started()
+        found = await _first(role, wait=True)
+    if found is None:
+        return None
+    run = _ours(found, role)
+    run.check(role.settings)
+    return run
+
+
+@asynccontextmanager
+async def claimed(role: Role) -> AsyncIterator[None]:
+    """While the block runs, the log is this run's or nobody's. Raises OtherRun, at its start or, cancelling the block,
+    as soon as another run is configured."""
+
+    async def watched() -> None:
+        if (found := await _first(role, wait=True)) is not None:
+            _same_run(found, role)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            found = await _first(role)
+            if found is not None:
+                _same_run(found, role)
+            watch = group.create_task(watched()) if found is None else None
+            yield
+            if watch is not None:
+                watch.cancel()
+    except BaseExceptionGroup as errors:  # one cause is reported as itself
+        raise errors.exceptions[0] from None
+
+
+async def recorded(role: Role) -> Configured | None:
+    """What the role's run recorded, for readers of its past, which may hold other runs too: the run's first record
+    counts. Raises RecordedSettingsError."""
+    own = await all_events(role, topics.RUNS)
+    return next((Configured.of(event) for event in own if isinstance(event, RunConfigured)), None)
+
+
+async def _plan(role: Role) -> None:
+    """Append what lag and admission are counted by, unless the latest record says the same."""
+    settings, plans = role.settings, 0
+    values = {
+        "draws": settings.feeder.draws,
+        "publish_every": settings.trainer.publish_every,
+        "groups": settings.kafka.groups,
+        "rollouts": settings.kafka.rollouts,
+    }
+    said: dict[str, int] = {}
+    async for event in _events(role):
+        if isinstance(event, RunPlanned) and event.run_id == settings.run.id:
+            said, plans = {name: getattr(event, name) for name in values}, plans + 1
+    if said != values:
+        event_id = ids.digest("RunPlanned", settings.run.id, plans, *values.values())
+        await role.events.append(RunPlanned(event_id=event_id, run_id=settings.run.id, **values))
+
+
+def _ours(found: RunConfigured, role: Role) -> Configured:
+    _same_run(found, role)
+    return Configured.of(found)
+
+
+def _same_run(found: RunConfigured, role: Role) -> None:
+    """Raises OtherRun."""
+    ours, kafka = role.settings.run.id, role.settings.kafka
+    if found.run_id != ours:
+        raise OtherRun(
+            f"{PLACE.topic} of {kafka.bootstrap or 'the log'}, prefix {kafka.prefix!r}, belongs to run "
+            f"{found.run_id!r}, this is {ours!r}: one run per cluster and prefix; set [run] id to {found.run_id!r} to "
+            "go on with it, or [kafka] prefix to another for a run of your own"
+        )
+
+
+async def _first(role: Role, *, wait: bool = False) -> RunConfigured | None:
+    """The record that says whose log this is; `wait`: until there is one or the role is asked to stop."""
+    async with contextlib.aclosing(_events(role, wait=wait)) as events:
+        async for event in events:
+            if isinstance(event, RunConfigured):
+                return event
+    return None
+
+
+async def _events(role: Role, *, wait: bool = False) -> AsyncGenerator[Event, None]:
+    """Topic `runs` from its beginning. What does not decode is passed over: a dead letter of it would help nobody."""
+    end = (await role.log.end_offsets([PLACE]))[PLACE]
+    async with role.log.reader(patient=wait) as reader:
+        reader.assign(await role.log.start_offsets([PLACE]))
+        while reader.position(PLACE) < end or (wait and not role.stopping.is_set()):
+            for record in await reader.poll(timeout_s=POLL_S):
+                try:
+                    event = await role.events.decode(record)
+                except UndecodableRecord:
+                    continue
+                yield event

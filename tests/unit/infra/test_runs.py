@@ -1,0 +1,238 @@
+"""Whose log it is: one run per cluster and prefix, whoever starts first, whatever is configured meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+
+from turnlog.fold_settings import FOLD_SECTIONS, Since
+from turnlog.infra.event_log import EventLog
+from turnlog.infra.health import Health
+from turnlog.infra.history import EVERY_RUN, events_of
+from turnlog.infra.log import Partition
+from turnlog.infra.memory import MemoryLog
+from turnlog.infra.memory_blobs import MemoryBlobs
+from turnlog.infra.memory_broker import MemoryBroker
+from turnlog.infra.registry import MemoryRegistry
+from turnlog.infra.role import Role
+from turnlog.infra.runs import Configured, OtherRun, OtherSettings, claimed, configuration, configure, configured
+from turnlog.infra.topics_admin import specs
+from turnlog.schemas.events import Event, RunConfigured, RunPlanned
+from turnlog.settings import BatcherSettings, FeederSettings, FoldSettings, KafkaSettings, RunSettings, Settings
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+OURS = Settings(run=RunSettings(id="ours"), kafka=KafkaSettings(prefix="team."))
+THEIRS = dataclasses.replace(OURS, run=RunSettings(id="theirs"))
+Connect = Callable[[Settings], Awaitable[Role]]
+
+
+@pytest.fixture
+async def connect() -> AsyncIterator[Connect]:
+    """Processes on one log."""
+    broker, registry = MemoryBroker(), MemoryRegistry()
+    broker.create(specs(OURS))
+    async with AsyncExitStack() as stack:
+
+        async def role(settings: Settings) -> Role:
+            log = MemoryLog(broker)
+            events = await stack.enter_async_context(EventLog.open(log, registry, writer="test"))
+            return Role("test", "test-0", settings, log, events, MemoryBlobs(), Health("test"))
+
+        yield role
+
+
+async def written(role: Role, kind: type) -> list[object]:
+    """Every record of one kind on `runs`, of any run."""
+    place = Partition("runs", 0)
+    end = (await role.log.end_offsets([place]))[place]
+    return [event async for _, event in events_of(role, place, end, {kind.__name__}, runs=EVERY_RUN)]
+
+
+def of_release(version: str) -> RunConfigured:
+    """What a release recorded of its default settings."""
+    golden = json.loads((GOLDEN / f"run-configured-{version}.json").read_text())
+    return dataclasses.replace(configuration(OURS), **{**golden, "settings": golden["settings"].encode()})
+
+
+async def test_a_run_is_configured_once_and_a_restart_finds_it_so(connect: Connect) -> None:
+    role = await connect(OURS)
+    first = await configure(role)
+    assert first == await configure(await connect(OURS)) == Configured.today(OURS)
+    assert len(await written(role, RunConfigured)) == len(await written(role, RunPlanned)) == 1
+
+
+async def test_another_run_on_the_prefix_is_refused_by_both_names_and_with_the_remedy(connect: Connect) -> None:
+    await configure(await connect(THEIRS))
+    with pytest.raises(OtherRun, match=r"prefix 'team\.'.*belongs to run 'theirs', this is 'ours'.*\[kafka\] prefix"):
+        await configure(await connect(OURS))
+    assert len(await written(await connect(OURS), RunConfigured)) == 1
+
+
+class Overtaken(EventLog):
+    """Between its look at the log and its record, another process configures the log."""
+
+    overtaker: Role | None = None
+
+    async def append(self, event: Event) -> tuple[int, int]:
+        if self.overtaker is not None:
+            overtaker, self.overtaker = self.overtaker, None
+            await configure(overtaker)
+        return await super().append(event)
+
+
+@pytest.mark.parametrize(
+    ("settings", "refusal"),
+    [(THEIRS, OtherRun), (dataclasses.replace(OURS, fold=FoldSettings(estimator="rloo")), OtherSettings)],
+    ids=["of two runs", "of one run, otherwise"],
+)
+async def test_of_two_that_configure_a_log_at_once_the_one_whose_record_came_first_stays(
+    connect: Connect, settings: Settings, refusal: type[Exception]
+) -> None:
+    late = await connect(settings)
+    late.events.__class__, late.events.overtaker = Overtaken, await connect(OURS)
+    with pytest.raises(refusal):
+        await configure(late)
+    assert len(await written(late, RunConfigured)) == 2
+    assert await configure(await connect(OURS)) == Configured.today(OURS)
+    with pytest.raises(refusal):
+        await configure(await connect(settings))
+
+
+async def test_other_recorded_values_are_refused_key_by_key_and_operational_ones_are_not_looked_at(
+    connect: Connect,
+) -> None:
+    await configure(await connect(OURS))
+    pace = dataclasses.replace(OURS, batcher=BatcherSettings(ready_batches=9, order="freshest"))
+    assert await configure(await connect(pace)) == Configured.today(OURS)
+    other = dataclasses.replace(OURS, fold=FoldSettings(min_valid=3), batcher=BatcherSettings(max_lag=1))
+    said = (
+        r"run 'ours': fold.min_valid was recorded as 0 and is 3 here; batcher.max_lag was recorded as 0 and is 1 here"
+    )
+    for look in (configure, configured):
+        with pytest.raises(OtherSettings, match=said):
+            await look(await connect(other))
+
+
+@pytest.mark.parametrize("version", ["v1", "v2"])
+async def test_a_run_that_an_earlier_release_configured_goes_on_under_its_own_hash(
+    connect: Connect, version: str
+) -> None:
+    recorded = of_release(version)
+    await (await connect(OURS)).events.append(recorded)
+    same = dataclasses.replace(OURS, fold=FoldSettings(min_valid=2 if version == "v1" else 0))
+    found = await configured(await connect(same))
+    assert found is not None
+    assert found == await configure(await connect(same))
+    assert found.settings_sha256 == recorded.settings_sha256 != Configured.today(same).settings_sha256
+    assert found.rules().settings_sha256 == found.name.settings_sha256 == recorded.settings_sha256
+    assert (found.fold, found.fold_version) == (same.fold, "1")
+
+
+async def test_a_key_that_the_run_lacks_is_compared_by_what_its_release_did(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later release has another key in each section, with a default that does something else."""
+
+    @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+    class Fold(FoldSettings):
+        fresh: Annotated[int, Since("v3", before=1)] = 2
+
+    @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+    class Draws(BatcherSettings):
+        later: Annotated[str, Since("v3", before="as ever")] = "anew"
+
+    await configure(await connect(OURS))
+    monkeypatch.setitem(FOLD_SECTIONS, "fold", Fold)
+    monkeypatch.setitem(FOLD_SECTIONS, "batcher", Draws)
+    kept = dataclasses.replace(OURS, fold=Fold(fresh=1), batcher=Draws(later="as ever"))
+    found = await configured(await connect(kept))
+    assert found is not None
+    assert (found.fold, found.batcher) == (kept.fold, kept.batcher)
+    with pytest.raises(
+        OtherSettings, match=r"fold.fresh was recorded as 1 and is 2.*batcher.later was recorded as 'as"
+    ):
+        await configured(await connect(dataclasses.replace(OURS, fold=Fold(), batcher=Draws())))
+
+
+async def test_a_plan_is_written_again_when_it_changes_and_the_latest_counts(connect: Connect) -> None:
+    def with_draws(draws: int) -> Settings:
+        return dataclasses.replace(OURS, feeder=FeederSettings(draws=draws))
+
+    for draws in (30, 30, 60, 30):
+        await configure(await connect(with_draws(draws)))
+    plans = await written(await connect(OURS), RunPlanned)
+    assert [plan.draws for plan in plans] == [30, 60, 30]
+    assert len({plan.event_id for plan in plans}) == 3
+    assert (plans[0].publish_every, plans[0].groups, plans[0].rollouts) == (1, 4, 4)
+
+
+async def test_a_role_does_not_start_on_the_log_of_another_run(connect: Connect) -> None:
+    await configure(await connect(THEIRS))
+    worked = False
+    with pytest.raises(OtherRun, match="belongs to run 'theirs', this is 'ours'"):
+        async with claimed(await connect(OURS)):
+            worked = True
+    assert not worked
+
+
+async def test_a_role_that_started_first_ends_as_soon_as_another_run_is_configured(connect: Connect) -> None:
+    started, ended = asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        async with claimed(await connect(OURS)):
+            started.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+
+    async with asyncio.timeout(20):
+        working = asyncio.create_task(work())
+        await started.wait()
+        await configure(await connect(THEIRS))
+        with pytest.raises(OtherRun):
+            await working
+    assert ended.is_set()
+
+
+async def test_a_role_goes_on_when_its_own_run_is_configured_and_what_it_raises_is_what_comes_out(
+    connect: Connect,
+) -> None:
+    async def work() -> None:
+        async with claimed(await connect(OURS)):
+            await configure(await connect(OURS))
+            assert await configured(await connect(OURS))
+            raise ZeroDivisionError
+
+    async with asyncio.timeout(20):
+        with pytest.raises(ZeroDivisionError):
+            await work()
+
+
+async def test_a_role_waits_ready_until_its_run_is_configured_or_it_is_asked_to_stop(connect: Connect) -> None:
+    waits, stops = await connect(OURS), await connect(OURS)
+    async with asyncio.timeout(20):
+        waiting, stopping = asyncio.create_task(configured(waits)), asyncio.create_task(configured(stops))
+        await asyncio.wait((waiting, stopping), timeout=0.1)
+        assert not waits.health.waiting
+        stops.stopping.set()
+        assert await stopping is None
+        assert not waiting.done()
+        run = await configure(await connect(OURS))
+        assert await waiting == run
+
+
+async def test_bytes_that_are_no_record_do_not_hide_whose_log_it_is(connect: Connect) -> None:
+    role = await connect(OURS)
+    async with role.log.appender() as appender:
+        await appender.append("runs", b"ours", b"\x00junk")
+    await configure(await connect(THEIRS))
+    with pytest.raises(OtherRun):
+        await configure(role)
