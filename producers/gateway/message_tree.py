@@ -54,7 +54,7 @@ class MessageTree:
             if after is None or one != after.raw or ("tool_calls" in one and _json(one) != _json(after.raw)):
                 this = message(one, f"messages[{index}]")
                 after = self._said.get(_link(said, this)) if said is not None else None
-                if said is not None and after is not None:
+                if said is not None and after is not None and not this.pictures:  # their bytes are kept in the store
                     said.next, after.raw, after.message = after, one, this
             else:
                 assert after.message is not None

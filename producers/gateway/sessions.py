@@ -73,11 +73,14 @@ class Session:
 
     def repeated(self, request_sha256: str, key: str | None) -> Running | Turn | None:
         """The turn that a request asks for again: the one under its Idempotency-Key, or the recorded one of an
-        identical body. One that was cut off is no answer: the request is sampled anew. Raises KeyReused."""
+        identical body. One that was cut off is no answer: the request is sampled anew. Raises KeyReused, SessionEnded.
+        """
         if key is not None and key in self.by_key:
             sha256, running = self.by_key[key]
             if sha256 != request_sha256:
                 raise KeyReused(f"Idempotency-Key {key!r} came before with another body")
+            if self.finishing and not running.task.done():
+                raise SessionEnded(f"session {self.id} is being finished")
             if not running.cut_off:
                 return running
         return self.conversation.repeated(request_sha256)

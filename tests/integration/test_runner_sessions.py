@@ -28,6 +28,7 @@ from turnlog.infra.memory_engine import MemoryEngine
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role
 from turnlog.infra.topics_admin import specs
+from turnlog.processors.core.assembler import FoldRules, GroupFold
 from turnlog.producers import runner
 from turnlog.producers.gateway.app import Gateway, serving
 from turnlog.producers.gateway.tokenizer import TextTokens
@@ -45,13 +46,16 @@ from turnlog.schemas.events import (
     Sampling,
     SessionAdopted,
     SessionFinished,
+    SessionStarted,
     TokenSnapshot,
     ToolCallCancelled,
     ToolCallCompleted,
     ToolCallRequested,
     ToolStatus,
     TurnCompleted,
+    TurnTreeAssembled,
 )
+from turnlog.schemas.types import TurnId
 from turnlog.settings import GatewaySettings, KafkaSettings, ModelSettings, RunnerSettings, RunSettings, Settings
 
 CALL = '<tool_call>{"name":"calc","arguments":{"expr":"3+5"}}</tool_call>'
@@ -449,6 +453,19 @@ async def test_the_answer_that_was_judged_is_named_though_nobody_waited_for_its_
     assert (answer.aborted, answer.finish_reason) == (True, FinishReason.stop)
     assert (finish.outcome, set(await rewards(stage))) == (Outcome.completed, {1.0})
     assert (finish.turns[-1], finish.undelivered) == (answer.turn, ())
+    assert await trained(stage) == [turn.turn for turn in await stage.said(TurnCompleted)]
+
+
+async def trained(stage: Stage) -> list[TurnId]:
+    """Turns of the one session that train, by today's fold."""
+    group, trees = GroupFold("g", 0, FoldRules(run_id="r", settings_sha256="s" * 64)), list[TurnTreeAssembled]()
+    kinds = (SessionStarted, SessionAdopted, RewardAssigned, SessionFinished, TurnCompleted, TokenSnapshot)
+    for offset, event in enumerate(await stage.said(*kinds)):
+        outputs = group.apply(topics.TOPIC_OF[type(event).__name__].name, offset, event)
+        trees += [output for output in outputs if isinstance(output, TurnTreeAssembled)]
+    [tree] = trees
+    assert tree.books.sampled == tree.books.trained
+    return [turn for segment in tree.segments for turn in segment.turns]
 
 
 async def test_a_session_goes_on_at_a_gateway_that_was_restarted(stage: Stage) -> None:
