@@ -35,6 +35,8 @@ from turnlog.settings import Settings, load
 
 log = logging.getLogger(__name__)
 
+REMEDY = "raise [registry] max_body_bytes, if that is a schema"
+
 
 class RegistryApi:
     """The routes over one store. `failed` is done when the log failed a write: the process must end."""
@@ -124,7 +126,7 @@ class RegistryApi:
 
     async def _body(self, request: Request) -> dict[str, Any]:
         try:
-            body = orjson.loads(await body_of(request, self._max_body_bytes, "[registry] max_body_bytes"))
+            body = orjson.loads(await body_of(request, self._max_body_bytes, REMEDY))
         except orjson.JSONDecodeError:
             raise Refused(422, 42201, "the body is not JSON") from None
         except BodyTooLarge as error:

@@ -157,8 +157,10 @@ class Gateway:
     async def _body(self, request: Request, most: int | None = None) -> bytes:
         """After the token was looked at. Raises TooLarge."""
         setting = self.role.settings.gateway.max_body_bytes
+        whole = most is None or setting < most
+        remedy = "send less, or raise [gateway] max_body_bytes" if whole else "that is one record of the log: send less"
         try:
-            return await body_of(request, min(setting, most or setting), "[gateway] max_body_bytes")
+            return await body_of(request, min(setting, most or setting), remedy)
         except BodyTooLarge as error:
             raise TooLarge(str(error)) from None
 

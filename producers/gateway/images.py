@@ -75,7 +75,7 @@ class ImageTokens:
         """By sha256; the store holds every one. `shown`: the images of the session's own turns, which alone may be
         named by reference. Raises BadRequest, StoreUnavailable, BlobCorrupt."""
         found: dict[str, Admitted] = {}
-        for picture in sorted(pictures, key=lambda picture: picture.content is None):
+        for picture in sorted(pictures, key=lambda picture: picture.content is None):  # bytes first: they need no proof
             if picture.ref.sha256 not in found:
                 found[picture.ref.sha256] = await self._admit(picture, shown, blobs)
         return found
