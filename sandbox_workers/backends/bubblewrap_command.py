@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from turnlog.sandbox_workers.backends import etc_folder, images
-from turnlog.sandbox_workers.inside.enclosure import CAPABILITIES, EMPTY
+from turnlog.sandbox_workers.inside.enclosure import CAPABILITIES, EMPTY, NOTHING
 from turnlog.sandbox_workers.protocol import Shape
 
 WORKSPACE = "/workspace"
@@ -82,6 +82,7 @@ def command(
     words += ["--proc", "/proc", "--dev", "/dev"]
     for folder in (*FOLDERS, EMPTY):
         words += ["--dir", folder]
+    words += ["--ro-bind", os.devnull, NOTHING]
     # bwrap's own / and /dev are tmpfs without a size: left writable they would be a way around the limit.
     words += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/"]
     python = [f"{PYTHON_HOME}/bin/{parts.python}"]

@@ -12,7 +12,7 @@ from turnlog.infra.sandbox_root import RootError, image_root, root_sha256, tree_
 from turnlog.sandbox_workers.protocol import ImageMissing
 
 SYSTEM_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
-OURS_OF_OPT = frozenset({"python", "init", "loader", "empty"})
+OURS_OF_OPT = frozenset({"python", "init", "loader", "empty", "nothing"})
 
 
 def found(image_folder: str, image: str) -> Path:

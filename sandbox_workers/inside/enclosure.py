@@ -41,11 +41,9 @@ CAPABILITY_VERSION_3 = 0x20080522
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 SYS_CLONE = {"x86_64": 56, "aarch64": 220, "riscv64": 220}
 """Number of clone(2), by machine; all take the flags first."""
-EMPTY = "/opt/empty"
-"""A folder of the root that covers others."""
+EMPTY, NOTHING = "/opt/empty", "/opt/nothing"
+"""A folder and a device of the root that cover others: read-only, and no device can be opened there."""
 _libc = ctypes.CDLL(None, use_errno=True)
-_held = ctypes.PyDLL(None, use_errno=True)
-"""Calls that keep the interpreter's lock, as between PyOS_BeforeFork and what follows it."""
 
 
 class Program(ctypes.Structure):
@@ -70,20 +68,16 @@ def masked() -> tuple[list[str], list[str]]:
 def forked() -> int:
     """fork(2) into new namespaces, of which the child is the first process; as `os.fork`. Raises OSError.
 
-    By clone(2) itself: unshare(2) would need another process in between, since it leaves us in our pid namespace.
+    By clone(2) itself: unshare(2) would need another process in between, since it leaves us in our pid namespace. We
+    have one thread, of the same number here and there, so no lock has to be made good in the child and no hook of
+    `os.register_at_fork` has to run, which would cost more than the rest of it.
     """
     number = SYS_CLONE.get(os.uname().machine)
     if number is None:
         raise OSError(errno.ENOSYS, f"the number of clone(2) on {os.uname().machine} is not known here")
-    ctypes.pythonapi.PyOS_BeforeFork()
-    pid = int(_held.syscall(number, NEW | signal.SIGCHLD, None, None, None, None))
-    if pid:
-        failed = ctypes.get_errno()
-        ctypes.pythonapi.PyOS_AfterFork_Parent()
-        _done(pid < 0 and failed, "namespaces of its own")
-        return pid
-    ctypes.pythonapi.PyOS_AfterFork_Child()
-    return 0
+    pid = int(_libc.syscall(number, NEW | signal.SIGCHLD, None, None, None, None))
+    _done(min(pid, 0), "namespaces of its own")
+    return pid
 
 
 def entered(folders: list[str], disk_bytes: int, masks: tuple[list[str], list[str]], denied: bytes) -> None:
@@ -94,10 +88,11 @@ def entered(folders: list[str], disk_bytes: int, masks: tuple[list[str], list[st
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", IFF_UP))
     _mounted("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
-    for paths, source in zip((["/proc/sys"], *masks), ("/proc/sys", os.devnull, EMPTY)):  # noqa: B905 - Python 3.9
+    _mounted("/proc/sys", "/proc/sys", "", MS_BIND)
+    _mounted("", "/proc/sys", "", MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    for paths, source in zip(masks, (NOTHING, EMPTY)):  # noqa: B905 - Python 3.9
         for path in paths:
             _mounted(source, path, "", MS_BIND)
-            _mounted("", path, "", MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC)
     for folder in folders:
         _mounted("tmpfs", folder, "tmpfs", MS_NOSUID | MS_NODEV, f"mode=0700,size={disk_bytes}")
     terminals = f"newinstance,ptmxmode=0666,mode=620,max={TERMINALS}"
