@@ -24,7 +24,9 @@ from row import say, size, told
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.topics_admin import apply
-from turnlog.processors.core.unit_fold import INPUTS, OUTPUTS
+from turnlog.processors.core.fold_versions import FOLD_VERSION
+from turnlog.processors.core.group_scores import outputs_of
+from turnlog.processors.core.unit_fold import INPUTS
 from turnlog.processors.shells.examples import GroupName, SessionStory, Shape
 from turnlog.schemas.events import Event
 from turnlog.schemas.topics import SAMPLES
@@ -66,7 +68,7 @@ async def on_the_log(server: LogServer, turns: int) -> dict[str, float]:
             await asyncio.gather(*acks)
         await assemble(log, events, SETTINGS)
     await log.close()
-    kinds = {"inputs": INPUTS, "outputs": OUTPUTS, "sample": [SAMPLES.name]}
+    kinds = {"inputs": INPUTS, "outputs": outputs_of(FOLD_VERSION), "sample": [SAMPLES.name]}
     return {kind: server.written(topics, part) / SESSIONS for kind, topics in kinds.items()}
 
 

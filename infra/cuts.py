@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from turnlog.infra.log import Commit, Log, Partition
-from turnlog.processors.core.low_water import committed_high
+from turnlog.processors.core.group_scores import outputs_of
+from turnlog.processors.core.low_water import committed_high, committed_version
 from turnlog.processors.core.unit_fold import INPUTS, OUTPUTS, assembler_group
 
 
@@ -46,8 +47,9 @@ async def live_cut(log: Log, run_id: str, unit: int) -> Cut | None:
     """The unit's present cut; None while a transaction is under way. Raises LogError, BrokenMetadata."""
     group = assembler_group(run_id)
     inputs = [Partition(topic, unit) for topic in INPUTS]
-    outputs = [Partition(topic, unit) for topic in OUTPUTS]
     before = await log.commits(group, inputs)
+    versions = {committed_version(commit.metadata) for commit in before.values()}
+    outputs = [Partition(topic, unit) for topic in (outputs_of(versions.pop()) if versions else OUTPUTS)]
     ends = await log.end_offsets(outputs)
     if ends != await log.end_offsets(outputs, committed=False):
         return None

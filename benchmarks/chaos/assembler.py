@@ -26,8 +26,9 @@ from turnlog.infra.log import Log, Partition
 from turnlog.infra.role import opened
 from turnlog.infra.runs import configure
 from turnlog.processors.core.errors import FoldError
+from turnlog.processors.core.group_scores import outputs_of, with_figures
 from turnlog.processors.core.low_water import Fold, decode_marks
-from turnlog.processors.core.unit_fold import INPUTS, OUTPUTS
+from turnlog.processors.core.unit_fold import INPUTS
 from turnlog.processors.shells.assembler import assembler_plan
 from turnlog.processors.shells.examples import bad_days
 from turnlog.processors.shells.restoring import Plan, records_between
@@ -148,12 +149,13 @@ def offline(records: Iterable[tuple[str, int, Event]], plan: Plan) -> list[Event
 async def verdict(events: EventLog, plan: Plan, settings: Settings, story: Story) -> int:
     """Compare what is on the log with the offline fold."""
     units = settings.kafka.groups
-    found = [value for topic in OUTPUTS for _, _, value in await committed(events, topic, units)]
+    topics = outputs_of(plan.fold.version)
+    found = [value for topic in topics for _, _, value in await committed(events, topic, units)]
     inputs = {topic: await committed(events, topic, units) for topic in INPUTS}
     wanted: list[set[bytes]] = []
     for order in (INPUTS, INPUTS[::-1]):
         records = ((topic, offset, event) for topic in order for offset, event, _ in inputs[topic])
-        wanted.append({events.codec.encode(event) for event in offline(records, plan)})
+        wanted.append({events.codec.encode(event) for event in with_figures(offline(records, plan))})
     twice = sum(count - 1 for count in Counter(found).values())
     lost = len(wanted[0] - set(found))
     strange = len(set(found) - wanted[0])

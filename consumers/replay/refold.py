@@ -36,7 +36,7 @@ from turnlog.infra.runs import Configured
 from turnlog.processors.core.draws import ReadableGroup
 from turnlog.processors.core.fold_rules import FoldRules
 from turnlog.processors.core.trimmed import DrawRules, PlacedSample
-from turnlog.schemas.events import Event, GroupScored, SegmentSample, TurnTreeAssembled
+from turnlog.schemas.events import Event, GroupScored, SegmentSample
 from turnlog.settings import Settings, fold_settings_json, settings_sha256
 
 
@@ -133,14 +133,14 @@ class Refold:
         if kept.get("whole"):
             return
         skips: Skips = frozenset((topic, offset) for topic, offset in kept.get("skips", ()))
-        unit_state = UnitState.from_json(kept["state"]) if kept else await fresh(self._role, unit)
+        unit_state = UnitState.from_json(kept["state"]) if kept else await fresh(self._role, cut)
         while True:
             work = _UnitRefold(self._role, unit, rules, skips, unit_state, spool, state, progress)
             try:
                 await work.run(cut, until)
                 break
             except SkipsFound as found:
-                skips, unit_state = found.skips, await fresh(self._role, unit)
+                skips, unit_state = found.skips, await fresh(self._role, cut)
                 spool.close()
                 self._spools[unit] = spool = Spool(path, self._role.events.codec)
         state.sections["units"][str(unit)] = {"whole": True, "spool": spool.sync()}
@@ -248,7 +248,7 @@ class _UnitRefold:
 
     def _take(self, outputs: list[Event]) -> int:
         """Samples and score come out together; tokens of the samples."""
-        group = [event for event in outputs if not isinstance(event, TurnTreeAssembled)]
+        group = [event for event in outputs if isinstance(event, SegmentSample | GroupScored)]
         if group:
             if not isinstance(group[-1], GroupScored):
                 raise BrokenFold(f"unit {self._unit}: samples without their score")

@@ -17,6 +17,7 @@ from turnlog.infra.runs import Configured, recorded
 from turnlog.processors.core.assembler import GroupFold
 from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold_rules import FoldRules
+from turnlog.processors.core.group_scores import with_figures
 from turnlog.processors.core.unit_fold import DEFECTS, INPUTS, OUTPUTS, UnitFold, assembler_group, payloads_read
 from turnlog.schemas import topics
 from turnlog.schemas.errors import UndecodableRecord, UnknownSchemaId
@@ -128,7 +129,7 @@ class Inputs:
                         outputs += group.apply(record.topic, record.offset, event)
                     except FoldError as refusal:
                         outputs += refusal.outputs
-        return outputs
+        return list(with_figures(outputs))
 
     async def _look_for_skips(self, record: Record, defect: Exception) -> None:
         where = f"{record.topic}[{record.partition}]@{record.offset}"
@@ -158,9 +159,9 @@ class SkipsFound(Exception):
         self.skips = skips
 
 
-async def fresh(role: Role, unit: int) -> UnitState:
+async def fresh(role: Role, cut: Cut) -> UnitState:
     """A unit's state at the start of its topics. Raises LogError."""
-    starts = await role.log.start_offsets([Partition(topic, unit) for topic in (*INPUTS, *OUTPUTS)])
+    starts = await role.log.start_offsets([Partition(topic, cut.unit) for topic in (*INPUTS, *cut.ends)])
     return fresh_state({place.topic: start for place, start in starts.items()})
 
 

@@ -73,8 +73,9 @@ async def verify_unit(question: Question, unit: int) -> UnitResult:
         skips = frozenset((topic, offset) for topic, offset in kept["skips"])
         state = UnitState.from_json(kept["state"])
     while True:
+        begun = state or await fresh(question.role, question.cuts[unit])
         try:
-            return await _Verifier(question, unit, skips, state or await fresh(question.role, unit)).run()
+            return await _Verifier(question, unit, skips, begun).run()
         except SkipsFound as found:
             skips, state = found.skips, None
 

@@ -31,6 +31,8 @@ class FoldVersion:
     empty_groups_fail: bool
     """A group with nothing to train is discarded, so that its task is drawn again. Before, it was `trained` with 0
     samples and took a place in a draw."""
+    group_scores: bool
+    """A GroupEmitted goes out with each GroupScored, on a topic of its own. Before, there was none."""
 
 
 VERSIONS = {
@@ -38,11 +40,11 @@ VERSIONS = {
     for version in (
         FoldVersion(
             name="1", aborted_leaves_train=False, steps_need_named_turns=False, retries_need_answers=False,
-            empty_groups_fail=False,
+            empty_groups_fail=False, group_scores=False,
         ),
         FoldVersion(
             name="2", aborted_leaves_train=True, steps_need_named_turns=True, retries_need_answers=True,
-            empty_groups_fail=True,
+            empty_groups_fail=True, group_scores=True,
         ),
     )
 }  # fmt: skip

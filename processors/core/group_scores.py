@@ -5,22 +5,40 @@ Fold version 1 has none: its groups are scored in segment-samples alone.
 
 from __future__ import annotations
 
-from turnlog.schemas.events import GroupEmitted, GroupScored
+from collections.abc import Iterable, Iterator
+
+from turnlog.processors.core.fold_versions import fold_version
+from turnlog.schemas.events import Event, GroupEmitted, GroupScored
 from turnlog.schemas.ids import digest
-from turnlog.schemas.topics import GROUP_SCORES, SAMPLES, Topic
-
-WITHOUT = frozenset({"1", "2"})
-"""Versions whose assembler writes none; 2 until it does."""
+from turnlog.schemas.topics import GROUP_SCORES, SAMPLES, TREES, Topic
 
 
-def scores_topic(fold_version: str) -> Topic:
-    """Where a reader finds what became of each group of a run with that fold version."""
-    return SAMPLES if fold_version in WITHOUT else GROUP_SCORES
+def score_record(version: str) -> str:
+    """The record that says what became of a group of a run with that fold version. Raises UnknownFoldVersion."""
+    return GroupEmitted.__name__ if fold_version(version).group_scores else GroupScored.__name__
+
+
+def scores_topic(version: str) -> Topic:
+    """Where it stands. Raises UnknownFoldVersion."""
+    return GROUP_SCORES if fold_version(version).group_scores else SAMPLES
+
+
+def outputs_of(version: str) -> tuple[str, ...]:
+    """The topics that a unit writes under that fold version. Raises UnknownFoldVersion."""
+    return tuple(dict.fromkeys((TREES.name, SAMPLES.name, scores_topic(version).name)))
+
+
+def with_figures(outputs: Iterable[Event]) -> Iterator[Event]:
+    """What a group gives, each score with its figures behind it where its fold version has them."""
+    for output in outputs:
+        yield output
+        if isinstance(output, GroupScored):
+            yield from figures(output)
 
 
 def figures(scored: GroupScored) -> tuple[GroupEmitted, ...]:
     """What goes out with a score, in its transaction; nothing under a fold version that has none."""
-    if scores_topic(scored.fold_version) is not GROUP_SCORES:
+    if not fold_version(scored.fold_version).group_scores:
         return ()
     return (
         GroupEmitted(

@@ -134,6 +134,11 @@ def decode_marks(commits: Mapping[str, tuple[int, str]], topics: Sequence[str], 
     return Marks(low, high, tree_low=trees, score_low=scores, horizon=horizon)
 
 
+def committed_version(metadata: str) -> str:
+    """The fold version of this commit. Raises BrokenMetadata."""
+    return str(_values("the input", metadata)["fold"])
+
+
 def committed_high(metadata: str) -> int:
     """The first input record that was not folded at this commit. Raises BrokenMetadata."""
     return _values("the input", metadata)["high"]

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from turnlog.processors.core.errors import FoldDefect, FoldError
+from turnlog.processors.core.group_scores import with_figures
 from turnlog.processors.core.low_water import Done, FoldFactory, LowWater, Marks
 from turnlog.schemas.errors import UndecodableRecord
 from turnlog.schemas.events import Event, GroupScored, TokenSnapshot, TurnCompleted, TurnTreeAssembled
@@ -25,6 +26,7 @@ from turnlog.schemas.types import Payload
 SPINE = SESSIONS.name
 INPUTS = (SPINE, TURNS.name, SNAPSHOTS.name)
 OUTPUTS = (TREES.name, SAMPLES.name)
+"""Of every fold version; `group_scores.outputs_of` has those of one."""
 
 DEFECTS = (
     ArithmeticError, AssertionError, AttributeError, BufferError, FoldDefect, LookupError, NameError, RuntimeError,
@@ -142,7 +144,8 @@ class UnitFold:
             outputs = fold.apply(record.topic, record.offset, event)
         except FoldError as error:
             outputs, refusal = error.outputs, error
-        return Taken([output for output in outputs if self._is_new(group, output)], refusal, seen=True)
+        new = [output for output in outputs if self._is_new(group, output)]
+        return Taken(list(with_figures(new)), refusal, seen=True)
 
     def pass_over(self, record: InputRecord) -> None:
         """The record was folded, or is no part of any fold."""

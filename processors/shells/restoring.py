@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from turnlog.infra.event_log import RECORD_HEADER, EventLog
 from turnlog.infra.log import Log, Partition, Record
+from turnlog.processors.core.group_scores import outputs_of, score_record, scores_topic
 from turnlog.processors.core.low_water import (
     Done,
     FoldFactory,
@@ -18,8 +19,8 @@ from turnlog.processors.core.low_water import (
     Marks,
     decode_marks,
 )
-from turnlog.processors.core.unit_fold import INPUTS, OUTPUTS, SPINE, UnitFold, assembler_group
-from turnlog.schemas.topics import SAMPLES, TREES
+from turnlog.processors.core.unit_fold import INPUTS, SPINE, UnitFold, assembler_group
+from turnlog.schemas.topics import TREES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,16 @@ class Plan:
     horizon_records: int = 20_000
     commit_interval_s: float = 1.0
     """Trees and progress are committed this often; scores and their samples at once."""
+
+    @property
+    def score(self) -> str:
+        """The record that ends a group."""
+        return score_record(self.fold.version)
+
+    @property
+    def scores(self) -> str:
+        """Its topic: the marks count its offsets."""
+        return scores_topic(self.fold.version).name
 
     @property
     def group(self) -> str:
@@ -56,15 +67,15 @@ class Restored:
 async def restore(log: Log, events: EventLog, plan: Plan, unit: int) -> Restored:
     """Raises MigrationNeeded, BrokenMetadata, LogTruncated, LogUnavailable."""
     inputs = [Partition(topic, unit) for topic in INPUTS]
-    outputs = [Partition(topic, unit) for topic in OUTPUTS]
+    outputs = [Partition(topic, unit) for topic in outputs_of(plan.fold.version)]
     commits = await log.commits(plan.group, inputs)
     found = decode_marks({name.topic: (at.offset, at.metadata) for name, at in commits.items()}, INPUTS, plan.fold)
     marks = found or Marks.start(INPUTS)
     starts = await log.start_offsets([*inputs, *outputs])
     ends = await log.end_offsets([*inputs, *outputs])
-    wanted = {**marks.low, TREES.name: marks.tree_low, SAMPLES.name: marks.score_low}
+    wanted = {**marks.low, TREES.name: marks.tree_low, plan.scores: marks.score_low}
     for name in (*inputs, *outputs):
-        if starts[name] > wanted[name.topic]:
+        if starts[name] > wanted.get(name.topic, starts[name]):
             raise LogTruncated(
                 f"{name.topic}[{unit}] begins at {starts[name]}, but the fold needs it from {wanted[name.topic]} on"
             )
@@ -73,17 +84,17 @@ async def restore(log: Log, events: EventLog, plan: Plan, unit: int) -> Restored
             raise LogTruncated(
                 f"{name.topic}[{unit}] ends at {ends[name]}, but {marks.high[name.topic]} records of it were folded"
             )
-    done = await _done(log, events, marks, {name: ends[name] for name in outputs}, unit)
+    done = await _done(log, events, plan, marks, {name: ends[name] for name in outputs}, unit)
     fold = UnitFold(marks, done, plan.factory, run_id=plan.run_id, horizon_records=plan.horizon_records)
     return Restored(fold, {name.topic: ends[name] for name in outputs})
 
 
-async def _done(log: Log, events: EventLog, marks: Marks, ends: dict[Partition, int], unit: int) -> Done:
+async def _done(log: Log, events: EventLog, plan: Plan, marks: Marks, ends: dict[Partition, int], unit: int) -> Done:
     done = Done()
-    trees, samples = Partition(TREES.name, unit), Partition(SAMPLES.name, unit)
+    trees, scores = Partition(TREES.name, unit), Partition(plan.scores, unit)
     async for record in records_between(log, trees, marks.tree_low, ends[trees]):
         done.trees[(await events.decode(record)).session_id] = record.offset
-    async for record in records_between(log, samples, marks.score_low, ends[samples], only=("GroupScored",)):
+    async for record in records_between(log, scores, marks.score_low, ends[scores], only=(plan.score,)):
         scored = await events.decode(record)
         if scored.floor >= marks.horizon:
             done.score(scored.group_id, scored.floor, record.offset)

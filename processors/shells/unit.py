@@ -24,7 +24,7 @@ from turnlog.processors.shells.restoring import Plan, restore
 from turnlog.processors.shells.watch import Watch
 from turnlog.schemas.errors import UndecodableRecord
 from turnlog.schemas.events import DeadLetter, Event, GroupScored, TurnTreeAssembled
-from turnlog.schemas.topics import SAMPLES, TOPIC_OF, TREES
+from turnlog.schemas.topics import TOPIC_OF, TREES
 
 Clock = Callable[[], float]
 """Seconds; only differences matter."""
@@ -187,14 +187,13 @@ class Unit:
         return await self._transactor.send(topic.name, partition, topic.key_of(event), value, headers=headers)
 
     def _stands(self, event: Event, offset: int) -> None:
-        match event:
-            case TurnTreeAssembled():
-                self._fold.low_water.tree_stands(event.session_id, offset)
-            case GroupScored():
-                self._fold.low_water.score_stands(event.group_id, offset)
+        if isinstance(event, TurnTreeAssembled):
+            self._fold.low_water.tree_stands(event.session_id, offset)
+        elif type(event).__name__ == self._plan.score:
+            self._fold.low_water.score_stands(event.group_id, offset)
 
     def _commits(self) -> dict[Partition, Commit]:
-        marks = self._fold.low_water.advance((self._output_ends[TREES.name], self._output_ends[SAMPLES.name]))
+        marks = self._fold.low_water.advance((self._output_ends[TREES.name], self._output_ends[self._plan.scores]))
         metrics.OPEN_SPAN.labels(str(self.number)).set(self._span.above(marks.low))
         return {
             Partition(topic, self.number): Commit(marks.low[topic], encode_marks(marks, self._plan.fold, topic))

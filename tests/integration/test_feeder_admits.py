@@ -22,6 +22,7 @@ from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role
 from turnlog.infra.runs import configuration
 from turnlog.infra.topics_admin import specs
+from turnlog.processors.core.fold_versions import FOLD_VERSION
 from turnlog.processors.core.group_scores import figures
 from turnlog.producers import feeder
 from turnlog.producers.sampling import BadSampling
@@ -86,6 +87,7 @@ class Bench:
     broker: MemoryBroker
     registry: MemoryRegistry
     events: EventLog
+    fold_version: str = FOLD_VERSION
 
     async def role(self, log: MemoryLog, events: EventLog) -> Role:
         return Role("feeder", "feeder-1", self.settings, log, events, MemoryBlobs(), Health("feeder"))
@@ -156,7 +158,9 @@ class Bench:
         await self.engine("e1", 0)
 
     async def score(self, group: str, status: GroupStatus = GroupStatus.trained) -> None:
-        await self.events.append(scored(group, status))
+        score = dataclasses.replace(scored(group, status), fold_version=self.fold_version)
+        for event in (score, *figures(score)):
+            await self.events.append(event)
 
     async def train(self, draw: int, groups: list[str], *, publish: bool = True) -> None:
         """A draw of these groups is formed and trained."""
@@ -219,13 +223,13 @@ class Bench:
 
 @pytest.fixture
 async def bench(settings: Settings, request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
-    """Of a run that is configured with fold version 1, or with the test's."""
+    """Of a run that is configured with the latest fold version, or with the test's."""
     log, registry = MemoryLog(), MemoryRegistry()
     await log.create_topics(specs(settings))
     async with EventLog.open(log, registry, writer="test") as events:
-        version = getattr(request, "param", "1")
+        version = getattr(request, "param", FOLD_VERSION)
         await events.append(dataclasses.replace(configuration(settings), fold_version=version))
-        yield Bench(settings, log.broker, registry, events)
+        yield Bench(settings, log.broker, registry, events, version)
 
 
 async def test_a_draw_is_asked_for_whole_with_the_floor_of_each_groups_partition(bench: Bench) -> None:
@@ -378,14 +382,11 @@ async def test_bad_input_ends_the_feeder_with_a_typed_error_before_anything_is_a
     assert await bench.asked() == []
 
 
-@pytest.mark.parametrize("bench", ["2"], indirect=True)
 async def test_a_restarted_feeder_needs_neither_tasks_nor_samples(bench: Bench) -> None:
     await bench.started()
     async with bench.feeding():
         failed = (await bench.until(PROMPTS))[0]
-        score = dataclasses.replace(scored(failed.group_id, GroupStatus.discarded), fold_version="2")
-        for event in (score, *figures(score)):
-            await bench.events.append(event)
+        await bench.score(failed.group_id, GroupStatus.discarded)
         before = await bench.until(PROMPTS + 1)
     log = MemoryLog(bench.broker)
     gone = [Partition(topic.name, number) for topic, count in ((topics.TASKS, 2), (topics.SAMPLES, 3))
@@ -401,6 +402,7 @@ async def test_a_restarted_feeder_needs_neither_tasks_nor_samples(bench: Bench) 
     assert {request.index for request in await bench.asked()} == {PROMPTS, PROMPTS + 1, PROMPTS + 2}
 
 
+@pytest.mark.parametrize("bench", ["1"], indirect=True)
 async def test_a_run_that_was_fed_before_there_was_group_requests_goes_on_and_is_noted_once(bench: Bench) -> None:
     await bench.started()
     async with bench.feeding():

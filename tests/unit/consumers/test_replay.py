@@ -30,6 +30,7 @@ from turnlog.schemas.codec import Codec
 from turnlog.schemas.events import (
     ALL,
     Event,
+    GroupEmitted,
     GroupScored,
     SampleBatchFormed,
     SegmentSample,
@@ -80,7 +81,11 @@ async def test_what_the_assembler_and_the_batcher_wrote_replays_identically(trai
     await made.bad_days(groups=16)
     verdict = await run(made.role())
     assert verdict.identical, verdict.divergence
-    written = [CODEC.decode(r.value) for topic in ("turn-trees", "segment-samples") for r in records_of(made, topic)]
+    written = [
+        CODEC.decode(r.value)
+        for topic in ("turn-trees", "segment-samples", "group-scores")
+        for r in records_of(made, topic)
+    ]
     assert verdict.records_compared == len(written)
     assert verdict.samples_compared == sum(isinstance(event, SegmentSample) for event in written) > 0
     assert verdict.batches_compared == len(records_of(made, "sample-batches")) > 1
@@ -124,6 +129,7 @@ async def test_a_changed_token_is_named_with_its_place_its_turn_and_both_ids(tra
          r"spans\[0\]\.version: 7 as emitted, 0 as folded"),
         (TurnTreeAssembled, lambda t: {"books": dataclasses.replace(t.books, sampled=9)}, r"books\.sampled: 9 as"),
         (GroupScored, lambda g: {"reason": "because"}, r"reason: 'because' as emitted, '' as folded"),
+        (GroupEmitted, lambda g: {"samples": 7}, r"^group-scores\[\d\]@\d+: GroupEmitted .* differs: samples: 7 as"),
     ],
 )  # fmt: skip
 async def test_a_changed_field_is_named(trained_run: Make, kind: type, change: Any, words: str) -> None:

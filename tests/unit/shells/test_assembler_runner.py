@@ -20,6 +20,7 @@ from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role
 from turnlog.infra.runs import Configured, OtherSettings, configuration
 from turnlog.processors.core.assembler import GroupFold
+from turnlog.processors.core.group_scores import figures
 from turnlog.processors.core.low_water import LogTruncated, MigrationNeeded
 from turnlog.processors.core.rules import fold_rules
 from turnlog.processors.core.unit_fold import INPUTS
@@ -49,6 +50,11 @@ PLAN = assembler_plan(Configured.today(SETTINGS), SETTINGS.assembler)
 TURNS, SNAPSHOTS = "agent.turns", "agent.token-snapshots"
 UNIT_OF = {"a": 0, "b": 0, "d": 1}
 """Where murmur2 places these group ids among two partitions."""
+
+
+def plan_of(version: str) -> Plan:
+    run = dataclasses.replace(Configured.today(SETTINGS), fold_version=version)
+    return assembler_plan(run, SETTINGS.assembler)
 
 
 class Cluster:
@@ -124,7 +130,10 @@ async def test_a_group_becomes_trees_samples_and_a_score(cluster: Cluster) -> No
     await cluster.append(*group("a"))
     await cluster.fold()
     assert [type(event) for event in await cluster.read("turn-trees")] == [TurnTreeAssembled] * 2
-    assert [type(event) for event in await cluster.read("segment-samples")] == [SegmentSample] * 2 + [GroupScored]
+    *samples, score = await cluster.read("segment-samples")
+    assert [type(event) for event in (*samples, score)] == [SegmentSample] * 2 + [GroupScored]
+    assert tuple(await cluster.read("group-scores")) == figures(score)
+    assert (score.samples, score.books.trained) == (2, 16)
 
 
 async def test_a_restart_writes_nothing_twice(cluster: Cluster) -> None:
@@ -267,12 +276,34 @@ async def test_a_truncated_log_without_any_commit_refuses_to_start(cluster: Clus
         await cluster.fold()
 
 
-async def test_truncated_outputs_refuse_to_start(cluster: Cluster) -> None:
+@pytest.mark.parametrize(("version", "topic", "end"), [("1", "segment-samples", 4), ("2", "group-scores", 2)])
+async def test_truncated_outputs_refuse_to_start(cluster: Cluster, version: str, topic: str, end: int) -> None:
+    plan = plan_of(version)
+    await cluster.append(*group("a"))
+    await cluster.fold(plan)
+    cluster.broker.truncate(Partition(topic, UNIT_OF["a"]), end)
+    with pytest.raises(LogTruncated, match=topic):
+        await cluster.fold(plan)
+
+
+async def test_a_restart_reads_no_samples_and_writes_no_figures_twice(cluster: Cluster) -> None:
     await cluster.append(*group("a"))
     await cluster.fold()
     cluster.broker.truncate(Partition("segment-samples", UNIT_OF["a"]), 4)
-    with pytest.raises(LogTruncated, match="segment-samples"):
-        await cluster.fold()
+    await cluster.append(*group("a"), *group("b"))
+    await cluster.fold()
+    assert [event.group_id for event in await cluster.read("group-scores")] == ["a", "b"]
+
+
+async def test_a_run_of_fold_version_1_has_no_figures_and_needs_no_topic_for_them(cluster: Cluster) -> None:
+    del cluster.broker.specs["group-scores"]
+    for unit in range(2):
+        del cluster.broker.logs[Partition("group-scores", unit)]
+    plan = plan_of("1")
+    for name in ("a", "b"):
+        await cluster.append(*group(name))
+        await cluster.fold(plan)
+    assert await cluster.scored() == ["a", "b"]
 
 
 async def test_a_log_that_lost_its_end_refuses_to_start(cluster: Cluster) -> None:

@@ -24,6 +24,7 @@ from turnlog.processors.core.assembler import GroupFold
 from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold_rules import FoldRules
 from turnlog.processors.core.fold_versions import FOLD_VERSION
+from turnlog.processors.core.group_scores import figures
 from turnlog.processors.core.low_water import FoldName
 from turnlog.processors.core.unit_fold import INPUTS
 from turnlog.processors.shells.examples import bad_days
@@ -189,6 +190,10 @@ async def check(world: World) -> int:
     for order in (INPUTS, INPUTS[::-1]):
         records = [(topic, offset, event) for topic in order for offset, event in await world.numbered(topic)]
         assert {event.event_id: event for event in offline(records)} == found
+    emitted = [event for _, event in await world.read("group-scores")]
+    assert sorted(event.event_id for event in emitted) == sorted(
+        each.event_id for event in samples if isinstance(event, GroupScored) for each in figures(event)
+    )
     before: list[Event] = []
     for event in samples:
         if isinstance(event, GroupScored):
