@@ -10,6 +10,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,13 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from turnlog.infra import log_lines
 from turnlog.infra.endpoints import resolved
+from turnlog.infra.event_log import EventLog
 from turnlog.infra.health import Health
+from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.kafka_connection import Connection, typed
-from turnlog.infra.role import opened
+from turnlog.infra.memory_blobs import MemoryBlobs
+from turnlog.infra.registry import HttpRegistry
+from turnlog.infra.role import Role
 from turnlog.infra.runs import claimed
 from turnlog.processors.shells import faust_recovery
 from turnlog.schemas import topics
@@ -56,8 +61,17 @@ def serve_views(settings: Settings) -> int:
 
 async def _codec(settings: Settings) -> Codec:
     """Of a log that is this run's or nobody's. Raises OtherRun."""
-    async with opened("views", settings) as role, claimed(role):
-        return role.events.codec
+    log, registry = (
+        KafkaLog(settings.kafka.bootstrap, prefix=settings.kafka.prefix),
+        HttpRegistry(settings.registry.url),
+    )
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(log.close)
+        stack.push_async_callback(registry.close)
+        events = await stack.enter_async_context(EventLog.open(log, registry, writer="views"))
+        role = Role("views", "views", settings, log, events, MemoryBlobs(), Health("views"))  # views read no payloads
+        async with claimed(role):
+            return events.codec
 
 
 def make_app(settings: Settings, codec: Codec) -> faust.App:
