@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from turnlog.settings import Settings
+from turnlog.settings import Settings, SettingsError
 from turnlog.trainer.learner import LearnerOptions
 from turnlog.trainer.loss import PolicyGradient
 
@@ -32,8 +32,14 @@ class LearningPlan:
 
 
 def learning_plan(settings: Settings) -> LearningPlan:
-    """The plan of a run."""
+    """The plan of a run. Raises SettingsError for a layout that its ranks cannot make."""
     trainer = settings.trainer
+    copy = trainer.tensor_parallel * trainer.pipeline_parallel
+    if trainer.world_size % copy:
+        raise SettingsError(
+            f"trainer.world_size must be a multiple of tensor_parallel x pipeline_parallel = {copy}, "
+            f"got {trainer.world_size}"
+        )
     return LearningPlan(
         model=Path(settings.model.path),
         weights=Path(trainer.initial_weights or settings.model.path),

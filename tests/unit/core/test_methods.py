@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -148,16 +149,13 @@ def test_settings_are_read_as_they_were_recorded():
     assert recorded_settings(fold_settings_json(settings)) == (settings.fold, settings.batcher)
 
 
-V1 = b"""{"batcher":{"constant_length":1024,"max_lag":0,"max_tokens":4096,"order":"freshest","prompts_per_draw":16,
-"ready_batches":7,"updates_per_draw":1,"version_mask":"none","weighting":"prompt"},"fold":{"estimator":"dr_grpo",
-"min_valid":2,"policy":"prefix","std_ddof":1,"train_side_calls":false,"train_sub_agents":true,"truncated":"train",
-"zero_variance":"keep"}}"""
-"""What the first release recorded: operational keys too, and none of those that came later."""
+V1 = json.loads((Path(__file__).parents[2] / "golden" / "run-configured-v1.json").read_text())["settings"].encode()
+"""What the first release recorded of its defaults: operational keys too, and none of those that came later."""
 
 
 def test_the_first_releases_recorded_settings_mean_what_it_did():
     fold, batcher = recorded_settings(V1)
-    assert fold == FoldSettings(min_valid=2, estimator="dr_grpo")
+    assert fold == FoldSettings(min_valid=2)
     assert batcher == BatcherSettings()
 
 
@@ -182,7 +180,7 @@ def test_a_key_that_a_release_did_not_have_means_what_that_release_did_and_not_t
         fresh: Annotated[int, Since("v3", before=7)] = 8
 
     monkeypatch.setitem(FOLD_SECTIONS, "fold", Tomorrow)
-    assert recorded_settings(V1)[0] == Tomorrow(min_valid=2, estimator="dr_grpo", discount=1.0, fresh=7)
+    assert recorded_settings(V1)[0] == Tomorrow(min_valid=2, discount=1.0, fresh=7)
 
 
 def test_recorded_settings_do_not_look_at_the_environment(monkeypatch):
