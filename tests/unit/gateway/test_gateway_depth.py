@@ -64,10 +64,11 @@ def said(place: str, depth: int, kind: str) -> tuple[bytes, int]:
     """A body with JSON of that depth in a place of it, and how deep the body is."""
     inner = nested(depth, kind)
     calls = '{"messages":[{"role":"user","content":"x"},{"role":"assistant","tool_calls":[{"function":{"name":"f",'
+    answered = '}}]},{"role":"tool","content":"y"}]}'
     bodies = {
         "tools": ('{"messages":[{"role":"user","content":"x"}],"tools":[{"a":' + inner + "}]}", 3),
-        "arguments": (calls + '"arguments":' + inner + "}}]}]}", 6),
-        "text": (calls + '"arguments":' + json.dumps(inner) + "}}]}]}", 6 - depth),
+        "arguments": (calls + '"arguments":' + inner + answered, 6),
+        "text": (calls + '"arguments":' + json.dumps(inner) + answered, 6 - depth),
         "unknown": ('{"messages":[{"role":"user","content":"x","more":' + inner + "}]}", 3),
     }
     body, above = bodies[place]
