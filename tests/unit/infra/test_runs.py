@@ -30,7 +30,7 @@ from turnlog.settings import BatcherSettings, FeederSettings, FoldSettings, Kafk
 GOLDEN = Path(__file__).parents[2] / "golden"
 OURS = Settings(run=RunSettings(id="ours"), kafka=KafkaSettings(prefix="team."))
 THEIRS = dataclasses.replace(OURS, run=RunSettings(id="theirs"))
-Connect = Callable[[Settings], Awaitable[Role]]
+Connect = Callable[..., Awaitable[Role]]
 
 
 @pytest.fixture
@@ -40,9 +40,9 @@ async def connect() -> AsyncIterator[Connect]:
     broker.create(specs(OURS))
     async with AsyncExitStack() as stack:
 
-        async def role(settings: Settings) -> Role:
+        async def role(settings: Settings, kind: type[EventLog] = EventLog) -> Role:
             log = MemoryLog(broker)
-            events = await stack.enter_async_context(EventLog.open(log, registry, writer="test"))
+            events = await stack.enter_async_context(kind.open(log, registry, writer="test"))
             return Role("test", "test-0", settings, log, events, MemoryBlobs(), Health("test"))
 
         yield role
@@ -95,8 +95,8 @@ class Overtaken(EventLog):
 async def test_of_two_that_configure_a_log_at_once_the_one_whose_record_came_first_stays(
     connect: Connect, settings: Settings, refusal: type[Exception]
 ) -> None:
-    late = await connect(settings)
-    late.events.__class__, late.events.overtaker = Overtaken, await connect(OURS)
+    late = await connect(settings, Overtaken)
+    late.events.overtaker = await connect(OURS)
     with pytest.raises(refusal):
         await configure(late)
     assert len(await written(late, RunConfigured)) == 2
