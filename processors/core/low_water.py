@@ -28,7 +28,8 @@ class LowWaterError(Exception):
 
 
 class MigrationNeeded(LowWaterError):
-    """Open groups belong to another fold. Remedy: drain them with the old code and settings, or migrate on purpose."""
+    """Open groups belong to another fold than the run recorded: something else commits into its consumer group.
+    Remedy: as of BrokenMetadata."""
 
 
 class BrokenMetadata(LowWaterError):
@@ -159,8 +160,8 @@ def _same_fold(values: Mapping[str, object], fold: FoldName) -> None:
         if values[name] != ours:
             what = "fold version" if name == "fold" else "settings_sha256"
             raise MigrationNeeded(
-                f"the log was folded with {what} {values[name]}, this process has {ours}: start it with the old "
-                "one until no group is open, or use a new run id"
+                f"the log was folded with {what} {values[name]}, the run recorded {ours}: give the run a consumer "
+                "group of its own ([run] id, and on a shared cluster [kafka] prefix)"
             )
 
 

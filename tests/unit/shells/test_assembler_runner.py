@@ -256,7 +256,7 @@ async def test_other_settings_refuse_to_start(cluster: Cluster) -> None:
     other = dataclasses.replace(SETTINGS, fold=FoldSettings(estimator="dr_grpo"))
     other = assembler_plan(Configured.today(other), other.assembler)
     with pytest.raises(
-        MigrationNeeded, match=f"{PLAN.fold.settings_sha256}, this process has {other.fold.settings_sha256}"
+        MigrationNeeded, match=f"{PLAN.fold.settings_sha256}, the run recorded {other.fold.settings_sha256}"
     ):
         await cluster.fold(other)
 

@@ -102,12 +102,12 @@ def test_commits_of_two_transactions_are_broken() -> None:
 
 
 def test_another_fold_version_names_both() -> None:
-    with pytest.raises(MigrationNeeded, match=r"fold version 1, this process has 2"):
+    with pytest.raises(MigrationNeeded, match=r"fold version 1, the run recorded 2"):
         decode_marks(commits(MARKS), TOPICS, FoldName("2", FOLD.settings_sha256))
 
 
 def test_other_settings_name_both_hashes() -> None:
-    with pytest.raises(MigrationNeeded, match=f"settings_sha256 {'a' * 64}, this process has {'b' * 64}"):
+    with pytest.raises(MigrationNeeded, match=f"settings_sha256 {'a' * 64}, the run recorded {'b' * 64}"):
         decode_marks(commits(MARKS), TOPICS, FoldName("1", "b" * 64))
 
 
