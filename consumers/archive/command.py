@@ -67,7 +67,7 @@ async def prune(settings: Settings, before: str | None, *, delete: bool) -> int:
     async with opened("archive", settings) as role:
         index = ArchiveIndex(role.blobs, archive_name(settings))
         await index.load()
-        found = await prunable(role.log, index, settings.run.id, limit)
+        found = await prunable(role, index, limit)
         starts = await role.log.start_offsets(list(found))
         for place, keep in sorted(found.items()):
             print(f"{place.topic}[{place.number}]: offsets {starts[place]} to {keep - 1}")

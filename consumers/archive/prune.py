@@ -1,45 +1,139 @@
 """Which records of topics may be deleted, because the archive has them and no role will read them again.
 
-Of agent.turns, agent.token-snapshots and turn-trees: they are the bulk, and only the assembler and the gateway of a
-session that is open read them. The other topics stay whole: feeder, batcher, trainer and loaders fold theirs from the
-beginning.
+Of every topic but the control topics, which roles read from the beginning. What a role still reads of another one is on
+the log: commits of consumer groups, the batcher's last manifest, the requests of rollouts that are not over.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from turnlog.infra.archive_index import ArchiveIndex
-from turnlog.infra.log import Log, Partition
+from turnlog.infra.history import all_events, partitions, records
+from turnlog.infra.log import Commit, Partition
+from turnlog.infra.murmur2 import partition_of
+from turnlog.infra.role import Role
+from turnlog.processors.core.group_scores import scores_topic
+from turnlog.processors.core.low_water import committed_version
 from turnlog.processors.core.unit_fold import assembler_group
-from turnlog.schemas.topics import SNAPSHOTS, TREES, TURNS
+from turnlog.schemas import topics
+from turnlog.schemas.errors import UndecodableRecord
+from turnlog.schemas.topics import CONTROL, SESSIONS, SNAPSHOTS, TURNS
 
-PRUNED = (TURNS.name, SNAPSHOTS.name, TREES.name)
 OUT_LOW = "trees"
 """In the assembler's commit metadata: the first tree that a restart reads."""
+RESULTS = "results"
+"""In a sandbox worker's: the first result that a restart reads."""
 
 
-async def prunable(log: Log, index: ArchiveIndex, run_id: str, before_ms: int) -> dict[Partition, int]:
-    """Partition -> first offset to keep: below it every record is archived, older than `before_ms`, and below the
-    assembler's low-water mark. Partitions of which nothing goes are absent. Raises LogError, ArchiveDamaged."""
-    places = [Partition(name, number) for name in PRUNED for number in range(index.topics.get(name, 0))]
-    starts = await log.start_offsets(places)
+async def prunable(role: Role, index: ArchiveIndex, before_ms: int) -> dict[Partition, int]:
+    """Partition -> first offset to keep: below it every record is archived, older than `before_ms`, and of no use to
+    any role of the run. Partitions of which nothing goes are absent. Raises LogError, ArchiveDamaged."""
+    control = {topic.name for topic in CONTROL}
+    places = [Partition(name, number) for name, count in sorted(index.topics.items()) if name not in control
+              for number in range(count)]  # fmt: skip
+    starts = await role.log.start_offsets(places)
+    needed = await Needs.read(role)
     found: dict[Partition, int] = {}
     for place in places:
-        limit = min(await _needed(log, run_id, place), await _old(index, place, before_ms))
+        limit = min(needed.first(place), await _old(index, place, before_ms))
         if limit > starts[place]:
             found[place] = limit
     return found
 
 
-async def _needed(log: Log, run_id: str, place: Partition) -> int:
-    """The first offset that a restarted assembler reads; 0 when it never committed."""
-    commits = await log.commits(
-        assembler_group(run_id), [Partition(name, place.number) for name in (TURNS.name, SNAPSHOTS.name)]
-    )
-    if place.topic == TREES.name:
-        return min((int(json.loads(commit.metadata)[OUT_LOW]) for commit in commits.values()), default=0)
+@dataclass(slots=True)
+class Needs:
+    """What roles of the run read again when they are restarted. 0, everything, of a role that never committed."""
+
+    assembler: Mapping[Partition, Commit]
+    runner: Mapping[Partition, Commit]
+    sandbox: Mapping[Partition, Commit]
+    views: Mapping[Partition, Commit]
+    batcher: dict[int, int] = field(default_factory=dict)
+    """By partition: the positions of the last manifest."""
+    floors: dict[int, int] = field(default_factory=dict)
+    """By partition of agent.sessions: a gateway reads back to there for a rollout that is not over."""
+    noted: bool = False
+    """Groups that were asked for stand on group-requests, and their scores on group-scores: a feeder reads neither
+    tasks nor samples."""
+
+    @classmethod
+    async def read(cls, role: Role) -> Needs:
+        """Of the present moment."""
+        run_id, commits = role.settings.run.id, role.log.commits
+        unit = [place for topic in (SESSIONS, TURNS, SNAPSHOTS) for place in partitions(role, topic)]
+        calls, tasks = partitions(role, topics.TOOL_CALLS), partitions(role, topics.TASKS)
+        needs = cls(
+            assembler=await commits(assembler_group(run_id), unit),
+            runner=await commits(f"{run_id}.runner", [*tasks, *partitions(role, topics.TOOL_RESULTS)]),
+            sandbox=await commits(f"{run_id}.sandbox", calls),
+            views=await commits(f"{run_id}-views", partitions(role, SESSIONS)),
+        )
+        for manifest in (await all_events(role, topics.BATCHES))[-1:]:
+            needs.batcher = {position.partition: position.offset for position in manifest.positions}
+        needs.floors = await _floors(role, {place: needs.of_runner(place) for place in tasks})
+        needs.noted = bool(await all_events(role, topics.GROUP_REQUESTS)) and needs.has_group_scores
+        return needs
+
+    @property
+    def has_group_scores(self) -> bool:
+        """By the fold version of the assembler's commits."""
+        versions = {committed_version(commit.metadata) for commit in self.assembler.values()}
+        return bool(versions) and all(scores_topic(version) is topics.GROUP_SCORES for version in versions)
+
+    def of_runner(self, place: Partition) -> int:
+        """Where the oldest rollout that is not over begins."""
+        return self.runner[place].offset if place in self.runner else 0
+
+    def first(self, place: Partition) -> int:
+        """The first offset that a role reads again."""
+        number = place.number
+        match place.topic:
+            case "agent.turns" | "agent.token-snapshots":
+                return _offset(self.assembler, place)
+            case "agent.sessions":
+                behind = self.views[place].offset if place in self.views else _offset(self.assembler, place)
+                least = min(_offset(self.assembler, place), behind)
+                return min(least, self.floors.get(number, least))
+            case "turn-trees":
+                return self._marked(number, OUT_LOW)
+            case "segment-samples":
+                return self.batcher.get(number, 0) if self.noted else 0
+            case "tasks":
+                return self.of_runner(place) if self.noted else 0
+            case "agent.tool-calls":
+                return _offset(self.sandbox, place)
+            case "agent.tool-results":
+                calls = self.sandbox.get(Partition(topics.TOOL_CALLS.name, number))
+                return min(self.of_runner(place), _value(calls, RESULTS))
+        return 0  # of a topic that this release does not know
+
+    def _marked(self, number: int, what: str) -> int:
+        return min(_value(self.assembler.get(Partition(topic.name, number)), what) for topic in (TURNS, SNAPSHOTS))
+
+
+def _offset(commits: Mapping[Partition, Commit], place: Partition) -> int:
     return commits[place].offset if place in commits else 0
+
+
+def _value(commit: Commit | None, what: str) -> int:
+    return 0 if commit is None or not commit.metadata else int(json.loads(commit.metadata)[what])
+
+
+async def _floors(role: Role, since: Mapping[Partition, int]) -> dict[int, int]:
+    """Of the rollouts that stand at or behind the runner's marks."""
+    groups, found = role.settings.kafka.groups, dict[int, int]()
+    async for record in records(role, list(since), await role.log.end_offsets(list(since)), since=since):
+        try:
+            request = await role.events.decode(record)
+        except UndecodableRecord:
+            continue
+        number = partition_of(request.group_id.encode(), groups)
+        found[number] = min(found.get(number, request.floor), request.floor)
+    return found
 
 
 async def _old(index: ArchiveIndex, place: Partition, before_ms: int) -> int:

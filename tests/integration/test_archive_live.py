@@ -150,8 +150,8 @@ async def test_what_is_archived_old_and_not_needed_can_be_pruned_and_still_be_re
         await flush(role)
         index = ArchiveIndex(role.blobs, live_settings.run.id)
         await index.load()
-        assert await prunable(role.log, index, live_settings.run.id, before_ms=0) == {}
-        found = await prunable(role.log, index, live_settings.run.id, before_ms=1 << 60)
+        assert await prunable(role, index, before_ms=0) == {}
+        found = await prunable(role, index, before_ms=1 << 60)
         assert {place.topic for place in found} >= {"agent.turns", "agent.token-snapshots"}
         await archive_command.status(live_settings)
         assert "agent.token-snapshots" in capsys.readouterr().out
