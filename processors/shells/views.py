@@ -6,6 +6,7 @@ At-least-once, every update idempotent, rebuilt from the topics at will; never o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 from collections import Counter
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import faust
+from faust.exceptions import ConsumerNotStarted
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from turnlog.infra import log_lines
@@ -23,6 +25,7 @@ from turnlog.infra.event_log import EventLog
 from turnlog.infra.health import Health
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.kafka_connection import Connection, typed
+from turnlog.infra.log import LogError
 from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.registry import HttpRegistry
 from turnlog.infra.role import Role
@@ -98,7 +101,7 @@ def make_app(settings: Settings, codec: Codec) -> faust.App:
     tables = _tables(app, settings)
     _agents(app, settings, codec, tables)
     health = Health("views", work_s=settings.liveness.work_s)
-    _beats(app, health)
+    _beats(app, health, settings.kafka.bootstrap)
     _pages(app, tables, health)
     return app
 
@@ -172,21 +175,27 @@ def picture(sessions: Any, steps: Any, versions: Any) -> dict[str, Any]:
     }
 
 
-def _beats(app: faust.App, health: Health) -> None:
-    """The streams come round when they are at the ends of their partitions, or have got ahead since the last look."""
-    before: dict[Any, Any] = {}
+def _beats(app: faust.App, health: Health, bootstrap: str) -> None:
+    """The streams come round when they have got ahead since the last look, or nothing new has come that they could
+    have read. (Positions in changelogs say nothing: what this worker writes there it does not read.)"""
+    before: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}
 
     async def look() -> None:
         nonlocal before
         consumer: Any = app.consumer
         assigned = sorted(consumer.assignment())
         positions = {place: await consumer.position(place) for place in assigned}
-        ends = await consumer.highwaters(*assigned) if assigned else {}
-        if assigned and (positions != before or all((positions[place] or 0) >= end for place, end in ends.items())):
+        ends = dict(await consumer.highwaters(*assigned)) if assigned else {}
+        if assigned and (positions != before[0] or ends == before[1]):
             health.beat()
-        before = positions
+        before = positions, ends
 
-    app.timer(LOOK_EVERY_S)(look)
+    async def patiently() -> None:
+        # In the middle of a rebalance, or without a broker: there is nothing to look at, and no round to speak of.
+        with contextlib.suppress(ConsumerNotStarted, LogError), typed(Connection(bootstrap), "views"):
+            await look()
+
+    app.timer(LOOK_EVERY_S)(patiently)
 
 
 def _pages(app: faust.App, tables: dict[str, Any], health: Health) -> None:
