@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-SHARED = frozenset({"run", "servers", "sandbox_load", "sandbox_left"})
+SHARED = frozenset({"run", "servers", "sandbox_load", "sandbox_left", "scripted_engine"})
 TIMEOUT_S = 3600.0
 
 
