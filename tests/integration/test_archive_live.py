@@ -87,6 +87,7 @@ async def killed_archiver(settings: Settings, role: Role) -> None:
         "TURNLOG_KAFKA_PREFIX": settings.kafka.prefix,
         "TURNLOG_REGISTRY_URL": settings.registry.url,
         "TURNLOG_STORE_ENDPOINT": settings.store.endpoint,
+        "TURNLOG_STORE_SECRET_KEY": settings.store.secret_key,
         "TURNLOG_ARCHIVE_MAX_RECORDS": "40",
     }
     process = subprocess.Popen([sys.executable, "-m", "turnlog.cli", "archive"], env=environment)  # noqa: ASYNC220

@@ -39,6 +39,7 @@ def test_outputs_of_a_killed_assembler_equal_the_offline_fold(live_settings: Set
         "TURNLOG_KAFKA_PREFIX": live_settings.kafka.prefix,
         "TURNLOG_REGISTRY_URL": live_settings.registry.url,
         "TURNLOG_STORE_ENDPOINT": live_settings.store.endpoint,
+        "TURNLOG_STORE_SECRET_KEY": live_settings.store.secret_key,
     }
     ran = subprocess.run(
         [sys.executable, str(CHAOS), "--kills", "2"],

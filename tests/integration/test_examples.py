@@ -69,6 +69,7 @@ def environment(settings: Settings) -> dict[str, str]:
         "TURNLOG_KAFKA_PREFIX": settings.kafka.prefix,
         "TURNLOG_REGISTRY_URL": settings.registry.url,
         "TURNLOG_STORE_ENDPOINT": settings.store.endpoint,
+        "TURNLOG_STORE_SECRET_KEY": settings.store.secret_key,
     }
 
 

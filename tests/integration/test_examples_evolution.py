@@ -251,6 +251,7 @@ def test_a_role_whose_schema_the_registry_refuses_ends_with_field_and_rule(setti
         "TURNLOG_KAFKA_PREFIX": settings.kafka.prefix,
         "TURNLOG_REGISTRY_URL": settings.registry.url,
         "TURNLOG_STORE_ENDPOINT": settings.store.endpoint,
+        "TURNLOG_STORE_SECRET_KEY": settings.store.secret_key,
     }
     command = [sys.executable, "-m", "turnlog.cli", "assembler"]
     ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)

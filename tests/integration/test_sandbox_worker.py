@@ -47,6 +47,7 @@ def environment(settings: Settings, number: int) -> dict[str, str]:
         "TURNLOG_KAFKA_PREFIX": settings.kafka.prefix,
         "TURNLOG_REGISTRY_URL": settings.registry.url,
         "TURNLOG_STORE_ENDPOINT": settings.store.endpoint,
+        "TURNLOG_STORE_SECRET_KEY": settings.store.secret_key,
         "TURNLOG_SANDBOX_FIRST_UID": str(250_000 + 10 * number),
         "TURNLOG_INSTANCE": f"sandbox-{number}",
     }

@@ -117,6 +117,7 @@ async def test_restarts_with_a_table_to_recover_lose_no_session(live_settings: S
         "TURNLOG_KAFKA_PREFIX": live_settings.kafka.prefix,
         "TURNLOG_REGISTRY_URL": live_settings.registry.url,
         "TURNLOG_STORE_ENDPOINT": live_settings.store.endpoint,
+        "TURNLOG_STORE_SECRET_KEY": live_settings.store.secret_key,
         "TURNLOG_VIEWS_PORT": str(port),
     }
     wanted: Counter[str] = Counter()
