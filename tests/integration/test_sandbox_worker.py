@@ -163,7 +163,7 @@ async def test_kill_9_leaves_no_sandbox_and_the_next_worker_answers(role: Role) 
         await role.events.append(call("slow", 0, "setsid sleep 4 & sleep 4; echo slow"))
         await results.until(lambda: len(results.started) == 2)
         sandboxes = process.children(recursive=True)
-        assert any("inside.init" in " ".join(inside.cmdline()) for inside in sandboxes)
+        assert any("sandbox_workers.inside." in " ".join(inside.cmdline()) for inside in sandboxes)
         process.kill()
         _, alive = psutil.wait_procs(sandboxes, timeout=10)
         assert alive == []
