@@ -11,6 +11,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from turnlog.sandbox_workers.attribution import Verdict
+from turnlog.sandbox_workers.inside.interpreter import ENDED
 from turnlog.sandbox_workers.protocol import Execution, FileRefused
 from turnlog.schemas.events import EgressRequest, ToolCallCompleted, ToolCallRequested, ToolCallStarted, ToolStatus
 from turnlog.schemas.ids import digest
@@ -100,6 +101,11 @@ def ended(execution: Execution, verdict: Verdict) -> Execution:
     keeps = execution.status in (ToolStatus.ok, ToolStatus.tool_error) and not execution.reason
     verdict = verdict if keeps else (execution.status, execution.reason)
     return _lost(execution, verdict, "the call has ended its sandbox: its files and its interpreter are not kept")
+
+
+def without_interpreter(execution: Execution) -> Execution:
+    """The call ran again in a new sandbox; the session's interpreter went with the one before."""
+    return dataclasses.replace(execution, output=execution.output + b"\n" + ENDED)
 
 
 def _lost(execution: Execution, verdict: Verdict, said: str) -> Execution:

@@ -34,13 +34,15 @@ class Evidence:
     """The worker itself stood still for longer than a sandbox waits for it."""
     deaths: int = 0
     """New sandboxes, alive just before, that have gone away under this call, the latest included."""
+    stateful: bool = False
+    """It went on in a persistent interpreter, which is gone: it cannot run again, and nobody may gain by that."""
 
 
 UNKNOWN = Evidence()
 
 
 def attributed(evidence: Evidence) -> Verdict | None:
-    """The agent's answer; None: nothing says that it was the agent."""
+    """The answer of a call whose sandbox ended so; None: nothing says that it was the agent, and it can run again."""
     if evidence.limit:
         return ToolStatus.resource_limit, evidence.limit
     if evidence.changed:
@@ -49,6 +51,6 @@ def attributed(evidence: Evidence) -> Verdict | None:
         return None
     if evidence.silent:
         return ToolStatus.timeout, "wall_s"
-    if evidence.deaths >= DEATHS:
+    if evidence.stateful or evidence.deaths >= DEATHS:
         return ToolStatus.tool_error, ENDED
     return None

@@ -194,7 +194,10 @@ class CallRunner:
 
     async def _outcome(self, lease: Lease, pending: Pending, plan: Plan, *, lost: bool) -> Outcome:
         """Run the call and store what it left. Raises SandboxDied: not by what the call did, as far as is known."""
+        pending.stateful = plan.interpreter and lease.sandbox.interpreter
         execution, requests = await self._run(lease, pending, plan)
+        if lost and pending.died:  # it was there until this call
+            execution, lost = answers.without_interpreter(execution), False
         execution, workspace = await self._kept(lease, pending, plan, execution, lost=lost)
         outcome = Outcome(execution=execution, workspace=workspace, requests=requests)
         if len(execution.output) <= INLINE_LIMIT_BYTES:
@@ -222,8 +225,10 @@ class CallRunner:
     def _verdict(self, pending: Pending, error: SandboxDied) -> Verdict:
         """Of a call whose sandbox went away. Raises the error when nothing says that it was the call's doing: then it
         runs again, in a new one."""
+        pending.died = True
         pending.deaths += pending.again and not error.evidence.stood
-        verdict = attributed(dataclasses.replace(error.evidence, deaths=pending.deaths))
+        evidence = dataclasses.replace(error.evidence, deaths=pending.deaths, stateful=pending.stateful)
+        verdict = attributed(evidence)
         if verdict is None:
             raise error
         log.info("call %s has ended its sandbox: %s", pending.request.call_id, error)

@@ -41,6 +41,10 @@ class Pending:
     """It runs again, in a new sandbox that was alive just before."""
     deaths: int = 0
     """Of such sandboxes, under this call."""
+    died: bool = False
+    """Any sandbox went away under it."""
+    stateful: bool = False
+    """Its sandbox had an interpreter for it to go on in."""
 
     async def cancel(self) -> None:
         """Nobody waits for it any more, whatever it is doing."""

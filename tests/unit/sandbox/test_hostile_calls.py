@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import json
 import os
+import random
 import resource
 import textwrap
 from collections.abc import AsyncIterator
@@ -24,7 +25,7 @@ from turnlog.sandbox_workers.backends.leftovers import remove_tree
 from turnlog.sandbox_workers.backends.subprocess_backend import Subprocess
 from turnlog.schemas.events import SandboxLimits, SandboxSpec, ToolStatus
 
-LIMITS = SandboxLimits(cpu_s=2.0, wall_s=3.0, memory_bytes=96 << 20, pids=24, disk_bytes=4 << 20)
+LIMITS = SandboxLimits(cpu_s=2.0, wall_s=5.0, memory_bytes=96 << 20, pids=24, disk_bytes=4 << 20)
 SPEC = SandboxSpec(durable_workspace=True, limits=LIMITS)
 TYPED = {ToolStatus.ok, ToolStatus.tool_error, ToolStatus.timeout, ToolStatus.resource_limit}
 PRELUDE = """
@@ -120,6 +121,16 @@ SCRIPTS: dict[str, dict[str, str]] = {
     },
 }  # fmt: skip
 KEPT = 'import os\nprint(open("kept").read() if os.path.exists("kept") else "")'
+KILLS_ONCE = """
+import contextlib, os
+beside = 0
+for name in filter(str.isdigit, os.listdir("/proc")):
+    with contextlib.suppress(OSError):
+        beside += open(f"/proc/{name}/stat").read().rpartition(")")[2].split()[1:2] == [str(os.getppid())]
+if beside > 1:
+    os.kill(os.getppid(), 9)
+"""
+"""Where an interpreter stands beside it, as in no new sandbox."""
 AS_NEW = """
 import json, os, resource
 found = {"files": os.listdir("."), "mode": os.stat(".").st_mode, "owner": os.stat(".").st_uid == os.getuid()}
@@ -185,6 +196,32 @@ async def test_what_an_agent_does_to_its_sandbox_voids_nothing_and_reaches_nobod
         assert (moved.status, moved.output) == (ToolStatus.ok, after.output), (name, moved)
 
 
+WAYS = (
+    "if not os.fork(): exec({!r}, globals()); os._exit(0)",
+    "threading.Thread(target=exec, args=({!r}, globals()), daemon=True).start()",
+    "tried(exec, {!r}, globals())",
+)
+"""To do something beside something else."""
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_what_an_agent_does_all_at_once_voids_nothing_either(calls: Calls, seed: int) -> None:
+    """Of 500 such calls none did, when this was written."""
+    draw = random.Random(seed)
+    scripts = {name: script for theme in SCRIPTS.values() for name, script in theme.items() if name != "SIGSTOP"}
+    new = await calls.python("before", AS_NEW)
+    for number in range(3):
+        names, tool = draw.sample(sorted(scripts), 3), draw.choice(("python", "python_session"))
+        code = "\n".join((PRELUDE, *(draw.choice(WAYS).format(textwrap.dedent(scripts[name])) for name in names)))
+        session = f"session {number}"
+        first = await calls.python(session, "x = 1", tool=tool)
+        hostile = await calls.python(session, code, 1, first, tool=tool)
+        after = await calls.python(session, "print(1)", 2, hostile, tool=tool)
+        assert {hostile.status, after.status} <= TYPED, (names, tool, hostile, after)
+        other = await calls.python(f"after {number}", AS_NEW)
+        assert (other.status, other.output) == (ToolStatus.ok, new.output), names
+
+
 @pytest.mark.parametrize("name", RLIMITS)
 async def test_no_limit_of_the_init_is_a_calls_to_lower_unseen(calls: Calls, name: str) -> None:
     """The kernel refuses it where there is a filter; else the init finds it, unless RLIMIT_CPU kills it before."""
@@ -210,6 +247,23 @@ async def test_an_interpreter_that_went_with_its_sandbox_by_a_calls_doing_is_sta
         assert (third.status, b"NameError" in third.output) == (ToolStatus.tool_error, True)
         fourth = await calls.python("s", "x = 2; x", 3, third, tool="python_session")
         assert (fourth.status, fourth.output) == (ToolStatus.ok, b"2\n")
+
+
+async def test_an_interpreter_whose_sandbox_goes_away_under_a_call_is_no_failure_of_ours(house: Any) -> None:
+    """Without evidence, by a call that kills or by one that kills but once, in the interpreter or beside it."""
+    kills = "import os\nos.kill(os.getppid(), 9)"
+    async with house.worker(slots=1):
+        calls = Calls(house)
+        for name, tool, code, status in (
+            ("inside", "python_session", kills, ToolStatus.tool_error),
+            ("beside", "python", kills, ToolStatus.tool_error),
+            ("once", "python", KILLS_ONCE, ToolStatus.ok),
+        ):
+            first = await calls.python(name, "x = 1", tool="python_session")
+            second = await calls.python(name, code, 1, first, tool=tool)
+            assert second.status is status, second
+            third = await calls.python(name, "x", 2, second, tool="python_session")
+            assert (third.status, b"NameError" in third.output) == (ToolStatus.tool_error, True), third
 
 
 async def test_an_interpreter_is_started_anew_after_a_call_whose_files_cannot_be_kept(calls: Calls) -> None:
@@ -246,6 +300,7 @@ assert libc.timer_settime(timer, 0, (ctypes.c_long * 4)(0, 0, 0, 50_000_000), No
         ({"deaths": 1}, None),
         ({"deaths": 2}, (ToolStatus.tool_error, "sandbox_ended")),
         ({"changed": "folders", "deaths": 1}, (ToolStatus.tool_error, "sandbox_changed")),
+        ({"stateful": True}, (ToolStatus.tool_error, "sandbox_ended")),
         ({"silent": True}, (ToolStatus.timeout, "wall_s")),
         ({"silent": True, "stood": True, "deaths": 2}, None),
         ({"limit": "memory_bytes", "silent": True, "changed": "limits"}, (ToolStatus.resource_limit, "memory_bytes")),
