@@ -7,7 +7,15 @@ from collections import deque
 from collections.abc import Iterable
 
 from turnlog.processors.core.weight_chain import HeldVersion, WeightChain
-from turnlog.schemas.events import BatchSkipped, Event, SampleBatchFormed, StepCompleted, WeightVersionPublished
+from turnlog.schemas.events import (
+    BatchSample,
+    BatchSkipped,
+    DroppedSample,
+    Event,
+    SampleBatchFormed,
+    StepCompleted,
+    WeightVersionPublished,
+)
 
 
 class Progress:
@@ -36,7 +44,7 @@ class Progress:
         self.trained_draws_formed = 0
         """Draws that have at least one batch."""
         self._taken: dict[str, tuple[int, int] | None] = {}
-        """Group that a draw has taken and that may be read again -> where a sample of it stands, if it has any."""
+        """Group that a draw has taken and that may be read again -> where its last sample stands, if it has any."""
 
     def apply(self, event: Event) -> None:
         """Fold one record of the run."""
@@ -74,15 +82,20 @@ class Progress:
             self._publishing[-1] = event.batch_index
 
     def _take(self, event: SampleBatchFormed | BatchSkipped) -> None:
-        """A group's samples and its score stand together: a position is behind all of them or none, so one tells."""
-        stands = {row.group_id: (row.partition, row.offset) for row in event.dropped}
+        """A group's samples stand together and its score right behind them: the last one tells whether a position is
+        behind all of them. Part 0 names what every part of the draw dropped."""
+        for group in event.groups:
+            self._taken.setdefault(group, None)
+        rows: list[BatchSample | DroppedSample] = list(event.dropped)
         if isinstance(event, SampleBatchFormed):
-            stands |= {row.group_id: (row.partition, row.offset) for row in event.samples}
-        self._taken |= {group: stands.get(group) for group in event.groups}
+            rows += event.samples
+        for row in rows:
+            place = row.partition, row.offset
+            self._taken[row.group_id] = max(self._taken.get(row.group_id) or place, place)
         self._taken = {
             group: place
             for group, place in self._taken.items()
-            if place is None or place[1] >= self._positions.get(place[0], 0)
+            if place is None or place[1] + 1 >= self._positions.get(place[0], 0)
         }
 
     def taken(self, group_id: str) -> bool:

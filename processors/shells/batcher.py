@@ -104,12 +104,13 @@ class Batcher:
                 self._progress.apply(event)
 
     async def _sample(self, record: Record, event: Event) -> None:
+        taken = self._progress.taken(event.group_id)
+        if taken and not isinstance(event, GroupScored):
+            return  # no position may lie among its records: of those behind it a successor would make the group again
         self._next[record.partition] = record.offset + 1
-        if event.run_id != self._role.settings.run.id:
-            return
-        if self._progress.taken(event.group_id):
-            if isinstance(event, GroupScored):
-                self._progress.forget(event.group_id)
+        if taken:
+            self._progress.forget(event.group_id)
+        if taken or event.run_id != self._role.settings.run.id:
             return
         if isinstance(event, SegmentSample):
             placed = PlacedSample(await inlined(event, self._role.blobs), record.partition, record.offset)

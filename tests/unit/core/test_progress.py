@@ -11,6 +11,7 @@ from turnlog.processors.core.progress import Progress
 from turnlog.schemas.events import (
     BatchSample,
     BatchSkipped,
+    DroppedSample,
     Event,
     SampleBatchFormed,
     SourcePosition,
@@ -22,8 +23,8 @@ from turnlog.schemas.types import BlobRef
 
 
 def formed(draw: int, batch: int, position: int = 0) -> Event:
-    """Of one group, whose only sample stands at the draw's index."""
-    row = BatchSample("s", f"g{draw}", "s", 0, 0, 1, 1, 1, 0, draw)
+    """Of one group, whose only sample stands at twice the draw's index, its score behind it."""
+    row = BatchSample("s", f"g{draw}", "s", 0, 0, 1, 1, 1, 0, 2 * draw)
     return SampleBatchFormed(
         event_id="b", run_id="r", batch_index=batch, draw_index=draw, part=0, parts=1, file=BlobRef("0", 0),
         rows_sha256="", samples=(row,), groups=(f"g{draw}",), weighting=Weighting.prompt, prompts=1, trajectories=1,
@@ -88,10 +89,23 @@ def test_a_draw_of_several_batches_fits_whole_or_waits(batches: int, ready: int,
 
 
 def test_a_taken_group_is_remembered_only_while_it_may_be_read_again() -> None:
-    found = progress(1, formed(0, 0, 0), formed(1, 1, 0), formed(2, 2, 1))
+    found = progress(1, formed(0, 0, 0), formed(1, 1, 0), formed(2, 2, 2))
     assert [found.taken(f"g{draw}") for draw in range(3)] == [False, True, True]
     found.forget("g1")
     assert [found.taken(f"g{draw}") for draw in range(3)] == [False, False, True]
+
+
+def test_a_taken_group_is_remembered_until_a_position_is_behind_its_score() -> None:
+    """A batcher of an earlier release may have left its positions among the records of a group that it had taken."""
+    assert progress(1, formed(0, 0, 1)).taken("g0")
+    assert not progress(1, formed(0, 0, 2)).taken("g0")
+
+
+def test_a_taken_group_stands_where_the_last_of_its_samples_does_whether_that_trains_or_is_dropped() -> None:
+    fallen = DroppedSample("s", "g1", "stale", 1, 0, 3)
+    first = replace(formed(0, 0), parts=2, dropped=(fallen,))
+    second = replace(formed(1, 1), draw_index=0, part=1, parts=2, positions=(SourcePosition(0, 4),))
+    assert progress(1, first, second).taken("g1")
 
 
 def test_weights_of_a_checkpoint_under_a_new_number_make_its_draws_due_again() -> None:

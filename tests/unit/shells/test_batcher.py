@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 from collections import Counter
+from collections.abc import AsyncIterator
 
 import pytest
 
 from turnlog.infra.batch_files import read_rows
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.health import Health
-from turnlog.infra.log import Partition
+from turnlog.infra.log import Partition, Reader, Record
 from turnlog.infra.memory import Died, MemoryLog
 from turnlog.infra.memory_blobs import MemoryBlobs
+from turnlog.infra.memory_readers import MemoryReader
+from turnlog.infra.murmur2 import partition_of
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role
 from turnlog.infra.runs import configuration
@@ -153,9 +157,11 @@ class World:
             for event in events:
                 await log.append(event)
 
-    async def live(self, *, dies_at: int | None = None, draws: int, timeout_s: float = 60.0) -> None:
+    async def live(
+        self, *, dies_at: int | None = None, draws: int, timeout_s: float = 60.0, log: type[MemoryLog] = MemoryLog
+    ) -> None:
         """Run a batcher until the log holds `draws` draws, or it dies at its chosen point."""
-        connection = MemoryLog(self.log.broker)
+        connection = log(self.log.broker)
         async with EventLog.open(connection, self.registry, writer="batcher") as events:
             role = Role("batcher", "b", self.settings, connection, events, self.blobs, Health("batcher"))
             connection.dies_at = dies_at
@@ -180,6 +186,18 @@ class World:
                 while reader.position(where) < end:
                     found += [await events.decode(record) for record in await reader.poll(timeout_s=0.01)]
             return found
+
+
+class OneByOne(MemoryLog):
+    """Every poll ends after a record, as a poll of Kafka may end after any."""
+
+    @contextlib.asynccontextmanager
+    async def reader(self, *, patient: bool = False) -> AsyncIterator[Reader]:
+        class Short(MemoryReader):
+            async def poll(self, *, max_records: int = 500, timeout_s: float = 0.1) -> list[Record]:
+                return await super().poll(max_records=1, timeout_s=timeout_s)
+
+        yield Short(self)
 
 
 async def world(settings: Settings = SETTINGS, groups: int = GROUPS) -> World:
@@ -218,6 +236,31 @@ async def test_killed_at_any_point_it_draws_every_group_once(dies_at: int) -> No
     drawn = Counter(group for manifest in manifests for group in manifest.groups)
     assert len(drawn) == 6
     assert set(drawn.values()) == {1}
+
+
+def named(partition: int, count: int) -> list[str]:
+    """Groups of one of two partitions."""
+    found = (f"g{number}" for number in itertools.count())
+    return list(itertools.islice((name for name in found if partition_of(name.encode(), 2) == partition), count))
+
+
+@pytest.mark.parametrize("rows", range(1, 4))
+async def test_a_drawn_group_is_not_drawn_again_when_a_draw_is_formed_while_it_is_read_again(rows: int) -> None:
+    """Of one partition the second life has read a part of what the first life drew, when the other completes a draw."""
+    batcher = dataclasses.replace(SETTINGS.batcher, order="freshest", updates_per_draw=1, ready_batches=1, max_lag=9)
+    settings = dataclasses.replace(SETTINGS, kafka=KafkaSettings(groups=2, rollouts=1), batcher=batcher)
+    here = await world(settings, groups=0)
+    waits, *drawn = named(0, 3)
+    later, *last = named(1, 3)
+    for name in (waits, *drawn):
+        await here.write(sample(name, 0), sample(name, 1), score(name))
+    await here.live(draws=1)
+    await here.write(step(0, 0), weights(1, 0), *(sample(later, row) for row in range(rows)), score(later))
+    await here.live(draws=2, log=OneByOne)
+    await here.write(step(1, 1), weights(2, 1), *(row for name in last for row in (sample(name, 0), score(name))))
+    await here.live(draws=3, log=OneByOne)
+    taken = [set(manifest.groups) for manifest in await here.manifests()]
+    assert taken == [set(drawn), {waits, later}, set(last)]
 
 
 async def test_on_policy_it_waits_for_the_step_and_drops_what_became_stale() -> None:
