@@ -39,6 +39,9 @@ from turnlog.schemas.topics import Topic
 from turnlog.settings import Settings
 
 OPEN = "open"
+SESSION_TIMEOUT_S = 6.0
+"""After which a killed worker's successor gets its partitions: the shortest that a broker grants unless it is told
+otherwise (`group.min.session.timeout.ms`)."""
 LOOK_EVERY_S = 5.0
 
 
@@ -92,6 +95,8 @@ def make_app(settings: Settings, codec: Codec) -> faust.App:
         consumer_auto_offset_reset="earliest",
         table_standby_replicas=0,
         broker_commit_interval=0.5,
+        broker_session_timeout=SESSION_TIMEOUT_S,
+        broker_heartbeat_interval=SESSION_TIMEOUT_S / 3,
         web_enabled=bool(port),
         web_host="127.0.0.1",
         web_port=port or 6066,
