@@ -35,6 +35,8 @@ class Progress:
         """Batches that no step has eaten, ascending."""
         self._stepped = -1
         self._published_batch = -1
+        self._published_ever = -1
+        """The same of any incarnation: the last batch whose weights were out."""
         self._positions: dict[int, int] = {}
         self.next_batch = 0
         self.next_draw = 0
@@ -60,6 +62,7 @@ class Progress:
             self._note(event.incarnation, event.batch_index)
             self._chain.apply(event)
             self._published_batch = event.batch_index
+            self._published_ever = max(self._published_ever, event.batch_index)
 
     def _note(self, incarnation: int, batch: int) -> None:
         self._behind[incarnation] = max(self._behind.get(incarnation, -1), batch)
@@ -127,8 +130,13 @@ class Progress:
     @property
     def repeats(self) -> bool:
         """The trainer was killed and steps once more on batches that it stepped on before. Nothing needs to be formed,
-        and which of the dead incarnation's weights come out again is not known yet."""
-        return bool(self._behind) and self._behind[max(self._behind)] < self._stepped
+        and which of the dead incarnation's weights come out again is not known until they are: a step and its weights
+        are one transaction over two topics, so a reader may meet either first."""
+        if not self._behind:
+            return False
+        due = bisect_right(self._publishing, self._published_ever)
+        weights_due = due > 0 and self._published_batch < self._publishing[due - 1]
+        return weights_due or self._behind[max(self._behind)] < self._stepped
 
     def held_at_next_draw(self, versions: Iterable[int] = ()) -> HeldVersion:
         """The version that the trainer will hold when it trains the next draw: the newest one published, plus one for

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from turnlog.processors.core.progress import Progress
+from turnlog.processors.core.weight_chain import OFF_CHAIN
 from turnlog.schemas.events import (
     BatchSample,
     BatchSkipped,
@@ -42,7 +43,7 @@ def skipped(draw: int, batch: int) -> Event:
 
 def published(version: int, batch: int) -> Event:
     return WeightVersionPublished(
-        event_id="w", run_id="r", version=version, step=0, batch_index=batch, incarnation=0, kind="full",
+        event_id="w", run_id="r", version=version, step=batch + 1, batch_index=batch, incarnation=0, kind="full",
         base_version=None, files=(), dtype="float32", checksums={}, checkpoint=None,
     )  # fmt: skip
 
@@ -135,11 +136,32 @@ def of(incarnation: int, event: Event) -> Event:
 
 def test_while_a_restarted_trainer_repeats_its_steps_nothing_needs_to_be_formed():
     history = [published(0, -1), *(formed(n, n) for n in range(3)), stepped(0), published(1, 0), stepped(1)]
-    restarted = [of(1, published(2, -1)), of(1, stepped(0))]
+    restarted = [of(1, published(2, -1)), of(1, stepped(0)), of(1, published(3, 0))]
     assert not progress(1, *history).repeats
     assert progress(1, *history, restarted[0]).repeats
     assert progress(1, *history, *restarted).repeats
     assert not progress(1, *history, *restarted, of(1, stepped(1))).repeats
+
+
+def test_it_repeats_until_the_weights_of_the_last_repeated_step_are_read_too():
+    """A step and its weights are one transaction over two topics: a reader may meet the step first."""
+    history = [published(0, -1), *(formed(n, n) for n in range(3)), stepped(0), published(1, 0)]
+    again = [of(1, published(2, -1)), of(1, stepped(0)), of(1, published(3, 0))]
+    found = progress(1, *history, *again[:-1])
+    assert found.held_at_next_draw({1}).lag(1) == OFF_CHAIN
+    assert found.repeats
+    found = progress(1, *history, *again)
+    assert found.held_at_next_draw({1}).lag(1) == 2, "two draws wait that publish"
+    assert not found.repeats
+
+
+def test_a_successor_that_publishes_less_often_is_not_waited_for_longer_than_it_repeats():
+    """Of draws 0 to 4 each was published; the successor, with every second one, publishes 1 and 3."""
+    history = [published(0, -1), *(formed(n, n) for n in range(5))]
+    history += [event for n in range(5) for event in (stepped(n), published(n + 1, n))]
+    again = [of(1, event) for event in (published(6, -1), *map(stepped, range(5)), published(7, 1))]
+    assert progress(2, *history, *again).repeats
+    assert not progress(2, *history, *again, of(1, published(8, 3))).repeats
 
 
 @pytest.mark.parametrize("seed", range(20))
