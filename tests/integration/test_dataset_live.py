@@ -88,6 +88,7 @@ def prepared(live_settings: Settings, monkeypatch: pytest.MonkeyPatch) -> dict[s
     for variable, value in {
         "KAFKA_BOOTSTRAP": live_settings.kafka.bootstrap, "KAFKA_PREFIX": live_settings.kafka.prefix,
         "REGISTRY_URL": live_settings.registry.url, "STORE_ENDPOINT": live_settings.store.endpoint,
+        "STORE_SECRET_KEY": live_settings.store.secret_key,
         "RUN_ID": live_settings.run.id, "RUN_DIRECTORY": live_settings.run.directory,
     }.items():  # fmt: skip
         monkeypatch.setenv(f"TURNLOG_{variable}", value)
