@@ -18,6 +18,8 @@ from turnlog.infra.log import Fenced, Partition
 from turnlog.infra.memory_engine import MemoryEngine
 from turnlog.infra.role import Role, opened
 from turnlog.infra.runs import configure
+from turnlog.processors.core.fold_versions import FOLD_VERSION
+from turnlog.processors.core.group_scores import with_figures
 from turnlog.producers import feeder, runner
 from turnlog.producers.gateway.app import Gateway, serving
 from turnlog.producers.gateway.tokenizer import TextTokens
@@ -161,7 +163,8 @@ async def test_a_feeder_that_was_replaced_is_fenced_and_nothing_is_asked_for_twi
             requests = await read(role, RolloutRequested, PROMPTS * GROUP)
             async with role.log.transactor(f"{settings.run.id}.feeder"):  # a newer feeder came, and is gone again
                 pass
-            await role.events.append(discarded(requests[0]))
+            for event in with_figures([discarded(requests[0])]):
+                await role.events.append(event)
             with pytest.raises(Fenced):
                 await asyncio.wait_for(first, 60)
         async with started("feeder", feeder.main, settings):
@@ -185,6 +188,6 @@ def discarded(request: RolloutRequested) -> GroupScored:
         reason="too_few_valid",
         samples=0,
         books=TreeBooks(0, 0, {}),
-        fold_version="1",
+        fold_version=FOLD_VERSION,
         settings_sha256="",
     )
