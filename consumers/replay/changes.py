@@ -42,6 +42,11 @@ class Changes:
         """Nothing changes."""
         return not self.fold and not self.batcher and self.fold_version is None
 
+    @property
+    def folds(self) -> bool:
+        """Other samples may come out, so that a dataset of them is written."""
+        return bool(self.fold) or self.fold_version is not None
+
     def settings(self, recorded: Configured) -> Settings:
         """The recorded sections with the changes. Raises BadRefold."""
         variables: dict[str, str] = {}

@@ -148,7 +148,7 @@ class Refold:
 
     def _check_free(self, state: ReplayState) -> None:
         """Refuse what could not be written, before hours of folding. Raises DatasetError, BadRefold."""
-        if self._changes.fold and "dataset" not in state.sections:
+        if self._changes.folds and "dataset" not in state.sections:
             DatasetWriter(self._out, "rl", self._format, overwrite=self._overwrite).abort()
         batches = self._out / BATCHES
         if self._changes.batcher and batches.exists():
@@ -160,7 +160,7 @@ class Refold:
         self, draw_rules: DrawRules, until: Until | None, provenance: Provenance, state: ReplayState
     ) -> str:
         said: list[str] = []
-        if self._changes.fold:
+        if self._changes.folds:
             if "dataset" not in state.sections:
                 counts = self._dataset(provenance).counts
                 state.sections["dataset"] = f"{counts.rows:,} rows, {counts.tokens:,} tokens in {self._out}"

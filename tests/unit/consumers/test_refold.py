@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections import defaultdict
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from turnlog.consumers.replay.changes import Changes
 from turnlog.consumers.replay.errors import BadRefold
 from turnlog.consumers.replay.refold import Refold
 from turnlog.infra.batch_files import read_rows
+from turnlog.infra.runs import configuration
 from turnlog.schemas import topics
 from turnlog.schemas.events import SampleBatchFormed
 
@@ -141,6 +143,26 @@ async def test_a_refold_from_the_archive_up_to_a_moment_needs_no_topics(trained_
     whole, part = rows(tmp_path / "whole"), rows(tmp_path / "part")
     assert 0 < len(part) < len(whole)
     assert {row["sample_id"] for row in part} < {row["sample_id"] for row in whole}
+
+
+@pytest.mark.parametrize(("recorded", "other"), [("1", "2"), ("2", "1")])
+async def test_a_run_is_folded_by_the_rules_of_another_version(
+    recorded: str, other: str, trained_run: Make, tmp_path: Path
+) -> None:
+    made = trained_run()
+    await made.configure(dataclasses.replace(configuration(made.settings), fold_version=recorded))
+    await made.good_groups(groups=4)
+    await made.fold()
+    await made.archive()
+    for role in (made.role(), await made.archived()):
+        out = tmp_path / role.log.__class__.__name__
+        said = await Refold(role, Changes(fold_version=other), out, tmp_path / "state").run()
+        manifest = json.loads((out / "manifest.json").read_text())
+        assert (manifest["fold_versions"], manifest["query"]["refold"]["fold_version"]) == ([other], other)
+        assert f"{len(rows(out))} rows" in said
+        assert len(rows(out)) == sum(
+            type(event).__name__ == "SegmentSample" for event in await made.read(topics.SAMPLES)
+        )
 
 
 async def test_what_stands_at_out_is_refused_before_anything_is_folded_and_replaced_on_request(
