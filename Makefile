@@ -36,7 +36,7 @@ check: $(ENVIRONMENT)  ## format, lint, types, import floors, unit tests
 bench: $(ENVIRONMENT)  ## measure the goals (ONLY=G1,T1 for some); one JSON line each on stdout
 	@$(BIN)/python benchmarks/run.py $(if $(ONLY),--only $(ONLY))
 
-chaos: $(ENVIRONMENT)  ## kill -9 roles many times (ONLY=assembler,trainer; KILLS=20)
+chaos: $(ENVIRONMENT)  ## strike every role and server: kill, hang, zombie (ONLY=loader,broker; KILLS=20)
 	@$(BIN)/python benchmarks/chaos/run.py $(if $(ONLY),--only $(ONLY)) $(if $(KILLS),--kills $(KILLS))
 
 schemas: $(ENVIRONMENT)  ## rewrite schemas/avro from the event dataclasses

@@ -1,7 +1,8 @@
-"""Kill roles again and again: `python benchmarks/chaos/run.py [--only assembler,trainer] [--kills 20]`.
+"""Strike roles and servers again and again: `python benchmarks/chaos/run.py [--only assembler,loader] [--kills 20]`.
 
-Every other script of this folder that takes --kills is one role's; it prints one JSON line on stdout (id, kills, lost,
-twice, skipped, identical, ok, detail) and everything else on stderr. Status 1 when one failed or printed no such line.
+loop.py strikes every role and server of a whole run in every way. Each other script of this folder that takes --kills
+kills one role under a load that is the worst for it. One JSON line on stdout for each (id, kills, lost, twice, skipped,
+identical, ok, detail), everything else on stderr. Status 1 when one failed or printed no such line.
 """
 
 from __future__ import annotations
@@ -14,45 +15,47 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-SHARED = frozenset({"run", "servers", "sandbox_load", "sandbox_left", "scripted_engine"})
-TIMEOUT_S = 3600.0
+SHARED = frozenset({"run", "servers", "sandbox_load", "sandbox_left", "scripted_engine", "loop"})
+LOOP = "loop"
+TIMEOUT_S = 12 * 3600.0
 
 
-def scripts(only: list[str]) -> dict[str, Path]:
-    """Role -> script; `only` picks some. Raises SystemExit for a role that has no script."""
+def scripts(only: list[str]) -> dict[str, tuple[Path, list[str]]]:
+    """Name -> script and its arguments; `only` picks some: what has no script of its own is struck in the loop."""
     found = {path.stem: path for path in sorted(HERE.glob("*.py")) if path.stem not in SHARED}
-    unknown = [name for name in only if name not in found]
-    if unknown:
-        raise SystemExit(f"no chaos run of {', '.join(unknown)}; there are {', '.join(found)}")
-    return {name: found[name] for name in only or found}
+    chosen = {name: (path, []) for name, path in found.items() if name in only or not only}
+    in_loop = [name for name in only if name not in found]
+    if in_loop or not only:
+        chosen[LOOP] = HERE / "loop.py", ["--only", ",".join(in_loop)] if in_loop else []
+    return chosen
 
 
-def suffered(name: str, script: Path, kills: int) -> dict[str, Any]:
-    """The script's line; of a broken one, a line that says so."""
+def suffered(name: str, script: Path, arguments: list[str], kills: int) -> list[dict[str, Any]]:
+    """The script's lines; of a broken one, a line that says so."""
     print(f"== {name}: {kills} kills", file=sys.stderr, flush=True)
     try:
         ran = subprocess.run(
-            [sys.executable, str(script), "--kills", str(kills)],
+            [sys.executable, str(script), "--kills", str(kills), *arguments],
             stdout=subprocess.PIPE, text=True, check=False, timeout=TIMEOUT_S,
         )  # fmt: skip
-        line: dict[str, Any] = json.loads(ran.stdout.strip().splitlines()[-1])
-    except (subprocess.TimeoutExpired, IndexError, json.JSONDecodeError) as error:
-        return {"id": name, "ok": False, "detail": {"error": f"{type(error).__name__}: {error}"}}
-    return line
+        lines: list[dict[str, Any]] = [json.loads(line) for line in ran.stdout.splitlines()]
+        return lines or [{"id": name, "ok": False, "detail": {"error": f"no line; status {ran.returncode}"}}]
+    except (subprocess.TimeoutExpired, json.JSONDecodeError) as error:
+        return [{"id": name, "ok": False, "detail": {"error": f"{type(error).__name__}: {error}"}}]
 
 
 def main() -> int:
     """Print every line as it comes."""
-    parser = argparse.ArgumentParser(description="Kill roles again and again.")
-    parser.add_argument("--only", default="", metavar="ROLES", help="for example assembler,trainer")
+    parser = argparse.ArgumentParser(description="Strike roles and servers again and again.")
+    parser.add_argument("--only", default="", metavar="ROLES", help="for example assembler,loader,broker")
     parser.add_argument("--kills", type=int, default=20)
     arguments = parser.parse_args()
     only = [name.strip() for name in arguments.only.split(",") if name.strip()]
     passed = True
-    for name, script in scripts(only).items():
-        line = suffered(name, script, arguments.kills)
-        passed = passed and bool(line.get("ok"))
-        print(json.dumps(line), flush=True)
+    for name, (script, more) in scripts(only).items():
+        for line in suffered(name, script, more, arguments.kills):
+            passed = passed and bool(line.get("ok"))
+            print(json.dumps(line), flush=True)
     return 0 if passed else 1
 
 

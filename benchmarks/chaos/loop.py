@@ -1,0 +1,410 @@
+"""Strike every role and server of the whole loop while it trains: `python benchmarks/chaos/loop.py [--kills 20]`.
+
+A run under its real supervisor (broker, store, registry, SGLang, every role) trains draws while its processes are
+struck one after another, each strike once a step was trained since the last one, or after a while:
+
+    kill     SIGKILL; the supervisor starts it again
+    hang     SIGSTOP of all roles at once, then of each server, until the watchdog kills and restarts them
+    zombie   SIGSTOP, a successor with the same name beside it, SIGCONT once that one has taken over
+
+In the end the run must have trained every draw, and one verdict is said of each that was struck: every group that was
+asked for has its score (lost), nothing stands twice in the history that counts (twice), no batch and no step is missing
+(skipped), and the offline fold of the topics gives every sample and batch (identical).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from servers import TURNLOG, say, told
+
+from turnlog.consumers.report import newest_incarnations
+from turnlog.infra.embedded.ports import HOST, free_ports
+from turnlog.infra.embedded.process import Child, Launch
+from turnlog.infra.embedded.up import down, status_processes
+from turnlog.infra.history import all_events
+from turnlog.infra.role import Role, opened
+from turnlog.schemas import topics
+from turnlog.schemas.events import EngineRegistered, EngineWeightsLoaded, SampleBatchFormed
+from turnlog.settings import Settings, load
+
+PROCESS = {
+    "feeder": "feeder-0", "gateway": "gateway-0", "runner": "runner-0", "sandbox": "sandbox-0",
+    "assembler": "assembler-0", "reaper": "assembler-0", "batcher": "batcher-0", "trainer": "trainer-0",
+    "loader": "loader-0", "archiver": "archive-0", "views": "views-0", "engine": "engine-0", "broker": "kafka",
+    "registry": "registry", "store": "store",
+}  # fmt: skip
+"""Who is struck -> its process. The reaper is a loop of the assembler's."""
+SERVERS = ("broker", "registry", "store", "engine")
+NO_SUCCESSOR = (*SERVERS, "gateway", "views")
+"""A stopped one of these keeps its port, so no second one can start beside it."""
+READ = (
+    topics.STEPS, topics.BATCHES, topics.GROUP_REQUESTS, topics.GROUP_SCORES, topics.TREES, topics.SAMPLES,
+    topics.WEIGHTS, topics.ENGINES, topics.DEAD_LETTERS,
+)  # fmt: skip
+VERB = {"archiver": "archive", "reaper": "assembler"}
+PATIENCE_S = 240.0
+PACE_S = 20.0
+"""Pause between two strikes, at most."""
+SETTINGS = """
+[run]
+id = "chaos-loop"
+directory = "{directory}"
+[feeder]
+draws = {draws}
+group_size = 4
+[batcher]
+prompts_per_draw = 4
+max_lag = 2
+[trainer]
+warm_start_steps = 60
+threads = 1
+checkpoint_every = 3
+[archive]
+enabled = true
+max_age_s = 10.0
+[loader]
+timeout_s = 20.0
+[assembler]
+reaper_silence_s = 120.0
+group_deadline_s = 300.0
+[liveness]
+broker_s = 15.0
+registry_s = 15.0
+store_s = 15.0
+engine_s = 40.0
+role_s = {role_s}
+rank_s = {role_s}
+"""
+ROLE_S = 60.0
+TRIES = 3
+"""A zombie must live until its successor works."""
+
+
+@dataclasses.dataclass(slots=True)
+class Story:
+    """What happened, by victim."""
+
+    strikes: defaultdict[str, Counter[str]] = dataclasses.field(default_factory=lambda: defaultdict(Counter))
+    missed: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Strikes whose victim was not there, or that the watchdog or a fence did not answer."""
+    conducted: int = 0
+    """Starts of `turnlog run`."""
+
+
+class Loop:
+    """A run that is up, reached as a user does."""
+
+    def __init__(self, directory: Path, draws: int) -> None:
+        self.directory = directory
+        self.file = directory / "settings.toml"
+        self.file.write_text(SETTINGS.format(directory=directory, draws=draws, role_s=ROLE_S))
+        self._run: Child | None = None
+
+    @property
+    def settings(self) -> Settings:
+        """In effect."""
+        return load(self.file, {})
+
+    def turnlog(self, *verb: str, timeout_s: float = 900.0) -> subprocess.CompletedProcess[str]:
+        """Run a verb to its end."""
+        command = [*TURNLOG, "--settings", str(self.file), *verb]
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+    def conducted(self, story: Story) -> bool:
+        """Whether `turnlog run` has ended well; one that ended otherwise is started again."""
+        if self._run is not None and self._run.returncode == 0:
+            return True
+        if self._run is None or self._run.returncode is not None:
+            if self._run is not None:
+                say(f"turnlog run ended with {self._run.returncode}: {self._run.tail(3)}")
+            story.conducted += 1
+            launch = Launch(name="run", argv=(*TURNLOG, "--settings", str(self.file), "run"),
+                            log=self.directory / "logs/run.log")  # fmt: skip
+            self._run = Child(launch).start()
+        return False
+
+    def pid(self, name: str) -> int:
+        """Of a process by its name; 0 when it is not there. The feeder is a child of `turnlog run`."""
+        for child in status_processes(self.settings):
+            if child["name"] == name:
+                return int(child["pid"])
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                ours = str(self.file) in process.cmdline() and process.environ().get("TURNLOG_INSTANCE") == name
+                if ours:
+                    return int(process.pid)
+        return 0
+
+    def whole(self) -> bool:
+        """Whether every process of the supervisor is there again, or done."""
+        return all(child["state"] in ("ready", "done") for child in status_processes(self.settings))
+
+    def stop(self) -> None:
+        """Everything."""
+        if self._run is not None:
+            self._run.stop()
+        if status_processes(self.settings):
+            down(self.settings, say=say)
+
+
+async def steps(role: Role) -> int:
+    """Trained steps on the log, of every incarnation; what cannot be read now is read later."""
+    with contextlib.suppress(Exception):
+        async with asyncio.timeout(10):
+            return len(await all_events(role, topics.STEPS))
+    return -1
+
+
+async def progress(loop: Loop, role: Role, story: Story, before: int, patience_s: float) -> int:
+    """Wait until a step was trained since, at most so long; the steps there are."""
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        if loop.conducted(story):
+            break
+        if (found := await steps(role)) > before:
+            return found
+        await asyncio.sleep(0.2)  # other processes write: there is nothing here to wait on
+    return before
+
+
+async def gone(pid: int, patience_s: float) -> bool:
+    """Whether the process ended, waiting for that at most so long."""
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        await asyncio.sleep(0.1)
+    return False
+
+
+async def there(loop: Loop, name: str) -> int:
+    """Pid of a process, once it is there; 0 when it does not come."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (pid := loop.pid(name)) and time.monotonic() < deadline:  # noqa: ASYNC110 - states are files
+        await asyncio.sleep(0.2)
+    return pid
+
+
+async def kill(loop: Loop, story: Story, victim: str) -> None:
+    """SIGKILL to the process alone."""
+    pid = await there(loop, PROCESS[victim])
+    if not pid:
+        story.missed[victim] += 1
+        return
+    os.kill(pid, signal.SIGKILL)
+    story.strikes[victim]["kill"] += 1
+    await gone(pid, 30.0)
+
+
+async def hang(loop: Loop, story: Story, victims: list[str]) -> None:
+    """SIGSTOP to all of them at once, until the watchdog has killed each."""
+    pids = {victim: await there(loop, PROCESS[victim]) for victim in victims}
+    for pid in filter(None, set(pids.values())):
+        os.kill(pid, signal.SIGSTOP)
+    for victim, pid in pids.items():
+        if pid and await gone(pid, PATIENCE_S):
+            story.strikes[victim]["hang"] += 1
+        else:
+            say(f"{victim} hung, and nobody noticed")
+            story.missed[victim] += 1
+            if pid:
+                os.kill(pid, signal.SIGKILL)
+
+
+async def zombie(loop: Loop, story: Story, victim: str) -> None:
+    """SIGSTOP, a successor of the same name, SIGCONT: one of the two must end, and what the other writes counts."""
+    name = PROCESS[victim]
+    for _ in range(TRIES):
+        if not (pid := await there(loop, name)):
+            break
+        os.kill(pid, signal.SIGSTOP)
+        successor = beside(loop, victim, name)
+        try:
+            if await ready(successor):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+                story.strikes[victim]["zombie"] += 1
+                if not (await gone(pid, 60.0) or successor.returncode is not None):
+                    say(f"{victim}: zombie and successor go on side by side")
+                return
+            say(f"{victim}: the watchdog was quicker than the successor: {successor.tail(2)}")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+            await asyncio.to_thread(successor.stop)
+    story.missed[victim] += 1
+
+
+def beside(loop: Loop, victim: str, name: str) -> Child:
+    """A process that the supervisor knows nothing of."""
+    health = free_ports(1)[0]
+    env = {
+        "TURNLOG_INSTANCE": name, "TURNLOG_HEALTH_PORT": str(health), "TURNLOG_ENGINE_INDEX": "0",
+        "TURNLOG_SANDBOX_FIRST_UID": "720000", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    launch = Launch(
+        name=f"{name}-successor",
+        argv=(*TURNLOG, "--settings", str(loop.file), VERB.get(victim, victim)),
+        log=loop.directory / f"logs/{name}-successor.log",
+        env=env,
+        ready=lambda: httpx.get(f"http://{HOST}:{health}/readyz", timeout=1.0).is_success,
+    )
+    return Child(launch).start()
+
+
+async def ready(successor: Child) -> bool:
+    """Whether the successor has come to work before the watchdog ends the zombie."""
+    deadline = time.monotonic() + ROLE_S - 5.0
+    while time.monotonic() < deadline and successor.returncode is None:
+        with contextlib.suppress(httpx.HTTPError):
+            if await asyncio.to_thread(successor.launch.ready):
+                return True
+        await asyncio.sleep(0.2)
+    return False
+
+
+async def violence(loop: Loop, story: Story, victims: list[str], *, kills: int, rng: random.Random) -> None:
+    """`kills` rounds of every kind; between two strikes a step is trained."""
+    roles = [victim for victim in victims if victim not in SERVERS]
+    servers = [victim for victim in victims if victim in SERVERS]
+    async with opened("chaos", loop.settings) as role:
+        count = await progress(loop, role, story, 0, PATIENCE_S)
+        for number in range(kills):
+            strikes: list[Any] = [(kill, victim) for victim in victims]
+            strikes += [(zombie, victim) for victim in roles if victim not in NO_SUCCESSOR]
+            strikes += [(hang, group) for group in (roles, *([server] for server in servers)) if group]
+            rng.shuffle(strikes)
+            for strike, whom in strikes:
+                say(f"round {number + 1}: {strike.__name__} {whom}; {count} steps")
+                await asyncio.sleep(rng.uniform(0.0, 1.0))
+                await strike(loop, story, whom)
+                count = await progress(loop, role, story, count, PACE_S)
+        say("waiting for the run to end, and for what was struck last")
+        while not loop.conducted(story) or not loop.whole():  # noqa: ASYNC110 - a child process sets no event
+            await asyncio.sleep(0.5)
+
+
+async def all_scored(role: Role) -> None:
+    """Wait until every group that was asked for has its score, as long as the reaper may take for it."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        scored = {event.group_id for event in await all_events(role, topics.GROUP_SCORES)}
+        if all(event.group_id in scored for event in await all_events(role, topics.GROUP_REQUESTS)):
+            return
+        await asyncio.sleep(1.0)
+
+
+async def verdict(loop: Loop) -> dict[str, Any]:
+    """Of the topics, when the run is over."""
+    async with opened("chaos", loop.settings) as role:
+        await all_scored(role)
+        found = {topic.name: await all_events(role, topic) for topic in READ}
+    taken = newest_incarnations(found[topics.STEPS.name])
+    formed = [event for event in found[topics.BATCHES.name] if isinstance(event, SampleBatchFormed)]
+    asked = {event.group_id for event in found[topics.GROUP_REQUESTS.name] if event.group_id}
+    scored = {event.group_id for event in found[topics.GROUP_SCORES.name] if event.group_id}
+    used = Counter(group for batch in formed for group in batch.groups)
+    derived = [event.event_id for topic in (topics.TREES, topics.SAMPLES, topics.BATCHES, topics.WEIGHTS, topics.STEPS)
+               for event in found[topic.name]]  # fmt: skip
+    numbers = Counter(event.version for event in found[topics.WEIGHTS.name])
+    twice = sum(count - 1 for many in (used, Counter(derived), numbers) for count in many.values())
+    skipped = sum(step.step != index + 1 or step.batch_index != index for index, step in enumerate(taken))
+    back = went_back(found[topics.ENGINES.name])
+    restarts = {child["name"]: child["restarts"] for child in status_processes(loop.settings)}
+    replayed = loop.turnlog("replay", "--verify")
+    books = loop.turnlog("books")
+    if replayed.returncode or books.returncode:
+        say(replayed.stdout + replayed.stderr + books.stdout + books.stderr)
+    detail = {
+        "draws": len({step.draw_index for step in taken}), "steps": len(taken), "groups": len(asked),
+        "versions": len(numbers), "acknowledged_back": back, "books": books.returncode == 0,
+        "dead_letters": len(found[topics.DEAD_LETTERS.name]),
+        "restarts": restarts, "incarnations": 1 + max(step.incarnation for step in taken),
+    }  # fmt: skip
+    wanted = loop.settings.feeder.draws
+    lost = len(asked - scored) + max(0, wanted - detail["draws"])
+    return {"lost": lost, "twice": twice + back, "skipped": skipped, "identical": replayed.returncode == 0,
+            "detail": detail}  # fmt: skip
+
+
+def went_back(reports: list[Any]) -> int:
+    """Acknowledgements of older weights than the engine had; an engine that came back begins anew."""
+    held: dict[str, int] = {}
+    back = 0
+    for report in reports:
+        if isinstance(report, EngineWeightsLoaded):
+            back += report.version <= held.get(report.engine_id, -1)
+        if isinstance(report, EngineWeightsLoaded | EngineRegistered):
+            held[report.engine_id] = report.version
+    return back
+
+
+@contextlib.contextmanager
+def running(draws: int) -> Iterator[Loop]:
+    """The run, up; gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="turnlog-chaos-") as folder:
+        directory = Path(folder) / "loop"
+        directory.mkdir()
+        loop = Loop(directory, draws)
+        up = loop.turnlog("up")
+        if up.returncode:
+            raise SystemExit(up.stderr)
+        try:
+            yield loop
+        finally:
+            loop.stop()
+
+
+def main() -> int:
+    """Parse and run."""
+    logging.getLogger("aiokafka").setLevel(logging.CRITICAL)  # a broker that is away is what we came for
+    parser = argparse.ArgumentParser(description="Strike every role and server of the loop.")
+    parser.add_argument("--only", default="", metavar="ROLES")
+    parser.add_argument("--kills", type=int, default=20, help="rounds: each kills, hangs and resurrects every victim")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--draws", type=int, default=0, help="default: three for each strike")
+    arguments = parser.parse_args()
+    victims = [name.strip() for name in arguments.only.split(",") if name.strip()] or list(PROCESS)
+    unknown = [name for name in victims if name not in PROCESS]
+    if unknown:
+        raise SystemExit(f"nothing is known of {', '.join(unknown)}; there are {', '.join(PROCESS)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaving takes the run down
+    story, began = Story(), time.monotonic()
+    with running(arguments.draws or 3 * arguments.kills * (2 * len(victims) + 2)) as loop:
+        rng = random.Random(arguments.seed)
+        asyncio.run(violence(loop, story, victims, kills=arguments.kills, rng=rng))
+        found = asyncio.run(verdict(loop))
+    detail = found.pop("detail") | {"conducted": story.conducted, "seconds": round(time.monotonic() - began)}
+    clean = not (found["lost"] or found["twice"] or found["skipped"]) and found["identical"] and detail["books"]
+    statuses = [
+        told(id=victim, kills=sum(story.strikes[victim].values()), **found,
+             ok=clean and not story.missed[victim],
+             detail=detail | {"strikes": dict(story.strikes[victim]), "missed": story.missed[victim]})
+        for victim in victims
+    ]  # fmt: skip
+    return max(statuses)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
