@@ -91,13 +91,16 @@ class Checkpoints:
         return part
 
     def seal(self, part: Path) -> Path:
-        """The folder is complete: give it its name, let the marker name it, drop old ones. Raises Superseded.
+        """The folder is complete: give it its name, let the marker name it, drop old ones; where one of this step has
+        it, that one stays, since a marker may name it. Raises Superseded.
 
         In this order: whoever claims after the second look inherits what the marker names, which is never dropped."""
         self._check_owner()
         folder = part.with_suffix("")
-        shutil.rmtree(folder, ignore_errors=True)
-        part.rename(folder)
+        if folder.exists():
+            shutil.rmtree(part)
+        else:
+            part.rename(folder)
         self._mark(folder.name)
         self._check_owner()
         complete = sorted((path for path in self._directory.glob("step-*-i*") if path.suffix != PART), key=_age)

@@ -166,7 +166,7 @@ class Trainer:
                     continue
                 await self._train(manifest, offset, waited=time.monotonic() - free)
                 free = time.monotonic()
-        if self._cursor != self._saved:
+        if self._saved is None or self._cursor.step > self._saved.step:  # skipped draws are read again
             await self._save()
         log.info("trained %d of %d draws, %d steps", self._cursor.draws, self._draws, self._cursor.step)
 

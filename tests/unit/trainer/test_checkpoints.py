@@ -46,6 +46,18 @@ def test_a_checkpoint_killed_before_it_was_sealed_does_not_count(tmp_path: Path)
     assert not part.exists()
 
 
+def test_a_sealed_checkpoint_is_not_touched_when_its_step_is_saved_again(tmp_path: Path) -> None:
+    """A kill between its removal and the new one's name would leave the marker with nothing."""
+    first = opened(tmp_path, 0)
+    folder = save(first, 10)
+    part = first.begin(Cursor(step=10, next_batch=12))
+    (part / "content").write_text("again")
+    assert first.seal(part) == folder
+    assert (folder / "content").read_text() == "10"
+    assert not part.exists()
+    assert opened(tmp_path, 1).newest() == folder
+
+
 def test_a_zombie_neither_begins_nor_seals(tmp_path: Path) -> None:
     zombie = opened(tmp_path, 0)
     save(zombie, 0)
