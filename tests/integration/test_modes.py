@@ -205,12 +205,13 @@ class World:
         )  # fmt: skip
         await self.role.events.append(loaded)
 
-    async def restarted(self) -> None:
-        """The trainer went back to its checkpoint: the same weights under a new version."""
+    async def restarted(self, *, other: bool = False) -> None:
+        """The trainer went back to its checkpoint: the same weights under a new version, or `other` ones."""
         self.incarnation += 1
         self.published += 1
         batch = max((m.batch_index for m in self.manifests), default=-1) - len(self.queue)
         again = weights(self.role.settings.run.id, self.published, batch, self.incarnation)
+        again = dataclasses.replace(again, checksums={"w": "other"} if other else {})
         await self.role.events.transact(self.trainer, [again])
 
     async def evaluate(self, groups: int) -> None:
@@ -465,11 +466,11 @@ async def test_the_freshest_first_is_less_lag_paid_with_groups_that_were_sampled
 
 
 async def test_a_draw_that_went_stale_whole_is_skipped_drawn_again_and_the_run_goes_on(tmp_path: Path) -> None:
-    """The trainer goes back to its checkpoint while a draw is sampled: the same weights have another number then."""
+    """The trainer goes back to its checkpoint while a draw is sampled, and what it has there are other weights."""
     async with in_memory(mode("sync", tmp_path), Pace()) as world:
         await world.until(lambda world: world.trained == 2 and len(world.running) == PROMPTS * GROUP)
         lost = {session.story.finished().group_id for session in world.running}
-        await world.restarted()
+        await world.restarted(other=True)
         await world.until(done)
         (skipped,) = world.skipped
         assert set(skipped.groups) == lost
@@ -480,6 +481,18 @@ async def test_a_draw_that_went_stale_whole_is_skipped_drawn_again_and_the_run_g
         assert world.max_lag == 0
         found = await balanced(world)
         assert found.masked == {"stale": sum(row.sampled_tokens for row in skipped.dropped)}
+
+
+async def test_a_draw_under_way_when_the_trainer_died_trains_where_the_same_weights_come_out(tmp_path: Path) -> None:
+    """Only their number is another."""
+    async with in_memory(mode("sync", tmp_path), Pace()) as world:
+        await world.until(lambda world: world.trained == 2 and len(world.running) == PROMPTS * GROUP)
+        await world.restarted()
+        await world.until(done)
+        assert world.skipped == []
+        assert [manifest.batch_index for manifest in world.manifests] == list(range(DRAWS))
+        assert (world.manifests[2].lags, world.max_lag) == ({"2": 0}, 0)
+        assert (await balanced(world)).masked == {}
 
 
 @pytest.mark.parametrize("seed", range(3))
