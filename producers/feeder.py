@@ -32,7 +32,7 @@ from turnlog.schemas.events import Event, GroupRequested, Limits, Purpose, Rollo
 
 log = logging.getLogger(__name__)
 FOLLOWED = (topics.GROUP_REQUESTS, topics.BATCHES, topics.STEPS, topics.WEIGHTS, topics.ENGINES)
-"""And one for the scores of groups, by the fold version. All are control topics: small, and never pruned."""
+"""And one for the scores of groups, by the fold version: from 2 on all are control topics, small and never pruned."""
 PASSED_OVER = SegmentSample.__name__.encode()
 """The bulk of segment-samples, which admission has no use for."""
 DATASET_FILE = "tasks.jsonl"

@@ -21,8 +21,8 @@ from turnlog.schemas.events import (
 class Progress:
     """Fed in any order of the three topics, each in its own order; repeats change nothing.
 
-    It holds one number per published draw; everything else that it keeps is of draws under way. A record costs
-    O(groups and samples that it names), a question O(log draws).
+    It holds one number per published draw, and of each weight version what WeightChain does; everything else that it
+    keeps is of draws under way. A record costs O(groups and samples that it names), a question O(log draws).
     """
 
     def __init__(self, *, publish_every: int) -> None:

@@ -160,7 +160,7 @@ class StepCompleted:
     draw_index: int
     """Of that manifest."""
     incarnation: int
-    """Of the trainer: 0, then +1 with each start that published."""
+    """As in WeightVersionPublished."""
     step: int
     """Optimizer steps taken so far, this one included: 1 for the first."""
     loss: float

@@ -254,7 +254,7 @@ class GroupScored:
     status: GroupStatus
     """What becomes of the group."""
     reason: str
-    """Empty when trained; else too_few_valid | purpose | the name of the group filter that discards it."""
+    """Empty when trained; else too_few_valid | nothing_to_train | purpose | the name of the filter that discards it."""
     samples: int
     """How many SegmentSamples of this group precede this record."""
     books: TreeBooks

@@ -30,7 +30,8 @@ class WeightVersionPublished:
     batch_index: int
     """Last batch trained; -1 for the initial weights."""
     incarnation: int
-    """Of the trainer: 0, then +1 with each start; each publishes the weights that it starts from."""
+    """Of the trainer: 0, then higher with each start, by more than 1 where one died before it published; each publishes
+    the weights that it starts from."""
     kind: str
     """full | delta"""
     base_version: int | None
