@@ -209,7 +209,9 @@ class InitSandbox(InitFiles):
                 raise
 
     async def _bound(self, limits: SandboxLimits) -> None:
-        """Raises SandboxUnavailable: no call is to blame."""
+        """Raises SandboxDied of one that was closed, SandboxUnavailable: no call is to blame."""
+        if self._closing is not None:  # its group is gone, too: that is no failure of the bounds
+            raise SandboxDied("the sandbox was closed")
         try:
             if self._bounds is not None:
                 self._bounds.begin(limits)
