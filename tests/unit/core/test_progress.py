@@ -173,3 +173,44 @@ def test_whether_it_repeats_does_not_depend_on_the_order_of_the_topics(seed: int
     while steps or versions:
         mixed.append(rng.choice([part for part in (steps, versions) if part]).pop(0))
     assert not progress(1, *mixed).repeats
+
+
+def trained(rng: random.Random, draws: int, every: int, checkpoint_every: int) -> tuple[list[Event], list[Event]]:
+    """Steps and versions of a trainer that is killed up to three times; the weights of a step are always the same."""
+    steps: list[Event] = []
+    versions: list[Event] = []
+    incarnation = checkpoint = done = 0
+
+    def publish() -> None:
+        version = replace(published(len(versions), done - 1), checksums={"w": str(done)})
+        versions.append(of(incarnation, version))
+
+    publish()
+    while done < draws:
+        steps.append(of(incarnation, stepped(done)))
+        done += 1
+        if done % every == 0:
+            publish()
+        if incarnation < 3 and rng.random() < 0.3:
+            incarnation, done = incarnation + 1, checkpoint
+            publish()
+        elif done % checkpoint_every == 0:
+            checkpoint = done
+    return steps, versions
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_no_draw_meets_weights_that_a_restarted_trainer_still_publishes_again(seed: int):
+    """Whichever topic is ahead; and at the end of all nothing is waited for."""
+    rng = random.Random(seed)
+    draws, every = rng.randint(4, 14), rng.choice([1, 1, 2, 3])
+    steps, versions = trained(rng, draws, every, rng.choice([1, 2, 3, 5]))
+    due = {n for n, version in enumerate(versions) if (version.batch_index + 1) % every == 0}
+    found = progress(every, *(formed(n, n) for n in range(draws)))
+    while steps or versions:
+        found.apply(rng.choice([part for part in (steps, versions) if part]).pop(0))
+        if found.version is not None and not found.repeats:
+            known = due & set(range(found.version + 1))
+            held = found.held_at_next_draw(known)
+            assert OFF_CHAIN not in {held.lag(version) for version in known}
+    assert not found.repeats
