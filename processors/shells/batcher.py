@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
 import logging
 from collections import Counter as Tally
 from collections import deque
@@ -70,6 +69,8 @@ class Batcher:
         self._progress = Progress(publish_every=role.settings.trainer.publish_every)
         self._ready: deque[ReadableGroup] = deque()
         self._open: dict[str, list[PlacedSample]] = {}
+        self._starts: dict[str, tuple[int, int]] = {}
+        """Group that is open or waits -> partition and offset of its first record."""
         self._next: dict[int, int] = {}
         self._followed = (topics.BATCHES.name, topics.STEPS.name, topics.WEIGHTS.name)
 
@@ -112,6 +113,7 @@ class Batcher:
             self._progress.forget(event.group_id)
         if taken or event.run_id != self._role.settings.run.id:
             return
+        self._starts.setdefault(event.group_id, (record.partition, record.offset))
         if isinstance(event, SegmentSample):
             placed = PlacedSample(await inlined(event, self._role.blobs), record.partition, record.offset)
             self._open.setdefault(event.group_id, []).append(placed)
@@ -120,6 +122,8 @@ class Batcher:
             if event.status is GroupStatus.trained:
                 self._ready.append(ReadableGroup(event, samples))
                 WAITING.set(len(self._ready))
+            else:
+                self._starts.pop(event.group_id, None)
 
     def _may_form(self) -> bool:
         settings, progress = self._role.settings, self._progress
@@ -134,6 +138,8 @@ class Batcher:
     async def _form(self) -> None:
         held = self._progress.held_at_next_draw({version for group in self._ready for version in group.versions})
         groups = self._composed(held)
+        for group in groups:
+            self._starts.pop(group.score.group_id, None)
         # Rows of a large draw are seconds of arithmetic: keep heartbeats of the clients alive.
         draw = await asyncio.to_thread(form_draw, groups, held, self._rules)
         events = await self._events(draw, groups, held)
@@ -238,8 +244,8 @@ class Batcher:
     def _positions(self) -> tuple[SourcePosition, ...]:
         """Per partition, the first offset that a group not yet drawn needs, or the next to read."""
         low = dict(self._next)
-        for placed in itertools.chain(*(group.samples for group in self._ready), *self._open.values()):
-            low[placed.partition] = min(low[placed.partition], placed.offset)
+        for partition, offset in self._starts.values():
+            low[partition] = min(low[partition], offset)
         return tuple(SourcePosition(number, low[number]) for number in sorted(low))
 
     def _report(self, draw: FormedDraw, version: int) -> None:

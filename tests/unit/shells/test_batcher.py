@@ -263,6 +263,17 @@ async def test_a_drawn_group_is_not_drawn_again_when_a_draw_is_formed_while_it_i
     assert taken == [set(drawn), {waits, later}, set(last)]
 
 
+async def test_a_group_without_samples_waits_over_a_restart_like_any_other() -> None:
+    """Fold version 1 scores it as trained: if it were lost, its place in a draw would stay taken for ever."""
+    batcher = dataclasses.replace(SETTINGS.batcher, order="freshest", updates_per_draw=1, ready_batches=1, max_lag=9)
+    here = await world(dataclasses.replace(SETTINGS, batcher=batcher), groups=0)
+    await here.write(score("empty"), *(row for name in ("g0", "g1") for row in (sample(name, 0), score(name))))
+    await here.live(draws=1)
+    await here.write(step(0, 0), weights(1, 0), sample("g2", 0), score("g2"))
+    await here.live(draws=2)
+    assert [set(manifest.groups) for manifest in await here.manifests()] == [{"g0", "g1"}, {"empty", "g2"}]
+
+
 async def test_on_policy_it_waits_for_the_step_and_drops_what_became_stale() -> None:
     settings = dataclasses.replace(SETTINGS, batcher=dataclasses.replace(SETTINGS.batcher, ready_batches=1))
     here = await world(settings)
