@@ -7,6 +7,8 @@ of its own, temporary files included; a run that leaves some of those, or change
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import os
 import shutil
 import subprocess
@@ -16,6 +18,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import TextIO
 from uuid import uuid4
 
 import httpx
@@ -47,18 +50,38 @@ MACHINE = tuple(Path(folder) for folder in ("/tmp", "/var/tmp", "/dev/shm") if P
 _unlisted: list[str] = []
 _modes = {folder: folder.stat().st_mode for folder in MACHINE}
 _OWN = pytest.StashKey[Path]()
+_RUNNING = pytest.StashKey[TextIO]()
+PREFIX, RUNNING, KEPT_RUNS = "turnlog-tests-", "running", 3
+"""A run's folder, the file in it that is locked while the run lasts, and how many folders of others are kept."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Make the run's folder. Sandboxes run under other users: they pass through it, and read nothing of it."""
-    own = config.stash[_OWN] = Path(tempfile.mkdtemp(prefix="turnlog-tests-"))
+    parent = Path(tempfile.gettempdir())
+    own = config.stash[_OWN] = Path(tempfile.mkdtemp(prefix=PREFIX))
+    running = config.stash[_RUNNING] = (own / RUNNING).open("w")
+    fcntl.flock(running, fcntl.LOCK_EX)
+    _forget_runs(parent)
     temporary = own / "tmp"
     temporary.mkdir()
     own.chmod(0o711)
     temporary.chmod(0o1777)
     config.option.basetemp = config.option.basetemp or str(own / "pytest")
     os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
+
+
+def _forget_runs(parent: Path) -> None:
+    """Of runs of this user that failed or were killed, the last ones stay. Others may end meanwhile."""
+    begun: dict[Path, float] = {}
+    for path in parent.glob(f"{PREFIX}*/{RUNNING}"):
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_uid == os.getuid():
+                begun[path] = path.stat().st_mtime
+    for path in sorted(begun, key=begun.__getitem__)[: -KEPT_RUNS - 1]:
+        with contextlib.suppress(FileNotFoundError, BlockingIOError), path.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            subprocess.run(["rm", "-rf", path.parent], check=True)  # whatever agents' code has nested there
 
 
 @pytest.fixture(scope="session", autouse=True)
