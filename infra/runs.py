@@ -173,8 +173,8 @@ async def claimed(role: Role) -> AsyncIterator[None]:
             yield
             if watch is not None:
                 watch.cancel()
-    except BaseExceptionGroup as errors:  # one cause is reported as itself
-        raise errors.exceptions[0] from None
+    except BaseExceptionGroup as errors:  # one is reported as itself, with what it was raised from
+        raise errors.exceptions[0] from errors.exceptions[0].__cause__
 
 
 async def recorded(role: Role) -> Configured | None:

@@ -95,8 +95,8 @@ class Worker:
             async with self._joined() as reader, asyncio.TaskGroup() as self._tasks:
                 self._reader = reader
                 await self._serve(reader)
-        except BaseExceptionGroup as group:  # one cause is reported as itself
-            raise group.exceptions[0] from None
+        except BaseExceptionGroup as group:  # one is reported as itself, with what it was raised from
+            raise group.exceptions[0] from group.exceptions[0].__cause__
         finally:
             await self._results.close()
 

@@ -24,6 +24,7 @@ from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role
 from turnlog.infra.runs import Configured, OtherRun, OtherSettings, claimed, configuration, configure, configured
 from turnlog.infra.topics_admin import specs
+from turnlog.infra.unreachable import Unreachable, is_unreachable
 from turnlog.schemas.events import Event, RunConfigured, RunPlanned
 from turnlog.settings import BatcherSettings, FeederSettings, FoldSettings, KafkaSettings, RunSettings, Settings
 
@@ -214,6 +215,13 @@ async def test_a_role_goes_on_when_its_own_run_is_configured_and_what_it_raises_
     async with asyncio.timeout(20):
         with pytest.raises(ZeroDivisionError):
             await work()
+
+
+async def test_what_a_role_ends_with_keeps_the_silence_of_a_server_that_it_was_raised_from(connect: Connect) -> None:
+    with pytest.raises(ZeroDivisionError) as ended:
+        async with claimed(await connect(OURS)):
+            raise ZeroDivisionError from Unreachable("nobody listens")
+    assert is_unreachable(ended.value)
 
 
 async def test_a_role_waits_ready_until_its_run_is_configured_or_it_is_asked_to_stop(connect: Connect) -> None:
