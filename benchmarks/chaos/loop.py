@@ -4,7 +4,8 @@ A run under its real supervisor (broker, store, registry, SGLang, every role) tr
 struck one after another, each strike once a step was trained since the last one, or after a while:
 
     kill     SIGKILL; the supervisor starts it again
-    hang     SIGSTOP of all roles at once, then of each server, until the watchdog kills and restarts them
+    hang     SIGSTOP of all roles at once, of the broker, of registry and store, or of the engine, until the watchdog
+             kills and restarts them
     zombie   SIGSTOP, a successor with the same name beside it, SIGCONT once that one has taken over
 
 In the end the run must have trained every draw, and one verdict is said of each that was struck: every group that was
@@ -36,13 +37,15 @@ import psutil
 from servers import TURNLOG, say, told
 
 from turnlog.consumers.report import newest_incarnations
+from turnlog.infra.archive_index import ArchiveIndex, archive_name
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.embedded.up import down, status_processes
 from turnlog.infra.history import all_events
+from turnlog.infra.log import Partition
 from turnlog.infra.role import Role, opened
 from turnlog.schemas import topics
-from turnlog.schemas.events import EngineRegistered, EngineWeightsLoaded, SampleBatchFormed
+from turnlog.schemas.events import EngineRegistered, EngineWeightsLoaded, SampleBatchFormed, ToolCallCompleted
 from turnlog.settings import Settings, load
 
 PROCESS = {
@@ -52,14 +55,17 @@ PROCESS = {
     "registry": "registry", "store": "store",
 }  # fmt: skip
 """Who is struck -> its process. The reaper is a loop of the assembler's."""
+KINDS = ("kill", "hang", "zombie")
 SERVERS = ("broker", "registry", "store", "engine")
 NO_SUCCESSOR = (*SERVERS, "gateway", "views")
 """A stopped one of these keeps its port, so no second one can start beside it."""
 READ = (
     topics.STEPS, topics.BATCHES, topics.GROUP_REQUESTS, topics.GROUP_SCORES, topics.TREES, topics.SAMPLES,
-    topics.WEIGHTS, topics.ENGINES, topics.DEAD_LETTERS,
+    topics.WEIGHTS, topics.ENGINES, topics.TOOL_RESULTS, topics.DEAD_LETTERS,
 )  # fmt: skip
 VERB = {"archiver": "archive", "reaper": "assembler"}
+SAME_WEIGHTS = 0.01
+"""Nats between trainer and engine at most, for tokens that the engine sampled with the weights that the trainer has."""
 PATIENCE_S = 240.0
 PACE_S = 20.0
 """Pause between two strikes, at most."""
@@ -74,7 +80,6 @@ group_size = 4
 prompts_per_draw = 4
 max_lag = 2
 [trainer]
-warm_start_steps = 60
 threads = 1
 checkpoint_every = 3
 [archive]
@@ -157,6 +162,13 @@ class Loop:
         """Whether every process of the supervisor is there again, or done."""
         return all(child["state"] in ("ready", "done") for child in status_processes(self.settings))
 
+    def fed(self) -> bool:
+        """Whether the feeder is ready, or has come to its end."""
+        with contextlib.suppress(psutil.Error, httpx.HTTPError, KeyError):
+            port = psutil.Process(self.pid(PROCESS["feeder"])).environ()["TURNLOG_HEALTH_PORT"]
+            return httpx.get(f"http://{HOST}:{port}/readyz", timeout=1.0).is_success
+        return self._run is not None and self._run.returncode == 0
+
     def stop(self) -> None:
         """Everything."""
         if self._run is not None:
@@ -185,14 +197,19 @@ async def progress(loop: Loop, role: Role, story: Story, before: int, patience_s
     return before
 
 
-async def gone(pid: int, patience_s: float) -> bool:
-    """Whether the process ended, waiting for that at most so long."""
+def ended(pid: int) -> bool:
+    """Whether the process does nothing any more."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+async def gone(pids: list[int], patience_s: float) -> bool:
+    """Whether one of these processes ended, waiting for that at most so long."""
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
-        try:
-            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-                return True
-        except psutil.NoSuchProcess:
+        if any(ended(pid) for pid in pids):
             return True
         await asyncio.sleep(0.1)
     return False
@@ -206,6 +223,15 @@ async def there(loop: Loop, name: str) -> int:
     return pid
 
 
+async def settled(loop: Loop, story: Story) -> None:
+    """Wait until all is ready: a start may be silent for as long as the longest start takes, a warm one may not."""
+    deadline = time.monotonic() + PATIENCE_S
+    while (  # noqa: ASYNC110 - states are files
+        time.monotonic() < deadline and not loop.conducted(story) and not (loop.whole() and loop.fed())
+    ):
+        await asyncio.sleep(0.2)
+
+
 async def kill(loop: Loop, story: Story, victim: str) -> None:
     """SIGKILL to the process alone."""
     pid = await there(loop, PROCESS[victim])
@@ -214,16 +240,17 @@ async def kill(loop: Loop, story: Story, victim: str) -> None:
         return
     os.kill(pid, signal.SIGKILL)
     story.strikes[victim]["kill"] += 1
-    await gone(pid, 30.0)
+    await gone([pid], 30.0)
 
 
 async def hang(loop: Loop, story: Story, victims: list[str]) -> None:
     """SIGSTOP to all of them at once, until the watchdog has killed each."""
+    await settled(loop, story)
     pids = {victim: await there(loop, PROCESS[victim]) for victim in victims}
     for pid in filter(None, set(pids.values())):
         os.kill(pid, signal.SIGSTOP)
     for victim, pid in pids.items():
-        if pid and await gone(pid, PATIENCE_S):
+        if pid and await gone([pid], PATIENCE_S):
             story.strikes[victim]["hang"] += 1
         else:
             say(f"{victim} hung, and nobody noticed")
@@ -236,6 +263,7 @@ async def zombie(loop: Loop, story: Story, victim: str) -> None:
     """SIGSTOP, a successor of the same name, SIGCONT: one of the two must end, and what the other writes counts."""
     name = PROCESS[victim]
     for _ in range(TRIES):
+        await settled(loop, story)
         if not (pid := await there(loop, name)):
             break
         os.kill(pid, signal.SIGSTOP)
@@ -245,7 +273,7 @@ async def zombie(loop: Loop, story: Story, victim: str) -> None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
                 story.strikes[victim]["zombie"] += 1
-                if not (await gone(pid, 60.0) or successor.returncode is not None):
+                if not await gone([pid, successor.pid], 60.0):
                     say(f"{victim}: zombie and successor go on side by side")
                 return
             say(f"{victim}: the watchdog was quicker than the successor: {successor.tail(2)}")
@@ -284,19 +312,31 @@ async def ready(successor: Child) -> bool:
     return False
 
 
-async def violence(loop: Loop, story: Story, victims: list[str], *, kills: int, rng: random.Random) -> None:
-    """`kills` rounds of every kind; between two strikes a step is trained."""
+def together(victims: list[str]) -> list[list[str]]:
+    """Whose hangs fall into one wait: those of all roles, those of registry and store, which only roles speak to."""
+    groups = ("broker",), ("registry", "store"), ("engine",), tuple(role for role in PROCESS if role not in SERVERS)
+    return [[victim for victim in group if victim in victims] for group in groups]
+
+
+async def violence(
+    loop: Loop, story: Story, victims: list[str], *, kinds: list[str], kills: int, rng: random.Random
+) -> None:
+    """`kills` rounds of these kinds; between two strikes a step is trained."""
     roles = [victim for victim in victims if victim not in SERVERS]
-    servers = [victim for victim in victims if victim in SERVERS]
     async with opened("chaos", loop.settings) as role:
         count = await progress(loop, role, story, 0, PATIENCE_S)
         for number in range(kills):
             strikes: list[Any] = [(kill, victim) for victim in victims]
             strikes += [(zombie, victim) for victim in roles if victim not in NO_SUCCESSOR]
-            strikes += [(hang, group) for group in (roles, *([server] for server in servers)) if group]
+            strikes += [(hang, group) for group in together(victims) if group]
+            strikes = [(strike, whom) for strike, whom in strikes if strike.__name__ in kinds]
             rng.shuffle(strikes)
             for strike, whom in strikes:
                 say(f"round {number + 1}: {strike.__name__} {whom}; {count} steps")
+                if loop.conducted(story):
+                    say("the run is over: too few draws for so many strikes")
+                    story.missed.update([whom] if isinstance(whom, str) else whom)
+                    continue
                 await asyncio.sleep(rng.uniform(0.0, 1.0))
                 await strike(loop, story, whom)
                 count = await progress(loop, role, story, count, PACE_S)
@@ -315,10 +355,24 @@ async def all_scored(role: Role) -> None:
         await asyncio.sleep(1.0)
 
 
+async def all_archived(role: Role) -> None:
+    """Wait until nothing on the log is missing in the archive, as long as its files may stay open and as much again."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        index = ArchiveIndex(role.blobs, archive_name(role.settings))
+        await index.load()
+        places = [Partition(topic, number) for topic, count in index.topics.items() for number in range(count)]
+        ends = await role.log.end_offsets(places)
+        if all((index.end(place) or 0) >= ends[place] for place in places):
+            return
+        await asyncio.sleep(1.0)
+
+
 async def verdict(loop: Loop) -> dict[str, Any]:
-    """Of the topics, when the run is over."""
+    """Of the topics, and of the archive, when the run is over."""
     async with opened("chaos", loop.settings) as role:
         await all_scored(role)
+        await all_archived(role)
         found = {topic.name: await all_events(role, topic) for topic in READ}
     taken = newest_incarnations(found[topics.STEPS.name])
     formed = [event for event in found[topics.BATCHES.name] if isinstance(event, SampleBatchFormed)]
@@ -332,20 +386,24 @@ async def verdict(loop: Loop) -> dict[str, Any]:
     skipped = sum(step.step != index + 1 or step.batch_index != index for index, step in enumerate(taken))
     back = went_back(found[topics.ENGINES.name])
     restarts = {child["name"]: child["restarts"] for child in status_processes(loop.settings)}
-    replayed = loop.turnlog("replay", "--verify")
-    books = loop.turnlog("books")
-    if replayed.returncode or books.returncode:
-        say(replayed.stdout + replayed.stderr + books.stdout + books.stderr)
+    asked_of = (("replay", "--verify"), ("replay", "--verify", "--from", "archive"), ("books",))
+    answers = [loop.turnlog(*verb) for verb in asked_of]
+    for answer in answers:
+        say(answer.stdout + answer.stderr if answer.returncode else answer.stdout.splitlines()[-1])
     detail = {
         "draws": len({step.draw_index for step in taken}), "steps": len(taken), "groups": len(asked),
-        "versions": len(numbers), "acknowledged_back": back, "books": books.returncode == 0,
+        "versions": len(numbers), "acknowledged_back": back, "books": answers[-1].returncode == 0,
+        "calls": len({event.call_id for event in found[topics.TOOL_RESULTS.name]
+                      if isinstance(event, ToolCallCompleted)}),
+        "learned_from": sum(step.grad_norm > 0 for step in taken),
+        "gap_without_lag": max((step.logprob_gap_max for step in taken if not step.lag_max), default=0.0),
         "dead_letters": len(found[topics.DEAD_LETTERS.name]),
         "restarts": restarts, "incarnations": 1 + max(step.incarnation for step in taken),
     }  # fmt: skip
     wanted = loop.settings.feeder.draws
     lost = len(asked - scored) + max(0, wanted - detail["draws"])
-    return {"lost": lost, "twice": twice + back, "skipped": skipped, "identical": replayed.returncode == 0,
-            "detail": detail}  # fmt: skip
+    identical = not any(answer.returncode for answer in answers[:2])
+    return {"lost": lost, "twice": twice + back, "skipped": skipped, "identical": identical, "detail": detail}
 
 
 def went_back(reports: list[Any]) -> int:
@@ -381,22 +439,26 @@ def main() -> int:
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)  # a broker that is away is what we came for
     parser = argparse.ArgumentParser(description="Strike every role and server of the loop.")
     parser.add_argument("--only", default="", metavar="ROLES")
+    parser.add_argument("--strikes", default=",".join(KINDS), metavar="KINDS")
     parser.add_argument("--kills", type=int, default=20, help="rounds: each kills, hangs and resurrects every victim")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--draws", type=int, default=0, help="default: three for each strike")
     arguments = parser.parse_args()
     victims = [name.strip() for name in arguments.only.split(",") if name.strip()] or list(PROCESS)
-    unknown = [name for name in victims if name not in PROCESS]
-    if unknown:
-        raise SystemExit(f"nothing is known of {', '.join(unknown)}; there are {', '.join(PROCESS)}")
+    kinds = [name.strip() for name in arguments.strikes.split(",") if name.strip()]
+    for names, known in ((victims, PROCESS), (kinds, KINDS)):
+        if unknown := [name for name in names if name not in known]:
+            raise SystemExit(f"nothing is known of {', '.join(unknown)}; there are {', '.join(known)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaving takes the run down
     story, began = Story(), time.monotonic()
     with running(arguments.draws or 3 * arguments.kills * (2 * len(victims) + 2)) as loop:
         rng = random.Random(arguments.seed)
-        asyncio.run(violence(loop, story, victims, kills=arguments.kills, rng=rng))
+        asyncio.run(violence(loop, story, victims, kinds=kinds, kills=arguments.kills, rng=rng))
         found = asyncio.run(verdict(loop))
     detail = found.pop("detail") | {"conducted": story.conducted, "seconds": round(time.monotonic() - began)}
     clean = not (found["lost"] or found["twice"] or found["skipped"]) and found["identical"] and detail["books"]
+    clean = clean and bool(detail["calls"] and detail["learned_from"])  # else the strikes fell on nothing
+    clean = clean and detail["gap_without_lag"] < SAME_WEIGHTS
     statuses = [
         told(id=victim, kills=sum(story.strikes[victim].values()), **found,
              ok=clean and not story.missed[victim],
