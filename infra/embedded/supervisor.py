@@ -177,12 +177,14 @@ class Supervisor:
         watched.hung, liveness = "", child.launch.liveness
         if liveness is None:
             return
-        silence = Silence(liveness, time.monotonic())
+        silence, ready = Silence(liveness, time.monotonic()), False
         while not watched.hung:
             await asyncio.sleep(liveness.every_s)
-            silence.looked(await asyncio.to_thread(liveness.look), time.monotonic())
-            starting = watched.state is not State.READY
-            watched.hung = silence.hung(at_least_s=child.launch.ready_timeout_s if starting else 0.0)
+            loops = await asyncio.to_thread(liveness.look)
+            if not ready and watched.state is State.READY:  # what the start took is held against nobody
+                silence, ready = Silence(liveness, time.monotonic()), True
+            silence.looked(loops, time.monotonic())
+            watched.hung = silence.hung(at_least_s=0.0 if ready else child.launch.ready_timeout_s)
         await asyncio.to_thread(child.kill)
 
     async def _becomes_ready(self, watched: Watched, ended: asyncio.Task[None]) -> bool:

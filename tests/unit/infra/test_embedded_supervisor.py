@@ -7,13 +7,14 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
 from turnlog.infra.embedded.errors import BrokerDied, Hung, LacksServer, NotReady
-from turnlog.infra.embedded.liveness import Liveness, answering, http_answers
+from turnlog.infra.embedded.liveness import Liveness, Loops, answering, http_answers
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Launch, marked, scope
 from turnlog.infra.embedded.supervisor import Member, State, Supervisor, Watched
@@ -170,6 +171,30 @@ async def test_a_child_that_is_alive_and_silent_is_killed_with_its_family_and_st
         assert "server gave no answer for" in str(supervisor.watched["server"].error)
         assert marked(first.mark) == []
         assert first.returncode == -signal.SIGKILL
+
+
+async def test_a_child_that_was_silent_in_a_long_start_is_not_killed_when_it_is_ready(tmp_path: Path) -> None:
+    started, ready, answered = threading.Event(), threading.Event(), threading.Event()
+    looks = 0
+
+    def look() -> Loops | None:
+        """The third begins in the start, and ends, without an answer, when the child is ready."""
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            started.set()
+            assert ready.wait(30)
+        elif looks > 3:
+            answered.set()
+        return {} if looks > 3 else None
+
+    liveness = Liveness(look=look, within_s=0.3)
+    member = _member(tmp_path, "slow", ready=started.is_set, ready_timeout_s=60.0, liveness=liveness)
+    async with _running(member) as (supervisor, seen):
+        await _until(seen, ("slow", State.READY))
+        ready.set()
+        assert await asyncio.to_thread(answered.wait, 30)
+        assert supervisor.watched["slow"].restarts == 0
 
 
 async def test_who_lacks_a_server_is_started_again_as_long_as_it_takes(tmp_path: Path) -> None:
