@@ -93,5 +93,5 @@ async def test_the_verb_prints_and_its_status_is_1_for_a_problem(
     assert await run("check", settings) == 0
     told = capsys.readouterr().out
     assert "does not exist" in told
-    assert "created runs, tasks" in told
+    assert "created runs, group-requests, tasks" in told
     assert told.endswith("every topic is as the catalogue says\n")
