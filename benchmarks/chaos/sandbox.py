@@ -25,6 +25,7 @@ from sandbox_left import left
 from sandbox_load import Load, Session, until
 from servers import TURNLOG, environment, say, servers, told
 
+from turnlog.infra import unreachable
 from turnlog.infra.embedded.broker import Broker
 from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.log import Partition
@@ -117,7 +118,7 @@ class Workers:
             await asyncio.sleep(0.5)
 
     def _ended(self, child: Child) -> None:
-        if "LogUnavailable" in child.tail(2):
+        if child.returncode == unreachable.STATUS:
             self._story.without_log += 1
         else:
             self._story.deaths += 1
