@@ -108,8 +108,13 @@ def http_answers(url: str, *, timeout_s: float = LOOK_S) -> bool:
 
 def generates(url: str) -> bool:
     """Whether an SGLang engine gives tokens: to a request of its own where it is idle, else to anybody."""
+    return is_well(f"{url}/health_generate", timeout_s=GENERATION_LOOK_S)
+
+
+def is_well(url: str, *, timeout_s: float) -> bool:
+    """Whether GET answers 2xx."""
     try:
-        with urllib.request.urlopen(f"{url}/health_generate", timeout=GENERATION_LOOK_S):
+        with urllib.request.urlopen(url, timeout=timeout_s):
             return True
     except urllib.error.HTTPError as refusal:
         refusal.close()

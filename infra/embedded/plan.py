@@ -14,7 +14,15 @@ from pathlib import Path
 from turnlog.infra.embedded.broker import Broker
 from turnlog.infra.embedded.engine import Engine
 from turnlog.infra.embedded.errors import RegistryDied, RoleDied
-from turnlog.infra.embedded.liveness import Liveness, answering, broker_answers, generates, http_answers, role_loops
+from turnlog.infra.embedded.liveness import (
+    Liveness,
+    answering,
+    broker_answers,
+    generates,
+    http_answers,
+    is_well,
+    role_loops,
+)
 from turnlog.infra.embedded.object_store import ObjectStore
 from turnlog.infra.embedded.ports import HOST, ONE_HOST, claim, free_ports
 from turnlog.infra.embedded.process import Launch
@@ -220,15 +228,8 @@ def role_liveness(health: str, bounds: LivenessSettings) -> Liveness:
 
 
 def answers(url: str) -> bool:
-    """Whether GET answers 2xx."""
-    try:
-        with urllib.request.urlopen(url, timeout=PROBE_TIMEOUT_S):
-            return True
-    except urllib.error.HTTPError as refusal:
-        refusal.close()
-        return False
-    except (OSError, ValueError):
-        return False
+    """Whether GET answers 2xx, while a start is waited for."""
+    return is_well(url, timeout_s=PROBE_TIMEOUT_S)
 
 
 def waiting_for(health: str) -> str:
