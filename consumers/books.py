@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import heapq
-import json
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from turnlog.infra.history import all_events, events
 from turnlog.infra.role import Role, opened
 from turnlog.infra.runs import Configured, recorded
+from turnlog.infra.terminal import Terminal, say_json
 from turnlog.processors.core.fold_versions import fold_version
 from turnlog.processors.core.ledgers import FIRST, Books, Ledgers
 from turnlog.processors.core.run_books import RunBooks, run_books
@@ -88,9 +87,9 @@ async def show(settings: Settings, asked: Asked) -> int:
     async with opened("books", settings, archive=asked.archive) as role:
         answer = body(settings.run.id, await read_levels(role), asked)
     if asked.as_json:
-        print(json.dumps(answer, indent=2))
+        say_json(answer)
         return 0 if answer["balance"] else 1
-    console = Console()
+    console = Terminal()
     console.print(account_table(answer) if len(answer["accounts"]) == 1 else accounts_table(answer))
     for imbalance in answer["imbalances"][:IMBALANCES_SHOWN]:
         console.print(imbalance, style="red")

@@ -15,8 +15,6 @@ from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from turnlog.consumers.display import Display
 from turnlog.consumers.watch import WATCHED
 from turnlog.infra.embedded.plan import ROLE_START_S, answers, role_liveness
@@ -28,6 +26,7 @@ from turnlog.infra.embedded.up import status_processes
 from turnlog.infra.history import partitions
 from turnlog.infra.role import Role, opened
 from turnlog.infra.runs import configure
+from turnlog.infra.terminal import Terminal
 from turnlog.schemas.errors import UndecodableRecord
 from turnlog.settings import Settings
 
@@ -49,7 +48,7 @@ class NotEveryDraw(ConductError):
 
 def conduct(settings: Settings) -> int:
     """Feed and show a run that is up; 0 when every draw was trained."""
-    console = Console()
+    console = Terminal()
     display = Display(settings, console)
     try:
         asyncio.run(run(settings, display))

@@ -11,9 +11,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
-from rich.console import Console
-from rich.markup import escape
-
 from turnlog.consumers import conduct
 from turnlog.consumers.display import Display, curve
 from turnlog.consumers.plot import plot_rewards
@@ -22,6 +19,7 @@ from turnlog.consumers.report import Measured, Report, gather, store, summary
 from turnlog.infra.embedded.errors import NotUp
 from turnlog.infra.embedded.up import down, up
 from turnlog.infra.role import opened
+from turnlog.infra.terminal import Terminal
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.settings import RunSettings, Settings, changed
 
@@ -38,11 +36,11 @@ def demo(
 ) -> int:
     """Run everything; 0 only for a run that rose, balances, was acknowledged and replays identically. `prepare` makes
     the model folder. Whatever happens, Ctrl-C included, no process is left."""
-    console = Console()
+    console = Terminal()
     settings = demo_settings(settings, steps, engines)
     measured = Measured()
     directory = Path(settings.run.directory)
-    console.print(f"run [bold]{settings.run.id}[/bold], files in {directory}")
+    console.print(f"run {settings.run.id}, files in {directory}", style="bold")
     settings = asyncio.run(runnable_here(settings, unisolated, console))
     with _phase(measured, "model"), console.status("making the tiny model (torch needs a few seconds to import)"):
         settings = prepare(settings)
@@ -72,21 +70,21 @@ def demo_settings(settings: Settings, steps: int | None, engines: int | None) ->
     return settings
 
 
-async def runnable_here(settings: Settings, unisolated: Unisolated, console: Console) -> Settings:
+async def runnable_here(settings: Settings, unisolated: Unisolated, console: Terminal) -> Settings:
     """With [sandbox] allow_unisolated where no sandbox can isolate, said loudly: a demo's tools are its own model's
     sums. Report and answers say it again."""
     why = await unisolated(settings.sandbox)
     if not why:
         return settings
+    console.print("TOOLS RUN WITHOUT ISOLATION", style="bold red", end=" ")
     console.print(
-        "[bold red]TOOLS RUN WITHOUT ISOLATION[/bold red] on this machine: for the calls of its own model this demo "
-        f"sets \\[sandbox] allow_unisolated = true. {escape(why)}",
+        f"on this machine: for the calls of its own model this demo sets [sandbox] allow_unisolated = true. {why}",
         soft_wrap=True,
     )
     return dataclasses.replace(settings, sandbox=dataclasses.replace(settings.sandbox, allow_unisolated=True))
 
 
-async def _judged(settings: Settings, console: Console, measured: Measured) -> Report:
+async def _judged(settings: Settings, console: Terminal, measured: Measured) -> Report:
     """The loop, then replay and report while the servers still run."""
     display = Display(settings, console)
     began = time.monotonic()
@@ -106,7 +104,7 @@ async def _judged(settings: Settings, console: Console, measured: Measured) -> R
 
 def _save_screen(display: Display, report: Report, directory: Path) -> None:
     display.phase = "done"
-    recorder = Console(record=True, width=110, file=io.StringIO(), force_terminal=True)
+    recorder = Terminal(record=True, width=110, file=io.StringIO(), force_terminal=True)
     recorder.print(display.render(), summary(report))
     recorder.save_svg(str(directory / SCREEN), title="make demo")
 
@@ -129,7 +127,7 @@ def _phase(measured: Measured, name: str) -> Iterator[None]:
         measured.seconds[name] = time.monotonic() - began
 
 
-def _say(report: Report, directory: Path, console: Console) -> None:
+def _say(report: Report, directory: Path, console: Terminal) -> None:
     body = report.body
     path = store(report, directory)
     if body["rewards"]:
@@ -138,17 +136,18 @@ def _say(report: Report, directory: Path, console: Console) -> None:
     console.print(f"reward  {curve(body['rewards'])}", highlight=False)
     console.print(f"files   {path}, {PLOT}, {SCREEN}, logs/ beside it", highlight=False, soft_wrap=True)
     console.print(
-        f"next    turnlog --run {body['run']} up        servers and roles of this run again\n"
-        f"        turnlog --run {body['run']} status    roles, lag, engines, versions\n"
-        f"        turnlog --run {body['run']} replay --verify\n"
-        f"        turnlog --run {body['run']} books     sampled = trained + masked\n"
+        f"next    turnlog --run {body['run']} up        servers and roles of this run again",
+        f"        turnlog --run {body['run']} status    roles, lag, engines, versions",
+        f"        turnlog --run {body['run']} replay --verify",
+        f"        turnlog --run {body['run']} books     sampled = trained + masked",
         f"        turnlog --run {body['run']} down",
+        sep="\n",
         highlight=False,
         soft_wrap=True,
     )
     for failure in report.failures:
-        console.print(f"[red]FAILED[/red]: {failure}")
+        console.print(f"FAILED: {failure}", style="red")
     if not report.failures:
-        console.print("[green]the reward rose, the books balance, every version was acknowledged, replay is identical"
-                      "[/green]" if body["steps"] >= 15 else "[green]done[/green]; below 15 steps the reward is shown, "
-                      "not judged")  # fmt: skip
+        judged = "the reward rose, the books balance, every version was acknowledged, replay is identical"
+        short = "done; below 15 steps the reward is shown, not judged"
+        console.print(judged if body["steps"] >= 15 else short, style="green")

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from turnlog.consumers.watch import Picture
+from turnlog.infra.terminal import Terminal
 from turnlog.settings import Settings
 
 BARS = " ▁▂▃▄▅▆▇█"
@@ -29,7 +30,7 @@ def curve(values: list[float], width: int = 60) -> str:
 class Display:
     """What is shown. `phase` may be set from outside; on a terminal that is none, one line per step is printed."""
 
-    def __init__(self, settings: Settings, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, settings: Settings, console: Terminal, clock: Callable[[], float] = time.monotonic) -> None:
         self.phase = "starting"
         self.picture = Picture()
         self._run_id = settings.run.id
@@ -80,7 +81,7 @@ class Display:
         facts.add_row("weights", f"version {picture.version}, lag {picture.lag}")
         engines = ", ".join(f"{name}: {_serving(version)}" for name, version in sorted(picture.engines.items()))
         facts.add_row("engines", engines or "-")
-        return Panel(facts, title=f"turnlog · run {self._run_id}")
+        return Panel(facts, title=Text(f"turnlog · run {self._run_id}"))
 
     def loop_seconds(self) -> float:
         """Seconds since the first session started."""

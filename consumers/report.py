@@ -12,7 +12,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from turnlog.consumers import books
@@ -20,6 +19,7 @@ from turnlog.consumers.replay.run import Verdict
 from turnlog.consumers.replay.run import run as replay
 from turnlog.infra.history import all_events, partitions, records
 from turnlog.infra.role import Role, opened
+from turnlog.infra.terminal import Terminal
 from turnlog.processors.core.run_books import RunBooks
 from turnlog.schemas import topics
 from turnlog.schemas.events import (
@@ -225,7 +225,7 @@ def store(report: Report, directory: Path) -> Path:
 
 async def write(settings: Settings) -> int:
     """`turnlog report`: replay, gather, write, print; 0 when nothing is wrong with the run."""
-    console = Console()
+    console = Terminal()
     async with opened("report", settings) as role:
         with console.status("reading the run's topics"):
             report = await gather(role, await replay(role), Measured())

@@ -9,7 +9,6 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from turnlog.infra import endpoints
@@ -18,6 +17,7 @@ from turnlog.infra.embedded.up import status_processes
 from turnlog.infra.history import all_events, partitions
 from turnlog.infra.log import LogUnavailable
 from turnlog.infra.role import Role, opened
+from turnlog.infra.terminal import Terminal, say_json
 from turnlog.processors.core.low_water import committed_high
 from turnlog.schemas import topics
 from turnlog.settings import Settings
@@ -43,9 +43,9 @@ def show(settings: Settings, *, as_json: bool) -> int:
         except LogUnavailable as error:
             found["log"] = str(error)
     if as_json:
-        print(json.dumps(found, indent=2))
+        say_json(found)
     else:
-        _print(found, settings)
+        tell(found, settings, Terminal())
     if not processes:
         return 3
     return 0 if all(process["state"] in SATISFIED for process in processes) else 1
@@ -83,17 +83,15 @@ async def _lag(role: Role, name: str) -> dict[str, int]:
     return behind
 
 
-def _print(found: dict[str, Any], settings: Settings) -> None:
-    console = Console()
+def tell(found: dict[str, Any], settings: Settings, console: Terminal) -> None:
+    """Print what was found as people read it."""
     if not found["processes"]:
         console.print(f"run {settings.run.id!r} is not up: start it with `turnlog --run {settings.run.id} up`")
         return
     table = Table("process", "state", "pid", "restarts", "waits for / error", title=f"run {found['run']}")
     for process in found["processes"]:
-        why = process["waiting"] or process["error"].splitlines()[:1] or ""
-        table.add_row(
-            process["name"], process["state"], str(process["pid"] or "-"), str(process["restarts"]), str(why or "")
-        )
+        why = process["waiting"] or process["error"].partition("\n")[0]
+        table.add_row(process["name"], process["state"], str(process["pid"] or "-"), str(process["restarts"]), why)
     console.print(table)
     for role, lag in found.get("lag", {}).items():
         console.print(f"lag of {role}: " + ", ".join(f"{topic} {count}" for topic, count in lag.items()))

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from turnlog.infra.endpoints import resolved
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import Log, LogError, TopicSpec
+from turnlog.infra.terminal import say
 from turnlog.schemas.topics import CATALOGUE
 from turnlog.settings import Settings
 
@@ -115,10 +116,10 @@ async def run(action: str, settings: Settings) -> int:
     try:
         if action == "apply":
             created = await apply(log, settings)
-            print(f"created {', '.join(created)}" if created else "every topic of the catalogue exists")
+            say(f"created {', '.join(created)}" if created else "every topic of the catalogue exists")
             return 0
         problems = await check(log, settings)
     finally:
         await log.close()
-    print("\n".join(problems) or "every topic is as the catalogue says")
+    say(*problems or ["every topic is as the catalogue says"])
     return int(any(not problem.startswith(WARNING) for problem in problems))

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 from datetime import UTC, datetime
 
-from rich.console import Console
 from rich.table import Table
 
 from turnlog.consumers.archive.archiver import flush, main
@@ -14,6 +13,7 @@ from turnlog.consumers.archive.prune import prunable
 from turnlog.infra.archive_index import ArchiveError, ArchiveIndex, archive_name
 from turnlog.infra.log import Partition
 from turnlog.infra.role import opened, serve
+from turnlog.infra.terminal import Terminal, say
 from turnlog.settings import Settings
 
 
@@ -38,7 +38,7 @@ async def flush_all(settings: Settings) -> int:
     """Archive what is there; say how many files that made."""
     async with opened("archive", settings) as role:
         files = await flush(role)
-    print(f"{files} files written: everything on the log is in archive/{archive_name(settings)}")
+    say(f"{files} files written: everything on the log is in archive/{archive_name(settings)}")
     return 0
 
 
@@ -55,7 +55,7 @@ async def status(settings: Settings) -> int:
             covered = sum(each[-1].end - each[0].start for each in spans if each)
             behind = sum(ends[place] - (index.end(place) or 0) for place in places)
             table.add_row(topic, f"{sum(map(len, spans)):,}", f"{covered:,}", f"{behind:,}")
-    Console().print(table)
+    Terminal().print(table)
     return 0
 
 
@@ -70,12 +70,10 @@ async def prune(settings: Settings, before: str | None, *, delete: bool) -> int:
         found = await prunable(role, index, limit)
         starts = await role.log.start_offsets(list(found))
         for place, keep in sorted(found.items()):
-            print(f"{place.topic}[{place.number}]: offsets {starts[place]} to {keep - 1}")
+            say(f"{place.topic}[{place.number}]: offsets {starts[place]} to {keep - 1}")
         if delete and found:
             await role.log.delete_before(found)
-    print(
-        "deleted; `turnlog replay --from archive` still reads them" if delete else "nothing was deleted; --yes does it"
-    )
+    say("deleted; `turnlog replay --from archive` still reads them" if delete else "nothing was deleted; --yes does it")
     return 0
 
 

@@ -8,7 +8,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from turnlog.consumers.datasets.build import build
@@ -16,6 +15,7 @@ from turnlog.consumers.datasets.manifest import Manifest
 from turnlog.consumers.datasets.query import Query
 from turnlog.consumers.datasets.verify import verify
 from turnlog.infra.role import opened
+from turnlog.infra.terminal import Terminal, say
 from turnlog.settings import Settings
 
 
@@ -23,15 +23,15 @@ def run(settings: Settings, arguments: argparse.Namespace) -> int:
     """Build or verify; 0 when the dataset stands as it should. Raises DatasetError."""
     if arguments.action == "verify":
         manifest = verify(arguments.out)
-        print(f"{arguments.out}: whole, {_said(manifest)}")
+        say(f"{arguments.out}: whole, {_said(manifest)}")
         return 0
     manifest = asyncio.run(_built(settings, arguments))
     came = manifest.provenance
-    print(f"{arguments.out}: {_said(manifest)}")
+    say(f"{arguments.out}: {_said(manifest)}")
     for name, count in came.removed.most_common():
-        print(f"  removed by {name}: {count:,}")
+        say(f"  removed by {name}: {count:,}")
     for topic, count in came.reading.undecodable.most_common():
-        print(f"  {topic}: {count:,} records are no event and were passed over")
+        say(f"  {topic}: {count:,} records are no event and were passed over")
     return 0
 
 
@@ -48,7 +48,7 @@ def query_of(arguments: argparse.Namespace) -> Query:
 
 
 async def _built(settings: Settings, arguments: argparse.Namespace) -> Manifest:
-    console = Console(stderr=True)
+    console = Terminal(stderr=True)
     out: Path = arguments.out
     query = query_of(arguments)
     query.check(arguments.view)

@@ -5,18 +5,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import json
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from turnlog.consumers.dead_letters.letters import Asked, LetterError, event_of, named, read, whole
 from turnlog.consumers.dead_letters.requeue import first_places, requeue, requeued
 from turnlog.consumers.dead_letters.skip import skip
 from turnlog.infra.role import Role, opened
+from turnlog.infra.terminal import Terminal, say, say_json
 from turnlog.schemas.errors import UndecodableRecord
 from turnlog.schemas.events import DeadLetter
 from turnlog.settings import Settings
@@ -34,7 +33,7 @@ async def command(settings: Settings, arguments: argparse.Namespace) -> int:
 
 async def _skip(role: Role, arguments: argparse.Namespace) -> int:
     order = await skip(role, arguments.place, arguments.reason)
-    print(f"{order.topic}[{order.partition}]@{order.offset} will be passed over; restart the assembler if it stopped")
+    say(f"{order.topic}[{order.partition}]@{order.offset} will be passed over; restart the assembler if it stopped")
     return 0
 
 
@@ -43,7 +42,7 @@ async def _list(role: Role, arguments: argparse.Namespace) -> int:
     newest = list(letters.values())[-max(0, arguments.limit) :]
     if arguments.json:
         for parked_ms, letter in newest:
-            print(json.dumps(_body(letter, parked_ms)))
+            say_json(_body(letter, parked_ms), indent=None)
         return 0 if newest else 1
     table = Table(title=f"dead letters of {role.settings.run.id}: {len(newest)} of {len(letters)}")
     for heading in ("id", "parked", "record", "by", "cause", "message"):
@@ -51,7 +50,7 @@ async def _list(role: Role, arguments: argparse.Namespace) -> int:
     for parked_ms, letter in newest:
         place = f"{letter.topic}[{letter.partition}]@{letter.offset}"
         table.add_row(letter.event_id[:10], _time(parked_ms), place, letter.role, letter.cause, letter.message[:200])
-    Console(file=sys.stdout).print(table)
+    Terminal().print(table)
     return 0 if newest else 1
 
 
@@ -68,7 +67,7 @@ async def _show(role: Role, arguments: argparse.Namespace) -> int:
     if arguments.source != "archive":
         places = first_places([letter])
         body["requeued"] = (await requeued(role, places)).get(letter.event_id, 0)
-    print(json.dumps(body, indent=None if arguments.json else 2, ensure_ascii=False))
+    say_json(body, indent=None if arguments.json else 2)
     return 0
 
 
@@ -83,16 +82,16 @@ async def _requeue(role: Role, arguments: argparse.Namespace) -> int:
     todo = [letter for letter in chosen if arguments.again or not times.get(letter.event_id)]
     for letter in chosen:
         if letter not in todo:
-            print(f"{letter.event_id[:10]} was requeued {times[letter.event_id]} times; --again does it once more")
+            say(f"{letter.event_id[:10]} was requeued {times[letter.event_id]} times; --again does it once more")
     if not todo:
-        print("nothing to requeue")
+        say("nothing to requeue")
         return 1
     if not (arguments.ids or arguments.yes or _agreed(len(todo))):
         return 1
     async with role.log.appender() as appender:
         for letter in todo:
             place, offset = await requeue(role, appender, letter, times=times.get(letter.event_id, 0))
-            print(f"{letter.event_id[:10]} {letter.cause}: now at {place.topic}[{place.number}]@{offset}")
+            say(f"{letter.event_id[:10]} {letter.cause}: now at {place.topic}[{place.number}]@{offset}")
     return 0
 
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import sys
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.table import Table
 
 from turnlog.consumers.fold.arguments import ARCHIVE
 from turnlog.consumers.fold.comparison import Comparison, Row, Scope, Tally, compare
 from turnlog.consumers.replay.progress import Shown
 from turnlog.infra.role import opened
+from turnlog.infra.terminal import Terminal, say_json
 from turnlog.processors.core.drawing import draw, sizes
 from turnlog.schemas.events import SegmentSample, TurnTreeAssembled
 from turnlog.settings import Settings
@@ -22,22 +20,21 @@ from turnlog.settings import Settings
 
 def show(settings: Settings, arguments: argparse.Namespace) -> int:
     """Print the comparison; 0. Raises what `compare` raises."""
-    return asyncio.run(_show(settings, arguments, Console()))
+    return asyncio.run(_show(settings, arguments, Terminal()))
 
 
-async def _show(settings: Settings, arguments: argparse.Namespace, console: Console) -> int:
+async def _show(settings: Settings, arguments: argparse.Namespace, console: Terminal) -> int:
     names = [arguments.policy, arguments.against] if arguments.against else [arguments.policy]
     session = arguments.show or arguments.session
     scope = Scope(group=arguments.group, session=session, top=max(arguments.top, 0), draw=bool(arguments.show))
     async with opened("fold", settings, archive=arguments.source == ARCHIVE) as role:
-        with Shown(Console(stderr=True)) as progress:
+        with Shown(Terminal(stderr=True)) as progress:
             found = await compare(role, names, scope, threshold=arguments.fork_threshold, progress=progress)
     if arguments.json:
-        json.dump(found.body(), sys.stdout, indent=1)
-        print()
+        say_json(found.body(), indent=1)
         return 0
     if arguments.show:
-        console.print(drawings(found), highlight=False, markup=False, soft_wrap=True)
+        console.print(*drawings(found).split("\n"), sep="\n", highlight=False, soft_wrap=True)
     console.print(totals(found))
     if not arguments.show and (rows := listed(found)):
         console.print(sessions(found, rows))

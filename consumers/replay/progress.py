@@ -6,7 +6,7 @@ import time
 from types import TracebackType
 from typing import Any, Protocol
 
-from rich.console import Console
+from turnlog.infra.terminal import Terminal
 
 
 class Progress(Protocol):
@@ -34,7 +34,7 @@ class Silent:
 class Shown:
     """See Progress. Use as a context."""
 
-    def __init__(self, console: Console, *, lines_every_s: float = 10.0) -> None:
+    def __init__(self, console: Terminal, *, lines_every_s: float = 10.0) -> None:
         self._console = console
         self._every_s = lines_every_s
         self._bar: Any = None
@@ -82,7 +82,7 @@ class Shown:
         return f"{self._records / seconds:,.0f} records/s{tokens}"
 
 
-def _bar(console: Console) -> Any:
+def _bar(console: Terminal) -> Any:
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     return Progress(

@@ -12,8 +12,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from turnlog.consumers.datasets.manifest import Manifest, Provenance
 from turnlog.consumers.datasets.writer import DatasetWriter
 from turnlog.consumers.replay.changes import Changes
@@ -33,6 +31,7 @@ from turnlog.infra.cuts import Cut
 from turnlog.infra.log import Partition
 from turnlog.infra.role import Role, opened
 from turnlog.infra.runs import Configured
+from turnlog.infra.terminal import Terminal
 from turnlog.processors.core.draws import ReadableGroup
 from turnlog.processors.core.fold_rules import FoldRules
 from turnlog.processors.core.trimmed import DrawRules, PlacedSample
@@ -50,17 +49,17 @@ async def refold(
     until: str | None = None,
     fresh: bool = False,
     overwrite: bool = False,
-    console: Console | None = None,
+    console: Terminal | None = None,
 ) -> int:
     """Write the dataset (where [fold] changes) and the batches (where [batcher] changes) below `out`; 0.
     Raises ReplayError, DatasetError and what the log, the store and the registry raise."""
-    console = console or Console()
+    console = console or Terminal()
     async with opened("replay", settings, archive=source == ARCHIVE) as role:
         with Shown(console) as progress:
             folder = Path(settings.run.directory) / FOLDER
             work = Refold(role, changes, out, folder, format=format, until=until, overwrite=overwrite)
             written = await work.run(progress=progress, fresh=fresh)
-    console.print(written, highlight=False, soft_wrap=True)
+    console.print(*written.split("\n"), sep="\n", highlight=False, soft_wrap=True)
     return 0
 
 

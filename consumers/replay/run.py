@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from turnlog.consumers.replay.errors import NothingToReplay
 from turnlog.consumers.replay.progress import Progress, Shown, Silent
 from turnlog.consumers.replay.source import cut_of, recorded_run
@@ -24,6 +22,7 @@ from turnlog.infra.cuts import Cut
 from turnlog.infra.log import Partition
 from turnlog.infra.role import Role, opened
 from turnlog.infra.runs import Configured
+from turnlog.infra.terminal import Terminal
 from turnlog.settings import Settings
 
 ARCHIVE = "archive"
@@ -62,7 +61,7 @@ async def replay(
     settings: Settings,
     *,
     verify: bool,
-    console: Console | None = None,
+    console: Terminal | None = None,
     source: str = "topics",
     until: str | None = None,
     fresh: bool = False,
@@ -72,7 +71,7 @@ async def replay(
     `source`: topics | archive; `until`: see `until.moment`; `fresh`: forget what an unfinished replay compared.
     Raises ReplayError and what the log, the store and the registry raise: status 2.
     """
-    console = console or Console()
+    console = console or Terminal()
     async with opened("replay", settings, archive=source == ARCHIVE) as role:
         with Shown(console) as progress:
             folder = Path(settings.run.directory) / FOLDER
@@ -83,10 +82,10 @@ async def replay(
         console.print(verdict.compared)
         return 0
     if verdict.identical:
-        console.print(f"replay: [green]identical[/green] ({verdict.compared})")
+        console.print(f"replay: identical ({verdict.compared})", style="green")
         return 0
-    console.print(f"replay: [red]DIFFERENT[/red] ({verdict.compared})", soft_wrap=True)
-    console.print(f"first divergence: {verdict.divergence or 'no records'}", markup=False, soft_wrap=True)
+    console.print(f"replay: DIFFERENT ({verdict.compared})", style="red", soft_wrap=True)
+    console.print(f"first divergence: {verdict.divergence or 'no records'}", soft_wrap=True)
     return 1
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 import tempfile
 import time
 import urllib.error
@@ -21,6 +20,7 @@ from importlib import resources
 from pathlib import Path
 
 from turnlog.infra.embedded.errors import JarMismatch, JarsUnavailable
+from turnlog.infra.terminal import aside
 
 REPOSITORY = "TURNLOG_MAVEN_REPOSITORY"
 PARALLEL = 8
@@ -66,7 +66,7 @@ def class_path(folder: Path | None = None, *, say: Callable[[str], None] | None 
     """Class path of the broker, fetching what is not there. Raises JarsUnavailable, JarMismatch."""
     folder = folder or cache_folder()
     jars = pinned()
-    fetch(jars, folder, say=say or _say)
+    fetch(jars, folder, say=say or aside)
     return os.pathsep.join(str(folder / jar.file) for jar in jars)
 
 
@@ -182,7 +182,3 @@ def _replace(path: Path, content: bytes) -> None:
     except BaseException:
         os.unlink(part)
         raise
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -37,6 +37,7 @@ from turnlog.infra.embedded.run_files import (
 from turnlog.infra.embedded.supervisor import SATISFIED, State, Supervisor, Watched
 from turnlog.infra.endpoints import Endpoints
 from turnlog.infra.private_files import GATEWAY_KEY, kept_secret, private_folder
+from turnlog.infra.terminal import aside
 from turnlog.settings import Settings
 
 NOTIFY = "TURNLOG_NOTIFY_FD"
@@ -69,7 +70,7 @@ def up(
     """Start a run and leave it running; returns when every server answers and every role is ready (`wait` False: when
     the addresses are known). `attached`: it dies with this process. Raises EmbeddedError (AlreadyUp; what kept a
     server from starting, after stopping the others; NotReady, leaving the run as it is)."""
-    say = say or _say
+    say = say or aside
     directory = Path(settings.run.directory)
     private_folder(directory)
     with locked(directory):  # raises AlreadyUp
@@ -116,7 +117,7 @@ def supervise(settings: Settings, roles: Sequence[str] | None = None) -> int:
 
 def down(settings: Settings, *, say: Say | None = None) -> None:
     """Stop a run: roles drain, then the servers. Also ends what a killed supervisor left. Raises NotUp."""
-    say = say or _say
+    say = say or aside
     directory = Path(settings.run.directory)
     state = read_state(directory)
     _let_go(directory)
@@ -293,7 +294,3 @@ def _show(found: Endpoints, say: Say) -> None:
         say(f"{name:9} {getattr(found, name)}")
     for url in found.engines:
         say(f"engine    {url}")
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import os
-import sys
 from dataclasses import dataclass
 
+from turnlog.infra.terminal import aside, say, say_json
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.pooling.pools import CLASSES, backend
 from turnlog.sandbox_workers.protocol import BackendUnavailable, SandboxUnavailable
@@ -36,16 +35,16 @@ async def show(settings: Settings, *, as_json: bool) -> int:
     """Print a line for each; 0 when nothing is missing that is needed."""
     found = await findings(settings.sandbox)
     if as_json:
-        print(json.dumps([dataclasses.asdict(finding) for finding in found], indent=2))
+        say_json([dataclasses.asdict(finding) for finding in found])
     else:
         for finding in found:
             mark = "ok" if finding.ok else "MISSING" if finding.needed else "no"
-            print(f"{finding.name:20} {mark:8} {finding.says}")
+            say(f"{finding.name:20} {mark:8} {finding.says}")
     missing = [finding.name for finding in found if finding.needed and not finding.ok]
     verdict = f"{settings.sandbox.backend} is fully isolated here"
     if missing:
         verdict = f"{settings.sandbox.backend} is not fully isolated here: {', '.join(missing)}"
-    print(verdict, file=sys.stderr)
+    aside(verdict)
     return 1 if missing else 0
 
 

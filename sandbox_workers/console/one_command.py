@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
+from turnlog.infra.terminal import aside
 from turnlog.sandbox_workers.pooling.pools import backend
 from turnlog.sandbox_workers.protocol import (
     BackendUnavailable,
@@ -57,7 +58,7 @@ def run(settings: Settings, arguments: argparse.Namespace) -> int:
     limits = granted(settings, arguments)
     most = f" ({getattr(limits, execution.reason):g})" if hasattr(limits, execution.reason) else ""
     line = f"{execution.status}: {execution.reason}{most}, after {execution.duration_s:.2f} s"
-    print(f"turnlog sandbox exec: {line}", file=sys.stderr)
+    aside(f"turnlog sandbox exec: {line}")
     return STATUS.get(execution.status, 1)
 
 

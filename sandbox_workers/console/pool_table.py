@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.table import Table
-from rich.text import Text
 
 from turnlog.infra import endpoints
+from turnlog.infra.terminal import Terminal, say_json
 from turnlog.sandbox_workers.pooling.slots import SlotState
 from turnlog.settings import Settings
 
@@ -35,11 +35,11 @@ def show(settings: Settings, arguments: argparse.Namespace) -> int:
     """Print the pools once, or again and again; 0 when a worker answered, else 3."""
     found = asked(addresses(settings, arguments.urls))
     if arguments.json:
-        print(json.dumps(found, indent=2))
+        say_json(found)
     elif arguments.watch:
         _watch(settings, arguments.urls)
     else:
-        Console().print(drawn(settings, found))
+        Terminal().print(drawn(settings, found))
     return 0 if any("pools" in answer for answer in found.values()) else NOBODY
 
 
@@ -73,7 +73,7 @@ def drawn(settings: Settings, found: Answers) -> Group:
     """A table of the pools that fits a terminal of 80 characters, and lines for what does not fit in."""
     if not found:
         where = f"run {settings.run.id!r} has no sandbox worker: start it with `turnlog up`, or name one by --url"
-        return Group(Text(where))
+        return Group(where)
     pools = [pool for answer in found.values() for pool in answer.get("pools", ())]
     states = [state for state in SlotState if state in ALWAYS or any(pool["slots"][state] for pool in pools)]
     table = Table(
@@ -94,7 +94,7 @@ def drawn(settings: Settings, found: Answers) -> Group:
             notes.append(f"{worker}: TOOLS RUN WITHOUT ISOLATION; `turnlog sandbox check` says why")
         if "unreachable" in answer:
             notes.append(f"{worker}: {answer['unreachable']}")
-    return Group(*([table] if table.row_count else []), *(Text(note) for note in notes))
+    return Group(*([table] if table.row_count else []), *notes)
 
 
 def _figures(pool: dict[str, Any], states: list[SlotState]) -> list[str]:
@@ -105,7 +105,7 @@ def _figures(pool: dict[str, Any], states: list[SlotState]) -> list[str]:
 
 
 def _watch(settings: Settings, urls: list[str]) -> None:
-    with Live(auto_refresh=False) as live:
+    with Live(console=Terminal(), auto_refresh=False) as live:
         while True:
             live.update(drawn(settings, asked(addresses(settings, urls))), refresh=True)
             time.sleep(EVERY_S)

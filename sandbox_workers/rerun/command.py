@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from turnlog.infra.blobs import BlobCorrupt, BlobMissing
 from turnlog.infra.role import Role, opened
+from turnlog.infra.terminal import aside, say_json
 from turnlog.sandbox_workers.rerun.again import Rerunner, interpreted
 from turnlog.sandbox_workers.rerun.comparison import Difference, differences
 from turnlog.sandbox_workers.rerun.recorded import BadPattern, RecordedCall, RecordedSession, recorded
@@ -59,7 +58,7 @@ async def command(settings: Settings, arguments: argparse.Namespace) -> int:
     async with opened("session", settings, archive=arguments.source == "archive") as role:
         session = await recorded(role, arguments.id)
         if arguments.action == "show":
-            print(json.dumps(session_body(session), indent=2)) if arguments.json else print_session(session)
+            say_json(session_body(session)) if arguments.json else print_session(session)
             return 0
         asked = Asked(
             call=arguments.call_seq,
@@ -71,7 +70,7 @@ async def command(settings: Settings, arguments: argparse.Namespace) -> int:
     status = exit_status(reports)
     if arguments.json:
         body = {"session_id": session.session_id, "exit": status, "calls": [report.body() for report in reports]}
-        print(json.dumps(body, indent=2))
+        say_json(body)
     else:
         print_report(session.session_id, [report.body() for report in reports])
     return status
@@ -85,10 +84,7 @@ async def rerun(role: Role, session: RecordedSession, asked: Asked) -> list[Repo
     async with Rerunner.open(role, chosen) as rerunner:
         for number, call in enumerate(chosen, 1):
             report = await _one(rerunner, call, asked)
-            print(
-                f"{number}/{len(chosen)} call {call.request.call_seq} {call.request.tool}: {report.verdict}",
-                file=sys.stderr,
-            )
+            aside(f"{number}/{len(chosen)} call {call.request.call_seq} {call.request.tool}: {report.verdict}")
             if asked.call is None or call.request.call_seq == asked.call:
                 reports.append(report)
             if report.verdict == "differs" and not asked.keep_going:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from turnlog.infra.log_lines import escaped
+from turnlog.infra.terminal import Terminal
 from turnlog.sandbox_workers.rerun.recorded import RecordedCall, RecordedSession
 
 SHOWN = 60
@@ -34,31 +34,30 @@ def print_session(session: RecordedSession) -> None:
         table.add_column(heading, overflow="fold", min_width=width)
     for body in map(_call_body, session.calls):
         status = body["status"] + (f" ({body['reason']})" if body["reason"] else "")
-        asked = "\n".join(f"{one['method']} {one['url']} {one['status']} {one['source']}" for one in body["requests"])
+        asked = [f"{one['method']} {one['url']} {one['status']} {one['source']}" for one in body["requests"]]
         row = (
             str(body["call_seq"]), body["call_id"][:8], body["tool"], status, f"{body['duration_s']:.3f}",
-            str(body["attempts"]), (body["workspace"] or "-")[:8], body["arguments"][:SHOWN], asked or "-",
+            str(body["attempts"]), (body["workspace"] or "-")[:8], body["arguments"][:SHOWN],
         )  # fmt: skip
-        table.add_row(*(Text(cell) for cell in row))
-    Console(file=sys.stdout).print(table)
+        table.add_row(*row, Text("\n".join(map(escaped, asked)) or "-"))
+    Terminal().print(table)
 
 
 def print_report(session_id: str, bodies: Sequence[Mapping[str, Any]]) -> None:
     """A line per call, and what differs below it."""
-    console = Console(file=sys.stdout, highlight=False)
+    console = Terminal(highlight=False)
     for body in bodies:
-        line = Text(f"call {body['call_seq']} {body['tool']}: ").append(body["verdict"], style=COLOURS[body["verdict"]])
-        console.print(line)
+        console.print(f"call {body['call_seq']} {body['tool']}: {body['verdict']}", style=COLOURS[body["verdict"]])
         for one in body["differences"]:
             place = f" from byte {one['at']}" if "at" in one else ""
-            console.print(Text(f"  {one['what']}{place}"))
-            console.print(Text(f"    recorded: {one['recorded']!r}"))
-            console.print(Text(f"    now:      {one['now']!r}"))
+            console.print(f"  {one['what']}{place}")
+            console.print(f"    recorded: {one['recorded']!r}")
+            console.print(f"    now:      {one['now']!r}")
         for note in body["notes"]:
-            console.print(Text(f"  {note}"))
+            console.print(f"  {note}")
     counts = {verdict: sum(body["verdict"] == verdict for body in bodies) for verdict in COLOURS}
     said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
-    console.print(Text(f"session {session_id}: {said or 'no call'}"))
+    console.print(f"session {session_id}: {said or 'no call'}")
 
 
 def _call_body(call: RecordedCall) -> dict[str, Any]:

@@ -50,8 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not _is_ours(error) or os.environ.get("TURNLOG_TRACEBACK"):
             raise
-        said = "\n".join(map(log_lines.escaped, str(error).split("\n")))
-        print(f"turnlog {arguments.verb}: {type(error).__name__}: {said}", file=sys.stderr)
+        from turnlog.infra.terminal import aside
+
+        aside(*f"turnlog {arguments.verb}: {type(error).__name__}: {error}".split("\n"))
         return _status_of(error)
 
 

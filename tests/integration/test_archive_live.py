@@ -13,7 +13,6 @@ import sys
 
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient
-from rich.console import Console
 
 from turnlog.consumers.archive import command as archive_command
 from turnlog.consumers.archive.archiver import flush
@@ -25,6 +24,7 @@ from turnlog.infra.cuts import live_cut
 from turnlog.infra.log import Partition
 from turnlog.infra.role import Role, opened
 from turnlog.infra.runs import configure
+from turnlog.infra.terminal import Terminal
 from turnlog.processors.core.unit_fold import INPUTS
 from turnlog.processors.shells import assembler
 from turnlog.processors.shells.examples import bad_days
@@ -136,7 +136,7 @@ async def test_the_archive_alone_replays_what_was_emitted_after_the_topics_were_
         assert await files(role) > before
     await delete_topics(settings)
     said = io.StringIO()
-    status = await replay(archive_only(settings), verify=True, source="archive", console=Console(file=said, width=200))
+    status = await replay(archive_only(settings), verify=True, source="archive", console=Terminal(file=said, width=200))
     assert status == 0, said.getvalue()
     assert from_topics.compared in said.getvalue()
 

@@ -104,6 +104,22 @@ async def test_a_letter_is_shown_with_what_can_be_read_of_its_record(
         await ran(role, "show", "")
 
 
+async def test_what_a_record_brought_moves_no_cursor_and_begins_no_line(
+    role: Role, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planted = "\x1b[2J[/red]\x9b31m\u202e\n9f8e7d6c5b  all is well"
+    letter = await parked(role, TURNS.name, b"\x00", key=planted.encode(), cause=planted)
+    for words in (["list"], ["list", "--json"], ["show", letter.event_id], ["show", letter.event_id, "--json"]):
+        assert await ran(role, *words) == 0
+        shown = capsys.readouterr().out
+        assert all(char.isprintable() or char == "\n" for char in shown), words
+        assert "[/red]" in "".join(shown.split())
+        assert not any(line.startswith("9f8e7d6c5b") for line in shown.splitlines())
+    await ran(role, "show", letter.event_id)
+    body = json.loads(capsys.readouterr().out)
+    assert (body["message"], body["key"]) == (planted, planted)
+
+
 async def test_a_record_goes_out_again_as_it_was_and_only_once(role: Role, capsys: pytest.CaptureFixture[str]) -> None:
     letter = await parked(role, TURNS.name, b"garbage")
     assert await ran(role, "requeue", letter.event_id) == 0

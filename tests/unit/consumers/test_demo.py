@@ -7,11 +7,10 @@ import io
 from collections.abc import Callable
 from typing import Any
 
-from rich.console import Console
-
 from turnlog.consumers.demo import runnable_here
 from turnlog.consumers.replay.run import Verdict
 from turnlog.consumers.report import Measured, gather, summary
+from turnlog.infra.terminal import Terminal
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.schemas.events import ToolCallCompleted, ToolStatus
 from turnlog.schemas.events.tools import UNISOLATED
@@ -50,7 +49,7 @@ async def test_the_demo_runs_without_isolation_only_where_there_is_none_and_says
         async def unisolated(settings: SandboxSettings, why: str = why) -> str:
             return why
 
-        console = Console(file=io.StringIO(), width=200)
+        console = Terminal(file=io.StringIO(), width=200)
         settings = await runnable_here(Settings(), unisolated, console)
         assert settings.sandbox == dataclasses.replace(Settings().sandbox, allow_unisolated=bool(why))
         said.append(console.file.getvalue())
@@ -66,6 +65,6 @@ async def test_a_report_counts_the_calls_that_ran_without_isolation(trained_run:
     )
     report = await gather(made.role(), Verdict(), Measured())
     assert (report.body["tool_calls"], report.body["tool_calls_without_isolation"]) == ({"ok": 3}, 2)
-    console = Console(file=io.StringIO(), width=200)
+    console = Terminal(file=io.StringIO(), width=200)
     console.print(summary(report))
     assert "TOOLS RAN WITHOUT ISOLATION" in console.file.getvalue()

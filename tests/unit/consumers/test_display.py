@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import io
 
-from rich.console import Console
-
 from turnlog.consumers.display import Display
+from turnlog.infra.terminal import Terminal
 from turnlog.settings import BatcherSettings, FeederSettings, Settings
 
 
@@ -16,6 +15,6 @@ def test_steps_are_counted_against_every_update_of_every_draw() -> None:
         Settings(), feeder=FeederSettings(draws=6), batcher=BatcherSettings(updates_per_draw=2)
     )
     shown = io.StringIO()
-    console = Console(file=shown, width=120)
+    console = Terminal(file=shown, width=120)
     console.print(Display(settings, console).render())
     assert "0/12" in shown.getvalue()
