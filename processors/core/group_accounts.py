@@ -131,7 +131,7 @@ class GroupRecords:
         """By the spine, or since a record of a turn that it names was."""
         known = self.spine.sessions[session]
         bare = session in self.trees and self.trees[session].bare
-        return known.refused or (bare and bool(known.named))
+        return known.refused or (bare and known.finish is not None and bool(known.finish.turns))
 
     def _unnamed(self, session: str, end: int) -> Counter[str]:
         """Turns that came after the last one that the session needs, before the end of its group."""

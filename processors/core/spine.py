@@ -56,6 +56,8 @@ class Session(Tenure):
     """First reward per turn; None for one that was refused. Of turns that the finish names, once it counts."""
     refused: bool = False
     settled: bool = False
+    _named: frozenset[TurnId] | None = field(default=None, init=False, repr=False, compare=False)
+    """Turns of the counting finish, once a step was judged by them."""
 
     @property
     def reward(self) -> float | None:
@@ -71,10 +73,12 @@ class Session(Tenure):
             (self.verdict is not None or not expects.reward) and len(self.steps) >= expects.step_rewards
         )
 
-    @property
-    def named(self) -> frozenset[TurnId]:
-        """Turns of the counting finish."""
-        return frozenset(self.finish.turns) if self.finish is not None else frozenset()
+    def names(self, turn: TurnId) -> bool:
+        """Whether the counting finish names `turn`. The set is made once: every turn may be rewarded after it."""
+        if self._named is None:
+            assert self.finish is not None
+            self._named = frozenset(self.finish.turns)
+        return turn in self._named
 
     def key(self) -> object:
         """Canonical comparable value."""
@@ -202,7 +206,7 @@ class Spine:
     def _step(self, session: Session, event: StepRewardAssigned) -> None:
         """Before the finish that counts nobody can say whether the turn is one of the session: the reward waits."""
         waits = self._version.steps_need_named_turns and session.finish is None
-        if self._version.steps_need_named_turns and not waits and event.turn not in session.named:
+        if self._version.steps_need_named_turns and not waits and not session.names(event.turn):
             raise UnknownTurn(
                 session.session_id, f"turn {event.turn.index} of epoch {event.turn.epoch} is rewarded, its finish does "
                 "not name it", "reward the turns that the agent acted on",

@@ -10,7 +10,16 @@ from turnlog.processors.core.errors import RewardNotFinite, UnknownTurn
 from turnlog.processors.core.fold_rules import FoldRules
 from turnlog.processors.core.fold_versions import FOLD_VERSION, VERSIONS, UnknownFoldVersion, fold_version
 from turnlog.processors.core.rules import fold_rules
-from turnlog.schemas.events import Expects, FinishReason, GroupStatus, Outcome, StepRewardAssigned, Verifier
+from turnlog.processors.core.spine import Spine
+from turnlog.schemas.events import (
+    Expects,
+    FinishReason,
+    GroupStatus,
+    Outcome,
+    SessionFinished,
+    StepRewardAssigned,
+    Verifier,
+)
 from turnlog.schemas.types import TurnId
 from turnlog.settings import FoldSettings
 
@@ -27,6 +36,34 @@ def step(s, session, turn, value, epoch=None):
             verifier=Verifier("v", "1"),
         )
     )  # fmt: skip
+
+
+class Walked(tuple):
+    """Counts how often it is walked through."""
+
+    walks = 0
+
+    def __iter__(self):
+        type(self).walks += 1
+        return super().__iter__()
+
+
+def test_a_reward_for_each_of_many_turns_walks_through_the_finish_a_few_times_in_all(story):
+    s = story()
+    for index in range(200):
+        s.turn("a", index, f"s{'qA' * index}q", "A", **({"base": index - 1} if index else {}))
+    s.finish("a", expects=Expects(reward=False, step_rewards=200))
+    for index in range(200):
+        step(s, "a", index, 0.5)
+    spine = Spine(TWO.version)
+    Walked.walks = 0
+    for topic, offset, event in s.arrivals:
+        if topic == "agent.sessions":
+            finish = isinstance(event, SessionFinished)
+            spine.fold(offset, replace(event, turns=Walked(event.turns)) if finish else event)
+    assert spine.sessions["a"].settled
+    assert len(spine.sessions["a"].steps) == 200
+    assert Walked.walks < 5
 
 
 def test_records_carry_the_version_that_folded_them(story):
