@@ -20,11 +20,11 @@ from past import GROUP, PROMPTS, Past, agents, call, group_id, stepped, version_
 from turnlog.consumers.loader import Loader
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Child, Launch
-from turnlog.infra.event_log import RECORD_HEADER
 from turnlog.infra.health import Health
 from turnlog.infra.history import events, partitions
 from turnlog.infra.log import Commit, Partition
 from turnlog.infra.memory_engine_control import MemoryEngineControl
+from turnlog.names import RECORD_HEADER
 from turnlog.processors.core.group_scores import figures
 from turnlog.processors.core.offline import offline
 from turnlog.processors.core.unit_fold import INPUTS

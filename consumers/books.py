@@ -13,6 +13,7 @@ from turnlog.infra.history import all_events, events
 from turnlog.infra.role import Role, opened
 from turnlog.infra.runs import Configured, recorded
 from turnlog.infra.terminal import Terminal, say_json
+from turnlog.names import ExitStatus
 from turnlog.processors.core.fold_versions import fold_version
 from turnlog.processors.core.ledgers import FIRST, Books, Ledgers
 from turnlog.processors.core.run_books import RunBooks, run_books
@@ -88,14 +89,14 @@ async def show(settings: Settings, asked: Asked) -> int:
         answer = body(settings.run.id, await read_levels(role), asked)
     if asked.as_json:
         say_json(answer)
-        return 0 if answer["balance"] else 1
+        return ExitStatus.DONE if answer["balance"] else ExitStatus.DIFFERS
     console = Terminal()
     console.print(account_table(answer) if len(answer["accounts"]) == 1 else accounts_table(answer))
     for imbalance in answer["imbalances"][:IMBALANCES_SHOWN]:
         console.print(imbalance, style="red")
     if (more := len(answer["imbalances"]) - IMBALANCES_SHOWN) > 0:
         console.print(f"and {more} more; --json prints all")
-    return 0 if answer["balance"] else 1
+    return ExitStatus.DONE if answer["balance"] else ExitStatus.DIFFERS
 
 
 def account_table(answer: dict[str, Any]) -> Table:

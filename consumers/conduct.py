@@ -27,6 +27,7 @@ from turnlog.infra.history import partitions
 from turnlog.infra.role import Role, opened
 from turnlog.infra.runs import configure
 from turnlog.infra.terminal import Terminal
+from turnlog.names import ExitStatus
 from turnlog.schemas.errors import UndecodableRecord
 from turnlog.settings import Settings
 
@@ -54,7 +55,7 @@ def conduct(settings: Settings) -> int:
         asyncio.run(run(settings, display))
     except asyncio.CancelledError:
         console.print("interrupted: the servers go on (`turnlog down` stops them); `turnlog run` continues")
-        return 130
+        return ExitStatus.INTERRUPTED
     console.print(f"{len(display.picture.steps)} steps trained; next: turnlog --run {settings.run.id} replay --verify")
     return 0
 

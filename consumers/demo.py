@@ -20,6 +20,7 @@ from turnlog.infra.embedded.errors import NotUp
 from turnlog.infra.embedded.up import down, up
 from turnlog.infra.role import opened
 from turnlog.infra.terminal import Terminal
+from turnlog.names import ExitStatus
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.settings import RunSettings, Settings, changed
 
@@ -50,12 +51,12 @@ def demo(
         report = asyncio.run(_judged(settings, console, measured))
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("interrupted; stopping everything")
-        return 130
+        return ExitStatus.INTERRUPTED
     finally:
         with contextlib.suppress(NotUp):  # `up` itself failed, and stopped what it had started
             down(settings, say=lambda line: console.print(f"  {line}", highlight=False))
     _say(report, directory, console)
-    return 1 if report.failures else 0
+    return ExitStatus.DIFFERS if report.failures else ExitStatus.DONE
 
 
 def demo_settings(settings: Settings, steps: int | None, engines: int | None) -> Settings:

@@ -35,6 +35,7 @@ from turnlog.infra.engine_control import EngineControl, SGLangControl
 from turnlog.infra.fence import check_owner
 from turnlog.infra.log import Partition, Reader, Transactor
 from turnlog.infra.role import Role
+from turnlog.names import TransactionalId
 from turnlog.schemas.events import (
     EngineGone,
     EngineRegistered,
@@ -105,7 +106,7 @@ class Loader:
         self._directory = Path(settings.run.directory).resolve() / "weights" / engine_id
         self._model = Path(settings.model.path)
         self._expected: Mapping[str, tuple[int, ...]] = {}
-        self._owner = f"{settings.run.id}.loader.{engine_id}"
+        self._owner = TransactionalId.LOADER.format(run=settings.run.id, engine=engine_id)
         self._transactor: Transactor
         self._version = -1
         self._recent: deque[WeightVersionPublished] = deque(maxlen=RECENT)

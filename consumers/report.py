@@ -20,6 +20,7 @@ from turnlog.consumers.replay.run import run as replay
 from turnlog.infra.history import all_events, partitions, records
 from turnlog.infra.role import Role, opened
 from turnlog.infra.terminal import Terminal
+from turnlog.names import ExitStatus
 from turnlog.processors.core.run_books import RunBooks
 from turnlog.schemas import topics
 from turnlog.schemas.events import (
@@ -231,4 +232,4 @@ async def write(settings: Settings) -> int:
             report = await gather(role, await replay(role), Measured())
     path = store(report, Path(settings.run.directory))
     console.print(summary(report), f"written to {path}", *report.failures, sep="\n")
-    return 1 if report.failures else 0
+    return ExitStatus.DIFFERS if report.failures else ExitStatus.DONE

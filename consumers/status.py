@@ -18,17 +18,17 @@ from turnlog.infra.history import all_events, partitions
 from turnlog.infra.log import LogUnavailable
 from turnlog.infra.role import Role, opened
 from turnlog.infra.terminal import Terminal, say_json
+from turnlog.names import ConsumerGroup, ExitStatus
 from turnlog.processors.core.low_water import committed_high
 from turnlog.schemas import topics
 from turnlog.settings import Settings
 
-ASSEMBLER = "assembler"
 GROUPS = {
-    ASSEMBLER: (topics.SESSIONS, topics.TURNS, topics.SNAPSHOTS),
-    "runner": (topics.TASKS,),
-    "sandbox": (topics.TOOL_CALLS,),
+    ConsumerGroup.ASSEMBLER: (topics.SESSIONS, topics.TURNS, topics.SNAPSHOTS),
+    ConsumerGroup.RUNNER: (topics.TASKS,),
+    ConsumerGroup.SANDBOX: (topics.TOOL_CALLS,),
 }
-"""Consumer groups by role, and what they read. Their committed offsets are low-water marks; the assembler's metadata
+"""Consumer groups of roles, and what they read. Their committed offsets are low-water marks; the assembler's metadata
 says how far it has really folded."""
 VIEWS_TIMEOUT_S = 2.0
 
@@ -47,8 +47,9 @@ def show(settings: Settings, *, as_json: bool) -> int:
     else:
         tell(found, settings, Terminal())
     if not processes:
-        return 3
-    return 0 if all(process["state"] in SATISFIED for process in processes) else 1
+        return ExitStatus.NOT_UP
+    ready = all(process["state"] in SATISFIED for process in processes)
+    return ExitStatus.DONE if ready else ExitStatus.DIFFERS
 
 
 def views(settings: Settings) -> dict[str, Any]:
@@ -64,20 +65,20 @@ def views(settings: Settings) -> dict[str, Any]:
 
 async def _from_log(settings: Settings) -> dict[str, Any]:
     async with opened("status", settings) as role:
-        lag = {name: await _lag(role, name) for name in GROUPS}
+        lag = {group.name.lower(): await _lag(role, group) for group in GROUPS}
         engines = {event.engine_id: {"state": event.state, "version": event.version, "url": event.url}
                    for event in await all_events(role, topics.ENGINES)}  # fmt: skip
         return {"lag": lag, "engines": engines}
 
 
-async def _lag(role: Role, name: str) -> dict[str, int]:
+async def _lag(role: Role, group: ConsumerGroup) -> dict[str, int]:
     """Records behind the end, per topic."""
     behind: dict[str, int] = {}
-    for topic in GROUPS[name]:
+    for topic in GROUPS[group]:
         wanted = partitions(role, topic)
-        commits = await role.log.commits(f"{role.settings.run.id}.{name}", wanted)
+        commits = await role.log.commits(group.format(run=role.settings.run.id), wanted)
         ends = await role.log.end_offsets(wanted)
-        done = {partition: committed_high(commit.metadata) if name == ASSEMBLER else commit.offset
+        done = {partition: committed_high(commit.metadata) if group == ConsumerGroup.ASSEMBLER else commit.offset
                 for partition, commit in commits.items()}  # fmt: skip
         behind[topic.name] = sum(ends[partition] - done.get(partition, 0) for partition in wanted)
     return behind

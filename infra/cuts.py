@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from turnlog.infra.log import Commit, Log, Partition
+from turnlog.names import ConsumerGroup
 from turnlog.processors.core.group_scores import outputs_of
 from turnlog.processors.core.low_water import committed_high, committed_version
-from turnlog.processors.core.unit_fold import INPUTS, OUTPUTS, assembler_group
+from turnlog.processors.core.unit_fold import INPUTS, OUTPUTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Cut:
 
 async def live_cut(log: Log, run_id: str, unit: int) -> Cut | None:
     """The unit's present cut; None while a transaction is under way. Raises LogError, BrokenMetadata."""
-    group = assembler_group(run_id)
+    group = ConsumerGroup.ASSEMBLER.format(run=run_id)
     inputs = [Partition(topic, unit) for topic in INPUTS]
     before = await log.commits(group, inputs)
     versions = {committed_version(commit.metadata) for commit in before.values()}

@@ -12,16 +12,12 @@ from turnlog.infra.log import Appender, Headers, Log, Record, Transactor
 from turnlog.infra.murmur2 import partition_of
 from turnlog.infra.payloads import externalized
 from turnlog.infra.registry import Registry
+from turnlog.names import OUTPUT_TOKENS_HEADER, RECORD_HEADER, WRITER_HEADER
 from turnlog.schemas.avsc import stored_schema
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.errors import UndecodableRecord, UnknownSchemaId
 from turnlog.schemas.events import ALL, Event, TokenSnapshot, sampled_tokens
 from turnlog.schemas.topics import TOPIC_OF
-
-OUTPUT_TOKENS_HEADER = "output_tokens"
-"""On TokenSnapshot records, so that books count late tokens without decoding them."""
-RECORD_HEADER = "record"
-"""The record's name, so that readers may pass over what they do not need."""
 
 
 class EventLog:
@@ -82,7 +78,7 @@ class EventLog:
 
     def headers(self, event: Event, *, output_tokens: int | None = None) -> Headers:
         """Headers of an event's record: writer, record name, and a snapshot's output token count."""
-        headers = [("writer", self._writer), (RECORD_HEADER, type(event).__name__.encode())]
+        headers = [(WRITER_HEADER, self._writer), (RECORD_HEADER, type(event).__name__.encode())]
         if isinstance(event, TokenSnapshot):
             count = sampled_tokens(event) if output_tokens is None else output_tokens
             headers.append((OUTPUT_TOKENS_HEADER, str(count).encode()))

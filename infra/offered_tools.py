@@ -12,8 +12,9 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
 
 from turnlog.infra.tool_schemas import BUILT_IN, UnknownTool
+from turnlog.names import EntryPointGroup
 
-GROUP: Final = "turnlog.tools"
+GROUP: Final = EntryPointGroup.TOOLS
 
 
 class ToolOfferError(Exception):

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from turnlog.infra.tool_schemas import BUILT_IN
+from turnlog.names import EntryPointGroup
 from turnlog.schemas.events.sessions import Environment, Outcome
 from turnlog.schemas.events.tools import SandboxSpec
 from turnlog.schemas.types import BlobRef
 
-GROUP = "turnlog.recipes"
 Message = dict[str, Any]
 """One OpenAI chat message: role, content and, for an assistant, tool_calls."""
 TaskRow = Mapping[str, Any]
@@ -241,7 +241,7 @@ def first_workspace(recipe: Recipe) -> BlobRef | None:
 def recipe(name: str) -> Recipe:
     """The recipe that an installed package offers under `name`; looked up once (reading the metadata of every installed
     package takes tens of milliseconds). Raises UnknownRecipe, BrokenRecipe."""
-    offered = {point.name: point for point in entry_points(group=GROUP)}
+    offered = {point.name: point for point in entry_points(group=EntryPointGroup.RECIPES)}
     if name not in offered:
         names = ", ".join(sorted(offered)) or "none"
         raise UnknownRecipe(f"no recipe {name!r}: [feeder] recipe takes one of the installed ones ({names})")

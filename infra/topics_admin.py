@@ -11,6 +11,7 @@ from turnlog.infra.endpoints import resolved
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import Log, LogError, TopicSpec
 from turnlog.infra.terminal import say
+from turnlog.names import ExitStatus
 from turnlog.schemas.topics import CATALOGUE
 from turnlog.settings import Settings
 
@@ -122,4 +123,5 @@ async def run(action: str, settings: Settings) -> int:
     finally:
         await log.close()
     say(*problems or ["every topic is as the catalogue says"])
-    return int(any(not problem.startswith(WARNING) for problem in problems))
+    wrong = any(not problem.startswith(WARNING) for problem in problems)
+    return ExitStatus.DIFFERS if wrong else ExitStatus.DONE

@@ -1,16 +1,12 @@
 """A server that does not answer is no fault of the process that needs it: such ends are told apart by their status.
 
 Log, registry, store and gateway clients derive their transport errors from Unreachable. `turnlog VERB` then ends with
-STATUS, and the supervisor starts the role again as long as it takes, without counting the death.
+ExitStatus.UNREACHABLE, and the supervisor starts the role again as long as it takes, without counting the death.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-
-STATUS = os.EX_TEMPFAIL
-"""75: "temporary failure, the user is invited to retry" (BSD sysexits(3))."""
 
 
 class Unreachable(Exception):

@@ -14,13 +14,13 @@ from prometheus_client import Counter, Gauge
 
 from turnlog.infra import recipes
 from turnlog.infra.dead_letters import dead_letter
-from turnlog.infra.event_log import RECORD_HEADER
 from turnlog.infra.history import events
 from turnlog.infra.log import Partition, Record, TopicMissing, Transactor
 from turnlog.infra.murmur2 import partition_of
 from turnlog.infra.payloads import externalized
 from turnlog.infra.role import Role
 from turnlog.infra.runs import Configured, configured
+from turnlog.names import RECORD_HEADER, TransactionalId
 from turnlog.processors.core.group_scores import scores_topic
 from turnlog.producers.admission import Admission, AdmissionRules, Drawing
 from turnlog.producers.readiness import Readiness
@@ -62,7 +62,10 @@ async def main(role: Role) -> None:
         return
     followed = (*FOLLOWED, scores_topic(run.fold_version))
     partitions = [Partition(topic.name, number) for topic in followed for number in range(counts[topic.name])]
-    async with role.log.transactor(f"{settings.run.id}.feeder") as transactor, role.log.reader() as reader:
+    async with (
+        role.log.transactor(TransactionalId.FEEDER.format(run=settings.run.id)) as transactor,
+        role.log.reader() as reader,
+    ):
         feeder = Feeder(role, run, transactor, dataset, sampling, limits)
         reader.assign(await role.log.start_offsets(partitions))
         ends = await role.log.end_offsets(partitions)

@@ -16,10 +16,10 @@ from prometheus_client import Gauge
 
 from turnlog.infra import recipes
 from turnlog.infra.dead_letters import dead_letter
-from turnlog.infra.event_log import RECORD_HEADER
 from turnlog.infra.log import Commit, GroupReader, Partition, Record
 from turnlog.infra.payloads import inlined
 from turnlog.infra.role import Role
+from turnlog.names import RECORD_HEADER, ConsumerGroup
 from turnlog.producers.gateway_client import GatewayClient
 from turnlog.producers.rollout import Rollout
 from turnlog.producers.units import Unit
@@ -44,7 +44,7 @@ async def main(role: Role) -> None:
     async with GatewayClient(role.settings) as gateway:
         runner = Runner(role, gateway)
         async with role.log.group_reader(
-            f"{role.settings.run.id}.runner",
+            ConsumerGroup.RUNNER.format(run=role.settings.run.id),
             TOPICS,
             assigned=runner.assigned,
             revoked=runner.revoked,
@@ -59,7 +59,7 @@ class Runner:
     def __init__(self, role: Role, gateway: GatewayClient) -> None:
         self._role = role
         self._gateway = gateway
-        self._group = f"{role.settings.run.id}.runner"
+        self._group = ConsumerGroup.RUNNER.format(run=role.settings.run.id)
         self._units: dict[int, Unit] = {}
         self._slots = asyncio.Semaphore(role.settings.runner.concurrency)
         self._reader: GroupReader | None = None

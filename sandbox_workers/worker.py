@@ -22,6 +22,7 @@ from prometheus_client import Gauge
 from turnlog.infra.dead_letters import dead_letter, where
 from turnlog.infra.log import GroupReader, LogError, Partition, Record
 from turnlog.infra.role import Role
+from turnlog.names import ConsumerGroup
 from turnlog.processors.core.unit_fold import ForeignRun
 from turnlog.sandbox_workers import answers
 from turnlog.sandbox_workers.answered import Results
@@ -76,7 +77,7 @@ class Worker:
         self._role = role
         self._pools = pools
         self._runner = CallRunner(role, pools, self._park, self._catch_up, clock, egress)
-        self._group = f"{role.settings.run.id}.sandbox"
+        self._group = ConsumerGroup.SANDBOX.format(run=role.settings.run.id)
         self._results = Results(role.log, role.events)
         self._recovery = Recovery(role, self._group, self._park)
         self._units: dict[int, Unit] = {}

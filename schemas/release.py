@@ -17,6 +17,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
+from turnlog.names import ExitStatus
 from turnlog.schemas.avsc import field_types, render, stored_schema
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.compatibility import Problem, Rule
@@ -173,7 +174,7 @@ def run(action: str, folder: Path | None = None) -> int:
     if not found:
         print(f"today's schemas may follow {', '.join(release.name for release in past) or 'nothing: no release yet'}")
     print(f"unreleased: {', '.join(changed(past)) or 'none'}")
-    return 1 if found else 0
+    return ExitStatus.DIFFERS if found else ExitStatus.DONE
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from turnlog.infra import books_metric
 from turnlog.infra.fence import check_owner
 from turnlog.infra.log import Transactor
 from turnlog.infra.role import Role
+from turnlog.names import ConsumerGroup, TransactionalId
 from turnlog.processors.core.rows import BatchRows
 from turnlog.processors.core.weight_chain import WeightChain
 from turnlog.schemas.events import BatchSkipped, Event, SampleBatchFormed, StepCompleted, WeightVersionPublished
@@ -67,7 +68,7 @@ async def main(role: Role) -> None:
         return
     await asyncio.to_thread(initial_weights, role.settings, functools.partial(_warming, role))
     async with (
-        role.log.transactor(f"{role.settings.run.id}.trainer") as transactor,
+        role.log.transactor(TransactionalId.TRAINER.format(run=role.settings.run.id)) as transactor,
         LearnerThread(plan, functools.partial(_rank_beats, role)) as learner,
     ):
         await Trainer(role, transactor, plan, learner).run()
@@ -250,7 +251,7 @@ class Trainer:
                 VERSION.set(event.version)
 
     async def _check_owner(self) -> None:
-        await check_owner(self._transactor, f"{self._run_id}.trainer", PARTITION)
+        await check_owner(self._transactor, ConsumerGroup.TRAINER.format(run=self._run_id), PARTITION)
 
     async def _save(self) -> Path:
         _beat(self._role)

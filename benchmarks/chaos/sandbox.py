@@ -25,11 +25,11 @@ from sandbox_left import left
 from sandbox_load import Load, Session, until
 from servers import TURNLOG, environment, say, servers, told
 
-from turnlog.infra import unreachable
 from turnlog.infra.embedded.broker import Broker
 from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.log import Partition
 from turnlog.infra.role import Role, opened
+from turnlog.names import ExitStatus
 from turnlog.schemas.events import ToolCallCompleted, ToolCallStarted
 from turnlog.schemas.topics import TOOL_RESULTS
 from turnlog.settings import Settings
@@ -118,7 +118,7 @@ class Workers:
             await asyncio.sleep(0.5)
 
     def _ended(self, child: Child) -> None:
-        if child.returncode == unreachable.STATUS:
+        if child.returncode == ExitStatus.UNREACHABLE:
             self._story.without_log += 1
         else:
             self._story.deaths += 1

@@ -12,11 +12,12 @@ ArchiveError
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 
 from prometheus_client import Counter, Gauge
 
@@ -33,6 +34,7 @@ from turnlog.infra.archive_index import (
 from turnlog.infra.cuts import Cut, live_cut
 from turnlog.infra.log import Commit, Partition, Reader, Record, Transactor
 from turnlog.infra.role import Role
+from turnlog.names import ConsumerGroup, TransactionalId
 from turnlog.schemas.topics import BY_NAME, SESSIONS
 
 log = logging.getLogger(__name__)
@@ -58,9 +60,7 @@ async def main(role: Role) -> None:
 
     Raises Fenced, ArchiveError, BlobError, LogError, RegistryUnavailable: the process ends and is started again.
     """
-    async with role.log.transactor(f"{archive_name(role.settings)}.archive") as transactor, role.log.reader() as reader:
-        archiver = Archiver(role, transactor, reader)
-        await archiver.open()
+    async with _opened(role) as archiver:
         role.health.started()
         while not role.stopping.is_set():
             role.health.beat()
@@ -70,10 +70,17 @@ async def main(role: Role) -> None:
 async def flush(role: Role) -> int:
     """Archive everything that is on the log now, whatever its age; the number of files written. The archive role must
     not run meanwhile: the two would fence each other. Raises as `main`."""
-    async with role.log.transactor(f"{archive_name(role.settings)}.archive") as transactor, role.log.reader() as reader:
+    async with _opened(role) as archiver:
+        return await archiver.flush()
+
+
+@contextlib.asynccontextmanager
+async def _opened(role: Role) -> AsyncIterator[Archiver]:
+    owner = TransactionalId.ARCHIVE.format(archive=archive_name(role.settings))
+    async with role.log.transactor(owner) as transactor, role.log.reader() as reader:
         archiver = Archiver(role, transactor, reader)
         await archiver.open()
-        return await archiver.flush()
+        yield archiver
 
 
 class Archiver:
@@ -96,7 +103,7 @@ class Archiver:
         self._clock = clock
         self._rules = role.settings.archive
         self.index = ArchiveIndex(role.blobs, archive_name(role.settings))
-        self._group = f"{archive_name(role.settings)}.archive"
+        self._group = ConsumerGroup.ARCHIVE.format(archive=archive_name(role.settings))
         self._open: dict[Partition, RangeFile] = {}
         self._opened_at: dict[Partition, float] = {}
         self._ends: dict[Partition, int] = {}

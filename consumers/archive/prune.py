@@ -15,9 +15,9 @@ from turnlog.infra.history import all_events, partitions, records
 from turnlog.infra.log import Commit, Partition
 from turnlog.infra.murmur2 import partition_of
 from turnlog.infra.role import Role
+from turnlog.names import ConsumerGroup
 from turnlog.processors.core.group_scores import scores_topic
 from turnlog.processors.core.low_water import committed_version
-from turnlog.processors.core.unit_fold import assembler_group
 from turnlog.schemas import topics
 from turnlog.schemas.errors import UndecodableRecord
 from turnlog.schemas.topics import CONTROL, SESSIONS, SNAPSHOTS, TURNS
@@ -67,10 +67,12 @@ class Needs:
         unit = [place for topic in (SESSIONS, TURNS, SNAPSHOTS) for place in partitions(role, topic)]
         calls, tasks = partitions(role, topics.TOOL_CALLS), partitions(role, topics.TASKS)
         needs = cls(
-            assembler=await commits(assembler_group(run_id), unit),
-            runner=await commits(f"{run_id}.runner", [*tasks, *partitions(role, topics.TOOL_RESULTS)]),
-            sandbox=await commits(f"{run_id}.sandbox", calls),
-            views=await commits(f"{run_id}-views", partitions(role, SESSIONS)),
+            assembler=await commits(ConsumerGroup.ASSEMBLER.format(run=run_id), unit),
+            runner=await commits(
+                ConsumerGroup.RUNNER.format(run=run_id), [*tasks, *partitions(role, topics.TOOL_RESULTS)]
+            ),
+            sandbox=await commits(ConsumerGroup.SANDBOX.format(run=run_id), calls),
+            views=await commits(ConsumerGroup.VIEWS.format(run=run_id), partitions(role, SESSIONS)),
         )
         for manifest in (await all_events(role, topics.BATCHES))[-1:]:
             needs.batcher = {position.partition: position.offset for position in manifest.positions}

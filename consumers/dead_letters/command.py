@@ -16,6 +16,7 @@ from turnlog.consumers.dead_letters.requeue import first_places, requeue, requeu
 from turnlog.consumers.dead_letters.skip import skip
 from turnlog.infra.role import Role, opened
 from turnlog.infra.terminal import Terminal, say, say_json
+from turnlog.names import ExitStatus
 from turnlog.schemas.errors import UndecodableRecord
 from turnlog.schemas.events import DeadLetter
 from turnlog.settings import Settings
@@ -43,7 +44,7 @@ async def _list(role: Role, arguments: argparse.Namespace) -> int:
     if arguments.json:
         for parked_ms, letter in newest:
             say_json(_body(letter, parked_ms), indent=None)
-        return 0 if newest else 1
+        return ExitStatus.DONE if newest else ExitStatus.DIFFERS
     table = Table(title=f"dead letters of {role.settings.run.id}: {len(newest)} of {len(letters)}")
     for heading in ("id", "parked", "record", "by", "cause", "message"):
         table.add_column(heading, overflow="fold")
@@ -51,7 +52,7 @@ async def _list(role: Role, arguments: argparse.Namespace) -> int:
         place = f"{letter.topic}[{letter.partition}]@{letter.offset}"
         table.add_row(letter.event_id[:10], _time(parked_ms), place, letter.role, letter.cause, letter.message[:200])
     Terminal().print(table)
-    return 0 if newest else 1
+    return ExitStatus.DONE if newest else ExitStatus.DIFFERS
 
 
 async def _show(role: Role, arguments: argparse.Namespace) -> int:
@@ -85,9 +86,9 @@ async def _requeue(role: Role, arguments: argparse.Namespace) -> int:
             say(f"{letter.event_id[:10]} was requeued {times[letter.event_id]} times; --again does it once more")
     if not todo:
         say("nothing to requeue")
-        return 1
+        return ExitStatus.DIFFERS
     if not (arguments.ids or arguments.yes or _agreed(len(todo))):
-        return 1
+        return ExitStatus.DIFFERS
     async with role.log.appender() as appender:
         for letter in todo:
             place, offset = await requeue(role, appender, letter, times=times.get(letter.event_id, 0))

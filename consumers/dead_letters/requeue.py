@@ -14,12 +14,12 @@ from turnlog.consumers.dead_letters.letters import event_of, whole
 from turnlog.infra.history import records
 from turnlog.infra.log import Appender, Headers, Partition
 from turnlog.infra.role import Role
+from turnlog.names import REQUEUED_HEADER
 from turnlog.schemas.errors import UndecodableRecord
 from turnlog.schemas.events import DeadLetter, ToolCallRequested
 from turnlog.schemas.ids import digest
 from turnlog.schemas.topics import TOOL_CALLS
 
-MARK = "requeued"
 """Header of a requeued record: the event_id of its letter."""
 
 
@@ -28,7 +28,7 @@ async def requeued(role: Role, places: Mapping[Partition, int]) -> dict[str, int
     counts: Counter[str] = Counter()
     ends = await role.log.end_offsets(list(places))
     async for record in records(role, list(places), ends, since=places):
-        if mark := dict(record.headers).get(MARK):
+        if mark := dict(record.headers).get(REQUEUED_HEADER):
             counts[mark.decode()] += 1
     return counts
 
@@ -46,11 +46,15 @@ async def requeue(role: Role, appender: Appender, letter: DeadLetter, *, times: 
     """Append the letter's record once more and return where it stands; `times`: how often that was done before.
     Raises NotRequeueable, LogUnavailable."""
     value, headers = await whole(role, letter)
-    kept: Headers = tuple(header for header in headers if header[0] != MARK)
+    kept: Headers = tuple(header for header in headers if header[0] != REQUEUED_HEADER)
     if letter.topic == TOOL_CALLS.name:
         value = await _as_new_call(role, letter, value, times)
     partition, offset = await appender.append(
-        letter.topic, letter.key, value, headers=(*kept, (MARK, letter.event_id.encode())), partition=letter.partition
+        letter.topic,
+        letter.key,
+        value,
+        headers=(*kept, (REQUEUED_HEADER, letter.event_id.encode())),
+        partition=letter.partition,
     )
     return Partition(letter.topic, partition), offset
 

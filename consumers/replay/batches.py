@@ -8,10 +8,10 @@ from contextlib import AsyncExitStack
 
 from turnlog.infra.batch_files import CorruptBatch, read_rows
 from turnlog.infra.blobs import BlobError
-from turnlog.infra.event_log import RECORD_HEADER
 from turnlog.infra.log import Log, Partition, Reader, Record
 from turnlog.infra.payloads import inlined
 from turnlog.infra.role import Role
+from turnlog.names import RECORD_HEADER
 from turnlog.processors.core.draws import FormedBatch, reform_batch
 from turnlog.processors.core.rows import rows_sha256
 from turnlog.processors.core.trimmed import DrawRules, PlacedSample

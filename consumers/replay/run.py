@@ -23,6 +23,7 @@ from turnlog.infra.log import Partition
 from turnlog.infra.role import Role, opened
 from turnlog.infra.runs import Configured
 from turnlog.infra.terminal import Terminal
+from turnlog.names import ExitStatus
 from turnlog.settings import Settings
 
 ARCHIVE = "archive"
@@ -86,7 +87,7 @@ async def replay(
         return 0
     console.print(f"replay: DIFFERENT ({verdict.compared})", style="red", soft_wrap=True)
     console.print(f"first divergence: {verdict.divergence or 'no records'}", soft_wrap=True)
-    return 1
+    return ExitStatus.DIFFERS
 
 
 async def run(

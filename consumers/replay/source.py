@@ -14,11 +14,12 @@ from turnlog.infra.log import Partition, Record
 from turnlog.infra.payloads import inlined
 from turnlog.infra.role import Role
 from turnlog.infra.runs import Configured, recorded
+from turnlog.names import ConsumerGroup
 from turnlog.processors.core.assembler import GroupFold
 from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold_rules import FoldRules
 from turnlog.processors.core.group_scores import with_figures
-from turnlog.processors.core.unit_fold import DEFECTS, INPUTS, OUTPUTS, UnitFold, assembler_group, payloads_read
+from turnlog.processors.core.unit_fold import DEFECTS, INPUTS, OUTPUTS, UnitFold, payloads_read
 from turnlog.schemas import topics
 from turnlog.schemas.errors import UndecodableRecord, UnknownSchemaId
 from turnlog.schemas.events import Event, SkipRequested
@@ -43,7 +44,7 @@ async def cut_of(role: Role, unit: int, *, patience_s: float = PATIENCE_S) -> Cu
     Raises NothingToReplay, HistoryPruned."""
     log, run_id = role.log, role.settings.run.id
     if isinstance(log, ArchiveLog):
-        archived = await log.cut(assembler_group(run_id), unit)
+        archived = await log.cut(ConsumerGroup.ASSEMBLER.format(run=run_id), unit)
         if archived is None:
             raise NothingToReplay(
                 f"{log.index.root} does not say how far unit {unit} of run {run_id} was folded: run `turnlog archive "

@@ -27,7 +27,7 @@ from typing import Self
 
 from turnlog.infra.embedded.errors import LacksServer, NotReady, ServerDied
 from turnlog.infra.embedded.liveness import Liveness
-from turnlog.infra.unreachable import STATUS as UNREACHABLE
+from turnlog.names import ExitStatus
 
 MARK = "TURNLOG_CHILD"
 TAIL_LINES = 20
@@ -148,7 +148,7 @@ class Child:
 
     def death(self) -> ServerDied:
         """The typed error of a process that has ended."""
-        kind = LacksServer if self.returncode == UNREACHABLE else self.launch.died
+        kind = LacksServer if self.returncode == ExitStatus.UNREACHABLE else self.launch.died
         return kind(
             f"{self.launch.name} ended with status {self.returncode}: {self.launch.remedy}; "
             f"log {self.launch.log}\n{self.tail()}"

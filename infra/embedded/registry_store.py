@@ -19,11 +19,10 @@ import orjson
 from fastavro.schema import SchemaParseException
 
 from turnlog.infra.log import Log, Partition, TopicSpec, Transactor
+from turnlog.names import REGISTRY_TOPIC, TransactionalId
 from turnlog.schemas.compatibility import incompatibilities
 from turnlog.schemas.json_depth import MAX_DEPTH, deeper_than
 
-TOPIC = "_schemas"
-TRANSACTIONAL_ID = "registry"
 DEFAULT_LEVEL = "BACKWARD_TRANSITIVE"
 LEVELS = (
     "NONE", "BACKWARD", "BACKWARD_TRANSITIVE", "FORWARD", "FORWARD_TRANSITIVE", "FULL", "FULL_TRANSITIVE",
@@ -67,9 +66,9 @@ class SchemaStore:
     async def opened(cls, log: Log, *, replication: int = 1) -> AsyncIterator[SchemaStore]:
         """The store of a log, everything read. Raises LogError."""
         config = {"cleanup.policy": "compact"}
-        if TOPIC not in await log.topics():
-            await log.create_topics([TopicSpec(TOPIC, 1, replication, config)])
-        async with log.transactor(TRANSACTIONAL_ID) as transactor:
+        if REGISTRY_TOPIC not in await log.topics():
+            await log.create_topics([TopicSpec(REGISTRY_TOPIC, 1, replication, config)])
+        async with log.transactor(TransactionalId.REGISTRY) as transactor:
             store = cls(log, transactor)
             await store._read()
             yield store
@@ -168,12 +167,12 @@ class SchemaStore:
 
     async def _write(self, key: object, value: object) -> None:
         await self._transactor.begin()
-        sent = await self._transactor.send(TOPIC, 0, json.dumps(key).encode(), json.dumps(value).encode())
+        sent = await self._transactor.send(REGISTRY_TOPIC, 0, json.dumps(key).encode(), json.dumps(value).encode())
         await self._transactor.commit()
         await sent
 
     async def _read(self) -> None:
-        partition = Partition(TOPIC, 0)
+        partition = Partition(REGISTRY_TOPIC, 0)
         end = (await self._log.end_offsets([partition]))[partition]
         start = (await self._log.start_offsets([partition]))[partition]
         if start == end:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from turnlog.names import EntryPointGroup
 from turnlog.processors.core.errors import BrokenMethod
 from turnlog.processors.core.estimators import (
     SCALAR_ESTIMATORS,
@@ -81,7 +82,7 @@ class Methods:
     def estimator(self, name: str) -> Estimator:
         """The estimator of [fold] estimator."""
         if name not in self.estimators:
-            raise _unknown("fold.estimator", name, "turnlog.estimators", self.estimators)
+            raise _unknown("fold.estimator", name, EntryPointGroup.ESTIMATORS, self.estimators)
         return self.estimators[name]
 
     def filters(self, specs: Sequence[str]) -> tuple[ChosenFilter, ...]:
@@ -90,7 +91,7 @@ class Methods:
         for spec in specs:
             name, arguments = split(spec, "fold.group_filters")
             if name not in self.group_filters:
-                raise _unknown("fold.group_filters", name, "turnlog.group_filters", self.group_filters)
+                raise _unknown("fold.group_filters", name, EntryPointGroup.GROUP_FILTERS, self.group_filters)
             _check_count(self.group_filters[name], arguments, spec, "fold.group_filters")
             chosen.append(ChosenFilter(self.group_filters[name], arguments))
         return tuple(chosen)
@@ -101,7 +102,9 @@ class Methods:
         for spec in specs:
             name, arguments = split(spec, "fold.reward_transforms")
             if name not in self.reward_transforms:
-                raise _unknown("fold.reward_transforms", name, "turnlog.reward_transforms", self.reward_transforms)
+                raise _unknown(
+                    "fold.reward_transforms", name, EntryPointGroup.REWARD_TRANSFORMS, self.reward_transforms
+                )
             _check_count(self.reward_transforms[name], arguments, spec, "fold.reward_transforms")
             chosen.append(ChosenTransform(self.reward_transforms[name], arguments))
         return tuple(chosen)

@@ -97,11 +97,6 @@ class Taken:
     """Its group is over and forgotten."""
 
 
-def assembler_group(run_id: str) -> str:
-    """The consumer group whose commits say how far a run is folded."""
-    return f"{run_id}.assembler"
-
-
 def payloads_read(event: object, run_id: str, *, messages: bool) -> tuple[Payload, ...]:
     """The payloads of a record that the fold of its run reads, to be fetched before it; `messages`: its policy needs
     those. None of another run's, which is not folded.

@@ -21,6 +21,7 @@ from turnlog.infra.log import Partition, Record, Transactor
 from turnlog.infra.payloads import inlined
 from turnlog.infra.role import Role
 from turnlog.infra.runs import Configured, configured
+from turnlog.names import TransactionalId
 from turnlog.processors.core.draws import FormedBatch, FormedDraw, ReadableGroup, form_draw, overtaken
 from turnlog.processors.core.progress import Progress
 from turnlog.processors.core.trimmed import PlacedSample
@@ -53,7 +54,7 @@ async def main(role: Role) -> None:
     run = await configured(role)
     if run is None:
         return
-    async with role.log.transactor(f"{role.settings.run.id}.batcher") as transactor:
+    async with role.log.transactor(TransactionalId.BATCHER.format(run=role.settings.run.id)) as transactor:
         batcher = Batcher(role, run, transactor)
         await batcher.run()
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from turnlog.infra.event_log import RECORD_HEADER, EventLog
+from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Log, Partition, Record
+from turnlog.names import RECORD_HEADER, ConsumerGroup, TransactionalId
 from turnlog.processors.core.group_scores import outputs_of, score_record, scores_topic
 from turnlog.processors.core.low_water import (
     Done,
@@ -19,7 +20,7 @@ from turnlog.processors.core.low_water import (
     Marks,
     decode_marks,
 )
-from turnlog.processors.core.unit_fold import INPUTS, SPINE, UnitFold, assembler_group
+from turnlog.processors.core.unit_fold import INPUTS, SPINE, UnitFold
 from turnlog.schemas.topics import TREES
 
 
@@ -49,11 +50,11 @@ class Plan:
     @property
     def group(self) -> str:
         """The consumer group."""
-        return assembler_group(self.run_id)
+        return ConsumerGroup.ASSEMBLER.format(run=self.run_id)
 
     def transactional_id(self, unit: int) -> str:
         """One id per unit, not per process: starting it is what fences the last owner."""
-        return f"{self.group}.{unit}"
+        return TransactionalId.ASSEMBLER.format(run=self.run_id, unit=unit)
 
 
 @dataclass(slots=True)

@@ -30,6 +30,7 @@ from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.registry import HttpRegistry
 from turnlog.infra.role import Role
 from turnlog.infra.runs import claimed
+from turnlog.names import ConsumerGroup
 from turnlog.processors.shells import faust_recovery
 from turnlog.schemas import topics
 from turnlog.schemas.codec import Codec
@@ -85,7 +86,7 @@ def make_app(settings: Settings, codec: Codec) -> faust.App:
     faust_recovery.install()
     port = settings.views.port or int(os.environ.get("TURNLOG_HEALTH_PORT", "0"))
     app = faust.App(
-        f"{settings.kafka.prefix}{settings.run.id}-views",
+        settings.kafka.prefix + ConsumerGroup.VIEWS.format(run=settings.run.id),
         broker=[f"kafka://{address}" for address in settings.kafka.bootstrap.split(",")],
         store="memory://",
         datadir=str(Path(settings.run.directory) / "views"),

@@ -16,9 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from turnlog.names import EntryPointGroup
 from turnlog.producers.gateway.messages import Message
 
-GROUP = "turnlog.harness_profiles"
+GROUP = EntryPointGroup.HARNESS_PROFILES
 """Entry points: name = module:function."""
 AUTO, NONE = "auto", "none"
 MAIN = "main"

@@ -11,9 +11,10 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from turnlog.infra.event_log import RECORD_HEADER, EventLog
+from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Log, Partition, Record
 from turnlog.infra.murmur2 import partition_of
+from turnlog.names import RECORD_HEADER
 from turnlog.processors.core.tenure import Tenure
 from turnlog.schemas.errors import UndecodableRecord
 from turnlog.schemas.events.sessions import SessionAdopted, SessionFinished, SessionStarted

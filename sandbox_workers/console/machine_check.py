@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass
 
 from turnlog.infra.terminal import aside, say, say_json
+from turnlog.names import ExitStatus
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.pooling.pools import CLASSES, backend
 from turnlog.sandbox_workers.protocol import BackendUnavailable, SandboxUnavailable
@@ -45,7 +46,7 @@ async def show(settings: Settings, *, as_json: bool) -> int:
     if missing:
         verdict = f"{settings.sandbox.backend} is not fully isolated here: {', '.join(missing)}"
     aside(verdict)
-    return 1 if missing else 0
+    return ExitStatus.DIFFERS if missing else ExitStatus.DONE
 
 
 async def findings(settings: SandboxSettings) -> list[Finding]:

@@ -11,6 +11,7 @@ from typing import Any
 from turnlog.infra.blobs import BlobCorrupt, BlobMissing
 from turnlog.infra.role import Role, opened
 from turnlog.infra.terminal import aside, say_json
+from turnlog.names import ExitStatus
 from turnlog.sandbox_workers.rerun.again import Rerunner, interpreted
 from turnlog.sandbox_workers.rerun.comparison import Difference, differences
 from turnlog.sandbox_workers.rerun.recorded import BadPattern, RecordedCall, RecordedSession, recorded
@@ -96,8 +97,8 @@ def exit_status(reports: Sequence[Report]) -> int:
     """0: all that ran came out the same; 1: something did not; 2: something could not be run, or nothing was."""
     verdicts = {report.verdict for report in reports}
     if "differs" in verdicts:
-        return 1
-    return 0 if "same" in verdicts and "cannot" not in verdicts else 2
+        return ExitStatus.DIFFERS
+    return ExitStatus.DONE if "same" in verdicts and "cannot" not in verdicts else ExitStatus.FAILED
 
 
 def patterns(texts: Sequence[str]) -> tuple[re.Pattern[bytes], ...]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from turnlog import __version__
 from turnlog.infra import log_lines
+from turnlog.names import ExitStatus
 from turnlog.settings import Settings, SettingsError, load
 
 ROLES: dict[str, tuple[str, str]] = {
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = arguments.call(settings, arguments)
         return status
     except KeyboardInterrupt:
-        return 130
+        return ExitStatus.INTERRUPTED
     except Exception as error:
         if not _is_ours(error) or os.environ.get("TURNLOG_TRACEBACK"):
             raise
@@ -63,9 +64,9 @@ def _is_ours(error: Exception) -> bool:
 
 def _status_of(error: Exception) -> int:
     """75 when a server did not answer: a supervisor starts a role that ended so as long as it takes. Else 2."""
-    from turnlog.infra.unreachable import STATUS, is_unreachable
+    from turnlog.infra.unreachable import is_unreachable
 
-    return STATUS if is_unreachable(error) else 2
+    return ExitStatus.UNREACHABLE if is_unreachable(error) else ExitStatus.FAILED
 
 
 def _settings(arguments: argparse.Namespace) -> Settings:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from turnlog.names import EntryPointGroup
 from turnlog.setting_types import Amount, Count, Offered, Share
 
 OPERATIONAL = "operational"
@@ -32,14 +33,14 @@ class Since:
 class FoldSettings:
     """[fold] What trees, segments and advantages depend on: in RunConfigured, hashed into every derived record."""
 
-    policy: Annotated[str, Offered("turnlog.policies", ("prefix", "slime", "last-turn"))] = "prefix"
+    policy: Annotated[str, Offered(EntryPointGroup.POLICIES, ("prefix", "slime", "last-turn"))] = "prefix"
     """How turns become segments."""
     fork_threshold_tokens: Annotated[Amount, Since("v2", before=1024)] = 1024
     """Of slime: a turn of fewer output tokens realigns a response that drifted before it; 0 always forks."""
     estimator: Annotated[
         str,
         Offered(
-            "turnlog.estimators",
+            EntryPointGroup.ESTIMATORS,
             ("grpo", "dr_grpo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "step", "none"),
         ),
     ] = "grpo"
@@ -54,13 +55,13 @@ class FoldSettings:
     """keep: advantage 0; discard: the group is dropped (estimators that compare within the group only)."""
     group_filters: Annotated[
         tuple[str, ...],
-        Offered("turnlog.group_filters", ("zero_variance", "all_failed", "all_solved", "mean_outside")),
+        Offered(EntryPointGroup.GROUP_FILTERS, ("zero_variance", "all_failed", "all_solved", "mean_outside")),
         Since("v2", before=()),
     ] = ()
     """Groups to discard, in order: zero_variance, all_failed:BEST, all_solved:LEAST, mean_outside:LOW:HIGH."""
     reward_transforms: Annotated[
         tuple[str, ...],
-        Offered("turnlog.reward_transforms", ("scale", "shift", "clip", "threshold")),
+        Offered(EntryPointGroup.REWARD_TRANSFORMS, ("scale", "shift", "clip", "threshold")),
         Since("v2", before=()),
     ] = ()
     """Done to each reward, in order: scale:FACTOR, shift:OFFSET, clip:LOW:HIGH, threshold:LEAST."""

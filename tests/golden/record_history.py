@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from turnlog.infra.event_log import OUTPUT_TOKENS_HEADER, RECORD_HEADER
 from turnlog.infra.murmur2 import partition_of
 from turnlog.infra.runs import configuration
+from turnlog.names import OUTPUT_TOKENS_HEADER, RECORD_HEADER
 from turnlog.processors.core.assembler import GroupFold
 from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold_versions import VERSIONS

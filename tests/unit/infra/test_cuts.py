@@ -7,8 +7,9 @@ import json
 from turnlog.infra.cuts import Cut, live_cut
 from turnlog.infra.log import Commit, Partition, TopicSpec
 from turnlog.infra.memory import MemoryLog
+from turnlog.names import ConsumerGroup
 from turnlog.processors.core.low_water import FoldName, Marks, encode_marks
-from turnlog.processors.core.unit_fold import INPUTS, OUTPUTS, assembler_group
+from turnlog.processors.core.unit_fold import INPUTS, OUTPUTS
 
 
 def commits(unit: int, high: int) -> dict[Partition, Commit]:
@@ -27,7 +28,7 @@ async def test_a_cut_says_how_far_a_unit_was_folded_and_where_the_outputs_of_tha
             await transactor.send(OUTPUTS[0], 1, b"k", b"tree")
             assert await live_cut(log, "run", 1) is None
             assert await live_cut(log, "run", 0) is not None
-            await transactor.offsets(assembler_group("run"), commits(1, 5 * number))
+            await transactor.offsets(ConsumerGroup.ASSEMBLER.format(run="run"), commits(1, 5 * number))
             await transactor.commit()
             cut = await live_cut(log, "run", 1)
             assert cut is not None

@@ -8,12 +8,13 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from turnlog.infra.event_log import RECORD_HEADER, EventLog
+from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Partition, Transactor
 from turnlog.infra.memory import Died, MemoryLog
 from turnlog.infra.murmur2 import partition_of
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.topics_admin import specs
+from turnlog.names import RECORD_HEADER
 from turnlog.schemas.events import ToolCallCancelled
 from turnlog.schemas.topics import TOOL_CALLS
 from turnlog.settings import KafkaSettings, Settings

@@ -14,7 +14,8 @@ from turnlog.infra.engine import EngineDead
 from turnlog.infra.log import LogUnavailable, LogUnreachable, TransactionFailed
 from turnlog.infra.registry import HttpRegistry, RegistryUnreachable
 from turnlog.infra.s3 import S3Blobs
-from turnlog.infra.unreachable import STATUS, is_unreachable
+from turnlog.infra.unreachable import is_unreachable
+from turnlog.names import ExitStatus
 from turnlog.settings import StoreSettings
 
 
@@ -33,7 +34,7 @@ def test_a_verb_that_meets_no_broker_ends_with_a_status_of_its_own(monkeypatch: 
     names = ("KAFKA_BOOTSTRAP", "REGISTRY_URL", "STORE_ENDPOINT", "ENGINE_URLS", "GATEWAY_URL")
     for name in names:
         monkeypatch.setenv(f"TURNLOG_{name}", away if name == "KAFKA_BOOTSTRAP" else f"http://{away}")
-    assert cli.main(["topics", "check"]) == STATUS
+    assert cli.main(["topics", "check"]) == ExitStatus.UNREACHABLE
     monkeypatch.setenv("TURNLOG_KAFKA_GROUPS", "many")
     assert cli.main(["topics", "check"]) == 2
 

@@ -1,0 +1,77 @@
+"""Names that leave a process and have no other home: on a broker, in a shell, in a package's metadata.
+
+Topics and records are named in schemas, settings in their declarations, metrics where they are counted. All of them are
+frozen in tests/golden/names.toml (docs/schema-evolution.md, Names).
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, StrEnum
+from typing import Final
+
+
+class ConsumerGroup(StrEnum):
+    """Groups whose committed offsets a restart reads: `ConsumerGroup.RUNNER.format(run=run_id)`. A trainer, a
+    loader and an archiver commit under their transactional id, which fences them."""
+
+    ASSEMBLER = "{run}.assembler"
+    RUNNER = "{run}.runner"
+    SANDBOX = "{run}.sandbox"
+    VIEWS = "{run}-views"
+    TRAINER = "{run}.trainer"
+    LOADER = "{run}.loader.{engine}"
+    ARCHIVE = "{archive}.archive"
+
+
+class TransactionalId(StrEnum):
+    """Ids whose newest owner fences the last (KIP-98): `TransactionalId.BATCHER.format(run=run_id)`."""
+
+    ASSEMBLER = "{run}.assembler.{unit}"
+    BATCHER = "{run}.batcher"
+    FEEDER = "{run}.feeder"
+    TRAINER = "{run}.trainer"
+    LOADER = "{run}.loader.{engine}"
+    ARCHIVE = "{archive}.archive"
+    REGISTRY = "registry"
+
+
+REGISTRY_TOPIC: Final = "_schemas"
+"""Where the embedded registry keeps what it was given, as Confluent's does."""
+
+WRITER_HEADER: Final = "writer"
+"""Role and instance that wrote the record."""
+RECORD_HEADER: Final = "record"
+"""The record's name, so that readers may pass over what they do not need."""
+OUTPUT_TOKENS_HEADER: Final = "output_tokens"
+"""On TokenSnapshot records, so that books count late tokens without decoding them."""
+REQUEUED_HEADER: Final = "requeued"
+"""The dead letter that the record was put back from."""
+HEADERS = (WRITER_HEADER, RECORD_HEADER, OUTPUT_TOKENS_HEADER, REQUEUED_HEADER)
+
+
+class ExitStatus(IntEnum):
+    """What `turnlog VERB` ends with. `turnlog sandbox exec` ends as its command did, or as timeout(1) and shells do."""
+
+    DONE = 0
+    DIFFERS = 1
+    """The verb did its work, and what it found is not as it should be."""
+    FAILED = 2
+    """A typed error, or a command line that cannot be read (argparse)."""
+    NOT_UP = 3
+    """`turnlog status` of a run that is not up."""
+    UNREACHABLE = 75
+    """EX_TEMPFAIL, "temporary failure, the user is invited to retry" (BSD sysexits(3)): a server did not answer."""
+    INTERRUPTED = 130
+    """128 + SIGINT, as a shell has it."""
+
+
+class EntryPointGroup(StrEnum):
+    """Where a package offers its own."""
+
+    RECIPES = "turnlog.recipes"
+    TOOLS = "turnlog.tools"
+    HARNESS_PROFILES = "turnlog.harness_profiles"
+    POLICIES = "turnlog.policies"
+    ESTIMATORS = "turnlog.estimators"
+    GROUP_FILTERS = "turnlog.group_filters"
+    REWARD_TRANSFORMS = "turnlog.reward_transforms"
