@@ -36,6 +36,7 @@ class Rule(StrEnum):
     enum_without_default = "enum_without_default"
     enum_default_moved = "enum_default_moved"
     packing_changed = "packing_changed"
+    field_removed = "field_removed"
     record_removed = "record_removed"
     golden_unreadable = "golden_unreadable"
     release_altered = "release_altered"

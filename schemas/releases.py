@@ -81,7 +81,7 @@ def problems(present: Mapping[str, Schema], past: Sequence[Release]) -> list[Pro
 
     Transitive: every release counts, not only the last. Beyond Avro's rules, which BACKWARD_TRANSITIVE asks for: an
     enum has a default, keeps it and keeps its symbols, so that old readers read new data (FULL); packed arrays keep
-    their packing, which Avro does not look at; a record that was released stays.
+    their packing, which Avro does not look at; a record or a field that was released stays.
     """
     found = [problem for name in present for problem in _enum_defaults(present[name])]
     for release in past:
@@ -91,7 +91,7 @@ def problems(present: Mapping[str, Schema], past: Sequence[Release]) -> list[Pro
                 continue
             old = release.schema(name)
             found += incompatibilities(present[name], [old])
-            found += [*_enums(old, present[name]), *_packing(old, present[name])]
+            found += [*_fields(old, present[name]), *_enums(old, present[name]), *_packing(old, present[name])]
     return list(dict.fromkeys(found))
 
 
@@ -119,6 +119,17 @@ def _enum_defaults(schema: Schema) -> Iterator[Problem]:
     for name, enum in _enums_of(schema).items():
         if enum.get("default") not in enum["symbols"]:
             yield Problem(name, Rule.enum_without_default, "an older reader must know what a newer symbol means")
+
+
+def _fields(old: Schema, new: Schema) -> Iterator[Problem]:
+    """A reader of the release asks for its fields; one without a default it cannot even decode."""
+    present = named_types(new)
+    for name, kind in named_types(old).items():
+        fields = present.get(name, kind).get("fields", ())
+        known = {field for member in fields for field in (member["name"], *member.get("aliases", ()))}
+        for member in kind.get("fields", ()):
+            if member["name"] not in known:
+                yield Problem(f"{name}.{member['name']}", Rule.field_removed, "was released; keep it, with its default")
 
 
 def _enums(old: Schema, new: Schema) -> Iterator[Problem]:

@@ -36,6 +36,10 @@ def new_field(schema: Schema) -> None:
     schema["fields"].append({"name": "later", "type": "long"})
 
 
+def fewer_fields(schema: Schema) -> None:
+    schema["fields"].remove(field(schema, "reason"))
+
+
 def another_type(schema: Schema) -> None:
     field(schema, "reason")["type"] = "long"
 
@@ -71,6 +75,7 @@ def other_packing(schema: Schema) -> None:
 
 DOCTORED: list[tuple[str, Callable[[Schema], None], Rule, str]] = [
     ("SessionFinished", new_field, Rule.new_without_default, "turnlog.v1.SessionFinished.later"),
+    ("SessionFinished", fewer_fields, Rule.field_removed, "turnlog.v1.SessionFinished.reason"),
     ("SessionFinished", another_type, Rule.type_changed, "turnlog.v1.SessionFinished.reason"),
     ("SessionFinished", another_name, Rule.name_changed, "the schema"),
     ("SessionFinished", another_enum_name, Rule.name_changed, "turnlog.v1.SessionFinished.outcome"),
