@@ -131,6 +131,7 @@ class Feeder:
             return
         groups: dict[str, GroupRequested] = {}
         async for _, request in events(self._role, topics.TASKS):
+            self._role.health.beat()  # a long history takes longer than a round of work may
             if request.group_id not in groups:
                 groups[request.group_id] = _group(request)
         if groups:

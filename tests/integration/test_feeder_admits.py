@@ -20,13 +20,13 @@ from turnlog.infra.memory_broker import MemoryBroker, PartitionLog
 from turnlog.infra.murmur2 import partition_of
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role
-from turnlog.infra.runs import configuration
+from turnlog.infra.runs import configuration, configured
 from turnlog.infra.topics_admin import specs
 from turnlog.processors.core.fold_versions import FOLD_VERSION
 from turnlog.processors.core.group_scores import figures
 from turnlog.producers import feeder
-from turnlog.producers.sampling import BadSampling
-from turnlog.producers.tasks import RowWithoutPrompt
+from turnlog.producers.sampling import BadSampling, checked_sampling
+from turnlog.producers.tasks import RowWithoutPrompt, read_dataset
 from turnlog.schemas import topics
 from turnlog.schemas.events import (
     EngineRegistered,
@@ -420,6 +420,25 @@ async def test_a_run_that_was_fed_before_there_was_group_requests_goes_on_and_is
         await bench.score(old[0].group_id, GroupStatus.discarded)
         again = {request.draw for request in await bench.until(PROMPTS + 1) if request.task_id == old[0].task_id}
     assert again == {0, 1}
+
+
+@pytest.mark.parametrize("bench", ["1"], indirect=True)
+async def test_a_look_at_a_long_past_is_work_and_no_hang(bench: Bench) -> None:
+    await bench.started()
+    async with bench.feeding():
+        asked = await bench.until(PROMPTS)
+    bench.broker.logs[Partition(topics.GROUP_REQUESTS.name, 0)] = PartitionLog()
+    log = MemoryLog(bench.broker)
+    async with EventLog.open(log, bench.registry, writer="feeder-2") as events, log.transactor("r.feeder") as own:
+        role = await bench.role(log, events)
+        run = await configured(role)
+        assert run is not None
+        dataset = read_dataset(Path(bench.settings.run.directory) / feeder.DATASET_FILE)
+        reading = feeder.Feeder(role, run, own, dataset, *checked_sampling(bench.settings))
+        await reading.remember()
+    assert reading.admission.asked == PROMPTS
+    loops = role.health.living()[1]["loops"]
+    assert loops["work"]["rounds"] >= len(asked)
 
 
 async def test_missing_topics_are_named_with_the_remedy(settings: Settings) -> None:
