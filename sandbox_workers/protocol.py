@@ -202,8 +202,9 @@ class Sandbox(Protocol):
         which `most` is for."""
         ...
 
-    async def write(self, path: str, content: bytes, *, mode: int = 0o644) -> None:
-        """Replace or make a file of the workspace, folders above it included, in one step. Raises FileRefused,
+    async def write(self, path: str, content: bytes, *, mode: int = 0o644, follow: bool = False) -> None:
+        """Replace or make a file of the workspace, folders above it included, in one step. A link at its place is
+        replaced; `follow`: the file that it leads to is, and a file that is there keeps its mode. Raises FileRefused,
         QuotaExceeded, SandboxDied."""
         ...
 

@@ -58,11 +58,12 @@ class InitFiles:
         _, body = await self._ask(head, init_answers.names(paths), most=most + 4 * len(paths))
         return await self._checked(init_answers.divided, body, len(paths))
 
-    async def write(self, path: str, content: bytes, *, mode: int = 0o644) -> None:
+    async def write(self, path: str, content: bytes, *, mode: int = 0o644, follow: bool = False) -> None:
         """See Sandbox."""
         if len(content) > min(self._disk_bytes, MOST_BYTES):
             raise QuotaExceeded(f"{path!r}: {len(content)} bytes do not fit the workspace's {self._disk_bytes}")
-        await self._ask({"op": "write", "path": path, "mode": mode, "disk_bytes": self._disk_bytes}, content)
+        head = {"op": "write", "path": path, "mode": mode, "follow": follow, "disk_bytes": self._disk_bytes}
+        await self._ask(head, content)
 
     async def index(self) -> tuple[FileEntry, ...]:
         """See Sandbox."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import posixpath
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -149,10 +150,19 @@ class MemorySandbox:
         """See Sandbox."""
         return (await self.read(path, most=most))[offset : offset + size]
 
-    async def write(self, path: str, content: bytes, *, mode: int = 0o644) -> None:
+    async def write(self, path: str, content: bytes, *, mode: int = 0o644, follow: bool = False) -> None:
         """See Sandbox."""
         self._check_alive()
-        self._put({_checked(path): _file(path, content, mode)})
+        path, links = _checked(path), 0
+        while follow and (there := self._nodes.get(path)) is not None:
+            if there.entry.kind is not FileKind.link:
+                mode = there.entry.mode
+                break
+            links += 1
+            if links > len(self._nodes):
+                raise FileRefused(f"{path!r}: too many links")
+            path = _checked(posixpath.normpath(posixpath.join(posixpath.dirname(path), there.entry.target)))
+        self._put({path: _file(path, content, mode)})
 
     async def index(self) -> tuple[FileEntry, ...]:
         """See Sandbox."""

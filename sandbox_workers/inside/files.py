@@ -47,17 +47,22 @@ def plain_content(descriptor: int, path: str, most: int, offset: int = 0, size: 
     return bytes(data)
 
 
-def write(place: Place, path: str, content: bytes, mode: int, disk_bytes: int) -> None:
-    """Replace or make a file by one rename. Raises Refused, Quota."""
+def write(place: Place, path: str, content: bytes, mode: int, disk_bytes: int, *, follow: bool) -> None:
+    """Replace or make a file by one rename; `follow`: the one that links lead to, which keeps its mode. Raises Refused,
+    Quota."""
     *above, name = _named(path)
     if disk_used(place) + len(content) > disk_bytes:
         raise Quota(f"{shown(path)}: {len(content)} bytes more do not fit the workspace's {disk_bytes}")
     try:
         with Walk(place.folders[0]) as walk:
             walk.down(above, path, make=True)
+            if follow:
+                name = walk.last(name, path, make=True)
             with contextlib.suppress(FileNotFoundError):
-                if stat.S_ISDIR(os.stat(name, dir_fd=walk.here, follow_symlinks=False).st_mode):
+                there = os.stat(name, dir_fd=walk.here, follow_symlinks=False).st_mode
+                if stat.S_ISDIR(there):
                     raise Refused(f"{shown(path)} is a folder")
+                mode = there if follow and stat.S_ISREG(there) else mode
             _replace(walk.here, name, content, mode)
     except OSError as error:
         raise refusal(error, path) from error

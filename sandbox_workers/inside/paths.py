@@ -18,6 +18,8 @@ LONGEST_PATH = 4095
 """PATH_MAX of limits.h, less its NUL."""
 MOST_LINKS = 40
 """As the kernel follows (path_resolution(7))."""
+WORKSPACE = "/workspace"
+"""What models call the root in links, wherever a backend has it."""
 FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -107,13 +109,14 @@ class Walk:
             elif (target := self._enter(name, path, make)) is not None:
                 ahead += self._followed(target, path)[::-1]
 
-    def last(self, name: str, path: str) -> str:
-        """Enter what links say until `name` is none; the name where we stand then. Raises Refused, Missing."""
-        while (target := self._link(name)) is not None:
+    def last(self, name: str, path: str, *, make: bool = False) -> str:
+        """Enter what links say until `name` is none; the name where we stand then. `make`: nothing need be there, and
+        folders on the way are made. Raises Refused, Missing."""
+        while (target := self._link(name, make)) is not None:
             names = self._followed(target, path)
             if not names or names[-1] == "..":
                 raise Refused(f"{shown(path)} is a folder")
-            self.down(names[:-1], path)
+            self.down(names[:-1], path, make=make)
             name = names[-1]
         return name
 
@@ -131,8 +134,14 @@ class Walk:
                 raise
             return target
 
-    def _link(self, name: str) -> str | None:
-        if not stat.S_ISLNK(os.stat(name, dir_fd=self.here, follow_symlinks=False).st_mode):
+    def _link(self, name: str, make: bool = False) -> str | None:
+        try:
+            found = os.stat(name, dir_fd=self.here, follow_symlinks=False).st_mode
+        except FileNotFoundError:
+            if make:
+                return None
+            raise
+        if not stat.S_ISLNK(found):
             return None
         return os.readlink(name, dir_fd=self.here)
 
@@ -141,9 +150,10 @@ class Walk:
         if self.links > MOST_LINKS:
             raise Refused(f"{shown(path)}: too many links")
         if target.startswith("/"):
-            if target != self.root and not target.startswith(f"{self.root}/"):
+            root = next((root for root in (self.root, WORKSPACE) if f"{target}/".startswith(f"{root}/")), None)
+            if root is None:
                 raise Refused(f"{shown(path)}: a link leads out of the workspace")
-            target = target[len(self.root) :]
+            target = target[len(root) :]
             while len(self.stack) > 1:
                 os.close(self.stack.pop())
         return [name for name in target.split("/") if name not in ("", ".")]

@@ -118,7 +118,7 @@ class Service:
         return {}, struct.pack(f">{len(contents)}I", *map(len, contents)) + b"".join(contents)
 
     def _write(self, head: dict[str, Any], body: bytes) -> Answer:
-        files.write(self.place, head["path"], body, head["mode"], head["disk_bytes"])
+        files.write(self.place, head["path"], body, head["mode"], head["disk_bytes"], follow=head["follow"])
         return {}, b""
 
     def _index(self, head: dict[str, Any], _: bytes) -> Answer:

@@ -8,11 +8,10 @@ from __future__ import annotations
 import asyncio
 import codecs
 import hashlib
-import posixpath
 import re
 from collections.abc import AsyncIterator
 
-from turnlog.sandbox_workers.protocol import Execution, FileKind, FileRefused, QuotaExceeded
+from turnlog.sandbox_workers.protocol import Execution, QuotaExceeded
 from turnlog.sandbox_workers.tools.lines import Lines
 from turnlog.sandbox_workers.tools.programs import in_workspace
 from turnlog.sandbox_workers.tools.tool import Call, ToolFailed
@@ -25,8 +24,6 @@ PART = 256 * 2**10
 """Bytes of a file that are held at once, and looked at before the loop goes on."""
 NOTE = 300
 """Bytes of an answer kept free for the note that more is to come."""
-LINKS = 40
-"""Followed from one path, as by Linux (path_resolution(7))."""
 NAMED = 10
 """Places of an ambiguous text that are named."""
 
@@ -58,7 +55,7 @@ async def read_file(call: Call) -> Execution:
 async def write_file(call: Call) -> Execution:
     """Replace the file, or make it."""
     path, content = in_workspace(call.arguments["path"]), call.arguments["content"].encode()
-    await _replace(call, path, content)
+    await call.sandbox.write(path, content, follow=True)
     return call.answer(f"wrote {len(content)} bytes to {path}\n")
 
 
@@ -74,7 +71,7 @@ async def edit_file(call: Call) -> Execution:
     size = len(content) + content.count(old) * (len(new) - len(old))
     if size > call.limits.disk_bytes:
         raise QuotaExceeded(f"{path}: {size} bytes do not fit the workspace's {call.limits.disk_bytes}")
-    await _replace(call, path, await asyncio.to_thread(content.replace, old, new))
+    await call.sandbox.write(path, await asyncio.to_thread(content.replace, old, new), follow=True)
     where = f"at line {lines[0]}" if count == 1 else f"{count} times"
     return call.answer(f"replaced the text {where} in {path}\n")
 
@@ -148,24 +145,3 @@ def _nearly(content: bytes, old: bytes) -> str:
         line = content.count(b"\n", 0, found.start()) + 1
         return f"; its first line stands at line {line}, so white space or a later line differs"
     return ""
-
-
-async def _replace(call: Call, path: str, content: bytes) -> None:
-    """Write where the path leads, links within the workspace followed; a file keeps its mode: scripts stay
-    executable. Raises FileRefused, ToolFailed."""
-    try:
-        entries = {entry.path: entry for entry in await call.sandbox.index()}
-    except FileRefused:  # too many files to list: links and mode of one are no reason not to write it
-        entries = {}
-    place = posixpath.normpath(path)
-    for _ in range(LINKS):
-        entry = entries.get(place)
-        if entry is None or entry.kind is not FileKind.link:
-            break
-        place = posixpath.normpath(posixpath.join(posixpath.dirname(place), in_workspace(entry.target)))
-        if place.startswith(("/", "../")):
-            raise ToolFailed(f"{path}: a link leads out of the workspace")
-    else:
-        raise ToolFailed(f"{path}: too many links lead to one another")
-    mode = entry.mode if entry is not None and entry.kind is FileKind.file else 0o644
-    await call.sandbox.write(path if place == posixpath.normpath(path) else place, content, mode=mode)

@@ -112,6 +112,23 @@ async def test_no_name_leads_out_of_the_workspace(sandbox: Sandbox) -> None:
     assert await sandbox.healthy()
 
 
+async def test_a_write_replaces_a_link_or_the_file_that_it_leads_to(sandbox: Sandbox) -> None:
+    links = (link("around", "around"), link("first", "second"), link("new", "deep/new"), link("out", "../out"))
+    await sandbox.restore((*links, link("second", "x"), file("x", 3, mode=0o750)), {"x": b"old"})
+    await sandbox.write("first", b"through", follow=True)
+    await sandbox.write("new", b"made", follow=True)
+    await sandbox.write("plain", b"plain", mode=0o600, follow=True)
+    assert {entry.path: (entry.kind, entry.mode) for entry in await sandbox.index() if entry.kind is FileKind.file} == {
+        "deep/new": (FileKind.file, 0o644), "plain": (FileKind.file, 0o600), "x": (FileKind.file, 0o750),
+    }  # fmt: skip
+    assert await sandbox.read("x", most=10) == b"through"
+    for path in ("around", "out"):
+        with pytest.raises(FileRefused):
+            await sandbox.write(path, b"", follow=True)
+    await sandbox.write("first", b"itself")
+    assert (await sandbox.read("first", most=10), await sandbox.read("x", most=10)) == (b"itself", b"through")
+
+
 @pytest.mark.needs("shell")
 async def test_links_are_followed_as_far_as_they_stay_inside(sandbox: Sandbox, limits: SandboxLimits) -> None:
     source = """

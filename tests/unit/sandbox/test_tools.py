@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import AsyncIterator, Mapping
+from typing import NoReturn, cast
 
 import pytest
 
@@ -163,6 +164,30 @@ async def test_what_is_written_through_a_link_goes_where_it_leads(sandbox: Sandb
     for path in ("out", "up"):
         assert "a link leads out of the workspace" in await failed(sandbox, "write_file", path=path, content="x")
     assert "too many links" in await failed(sandbox, "write_file", path="loop", content="x")
+    await answered(sandbox, "shell", command="ln -s d e; ln -s d/a d/b; ln -sf a d/b; chmod 640 d/a")
+    await answered(sandbox, "write_file", path="e/b", content="5")
+    assert await answered(sandbox, "shell", command="cat d/a; readlink d/b; stat -c %a d/a") == "5a\n640\n"
+
+
+class Unlisted:
+    """A sandbox whose workspace is too large to be listed for one file."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self._sandbox = sandbox
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._sandbox, name)
+
+    async def index(self) -> NoReturn:
+        raise AssertionError("the whole workspace was listed")
+
+
+async def test_a_file_is_written_and_edited_without_a_look_at_the_others(sandbox: Sandbox) -> None:
+    unlisted = cast(Sandbox, Unlisted(sandbox))
+    await answered(sandbox, "shell", command="mkdir d; echo one > d/a; ln -s d/a first; chmod 755 d/a")
+    await answered(unlisted, "edit_file", path="first", old="one", new="two")
+    await answered(unlisted, "write_file", path="new", content="3")
+    assert await answered(sandbox, "shell", command="cat d/a new; stat -c %a d/a") == "two\n3755\n"
 
 
 async def test_an_edit_that_finds_nothing_says_what_is_near(sandbox: Sandbox) -> None:
