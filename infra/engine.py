@@ -248,6 +248,7 @@ class _Pieces:
     def __init__(self, request: Generate) -> None:
         self._request = request
         self._seen = 0
+        self._labels: list[tuple[str, int]] = []
 
     def take(self, answer: dict[str, Any]) -> Piece:
         meta, ids = answer["meta_info"], answer["output_ids"]
@@ -267,10 +268,19 @@ class _Pieces:
             ids=ids[start:count],
             logprobs=[triple[0] for triple in new],
             finish=finish,
-            versions=_versions(meta, self._seen),
+            versions=self._versions(meta, len(new)),
             cached_tokens=meta.get("cached_tokens") or 0,
             experts=_experts(meta),
         )
+
+    def _versions(self, meta: dict[str, Any], count: int) -> tuple[tuple[str, int], ...]:
+        """SGLang gives spans with the last piece; until then each brings the label of the weights at its time."""
+        if spans := meta.get("weight_versions"):
+            return tuple((str(span["version"]), span["end"] - span["start"]) for span in spans)
+        if (label := meta.get("weight_version")) is not None and count:
+            same = self._labels.pop()[1] if self._labels and self._labels[-1][0] == str(label) else 0
+            self._labels.append((str(label), same + count))
+        return tuple(self._labels)
 
 
 def _experts(meta: dict[str, Any]) -> bytes | None:
@@ -279,11 +289,3 @@ def _experts(meta: dict[str, Any]) -> bytes | None:
         return None if encoded is None else base64.b64decode(encoded, validate=True)
     except ValueError as error:
         raise EngineRefused(f"the engine's routed experts are no base64: {error}") from error
-
-
-def _versions(meta: dict[str, Any], tokens: int) -> tuple[tuple[str, int], ...]:
-    spans = meta.get("weight_versions")
-    if spans:
-        return tuple((str(span["version"]), span["end"] - span["start"]) for span in spans)
-    label = meta.get("weight_version")
-    return ((str(label), tokens),) if label is not None and tokens else ()

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from turnlog.infra.engine import Engine, SGLang
+from turnlog.infra.engine import Engine, EngineDead, SGLang
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Log, Partition
 from turnlog.producers.gateway.errors import NoEngine
@@ -95,7 +95,7 @@ class Engines:
             rest = min((engine.rests_until for engine in able), default=deadline)
             await self._change(min(rest, deadline) - now)
 
-    def failed(self, engine: LiveEngine, began: float) -> None:
+    def failed(self, engine: LiveEngine, began: float, error: EngineDead) -> None:
         """Open the breaker for a request that began then: the engine rests, longer each time that it is found dead
         after a rest. Requests that were in flight when it died are one outage, however many they are."""
         if began <= engine.failed_at:
@@ -104,7 +104,7 @@ class Engines:
         engine.failures += 1
         engine.failed_at = self.clock()
         engine.rests_until = engine.failed_at + rest
-        log.warning("engine %s at %s does not answer; resting it for %.1f s", engine.id, engine.url, rest)
+        log.warning("engine %s rests for %.1f s: %s", engine.id, rest, error)
 
     def served(self, engine: LiveEngine) -> None:
         """Close the breaker: it is alive."""

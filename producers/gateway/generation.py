@@ -139,15 +139,16 @@ class Sampler:
                         f"more than the {request.max_new_tokens} tokens that {engine.url} was asked for: it ignores "
                         "sampling_params.max_new_tokens; serve with an engine that keeps it"
                     )
+                _check_labels(piece, engine)
                 self._add(draft, piece, loop.time())
                 labels = piece.versions or labels
                 rows = piece.experts
                 progress(piece.ids)
                 draft.finish = piece.finish or ""
             self.engines.served(engine)
-        except EngineDead:
+        except EngineDead as error:
             draft.finish = "dead"
-            self.engines.failed(engine, began)
+            self.engines.failed(engine, began, error)
         finally:
             watch.cancel()
             engine.in_flight -= 1
@@ -182,26 +183,32 @@ async def _abort_when_gone(gone: asyncio.Event, engine: LiveEngine, rid: str) ->
         return  # the call itself sees it
 
 
-def _spans(labels: Sequence[tuple[str, int]], count: int, engine: LiveEngine) -> list[VersionSpan]:
-    """Version spans of one call's tokens. Raises EngineRefused for a label that names no version."""
-    spans = [VersionSpan(_version(label, engine), length) for label, length in labels if length]
-    missing = count - sum(span.length for span in spans)
-    if missing < 0:
-        raise EngineRefused(f"version spans {labels} cover more than the {count} tokens that were sampled")
-    if missing:  # the engine died before it said: the weights that it was registered with
-        spans.append(VersionSpan(_version("", engine), missing))
-    return spans
-
-
-def _version(label: str, engine: LiveEngine) -> int:
-    if label.isdecimal():
-        return int(label)
+def _check_labels(piece: Piece, engine: LiveEngine) -> None:
+    """Raises EngineDead, EngineRefused for a label that names no version: an engine that restarted serves the weights
+    of its model folder under such a one until its loader comes, whatever it is registered with."""
+    label = next((label for label, _ in piece.versions if not label.isdecimal()), None)
+    if label is None:
+        return
     if engine.version >= 0:
-        return engine.version
+        raise EngineDead(f"{engine.url} samples with weights labelled {label!r}, not version {engine.version}: it "
+                         "restarted, and its weight loader has yet to come")  # fmt: skip
     raise EngineRefused(
         f"weights labelled {label!r} at {engine.url} have no version: start the engine with --weight-version N, or let "
         "its weight loader load a published version"
     )
+
+
+def _spans(labels: Sequence[tuple[str, int]], count: int, engine: LiveEngine) -> list[VersionSpan]:
+    """Version spans of one call's tokens. Raises EngineRefused for an engine that never said."""
+    spans = [VersionSpan(int(label), length) for label, length in labels if length]
+    missing = count - sum(span.length for span in spans)
+    if missing < 0:
+        raise EngineRefused(f"version spans {labels} cover more than the {count} tokens that were sampled")
+    if missing and engine.version < 0:
+        raise EngineRefused(f"{engine.url} does not say with which weights it sampled, and is registered with none")
+    if missing:
+        spans.append(VersionSpan(engine.version, missing))
+    return spans
 
 
 def _extend(spans: list[VersionSpan], more: Sequence[VersionSpan]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from turnlog.infra.engine import Generate, Piece
+from turnlog.infra.engine import EngineDead, Generate, Piece
 from turnlog.infra.memory_engine import MemoryEngine
 from turnlog.infra.private_files import GATEWAY_KEY
 from turnlog.producers.gateway.engines import Engines, Wanted
@@ -103,14 +103,14 @@ async def test_requests_that_fail_together_are_one_outage_and_a_rest_grows_with_
     def rest(requests: int, lasting: float) -> float:
         began, clock.now = clock.now, clock.now + lasting
         for _ in range(requests):
-            engines.failed(engine, began)
+            engines.failed(engine, began, EngineDead("refused"))
         return engine.rests_until - clock.now
 
     assert rest(64, 3.0) == 0.5
     late = clock.now - 1.0  # began before the outage, ended long after it
     for expected in (1.0, 2.0, 4.0, 8.0, 15.0, 15.0):
         clock.now = engine.rests_until
-        engines.failed(engine, late)
+        engines.failed(engine, late, EngineDead("silent"))
         assert engine.rests_until == clock.now
         assert rest(64, 0.1) == expected
     engines.served(engine)
@@ -205,16 +205,26 @@ async def test_an_engine_that_dies_in_mid_turn_is_continued_elsewhere(rig: Any, 
     assert spans == [(0, 4)]  # the fake e1 labels its weights 0
 
 
-async def test_weights_without_a_version_are_refused_and_an_integer_registration_stands_in(rig: Any) -> None:
+async def test_an_engine_that_restarted_gives_no_turn_until_its_weights_are_the_published_ones(rig: Any) -> None:
+    """It serves the weights of its model folder, registered as it still is with those that it lost."""
+    rig.engines["e1"] = rig.new_engine("http://e1")
+    rig.engines["e1"].version = "5"
+    for name in ("e0", "e1"):
+        await rig.engine_says(name, version=5)
+    rig.engines["e0"].version = "default"
+    answers = [await rig.chat(await rig.open(f"rollout-{number}"), [QUESTION]) for number in range(6)]
+    assert {answer.status_code for answer in answers} == {200}
+    assert rig.engines["e0"].requests
+    assert {turn.engine_id for turn in await rig.written("TurnCompleted")} == {"e1"}
+    spans = {span.version for snapshot in await rig.written("TokenSnapshot") for span in snapshot.version_spans}
+    assert spans == {5}
+
+
+async def test_weights_without_a_version_are_refused_where_none_was_ever_published(rig: Any) -> None:
     session = await rig.open(min_weight_version=-1)
     rig.engines["e0"].version = "default"
-    await rig.engine_says(version=5)
-    await rig.chat(session, [QUESTION])
-    [snapshot] = await rig.written("TokenSnapshot")
-    assert {span.version for span in snapshot.version_spans} == {5}
     await rig.engine_says(version=-1)
-    rig.gateway.engines.live["e0"].version = -1
-    answer = await rig.chat(session, [{"role": "user", "content": "x"}])
+    answer = await rig.chat(session, [QUESTION])
     assert (answer.status_code, answer.json()["error"]["code"]) == (502, "engine_failed")
     assert "--weight-version" in answer.json()["error"]["message"]
 

@@ -17,14 +17,14 @@ PROMPT = [7, 9, 9, 8]
 
 
 @contextlib.asynccontextmanager
-async def engine(**more: Any) -> AsyncIterator[tuple[SGLang, list[Any]]]:
+async def engine(*, body: bytes = b"", **more: Any) -> AsyncIterator[tuple[SGLang, list[Any]]]:
     """A client of a server that gives every request one answer of SGLang's shape, and the bodies that it was sent.
-    `more` goes beside or into the answer's meta_info."""
+    `more` goes beside or into the answer's meta_info; `body` stands for it all."""
     meta = {
         "completion_tokens": 1, "finish_reason": {"type": "length"}, "output_token_logprobs": [[-0.5, 3, None]],
         "weight_version": "0", **more.pop("meta", {}),
     }  # fmt: skip
-    body = json.dumps({"output_ids": [3], "meta_info": meta, **more}).encode()
+    body = body or json.dumps({"output_ids": [3], "meta_info": meta, **more}).encode()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
@@ -74,3 +74,20 @@ async def test_an_image_goes_as_one_placeholder_and_the_ids_that_it_comes_to_mus
     async with engine(prompt_token_ids=[7, 9, 9, 9, 8, 9, 9, 9]) as (client, _):
         with pytest.raises(EngineRefused, match="8 prompt ids that differ from the 7 given, from position 3 on"):
             await answer(client, input_ids=given, images=images)
+
+
+async def test_pieces_of_a_stream_keep_the_label_that_each_came_with_until_the_engine_gives_spans() -> None:
+    def event(label: str, count: int, **more: Any) -> bytes:
+        meta = {"completion_tokens": count, "finish_reason": None, "weight_version": label, **more,
+                "output_token_logprobs": [[-0.5, 3, None]] * count}  # fmt: skip
+        return b"data: " + json.dumps({"output_ids": [3] * count, "meta_info": meta}).encode() + b"\n\n"
+
+    spans = [{"version": "1", "end": 1, "start": 0}, {"version": "2", "end": 4, "start": 1}]
+    last = event("2", 4, weight_versions=spans, finish_reason={"type": "length"})
+    body = event("1", 1) + event("1", 2) + event("2", 3) + last
+    async with engine(body=body) as (client, _):
+        request = Generate(rid="r", input_ids=PROMPT, temperature=1.0, max_new_tokens=4)
+        pieces = [piece async for piece in client.generate(request, stream=True, timeout_s=30)]
+    assert [piece.versions for piece in pieces] == [
+        (("1", 1),), (("1", 2),), (("1", 2), ("2", 1)), (("1", 1), ("2", 3)),
+    ]  # fmt: skip
