@@ -294,8 +294,7 @@ class Trainer:
 
     def _lag(self, manifest: SampleBatchFormed, rows: BatchRows) -> int:
         """Of the rows against the weights that are held: after a death they need not be what the manifest foresaw."""
-        trained = rows.trained_per_row() > 0
-        lag = self._versions.largest_lag({*rows.version_min[trained].tolist(), *rows.version_max[trained].tolist()})
+        lag = self._versions.largest_lag(rows.sampled_by(map(int, manifest.lags)))
         if lag > manifest.max_lag:
             log.warning(
                 "batch %d was formed for version %d with lag %d; the weights held are version %s, so it is %d",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,6 +67,13 @@ class BatchRows:
         edges = np.concatenate([[0], np.cumsum(self.trained, dtype=np.int64)])
         counts: NDArray[np.int64] = edges[self.starts + self.lengths] - edges[self.starts]
         return counts
+
+    def sampled_by(self, known: Iterable[int]) -> set[int]:
+        """Versions that trained tokens come from: of each row the oldest, the newest, and the `known` between."""
+        trained = self.trained_per_row() > 0
+        spans = set(zip(self.version_min[trained].tolist(), self.version_max[trained].tolist(), strict=True))
+        between = {version for version in known for oldest, newest in spans if oldest < version < newest}
+        return between.union(*spans)
 
 
 def _columns() -> tuple[tuple[str, str, str | None], ...]:

@@ -29,8 +29,8 @@ class HeldVersion:
         return self.lags.get(version, self.number - version)
 
     def recorded(self, versions: Iterable[int]) -> dict[str, int]:
-        """What a manifest says of these versions, so that a reader of it alone finds the same lags."""
-        return {str(version): self.lags[version] for version in sorted(set(versions)) if version in self.lags}
+        """What a manifest says of the versions that sampled for it: a reader of it alone finds the same lags."""
+        return {str(version): self.lag(version) for version in sorted(set(versions))}
 
 
 def recorded_version(number: int, lags: Mapping[str, int]) -> HeldVersion:

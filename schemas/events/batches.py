@@ -119,8 +119,9 @@ class SampleBatchFormed:
     """One per partition of segment-samples: where a batcher that starts after this draw reads on."""
     settings_sha256: str
     lags: dict[str, int] = field(default_factory=dict)
-    """Weight version -> its lag, where it is not trainer_version minus the version: weights that a killed trainer's
-    successor published again are as old as they were (2^31 - 1: they are of no step of the live trainer)."""
+    """Weight version -> its lag, of each that sampled for the draw: weights that a killed trainer's successor published
+    again are as old as they were (2^31 - 1: they are of no step of the live trainer). Records of before name only those
+    whose lag is not trainer_version minus the version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

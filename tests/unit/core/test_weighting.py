@@ -149,3 +149,12 @@ def test_the_weights_of_any_rows_pass_and_sum_as_they_must(
     total = sum(Fraction(row.trained_tokens, divisor) for row, divisor in zip(rows, weights.divisors, strict=True))
     constant = Fraction(weights.trained_tokens, weights.trajectories * length)
     assert total == (constant if weighting is Weighting.constant else 1)
+
+
+def test_a_row_is_sampled_by_its_oldest_and_newest_version_and_by_what_is_known_between() -> None:
+    rows = replace(columns(ROWS, weigh(ROWS, Weighting.token, 0)), version_min=np.array([2, 2, 5, 9], "<i4"),
+                   version_max=np.array([5, 5, 5, 9], "<i4"))  # fmt: skip
+    assert rows.sampled_by([]) == {2, 5, 9}
+    assert rows.sampled_by([0, 3, 7, 9, 12]) == {2, 3, 5, 9}
+    untrained = replace(rows, trained=np.zeros_like(rows.trained))
+    assert untrained.sampled_by([3]) == set()
