@@ -23,12 +23,14 @@ from turnlog.infra.embedded.process import Launch
 from turnlog.infra.embedded.run_files import LOGS, SETTINGS
 from turnlog.infra.embedded.supervisor import Member, State, Supervisor
 from turnlog.infra.embedded.up import status_processes
-from turnlog.infra.history import partitions
+from turnlog.infra.history import all_events, partitions
 from turnlog.infra.role import Role, opened
 from turnlog.infra.runs import configure
 from turnlog.infra.terminal import Terminal
 from turnlog.names import ExitStatus
 from turnlog.schemas.errors import UndecodableRecord
+from turnlog.schemas.events import StepCompleted
+from turnlog.schemas.topics import STEPS
 from turnlog.settings import Settings
 
 LOOK_EVERY_S = 0.5
@@ -68,7 +70,7 @@ async def run(settings: Settings, display: Display) -> None:
         await configure(role)
         async with display.shown(), _fed(settings), beside(_watch(role, display)) as watching:
             display.phase = "waiting for the first weights"
-            while not _over(settings, display):
+            while not await _over(role, display):
                 await asyncio.wait({watching}, timeout=LOOK_EVERY_S)  # states of processes are files, not events
                 if watching.done():
                     watching.result()
@@ -131,9 +133,9 @@ async def _watch(role: Role, display: Display) -> None:
             display.refreshed()
 
 
-def _over(settings: Settings, display: Display) -> bool:
+async def _over(role: Role, display: Display) -> bool:
     """Every draw trained, every engine on the newest version. Raises RoleFailed, NotEveryDraw."""
-    picture = display.picture
+    settings, picture = role.settings, display.picture
     drawn = len({step.draw_index for step in picture.steps.values()})
     loaded = all(version >= picture.version for version in picture.engines.values())
     if drawn >= settings.feeder.draws and picture.published_after(max(picture.steps)) and loaded:
@@ -142,11 +144,20 @@ def _over(settings: Settings, display: Display) -> bool:
         if child["state"] == State.FAILED:
             raise RoleFailed(f"{child['name']}: {child['error']}; log {child['log']}")
         if child["name"].startswith("trainer") and child["state"] == State.DONE and drawn < settings.feeder.draws:
-            raise NotEveryDraw(f"the trainer ended after {drawn} of {settings.feeder.draws} draws; log {child['log']}")
+            trained = await _trained(role)  # the picture is still folding what was there before us
+            if trained < settings.feeder.draws:
+                raise NotEveryDraw(
+                    f"the trainer ended after {trained} of {settings.feeder.draws} draws; log {child['log']}"
+                )
         waiting = child["waiting"]
         if waiting and not picture.sessions_started:
             display.phase = f"{child['name']}: {waiting}"
     return False
+
+
+async def _trained(role: Role) -> int:
+    """Draws with a step on the log."""
+    return len({step.draw_index for step in await all_events(role, STEPS) if isinstance(step, StepCompleted)})
 
 
 __all__ = ["conduct", "run", "stop_at_signal"]

@@ -161,6 +161,13 @@ def test_the_status_shows_roles_lag_and_versions(loop: Loop) -> None:
     assert found["views"]["newest_version"] == found["engines"]["engine-0"]["version"]
 
 
+def test_a_run_that_is_trained_to_its_end_is_over_at_once_when_it_is_run_again(loop: Loop) -> None:
+    done = loop.turnlog("run", file=loop.kept)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{DRAWS} steps trained" in done.stdout
+    assert len(newest_incarnations(loop.steps())) == DRAWS
+
+
 def test_the_benchmark_of_modes_measures_such_a_run(loop: Loop) -> None:
     script = Path(__file__).parents[2] / "benchmarks/modes.py"
     done = subprocess.run([sys.executable, str(script), str(loop.kept)], capture_output=True, text=True, timeout=300)
