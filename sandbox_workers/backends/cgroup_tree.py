@@ -1,4 +1,5 @@
-"""Where control groups can be made, found by looking: version 1 (a folder per controller) or version 2 (one for all).
+"""Where control groups can be made, found by looking: version 1 (a folder per controller) or version 2 (one for all);
+who is in a group, and how it ends.
 
 Source: cgroups(7), the kernel's admin-guide/cgroup-v1 and cgroup-v2; proc(5) for mountinfo and /proc/self/cgroup.
 On version 1 memory is limited below our own group, so that what limits us goes on to hold. On version 2 a group that
@@ -11,12 +12,13 @@ import contextlib
 import errno
 import logging
 import os
+import signal
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 log = logging.getLogger(__name__)
-
 WANTED = ("memory", "pids", "cpu")
 KILL = "kill"
 """Where a version 2 group is that `cgroup.kill` ends and whose `cpu.stat` counts, beside version 1 controllers too."""
@@ -26,6 +28,8 @@ LEAF = "turnlog-worker"
 """The group below our own into which we move ourselves."""
 ENDS = ["memory", "pids"]
 """Controllers without which there is nothing to gain."""
+KILL_ROUNDS = 100
+PAUSE_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,3 +162,76 @@ def _inside(mount: Mount, path: str) -> Path | None:
 
 def _writable(folder: Path) -> bool:
     return os.access(folder, os.W_OK) and os.access(folder / "cgroup.procs", os.W_OK)
+
+
+def removed(places: tuple[Path, ...], wait_s: float = 0.0) -> list[Path]:
+    """End everything in these groups and remove them, waiting so long for what is still dying; those that are left."""
+    for place in places:
+        with contextlib.suppress(OSError):
+            _kill(place)
+    ends = time.monotonic() + wait_s
+    left = [place for place in places if not _rmdir(place)]
+    while left and time.monotonic() < ends:
+        time.sleep(PAUSE_S)
+        left = [place for place in left if not _rmdir(place)]
+    return left
+
+
+def _rmdir(place: Path) -> bool:
+    """It is gone."""
+    try:
+        place.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def _kill(place: Path) -> None:
+    if not processes(place):
+        return
+    if (place / "cgroup.kill").exists():
+        put(place / "cgroup.kill", "1")
+        return
+    if (place / "pids.max").exists():
+        put(place / "pids.max", "0")  # nobody in it forks any more, so that killing comes to an end
+    for _ in range(KILL_ROUNDS):
+        pids = [pid for pid in processes(place) if pid != os.getpid()]
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not pids:
+            return
+
+
+def processes(place: Path) -> list[int]:
+    """Pids; none when it is gone."""
+    try:
+        return [int(word) for word in (place / "cgroup.procs").read_text().split()]
+    except OSError:
+        return []
+
+
+def below(pid: int) -> list[int]:
+    """Descendants of a process, parents first. Source: proc(5), children."""
+    found, ahead = [], [pid]
+    while ahead:
+        parent = ahead.pop()
+        try:
+            words = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN, or nobody there any more
+            words = _with_parent(parent)
+        children = [int(word) for word in words]
+        found += children
+        ahead += children
+    return found
+
+
+def _with_parent(pid: int) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(path.read_bytes().rpartition(b")")[2].split()[1]) == pid:
+                found.append(path.parent.name)
+    return found
