@@ -19,7 +19,7 @@ import numpy as np
 from row import size, told
 
 from turnlog.processors.core.assembler import GroupFold
-from turnlog.processors.core.fold_rules import FoldRules
+from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.processors.shells.examples import GroupName, SessionStory, Shape
 from turnlog.processors.shells.watch import Watch
 from turnlog.schemas.codec import Codec

@@ -19,8 +19,8 @@ from turnlog.infra.log import Commit, Partition
 from turnlog.infra.murmur2 import partition_of
 from turnlog.infra.role import Role
 from turnlog.infra.runs import Configured, configuration
-from turnlog.processors.core.fold_rules import FoldRules
 from turnlog.processors.core.low_water import Done, Marks, encode_marks
+from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.processors.core.unit_fold import INPUTS, UnitFold
 from turnlog.processors.shells.assembler import assembler_plan
 from turnlog.processors.shells.examples import GroupName, SessionStory, Shape

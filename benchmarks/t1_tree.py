@@ -17,7 +17,7 @@ import numpy as np
 from row import say, size, told
 
 from turnlog.processors.core.assembler import GroupFold
-from turnlog.processors.core.fold_rules import FoldRules
+from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.schemas.events import (
     Agent,
     Boundary,

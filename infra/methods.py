@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
-from turnlog.processors.core.estimators import Estimator
-from turnlog.processors.core.group_filters import GroupFilter
-from turnlog.processors.core.methods import BUILT_IN, Methods, split
-from turnlog.processors.core.policies import Policies, Policy
-from turnlog.processors.core.reward_transforms import RewardTransform
+from turnlog.processors.core.methods.catalogue import BUILT_IN, Methods, split
+from turnlog.processors.core.methods.estimators import Estimator
+from turnlog.processors.core.methods.group_filters import GroupFilter
+from turnlog.processors.core.methods.policies import Policies, Policy
+from turnlog.processors.core.methods.reward_transforms import RewardTransform
 from turnlog.setting_types import offered
 from turnlog.settings import FoldSettings, SettingsError, declarations
 

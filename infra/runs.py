@@ -22,10 +22,9 @@ from turnlog.fold_settings import FOLD_SECTIONS
 from turnlog.infra.history import all_events
 from turnlog.infra.log import Partition
 from turnlog.infra.methods import installed
-from turnlog.processors.core.fold_rules import FoldRules
 from turnlog.processors.core.fold_versions import FOLD_VERSION
 from turnlog.processors.core.low_water import FoldName
-from turnlog.processors.core.rules import draw_rules, fold_rules, recorded_settings
+from turnlog.processors.core.methods.rules import FoldRules, draw_rules, fold_rules, recorded_settings
 from turnlog.processors.core.trimmed import DrawRules
 from turnlog.schemas import ids, topics
 from turnlog.schemas.errors import UndecodableRecord

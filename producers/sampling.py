@@ -7,7 +7,7 @@ BadSampling: names the setting, its value and what is legal.
 from __future__ import annotations
 
 from turnlog.infra.methods import installed
-from turnlog.processors.core.rules import fold_rules
+from turnlog.processors.core.methods.rules import fold_rules
 from turnlog.schemas.events import Limits, Sampling
 from turnlog.settings import Settings
 

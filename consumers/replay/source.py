@@ -17,8 +17,8 @@ from turnlog.infra.runs import Configured, recorded
 from turnlog.names import ConsumerGroup
 from turnlog.processors.core.assembler import GroupFold
 from turnlog.processors.core.errors import FoldError
-from turnlog.processors.core.fold_rules import FoldRules
 from turnlog.processors.core.group_scores import with_figures
+from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.processors.core.unit_fold import DEFECTS, INPUTS, OUTPUTS, UnitFold, payloads_read
 from turnlog.schemas import topics
 from turnlog.schemas.errors import UndecodableRecord, UnknownSchemaId

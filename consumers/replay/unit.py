@@ -16,8 +16,8 @@ from turnlog.consumers.replay.explain import about
 from turnlog.infra.log import Record
 from turnlog.infra.payloads import payload_fields
 from turnlog.processors.core.assembler import GroupFold
-from turnlog.processors.core.fold_rules import FoldRules
 from turnlog.processors.core.low_water import Done, Marks
+from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.processors.core.unit_fold import INPUTS, InputRecord, Taken, UnitFold
 from turnlog.schemas.codec import HEADER, Codec
 from turnlog.schemas.errors import UndecodableRecord

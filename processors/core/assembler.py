@@ -9,7 +9,7 @@ from __future__ import annotations
 from turnlog.processors.core.assembly import SessionTree, assemble, named_turns, tree_event
 from turnlog.processors.core.dialogues import Dialogues
 from turnlog.processors.core.errors import FoldError, MisplacedRecord
-from turnlog.processors.core.fold_rules import FoldRules
+from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.processors.core.settlement import score
 from turnlog.processors.core.spine import Spine
 from turnlog.processors.core.supply import Supply

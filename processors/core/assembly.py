@@ -8,9 +8,9 @@ from functools import partial
 
 from turnlog.processors.core.books import Ledger
 from turnlog.processors.core.dialogues import Dialogues
-from turnlog.processors.core.fold_rules import FoldRules
 from turnlog.processors.core.lineages import MAIN, SIDE_CALL, SUB_AGENT, Lineages, Turn, lineages
-from turnlog.processors.core.segments import Segments
+from turnlog.processors.core.methods.rules import FoldRules
+from turnlog.processors.core.methods.segments import Segments
 from turnlog.processors.core.spine import Session
 from turnlog.processors.core.supply import Supply, output_tokens
 from turnlog.processors.core.turns import Tokens, TurnKey, key_of

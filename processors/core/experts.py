@@ -14,18 +14,14 @@ ExpertsError                what a reader refuses
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from turnlog.processors.core.errors import ExpertRowsDoNotCover
-from turnlog.schemas.events import ExpertRows, ExpertsLayout, SegmentSample, TokenSnapshot
+from turnlog.schemas.events import ExpertsLayout, SegmentSample, TokenSnapshot
 from turnlog.schemas.types import BlobRef
-
-if TYPE_CHECKING:
-    from turnlog.processors.core.turns import Tokens
 
 MEDIA_TYPE = "application/x-npy"
 DTYPES: dict[str, np.dtype[Any]] = {"uint8": np.dtype("u1"), "uint16": np.dtype("<u2"), "int32": np.dtype("<i4")}
@@ -80,29 +76,6 @@ def check_layout(event: TokenSnapshot, length: int) -> None:
         )  # fmt: skip
 
 
-def segment_rows(run: Sequence[Tokens]) -> tuple[tuple[ExpertRows, ...], str]:
-    """References that cover a segment, or none and the reason ("" where no turn of it has rows).
-
-    `run`: the segment's turns in order, each the beginning of the next (policies.check). Every turn of storage is
-    visited about once.
-    """
-    if all(turn.experts is None for turn in run):
-        return (), ""
-    pieces: list[ExpertRows] = []
-    shapes: set[tuple[int, int]] = set()
-    done = 0
-    for turn in run:
-        for owner, start, stop in _stored(turn, done):
-            if owner.experts is None:
-                return (), WITHOUT_ROWS
-            if owner.experts_layout is not None:
-                shapes.add((owner.experts_layout.layers, owner.experts_layout.top_k))
-            first, _ = own_rows(owner.base_len, owner.length)
-            pieces.append(ExpertRows(owner.experts, start - first, stop - start, start))
-        done = max(done, turn.length - 1)
-    return (tuple(pieces), "") if len(shapes) <= 1 else ((), LAYOUTS_DIFFER)
-
-
 def packed(rows: NDArray[np.int32]) -> tuple[bytes, ExpertsLayout]:
     """The blob of a turn's rows [rows, layers, top_k] in the narrowest dtype, and its layout. Raises BrokenExperts for
     an id below 0 or another number of dimensions."""
@@ -153,17 +126,3 @@ def assembled(sample: SegmentSample, blobs: dict[BlobRef, NDArray[Any]]) -> NDAr
     if done != len(out):
         raise ExpertsDoNotCover(f"{about}: {done} rows for {len(out)} positions")
     return out
-
-
-def _stored(turn: Tokens, done: int) -> list[tuple[Tokens, int, int]]:
-    """(owner, first, end) of positions `done` to len - 2, first position first."""
-    found: list[tuple[Tokens, int, int]] = []
-    owner: Tokens | None = turn
-    stop = turn.length - 1
-    while owner is not None and stop > done:
-        start = max(owner.base_len - 1, 0, done)
-        if start < stop:
-            found.append((owner, start, stop))
-            stop = start
-        owner = owner.parent
-    return found[::-1]

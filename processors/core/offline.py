@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from turnlog.processors.core.assembler import GroupFold
 from turnlog.processors.core.errors import FoldError
-from turnlog.processors.core.fold_rules import FoldRules
+from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.schemas.events import Event
 
 Recorded = tuple[str, int, int, Event]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from turnlog.processors.core.assembly import SessionTree
-from turnlog.processors.core.experts import segment_rows
-from turnlog.processors.core.fold_rules import FoldRules
+from turnlog.processors.core.experts import LAYOUTS_DIFFER, WITHOUT_ROWS, own_rows
 from turnlog.processors.core.lineages import Turn
+from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.processors.core.trajectories import Credit
-from turnlog.schemas.events import SampleSpan, SegmentSample
+from turnlog.processors.core.turns import Tokens
+from turnlog.schemas.events import ExpertRows, SampleSpan, SegmentSample
 from turnlog.schemas.ids import digest, sample_id
 
 
@@ -78,3 +79,40 @@ def _spans(turn: Turn, trained: bool, advantage: float | None) -> Iterator[Sampl
         version = span.version if span.length or not length else version
     if length:
         yield SampleSpan(start, length, turn.id, version, trained, advantage)
+
+
+def segment_rows(run: Sequence[Tokens]) -> tuple[tuple[ExpertRows, ...], str]:
+    """References that cover a segment, or none and the reason ("" where no turn of it has rows).
+
+    `run`: the segment's turns in order, each the beginning of the next (policies.check). Every turn of storage is
+    visited about once.
+    """
+    if all(turn.experts is None for turn in run):
+        return (), ""
+    pieces: list[ExpertRows] = []
+    shapes: set[tuple[int, int]] = set()
+    done = 0
+    for turn in run:
+        for owner, start, stop in _stored(turn, done):
+            if owner.experts is None:
+                return (), WITHOUT_ROWS
+            if owner.experts_layout is not None:
+                shapes.add((owner.experts_layout.layers, owner.experts_layout.top_k))
+            first, _ = own_rows(owner.base_len, owner.length)
+            pieces.append(ExpertRows(owner.experts, start - first, stop - start, start))
+        done = max(done, turn.length - 1)
+    return (tuple(pieces), "") if len(shapes) <= 1 else ((), LAYOUTS_DIFFER)
+
+
+def _stored(turn: Tokens, done: int) -> list[tuple[Tokens, int, int]]:
+    """(owner, first, end) of positions `done` to len - 2, first position first."""
+    found: list[tuple[Tokens, int, int]] = []
+    owner: Tokens | None = turn
+    stop = turn.length - 1
+    while owner is not None and stop > done:
+        start = max(owner.base_len - 1, 0, done)
+        if start < stop:
+            found.append((owner, start, stop))
+            stop = start
+        owner = owner.parent
+    return found[::-1]

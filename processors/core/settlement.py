@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from turnlog.processors.core.assembly import SessionTree
 from turnlog.processors.core.books import Ledger
-from turnlog.processors.core.estimators import Advantages, Trajectory
-from turnlog.processors.core.fold_rules import FoldRules
-from turnlog.processors.core.methods import estimate
+from turnlog.processors.core.methods.catalogue import estimate
+from turnlog.processors.core.methods.estimators import Advantages, Trajectory
+from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.processors.core.samples import samples
 from turnlog.processors.core.spine import Spine
 from turnlog.processors.core.supply import Supply, output_tokens

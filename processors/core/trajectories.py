@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from turnlog.processors.core.assembly import SessionTree
-from turnlog.processors.core.estimators import Trajectory, TurnReward
-from turnlog.processors.core.fold_rules import FoldRules
-from turnlog.processors.core.methods import ChosenTransform
+from turnlog.processors.core.methods.catalogue import ChosenTransform
+from turnlog.processors.core.methods.estimators import Trajectory, TurnReward
+from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.schemas.events import MaskReason
 
 NEVER_ACTED_ON = frozenset({MaskReason.aborted, MaskReason.undelivered})

@@ -15,6 +15,7 @@ from turnlog.processors.core.errors import (
     BaseNotBefore,
     BrokenArray,
     EmptyPrompt,
+    ImageOutOfPlace,
     LogprobLengthMismatch,
     NotFinite,
     PayloadNotFetched,
@@ -25,7 +26,6 @@ from turnlog.processors.core.errors import (
     UnknownVersion,
 )
 from turnlog.processors.core.experts import check_layout
-from turnlog.processors.core.images import visible
 from turnlog.schemas.events import (
     ExpertsLayout,
     FinishReason,
@@ -178,7 +178,7 @@ def tokens(event: TokenSnapshot, offset: int, parent: Tokens | None) -> Tokens:
     _check_parent(event, parent, prompt_len)
     if event.experts_layout is not None:
         check_layout(event, length)
-    images = visible(event, parent, prompt_len) if event.images or (parent is not None and parent.images) else ()
+    images = _visible(event, parent, prompt_len) if event.images or (parent is not None and parent.images) else ()
     if parent is None:
         hashed_base = hashlib.sha256()
     else:
@@ -198,6 +198,33 @@ def tokens(event: TokenSnapshot, offset: int, parent: Tokens | None) -> Tokens:
         event.logprob_kind, event.prompt_sha256, event.experts, event.experts_layout, images,
         hashed_base, hashed, prompt_len, length,
     )  # fmt: skip
+
+
+def _visible(event: TokenSnapshot, parent: Tokens | None, prompt_len: int) -> tuple[ImageRef, ...]:
+    """Every image in the turn's prompt, by position. Raises ImageOutOfPlace for one that lies outside it, that the
+    parent gives already, or that overlaps another."""
+    given = parent.images if parent is not None else ()
+    if not given and not event.images:
+        return ()
+    kept = tuple(image for image in given if image.position + image.tokens <= event.base_len)
+    images = tuple(sorted((*kept, *event.images), key=lambda image: image.position))
+    end = 0
+    for image in images:
+        if image.position < end or image.tokens < 1 or image.position + image.tokens > prompt_len:
+            raise ImageOutOfPlace(
+                event.session_id, event.turn,
+                f"an image at {image.position} with {image.tokens} tokens, {end} are taken of a prompt of {prompt_len}",
+                "images lie in the prompt, one after another, each named by the turn whose delta brings its end",
+            )  # fmt: skip
+        end = image.position + image.tokens
+    return images
+
+
+def agree(earlier: Tokens, later: Tokens) -> bool:
+    """Whether the images within `earlier` are the same where `later` has its tokens."""
+    if not earlier.images and not later.images:
+        return True
+    return earlier.images == tuple(image for image in later.images if image.position < earlier.length)
 
 
 def _array(event: TokenSnapshot, field: str, dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from turnlog.processors.core.tree import common
+from turnlog.processors.core.token_tree import common
 from turnlog.processors.core.turns import Ids
 from turnlog.schemas.events.turns import ImageRef
 

@@ -28,7 +28,7 @@ from turnlog.names import OUTPUT_TOKENS_HEADER, RECORD_HEADER
 from turnlog.processors.core.assembler import GroupFold
 from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold_versions import VERSIONS
-from turnlog.processors.core.rules import fold_rules
+from turnlog.processors.core.methods.rules import fold_rules
 from turnlog.processors.shells.examples import GroupName, SessionStory, Shape, bad_days, whole_group
 from turnlog.schemas.codec import Codec, plain
 from turnlog.schemas.events import (

@@ -31,7 +31,7 @@ from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role
 from turnlog.infra.topics_admin import apply
-from turnlog.processors.core.fold_rules import FoldRules
+from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.processors.core.offline import fold_history
 from turnlog.processors.shells.examples import GroupName, SessionStory, Shape, bad_days
 from turnlog.schemas.events import (

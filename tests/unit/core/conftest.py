@@ -20,7 +20,7 @@ import pytest
 from turnlog.processors.core.assembler import GroupFold
 from turnlog.processors.core.drawing import draw as pictures
 from turnlog.processors.core.errors import FoldError
-from turnlog.processors.core.fold_rules import FoldRules
+from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.schemas.events import (
     Agent,
     Boundary,

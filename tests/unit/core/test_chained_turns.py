@@ -6,7 +6,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from turnlog.processors.core.fold_rules import FoldRules
+from turnlog.processors.core.methods.rules import FoldRules
 
 RULES = FoldRules(run_id="r", settings_sha256="s" * 64, min_valid=1)
 TURNS = st.tuples(st.text("ab", max_size=3), st.text("AB", max_size=3), st.sampled_from([1.0, 1.0, 1.0, 0.5]))

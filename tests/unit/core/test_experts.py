@@ -21,7 +21,7 @@ from turnlog.processors.core.experts import (
     packed,
     unpacked,
 )
-from turnlog.processors.core.fold_rules import FoldRules
+from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.schemas.events import ExpertsLayout, GroupStatus
 from turnlog.schemas.types import BlobRef, int32s
 

@@ -12,7 +12,7 @@ import pytest
 
 from turnlog.processors.core.assembler import GroupFold
 from turnlog.processors.core.errors import FoldError
-from turnlog.processors.core.fold_rules import FoldRules
+from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.processors.shells.examples import bad_days
 from turnlog.schemas.avsc import field_types
 from turnlog.schemas.codec import Codec

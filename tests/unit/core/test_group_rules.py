@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from turnlog.processors.core.draws import ReadableGroup, form_draw
-from turnlog.processors.core.fold_rules import FoldRules
-from turnlog.processors.core.methods import BUILT_IN
-from turnlog.processors.core.rules import draw_rules, fold_rules
+from turnlog.processors.core.methods.catalogue import BUILT_IN
+from turnlog.processors.core.methods.rules import FoldRules, draw_rules, fold_rules
 from turnlog.processors.core.trimmed import PlacedSample
 from turnlog.processors.core.weight_chain import HeldVersion
 from turnlog.schemas.events import Expects, GroupStatus, Outcome, RewardFailed, StepRewardAssigned, Verifier

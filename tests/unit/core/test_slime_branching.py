@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from turnlog.processors.core.fold_rules import FoldRules
+from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.processors.core.trimmed import DrawRules, PlacedSample, trim
 from turnlog.processors.core.weight_chain import HeldVersion
 from turnlog.schemas.events import FinishReason, Weighting

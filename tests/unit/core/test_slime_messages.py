@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from turnlog.processors.core.dialogues import Dialogue
 from turnlog.processors.core.errors import PayloadNotFetched
-from turnlog.processors.core.fold_rules import FoldRules
 from turnlog.processors.core.messages import Message, NotMessages, message, messages, response
-from turnlog.processors.core.slime import Routes
+from turnlog.processors.core.methods.rules import FoldRules
+from turnlog.processors.core.methods.slime import Routes
 from turnlog.producers.gateway.messages import message as at_the_gateway
 from turnlog.schemas.events import GroupStatus, TurnCompleted
 from turnlog.schemas.json_depth import MAX_DEPTH

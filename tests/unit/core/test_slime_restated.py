@@ -8,7 +8,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnlog.processors.core.fold_rules import FoldRules
+from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.schemas.types import TurnId
 
 RULES = FoldRules(run_id="r", settings_sha256="s" * 64, min_valid=1, policy="slime")

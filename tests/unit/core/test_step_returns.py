@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from turnlog.processors.core.estimators import EstimatorOptions, Trajectory, TurnReward
-from turnlog.processors.core.step_returns import step
+from turnlog.processors.core.methods.estimators import EstimatorOptions, Trajectory, TurnReward, step
 
 
 def rollout(text, final=0.0):

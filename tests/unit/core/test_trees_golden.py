@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 from dataclasses import replace
 
-from turnlog.processors.core.fold_rules import FoldRules
-from turnlog.processors.core.tree import Node
+from turnlog.processors.core.methods.rules import FoldRules
+from turnlog.processors.core.token_tree import Node
 from turnlog.schemas.events import FinishReason, Outcome
 
 RULES = FoldRules(run_id="r", settings_sha256="s" * 64, min_valid=1)

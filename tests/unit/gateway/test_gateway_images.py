@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from turnlog.processors.core.assembler import GroupFold
-from turnlog.processors.core.fold_rules import FoldRules
+from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.producers.gateway.errors import BadRequest
 from turnlog.producers.gateway.images import image_tokens, patches
 from turnlog.schemas.events import Boundary, RewardAssigned, SegmentSample, Verifier

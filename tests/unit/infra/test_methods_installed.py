@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from turnlog.infra.methods import installed
-from turnlog.processors.core.estimators import Trajectory
-from turnlog.processors.core.methods import BUILT_IN, estimate
-from turnlog.processors.core.rules import draw_rules, fold_rules
+from turnlog.processors.core.methods.catalogue import BUILT_IN, estimate
+from turnlog.processors.core.methods.estimators import Trajectory
+from turnlog.processors.core.methods.rules import draw_rules, fold_rules
 from turnlog.settings import BatcherSettings, FoldSettings, SettingsError, from_tables
 
 MODULE = '''
-from turnlog.processors.core.estimators import Advantages, Estimator, mean_of, of_rewards
-from turnlog.processors.core.group_filters import GroupFilter
-from turnlog.processors.core.reward_transforms import RewardTransform
+from turnlog.processors.core.methods.estimators import Advantages, Estimator, mean_of, of_rewards
+from turnlog.processors.core.methods.group_filters import GroupFilter
+from turnlog.processors.core.methods.reward_transforms import RewardTransform
 
 
 def best_of(rewards):

@@ -22,7 +22,7 @@ from turnlog.infra.runs import Configured, OtherSettings, configuration
 from turnlog.processors.core.assembler import GroupFold
 from turnlog.processors.core.group_scores import figures
 from turnlog.processors.core.low_water import LogTruncated, MigrationNeeded
-from turnlog.processors.core.rules import fold_rules
+from turnlog.processors.core.methods.rules import fold_rules
 from turnlog.processors.core.unit_fold import INPUTS
 from turnlog.processors.shells import decoding
 from turnlog.processors.shells.assembler import assembler_plan, main

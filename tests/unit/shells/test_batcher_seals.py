@@ -23,8 +23,8 @@ from turnlog.infra.runs import configuration
 from turnlog.infra.topics_admin import specs
 from turnlog.processors.core import draws
 from turnlog.processors.core.draws import reform_batch
+from turnlog.processors.core.methods.rules import draw_rules
 from turnlog.processors.core.rows import BatchRows, rows_sha256
-from turnlog.processors.core.rules import draw_rules
 from turnlog.processors.core.trimmed import PlacedSample
 from turnlog.processors.core.weight_chain import HeldVersion
 from turnlog.processors.core.weighting import Weights, WeightsDoNotAddUp

@@ -11,18 +11,14 @@ from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING
 
 from turnlog.processors.core.dialogues import Dialogue
 from turnlog.processors.core.lineages import Lineages, Turn
 from turnlog.processors.core.messages import Message
-from turnlog.processors.core.segments import Segments, duplicated, one_row, taken_out
-from turnlog.processors.core.shared_prefix import shared_prefix
+from turnlog.processors.core.methods.segments import PolicyOptions, Segments, duplicated, one_row, taken_out
+from turnlog.processors.core.token_tree import shared_prefix
 from turnlog.processors.core.turns import TurnKey
 from turnlog.schemas.events import MaskReason
-
-if TYPE_CHECKING:
-    from turnlog.processors.core.fold_rules import FoldRules
 
 ASSISTANT = "assistant"
 
@@ -179,7 +175,7 @@ class Slime:
     needs_messages = True
 
     def cut(
-        self, turns: Sequence[Turn], tree: Lineages, undelivered: AbstractSet[TurnKey], rules: FoldRules
+        self, turns: Sequence[Turn], tree: Lineages, undelivered: AbstractSet[TurnKey], rules: PolicyOptions
     ) -> Segments:
         """Route, then build. What was named undelivered, or aborted, was never shown to an agent and is not routed."""
         masked = taken_out(turns, tree, undelivered, rules.version, guess_retries=False)

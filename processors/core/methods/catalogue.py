@@ -12,17 +12,16 @@ from dataclasses import dataclass, field
 
 from turnlog.names import EntryPointGroup
 from turnlog.processors.core.errors import BrokenMethod
-from turnlog.processors.core.estimators import (
-    SCALAR_ESTIMATORS,
+from turnlog.processors.core.methods.estimators import (
+    ESTIMATORS,
     Advantages,
     Estimator,
     EstimatorOptions,
     Trajectory,
 )
-from turnlog.processors.core.group_filters import FILTERS, GroupFilter
-from turnlog.processors.core.policies import Policies
-from turnlog.processors.core.reward_transforms import TRANSFORMS, RewardTransform
-from turnlog.processors.core.step_returns import STEP
+from turnlog.processors.core.methods.group_filters import FILTERS, GroupFilter
+from turnlog.processors.core.methods.policies import Policies
+from turnlog.processors.core.methods.reward_transforms import TRANSFORMS, RewardTransform
 from turnlog.settings import SettingsError
 
 Method = Estimator | GroupFilter | RewardTransform
@@ -69,9 +68,7 @@ class ChosenTransform:
 class Methods:
     """What there is, by name. Look-ups raise SettingsError and list it."""
 
-    estimators: Mapping[str, Estimator] = field(
-        default_factory=lambda: {estimator.name: estimator for estimator in (*SCALAR_ESTIMATORS, STEP)}
-    )
+    estimators: Mapping[str, Estimator] = field(default_factory=lambda: {one.name: one for one in ESTIMATORS})
     group_filters: Mapping[str, GroupFilter] = field(default_factory=lambda: {one.name: one for one in FILTERS})
     reward_transforms: Mapping[str, RewardTransform] = field(
         default_factory=lambda: {one.name: one for one in TRANSFORMS}
