@@ -1,6 +1,7 @@
 """A cut through one unit of the assembler: how far its inputs are folded, and where its outputs end that came of them.
 
-Both stand in one transaction, but a reader sees them one after the other: a cut is what held still while it was read.
+Both stand in one transaction, but a reader sees them one after the other, in any order: a cut is what held still while
+it was read, and `Log.commits` waits for offsets that are on their way.
 """
 
 from __future__ import annotations

@@ -13,8 +13,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic, RecordsToDelete
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
-from aiokafka.errors import KafkaError, TopicAlreadyExistsError, for_code
+from aiokafka.errors import TopicAlreadyExistsError, for_code
 
+from turnlog.infra.kafka_commits import stable_commits
 from turnlog.infra.kafka_connection import (
     ANSWER_TIMEOUT_S,
     REQUEST_TIMEOUT_MS,
@@ -162,17 +163,13 @@ class KafkaLog:
         return {places[place]: offset for place, offset in found.items()}
 
     async def commits(self, group: str, partitions: Sequence[Partition]) -> dict[Partition, Commit]:
-        """See Log. aiokafka's consumer drops the metadata, its admin client does not. Raises LogUnavailable."""
+        """See Log. Raises LogUnavailable, also for a transaction that is open for longer than an answer may take."""
         places = {self._connection.place(name): name for name in partitions}
         admin = await self._admin_client()
         with typed(self._connection, f"commits of {group}"):
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                found = await _retried_commits(admin, self._connection.full(group), list(places))
-        return {
-            places[place]: Commit(commit.offset, commit.metadata)
-            for place, commit in found.items()
-            if commit.offset >= 0
-        }
+                found = await stable_commits(admin, self._connection.full(group), list(places))
+        return {places[place]: commit for place, commit in found.items()}
 
     async def _admin_client(self) -> AIOKafkaAdminClient:
         async with self._making:
@@ -242,20 +239,3 @@ async def _configs(admin: AIOKafkaAdminClient, names: Sequence[str]) -> dict[str
         for answer in answers
         for _, _, _, name, entries in answer.resources
     }
-
-
-async def _retried_commits(
-    admin: AIOKafkaAdminClient, group: str, places: Sequence[TopicPartition]
-) -> dict[TopicPartition, Commit]:
-    """The group's offsets as the admin client gives them, once its coordinator has them."""
-    while True:
-        try:
-            found: dict[TopicPartition, Commit] = await admin.list_consumer_group_offsets(
-                group, partitions=list(places)
-            )
-        except KafkaError as error:
-            if not error.retriable:
-                raise
-            await asyncio.sleep(RETRY_S)
-        else:
-            return found

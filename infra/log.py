@@ -223,5 +223,6 @@ class Log(Protocol):
         ...
 
     async def commits(self, group: str, partitions: Sequence[Partition]) -> dict[Partition, Commit]:
-        """The group's commits; partitions without one are absent."""
+        """The group's commits; partitions without one are absent. Waits for an open transaction that commits one, so
+        what is told is no older than any output of it that a reader can see."""
         ...

@@ -159,6 +159,8 @@ class MemoryLog:
     async def commits(self, group: str, partitions: Sequence[Partition]) -> dict[Partition, Commit]:
         """See Log."""
         self.alive()
+        while self.broker.committing(group, partitions):
+            await self.broker.changed(timeout_s=1.0)
         held = self.broker.group(group).commits
         return {name: held[name] for name in partitions if name in held}
 

@@ -210,6 +210,13 @@ class MemoryBroker:
                 self.group(group).commits.update(commits)
         self.notify()
 
+    def committing(self, group: str, partitions: Iterable[Partition]) -> bool:
+        """Whether an open transaction commits offsets of one of them."""
+        open_ = [owner.transaction for owner in self.owners.values() if owner.transaction is not None]
+        pending = {name for transaction in open_ for named, commits in transaction.commits if named == group
+                   for name in commits}  # fmt: skip
+        return not pending.isdisjoint(partitions)
+
     # -- groups ------------------------------------------------------------------------------------------------
 
     def group(self, name: str) -> Group:

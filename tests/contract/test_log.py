@@ -392,6 +392,20 @@ class LogContract(ReadingContract):
         async with log.transactor("t"):
             assert await log.commits("g", [IN]) == {}
 
+    async def test_commits_are_told_when_the_transaction_that_makes_them_is_over(self, log: Log) -> None:
+        """Its outputs and its offsets become readable one after another: who has seen the first waits for the rest."""
+        async with log.transactor("t") as transactor:
+            for number, ends in enumerate((transactor.commit, transactor.commit, transactor.abort), start=1):
+                await transactor.begin()
+                await transactor.offsets("g", {IN: Commit(number, "")})
+                asking = asyncio.create_task(log.commits("g", [IN]))
+                answered, _ = await asyncio.wait({asking}, timeout=0.3)
+                assert not answered
+                assert await log.commits("another", [IN]) == {}
+                await ends()
+                async with asyncio.timeout(PATIENCE_S):
+                    assert await asking == {IN: Commit(min(number, 2), "")}
+
     async def test_metadata_at_the_limit_passes_and_above_it_is_refused(self, log: Log) -> None:
         async with log.transactor("t") as transactor:
             await transactor.begin()
