@@ -152,10 +152,11 @@ class Archiver:
         return len(records)
 
     async def flush(self) -> int:
-        """Archive up to the present ends, close everything, keep a cut of each unit; files written."""
+        """Archive up to the present ends (of what is committed already, markers may be on their way), close everything,
+        keep a cut of each unit; files written."""
         units = range(self.index.topics.get(SESSIONS.name, 0))
         self._cuts = {unit: await self._patient_cut(unit) for unit in units}
-        ends = await self._role.log.end_offsets(list(self._ends))
+        ends = await self._role.log.end_offsets(list(self._ends), committed=False)
         while any(self._reader.position(place) < end for place, end in ends.items()):
             await self.turn()
         await self._close({place: self._reader.position(place) for place in self._open})

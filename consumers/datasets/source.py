@@ -46,11 +46,12 @@ class Source:
     async def open(
         cls, role: Role, query: Query, provenance: Provenance, plan: Sequence[Topic], progress: Progress | None
     ) -> Source:
-        """`plan`: the topics to be read, one entry per pass. Their ends are taken here, once."""
+        """`plan`: the topics to be read, one entry per pass. Their ends are taken here, once: that of the trees behind
+        open transactions, since the samples of one may be readable before its trees are."""
         ends: dict[Partition, int] = {}
         for topic in TOPICS:
             if topic in plan:
-                ends |= await role.log.end_offsets(partitions(role, topic))
+                ends |= await role.log.end_offsets(partitions(role, topic), committed=topic is not topics.TREES)
         starts = await role.log.start_offsets(list(ends))
         total = sum(ends[place] - starts[place] for topic in plan for place in partitions(role, topic))
         return cls(role, query, provenance, progress, ends, total)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import random
 from contextlib import AsyncExitStack
@@ -24,7 +25,7 @@ from turnlog.infra.role import Role
 from turnlog.processors.shells.examples import bad_days
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.events import ALL
-from turnlog.schemas.topics import CATALOGUE, SAMPLES, SESSIONS, TOPIC_OF
+from turnlog.schemas.topics import CATALOGUE, SAMPLES, SESSIONS, STEPS, TOPIC_OF
 from turnlog.settings import ArchiveSettings, RunSettings, Settings
 
 CODEC = Codec({name: number for number, name in enumerate(ALL)})
@@ -113,6 +114,19 @@ async def test_the_archive_reads_as_the_topics_do() -> None:
     assert await world.read(archive) == await world.read(MemoryLog(world.broker))
     sessions = [found for unit in range(UNITS) for found in (await world.read(archive))[Partition(SESSIONS.name, unit)]]
     assert {found.value for found in sessions if found.key == b"poison"} == {b"\x00poison"}
+
+
+async def test_a_flush_waits_for_what_is_committed_and_not_readable_yet() -> None:
+    world = World()
+    await world.write(0)
+    async with MemoryLog(world.broker).transactor("trainer") as transactor:
+        await transactor.begin()
+        await transactor.send(STEPS.name, 0, b"run", b"\x00late")
+        flushing = asyncio.create_task(flush(world.role()))
+        await asyncio.wait({flushing}, timeout=0.3)
+        await transactor.commit()
+        await flushing
+    assert len((await world.read(await world.archive()))[Partition(STEPS.name, 0)]) == 1
 
 
 @settings(max_examples=15, deadline=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import os
@@ -28,6 +29,7 @@ from turnlog.infra.event_log import EventLog
 from turnlog.infra.health import Health
 from turnlog.infra.memory import MemoryLog
 from turnlog.infra.memory_blobs import MemoryBlobs
+from turnlog.infra.murmur2 import partition_of
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role
 from turnlog.infra.topics_admin import apply
@@ -50,7 +52,7 @@ from turnlog.schemas.events import (
     TurnTreeAssembled,
     Weighting,
 )
-from turnlog.schemas.topics import TOPIC_OF
+from turnlog.schemas.topics import TOPIC_OF, TREES
 from turnlog.schemas.types import BlobRef, TurnId, float32s, int32s
 from turnlog.settings import KafkaSettings, RunSettings, Settings
 
@@ -322,6 +324,21 @@ async def test_sft_rows_are_whole_conversations_with_their_tools(world: World, t
     assert json.loads(row["tools"]) == TOOLS
     assert (row["reward"], row["turns"], row["dataset"], row["task_type"]) == (1.0, 2, "sums", "sum")
     assert (row["environment"], row["environment_version"], row["tokens"]) == ("shop", "1", 20)
+
+
+async def test_a_conversation_whose_tree_becomes_readable_after_its_score_is_waited_for(
+    world: World, tmp_path: Path
+) -> None:
+    unit = partition_of(b"g", world.role.settings.kafka.groups)
+    async with world.role.log.transactor("late") as late:
+        await late.begin()
+        await late.send(TREES.name, unit, b"g", b"before the trees of g")
+        await world.group("g", Said(["4"]))
+        building = asyncio.create_task(rows(world, tmp_path / "out", "sft"))
+        await asyncio.wait({building}, timeout=0.3)
+        await late.abort()
+        found, _ = await building
+    assert [row["group_id"] for row in found] == ["g"]
 
 
 async def test_a_session_that_nobody_could_judge_is_no_example(world: World, tmp_path: Path) -> None:
