@@ -422,7 +422,6 @@ async def verdict(loop: Loop) -> dict[str, Any]:
     twice = sum(count - 1 for many in (used, Counter(derived), numbers) for count in many.values())
     skipped = sum(step.step != index + 1 or step.batch_index != index for index, step in enumerate(taken))
     back = went_back(found[topics.ENGINES.name])
-    restarts = {child["name"]: child["restarts"] for child in status_processes(loop.settings)}
     asked_of = (("replay", "--verify"), ("replay", "--verify", "--from", "archive"), ("books",))
     answers = [loop.turnlog(*verb) for verb in asked_of]
     for answer in answers:
@@ -437,7 +436,7 @@ async def verdict(loop: Loop) -> dict[str, Any]:
         "apart": [[step.batch_index, step.incarnation, step.logprob_gap_max] for step in taken
                   if not step.lag_max and step.logprob_gap_max >= SAME_WEIGHTS],
         "dead_letters": len(found[topics.DEAD_LETTERS.name]),
-        "restarts": restarts, "incarnations": 1 + max(step.incarnation for step in taken),
+        "incarnations": 1 + max(step.incarnation for step in taken),
     }  # fmt: skip
     wanted = loop.settings.feeder.draws
     lost = len(asked - scored) + max(0, wanted - detail["draws"])

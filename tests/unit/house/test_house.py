@@ -9,16 +9,39 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
+import grimp
+import networkx
 import pytest
 
 ROOT = Path(__file__).parents[3]
 ROOMS = ("schemas", "producers", "processors", "consumers", "sandbox_workers", "trainer", "infra")
 MODULES = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
-LONGEST = 700
-"""Lines of a module: up to about 500 where they hide one idea."""
+LONGEST, CROWDED = 700, 14
+"""Lines of a module, modules of a package; 500 and 12 are the aim."""
+STILL_CROWDED = {
+    "consumers/datasets": 20, "consumers/replay": 17, "infra": 46, "infra/embedded": 18, "processors/core": 46,
+    "producers/gateway": 26, "sandbox_workers/backends": 20, "sandbox_workers/inside": 26, "trainer": 31,
+}  # fmt: skip
+"""Package -> modules of today. Nothing is added here."""
+STILL_CIRCLES = {
+    "turnlog.processors.core.experts", "turnlog.processors.core.images", "turnlog.processors.core.turns",
+    "turnlog.processors.core.fold_rules", "turnlog.processors.core.methods", "turnlog.processors.core.policies",
+    "turnlog.processors.core.slime", "turnlog.infra.history", "turnlog.infra.role", "turnlog.infra.runs",
+    "turnlog.producers.gateway.conversation", "turnlog.producers.gateway.message_tree",
+    "turnlog.producers.gateway.strands", "turnlog.producers.gateway.plans", "turnlog.producers.gateway.sessions",
+    "turnlog.producers.gateway.turn_records", "turnlog.producers.gateway.turns",
+    "turnlog.sandbox_workers.pooling.slots", "turnlog.sandbox_workers.pooling.turns",
+}  # fmt: skip
+"""Modules in a circle today. Nothing is added here."""
+NEWLINE = "\n"
 BANNED_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "misc", "impl"}
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -35,29 +58,56 @@ def test_a_room_refuses_its_bare_name(room: str) -> None:
     assert f"import turnlog.{room}" in done.stderr
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_module_has_an_end_and_says_what_it_is(path: Path) -> None:
-    source = path.read_text()
-    assert source.count("\n") <= LONGEST
-    assert ast.get_docstring(ast.parse(source))
-    assert path.stem not in BANNED_NAMES
+def test_a_module_is_one_idea_and_says_which() -> None:
+    """About 500 lines at most; 700 with a good reason."""
+    faults = []
+    for path in MODULES:
+        source = path.read_text()
+        faults += [f"{named(path)}: {source.count(NEWLINE)} lines, {LONGEST} at most"] * (
+            source.count(NEWLINE) > LONGEST
+        )
+        faults += [f"{named(path)}: no docstring"] * (not ast.get_docstring(ast.parse(source)))
+        faults += [f"{named(path)}: a name that says nothing"] * (path.stem in BANNED_NAMES)
+    assert not faults
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_public_functions_and_classes_say_what_they_promise(path: Path) -> None:
+def test_a_package_has_few_modules() -> None:
+    counts = Counter(named(path.parent) for path in MODULES if path.name != "__init__.py")
+    faults = [
+        f"{package}: {count} modules, {STILL_CROWDED.get(package, CROWDED)} at most: merge what hides nothing"
+        for package, count in counts.items()
+        if count > STILL_CROWDED.get(package, CROWDED)
+    ]
+    assert not faults
+
+
+def test_no_import_closes_a_circle() -> None:
+    """Those for types alone count, too: two modules that know each other are one idea in two files."""
+    graph = grimp.build_graph("turnlog", cache_dir=None)
+    imports = networkx.DiGraph(
+        (module, other) for module in graph.modules for other in graph.find_modules_directly_imported_by(module)
+    )
+    circles = [sorted(each) for each in networkx.strongly_connected_components(imports) if len(each) > 1]
+    assert not [circle for circle in circles if not STILL_CIRCLES.issuperset(circle)]
+
+
+def test_public_functions_and_classes_say_what_they_promise() -> None:
     """A property need not, nor a method that a protocol of ours has said it for."""
-    if "engine_shim" in path.parts:
-        return
     undocumented = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        for child in ast.iter_child_nodes(node) if isinstance(node, ast.Module | ast.ClassDef) else ():
-            if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                continue
-            private_class = isinstance(node, ast.ClassDef) and node.name.startswith("_")
-            said = isinstance(node, ast.ClassDef) and (child.name in promised() or is_property(child))
-            if not child.name.startswith("_") and not private_class and not said and not ast.get_docstring(child):
-                undocumented.append(f"{child.name}:{child.lineno}")
+    for path in MODULES:
+        tree = ast.parse("" if "engine_shim" in path.parts else path.read_text())
+        classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+        for node in (tree, *classes):
+            for child in filter(is_public, node.body):
+                said = isinstance(node, ast.ClassDef) and (child.name in promised() or is_property(child))
+                if not said and not ast.get_docstring(child):
+                    undocumented.append(f"{named(path)}:{child.lineno}: {child.name}")
     assert not undocumented
+
+
+def is_public(node: ast.stmt) -> bool:
+    defines = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    return defines and not node.name.startswith("_")
 
 
 @functools.cache
@@ -79,12 +129,15 @@ def is_property(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> 
     return any(ast.unparse(decorator) in {"property", "functools.cached_property"} for decorator in node.decorator_list)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_nothing_is_swallowed(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ExceptHandler) and node.type is not None and len(node.body) == 1:
-            broad = ast.unparse(node.type) in {"Exception", "BaseException"}
-            assert not (broad and isinstance(node.body[0], ast.Pass | ast.Continue)), f"line {node.lineno}"
+def test_nothing_is_swallowed() -> None:
+    faults = []
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ExceptHandler) and node.type is not None and len(node.body) == 1:
+                broad = ast.unparse(node.type) in {"Exception", "BaseException"}
+                silent = isinstance(node.body[0], ast.Pass | ast.Continue)
+                faults += [f"{named(path)}:{node.lineno}"] * (broad and silent)
+    assert not faults
 
 
 def test_no_module_has_a_twin() -> None:
