@@ -86,7 +86,6 @@ class Bubblewrap:
         return backend
 
     async def start(self, slot: int, shape: Shape) -> InitSandbox:
-        """See Provider."""
         image = None if shape.image is None else await self._image(shape.image)
         with contextlib.ExitStack() as held:
             filters = None if self._layers is None else len(self._layers[0]).to_bytes(4, "big") + b"".join(self._layers)
@@ -102,7 +101,6 @@ class Bubblewrap:
             )
 
     async def environment(self, shape: Shape) -> Mapping[str, str]:
-        """See Provider."""
         return {
             "root": await images.root_hash(self._settings.image_folder, shape.image),
             "python": platform.python_version(),

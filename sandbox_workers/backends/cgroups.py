@@ -171,7 +171,6 @@ class Group:
         self._cpu_before = self._figures.cpu_s()
 
     def cpu_s(self) -> float:
-        """See Bounds."""
         return max(0.0, self._figures.cpu_s() - self._cpu_before)
 
     def exceeded(self) -> str | None:

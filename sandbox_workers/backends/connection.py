@@ -183,7 +183,6 @@ class InitSandbox(InitFiles):
         return not changed
 
     async def exec(self, command: Command, limits: SandboxLimits, *, on_output: OnOutput | None = None) -> Execution:
-        """See Sandbox."""
         alive = self.interpreter
         request = init_answers.call(command, limits, alive=alive, prompt=on_output is not None)
         parts: dict[Stream, list[bytes]] = {Stream.stdout: [], Stream.stderr: []}
@@ -243,7 +242,6 @@ class InitSandbox(InitFiles):
             raise
 
     async def cancel(self) -> None:
-        """See Sandbox."""
         with contextlib.suppress(SandboxDied):  # then `exec` says so
             if self._asked == "exec":
                 self._cancelled = True

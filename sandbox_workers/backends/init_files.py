@@ -39,40 +39,33 @@ class InitFiles:
         """Of its end."""
 
     async def close(self) -> None:
-        """See Sandbox."""
         raise NotImplementedError
 
     async def read(self, path: str, *, most: int) -> bytes:
-        """See Sandbox."""
         most = min(most, MOST_BYTES)
         return await self.read_part(path, offset=0, size=most, most=most)
 
     async def read_part(self, path: str, *, offset: int, size: int, most: int) -> bytes:
-        """See Sandbox."""
         head = {"op": "read", "path": path, "most": most, "offset": offset, "size": size}
         return (await self._ask(head, most=size))[1]
 
     async def read_files(self, paths: Sequence[str], *, most: int) -> tuple[bytes, ...]:
-        """See Sandbox."""
         head = {"op": "read_files", "most": min(most, MOST_BYTES)}
         _, body = await self._ask(head, init_answers.names(paths), most=most + 4 * len(paths))
         return await self._checked(init_answers.divided, body, len(paths))
 
     async def write(self, path: str, content: bytes, *, mode: int = 0o644, follow: bool = False) -> None:
-        """See Sandbox."""
         if len(content) > min(self._disk_bytes, MOST_BYTES):
             raise QuotaExceeded(f"{path!r}: {len(content)} bytes do not fit the workspace's {self._disk_bytes}")
         head = {"op": "write", "path": path, "mode": mode, "follow": follow, "disk_bytes": self._disk_bytes}
         await self._ask(head, content)
 
     async def index(self) -> tuple[FileEntry, ...]:
-        """See Sandbox."""
         head = {"op": "index", "disk_bytes": self._disk_bytes}
         _, body = await self._ask(head, most=init_answers.INDEX_BYTES)
         return await self._checked(init_answers.listed, body, self._disk_bytes)
 
     async def restore(self, entries: Sequence[FileEntry], contents: Mapping[str, bytes]) -> None:
-        """See Sandbox."""
         about, files = await asyncio.to_thread(init_answers.described, entries, contents)
         if sum(map(len, files)) > min(self._disk_bytes, MOST_BYTES):
             raise QuotaExceeded(f"a workspace of more than {self._disk_bytes} bytes does not fit")
@@ -80,7 +73,6 @@ class InitFiles:
         self.interpreter = False
 
     async def reset(self) -> bool:
-        """See Sandbox."""
         self.interpreter = False
         try:
             head, _ = await self._ask({"op": "reset"}, timeout_s=RESET_S)
@@ -89,7 +81,6 @@ class InitFiles:
         return head == {"clean": True}
 
     async def healthy(self) -> bool:
-        """See Sandbox."""
         if self._asked is not None:
             return True  # it is at work, which has a time limit of its own
         try:

@@ -63,7 +63,6 @@ class Memory:
         return cls()
 
     async def start(self, slot: int, shape: Shape) -> MemorySandbox:
-        """See Provider."""
         await asyncio.sleep(0)
         if self.refuses is not None:
             raise self.refuses
@@ -78,7 +77,6 @@ class Memory:
         return sandbox
 
     async def environment(self, shape: Shape) -> Mapping[str, str]:
-        """See Provider."""
         return {"backend": self.name, "image": shape.image or ""}
 
     async def close(self) -> None:
@@ -132,12 +130,10 @@ class MemorySandbox:
         return _execution(result, limits, loop.time() - began, on_output)
 
     async def cancel(self) -> None:
-        """See Sandbox."""
         if self._running is not None:
             _finish(self._running, (-1, b"", b""))
 
     async def read(self, path: str, *, most: int) -> bytes:
-        """See Sandbox."""
         self._check_alive()
         node = self._nodes.get(_checked(path))
         if node is None or node.entry.kind is not FileKind.file:
@@ -147,11 +143,9 @@ class MemorySandbox:
         return node.content
 
     async def read_part(self, path: str, *, offset: int, size: int, most: int) -> bytes:
-        """See Sandbox."""
         return (await self.read(path, most=most))[offset : offset + size]
 
     async def write(self, path: str, content: bytes, *, mode: int = 0o644, follow: bool = False) -> None:
-        """See Sandbox."""
         self._check_alive()
         path, links = _checked(path), 0
         while follow and (there := self._nodes.get(path)) is not None:
@@ -165,19 +159,16 @@ class MemorySandbox:
         self._put({path: _file(path, content, mode)})
 
     async def index(self) -> tuple[FileEntry, ...]:
-        """See Sandbox."""
         self._check_alive()
         return tuple(self._nodes[path].entry for path in sorted(self._nodes))
 
     async def read_files(self, paths: Sequence[str], *, most: int) -> tuple[bytes, ...]:
-        """See Sandbox."""
         found = [await self.read(path, most=most) for path in paths]
         if sum(map(len, found)) > most:
             raise FileRefused(f"{len(found)} files have more than {most} bytes together")
         return tuple(found)
 
     async def restore(self, entries: Sequence[FileEntry], contents: Mapping[str, bytes]) -> None:
-        """See Sandbox."""
         self._check_alive()
         nodes = {}
         for entry in entries:
@@ -191,13 +182,11 @@ class MemorySandbox:
             raise
 
     async def reset(self) -> bool:
-        """See Sandbox."""
         await asyncio.sleep(0)
         self._nodes.clear()
         return self in self.provider.alive and not self.sticky
 
     async def healthy(self) -> bool:
-        """See Sandbox."""
         await asyncio.sleep(0)
         return self in self.provider.alive
 

@@ -77,7 +77,6 @@ class Subprocess:
         )
 
     async def environment(self, shape: Shape) -> Mapping[str, str]:
-        """See Provider."""
         _refuse_image(shape)
         return {
             "root": await images.root_hash("", None),

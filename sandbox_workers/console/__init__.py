@@ -1,1 +1,1 @@
-"""`turnlog sandbox pool|check|exec`."""
+"""What `turnlog sandbox` and `turnlog session` do at a terminal."""

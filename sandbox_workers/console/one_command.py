@@ -10,7 +10,6 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING
 
 from turnlog.infra.terminal import aside
 from turnlog.sandbox_workers.pooling.pools import backend
@@ -26,9 +25,6 @@ from turnlog.sandbox_workers.protocol import (
 )
 from turnlog.schemas.events import SandboxLimits, ToolStatus
 from turnlog.settings import Settings
-
-if TYPE_CHECKING:
-    pass
 
 FIRST_SLOT = 1000
 """Slots from here on are no worker's: a host user that runs nothing else."""

@@ -38,7 +38,6 @@ class Accepted(ByteStream):
         return data
 
     async def send(self, item: bytes) -> None:
-        """See ByteStream."""
         try:
             await self._loop.sock_sendall(self._socket, item)
         except OSError as error:

@@ -59,12 +59,10 @@ class Ruled:
         self.policy = policy
 
     def admit(self, method: str, target: Target, entry: Entry) -> None:
-        """See Source."""
         if not self.policy.grants(method, target):
             raise Refused(Reason.rule)
 
     def admit_tunnel(self, host: Authority, entry: Entry, *, blind: bool) -> None:
-        """See Source."""
         if not self.policy.reaches(host):
             raise Refused(Reason.rule)
         if blind and not self.policy.whole(host):
@@ -80,7 +78,6 @@ class Live(Ruled):
         self._upstream, self._most = upstream, most
 
     async def answer(self, asked: Asked, client: Client) -> None:
-        """See Source."""
         async with self._upstream.asked(asked.head, asked.target, asked.body) as response:
             headers = backwards(response.raw_headers)
             if (declared := _declared(response)) is not None:
@@ -116,7 +113,6 @@ class Recording(Ruled):
         self._room = asyncio.Semaphore(HELD)
 
     async def answer(self, asked: Asked, client: Client) -> None:
-        """See Source."""
         async with self._room:
             await self._answer(asked, client)
 
@@ -147,7 +143,6 @@ class Replaying(Ruled):
         self._room = asyncio.Semaphore(HELD)
 
     async def answer(self, asked: Asked, client: Client) -> None:
-        """See Source."""
         entry = asked.entry
         found = await self._recordings.find(entry.key, (self._call_seq, self._requests.ordinal(entry.key)))
         if found is None:
@@ -165,17 +160,14 @@ class Repeating:
         self._room = asyncio.Semaphore(HELD)
 
     def admit(self, method: str, target: Target, entry: Entry) -> None:
-        """See Source."""
         self._refuse_again(entry)
 
     def admit_tunnel(self, host: Authority, entry: Entry, *, blind: bool) -> None:
-        """See Source."""
         self._refuse_again(entry)
         if blind:
             raise Refused(Reason.not_recorded)
 
     async def answer(self, asked: Asked, client: Client) -> None:
-        """See Source."""
         then = self._refuse_again(asked.entry)
         if then is None or then.answer is None:
             raise Refused(Reason.not_recorded)

@@ -90,7 +90,6 @@ class CheckedResolver(AbstractResolver):
     """Gives aiohttp the addresses that `Addresses` checked, as numbers; once per connection."""
 
     def __init__(self, addresses: Addresses) -> None:
-        """See Addresses."""
         self._addresses = addresses
 
     async def resolve(

@@ -42,15 +42,12 @@ class Pipes(Control):
         self._met = counted()
 
     def fileno(self) -> int:
-        """See Control."""
         return self._read
 
     def outgoing(self) -> int:
-        """See Control."""
         return self._write
 
     def recv_into(self, view: memoryview) -> int:
-        """See Control."""
         return os.readv(self._read, [view])
 
     def sendall(self, data: bytes) -> None:

@@ -70,19 +70,15 @@ class Socket(Control):
         self._socket.set_inheritable(False)
 
     def fileno(self) -> int:
-        """See Control."""
         return self._socket.fileno()
 
     def outgoing(self) -> int:
-        """See Control."""
         return self._socket.fileno()
 
     def recv_into(self, view: memoryview) -> int:
-        """See Control."""
         return self._socket.recv_into(view)
 
     def sendall(self, data: bytes) -> None:
-        """See Control."""
         self._socket.sendall(data)
 
     def pass_on(self, data: bytes, descriptor: int) -> None:

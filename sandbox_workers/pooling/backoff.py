@@ -29,11 +29,9 @@ class LoopClock:
     """The event loop's."""
 
     def now(self) -> float:
-        """See Clock."""
         return asyncio.get_running_loop().time()
 
     async def sleep(self, seconds: float) -> None:
-        """See Clock."""
         await asyncio.sleep(seconds)
 
 

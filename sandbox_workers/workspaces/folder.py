@@ -31,18 +31,15 @@ class Folder:
         self._root = root
 
     async def index(self) -> tuple[FileEntry, ...]:
-        """See Sandbox."""
         return await asyncio.to_thread(self._index)
 
     async def read_files(self, paths: Sequence[str], *, most: int) -> tuple[bytes, ...]:
-        """See Sandbox."""
         contents = await asyncio.to_thread(lambda: tuple((self._root / path).read_bytes() for path in paths))
         if sum(map(len, contents)) > most:
             raise FileMissing(f"{len(paths)} files hold more than {most} bytes")
         return contents
 
     async def restore(self, entries: Sequence[FileEntry], contents: Mapping[str, bytes]) -> None:
-        """See Sandbox."""
         if said := flaw(entries):
             raise FileRefused(said)
         await asyncio.to_thread(self._restore, entries, contents)

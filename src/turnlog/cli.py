@@ -116,10 +116,11 @@ def _readers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     from turnlog.consumers.dead_letters import arguments as dead_letters
     from turnlog.consumers.fold import arguments as fold
     from turnlog.consumers.replay import arguments as replay
-    from turnlog.sandbox_workers.console import arguments as sandbox
-    from turnlog.sandbox_workers.rerun import arguments as session
+    from turnlog.sandbox_workers.console import verbs as sandboxes
 
-    sandbox.add_arguments(_verb(verbs, "sandbox", _sandbox, "role: run tool calls in sandboxes; pool, check, exec"))
+    sandboxes.sandbox_arguments(
+        _verb(verbs, "sandbox", _sandbox, "role: run tool calls in sandboxes; pool, check, exec")
+    )
     replay.add_arguments(_verb(verbs, "replay", _replay, "fold the log again: compare, travel in time, refold"))
     archive.add_arguments(_verb(verbs, "archive", _archive, "role: copy topics into the object store; flush, prune"))
     schemas = _verb(verbs, "schemas", _schemas, "check today's schemas against every release, or release them")
@@ -132,7 +133,9 @@ def _readers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     dead_letters.add_arguments(
         _verb(verbs, "dead-letters", _dead_letters, "refused records: list, show, requeue, skip")
     )
-    session.add_arguments(_verb(verbs, "session", _session, "a session's tool calls: show, or run again and compare"))
+    sandboxes.session_arguments(
+        _verb(verbs, "session", _session, "a session's tool calls: show, or run again and compare")
+    )
     books = _verb(verbs, "books", _books, "sampled = trained + masked, by reason")
     books.add_argument("--by", choices=("session", "group", "batch", "run"), default="run", help="default run")
     books.add_argument("--id", default="", metavar="ID", help="one account of that level")
@@ -235,9 +238,9 @@ def _archive(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 def _sandbox(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.sandbox_workers.console.command_line import command
+    from turnlog.sandbox_workers.console.verbs import sandbox
 
-    return command(settings, arguments)
+    return sandbox(settings, arguments)
 
 
 def _schemas(_: Settings, arguments: argparse.Namespace) -> int:
@@ -271,7 +274,7 @@ def _dead_letters(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 def _session(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.sandbox_workers.rerun.command import command
+    from turnlog.sandbox_workers.console.rerun import command
 
     return asyncio.run(command(settings, arguments))
 

@@ -12,8 +12,8 @@ from turnlog import cli
 from turnlog.consumers.archive.archiver import flush
 from turnlog.infra.role import opened
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.rerun.command import command
-from turnlog.sandbox_workers.rerun.recorded import recorded
+from turnlog.sandbox_workers.console.recorded import recorded
+from turnlog.sandbox_workers.console.rerun import command
 from turnlog.sandbox_workers.worker import main
 from turnlog.schemas.events import SandboxSpec, ToolCallRequested
 from turnlog.schemas.ids import digest

@@ -81,7 +81,6 @@ class Docker:
         return cls(daemon, settings, ca)
 
     async def start(self, slot: int, shape: Shape) -> ContainerSandbox:
-        """See Provider."""
         if shape.network not in self.networks:
             raise SandboxUnavailable(f"docker serves network {shape.network!r} with runc on its own machine alone")
         shown = self._ca if shape.network == "allowlist" else None
@@ -109,7 +108,6 @@ class Docker:
         return sandbox
 
     async def environment(self, shape: Shape) -> Mapping[str, str]:
-        """See Provider."""
         image = shape.image or self._settings.docker_image
         try:
             found = await asked(self._client.inspect_image, image)
@@ -124,7 +122,6 @@ class Docker:
         }
 
     async def close(self) -> None:
-        """See Provider."""
         await asyncio.to_thread(self._client.close)
 
     async def _made(self, arguments: Mapping[str, Any], shape: Shape) -> ContainerSandbox:

@@ -53,7 +53,6 @@ class ContainerSandbox(InitSandbox):
         self._removal: asyncio.Task[str] | None = None
 
     async def exec(self, command: Command, limits: SandboxLimits, *, on_output: OnOutput | None = None) -> Execution:
-        """See Sandbox."""
         try:
             return await super().exec(command, limits, on_output=on_output)
         except SandboxDied as error:
@@ -66,7 +65,6 @@ class ContainerSandbox(InitSandbox):
         return self.guarded and await super().reset()
 
     async def close(self) -> None:
-        """See Sandbox."""
         await super().close()
         if await self._removed() == OOM_KILLED:
             self._evidence = dataclasses.replace(self._evidence, limit="memory_bytes")

@@ -67,7 +67,6 @@ class E2b:
         return cls(settings)
 
     async def start(self, slot: int, shape: Shape) -> E2bSandbox:
-        """See Provider."""
         if shape.network not in self.networks:
             raise SandboxUnavailable(f"network {shape.network!r}: the e2b backend has machines without network alone")
         template = shape.image or self._settings.e2b_template

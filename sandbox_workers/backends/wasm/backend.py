@@ -101,7 +101,6 @@ class Wasm:
                 os.close(handle)
 
     async def environment(self, shape: Shape) -> Mapping[str, str]:
-        """See Provider."""
         modules = await self._named(shape)
         image = wasm_modules.image(self._settings.image_folder, shape.image) if shape.image else self._library.module
         return {

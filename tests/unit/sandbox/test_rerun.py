@@ -21,11 +21,18 @@ from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role
 from turnlog.infra.topics_admin import apply
 from turnlog.sandbox_settings import SandboxSettings
+from turnlog.sandbox_workers.console.recorded import (
+    AmbiguousSession,
+    BadPattern,
+    NoSuchCall,
+    NoSuchSession,
+    print_session,
+    recorded,
+    session_body,
+)
+from turnlog.sandbox_workers.console.rerun import Report, RerunOptions, exit_status, patterns, print_report, rerun
 from turnlog.sandbox_workers.egress import Egress
 from turnlog.sandbox_workers.pooling.pools import Pools
-from turnlog.sandbox_workers.rerun.command import Asked, Report, exit_status, patterns, rerun
-from turnlog.sandbox_workers.rerun.recorded import AmbiguousSession, BadPattern, NoSuchCall, NoSuchSession, recorded
-from turnlog.sandbox_workers.rerun.tables import print_report, print_session, session_body
 from turnlog.sandbox_workers.worker import Worker
 from turnlog.schemas.events import SandboxSpec, ToolCallCompleted, ToolCallRequested, ToolStatus
 from turnlog.schemas.ids import digest
@@ -40,6 +47,8 @@ LOG_EPOCH = 1_700_000_001.0
 """Seconds; the log in memory counts its milliseconds from just before."""
 DURABLE = SandboxSpec(backend="subprocess", durable_workspace=True)
 Call = tuple[str, dict[str, object]]
+
+UNCHANGED = RerunOptions()
 
 
 class House:
@@ -84,10 +93,10 @@ class House:
                 return found[0].completed
             await self.log.broker.changed(0.05)
 
-    async def again(self, session: str, asked: Asked = Asked()) -> list[Report]:  # noqa: B008 - a frozen value
+    async def again(self, session: str, options: RerunOptions = UNCHANGED) -> list[Report]:
         """Run them again."""
         async with self.role("session") as role:
-            return await rerun(role, await recorded(role, session), asked)
+            return await rerun(role, await recorded(role, session), options)
 
 
 def requested(session: str, seq: int, tool: str, arguments: dict[str, object]) -> ToolCallRequested:
@@ -125,9 +134,9 @@ async def test_a_session_that_depends_on_nothing_else_comes_out_the_same(house: 
     assert (reports[5].verdict, reports[5].notes) == ("not_run", ["it was recorded as refused (arguments)"])
     assert exit_status(reports) == 0
     assert house.blobs.objects == held
-    (alone,) = await house.again("steady", Asked(call=4))
+    (alone,) = await house.again("steady", RerunOptions(call=4))
     assert (alone.verdict, alone.notes) == ("same", [])
-    (kept,) = await house.again("steady", Asked(call=3))
+    (kept,) = await house.again("steady", RerunOptions(call=3))
     assert kept.verdict == "same"
 
 
@@ -146,12 +155,12 @@ async def test_where_an_output_differs_is_shown_and_may_be_ignored(
     assert difference.recorded.startswith("it is 1")
     assert difference.recorded != difference.now
     assert exit_status(reports) == 1
-    assert len(await house.again("clock", Asked(keep_going=False))) == 1
+    assert len(await house.again("clock", RerunOptions(keep_going=False))) == 1
     print_report("clock", [report.body() for report in reports])
     shown = capsys.readouterr().out
     assert f"output from byte {difference.at}" in shown
     assert "1 same, 1 differs" in shown
-    masked = await house.again("clock", Asked(ignored=patterns([r"\d{19}"])))
+    masked = await house.again("clock", RerunOptions(ignored=patterns([r"\d{19}"])))
     assert exit_status(masked) == 0
 
 
@@ -215,7 +224,7 @@ async def test_other_surroundings_are_said_and_count_when_asked_to(house: House)
         await role.events.append(dataclasses.replace(answer, **name))  # type: ignore[arg-type]
     (report,) = await house.again("elsewhere")
     assert (report.verdict, [one.what for one in report.differences]) == ("same", ["environment"])
-    (report,) = await house.again("elsewhere", Asked(strict=True))
+    (report,) = await house.again("elsewhere", RerunOptions(strict=True))
     assert report.verdict == "differs"
 
 
@@ -272,7 +281,7 @@ async def test_a_session_is_named_by_any_beginning_that_only_it_has(house: House
         with pytest.raises(NoSuchSession, match="see also --from archive"):
             await recorded(role, "zz")
         with pytest.raises(NoSuchCall, match="has no call 7; it has 0"):
-            await rerun(role, await recorded(role, "abc"), Asked(call=7))
+            await rerun(role, await recorded(role, "abc"), RerunOptions(call=7))
     with pytest.raises(BadPattern, match=r"--ignore .*\[0-9"):
         patterns(["[0-9"])
 

@@ -1,10 +1,13 @@
-"""The arguments of `turnlog sandbox`; argparse alone, so that --help stays instant."""
+"""What `turnlog sandbox` and `turnlog session` take, and who does it; argparse alone, so that --help stays instant."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 
-EPILOG = """\
+from turnlog.settings import Settings
+
+SANDBOX_EPILOG = """\
 Examples:
   turnlog sandbox                       the role: answer tool calls until it is stopped
   turnlog sandbox check                 what isolates on this machine, and how to get what is missing
@@ -35,11 +38,23 @@ Examples:
 Exit status: the command's; 124 after a time-out, 137 after another limit, 130 after Ctrl-C, 2 when it could not run.
 """
 
+SESSION_EPILOG = """\
+Examples:
+  turnlog session show 4f1c               the calls of a session: status, duration, workspace, requests
+  turnlog session rerun 4f1c              execute them again in a fresh sandbox of this machine and compare
+  turnlog session rerun 4f1c --call 3     only the call with call_seq 3, on the workspace it had
+  turnlog session rerun 4f1c --ignore '0x[0-9a-f]+' --ignore '\\d+\\.\\d+s'
 
-def add_arguments(verb: argparse.ArgumentParser) -> None:
+A session is named by its id or any beginning of it that only one session has. Nothing is written, neither to the log
+nor to the object store, and nothing goes out to the network: its recorded answers are given again.
+Exit status of rerun: 0 every call came out as recorded, 1 one did not, 2 cannot.
+"""
+
+
+def sandbox_arguments(verb: argparse.ArgumentParser) -> None:
     """Give the verb its actions; without one it is the role."""
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
-    verb.epilog = EPILOG
+    verb.epilog = SANDBOX_EPILOG
     actions = verb.add_subparsers(dest="action", required=False, metavar="[ACTION]")
     pool = _action(actions, "pool", "slots, hits, waits and leaks of every live sandbox worker", POOL_EPILOG)
     pool.add_argument("--json", action="store_true", help="for programs")
@@ -84,3 +99,53 @@ def _action(
         name, help=what, description=what[0].upper() + what[1:] + ".", epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
+
+
+def sandbox(settings: Settings, arguments: argparse.Namespace) -> int:
+    """`turnlog sandbox [pool|check|exec]`: the role, or one of its three tools; the exit status."""
+    match arguments.action:
+        case "pool":
+            from turnlog.sandbox_workers.console.pool_table import show
+
+            return show(settings, arguments)
+        case "check":
+            from turnlog.sandbox_workers.console.machine_check import show as show_check
+
+            return asyncio.run(show_check(settings, as_json=arguments.json))
+        case "exec":
+            from turnlog.sandbox_workers.console.one_command import run
+
+            return run(settings, arguments)
+        case _:
+            from turnlog.infra.role import serve
+            from turnlog.sandbox_workers.worker import main
+
+            return serve("sandbox", main, settings)
+
+
+def session_arguments(verb: argparse.ArgumentParser) -> None:
+    """Give the verb its actions."""
+    verb.formatter_class = argparse.RawDescriptionHelpFormatter
+    verb.epilog = SESSION_EPILOG
+    actions = verb.add_subparsers(dest="action", required=True, metavar="ACTION")
+    again = actions.add_parser("rerun", help="execute the recorded calls again and compare")
+    _named(again)
+    again.add_argument("--call", dest="call_seq", type=int, metavar="N", help="only the call with this call_seq")
+    again.add_argument(
+        "--ignore", action="append", default=[], metavar="REGEX", help="parts of outputs that may differ; repeatable"
+    )
+    again.add_argument(
+        "--keep-going",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="go on after a call that differs (default: yes)",
+    )
+    again.add_argument("--strict", action="store_true", help="other surroundings (environment_sha256) count as well")
+    shown = actions.add_parser("show", help="list the recorded calls")
+    _named(shown)
+
+
+def _named(action: argparse.ArgumentParser) -> None:
+    action.add_argument("id", metavar="ID", help="the session")
+    action.add_argument("--json", action="store_true")
+    action.add_argument("--from", dest="source", choices=("topics", "archive"), default="topics", help="default topics")

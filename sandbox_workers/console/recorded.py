@@ -1,4 +1,4 @@
-"""A session's tool calls as the log has them: asked, begun, answered.
+"""A session's tool calls as the log has them: asked, begun, answered; for people and for programs.
 
 RerunError
 ├── NoSuchSession      no tool call on the log belongs to such a session
@@ -12,13 +12,25 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
 from turnlog.infra.history import EVERY_RUN, events_of, partitions
+from turnlog.infra.log_lines import escaped
 from turnlog.infra.role import Role
+from turnlog.infra.terminal import Terminal
 from turnlog.schemas.events import ToolCallCompleted, ToolCallRequested, ToolCallStarted, ToolStatus
 from turnlog.schemas.topics import TOOL_CALLS, TOOL_RESULTS, Topic
 
 RUN = (ToolStatus.ok, ToolStatus.tool_error, ToolStatus.timeout, ToolStatus.resource_limit)
 """Statuses of calls whose execution came to an end that can be compared."""
+SHOWN = 60
+"""Characters of a call's arguments."""
+COLUMNS = {
+    "seq": 3, "call": 8, "tool": 6, "status": 6, "seconds": 7, "tries": 5, "files": 5, "arguments": 16, "requests": 8,
+}  # fmt: skip
+"""Heading -> characters that it needs at least: together they fit a terminal of 80."""
 
 
 class RerunError(Exception):
@@ -121,3 +133,55 @@ async def _of(role: Role, topic: Topic, kinds: tuple[type, ...], beginning: str)
             if event.session_id.startswith(beginning):
                 found.append(event)
     return found
+
+
+def session_body(session: RecordedSession) -> dict[str, Any]:
+    """As JSON."""
+    return {"session_id": session.session_id, "calls": [_call_body(call) for call in session.calls]}
+
+
+def print_session(session: RecordedSession) -> None:
+    """A row per call."""
+    table = Table(title=f"tool calls of session {session.session_id}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading, width in COLUMNS.items():
+        table.add_column(heading, overflow="fold", min_width=width)
+    for body in map(_call_body, session.calls):
+        status = body["status"] + (f" ({body['reason']})" if body["reason"] else "")
+        asked = [f"{one['method']} {one['url']} {one['status']} {one['source']}" for one in body["requests"]]
+        row = (
+            str(body["call_seq"]), body["call_id"][:8], body["tool"], status, f"{body['duration_s']:.3f}",
+            str(body["attempts"]), (body["workspace"] or "-")[:8], body["arguments"][:SHOWN],
+        )  # fmt: skip
+        table.add_row(*row, Text("\n".join(map(escaped, asked)) or "-"))
+    Terminal().print(table)
+
+
+def _call_body(call: RecordedCall) -> dict[str, Any]:
+    request, done = call.request, call.completed
+    return {
+        "call_seq": request.call_seq,
+        "call_id": request.call_id,
+        "tool": request.tool,
+        "arguments": request.arguments.decode(errors="backslashreplace"),
+        "backend": request.sandbox.backend,
+        "status": done.status.value if done else "unanswered",
+        "reason": done.reason if done else "",
+        "exit_code": done.exit_code if done else None,
+        "output_bytes": (done.full_output.size if done.full_output else len(done.output)) if done else 0,
+        "duration_s": done.duration_s if done else 0.0,
+        "queue_s": done.queue_s if done else 0.0,
+        "attempts": max((event.attempt for event in call.started), default=0),
+        "worker": done.worker if done else "",
+        "environment_sha256": call.begun.environment_sha256 if call.begun else "",
+        "workspace": done.workspace.sha256 if done and done.workspace else None,
+        "requests": [
+            {
+                "method": one.method,
+                "url": one.url,
+                "status": one.status,
+                "source": one.source.value,
+                "reason": one.reason,
+            }
+            for one in (done.requests if done else ())
+        ],
+    }

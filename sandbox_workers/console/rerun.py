@@ -1,0 +1,469 @@
+"""`turnlog session rerun|show`: recorded calls run again one after the other, each on the files it had, with the answers
+that the network gave it; and where what comes of them differs from the record."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs
+from turnlog.infra.memory_blobs import MemoryBlobs
+from turnlog.infra.role import Role, opened
+from turnlog.infra.terminal import Terminal, aside, say_json
+from turnlog.names import ExitStatus
+from turnlog.sandbox_settings import Interception
+from turnlog.sandbox_workers import answers
+from turnlog.sandbox_workers.console.recorded import (
+    BadPattern,
+    RecordedCall,
+    RecordedSession,
+    print_session,
+    recorded,
+    session_body,
+)
+from turnlog.sandbox_workers.egress import Egress
+from turnlog.sandbox_workers.plans import Plan, Planner
+from turnlog.sandbox_workers.pooling.lease import Lease
+from turnlog.sandbox_workers.pooling.pools import LOCAL, Pools
+from turnlog.sandbox_workers.protocol import Execution, FileRefused, Kind, SandboxError
+from turnlog.sandbox_workers.surroundings import Surroundings
+from turnlog.sandbox_workers.tools import Refusal, tools
+from turnlog.sandbox_workers.workspaces import Manifest, Workspaces
+from turnlog.schemas.events import EgressRequest, ToolStatus
+from turnlog.schemas.types import BlobRef
+from turnlog.settings import Settings
+
+REPLAYED_TLS: dict[Interception, Interception] = {"intercept": "intercept", "tunnel": "intercept", "refuse": "refuse"}
+"""What went through a tunnel nobody saw: it cannot be given again, and is refused as not recorded."""
+AROUND = 40
+"""Bytes of an excerpt on either side of the first difference."""
+NAMED = 10
+"""Files named of a workspace that differs."""
+MASK = b"\0"
+"""Stands in both outputs where a pattern of --ignore did; no legal text looks like it."""
+COLOURS = {"same": "green", "differs": "red", "cannot": "red", "not_run": "yellow"}
+"""Verdict -> colour of its line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RerunOptions:
+    """Which calls, and what counts."""
+
+    call: int | None = None
+    """The call_seq of the only one; None: all."""
+    ignored: tuple[re.Pattern[bytes], ...] = ()
+    keep_going: bool = True
+    strict: bool = False
+
+
+@dataclass(slots=True)
+class Report:
+    """What came of one call."""
+
+    call: RecordedCall
+    verdict: str
+    """same | differs | not_run | cannot"""
+    differences: list[Difference] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def body(self) -> dict[str, Any]:
+        """As JSON."""
+        request = self.call.request
+        return {
+            "call_seq": request.call_seq,
+            "call_id": request.call_id,
+            "tool": request.tool,
+            "verdict": self.verdict,
+            "differences": [difference.body() for difference in self.differences],
+            "notes": self.notes,
+        }
+
+
+async def command(settings: Settings, arguments: argparse.Namespace) -> int:
+    """One action on the run's topics, or its archive; the exit status. Raises RerunError, and what keeps sandboxes from
+    coming up."""
+    async with opened("session", settings, archive=arguments.source == "archive") as role:
+        session = await recorded(role, arguments.id)
+        if arguments.action == "show":
+            say_json(session_body(session)) if arguments.json else print_session(session)
+            return 0
+        options = RerunOptions(
+            call=arguments.call_seq,
+            ignored=patterns(arguments.ignore),
+            keep_going=arguments.keep_going,
+            strict=arguments.strict,
+        )
+        reports = await rerun(role, session, options)
+    status = exit_status(reports)
+    if arguments.json:
+        body = {"session_id": session.session_id, "exit": status, "calls": [report.body() for report in reports]}
+        say_json(body)
+    else:
+        print_report(session.session_id, [report.body() for report in reports])
+    return status
+
+
+async def rerun(role: Role, session: RecordedSession, options: RerunOptions) -> list[Report]:
+    """Run the calls again and compare, in order. Raises NoSuchCall, BackendUnavailable, EgressUnavailable, LogError,
+    StoreUnavailable."""
+    chosen = session.calls if options.call is None else _only(session, options.call)
+    reports: list[Report] = []
+    async with Rerunner.open(role, chosen) as rerunner:
+        for number, call in enumerate(chosen, 1):
+            report = await _one(rerunner, call, options)
+            aside(f"{number}/{len(chosen)} call {call.request.call_seq} {call.request.tool}: {report.verdict}")
+            if options.call is None or call.request.call_seq == options.call:
+                reports.append(report)
+            if report.verdict == "differs" and not options.keep_going:
+                break
+    return reports
+
+
+def exit_status(reports: Sequence[Report]) -> int:
+    """0: all that ran came out the same; 1: something did not; 2: something could not be run, or nothing was."""
+    verdicts = {report.verdict for report in reports}
+    if "differs" in verdicts:
+        return ExitStatus.DIFFERS
+    return ExitStatus.DONE if "same" in verdicts and "cannot" not in verdicts else ExitStatus.FAILED
+
+
+def patterns(texts: Sequence[str]) -> tuple[re.Pattern[bytes], ...]:
+    """Of --ignore. Raises BadPattern."""
+    try:
+        return tuple(re.compile(text.encode()) for text in texts)
+    except re.error as error:
+        raise BadPattern(f"--ignore {error.pattern!r}: {error}") from None
+
+
+def print_report(session_id: str, bodies: Sequence[Mapping[str, Any]]) -> None:
+    """A line per call, and what differs below it."""
+    console = Terminal(highlight=False)
+    for body in bodies:
+        console.print(f"call {body['call_seq']} {body['tool']}: {body['verdict']}", style=COLOURS[body["verdict"]])
+        for one in body["differences"]:
+            place = f" from byte {one['at']}" if "at" in one else ""
+            console.print(f"  {one['what']}{place}")
+            console.print(f"    recorded: {one['recorded']!r}")
+            console.print(f"    now:      {one['now']!r}")
+        for note in body["notes"]:
+            console.print(f"  {note}")
+    counts = {verdict: sum(body["verdict"] == verdict for body in bodies) for verdict in COLOURS}
+    said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+    console.print(f"session {session_id}: {said or 'no call'}")
+
+
+async def _one(rerunner: Rerunner, call: RecordedCall, options: RerunOptions) -> Report:
+    if not call.ran:
+        return Report(call, "not_run", notes=[call.why_not])
+    again = await rerunner.run(call)
+    if again.result is None:
+        return Report(call, "cannot", notes=list(again.notes))
+    try:
+        then = await rerunner.then(call)
+    except (BlobMissing, BlobCorrupt) as error:
+        return Report(call, "cannot", notes=[f"what was recorded is not whole: {error}"])
+    found = differences(then, again.result, options.ignored)
+    counted = [one for one in found if options.strict or one.what != "environment"]
+    return Report(call, "differs" if counted else "same", found, list(again.notes))
+
+
+def _only(session: RecordedSession, call_seq: int) -> tuple[RecordedCall, ...]:
+    """One call; with those before it when it goes on in the interpreter that they have built up. Raises NoSuchCall."""
+    before = session.upto(call_seq)
+    return before if interpreted(before[-1]) else before[-1:]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Again:
+    """A call that ran again, or why it could not."""
+
+    result: Result | None
+    notes: tuple[str, ...] = ()
+
+
+class Rerunner:
+    """Runs the calls of one session, in order. `open` makes one."""
+
+    def __init__(
+        self, settings: Settings, blobs: Blobs, pools: Pools, egress: Egress | None, *, interpreted: int
+    ) -> None:
+        """`interpreted`: the last call_seq that goes on in a persistent interpreter; -1: none does."""
+        self._interpreted = interpreted
+        self._blobs = blobs
+        self._workspaces = Workspaces(blobs)
+        self._planner = Planner(settings.sandbox, pools, egress=egress is not None)
+        self._surroundings = Surroundings(settings.egress)
+        self._egress = egress
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, role: Role, calls: Sequence[RecordedCall]) -> AsyncIterator[Rerunner]:
+        """With a pool of one sandbox for each backend that the calls ask for. Raises BackendUnavailable,
+        EgressUnavailable."""
+        specs = [call.request.sandbox for call in calls]
+        settings, blobs = role.settings, ScratchBlobs(role.blobs)
+        own = dataclasses.replace(
+            settings.sandbox,
+            slots=1,
+            prewarm=1,
+            # a name that is no backend's is refused by the pools
+            backends=tuple(sorted({spec.backend for spec in specs} - {*LOCAL})),  # type: ignore[arg-type]
+            first_uid=settings.sandbox.first_uid + settings.sandbox.slots,  # a worker of this machine has those below
+        )
+        async with AsyncExitStack() as stack:
+            egress = None
+            if any(spec.network == "allowlist" for spec in specs):
+                replay = dataclasses.replace(settings.egress, mode="replay", tls=REPLAYED_TLS[settings.egress.tls])
+                egress = await stack.enter_async_context(Egress.opened(replay, blobs))
+            ca = egress.ca if egress is not None else None
+            pools = await stack.enter_async_context(Pools.opened(own, ca=ca))
+            sequence = [call.request.call_seq for call in calls if interpreted(call)]
+            yield cls(settings, blobs, pools, egress, interpreted=max(sequence, default=-1))
+
+    async def run(self, call: RecordedCall) -> Again:
+        """The call again. Its sandbox stays its session's when its files do. Raises LogError, StoreUnavailable."""
+        request = call.request
+        plan = self._planner.plan(request)
+        if isinstance(plan, Refusal):
+            return Again(result=None, notes=(f"cannot run here: {plan.text}",))
+        durable = request.sandbox.durable_workspace
+        try:
+            sha256 = await self._surroundings.sha256(plan.pool.provider, plan.shape, request.sandbox)
+            async with plan.pool.lease(
+                plan.shape, session=request.session_id if durable else None, fresh=request.sandbox.fresh
+            ) as lease:
+                notes = await self._placed(lease, call, plan)
+                execution, requests = await self._ran(lease, call, plan)
+                execution, tree = await self._kept(lease, call, plan, execution) if durable else (execution, None)
+        except (SandboxError, BlobMissing, BlobCorrupt) as error:
+            return Again(result=None, notes=(f"could not run: {type(error).__name__}: {error}",))
+        result = Result(
+            status=execution.status,
+            reason=execution.reason,
+            exit_code=execution.exit_code,
+            output=execution.output,
+            tree=tree,
+            requests=requests,
+            environment_sha256=sha256,
+        )
+        return Again(result=result, notes=notes)
+
+    async def then(self, call: RecordedCall) -> Result:
+        """What was recorded. Raises BlobError when its whole output is gone."""
+        done, begun = call.completed, call.begun
+        assert done is not None
+        assert begun is not None
+        return Result(
+            status=done.status,
+            reason=done.reason,
+            exit_code=done.exit_code,
+            output=await self._blobs.get(done.full_output) if done.full_output else done.output,
+            tree=await self._tree(done.workspace) if call.request.sandbox.durable_workspace else None,
+            requests=done.requests,
+            environment_sha256=begun.environment_sha256,
+        )
+
+    async def _placed(self, lease: Lease, call: RecordedCall, plan: Plan) -> tuple[str, ...]:
+        """Have the files that the call had in the sandbox; what is to be said about that. Raises SandboxError."""
+        wanted, there = call.request.workspace, await self._tree(lease.workspace) if lease.held else None
+        asked = await self._tree(wanted)
+        if wanted is None and call.request.call_seq and call.request.sandbox.durable_workspace and not lease.held:
+            return ("ran on an empty workspace: which one it had was not recorded",)
+        if wanted is None or (there is not None and asked is not None and there.tree_sha256 == asked.tree_sha256):
+            return ()
+        if lease.sandbox.interpreter and call.request.call_seq <= self._interpreted:
+            return ("ran on other files than it had: to restore them would end the interpreter that is needed",)
+        if asked is None:
+            return (f"ran on other files than it had: workspace {wanted.sha256} is not in the store",)
+        await self._workspaces.restore(lease.sandbox, wanted, disk_bytes=plan.limits.disk_bytes)
+        if plan.interpreter and asked.interpreter:
+            return ("ran in a new interpreter: what earlier calls had built up in the old one is in no snapshot",)
+        return ("its files were restored from the recorded workspace",) if lease.held else ()
+
+    async def _ran(self, lease: Lease, call: RecordedCall, plan: Plan) -> tuple[Execution, tuple[EgressRequest, ...]]:
+        spec, sandbox = call.request.sandbox, lease.sandbox
+        if self._egress is None or sandbox.proxy is None:
+            return await plan.tool.run(sandbox, plan.limits, spec.env), ()
+        assert call.completed is not None
+        env = {**spec.env, **self._egress.environment_of(sandbox.proxy, plan.pool.provider.name)}
+        async with self._egress.serving(
+            sandbox.proxy, allow=spec.allow, call_seq=call.request.call_seq, answers=call.completed.requests
+        ) as asked:
+            execution = await plan.tool.run(sandbox, plan.limits, env)
+        return execution, asked.made()
+
+    async def _kept(
+        self, lease: Lease, call: RecordedCall, plan: Plan, execution: Execution
+    ) -> tuple[Execution, Manifest | None]:
+        """The tree that the call left; the session goes on with it. Raises SandboxError."""
+        try:
+            ref = await self._workspaces.snapshot(lease.sandbox, call.request.workspace, most=plan.limits.disk_bytes)
+        except FileRefused as error:
+            return answers.unkept(execution, error), None
+        lease.keep(ref)
+        return execution, await self._tree(ref)
+
+    async def _tree(self, ref: BlobRef | None) -> Manifest | None:
+        """None: nothing is named, or it is gone."""
+        if ref is None:
+            return None
+        try:
+            return await self._workspaces.open(ref)
+        except SandboxError:  # WorkspaceLost or WorkspaceCorrupt: it cannot be compared with
+            return None
+
+
+def interpreted(call: RecordedCall) -> bool:
+    """It goes on in what earlier calls have built up in the sandbox's persistent interpreter."""
+    tool = tools().get(call.request.tool)
+    return tool is not None and Kind.session in tool.kinds
+
+
+class ScratchBlobs:
+    """Reads from the real store and keeps what is put in memory: a rerun leaves nothing behind."""
+
+    def __init__(self, below: Blobs) -> None:
+        self._below = below
+        self._own = MemoryBlobs()
+
+    async def put(self, content: bytes, *, media_type: str = "application/octet-stream") -> BlobRef:
+        return await self._own.put(content, media_type=media_type)
+
+    async def get(self, ref: BlobRef) -> bytes:
+        try:
+            return await self._own.get(ref)
+        except BlobMissing:
+            return await self._below.get(ref)
+
+    async def put_named(self, name: str, content: bytes, *, media_type: str = "application/octet-stream") -> None:
+        await self._own.put_named(name, content, media_type=media_type)
+
+    async def get_named(self, name: str) -> bytes:
+        try:
+            return await self._own.get_named(name)
+        except BlobMissing:
+            return await self._below.get_named(name)
+
+    async def names(self, prefix: str) -> list[str]:
+        return sorted({*await self._own.names(prefix), *await self._below.names(prefix)})
+
+    async def close(self) -> None:
+        """Nothing to release: the store below is somebody else's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a call came to, recorded or now."""
+
+    status: ToolStatus
+    reason: str
+    exit_code: int | None
+    output: bytes
+    tree: Manifest | None
+    """Of a durable workspace after the call; None: there is none, or nobody knows."""
+    requests: tuple[EgressRequest, ...]
+    environment_sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One thing that is not as it was."""
+
+    what: str
+    """status | exit_code | output | workspace | requests | environment"""
+    recorded: str
+    now: str
+    at: int | None = None
+    """Of outputs: bytes that are alike, after masking."""
+
+    def body(self) -> dict[str, Any]:
+        """As JSON."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+
+
+def differences(then: Result, now: Result, ignored: Sequence[re.Pattern[bytes]] = ()) -> list[Difference]:
+    """All of them, the most telling first. Raw bytes are compared, but for what `ignored` matches."""
+    found = []
+    if (then.status, then.reason) != (now.status, now.reason):
+        found.append(Difference(what="status", recorded=_status(then), now=_status(now)))
+    if then.exit_code != now.exit_code:
+        found.append(Difference(what="exit_code", recorded=str(then.exit_code), now=str(now.exit_code)))
+    found += _of_outputs(masked(then.output, ignored), masked(now.output, ignored))
+    if then.tree is not None and now.tree is not None and then.tree.tree_sha256 != now.tree.tree_sha256:
+        found.append(_of_trees(then.tree, now.tree))
+    found += _of_requests(then.requests, now.requests)
+    if then.environment_sha256 and now.environment_sha256 and then.environment_sha256 != now.environment_sha256:
+        found.append(Difference(what="environment", recorded=then.environment_sha256, now=now.environment_sha256))
+    return found
+
+
+def masked(output: bytes, ignored: Iterable[re.Pattern[bytes]]) -> bytes:
+    """Without what may differ."""
+    for pattern in ignored:
+        output = pattern.sub(lambda _: MASK, output)
+    return output
+
+
+def _status(result: Result) -> str:
+    return result.status.value + (f" ({result.reason})" if result.reason else "")
+
+
+def _of_outputs(then: bytes, now: bytes) -> list[Difference]:
+    if then == now:
+        return []
+    at = next((place for place, (a, b) in enumerate(zip(then, now, strict=False)) if a != b), min(len(then), len(now)))
+    return [Difference(what="output", recorded=_excerpt(then, at), now=_excerpt(now, at), at=at)]
+
+
+def _excerpt(output: bytes, at: int) -> str:
+    """What stands around the first difference; "..." where more does."""
+    first, last = max(0, at - AROUND), at + AROUND
+    text = output[first:last].decode(errors="backslashreplace")
+    return ("..." if first else "") + text + ("..." if last < len(output) else "")
+
+
+def _of_trees(then: Manifest, now: Manifest) -> Difference:
+    before, after = _entries(then), _entries(now)
+    missing = [path for path in before if path not in after]
+    more = [path for path in after if path not in before]
+    changed = [path for path in before if path in after and before[path] != after[path]]
+    both = _listed("another content or mode", changed)
+    return Difference(
+        what="workspace",
+        recorded="; ".join(filter(None, (_listed("only then", missing), both))) or "no file more",
+        now="; ".join(filter(None, (_listed("only now", more), both))) or "no file more",
+    )
+
+
+def _entries(tree: Manifest) -> Mapping[str, object]:
+    return {
+        stored.entry.path: (stored.entry.kind, stored.entry.mode, stored.entry.target, stored.sha256)
+        for stored in tree.files
+    }
+
+
+def _listed(what: str, paths: Sequence[str]) -> str:
+    if not paths:
+        return ""
+    more = f" and {len(paths) - NAMED} more" if len(paths) > NAMED else ""
+    shown = ", ".join(path.encode(errors="surrogateescape").decode(errors="backslashreplace") for path in paths[:NAMED])
+    return f"{what}: {shown}{more}"
+
+
+def _of_requests(then: Iterable[EgressRequest], now: Iterable[EgressRequest]) -> list[Difference]:
+    """What was asked and what came of it; not in which order, how long it took, or from where."""
+    before, after = Counter(map(_asked, then)), Counter(map(_asked, now))
+    if before == after:
+        return []
+    missing, more = list((before - after).elements()), list((after - before).elements())
+    return [Difference(what="requests", recorded=_listed("only then", missing), now=_listed("only now", more))]
+
+
+def _asked(one: EgressRequest) -> str:
+    return f"{one.method} {one.url} -> {one.status} {one.response.sha256[:16] if one.response else one.reason}"
