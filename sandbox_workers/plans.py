@@ -86,8 +86,7 @@ def _limits_flaw(request: ToolCallRequested) -> str:
 
 
 def _rules_flaw(spec: SandboxSpec) -> str:
-    from turnlog.sandbox_workers.egress.refusals import RuleInvalid
-    from turnlog.sandbox_workers.egress.rules import rules
+    from turnlog.sandbox_workers.egress.policy import RuleInvalid, rules
 
     try:
         rules(spec.allow)

@@ -1,5 +1,5 @@
-"""`turnlog session rerun|show`: recorded calls run again one after the other, each on the files it had, with the answers
-that the network gave it; and where what comes of them differs from the record."""
+"""`turnlog session rerun|show`: recorded calls run again one after the other, each on the files it had, with the
+answers that the network gave it; and where what comes of them differs from the record."""
 
 from __future__ import annotations
 

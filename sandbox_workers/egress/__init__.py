@@ -1,7 +1,7 @@
 """Egress: what calls whose sandbox has network = "allowlist" may reach, and what they got.
 
 `Egress` is one worker's. For each call it serves an HTTP/1.1 proxy on the listening socket that the sandbox made inside
-its own network namespace, so that there is no other way out; rules, address checks, certificates and recordings are a
+its own network namespace, so that there is no other way out; policy, way out, certificates and recordings are a
 module each. docs/egress.md says what is refused and what that looks like from inside.
 """
 
@@ -20,16 +20,21 @@ from typing import Self
 from turnlog.infra.blobs import Blobs
 from turnlog.sandbox_settings import EgressSettings
 from turnlog.sandbox_workers.backends.leftovers import owned_prefix
-from turnlog.sandbox_workers.egress.accepted import forget_waiting
-from turnlog.sandbox_workers.egress.addresses import Addresses, Resolve
 from turnlog.sandbox_workers.egress.certificates import CertificateAuthority, public_roots, written
-from turnlog.sandbox_workers.egress.ledger import Requests
+from turnlog.sandbox_workers.egress.client import forget_waiting
+from turnlog.sandbox_workers.egress.policy import (
+    EgressError,
+    EgressUnavailable,
+    Policy,
+    Reason,
+    Rule,
+    RuleInvalid,
+    rules,
+)
 from turnlog.sandbox_workers.egress.proxy import CONNECTIONS, Proxy, Tls
-from turnlog.sandbox_workers.egress.recordings import Recordings, Repeats
-from turnlog.sandbox_workers.egress.refusals import EgressError, EgressUnavailable, Reason, RuleInvalid
-from turnlog.sandbox_workers.egress.rules import Policy, Rule, rules
+from turnlog.sandbox_workers.egress.recordings import Recordings, Repeats, Requests
 from turnlog.sandbox_workers.egress.sources import Live, Recording, Repeating, Replaying, Source
-from turnlog.sandbox_workers.egress.upstream import Upstream, trust
+from turnlog.sandbox_workers.egress.upstream import Addresses, Resolve, Upstream, trust
 from turnlog.schemas.events import EgressRequest
 
 __all__ = [

@@ -12,7 +12,7 @@ import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from turnlog.sandbox_workers.egress.refusals import EgressUnavailable
+from turnlog.sandbox_workers.egress.policy import EgressUnavailable
 
 if TYPE_CHECKING:
     from cryptography import x509

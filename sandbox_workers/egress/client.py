@@ -2,11 +2,18 @@
 
 Stricter than h11 where two readers of the same bytes may disagree (request smuggling): bare line feeds, folded lines,
 repeated or contradicting lengths end the connection. What goes on to an origin is always written anew.
+
+Every connection is ended by a reset (SO_LINGER 0, socket(7)): a closed one would stand in the sandbox's network
+namespace as TIME_WAIT for a minute, and a sandbox with such a trace of a call cannot be proved to be as new.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
+import socket
+import struct
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -15,8 +22,8 @@ import anyio
 import h11
 from anyio.abc import ByteStream
 
+from turnlog.sandbox_workers.egress.policy import Reason, RequestRefused
 from turnlog.sandbox_workers.egress.recordings import Headers
-from turnlog.sandbox_workers.egress.refusals import Reason, Refused
 
 HEAD_BYTES = 32 * 2**10
 """Longest request line and headers together."""
@@ -27,6 +34,8 @@ LINGER_S = 5.0
 """After a last answer, for the sandbox to take it and to close: what is not taken yet dies with the connection."""
 _BARE = re.compile(rb"(?<!\r)\n|\r(?!\n)")
 _EMPTY_LINES = re.compile(rb"\A(?:\r\n)+")
+
+_RESET = struct.pack("ii", 1, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +79,7 @@ class Client:
             self._buffer += data
 
     async def head(self) -> Head:
-        """The next request's. Raises Refused(malformed)."""
+        """The next request's. Raises RequestRefused(malformed)."""
         self._http, self._whole, self.sent = h11.Connection(h11.SERVER), False, 0
         self.used = True
         self._declared, self._method = 0, ""
@@ -78,39 +87,39 @@ class Client:
         seen = 0
         while (end := came.find(b"\r\n\r\n", max(0, seen - 3))) < 0:
             if len(came) > HEAD_BYTES or not 0x20 < came[0] < 0x7F:
-                raise Refused(Reason.malformed, f"no head of a request within {HEAD_BYTES} bytes")
+                raise RequestRefused(Reason.malformed, f"no head of a request within {HEAD_BYTES} bytes")
             whole = len(came) - came.endswith(b"\r")
             if _BARE.search(came, max(0, seen - 1), whole):
-                raise Refused(Reason.malformed, "a line does not end with CR LF")
+                raise RequestRefused(Reason.malformed, "a line does not end with CR LF")
             seen = whole
             if not (data := await self._receive()):
-                raise Refused(Reason.malformed, "the request ended early")
+                raise RequestRefused(Reason.malformed, "the request ended early")
             came += data
         head = bytes(came[: end + 4])
         if len(head) > HEAD_BYTES:
-            raise Refused(Reason.malformed, f"no head of a request within {HEAD_BYTES} bytes")
+            raise RequestRefused(Reason.malformed, f"no head of a request within {HEAD_BYTES} bytes")
         _unambiguous(head)
         self._http.receive_data(bytes(came))
         event = self._event()
         assert isinstance(event, h11.Request)
         if len(event.target) > TARGET_BYTES or len(event.method) > METHOD_BYTES:
-            raise Refused(Reason.malformed, f"a URL longer than {TARGET_BYTES} bytes")
+            raise RequestRefused(Reason.malformed, f"a URL longer than {TARGET_BYTES} bytes")
         headers = tuple((bytes(name), bytes(value)) for name, value in event.headers)
         self._declared = int(dict(headers).get(b"content-length", b"0"))
         self._method = event.method.decode()
         return Head(self._method, event.target.decode(), headers)
 
     async def body(self, most: int) -> bytes:
-        """The request's. Raises Refused (request_bytes, malformed)."""
+        """The request's. Raises RequestRefused (request_bytes, malformed)."""
         if self._declared > most:
-            raise Refused(Reason.request_bytes)
+            raise RequestRefused(Reason.request_bytes)
         parts: list[bytes] = []
         size = 0
         while not isinstance(event := self._event(), h11.EndOfMessage):
             if isinstance(event, h11.Data):
                 parts.append(bytes(event.data))
                 if (size := size + len(event.data)) > most:
-                    raise Refused(Reason.request_bytes)
+                    raise RequestRefused(Reason.request_bytes)
                 continue
             if self._http.they_are_waiting_for_100_continue:
                 await self._send(h11.InformationalResponse(status_code=100, headers=[]))
@@ -125,7 +134,7 @@ class Client:
             return
         try:
             await self.body(most)
-        except Refused:
+        except RequestRefused:
             return
 
     async def answer(self, status: int, headers: Headers, content: bytes, *, phrase: bytes | None = None) -> None:
@@ -148,10 +157,10 @@ class Client:
         await self._send(h11.EndOfMessage())
 
     async def opened(self) -> bytes:
-        """Answer a CONNECT: from here on the bytes are the tunnel's; those that came already. Raises Refused(malformed)
-        for one with a body."""
+        """Answer a CONNECT: from here on the bytes are the tunnel's; those that came already. Raises
+        RequestRefused(malformed) for one with a body."""
         if not isinstance(self._event(), h11.EndOfMessage):
-            raise Refused(Reason.malformed, "a CONNECT with a body")
+            raise RequestRefused(Reason.malformed, "a CONNECT with a body")
         await self._send(h11.Response(status_code=200, headers=[], reason=b"Connection established"))
         return self._http.trailing_data[0]
 
@@ -200,7 +209,7 @@ class Client:
         try:
             return self._http.next_event()
         except h11.RemoteProtocolError as error:
-            raise Refused(Reason.malformed, str(error)) from None
+            raise RequestRefused(Reason.malformed, str(error)) from None
 
     async def _receive(self) -> bytes:
         try:
@@ -210,19 +219,19 @@ class Client:
 
 
 def _unambiguous(head: bytes) -> None:
-    """Raises Refused(malformed) where RFC 9112 6.3 leaves a choice, or h11 is generous."""
+    """Raises RequestRefused(malformed) where RFC 9112 6.3 leaves a choice, or h11 is generous."""
     if _BARE.search(head):
-        raise Refused(Reason.malformed, "a line does not end with CR LF")
+        raise RequestRefused(Reason.malformed, "a line does not end with CR LF")
     lines = head.split(b"\r\n")[1:-2]
     names = [line.partition(b":")[0].lower() for line in lines]
     if any(line[:1] in (b" ", b"\t") for line in lines):
-        raise Refused(Reason.malformed, "a folded header line")
+        raise RequestRefused(Reason.malformed, "a folded header line")
     framing = names.count(b"content-length") + names.count(b"transfer-encoding")
     if framing > 1 or names.count(b"host") > 1:
-        raise Refused(Reason.malformed, "its length or its host is given twice")
+        raise RequestRefused(Reason.malformed, "its length or its host is given twice")
     for name, line in zip(names, lines, strict=True):
         if name == b"content-length" and not line.partition(b":")[2].strip().isdigit():
-            raise Refused(Reason.malformed, "no length")
+            raise RequestRefused(Reason.malformed, "no length")
 
 
 def _has_body(status: int) -> bool:
@@ -234,3 +243,54 @@ def _phrase(status: int) -> bytes:
         return HTTPStatus(status).phrase.encode()
     except ValueError:
         return b""
+
+
+class Accepted(ByteStream):
+    """A plain socket, since a transport would say goodbye before its reset."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Takes the socket over."""
+        connection.setblocking(False)
+        with contextlib.suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket, self._loop = connection, asyncio.get_running_loop()
+
+    async def receive(self, max_bytes: int = 65536) -> bytes:
+        """As ByteStream has it."""
+        try:
+            data = await self._loop.sock_recv(self._socket, max_bytes)
+        except OSError as error:
+            raise anyio.BrokenResourceError from error
+        if not data:
+            raise anyio.EndOfStream
+        return data
+
+    async def send(self, item: bytes) -> None:
+        try:
+            await self._loop.sock_sendall(self._socket, item)
+        except OSError as error:
+            raise anyio.BrokenResourceError from error
+
+    async def send_eof(self) -> None:
+        """As ByteStream has it."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
+    async def aclose(self) -> None:
+        """End it now."""
+        reset(self._socket)
+
+
+def reset(connection: socket.socket) -> None:
+    """Close without a trace; may be called twice."""
+    with contextlib.suppress(OSError):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+    connection.close()
+
+
+def forget_waiting(listener: socket.socket) -> None:
+    """End connections that nobody accepted yet: they are another call's."""
+    listener.setblocking(False)
+    with contextlib.suppress(OSError):
+        while True:
+            reset(listener.accept()[0])

@@ -2,6 +2,7 @@
 answered and noted, or refused with an answer that says why.
 
 RFC 9112 3.2 (forms of a target), RFC 9110 9.3.6 (CONNECT). A connection is served by one task, a request at a time.
+What follows a granted CONNECT is TLS that ends here (intercept), or bytes that nobody looks at (tunnel).
 """
 
 from __future__ import annotations
@@ -12,25 +13,24 @@ import logging
 import math
 import socket
 import ssl
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
 from http import HTTPStatus
 
 import anyio
 import h11
-from anyio.abc import ByteStream
+from anyio.abc import ByteStream, SocketStream
+from anyio.streams.buffered import BufferedByteStream
+from anyio.streams.tls import TLSStream
 
 from turnlog.infra.blobs import BlobError
 from turnlog.sandbox_settings import EgressSettings
-from turnlog.sandbox_workers.egress import targets, tunnels
-from turnlog.sandbox_workers.egress.accepted import Accepted
-from turnlog.sandbox_workers.egress.addresses import Addresses
 from turnlog.sandbox_workers.egress.certificates import CertificateAuthority
-from turnlog.sandbox_workers.egress.client import Client, Head
-from turnlog.sandbox_workers.egress.ledger import Entry, Requests
-from turnlog.sandbox_workers.egress.recordings import request_key
-from turnlog.sandbox_workers.egress.refusals import Reason, Refused
-from turnlog.sandbox_workers.egress.sources import Asked, Source
-from turnlog.sandbox_workers.egress.targets import Authority, Target
+from turnlog.sandbox_workers.egress.client import READ_BYTES, Accepted, Client, Head
+from turnlog.sandbox_workers.egress.policy import Authority, Reason, RequestRefused, Target, absolute, authority, within
+from turnlog.sandbox_workers.egress.recordings import Entry, Requests, request_key
+from turnlog.sandbox_workers.egress.sources import Request, Source
+from turnlog.sandbox_workers.egress.upstream import Addresses
 from turnlog.schemas.events import EgressSource
 
 CONNECTIONS = 64
@@ -159,11 +159,11 @@ class Proxy:
                 await self._request(client, head, inside, entry)
                 return None
         except TimeoutError:
-            refused = Refused(Reason.timeout_s)
-        except Refused as error:
+            refused = RequestRefused(Reason.timeout_s)
+        except RequestRefused as error:
             refused = error
         except h11.LocalProtocolError:  # the origin's answer is none that may be passed on
-            refused = Refused(Reason.unreachable)
+            refused = RequestRefused(Reason.unreachable)
         except BlobError as error:
             self.failed = self.failed or error
             return None
@@ -173,7 +173,7 @@ class Proxy:
             await self._say(client, refused, entry)
         return None
 
-    async def _say(self, client: Client, refused: Refused, entry: Entry) -> None:
+    async def _say(self, client: Client, refused: RequestRefused, entry: Entry) -> None:
         if entry.over:
             await asyncio.sleep(OVER_S)
         with contextlib.suppress(TimeoutError):
@@ -193,31 +193,31 @@ class Proxy:
         entry.url = target.url
         entry.key = request_key(head.method, target.url, head.headers, None)
         if entry.over:
-            raise Refused(Reason.requests)
+            raise RequestRefused(Reason.requests)
         if _upgrades(head):
-            raise Refused(Reason.upgrade)
+            raise RequestRefused(Reason.upgrade)
         self._source.admit(head.method, target, entry)
         if target.scheme == "https" and self._tls.authority is None:
-            raise Refused(Reason.tls)
+            raise RequestRefused(Reason.tls)
         body = await client.body(self._settings.request_bytes)
         entry.request_bytes = len(body)
         entry.key = request_key(head.method, target.url, head.headers, body)
-        await self._source.answer(Asked(head, target, body, entry), client)
+        await self._source.answer(Request(head, target, body, entry), client)
 
     async def _connect(self, client: Client, head: Head, inside: Authority | None, entry: Entry) -> _Tunnel:
         if inside is not None:
-            raise Refused(Reason.malformed, "a CONNECT inside a tunnel")
-        host = targets.authority(head.target, None)
+            raise RequestRefused(Reason.malformed, "a CONNECT inside a tunnel")
+        host = authority(head.target, None)
         entry.url = host.text
         entry.key = request_key(head.method, host.text, (), None)
         if entry.over:
-            raise Refused(Reason.requests)
+            raise RequestRefused(Reason.requests)
         self._source.admit_tunnel(host, entry, blind=self._tls.addresses is not None)
         if self._tls.addresses is not None:
-            far = await tunnels.connected(host, self._tls.addresses)
+            far = await connected(host, self._tls.addresses)
             return _Tunnel(host, await client.opened(), far)
         if self._tls.authority is None:
-            raise Refused(Reason.tls)
+            raise RequestRefused(Reason.tls)
         return _Tunnel(host, await client.opened(), None)
 
     async def _through(self, client: Client, tunnel: _Tunnel, entry: Entry) -> None:
@@ -228,8 +228,8 @@ class Proxy:
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 context = self._tls.authority.context(tunnel.host.host)
-                secure = await tunnels.intercepted(client.stream, tunnel.early, context)
-        except (Refused, TimeoutError):
+                secure = await intercepted(client.stream, tunnel.early, context)
+        except (RequestRefused, TimeoutError):
             entry.source, entry.reason = EgressSource.refused, Reason.tls
             return None
         self._requests.drop(entry)
@@ -239,11 +239,11 @@ class Proxy:
         entry.reason = ""
         limits = self._settings
         try:
-            await tunnels.relay(
+            await relay(
                 near, far, early, entry, idle_s=limits.timeout_s,
                 request_bytes=limits.request_bytes, response_bytes=limits.response_bytes,
             )  # fmt: skip
-        except Refused as refused:
+        except RequestRefused as refused:
             entry.reason = refused.reason
         except TimeoutError:
             _log.debug("tunnel to %s ended: idle", entry.url)
@@ -261,17 +261,92 @@ class _Tunnel:
 
 
 def _target(head: Head, inside: Authority | None) -> Target:
-    """Raises Refused(malformed). In absolute form a Host header counts for nothing (RFC 9112 3.2.2); in a tunnel it
-    must name the tunnel's host, or rules for one host would open another behind the same front."""
+    """Raises RequestRefused(malformed). In absolute form a Host header counts for nothing (RFC 9112 3.2.2); in a tunnel
+    it must name the tunnel's host, or rules for one host would open another behind the same front."""
     if inside is None:
-        return targets.absolute(head.target)
-    target = targets.within(head.target, inside)
+        return absolute(head.target)
+    target = within(head.target, inside)
     for host in head.values(b"host"):
-        if targets.authority(host.decode("latin-1"), 443) not in (inside, Authority(inside.host, 443)):
-            raise Refused(Reason.malformed, f"Host is another than the tunnel's {inside.text}")
+        if authority(host.decode("latin-1"), 443) not in (inside, Authority(inside.host, 443)):
+            raise RequestRefused(Reason.malformed, f"Host is another than the tunnel's {inside.text}")
     return target
 
 
 def _upgrades(head: Head) -> bool:
     asked = {word.strip().lower() for value in head.values(b"upgrade") for word in value.split(b",")}
     return bool(asked - _HARMLESS_UPGRADES)
+
+
+async def intercepted(stream: ByteStream, early: bytes, context: ssl.SSLContext) -> ByteStream:
+    """The sandbox's side of TLS. `early`: what came before it. Raises RequestRefused(tls) when the sandbox does not
+    speak TLS or does not trust us."""
+    behind = BufferedByteStream(stream)
+    behind.feed_data(early)
+    try:
+        return await TLSStream.wrap(behind, server_side=True, ssl_context=context, standard_compatible=False)
+    except (ssl.SSLError, anyio.BrokenResourceError, anyio.EndOfStream, anyio.ClosedResourceError) as error:
+        raise RequestRefused(Reason.tls) from error
+
+
+async def connected(host: Authority, addresses: Addresses) -> SocketStream:
+    """A connection to one of the host's checked addresses. Raises RequestRefused (private_address, unreachable)."""
+    for address in await addresses.checked(host):
+        with contextlib.suppress(OSError):
+            return await anyio.connect_tcp(address, host.port)
+    raise RequestRefused(Reason.unreachable)
+
+
+async def relay(
+    near: ByteStream,
+    far: ByteStream,
+    early: bytes,
+    entry: Entry,
+    *,
+    request_bytes: int,
+    response_bytes: int,
+    idle_s: float,
+) -> None:
+    """Pass bytes on in both directions until both have ended. Raises RequestRefused (request_bytes, response_bytes),
+    TimeoutError when nothing came for `idle_s`."""
+    entry.request_bytes = len(early)
+    await far.send(early)
+    async with asyncio.timeout(idle_s) as idle:
+
+        def passed() -> None:
+            idle.reschedule(asyncio.get_running_loop().time() + idle_s)
+            if entry.request_bytes > request_bytes:
+                raise RequestRefused(Reason.request_bytes)
+            if entry.response_bytes > response_bytes:
+                raise RequestRefused(Reason.response_bytes)
+
+        async def out() -> None:
+            async for data in _received(near):
+                entry.request_bytes += len(data)
+                passed()
+                await far.send(data)
+            await far.send_eof()
+
+        async def back() -> None:
+            async for data in _received(far):
+                entry.response_bytes += len(data)
+                passed()
+                await near.send(data)
+            await near.send_eof()
+
+        await _both(out(), back())
+
+
+async def _both(*directions: Coroutine[None, None, None]) -> None:
+    tasks = [asyncio.create_task(direction) for direction in directions]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+async def _received(stream: ByteStream) -> AsyncIterator[bytes]:
+    with contextlib.suppress(anyio.EndOfStream):
+        while True:
+            yield await stream.receive(READ_BYTES)

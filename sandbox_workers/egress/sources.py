@@ -14,18 +14,15 @@ import aiohttp
 
 from turnlog.infra.blobs import Blobs
 from turnlog.sandbox_workers.egress.client import Client, Head
-from turnlog.sandbox_workers.egress.ledger import Entry, Requests
-from turnlog.sandbox_workers.egress.recordings import Answer, Recordings, Repeats
-from turnlog.sandbox_workers.egress.refusals import Reason, Refused
-from turnlog.sandbox_workers.egress.rules import Policy
-from turnlog.sandbox_workers.egress.targets import Authority, Target
+from turnlog.sandbox_workers.egress.policy import Authority, Policy, Reason, RequestRefused, Target
+from turnlog.sandbox_workers.egress.recordings import Answer, Entry, Recordings, Repeats, Requests
 from turnlog.sandbox_workers.egress.upstream import Upstream, backwards
 from turnlog.schemas.events import EgressRequest, EgressSource
 from turnlog.schemas.types import BlobRef
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Request:
     """A request, read to its end."""
 
     head: Head
@@ -38,16 +35,16 @@ class Source(Protocol):
     """See the module."""
 
     def admit(self, method: str, target: Target, entry: Entry) -> None:
-        """Raises Refused for a request that nobody shall answer."""
+        """Raises RequestRefused for a request that nobody shall answer."""
         ...
 
     def admit_tunnel(self, host: Authority, entry: Entry, *, blind: bool) -> None:
-        """Raises Refused for a CONNECT in which no request would be admitted; `blind`: not every one, since nobody
-        will look at them."""
+        """Raises RequestRefused for a CONNECT in which no request would be admitted; `blind`: not every one, since
+        nobody will look at them."""
         ...
 
-    async def answer(self, asked: Asked, client: Client) -> None:
-        """Answer it and note what came of it. Raises Refused, BlobError."""
+    async def answer(self, request: Request, client: Client) -> None:
+        """Answer it and note what came of it. Raises RequestRefused, BlobError."""
         ...
 
 
@@ -60,13 +57,13 @@ class Ruled:
 
     def admit(self, method: str, target: Target, entry: Entry) -> None:
         if not self.policy.grants(method, target):
-            raise Refused(Reason.rule)
+            raise RequestRefused(Reason.rule)
 
     def admit_tunnel(self, host: Authority, entry: Entry, *, blind: bool) -> None:
         if not self.policy.reaches(host):
-            raise Refused(Reason.rule)
+            raise RequestRefused(Reason.rule)
         if blind and not self.policy.whole(host):
-            raise Refused(Reason.tls)
+            raise RequestRefused(Reason.tls)
 
 
 class Live(Ruled):
@@ -77,14 +74,14 @@ class Live(Ruled):
         super().__init__(policy)
         self._upstream, self._most = upstream, most
 
-    async def answer(self, asked: Asked, client: Client) -> None:
-        async with self._upstream.asked(asked.head, asked.target, asked.body) as response:
+    async def answer(self, request: Request, client: Client) -> None:
+        async with self._upstream.asked(request.head, request.target, request.body) as response:
             headers = backwards(response.raw_headers)
             if (declared := _declared(response)) is not None:
-                if declared > self._most and asked.head.method != "HEAD":
-                    raise Refused(Reason.response_bytes)
+                if declared > self._most and request.head.method != "HEAD":
+                    raise RequestRefused(Reason.response_bytes)
                 headers = (*headers, (b"content-length", b"%d" % declared))
-            entry = asked.entry
+            entry = request.entry
             entry.status, entry.source, entry.reason = response.status, EgressSource.live, ""
             await client.stream_answer(response.status, headers, _bounded(response, self._most))
 
@@ -112,20 +109,20 @@ class Recording(Ruled):
         self._call_seq, self._most = call_seq, most
         self._room = asyncio.Semaphore(HELD)
 
-    async def answer(self, asked: Asked, client: Client) -> None:
+    async def answer(self, request: Request, client: Client) -> None:
         async with self._room:
-            await self._answer(asked, client)
+            await self._answer(request, client)
 
-    async def _answer(self, asked: Asked, client: Client) -> None:
-        entry, head = asked.entry, asked.head
-        async with self._upstream.asked(head, asked.target, asked.body) as response:
+    async def _answer(self, request: Request, client: Client) -> None:
+        entry, head = request.entry, request.head
+        async with self._upstream.asked(head, request.target, request.body) as response:
             status, headers = response.status, backwards(response.raw_headers)
             if (declared := _declared(response)) is not None and head.method == "HEAD":
                 headers = (*headers, (b"content-length", b"%d" % declared))
             content = b"".join([chunk async for chunk in _bounded(response, self._most)])
         place = self._call_seq, self._requests.ordinal(entry.key)
         entry.answer, entry.response = await self._recordings.keep(
-            entry.key, place, (head.method, asked.target.url), status=status, headers=headers, content=content
+            entry.key, place, (head.method, request.target.url), status=status, headers=headers, content=content
         )
         entry.status, entry.source, entry.reason = status, EgressSource.recorded, ""
         await client.answer(status, headers, content)
@@ -142,11 +139,11 @@ class Replaying(Ruled):
         self._blobs, self._recordings, self._requests, self._call_seq = blobs, recordings, requests, call_seq
         self._room = asyncio.Semaphore(HELD)
 
-    async def answer(self, asked: Asked, client: Client) -> None:
-        entry = asked.entry
+    async def answer(self, request: Request, client: Client) -> None:
+        entry = request.entry
         found = await self._recordings.find(entry.key, (self._call_seq, self._requests.ordinal(entry.key)))
         if found is None:
-            raise Refused(Reason.not_recorded)
+            raise RequestRefused(Reason.not_recorded)
         async with self._room:
             await _replay(*found, self._blobs, entry, client)
 
@@ -165,20 +162,20 @@ class Repeating:
     def admit_tunnel(self, host: Authority, entry: Entry, *, blind: bool) -> None:
         self._refuse_again(entry)
         if blind:
-            raise Refused(Reason.not_recorded)
+            raise RequestRefused(Reason.not_recorded)
 
-    async def answer(self, asked: Asked, client: Client) -> None:
-        then = self._refuse_again(asked.entry)
+    async def answer(self, request: Request, client: Client) -> None:
+        then = self._refuse_again(request.entry)
         if then is None or then.answer is None:
-            raise Refused(Reason.not_recorded)
+            raise RequestRefused(Reason.not_recorded)
         answer = Answer.parsed(await self._blobs.get(then.answer), then.answer.sha256)
         async with self._room:
-            await _replay(answer, then.answer, self._blobs, asked.entry, client)
+            await _replay(answer, then.answer, self._blobs, request.entry, client)
 
     def _refuse_again(self, entry: Entry) -> EgressRequest | None:
         then = self._repeats.next(entry.key)
         if then is not None and then.source is EgressSource.refused:
-            raise Refused(Reason(then.reason))
+            raise RequestRefused(Reason(then.reason))
         return then
 
 
@@ -195,9 +192,9 @@ def _declared(response: aiohttp.ClientResponse) -> int | None:
 
 
 async def _bounded(response: aiohttp.ClientResponse, most: int) -> AsyncIterator[bytes]:
-    """The body as it comes. Raises Refused(response_bytes)."""
+    """The body as it comes. Raises RequestRefused(response_bytes)."""
     size = 0
     async for chunk in response.content.iter_any():
         if (size := size + len(chunk)) > most:
-            raise Refused(Reason.response_bytes)
+            raise RequestRefused(Reason.response_bytes)
         yield chunk

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-from turnlog.sandbox_workers.egress.addresses import Addresses, public
 from turnlog.sandbox_workers.egress.client import Head
-from turnlog.sandbox_workers.egress.refusals import EgressUnavailable, Reason, Refused
-from turnlog.sandbox_workers.egress.targets import Authority, absolute
-from turnlog.sandbox_workers.egress.upstream import Upstream
+from turnlog.sandbox_workers.egress.policy import Authority, EgressUnavailable, Reason, RequestRefused, absolute
+from turnlog.sandbox_workers.egress.upstream import Addresses, Upstream, public
 
 PRIVATE = (
     "0.0.0.0", "10.1.2.3", "100.64.0.1", "127.0.0.1", "127.8.9.10", "169.254.169.254", "172.16.0.1", "192.0.0.8",
@@ -48,7 +46,7 @@ class Rebinding:
 
 async def test_one_private_address_among_public_ones_refuses_the_host() -> None:
     addresses = Addresses([], Rebinding(("8.8.8.8", "10.0.0.1")))
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RequestRefused) as caught:
         await addresses.checked(Authority("h.test", 80))
     assert caught.value.reason is Reason.private_address
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from turnlog.sandbox_workers.egress.client import Client, Head
-from turnlog.sandbox_workers.egress.refusals import Refused
+from turnlog.sandbox_workers.egress.policy import RequestRefused
 
 HEAD = b"GET http://host/a?b=c HTTP/1.1\r\nHost: host\r\nA: b\r\n\r\n"
 
@@ -43,7 +43,7 @@ def read(pieces: list[bytes]) -> Head | None:
         await client.started()
         try:
             return await client.head()
-        except Refused:
+        except RequestRefused:
             return None
 
     return anyio.run(head)

@@ -135,7 +135,7 @@ async def test_a_store_that_fails_fails_the_call_and_not_the_agent(serving: Any,
 
 
 def test_an_entry_is_small_however_long_its_url() -> None:
-    from turnlog.sandbox_workers.egress.ledger import URL_CHARACTERS, Requests
+    from turnlog.sandbox_workers.egress.recordings import URL_CHARACTERS, Requests
 
     requests = Requests(1)
     requests.begin().url = "http://x.test/" + "y" * 9000

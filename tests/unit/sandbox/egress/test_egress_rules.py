@@ -9,9 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnlog.sandbox_workers.egress.refusals import Refused, RuleInvalid
-from turnlog.sandbox_workers.egress.rules import Policy, glob, rules
-from turnlog.sandbox_workers.egress.targets import absolute, authority, within
+from turnlog.sandbox_workers.egress.policy import (
+    Policy,
+    RequestRefused,
+    RuleInvalid,
+    absolute,
+    authority,
+    glob,
+    rules,
+    within,
+)
 
 PUBLIC = Policy(rules(["GET,HEAD https://h.test/public/*"]))
 
@@ -19,7 +26,7 @@ PUBLIC = Policy(rules(["GET,HEAD https://h.test/public/*"]))
 def granted(policy: Policy, method: str, url: str) -> bool:
     try:
         return policy.grants(method, absolute(url))
-    except Refused:
+    except RequestRefused:
         return False
 
 
@@ -103,7 +110,7 @@ def test_no_spelling_makes_another_host_the_granted_one(url: str) -> None:
     "host", ["127.1", "0x7f000001", "2130706433", "0177.0.0.1", "127.0.0.0x1", "1.2.3.4.5", "[::1%lo]"]
 )
 def test_an_address_has_one_spelling(host: str) -> None:
-    with pytest.raises(Refused):
+    with pytest.raises(RequestRefused):
         absolute(f"http://{host}/")
 
 
@@ -135,7 +142,7 @@ def test_a_request_inside_a_tunnel_stays_with_its_host() -> None:
     host = authority("h.test:443", None)
     assert within("https://h.test/x", host) == within("/x", host) == absolute("https://H.TEST./x")
     for elsewhere in ("https://h.test:444/x", "http://h.test:443/x", "https://other.test/x", "x", "*"):
-        with pytest.raises(Refused):
+        with pytest.raises(RequestRefused):
             within(elsewhere, host)
 
 

@@ -1,0 +1,388 @@
+"""What a request is for, and whether it may: rules, the one spelling of a URL that they are held against, refusals.
+
+A rule is `METHODS SCHEME://HOST[:PORT]/PATH`, of [egress] allow and SandboxSpec.allow. METHODS is a list with commas or
+*; SCHEME http, https or *; HOST a name, an address, *.name (what lies under it, not itself) or *; without PORT the
+scheme's own, :* is any. In PATH a * stands for anything, slashes too. A rule with ? rules the query too; without, every
+query is granted. What no rule grants is refused.
+
+A URL is taken apart once, here, so that rules, recordings and the wire mean the same thing; nothing after it reads text
+again: RFC 3986 3 and 6.2.2 (case, percent-encoding, dot segments), RFC 9112 3.2 (forms of a request target), UTS 46.
+
+EgressError
+├── EgressUnavailable  [egress] cannot be served here: names the setting and the remedy
+├── RuleInvalid        a rule that is none: names the rule
+└── RequestRefused     one request: becomes the answer that the sandbox gets
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from http import HTTPStatus
+from typing import Final
+
+import idna
+
+GRAMMAR = "`METHODS SCHEME://HOST[:PORT]/PATH`, for example `GET,HEAD https://mirror.example/simple/*`"
+_RULE = re.compile(
+    r"(?P<methods>\*|[A-Z]+(?:,[A-Z]+)*) +(?P<scheme>http|https|\*)://"
+    r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^:/?#@\[\]\s]+)(?::(?P<port>[0-9]{1,5}|\*))?(?P<path>/[^?\s]*)(?P<query>\?\S*)?"
+)
+
+PORTS: Final = {"http": 80, "https": 443}
+_ABSOLUTE = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<authority>[^/?]*)(?P<rest>.*)", re.DOTALL)
+_AUTHORITY = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^:\[\]]+)(?::(?P<port>[0-9]{1,5}))?")
+_FORBIDDEN = re.compile(r"[^\x21-\x7e]|[\\#\"<>^`{|}]")
+"""What no URL may hold unencoded; a backslash is a slash to some readers, a # ends the URL to others."""
+_BROKEN_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
+_ESCAPE = re.compile(r"%([0-9A-Fa-f]{2})")
+_LABEL = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)")
+_NUMERIC = re.compile(r"[0-9]+|0x[0-9a-f]*")
+_UNRESERVED = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~")
+_ROUNDS = 8
+"""Nested percent-encodings that are followed; more is refused."""
+
+
+class EgressError(Exception):
+    """Base of the tree above."""
+
+
+class EgressUnavailable(EgressError):
+    """These settings, or this machine, cannot serve [egress]."""
+
+
+class RuleInvalid(EgressError):
+    """A rule of [egress] allow, or of a task, cannot be read."""
+
+
+class Reason(StrEnum):
+    """EgressRequest.reason."""
+
+    rule = "rule"
+    private_address = "private_address"
+    request_bytes = "request_bytes"
+    response_bytes = "response_bytes"
+    requests = "requests"
+    not_recorded = "not_recorded"
+    tls = "tls"
+    certificate = "certificate"
+    unreachable = "unreachable"
+    timeout_s = "timeout_s"
+    malformed = "malformed"
+    upgrade = "upgrade"
+    call_ended = "call_ended"
+
+
+STATUS = {
+    Reason.rule: HTTPStatus.FORBIDDEN,
+    Reason.private_address: HTTPStatus.FORBIDDEN,
+    Reason.request_bytes: HTTPStatus.FORBIDDEN,
+    Reason.requests: HTTPStatus.FORBIDDEN,
+    Reason.tls: HTTPStatus.FORBIDDEN,
+    Reason.upgrade: HTTPStatus.FORBIDDEN,
+    Reason.malformed: HTTPStatus.BAD_REQUEST,
+    Reason.response_bytes: HTTPStatus.BAD_GATEWAY,
+    Reason.unreachable: HTTPStatus.BAD_GATEWAY,
+    Reason.certificate: HTTPStatus.BAD_GATEWAY,
+    Reason.timeout_s: HTTPStatus.GATEWAY_TIMEOUT,
+    Reason.not_recorded: HTTPStatus.GATEWAY_TIMEOUT,
+    Reason.call_ended: HTTPStatus.GATEWAY_TIMEOUT,
+}
+"""429 and 503 are never used: HTTP clients repeat such requests by themselves."""
+
+
+_SAYS = {
+    Reason.rule: "no rule grants it; one of [egress] allow must, and one of the task's own if it has any",
+    Reason.private_address: "the host has no public address, and [egress] private_hosts does not name it",
+    Reason.request_bytes: "its body is longer than [egress] request_bytes",
+    Reason.requests: "this call has made as many requests as [egress] requests grants",
+    Reason.tls: "[egress] tls does not let this https request through",
+    Reason.upgrade: "protocol upgrades (websocket) are not served",
+    Reason.malformed: "it is no request for an HTTP proxy",
+    Reason.response_bytes: "its answer is longer than [egress] response_bytes",
+    Reason.unreachable: "the host did not answer",
+    Reason.certificate: "the host's certificate is not trusted; [egress] upstream_ca names those of your own mirrors",
+    Reason.timeout_s: "it took longer than [egress] timeout_s",
+    Reason.not_recorded: "[egress] mode = replay, and the recording holds no answer to it",
+    Reason.call_ended: "the call ended first",
+}
+
+
+class RequestRefused(EgressError):
+    """One request's end. `detail` says what is wrong with a malformed one."""
+
+    def __init__(self, reason: Reason, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else str(reason))
+        self.reason, self.detail = reason, detail
+
+    @property
+    def status(self) -> int:
+        """Of the answer."""
+        return int(STATUS[self.reason])
+
+    def text(self, method: str, url: str) -> bytes:
+        """The answer's body. Made of reason and request alone, so that a re-run gives the same bytes again."""
+        what = f"{method} {url}".strip() or "the request"
+        said = f"{_SAYS[self.reason]}: {self.detail}" if self.detail else _SAYS[self.reason]
+        return f"turnlog egress: {what} was refused ({self.reason}): {said}.\n".encode(errors="replace")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One rule; None stands for any."""
+
+    text: str
+    methods: frozenset[str] | None
+    schemes: frozenset[str]
+    host: str
+    """A leading dot: every name that ends so; empty: every host."""
+    port: int | None
+    """0: the scheme's own."""
+    paths: tuple[str, str, str]
+    """The pattern in each of the readings that a path has."""
+    query: str | None
+
+    def grants(self, method: str, target: Target) -> bool:
+        """It allows this request. Raises RequestRefused(malformed) for a path that cannot be read."""
+        if not (self.reaches(target.scheme, target.authority) and (self.methods is None or method in self.methods)):
+            return False
+        if self.query is not None and not glob(self.query, target.query):
+            return False
+        return all(glob(pattern, path) for pattern, path in zip(self.paths, readings(target.path), strict=True))
+
+    def reaches(self, scheme: str, authority: Authority) -> bool:
+        """It allows some request to this host and port."""
+        port = PORTS[scheme] if self.port == 0 else self.port
+        named = authority.host.endswith(self.host) if self.host.startswith(".") else self.host in ("", authority.host)
+        return scheme in self.schemes and named and port in (None, authority.port)
+
+    @property
+    def whole(self) -> bool:
+        """It allows every request to its hosts, so that nobody needs to look at them."""
+        return self.methods is None and self.query is None and set(self.paths) == {"/*"}
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The operator's rules, and beside them those of a task if it has any."""
+
+    operator: tuple[Rule, ...]
+    task: tuple[Rule, ...] | None = None
+
+    def grants(self, method: str, target: Target) -> bool:
+        """Both allow this request."""
+        return all(any(rule.grants(method, target) for rule in rules) for rules in self._both)
+
+    def reaches(self, authority: Authority) -> bool:
+        """Both allow some https request there."""
+        return all(any(rule.reaches("https", authority) for rule in rules) for rules in self._both)
+
+    def whole(self, authority: Authority) -> bool:
+        """Both allow every https request there."""
+        return all(any(rule.whole and rule.reaches("https", authority) for rule in rules) for rules in self._both)
+
+    @property
+    def _both(self) -> tuple[tuple[Rule, ...], ...]:
+        return (self.operator,) if self.task is None else (self.operator, self.task)
+
+
+def rules(texts: Iterable[str]) -> tuple[Rule, ...]:
+    """Parsed. Raises RuleInvalid."""
+    return tuple(_rule(text) for text in texts)
+
+
+def glob(pattern: str, text: str) -> bool:
+    """`pattern` with * for anything covers the whole text. In linear time per *, whoever wrote the pattern."""
+    first, *rest = pattern.split("*")
+    if not rest:
+        return text == pattern
+    *middle, last = rest
+    if len(text) < len(first) + len(last) or not (text.startswith(first) and text.endswith(last)):
+        return False
+    at, end = len(first), len(text) - len(last)
+    for part in middle:
+        if (found := text.find(part, at, end)) < 0:
+            return False
+        at = found + len(part)
+    return True
+
+
+def _rule(text: str) -> Rule:
+    parts = _RULE.fullmatch(text.strip())
+    if not parts:
+        raise RuleInvalid(f"rule {text!r} is none: write {GRAMMAR}")
+    try:
+        host, path = _host(parts["host"]), normalised(parts["path"])
+        if any(segment in (".", "..") for segment in parts["path"].split("/")):
+            raise RuleInvalid(f"rule {text!r}: no . or .. in its path")
+        paths = readings(path)
+    except RequestRefused as refused:
+        raise RuleInvalid(f"rule {text!r}: {refused.detail}; write {GRAMMAR}") from None
+    port = None if parts["port"] == "*" else int(parts["port"] or 0)
+    if port is not None and not (parts["port"] is None or 0 < port < 65536):
+        raise RuleInvalid(f"rule {text!r}: no port {port}")
+    return Rule(
+        text=text,
+        methods=None if parts["methods"] == "*" else frozenset(parts["methods"].split(",")),
+        schemes=frozenset(PORTS) if parts["scheme"] == "*" else frozenset({parts["scheme"]}),
+        host=host,
+        port=port,
+        paths=paths,
+        query=parts["query"],
+    )
+
+
+def _host(text: str) -> str:
+    if text == "*":
+        return ""
+    return "." + canonical_host(text[2:]) if text.startswith("*.") else canonical_host(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Authority:
+    """A host (lower case A-labels, no final dot; an IPv6 address without brackets) and a port."""
+
+    host: str
+    port: int
+
+    @property
+    def text(self) -> str:
+        """host:port, as CONNECT has it."""
+        return f"{self.bracketed}:{self.port}"
+
+    @property
+    def bracketed(self) -> str:
+        """The host as it stands in a URL."""
+        return f"[{self.host}]" if ":" in self.host else self.host
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A URL in its one spelling."""
+
+    scheme: str
+    authority: Authority
+    path: str
+    query: str
+    """With its question mark; empty without."""
+
+    @property
+    def netloc(self) -> str:
+        """The Host header: without the scheme's own port."""
+        own = PORTS[self.scheme] == self.authority.port
+        return self.authority.bracketed if own else self.authority.text
+
+    @property
+    def url(self) -> str:
+        """The whole."""
+        return f"{self.scheme}://{self.netloc}{self.path}{self.query}"
+
+
+def absolute(text: str) -> Target:
+    """A request target in absolute form. Raises RequestRefused(malformed)."""
+    if not (parts := _ABSOLUTE.fullmatch(text)) or (scheme := parts["scheme"].lower()) not in PORTS:
+        raise RequestRefused(Reason.malformed, "the target must be http://host/path or https://host/path")
+    return _target(scheme, authority(parts["authority"], PORTS[scheme]), parts["rest"])
+
+
+def within(text: str, host: Authority) -> Target:
+    """A request target inside an intercepted tunnel to `host`. Raises RequestRefused(malformed), also for
+    another host."""
+    if text.startswith("/"):
+        return _target("https", host, text)
+    target = absolute(text)
+    if target.scheme != "https" or target.authority != host:
+        raise RequestRefused(Reason.malformed, f"the target leads elsewhere than the tunnel to {host.text}")
+    return target
+
+
+def authority(text: str, port: int | None) -> Authority:
+    """host[:port]; without `port` one must be there. Raises RequestRefused(malformed)."""
+    if "@" in text:
+        raise RequestRefused(Reason.malformed, "user and password do not belong into a URL")
+    parts = _AUTHORITY.fullmatch(text)
+    number = int(parts["port"]) if parts and parts["port"] else port
+    if not parts or number is None or not 0 < number < 65536:
+        raise RequestRefused(Reason.malformed, "no host:port")
+    return Authority(canonical_host(parts["host"]), number)
+
+
+def canonical_host(text: str) -> str:
+    """A host's one spelling. Raises RequestRefused(malformed), also for the octal, hexadecimal and short forms of an
+    IPv4 address, which resolvers read differently."""
+    if text.startswith("["):
+        try:
+            return ipaddress.IPv6Address(text[1:-1]).compressed
+        except ValueError:
+            raise RequestRefused(Reason.malformed, "no IPv6 address") from None
+    try:
+        name = text.removesuffix(".")
+        name = (idna.encode(name, uts46=True).decode() if not name.isascii() else name).lower()
+    except idna.IDNAError:
+        raise RequestRefused(Reason.malformed, "no host name") from None
+    labels = name.split(".")
+    if len(name) > 253 or not all(_LABEL.fullmatch(label) for label in labels):
+        raise RequestRefused(Reason.malformed, "no host name")
+    if _NUMERIC.fullmatch(labels[-1]):
+        try:
+            return str(ipaddress.IPv4Address(name))
+        except ValueError:
+            raise RequestRefused(Reason.malformed, "no IPv4 address") from None
+    return name
+
+
+def readings(path: str) -> tuple[str, str, str]:
+    """How servers may read a normalised path: as it is; with its slashes merged; and with every percent-encoding
+    undone, backslashes as slashes, ;parameters dropped, dot segments followed. A rule must grant all three.
+    Raises RequestRefused(malformed)."""
+    loose = path
+    for _ in range(_ROUNDS):
+        if (once := _ESCAPE.sub(lambda found: chr(int(found[1], 16)), loose)) == loose:
+            break
+        loose = once
+    else:
+        raise RequestRefused(Reason.malformed, "the path is percent-encoded too often")
+    segments = [segment.partition(";")[0] for segment in loose.replace("\\", "/").split("/")]
+    return path, _merged(path), _without_dots(_merged("/".join(segments)))  # dots last: they climb highest so
+
+
+def normalised(path: str) -> str:
+    """RFC 3986 6.2.2: escapes in upper case, unreserved characters unescaped, dot segments followed. Raises
+    RequestRefused(malformed)."""
+    if _FORBIDDEN.search(path) or _BROKEN_ESCAPE.search(path):
+        raise RequestRefused(Reason.malformed, "the URL holds a character or an escape that no URL may hold")
+    return _without_dots(_ESCAPE.sub(_plain, path))
+
+
+def _target(scheme: str, host: Authority, rest: str) -> Target:
+    path, mark, query = rest.partition("?")
+    if mark and (_FORBIDDEN.search(query) or _BROKEN_ESCAPE.search(query)):
+        raise RequestRefused(Reason.malformed, "the URL holds a character or an escape that no URL may hold")
+    return Target(scheme, host, normalised(path or "/"), mark + query if query else "")
+
+
+def _plain(found: re.Match[str]) -> str:
+    character = chr(int(found[1], 16))
+    return character if character in _UNRESERVED else found[0].upper()
+
+
+def _merged(path: str) -> str:
+    return re.sub("//+", "/", path)
+
+
+def _without_dots(path: str) -> str:
+    """RFC 3986 5.2.4, for a path that begins with a slash."""
+    kept: list[str] = []
+    segments = path.split("/")[1:]
+    for number, segment in enumerate(segments):
+        last = number == len(segments) - 1
+        if segment == "..":
+            del kept[-1:]
+        if segment not in (".", ".."):
+            kept.append(segment)
+        elif last:
+            kept.append("")
+    return "/" + "/".join(kept)
