@@ -96,8 +96,9 @@ class Past:
         plan = self.plan
         for unit in range(settings.kafka.groups):
             marks = Marks.start(INPUTS)
-            horizon = settings.assembler.horizon_records
-            self._units[unit] = UnitFold(marks, Done(), plan.factory, run_id=plan.run_id, horizon_records=horizon)
+            self._units[unit] = UnitFold(
+                marks, Done(), plan.factory, run_id=plan.run_id, horizon_records=plan.horizon_records
+            )
         await self.place([self.configured, self.weights, loaded(self.weights)])
 
     async def append(self, sessions: int) -> None:

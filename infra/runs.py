@@ -5,7 +5,7 @@ run reads back which record came first, and every role looks at its start, and u
 
 RunError
 ├── OtherRun         the log belongs to another run
-└── OtherSettings    the run was configured with other keys of [fold] or [batcher]
+└── OtherSettings    the run was configured with other keys of [fold], [batcher] or [assembler]
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from turnlog.schemas import ids, topics
 from turnlog.schemas.errors import UndecodableRecord
 from turnlog.schemas.events import Event, RunConfigured, RunPlanned
 from turnlog.settings import (
+    AssemblerSettings,
     BatcherSettings,
     FoldSettings,
     Settings,
@@ -55,7 +56,7 @@ class OtherRun(RunError):
 
 
 class OtherSettings(RunError):
-    """A run keeps what it recorded of [fold] and [batcher] for life. Remedy: those values, or another run."""
+    """A run keeps what it recorded of these sections for life. Remedy: those values, or another run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,21 +66,21 @@ class Configured:
     run_id: str
     fold: FoldSettings
     batcher: BatcherSettings
-    """Its operational keys are today's defaults: a role takes those from its own settings."""
+    assembler: AssemblerSettings
+    """Operational keys of both are today's defaults: a role takes those from its own settings."""
     settings_sha256: str
     """As recorded: never computed again, since later releases record other keys."""
     fold_version: str
 
     @classmethod
-    def of(cls, event: RunConfigured) -> Configured:
-        """Raises RecordedSettingsError."""
-        fold, batcher = recorded_settings(event.settings)
-        return cls(event.run_id, fold, batcher, event.settings_sha256, event.fold_version)
+    def of(cls, event: RunConfigured, own: Settings) -> Configured:
+        """`own`: of the role that asks, for what old runs did not record. Raises RecordedSettingsError."""
+        return cls(event.run_id, *recorded_settings(event.settings, own), event.settings_sha256, event.fold_version)
 
     @classmethod
     def today(cls, settings: Settings) -> Configured:
         """What a run with these settings records when it begins today."""
-        return cls.of(configuration(settings))
+        return cls.of(configuration(settings), settings)
 
     @property
     def name(self) -> FoldName:
@@ -90,7 +91,7 @@ class Configured:
         """Of the recorded fold. Raises UnknownFoldVersion, SettingsError for a name that nobody offers."""
         return fold_rules(
             self.fold, run_id=self.run_id, settings_sha256=self.settings_sha256, version=self.fold_version,
-            methods=installed(self.fold),
+            methods=installed(self.fold), horizon_records=self.assembler.horizon_records,
         )  # fmt: skip
 
     def draw_rules(self) -> DrawRules:
@@ -180,7 +181,7 @@ async def recorded(role: Role) -> Configured | None:
     """What the role's run recorded, for readers of its past, which may hold other runs too: the run's first record
     counts. Raises RecordedSettingsError."""
     own = await all_events(role, topics.RUNS)
-    return next((Configured.of(event) for event in own if isinstance(event, RunConfigured)), None)
+    return next((Configured.of(event, role.settings) for event in own if isinstance(event, RunConfigured)), None)
 
 
 async def _plan(role: Role) -> None:
@@ -203,7 +204,7 @@ async def _plan(role: Role) -> None:
 
 def _ours(found: RunConfigured, role: Role) -> Configured:
     _same_run(found, role)
-    return Configured.of(found)
+    return Configured.of(found, role.settings)
 
 
 def _same_run(found: RunConfigured, role: Role) -> None:

@@ -27,7 +27,7 @@ class Changes:
         for change in arguments.changes:
             key, equals, value = change.partition("=")
             section, dot, name = key.strip().partition(".")
-            if not equals or not dot or section not in FOLD_SECTIONS:
+            if not equals or not dot or section not in found:
                 raise BadRefold(f"--set {change}: write fold.KEY=VALUE or batcher.KEY=VALUE")
             found[section][name] = value.strip()
         for section, name in (("fold", "policy"), ("fold", "estimator"), ("batcher", "weighting")):
@@ -50,13 +50,14 @@ class Changes:
     def settings(self, recorded: Configured) -> Settings:
         """The recorded sections with the changes. Raises BadRefold."""
         variables: dict[str, str] = {}
-        for section, kind in FOLD_SECTIONS.items():
-            keys = recorded_keys(kind)
+        for section in ("fold", "batcher"):
+            keys = recorded_keys(FOLD_SECTIONS[section])
             for name, value in getattr(self, section).items():
                 if name not in keys:
                     raise BadRefold(f"[{section}] has no key {name} that a refold changes: {', '.join(keys)}")
                 variables[f"TURNLOG_{section}_{name}".upper()] = value
         try:
-            return changed(Settings(fold=recorded.fold, batcher=recorded.batcher), {}, variables, source="--set")
+            before = Settings(fold=recorded.fold, batcher=recorded.batcher, assembler=recorded.assembler)
+            return changed(before, {}, variables, source="--set")
         except SettingsError as error:
             raise BadRefold(str(error)) from error

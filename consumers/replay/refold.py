@@ -225,7 +225,7 @@ class _UnitRefold:
         self._log = role.log
         self._inputs = Inputs(role, rules, unit, skips)
         self._state = state
-        self._fold = HistoryFold(state, rules, horizon_records=role.settings.assembler.horizon_records)
+        self._fold = HistoryFold(state, rules)
         self._spool = spool
         self._remembered = remembered
         self._progress = progress

@@ -111,11 +111,11 @@ class UnitState:
 class HistoryFold(UnitFold):
     """The fold of a unit of which nothing is committed: an output stands as soon as it is given."""
 
-    def __init__(self, state: UnitState, rules: FoldRules, *, horizon_records: int) -> None:
+    def __init__(self, state: UnitState, rules: FoldRules) -> None:
         def factory(group_id: str, floor: int) -> GroupFold:
             return GroupFold(group_id, floor, rules)
 
-        super().__init__(state.marks, state.done, factory, run_id=rules.run_id, horizon_records=horizon_records)
+        super().__init__(state.marks, state.done, factory, run_id=rules.run_id, horizon_records=rules.horizon_records)
 
     def take(self, record: InputRecord, event: Event) -> Taken:
         """See UnitFold."""

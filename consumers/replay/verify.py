@@ -89,7 +89,7 @@ class _Verifier:
         role = question.role
         rules = question.configured.rules()
         self._inputs = Inputs(role, rules, unit, skips)
-        self._fold = HistoryFold(state, rules, horizon_records=role.settings.assembler.horizon_records)
+        self._fold = HistoryFold(state, rules)
         self._difference = Difference(state, role.events.codec, role.settings.run.id)
         self._since = 0
         """Records since the last look at what may be forgotten."""

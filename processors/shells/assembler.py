@@ -63,6 +63,6 @@ def assembler_plan(run: Configured, settings: AssemblerSettings) -> Plan:
         fold=run.name,
         factory=lambda group_id, floor: GroupFold(group_id, floor, rules),
         messages=rules.cutting.needs_messages,
-        horizon_records=settings.horizon_records,
+        horizon_records=rules.horizon_records,
         commit_interval_s=settings.commit_interval_s,
     )

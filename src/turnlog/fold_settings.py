@@ -13,10 +13,14 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from turnlog.names import EntryPointGroup
-from turnlog.setting_types import Amount, Count, Offered, Share
+from turnlog.setting_types import Amount, Count, Offered, Seconds, Share
 
 OPERATIONAL = "operational"
 """Marks a key that no record's meaning depends on: neither recorded nor compared, it may change at a restart."""
+
+
+OWN = "the role's own"
+"""Of a key that releases before had and did not record: each role went by its own settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +29,7 @@ class Since:
 
     release: str
     """The first release that records it (turnlog.schemas.releases)."""
-    before: Any
+    before: Any = OWN
     """The value that does what the releases before it did."""
 
 
@@ -99,5 +103,24 @@ class BatcherSettings:
     formed at."""
 
 
-FOLD_SECTIONS: dict[str, type] = {"fold": FoldSettings, "batcher": BatcherSettings}
-"""Sections whose keys decide derived records: of the fold, and of draws."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AssemblerSettings:
+    """[assembler] The transactional runner: in RunConfigured, which records of a group are too late for it."""
+
+    max_records: Annotated[Count, OPERATIONAL] = 500
+    """Records folded per transaction at most."""
+    poll_ms: Annotated[int, Meta(ge=1, le=60_000), OPERATIONAL] = 20
+    """Wait for records, at most."""
+    reaper_silence_s: Annotated[Seconds, OPERATIONAL] = 600.0
+    """A session silent for longer is expired."""
+    group_deadline_s: Annotated[Seconds, OPERATIONAL] = 1800.0
+    """A group open for longer is closed with what it has."""
+    commit_interval_s: Annotated[float, Meta(ge=0, le=3600), OPERATIONAL] = 1.0
+    """Scores and their samples are committed at once, trees and progress this often."""
+    horizon_records: Annotated[Amount, Since("v3")] = 20_000
+    """agent.sessions records of one partition between a group's admission and its first record, at most: a group that
+    shows up later is taken for one that was scored and forgotten. A restart reads back the samples of that span."""
+
+
+FOLD_SECTIONS: dict[str, type] = {"fold": FoldSettings, "batcher": BatcherSettings, "assembler": AssemblerSettings}
+"""Sections with keys that decide derived records: of the fold, of draws, of what comes too late."""

@@ -19,6 +19,7 @@ from msgspec import Meta
 
 from turnlog.fold_settings import FOLD_SECTIONS as FOLD_SECTIONS
 from turnlog.fold_settings import OPERATIONAL
+from turnlog.fold_settings import AssemblerSettings as AssemblerSettings
 from turnlog.fold_settings import BatcherSettings as BatcherSettings
 from turnlog.fold_settings import FoldSettings as FoldSettings
 from turnlog.liveness_settings import LivenessSettings
@@ -204,25 +205,6 @@ class RunnerSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AssemblerSettings:
-    """[assembler] The transactional runner."""
-
-    max_records: Count = 500
-    """Records folded per transaction at most."""
-    poll_ms: Annotated[int, Meta(ge=1, le=60_000)] = 20
-    """Wait for records, at most."""
-    reaper_silence_s: Seconds = 600.0
-    """A session silent for longer is expired."""
-    group_deadline_s: Seconds = 1800.0
-    """A group open for longer is closed with what it has."""
-    commit_interval_s: Annotated[float, Meta(ge=0, le=3600)] = 1.0
-    """Scores and their samples are committed at once, trees and progress this often."""
-    horizon_records: Amount = 20_000
-    """agent.sessions records of one partition between a group's admission and its first record, at most: a group that
-    shows up later is taken for one that was scored and forgotten. A restart reads back the samples of that span."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:
     """[trainer] Megatron."""
 
@@ -329,7 +311,7 @@ class Settings:
     sandbox: SandboxSettings = field(default_factory=SandboxSettings)
     egress: EgressSettings = field(default_factory=EgressSettings)
     fold: FoldSettings = field(default_factory=FoldSettings)
-    assembler: AssemblerSettings = AssemblerSettings()
+    assembler: AssemblerSettings = field(default_factory=AssemblerSettings)
     batcher: BatcherSettings = field(default_factory=BatcherSettings)
     trainer: TrainerSettings = TrainerSettings()
     loader: LoaderSettings = LoaderSettings()

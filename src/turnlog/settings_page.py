@@ -8,7 +8,7 @@ import inspect
 import textwrap
 from typing import get_type_hints
 
-from turnlog.fold_settings import OPERATIONAL, Since
+from turnlog.fold_settings import OPERATIONAL, OWN, Since
 from turnlog.setting_types import legal, notes
 from turnlog.settings import FOLD_SECTIONS, Settings, declarations
 
@@ -43,7 +43,11 @@ def _remark(note: object) -> str:
     """What a mark of fold_settings means for people."""
     if note == OPERATIONAL:
         return "Operational: may change at a restart."
-    return f"Since release {note.release}; before it {_toml(note.before)}." if isinstance(note, Since) else ""
+    if not isinstance(note, Since):
+        return ""
+    if note.before == OWN:
+        return f"Recorded since release {note.release}; before it each role went by its own."
+    return f"Since release {note.release}; before it {_toml(note.before)}."
 
 
 def _cell(text: str) -> str:

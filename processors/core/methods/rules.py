@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from turnlog.fold_settings import FOLD_SECTIONS, BatcherSettings, FoldSettings, Since
+from turnlog.fold_settings import FOLD_SECTIONS, OWN, AssemblerSettings, BatcherSettings, FoldSettings, Since
 from turnlog.processors.core.fold_versions import FOLD_VERSION, fold_version
 from turnlog.processors.core.methods.catalogue import BUILT_IN, ChosenFilter, ChosenTransform, Methods
 from turnlog.processors.core.methods.estimators import Estimator, EstimatorOptions
@@ -17,7 +17,9 @@ from turnlog.processors.core.methods.segments import PolicyOptions
 from turnlog.processors.core.trimmed import DrawRules
 from turnlog.schemas.events import Weighting
 from turnlog.setting_types import SettingsError, notes, value_of
-from turnlog.settings import declarations, recorded_keys
+from turnlog.settings import Settings, declarations, recorded_keys
+
+DEFAULTS = Settings()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,8 @@ class FoldRules(PolicyOptions):
     """train | mask_last_turn | exclude"""
     train_sub_agents: bool = True
     train_side_calls: bool = False
+    horizon_records: int = DEFAULTS.assembler.horizon_records
+    """Of [assembler]: what comes later is late (LowWater)."""
     methods: Methods = BUILT_IN
     """What the names above mean."""
 
@@ -85,9 +89,12 @@ class RecordedSettingsError(SettingsError):
     """A RunConfigured body that this version of turnlog cannot read."""
 
 
-def recorded_settings(settings_json: bytes) -> tuple[FoldSettings, BatcherSettings]:
-    """The sections of a RunConfigured body. A key that its release did not have means what that release did (`Since`);
-    operational keys, which old releases recorded, are passed over and have today's defaults.
+def recorded_settings(
+    settings_json: bytes, own: Settings = DEFAULTS
+) -> tuple[FoldSettings, BatcherSettings, AssemblerSettings]:
+    """The sections of a RunConfigured body. A key that its release did not record means what that release did
+    (`Since`), which may be what `own`, the settings of who reads, say; operational keys, which old releases recorded,
+    are passed over and have today's defaults.
 
     Values are taken by their types: a release checks bounds before it records. Raises RecordedSettingsError for what is
     no such body and for sections, keys and names that this version does not know.
@@ -97,18 +104,22 @@ def recorded_settings(settings_json: bytes) -> tuple[FoldSettings, BatcherSettin
         unknown = sorted(set(tables) - set(FOLD_SECTIONS))
         if unknown:
             raise SettingsError(f"unknown section [{unknown[0]}]")
-        fold, batcher = (_recorded(name, kind, tables.get(name)) for name, kind in FOLD_SECTIONS.items())
+        fold, batcher, assembler = (
+            _recorded(name, kind, tables.get(name), getattr(own, name)) for name, kind in FOLD_SECTIONS.items()
+        )
     except (ValueError, TypeError, SettingsError) as error:
         raise RecordedSettingsError(
             f"the recorded settings of the run cannot be read ({error}); use the turnlog version that recorded it"
         ) from error
-    return fold, batcher
+    return fold, batcher, assembler
 
 
-def _recorded(name: str, kind: type, table: Any) -> Any:
+def _recorded(name: str, kind: type, table: Any, own: Any) -> Any:
+    hints = declarations(kind)
+    if table is None and all(_since(hints[key]) for key in recorded_keys(kind)):
+        table = {}  # of a release that recorded no key of it
     if not isinstance(table, dict):
         raise SettingsError(f"section [{name}] is missing")
-    hints = declarations(kind)
     unknown = sorted(set(table) - set(hints))
     if unknown:
         raise SettingsError(f"unknown key {name}.{unknown[0]}")
@@ -117,16 +128,21 @@ def _recorded(name: str, kind: type, table: Any) -> Any:
         if key in table:
             values[key] = value_of(f"{name}.{key}", hints[key], table[key], "RunConfigured", bounded=False)
             continue
-        since = [note for note in notes(hints[key]) if isinstance(note, Since)]
-        if not since:
+        since = _since(hints[key])
+        if since is None:
             raise SettingsError(f"{name}.{key}, which every release records, is missing")
-        values[key] = since[0].before
+        values[key] = getattr(own, key) if since.before == OWN else since.before
     return kind(**values)
 
 
+def _since(hint: Any) -> Since | None:
+    return next((note for note in notes(hint) if isinstance(note, Since)), None)
+
+
 def fold_rules(
-    fold: FoldSettings, *, run_id: str, settings_sha256: str, version: str = FOLD_VERSION, methods: Methods = BUILT_IN
-) -> FoldRules:
+    fold: FoldSettings, *, run_id: str, settings_sha256: str, version: str = FOLD_VERSION, methods: Methods = BUILT_IN,
+    horizon_records: int = DEFAULTS.assembler.horizon_records,
+) -> FoldRules:  # fmt: skip
     """What trees, segments and advantages depend on.
 
     `version`: as the run recorded it. `methods`: what the names in [fold] mean, `infra.methods.installed(fold)` where
@@ -134,7 +150,7 @@ def fold_rules(
     """
     rules = FoldRules(
         run_id=run_id, settings_sha256=settings_sha256, version=fold_version(version), methods=methods,
-        **dataclasses.asdict(fold),
+        horizon_records=horizon_records, **dataclasses.asdict(fold),
     )  # fmt: skip
     _check(rules)
     return rules

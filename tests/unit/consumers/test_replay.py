@@ -76,6 +76,27 @@ async def test_a_history_with_records_of_another_run_replays_as_it_was_folded(tr
     assert {event.group_id for event in await made.read(topics.TREES)} == {f"group-{number}" for number in range(6)}
 
 
+async def test_what_was_too_late_for_the_run_is_too_late_for_its_replay_whatever_the_horizon_is_today(
+    trained_run: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The horizon moves when the fold forgets, which the assembler does at each commit."""
+    monkeypatch.setattr(replay_merge, "POLL_RECORDS", 10)
+    monkeypatch.setattr(replay_verify, "FORGET_EVERY", 1)
+    made = trained_run()
+    today = made.settings
+    made.settings = dataclasses.replace(today, assembler=dataclasses.replace(today.assembler, horizon_records=0))
+    await made.configure()
+    await made.good_groups(groups=6)
+    await made.fold()
+    await made.append(whole_group(GroupName("run", "late", 0, 2), np.random.default_rng(3), turns=1, shape=Shape()))
+    await made.fold()
+    assert "late" not in {event.group_id for event in await made.read(topics.TREES)}
+    made.settings = today
+    verdict = await run(made.role("replay"))
+    assert verdict.identical, verdict.divergence
+    assert verdict.samples_compared == 12
+
+
 async def test_what_the_assembler_and_the_batcher_wrote_replays_identically(trained_run: Make) -> None:
     made = trained_run()
     await made.bad_days(groups=16)

@@ -26,7 +26,15 @@ from turnlog.infra.runs import Configured, OtherRun, OtherSettings, claimed, con
 from turnlog.infra.topics_admin import specs
 from turnlog.infra.unreachable import Unreachable, is_unreachable
 from turnlog.schemas.events import Event, RunConfigured, RunPlanned
-from turnlog.settings import BatcherSettings, FeederSettings, FoldSettings, KafkaSettings, RunSettings, Settings
+from turnlog.settings import (
+    AssemblerSettings,
+    BatcherSettings,
+    FeederSettings,
+    FoldSettings,
+    KafkaSettings,
+    RunSettings,
+    Settings,
+)
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 OURS = Settings(run=RunSettings(id="ours"), kafka=KafkaSettings(prefix="team."))
@@ -119,6 +127,19 @@ async def test_other_recorded_values_are_refused_key_by_key_and_operational_ones
     for look in (configure, configured):
         with pytest.raises(OtherSettings, match=said):
             await look(await connect(other))
+    nearer = dataclasses.replace(OURS, assembler=AssemblerSettings(horizon_records=9, max_records=1))
+    with pytest.raises(OtherSettings, match=r"ours': assembler.horizon_records was recorded as 20000 and is 9 here:"):
+        await configured(await connect(nearer))
+
+
+async def test_a_key_that_each_role_took_from_its_own_settings_is_still_taken_from_there(connect: Connect) -> None:
+    """No release before v3 recorded the horizon, so nobody knows what the run's own was."""
+    await (await connect(OURS)).events.append(of_release("v2"))
+    for horizon in (9, 20_000):
+        own = dataclasses.replace(OURS, assembler=AssemblerSettings(horizon_records=horizon))
+        found = await configured(await connect(own))
+        assert found is not None
+        assert found.rules().horizon_records == found.assembler.horizon_records == horizon
 
 
 @pytest.mark.parametrize("version", ["v1", "v2"])
