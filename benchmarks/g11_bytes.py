@@ -24,9 +24,8 @@ from row import say, size, told
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.topics_admin import apply
-from turnlog.processors.core.fold_versions import FOLD_VERSION
-from turnlog.processors.core.group_scores import outputs_of
-from turnlog.processors.core.unit_fold import INPUTS
+from turnlog.processors.core.fold.unit import INPUTS
+from turnlog.processors.core.fold_versions import FOLD_VERSION, outputs_of
 from turnlog.processors.shells.examples import GroupName, SessionStory, Shape
 from turnlog.schemas.events import Event
 from turnlog.schemas.topics import SAMPLES

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from row import size, told
 
-from turnlog.processors.core.assembler import GroupFold
+from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.processors.shells.examples import GroupName, SessionStory, Shape
 from turnlog.processors.shells.watch import Watch

@@ -19,9 +19,9 @@ from turnlog.infra.log import Commit, Partition
 from turnlog.infra.murmur2 import partition_of
 from turnlog.infra.role import Role
 from turnlog.infra.runs import Configured, configuration
-from turnlog.processors.core.low_water import Done, Marks, encode_marks
+from turnlog.processors.core.fold.low_water import Done, Marks, encode_marks
+from turnlog.processors.core.fold.unit import INPUTS, UnitFold
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.processors.core.unit_fold import INPUTS, UnitFold
 from turnlog.processors.shells.assembler import assembler_plan
 from turnlog.processors.shells.examples import GroupName, SessionStory, Shape
 from turnlog.processors.shells.restoring import Plan
@@ -162,7 +162,7 @@ class Past:
         samples = []
         self.scores = [event for event in outputs if isinstance(event, GroupScored)]
         for event, at in await self.place(outputs):
-            self._stands(event, at)
+            self._note(event, at)
             if isinstance(event, SegmentSample):
                 samples.append((event, at))
         self.manifest_at = (await self.place(self._trained(samples)))[0][1].offset
@@ -174,13 +174,13 @@ class Past:
         fold.pass_over(at)
         return taken.outputs
 
-    def _stands(self, event: Event, at: Placed) -> None:
+    def _note(self, event: Event, at: Placed) -> None:
         low_water = self._units[at.partition].low_water
         match event:
             case TurnTreeAssembled():
-                low_water.tree_stands(event.session_id, at.offset)
+                low_water.note_tree(event.session_id, at.offset)
             case GroupEmitted():
-                low_water.score_stands(event.group_id, at.offset)
+                low_water.note_score(event.group_id, at.offset)
 
     def _trained(self, samples: list[tuple[SegmentSample, Placed]]) -> Iterator[Event]:
         run_id = self.settings.run.id

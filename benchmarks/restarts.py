@@ -25,9 +25,9 @@ from turnlog.infra.history import events, partitions
 from turnlog.infra.log import Commit, Partition
 from turnlog.infra.memory_engine_control import MemoryEngineControl
 from turnlog.names import RECORD_HEADER
-from turnlog.processors.core.group_scores import figures
-from turnlog.processors.core.offline import offline
-from turnlog.processors.core.unit_fold import INPUTS
+from turnlog.processors.core.fold.group import offline
+from turnlog.processors.core.fold.settlement import figures
+from turnlog.processors.core.fold.unit import INPUTS
 from turnlog.processors.shells.examples import GroupName
 from turnlog.schemas import topics
 from turnlog.schemas.events import Event, GroupScored, GroupStatus, RolloutRequested, SampleBatchFormed, SegmentSample

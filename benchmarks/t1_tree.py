@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from row import say, size, told
 
-from turnlog.processors.core.assembler import GroupFold
+from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.schemas.events import (
     Agent,

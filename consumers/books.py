@@ -14,9 +14,9 @@ from turnlog.infra.role import Role, opened
 from turnlog.infra.runs import Configured, recorded
 from turnlog.infra.terminal import Terminal, say_json
 from turnlog.names import ExitStatus
+from turnlog.processors.core.audit import FIRST, Books, Ledgers
+from turnlog.processors.core.books import Account, run_books
 from turnlog.processors.core.fold_versions import fold_version
-from turnlog.processors.core.ledgers import FIRST, Books, Ledgers
-from turnlog.processors.core.run_books import RunBooks, run_books
 from turnlog.schemas import topics
 from turnlog.schemas.events import GroupScored, sampled_tokens
 from turnlog.settings import Settings
@@ -42,7 +42,7 @@ class NoSuchAccount(Exception):
     """The level has no account of that id. Remedy: `turnlog books --by LEVEL` lists them."""
 
 
-async def read(role: Role) -> RunBooks:
+async def read(role: Role) -> Account:
     """Fold snapshots, scores, manifests and steps into the books of the run. A repeated snapshot counts once."""
     sampled: Counter[str] = Counter()
     seen: set[str] = set()

@@ -21,7 +21,7 @@ from turnlog.infra.history import all_events, partitions, records
 from turnlog.infra.role import Role, opened
 from turnlog.infra.terminal import Terminal
 from turnlog.names import ExitStatus
-from turnlog.processors.core.run_books import RunBooks
+from turnlog.processors.core.books import Account
 from turnlog.schemas import topics
 from turnlog.schemas.events import (
     EngineRegistered,
@@ -83,7 +83,7 @@ async def gather(role: Role, verdict: Verdict, measured: Measured) -> Report:
         "load_average": measured.load_average or os.getloadavg()[0],
         "sampled_tokens": run.sampled,
         "trained_tokens": run.trained,
-        "masked_tokens": run.masked,
+        "masked_tokens": dict(run.masked),
         "books_balance": run.balance,
         "sessions": dict(finished),
         "tool_calls": dict(Counter(result.status.value for result in results.values())),
@@ -161,7 +161,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def failures(body: Mapping[str, Any], run: RunBooks, verdict: Verdict) -> list[str]:
+def failures(body: Mapping[str, Any], run: Account, verdict: Verdict) -> list[str]:
     """Sentences that say why the run is not a success; empty when it is one."""
     said: list[str] = []
     if not body["steps"]:
@@ -171,7 +171,7 @@ def failures(body: Mapping[str, Any], run: RunBooks, verdict: Verdict) -> list[s
         said.append(f"the reward rose by {rise:.3f}, wanted at least {RISE}")
     if not run.balance:
         said.append(
-            f"the books do not balance: sampled {run.sampled}, trained {run.trained}, masked {run.masked}; "
+            f"the books do not balance: sampled {run.sampled}, trained {run.trained}, masked {dict(run.masked)}; "
             "`turnlog books` says where"
         )
     if not verdict.identical:

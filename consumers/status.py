@@ -19,7 +19,7 @@ from turnlog.infra.log import LogUnavailable
 from turnlog.infra.role import Role, opened
 from turnlog.infra.terminal import Terminal, say_json
 from turnlog.names import ConsumerGroup, ExitStatus
-from turnlog.processors.core.low_water import committed_high
+from turnlog.processors.core.fold.low_water import committed_high
 from turnlog.schemas import topics
 from turnlog.settings import Settings
 

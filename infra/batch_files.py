@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
-from turnlog.processors.core.draws import FormedBatch
-from turnlog.processors.core.rows import COLUMNS, TEXT, TOKEN, BatchRows, rows_sha256
-from turnlog.processors.core.weighting import check_rows
+from turnlog.processors.core.batches.draws import FormedBatch
+from turnlog.processors.core.batches.rows import COLUMNS, TEXT, TOKEN, BatchRows, rows_sha256
+from turnlog.processors.core.batches.weighting import check_rows
 from turnlog.schemas.events import Weighting
 
 MEDIA_TYPE = "application/vnd.apache.arrow.file"

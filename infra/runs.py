@@ -22,10 +22,10 @@ from turnlog.fold_settings import FOLD_SECTIONS
 from turnlog.infra.history import all_events
 from turnlog.infra.log import Partition
 from turnlog.infra.methods import installed
+from turnlog.processors.core.batches.draws import DrawRules, draw_rules
+from turnlog.processors.core.fold.low_water import FoldName
 from turnlog.processors.core.fold_versions import FOLD_VERSION
-from turnlog.processors.core.low_water import FoldName
-from turnlog.processors.core.methods.rules import FoldRules, draw_rules, fold_rules, recorded_settings
-from turnlog.processors.core.trimmed import DrawRules
+from turnlog.processors.core.methods.rules import FoldRules, fold_rules, recorded_settings
 from turnlog.schemas import ids, topics
 from turnlog.schemas.errors import UndecodableRecord
 from turnlog.schemas.events import Event, RunConfigured, RunPlanned

@@ -21,7 +21,7 @@ from turnlog.infra.payloads import externalized
 from turnlog.infra.role import Role
 from turnlog.infra.runs import Configured, configured
 from turnlog.names import RECORD_HEADER, TransactionalId
-from turnlog.processors.core.group_scores import scores_topic
+from turnlog.processors.core.fold_versions import scores_topic
 from turnlog.producers.admission import Admission, AdmissionRules, Drawing
 from turnlog.producers.readiness import Readiness
 from turnlog.producers.sampling import checked_sampling

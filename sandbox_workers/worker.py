@@ -23,7 +23,7 @@ from turnlog.infra.dead_letters import dead_letter, where
 from turnlog.infra.log import GroupReader, LogError, Partition, Record
 from turnlog.infra.role import Role
 from turnlog.names import ConsumerGroup
-from turnlog.processors.core.unit_fold import ForeignRun
+from turnlog.processors.core.fold.unit import ForeignRun
 from turnlog.sandbox_workers import answers
 from turnlog.sandbox_workers.answered import Results
 from turnlog.sandbox_workers.call_runner import CallRunner

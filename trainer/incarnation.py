@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Log, Partition
-from turnlog.processors.core.weight_chain import WeightChain
+from turnlog.processors.core.batches.weight_chain import WeightChain
 from turnlog.schemas.events import WeightVersionPublished
 from turnlog.schemas.topics import WEIGHTS
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from turnlog.processors.core.rows import BatchRows
+from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer import hf_weights, mcore, sharded_state
 from turnlog.trainer.errors import BooksOff
 from turnlog.trainer.loss import Objective, scaled_logits

@@ -35,8 +35,8 @@ from turnlog.infra.fence import check_owner
 from turnlog.infra.log import Transactor
 from turnlog.infra.role import Role
 from turnlog.names import ConsumerGroup, TransactionalId
-from turnlog.processors.core.rows import BatchRows
-from turnlog.processors.core.weight_chain import WeightChain
+from turnlog.processors.core.batches.rows import BatchRows
+from turnlog.processors.core.batches.weight_chain import WeightChain
 from turnlog.schemas.events import BatchSkipped, Event, SampleBatchFormed, StepCompleted, WeightVersionPublished
 from turnlog.schemas.ids import digest
 from turnlog.trainer import launch

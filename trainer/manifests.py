@@ -11,7 +11,7 @@ from turnlog.infra.batch_files import CorruptBatch, read_rows
 from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs, StoreUnavailable
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Partition, Reader
-from turnlog.processors.core.rows import BatchRows, rows_sha256
+from turnlog.processors.core.batches.rows import BatchRows, rows_sha256
 from turnlog.schemas.events import BatchSkipped, SampleBatchFormed
 from turnlog.schemas.topics import BATCHES
 from turnlog.trainer.checkpoint import Cursor

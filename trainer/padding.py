@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from turnlog.processors.core.rows import BatchRows
+from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer.microbatches import Microbatch
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from turnlog.processors.core.rows import BatchRows
+from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer.hf_weights import Tensors
 from turnlog.trainer.learner import Learner, StepResult
 from turnlog.trainer.loss import Objective

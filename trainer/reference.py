@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from turnlog.processors.core.rows import BatchRows
+from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer.learner import LearnerOptions
 from turnlog.trainer.loss import PolicyGradient
 from turnlog.trainer.shape import ModelShape, config_json

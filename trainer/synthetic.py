@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 from turnlog.infra.batch_files import MEDIA_TYPE, write_rows
 from turnlog.infra.blobs import Blobs
 from turnlog.infra.event_log import EventLog
-from turnlog.processors.core.rows import BatchRows, rows_sha256
+from turnlog.processors.core.batches.rows import BatchRows, rows_sha256
 from turnlog.schemas.events import BatchSample, SampleBatchFormed, Weighting
 from turnlog.schemas.ids import digest
 from turnlog.schemas.types import BlobRef

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from turnlog.processors.core.rows import BatchRows
+from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer.hf_weights import Tensors, expected_shapes
 from turnlog.trainer.model_folder import write_folder
 from turnlog.trainer.shape import ModelShape

@@ -26,9 +26,10 @@ from turnlog.infra.log import Log, Partition
 from turnlog.infra.role import opened
 from turnlog.infra.runs import configure
 from turnlog.processors.core.errors import FoldError
-from turnlog.processors.core.group_scores import outputs_of, with_figures
-from turnlog.processors.core.low_water import Fold, decode_marks
-from turnlog.processors.core.unit_fold import INPUTS
+from turnlog.processors.core.fold.low_water import Fold, decode_marks
+from turnlog.processors.core.fold.settlement import with_figures
+from turnlog.processors.core.fold.unit import INPUTS
+from turnlog.processors.core.fold_versions import outputs_of
 from turnlog.processors.shells.assembler import assembler_plan
 from turnlog.processors.shells.examples import bad_days
 from turnlog.processors.shells.restoring import Plan, records_between

@@ -16,8 +16,8 @@ from turnlog.infra.log import Commit, Partition
 from turnlog.infra.murmur2 import partition_of
 from turnlog.infra.role import Role
 from turnlog.names import ConsumerGroup
-from turnlog.processors.core.group_scores import scores_topic
-from turnlog.processors.core.low_water import committed_version
+from turnlog.processors.core.fold.low_water import committed_version
+from turnlog.processors.core.fold_versions import scores_topic
 from turnlog.schemas import topics
 from turnlog.schemas.errors import UndecodableRecord
 from turnlog.schemas.topics import CONTROL, SESSIONS, SNAPSHOTS, TURNS

@@ -21,10 +21,10 @@ from turnlog.infra.log import Partition
 from turnlog.infra.murmur2 import partition_of
 from turnlog.infra.role import Role
 from turnlog.infra.runs import Configured
-from turnlog.processors.core.assembler import GroupFold
 from turnlog.processors.core.errors import FoldError
+from turnlog.processors.core.fold.group import GroupFold
+from turnlog.processors.core.fold.unit import INPUTS
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.processors.core.unit_fold import INPUTS
 from turnlog.schemas import topics
 from turnlog.schemas.events import Event, SegmentSample, SessionStarted, TurnTreeAssembled
 

@@ -13,7 +13,7 @@ from turnlog.consumers.fold.comparison import Comparison, Row, Scope, Tally, com
 from turnlog.consumers.replay.progress import Shown
 from turnlog.infra.role import opened
 from turnlog.infra.terminal import Terminal, say_json
-from turnlog.processors.core.drawing import draw, sizes
+from turnlog.processors.core.fold.render import render, sizes
 from turnlog.schemas.events import SegmentSample, TurnTreeAssembled
 from turnlog.settings import Settings
 
@@ -92,12 +92,12 @@ def sessions(found: Comparison, rows: Sequence[Row]) -> Table:
 
 
 def drawings(found: Comparison) -> str:
-    """One picture per policy (processors/core/drawing.py), tokens as numbers."""
+    """One picture per policy (processors/core/fold/render.py), tokens as numbers."""
     pictures = []
     for policy, outputs in zip(found.policies, found.outputs, strict=True):
         trees = [output for output in outputs if isinstance(output, TurnTreeAssembled)]
         samples = [output for output in outputs if isinstance(output, SegmentSample)]
-        pictures.append(f"{policy}\n{draw(trees, samples, sizes, gap=' ')}\n")
+        pictures.append(f"{policy}\n{render(trees, samples, sizes, gap=' ')}\n")
     return "\n".join(pictures)
 
 

@@ -12,10 +12,9 @@ from turnlog.infra.log import Log, Partition, Reader, Record
 from turnlog.infra.payloads import inlined
 from turnlog.infra.role import Role
 from turnlog.names import RECORD_HEADER
-from turnlog.processors.core.draws import FormedBatch, reform_batch
-from turnlog.processors.core.rows import rows_sha256
-from turnlog.processors.core.trimmed import DrawRules, PlacedSample
-from turnlog.processors.core.weight_chain import recorded_version
+from turnlog.processors.core.batches.draws import DrawRules, FormedBatch, PlacedSample, reform_batch
+from turnlog.processors.core.batches.rows import rows_sha256
+from turnlog.processors.core.batches.weight_chain import recorded_version
 from turnlog.schemas.errors import UndecodableRecord
 from turnlog.schemas.events import BatchSample, GroupScored, SampleBatchFormed, SegmentSample
 from turnlog.schemas.topics import SAMPLES

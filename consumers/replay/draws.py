@@ -15,9 +15,8 @@ from pathlib import Path
 from turnlog.infra.batch_files import sealed
 from turnlog.infra.history import events
 from turnlog.infra.role import Role
-from turnlog.processors.core.draws import FormedBatch, ReadableGroup, form_draw
-from turnlog.processors.core.trimmed import DrawRules
-from turnlog.processors.core.weight_chain import HeldVersion, recorded_version
+from turnlog.processors.core.batches.draws import DrawRules, FormedBatch, ReadableGroup, form_draw
+from turnlog.processors.core.batches.weight_chain import HeldVersion, recorded_version
 from turnlog.schemas.events import SampleBatchFormed
 from turnlog.schemas.topics import BATCHES
 

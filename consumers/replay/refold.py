@@ -32,9 +32,8 @@ from turnlog.infra.log import Partition
 from turnlog.infra.role import Role, opened
 from turnlog.infra.runs import Configured
 from turnlog.infra.terminal import Terminal
-from turnlog.processors.core.draws import ReadableGroup
+from turnlog.processors.core.batches.draws import DrawRules, PlacedSample, ReadableGroup
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.processors.core.trimmed import DrawRules, PlacedSample
 from turnlog.schemas.events import Event, GroupScored, SegmentSample
 from turnlog.settings import Settings, fold_settings_json, settings_sha256
 

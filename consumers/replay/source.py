@@ -15,11 +15,11 @@ from turnlog.infra.payloads import inlined
 from turnlog.infra.role import Role
 from turnlog.infra.runs import Configured, recorded
 from turnlog.names import ConsumerGroup
-from turnlog.processors.core.assembler import GroupFold
 from turnlog.processors.core.errors import FoldError
-from turnlog.processors.core.group_scores import with_figures
+from turnlog.processors.core.fold.group import GroupFold
+from turnlog.processors.core.fold.settlement import with_figures
+from turnlog.processors.core.fold.unit import DEFECTS, INPUTS, OUTPUTS, UnitFold, payloads_read
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.processors.core.unit_fold import DEFECTS, INPUTS, OUTPUTS, UnitFold, payloads_read
 from turnlog.schemas import topics
 from turnlog.schemas.errors import UndecodableRecord, UnknownSchemaId
 from turnlog.schemas.events import Event, SkipRequested

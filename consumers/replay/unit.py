@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 from turnlog.consumers.replay.explain import about
 from turnlog.infra.log import Record
 from turnlog.infra.payloads import payload_fields
-from turnlog.processors.core.assembler import GroupFold
-from turnlog.processors.core.low_water import Done, Marks
+from turnlog.processors.core.fold.group import GroupFold
+from turnlog.processors.core.fold.low_water import Done, Marks
+from turnlog.processors.core.fold.unit import INPUTS, InputRecord, Taken, UnitFold
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.processors.core.unit_fold import INPUTS, InputRecord, Taken, UnitFold
 from turnlog.schemas.codec import HEADER, Codec
 from turnlog.schemas.errors import UndecodableRecord
 from turnlog.schemas.events import Event, GroupScored, SegmentSample, TurnTreeAssembled
@@ -122,9 +122,9 @@ class HistoryFold(UnitFold):
         taken = super().take(record, event)
         for output in taken.outputs:
             if isinstance(output, TurnTreeAssembled):
-                self.low_water.tree_stands(output.session_id, 0)
+                self.low_water.note_tree(output.session_id, 0)
             elif isinstance(output, GroupScored):
-                self.low_water.score_stands(output.group_id, 0)
+                self.low_water.note_score(output.group_id, 0)
         return taken
 
     @property

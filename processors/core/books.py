@@ -1,11 +1,21 @@
-"""Books: every output token is trained once or masked under one named reason."""
+"""Books: every output token is trained once or masked under one named reason (invariant I3)."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from turnlog.processors.core.errors import BooksDoNotBalance
-from turnlog.schemas.events import MaskReason, TreeBooks
+from turnlog.schemas.events import (
+    BatchSkipped,
+    GroupScored,
+    GroupStatus,
+    MaskReason,
+    SampleBatchFormed,
+    StepCompleted,
+    TreeBooks,
+)
 
 
 class Ledger:
@@ -28,3 +38,109 @@ class Ledger:
         if sampled != self.trained + sum(masked.values()):
             raise BooksDoNotBalance(about, sampled, self.trained, masked)
         return TreeBooks(sampled, self.trained, masked)
+
+
+LEVELS = ("session", "group", "batch", "run")
+
+
+@dataclass(slots=True)
+class Account:
+    """Output tokens of a session, a group or a run; of a batch, those of the samples that its draw took."""
+
+    sampled: int = 0
+    trained: int = 0
+    masked: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def missing(self) -> int:
+        """Sampled tokens that are neither trained nor masked; below zero, tokens that were counted twice."""
+        return self.sampled - self.trained - self.masked.total()
+
+    @property
+    def balance(self) -> bool:
+        """sampled == trained + masked, and no entry is below zero."""
+        return self.missing == 0 and min((self.trained, *self.masked.values())) >= 0
+
+    def mask(self, masked: Mapping[str, int]) -> None:
+        """Add entries; those of no tokens leave no trace."""
+        self.masked.update({reason: tokens for reason, tokens in masked.items() if tokens})
+
+    def body(self) -> dict[str, object]:
+        """As JSON, reasons in alphabetical order."""
+        return {"sampled": self.sampled, "trained": self.trained, "masked": dict(sorted(self.masked.items())),
+                "balance": self.balance}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Imbalance:
+    """Two records disagree."""
+
+    level: str
+    id: str
+    says: str
+
+    def __str__(self) -> str:
+        return f"{self.level} {self.id}: {self.says}"
+
+
+def total(accounts: Iterable[Account]) -> Account:
+    """Their sum."""
+    found = Account()
+    for account in accounts:
+        found.sampled += account.sampled
+        found.trained += account.trained
+        found.mask(account.masked)
+    return found
+
+
+def run_books(
+    sampled_by_group: dict[str, int],
+    scored: Iterable[GroupScored],
+    manifests: Iterable[SampleBatchFormed | BatchSkipped],
+    steps: Iterable[StepCompleted],
+) -> Account:
+    """What groups, manifests and steps say, added up against what snapshots sampled.
+
+    `steps` may hold several incarnations of a batch; the highest counts. Groups that were never scored, or
+    scored and never drawn, or formed into a batch that no step ate, are `unused`. A draw that trained what
+    no group gave, or lost what one gave, leaves the sum short or long: no balance.
+    """
+    masked: Counter[str] = Counter()
+    taken: set[str] = set()
+    unscored = dict(sampled_by_group)
+    manifests = list(manifests)
+    for manifest in manifests:
+        taken.update(manifest.groups)
+    for score in scored:
+        sampled = unscored.pop(score.group_id, 0)
+        masked[MaskReason.late.value] += sampled - score.books.sampled
+        masked.update(score.books.masked)
+        if score.status is not GroupStatus.trained or score.group_id not in taken:
+            masked[MaskReason.unused.value] += score.books.trained
+    masked[MaskReason.unused.value] += sum(unscored.values())
+    trained = _trained(manifests, {step.batch_index: step for step in sorted(steps, key=_incarnation)}, masked)
+    return Account(sum(sampled_by_group.values()), trained, Counter({k: n for k, n in sorted(masked.items()) if n}))
+
+
+def _incarnation(step: StepCompleted) -> int:
+    return step.incarnation
+
+
+def _trained(
+    manifests: list[SampleBatchFormed | BatchSkipped], steps: dict[int, StepCompleted], masked: Counter[str]
+) -> int:
+    """Tokens that steps trained; adds what batches and steps masked to `masked`."""
+    trained = 0
+    for manifest in manifests:
+        masked.update(manifest.masked)
+        for row in manifest.dropped:
+            masked[row.reason] += row.sampled_tokens
+        if isinstance(manifest, BatchSkipped):
+            continue
+        step = steps.get(manifest.batch_index)
+        if step is None:
+            masked[MaskReason.unused.value] += manifest.trained_tokens
+        else:
+            masked.update(step.masked)
+            trained += manifest.trained_tokens - sum(step.masked.values())
+    return trained

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from turnlog.schemas.events import GroupEmitted, GroupScored
+from turnlog.schemas.topics import GROUP_SCORES, SAMPLES, TREES, Topic
 from turnlog.settings import SettingsError
 
 
@@ -60,3 +62,18 @@ def fold_version(name: str) -> FoldVersion:
             f"fold version {name!r} is unknown here ({', '.join(VERSIONS)} are known): use the release that recorded it"
         )
     return VERSIONS[name]
+
+
+def score_record(version: str) -> str:
+    """The record that says what became of a group of a run with that fold version. Raises UnknownFoldVersion."""
+    return GroupEmitted.__name__ if fold_version(version).group_scores else GroupScored.__name__
+
+
+def scores_topic(version: str) -> Topic:
+    """Where it stands. Raises UnknownFoldVersion."""
+    return GROUP_SCORES if fold_version(version).group_scores else SAMPLES
+
+
+def outputs_of(version: str) -> tuple[str, ...]:
+    """The topics that a unit writes under that fold version. Raises UnknownFoldVersion."""
+    return tuple(dict.fromkeys((TREES.name, SAMPLES.name, scores_topic(version).name)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from turnlog.processors.core.dialogues import Dialogue
+from turnlog.processors.core.messages import Dialogue
 from turnlog.processors.core.turns import Kinship, Tokens, key_of
 from turnlog.schemas.types import TurnId
 

@@ -9,7 +9,7 @@ import time
 
 from turnlog.infra.role import Role
 from turnlog.infra.runs import Configured, configured
-from turnlog.processors.core.assembler import GroupFold
+from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.shells.reaper import Reaper
 from turnlog.processors.shells.restoring import Plan
 from turnlog.processors.shells.runner import Runner

@@ -22,10 +22,16 @@ from turnlog.infra.payloads import inlined
 from turnlog.infra.role import Role
 from turnlog.infra.runs import Configured, configured
 from turnlog.names import TransactionalId
-from turnlog.processors.core.draws import FormedBatch, FormedDraw, ReadableGroup, form_draw, overtaken
-from turnlog.processors.core.progress import Progress
-from turnlog.processors.core.trimmed import PlacedSample
-from turnlog.processors.core.weight_chain import HeldVersion
+from turnlog.processors.core.batches.draws import (
+    FormedBatch,
+    FormedDraw,
+    PlacedSample,
+    ReadableGroup,
+    form_draw,
+    overtaken,
+)
+from turnlog.processors.core.batches.progress import Progress
+from turnlog.processors.core.batches.weight_chain import HeldVersion
 from turnlog.schemas import ids, topics
 from turnlog.schemas.events import (
     BatchSkipped,

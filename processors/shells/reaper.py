@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Log, Partition
-from turnlog.processors.core.unit_fold import INPUTS, SPINE
+from turnlog.processors.core.fold.unit import INPUTS, SPINE
 from turnlog.processors.shells import assembler_metrics as metrics
 from turnlog.processors.shells.unit import Clock, Unit
 from turnlog.schemas.events import GroupClosed, SessionFinished

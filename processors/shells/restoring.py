@@ -11,16 +11,9 @@ from dataclasses import dataclass
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Log, Partition, Record
 from turnlog.names import RECORD_HEADER, ConsumerGroup, TransactionalId
-from turnlog.processors.core.group_scores import outputs_of, score_record, scores_topic
-from turnlog.processors.core.low_water import (
-    Done,
-    FoldFactory,
-    FoldName,
-    LogTruncated,
-    Marks,
-    decode_marks,
-)
-from turnlog.processors.core.unit_fold import INPUTS, SPINE, UnitFold
+from turnlog.processors.core.fold.low_water import Done, FoldFactory, FoldName, LogTruncated, Marks, decode_marks
+from turnlog.processors.core.fold.unit import INPUTS, SPINE, UnitFold
+from turnlog.processors.core.fold_versions import outputs_of, score_record, scores_topic
 from turnlog.schemas.topics import TREES
 
 

@@ -15,7 +15,7 @@ from turnlog.infra.blobs import Blobs
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.health import Health
 from turnlog.infra.log import GroupReader, Log, Partition, Record
-from turnlog.processors.core.unit_fold import INPUTS, SPINE
+from turnlog.processors.core.fold.unit import INPUTS, SPINE
 from turnlog.processors.shells import assembler_metrics as metrics
 from turnlog.processors.shells.restoring import Plan, requested_skips
 from turnlog.processors.shells.unit import Clock, Surprise, Unit, by_unit

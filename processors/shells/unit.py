@@ -15,8 +15,8 @@ from turnlog.infra.dead_letters import dead_letter, where
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Commit, Log, Partition, Record, Transactor
 from turnlog.infra.payloads import externalized
-from turnlog.processors.core.low_water import encode_marks
-from turnlog.processors.core.unit_fold import DEFECTS, INPUTS, RecordSkipped, Taken, UnitFold
+from turnlog.processors.core.fold.low_water import encode_marks
+from turnlog.processors.core.fold.unit import DEFECTS, INPUTS, RecordSkipped, Taken, UnitFold
 from turnlog.processors.shells import assembler_metrics as metrics
 from turnlog.processors.shells.decoding import Decoded, decoded
 from turnlog.processors.shells.open_span import OpenSpan
@@ -139,12 +139,12 @@ class Unit:
         await self._transactor.begin()
         sends = [await self._send(event, value) for event, value in zip(outputs, values, strict=True)]
         for event in outputs:
-            self._stands(event, self._output_ends.get(TOPIC_OF[type(event).__name__].name, 0))
+            self._note(event, self._output_ends.get(TOPIC_OF[type(event).__name__].name, 0))
         await self._transactor.offsets(self._plan.group, self._commits())
         placed = await asyncio.gather(*sends)
         await self._transactor.commit()
         for event, (_, offset) in zip(outputs, placed, strict=True):
-            self._stands(event, offset)
+            self._note(event, offset)
             metrics.counted(event)
             self._output_ends[TOPIC_OF[type(event).__name__].name] = offset + 1
         self._pending = []
@@ -186,11 +186,11 @@ class Unit:
         headers = self._events.headers(event)
         return await self._transactor.send(topic.name, partition, topic.key_of(event), value, headers=headers)
 
-    def _stands(self, event: Event, offset: int) -> None:
+    def _note(self, event: Event, offset: int) -> None:
         if isinstance(event, TurnTreeAssembled):
-            self._fold.low_water.tree_stands(event.session_id, offset)
+            self._fold.low_water.note_tree(event.session_id, offset)
         elif type(event).__name__ == self._plan.score:
-            self._fold.low_water.score_stands(event.group_id, offset)
+            self._fold.low_water.note_score(event.group_id, offset)
 
     def _commits(self) -> dict[Partition, Commit]:
         marks = self._fold.low_water.advance((self._output_ends[TREES.name], self._output_ends[self._plan.scores]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from turnlog.processors.core.tenure import Tenure
+from turnlog.processors.core.fold.spine import Tenure
 from turnlog.processors.core.turns import TurnKey, key_of
 from turnlog.schemas.events import (
     Event,

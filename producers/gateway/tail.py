@@ -15,7 +15,7 @@ from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Log, Partition, Record
 from turnlog.infra.murmur2 import partition_of
 from turnlog.names import RECORD_HEADER
-from turnlog.processors.core.tenure import Tenure
+from turnlog.processors.core.fold.spine import Tenure
 from turnlog.schemas.errors import UndecodableRecord
 from turnlog.schemas.events.sessions import SessionAdopted, SessionFinished, SessionStarted
 from turnlog.schemas.topics import SESSIONS

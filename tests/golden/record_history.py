@@ -25,8 +25,8 @@ import numpy as np
 from turnlog.infra.murmur2 import partition_of
 from turnlog.infra.runs import configuration
 from turnlog.names import OUTPUT_TOKENS_HEADER, RECORD_HEADER
-from turnlog.processors.core.assembler import GroupFold
 from turnlog.processors.core.errors import FoldError
+from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.fold_versions import VERSIONS
 from turnlog.processors.core.methods.rules import fold_rules
 from turnlog.processors.shells.examples import GroupName, SessionStory, Shape, bad_days, whole_group

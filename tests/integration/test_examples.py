@@ -20,7 +20,7 @@ import pytest
 from turnlog.consumers.archive.archiver import flush
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.role import opened
-from turnlog.processors.core.assembler import GroupFold
+from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.methods.rules import fold_rules
 from turnlog.processors.shells.examples import GroupName, SessionStory, Shape, whole_group
 from turnlog.sandbox_workers import answers

@@ -22,8 +22,8 @@ from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role
 from turnlog.infra.runs import configuration, configured
 from turnlog.infra.topics_admin import specs
+from turnlog.processors.core.fold.settlement import figures
 from turnlog.processors.core.fold_versions import FOLD_VERSION
-from turnlog.processors.core.group_scores import figures
 from turnlog.producers import feeder
 from turnlog.producers.sampling import BadSampling, checked_sampling
 from turnlog.producers.tasks import RowWithoutPrompt, read_dataset

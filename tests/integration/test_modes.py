@@ -31,7 +31,7 @@ from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role, opened
 from turnlog.infra.runs import configure
 from turnlog.infra.topics_admin import specs
-from turnlog.processors.core.accounts import Account
+from turnlog.processors.core.books import Account
 from turnlog.processors.shells import assembler, batcher
 from turnlog.processors.shells.examples import GroupName, SessionStory, Shape
 from turnlog.producers import feeder

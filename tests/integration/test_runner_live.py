@@ -18,8 +18,8 @@ from turnlog.infra.log import Fenced, Partition
 from turnlog.infra.memory_engine import MemoryEngine
 from turnlog.infra.role import Role, opened
 from turnlog.infra.runs import configure
+from turnlog.processors.core.fold.settlement import with_figures
 from turnlog.processors.core.fold_versions import FOLD_VERSION
-from turnlog.processors.core.group_scores import with_figures
 from turnlog.producers import feeder, runner
 from turnlog.producers.gateway.app import Gateway, serving
 from turnlog.producers.gateway.tokenizer import TextTokens

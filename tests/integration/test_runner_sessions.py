@@ -28,7 +28,7 @@ from turnlog.infra.memory_engine import MemoryEngine
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role
 from turnlog.infra.topics_admin import specs
-from turnlog.processors.core.assembler import FoldRules, GroupFold
+from turnlog.processors.core.fold.group import FoldRules, GroupFold
 from turnlog.producers import runner
 from turnlog.producers.gateway.app import Gateway, serving
 from turnlog.producers.gateway.tokenizer import TextTokens

@@ -1,4 +1,4 @@
-"""Rules of folds and draws, from settings or from the RunConfigured event that recorded them."""
+"""Rules of the fold, from settings or from the RunConfigured event that recorded them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from turnlog.processors.core.methods.estimators import Estimator, EstimatorOptio
 from turnlog.processors.core.methods.group_filters import ZERO_VARIANCE
 from turnlog.processors.core.methods.policies import Policy
 from turnlog.processors.core.methods.segments import PolicyOptions
-from turnlog.processors.core.trimmed import DrawRules
-from turnlog.schemas.events import Weighting
 from turnlog.setting_types import SettingsError, notes, value_of
 from turnlog.settings import Settings, declarations, recorded_keys
 
@@ -154,22 +152,6 @@ def fold_rules(
     )  # fmt: skip
     _check(rules)
     return rules
-
-
-def draw_rules(fold: FoldSettings, batcher: BatcherSettings, methods: Methods = BUILT_IN) -> DrawRules:
-    """What batches depend on. Raises SettingsError."""
-    rules = fold_rules(fold, run_id="", settings_sha256="", methods=methods)
-    return DrawRules(
-        prompts_per_draw=batcher.prompts_per_draw,
-        updates_per_draw=batcher.updates_per_draw,
-        max_lag=batcher.max_lag,
-        max_tokens=batcher.max_tokens,
-        weighting=Weighting(batcher.weighting),
-        constant_length=batcher.constant_length,
-        version_mask=batcher.version_mask,
-        min_valid=rules.least_valid,
-        whiten=rules.formula.whiten,
-    )
 
 
 def _check(rules: FoldRules) -> None:

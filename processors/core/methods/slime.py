@@ -12,9 +12,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from turnlog.processors.core.dialogues import Dialogue
 from turnlog.processors.core.lineages import Lineages, Turn
-from turnlog.processors.core.messages import Message
+from turnlog.processors.core.messages import Dialogue, Message
 from turnlog.processors.core.methods.segments import PolicyOptions, Segments, duplicated, one_row, taken_out
 from turnlog.processors.core.token_tree import shared_prefix
 from turnlog.processors.core.turns import TurnKey

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from turnlog.consumers.books import Asked, NoSuchAccount, account_table, accounts_table, body, read, read_levels
-from turnlog.processors.core.accounts import LEVELS
+from turnlog.processors.core.books import LEVELS
 from turnlog.schemas import topics
 from turnlog.schemas.events import MaskReason
 

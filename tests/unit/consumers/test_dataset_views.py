@@ -33,8 +33,8 @@ from turnlog.infra.murmur2 import partition_of
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role
 from turnlog.infra.topics_admin import apply
+from turnlog.processors.core.fold.group import fold_history
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.processors.core.offline import fold_history
 from turnlog.processors.shells.examples import GroupName, SessionStory, Shape, bad_days
 from turnlog.schemas.events import (
     BatchSample,

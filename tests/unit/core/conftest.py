@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from turnlog.processors.core.assembler import GroupFold
-from turnlog.processors.core.drawing import draw as pictures
 from turnlog.processors.core.errors import FoldError
+from turnlog.processors.core.fold.group import GroupFold
+from turnlog.processors.core.fold.render import render as pictures
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.schemas.events import (
     Agent,
@@ -242,7 +242,7 @@ class Story:
 
 
 def draw(folded: Folded) -> str:
-    """Trees of a scored group as text (processors/core/drawing.py), a token as its letter."""
+    """Trees of a scored group as text (processors/core/fold/render.py), a token as its letter."""
     return pictures(folded.trees.values(), folded.samples, letters)
 
 

@@ -11,11 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnlog.processors.core.draws import FormedBatch, FormedDraw, ReadableGroup, form_draw, reform_batch
-from turnlog.processors.core.rows import rows_sha256
-from turnlog.processors.core.trimmed import DrawRules, PlacedSample
-from turnlog.processors.core.weight_chain import HeldVersion
-from turnlog.processors.core.whitening import Whitening, whitening
+from turnlog.processors.core.batches.draws import (
+    DrawRules,
+    FormedBatch,
+    FormedDraw,
+    PlacedSample,
+    ReadableGroup,
+    form_draw,
+    reform_batch,
+)
+from turnlog.processors.core.batches.rows import rows_sha256
+from turnlog.processors.core.batches.weight_chain import HeldVersion
+from turnlog.processors.core.batches.whitening import Whitening, whitening
 from turnlog.schemas.events import (
     GroupScored,
     GroupStatus,

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from turnlog.processors.core.assembler import GroupFold
+from turnlog.processors.core.fold.group import GroupFold, fold_history, offline
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.processors.core.offline import fold_history, offline
 from turnlog.processors.shells.watch import Watch
 from turnlog.schemas.events import (
     GroupClosed,

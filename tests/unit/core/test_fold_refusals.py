@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from turnlog.processors.core import errors
-from turnlog.processors.core.assembler import GroupFold
 from turnlog.processors.core.books import Ledger
+from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.fold_versions import VERSIONS
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.schemas.events import (

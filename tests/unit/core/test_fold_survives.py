@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from turnlog.processors.core.assembler import GroupFold
 from turnlog.processors.core.errors import FoldError
+from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.processors.shells.examples import bad_days
 from turnlog.schemas.avsc import field_types

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnlog.processors.core.draws import ReadableGroup, form_draw
+from turnlog.processors.core.batches.draws import PlacedSample, ReadableGroup, draw_rules, form_draw
+from turnlog.processors.core.batches.weight_chain import HeldVersion
 from turnlog.processors.core.methods.catalogue import BUILT_IN
-from turnlog.processors.core.methods.rules import FoldRules, draw_rules, fold_rules
-from turnlog.processors.core.trimmed import PlacedSample
-from turnlog.processors.core.weight_chain import HeldVersion
+from turnlog.processors.core.methods.rules import FoldRules, fold_rules
 from turnlog.schemas.events import Expects, GroupStatus, Outcome, RewardFailed, StepRewardAssigned, Verifier
 from turnlog.settings import BatcherSettings, FoldSettings
 

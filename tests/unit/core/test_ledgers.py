@@ -13,15 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnlog.processors.core.draw_accounts import drawn as drawn_accounts
-from turnlog.processors.core.draws import FormedDraw, ReadableGroup, form_draw
+from turnlog.processors.core.audit import Books, Ledgers
+from turnlog.processors.core.audit import drawn as drawn_accounts
+from turnlog.processors.core.batches.draws import DrawRules, FormedDraw, PlacedSample, ReadableGroup, form_draw
+from turnlog.processors.core.batches.weight_chain import HeldVersion
 from turnlog.processors.core.errors import FoldError
+from turnlog.processors.core.fold.group import fold_history
 from turnlog.processors.core.fold_versions import LATEST
-from turnlog.processors.core.ledgers import Books, Ledgers
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.processors.core.offline import fold_history
-from turnlog.processors.core.trimmed import DrawRules, PlacedSample
-from turnlog.processors.core.weight_chain import HeldVersion
 from turnlog.processors.shells.examples import bad_days
 from turnlog.schemas.events import (
     BatchSkipped,

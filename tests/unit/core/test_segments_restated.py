@@ -124,7 +124,7 @@ def test_what_is_kept_of_a_session_is_linear_in_its_tokens(story, turns):
         s.turn("a", index, whole + "u", "oo", base=index - 1 if index else None)
         whole += "uoo"
     group = s.fold(RULES).group
-    kept = group._supplies["a"].snapshots.values()
+    kept = group._records["a"].snapshots.values()
     assert sum(turn.delta.nbytes + turn.output.nbytes for turn in kept) == 4 * len(whole)
 
 
@@ -139,7 +139,7 @@ def test_what_two_turns_share_is_found_without_building_either(story, turns, dat
             parent = (TurnId("start/a", holder), data.draw(st.integers(0, prefix(turn.prompt, turns[holder].whole))))
         s.turn("a", index, turn.prompt, turn.output, parent=parent)
     group = s.fold(RULES).group
-    kept = [group._supplies["a"].snapshots["start/a", index] for index in range(len(turns))]
+    kept = [group._records["a"].snapshots["start/a", index] for index in range(len(turns))]
     for one, held in zip(turns, kept, strict=True):
         for other, asked in zip(turns, kept, strict=True):
             expected = prefix(one.whole, other.prompt)

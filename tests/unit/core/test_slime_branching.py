@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from turnlog.processors.core.batches.draws import DrawRules, PlacedSample, trim
+from turnlog.processors.core.batches.weight_chain import HeldVersion
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.processors.core.trimmed import DrawRules, PlacedSample, trim
-from turnlog.processors.core.weight_chain import HeldVersion
 from turnlog.schemas.events import FinishReason, Weighting
 
 RULES = FoldRules(run_id="r", settings_sha256="s" * 64, min_valid=1, policy="slime")

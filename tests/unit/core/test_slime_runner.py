@@ -17,11 +17,11 @@ from turnlog.infra.payloads import externalized
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.runs import Configured
 from turnlog.processors.core.errors import SegmentsDoNotFit
+from turnlog.processors.core.fold.unit import INPUTS
 from turnlog.processors.core.methods.catalogue import Methods
 from turnlog.processors.core.methods.policies import Policies
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.processors.core.methods.segments import Segments
-from turnlog.processors.core.unit_fold import INPUTS
 from turnlog.processors.shells.assembler import assembler_plan
 from turnlog.processors.shells.restoring import records_between
 from turnlog.processors.shells.runner import Runner

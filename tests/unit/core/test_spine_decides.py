@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from turnlog.processors.core.fold.group import offline
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.processors.core.offline import offline
 from turnlog.processors.shells.watch import Watch
 from turnlog.schemas.events import Expects, GroupStatus, Outcome, Purpose, RewardFailed, StepRewardAssigned, Verifier
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnlog.processors.core.rows import BatchRows
-from turnlog.processors.core.weighting import LiveRow, Weights, WeightsDoNotAddUp, check_rows, weigh
+from turnlog.processors.core.batches.rows import BatchRows
+from turnlog.processors.core.batches.weighting import LiveRow, Weights, WeightsDoNotAddUp, check_rows, weigh
 from turnlog.schemas.events import Weighting
 
 WEIGHTINGS = [one for one in Weighting if one is not Weighting.unknown]

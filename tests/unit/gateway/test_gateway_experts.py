@@ -13,7 +13,7 @@ import pytest
 
 from turnlog.infra.experts import expert_rows
 from turnlog.infra.memory_engine import experts_of
-from turnlog.processors.core.assembler import GroupFold
+from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.producers.gateway.experts import NoRouting, routing_of
 from turnlog.schemas.events import RewardAssigned, SegmentSample, Verifier

@@ -16,7 +16,7 @@ from hypothesis import settings as effort
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from turnlog.processors.core.assembler import GroupFold
+from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.producers.gateway.errors import BadRequest
 from turnlog.producers.gateway.images import image_tokens, patches

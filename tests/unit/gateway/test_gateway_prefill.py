@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from turnlog.processors.core.assembler import FoldRules, GroupFold
+from turnlog.processors.core.fold.group import FoldRules, GroupFold
 from turnlog.producers.gateway.errors import PrefillNotServed
 from turnlog.producers.gateway.messages import normalised
 from turnlog.producers.gateway.template import ChatTemplate

@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from turnlog.processors.core.assembler import GroupFold
+from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.schemas.events import RewardAssigned, SegmentSample, TurnTreeAssembled, Verifier
 from turnlog.schemas.topics import TOPIC_OF

@@ -22,14 +22,12 @@ MODULES = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py")
 LONGEST, CROWDED = 700, 14
 """Lines of a module, modules of a package; 500 and 12 are the aim."""
 STILL_CROWDED = {
-    "consumers/datasets": 20, "consumers/replay": 17, "infra": 46, "infra/embedded": 18, "processors/core": 46,
-    "producers/gateway": 26, "sandbox_workers/backends": 20, "sandbox_workers/inside": 26, "trainer": 31,
+    "consumers/datasets": 20, "consumers/replay": 17, "infra": 46, "infra/embedded": 18, "producers/gateway": 26,
+    "sandbox_workers/backends": 20, "sandbox_workers/inside": 26, "trainer": 31,
 }  # fmt: skip
 """Package -> modules of today. Nothing is added here."""
 STILL_CIRCLES = {
-    "turnlog.processors.core.experts", "turnlog.processors.core.images", "turnlog.processors.core.turns",
-    "turnlog.processors.core.fold_rules", "turnlog.processors.core.methods", "turnlog.processors.core.policies",
-    "turnlog.processors.core.slime", "turnlog.infra.history", "turnlog.infra.role", "turnlog.infra.runs",
+    "turnlog.infra.history", "turnlog.infra.role", "turnlog.infra.runs",
     "turnlog.producers.gateway.conversation", "turnlog.producers.gateway.message_tree",
     "turnlog.producers.gateway.strands", "turnlog.producers.gateway.plans", "turnlog.producers.gateway.sessions",
     "turnlog.producers.gateway.turn_records", "turnlog.producers.gateway.turns",
@@ -37,6 +35,7 @@ STILL_CIRCLES = {
 }  # fmt: skip
 """Modules in a circle today. Nothing is added here."""
 NEWLINE = "\n"
+LEFT = '"""Moved to '
 BANNED_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "misc", "impl"}
 
 
@@ -72,7 +71,9 @@ def test_a_module_is_one_idea_and_says_which() -> None:
 
 
 def test_a_package_has_few_modules() -> None:
-    counts = Counter(named(path.parent) for path in MODULES if path.name != "__init__.py")
+    """What a moved module leaves at its old place does not count (decision 25)."""
+    rooms = [path for path in MODULES if path.name != "__init__.py" and not path.read_text().startswith(LEFT)]
+    counts = Counter(named(path.parent) for path in rooms)
     faults = [
         f"{package}: {count} modules, {STILL_CROWDED.get(package, CROWDED)} at most: merge what hides nothing"
         for package, count in counts.items()

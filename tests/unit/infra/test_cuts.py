@@ -8,8 +8,8 @@ from turnlog.infra.cuts import Cut, live_cut
 from turnlog.infra.log import Commit, Partition, TopicSpec
 from turnlog.infra.memory import MemoryLog
 from turnlog.names import ConsumerGroup
-from turnlog.processors.core.low_water import FoldName, Marks, encode_marks
-from turnlog.processors.core.unit_fold import INPUTS, OUTPUTS
+from turnlog.processors.core.fold.low_water import FoldName, Marks, encode_marks
+from turnlog.processors.core.fold.unit import INPUTS, OUTPUTS
 
 
 def commits(unit: int, high: int) -> dict[Partition, Commit]:

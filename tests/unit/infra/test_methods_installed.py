@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from turnlog.infra.methods import installed
+from turnlog.processors.core.batches.draws import draw_rules
 from turnlog.processors.core.methods.catalogue import BUILT_IN, estimate
 from turnlog.processors.core.methods.estimators import Trajectory
-from turnlog.processors.core.methods.rules import draw_rules, fold_rules
+from turnlog.processors.core.methods.rules import fold_rules
 from turnlog.settings import BatcherSettings, FoldSettings, SettingsError, from_tables
 
 MODULE = '''

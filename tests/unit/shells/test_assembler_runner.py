@@ -19,11 +19,11 @@ from turnlog.infra.memory_broker import MemoryBroker
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role
 from turnlog.infra.runs import Configured, OtherSettings, configuration
-from turnlog.processors.core.assembler import GroupFold
-from turnlog.processors.core.group_scores import figures
-from turnlog.processors.core.low_water import LogTruncated, MigrationNeeded
+from turnlog.processors.core.fold.group import GroupFold
+from turnlog.processors.core.fold.low_water import LogTruncated, MigrationNeeded
+from turnlog.processors.core.fold.settlement import figures
+from turnlog.processors.core.fold.unit import INPUTS
 from turnlog.processors.core.methods.rules import fold_rules
-from turnlog.processors.core.unit_fold import INPUTS
 from turnlog.processors.shells import decoding
 from turnlog.processors.shells.assembler import assembler_plan, main
 from turnlog.processors.shells.examples import GroupName, SessionStory, Shape, whole_group

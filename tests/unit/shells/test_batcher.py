@@ -23,7 +23,7 @@ from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role
 from turnlog.infra.runs import configuration
 from turnlog.infra.topics_admin import specs
-from turnlog.processors.core.rows import rows_sha256
+from turnlog.processors.core.batches.rows import rows_sha256
 from turnlog.processors.shells.batcher import main
 from turnlog.schemas import topics
 from turnlog.schemas.events import (

@@ -21,14 +21,12 @@ from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role
 from turnlog.infra.runs import configuration
 from turnlog.infra.topics_admin import specs
-from turnlog.processors.core import draws
-from turnlog.processors.core.draws import reform_batch
-from turnlog.processors.core.methods.rules import draw_rules
-from turnlog.processors.core.rows import BatchRows, rows_sha256
-from turnlog.processors.core.trimmed import PlacedSample
-from turnlog.processors.core.weight_chain import HeldVersion
-from turnlog.processors.core.weighting import Weights, WeightsDoNotAddUp
-from turnlog.processors.core.whitening import Whitening
+from turnlog.processors.core.batches import draws
+from turnlog.processors.core.batches.draws import PlacedSample, draw_rules, reform_batch
+from turnlog.processors.core.batches.rows import BatchRows, rows_sha256
+from turnlog.processors.core.batches.weight_chain import HeldVersion
+from turnlog.processors.core.batches.weighting import Weights, WeightsDoNotAddUp
+from turnlog.processors.core.batches.whitening import Whitening
 from turnlog.processors.shells.batcher import main
 from turnlog.schemas import topics
 from turnlog.schemas.events import (

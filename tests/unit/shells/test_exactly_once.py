@@ -20,13 +20,13 @@ from turnlog.infra.memory import Died, MemoryLog
 from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.memory_broker import MemoryBroker
 from turnlog.infra.registry import MemoryRegistry
-from turnlog.processors.core.assembler import GroupFold
 from turnlog.processors.core.errors import FoldError
+from turnlog.processors.core.fold.group import GroupFold
+from turnlog.processors.core.fold.low_water import FoldName
+from turnlog.processors.core.fold.settlement import figures
+from turnlog.processors.core.fold.unit import INPUTS
 from turnlog.processors.core.fold_versions import FOLD_VERSION
-from turnlog.processors.core.group_scores import figures
-from turnlog.processors.core.low_water import FoldName
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.processors.core.unit_fold import INPUTS
 from turnlog.processors.shells.examples import bad_days
 from turnlog.processors.shells.restoring import Plan, records_between
 from turnlog.processors.shells.runner import Runner

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from turnlog.processors.core.low_water import (
+from turnlog.processors.core.fold.low_water import (
     BrokenMetadata,
     Done,
     FoldName,
@@ -118,7 +118,7 @@ def test_an_open_group_holds_the_mark_of_each_topic_at_its_first_record() -> Non
     fold(water, "data", "b", 0)
     fold(water, "data", "b", 0)
     water.close("a", 0)
-    water.score_stands("a", 0)
+    water.note_score("a", 0)
     assert water.advance((0, 1)).low == {"spine": 1, "data": 0}
 
 
@@ -126,7 +126,7 @@ def test_without_open_groups_the_marks_stand_at_the_position() -> None:
     water = low_water()
     fold(water, "spine", "a", 0)
     water.close("a", 0)
-    water.score_stands("a", 0)
+    water.note_score("a", 0)
     marks = water.advance((0, 1))
     assert marks.low == marks.high == {"spine": 1, "data": 0}
 
@@ -138,7 +138,7 @@ def test_an_open_group_holds_the_horizon_at_its_floor() -> None:
         fold(water, "spine", "b", 1)
     assert water.advance((0, 0)).horizon == 0
     water.close("a", 0)
-    water.score_stands("a", 0)
+    water.note_score("a", 0)
     assert water.advance((0, 1)).horizon == 1
 
 
@@ -147,7 +147,7 @@ def test_a_forgotten_group_is_late_and_a_remembered_one_is_done() -> None:
     for group in ("old", "new"):
         fold(water, "spine", group, 0 if group == "old" else 7)
         water.close(group, 0 if group == "old" else 7)
-        water.score_stands(group, 0)
+        water.note_score(group, 0)
     for _ in range(8):
         fold(water, "spine", "open", 5)
     water.advance((0, 2))
@@ -162,7 +162,7 @@ def test_the_first_remembered_score_is_where_a_restart_reads_from() -> None:
     for at, group in enumerate(("a", "b", "c")):
         fold(water, "spine", group, at)
         water.close(group, at)
-        water.score_stands(group, 10 + at)
+        water.note_score(group, 10 + at)
     fold(water, "spine", "open", 1)
     assert water.advance((0, 13)).score_low == 11
 
@@ -172,11 +172,11 @@ def test_a_tree_is_new_once_while_its_group_is_open() -> None:
     fold(water, "spine", "a", 0)
     fold(water, "spine", "a", 0)
     assert water.new_tree("session")
-    water.tree_stands("session", 6)
+    water.note_tree("session", 6)
     assert water.advance((7, 0)).tree_low == 6
     assert not water.new_tree("session")
     water.close("a", 0)
-    water.score_stands("a", 0)
+    water.note_score("a", 0)
     assert water.advance((7, 1)).tree_low == 7, "its group is done: a restart skips it by key"
 
 

@@ -15,7 +15,7 @@ from turnlog.infra.memory import MemoryLog
 from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.runs import Configured
-from turnlog.processors.core.unit_fold import INPUTS
+from turnlog.processors.core.fold.unit import INPUTS
 from turnlog.processors.shells.assembler import assembler_plan
 from turnlog.processors.shells.examples import GroupName, SessionStory, Shape
 from turnlog.processors.shells.reaper import Reaper

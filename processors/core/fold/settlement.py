@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from turnlog.processors.core.assembly import SessionTree
 from turnlog.processors.core.books import Ledger
-from turnlog.processors.core.methods.catalogue import estimate
-from turnlog.processors.core.methods.estimators import Advantages, Trajectory
+from turnlog.processors.core.fold.samples import Credit, samples
+from turnlog.processors.core.fold.session import SessionRecords, SessionTree, output_tokens
+from turnlog.processors.core.fold.spine import Spine
+from turnlog.processors.core.fold_versions import fold_version
+from turnlog.processors.core.methods.catalogue import ChosenTransform, estimate
+from turnlog.processors.core.methods.estimators import Advantages, Trajectory, TurnReward
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.processors.core.samples import samples
-from turnlog.processors.core.spine import Spine
-from turnlog.processors.core.supply import Supply, output_tokens
-from turnlog.processors.core.trajectories import Credit, acted_on, own_reward, trajectory
 from turnlog.schemas.events import (
     Event,
+    GroupEmitted,
     GroupScored,
     GroupStatus,
     MaskReason,
@@ -28,6 +29,7 @@ from turnlog.schemas.ids import digest
 
 VALID = frozenset({Outcome.completed, Outcome.truncated, Outcome.agent_error})
 """Outcomes of an agent that lived to its end; every other one is a failure of ours and no reward 0."""
+NEVER_ACTED_ON = frozenset({MaskReason.aborted, MaskReason.undelivered})
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ def excluded(tree: SessionTree, rules: FoldRules) -> str | None:
         return MaskReason.refused.value
     if finish.outcome not in VALID or (finish.outcome is Outcome.truncated and rules.truncated == "exclude"):
         return finish.outcome.value
-    return "verifier_failure" if _reward(tree, rules) is None else None
+    return "verifier_failure" if own_reward(tree, rules) is None else None
 
 
 def settle(purpose: Purpose, trajectories: Sequence[Trajectory], rules: FoldRules) -> Settlement:
@@ -74,7 +76,7 @@ def score(
     group_id: str,
     floor: int,
     spine: Spine,
-    supplies: Mapping[str, Supply],
+    records: Mapping[str, SessionRecords],
     trees: Mapping[str, SessionTree],
     rules: FoldRules,
 ) -> list[Event]:
@@ -112,17 +114,13 @@ def score(
         status=settlement.status,
         reason=settlement.reason,
         samples=len(outputs),
-        books=_books(group_id, supplies, trees, set(worth), settlement.status),
+        books=_books(group_id, records, trees, set(worth), settlement.status),
         fold_version=rules.version.name,
         settings_sha256=rules.settings_sha256,
         group_filters=tuple(chosen.label for chosen in rules.filters),
         reward_transforms=tuple(chosen.label for chosen in transforms),
     )
     return [*outputs, scored]
-
-
-def _reward(tree: SessionTree, rules: FoldRules) -> float | None:
-    return own_reward(tree, rules)
 
 
 def _credits(valid: Sequence[SessionTree], settlement: Settlement, rules: FoldRules) -> dict[str, Credit]:
@@ -132,7 +130,7 @@ def _credits(valid: Sequence[SessionTree], settlement: Settlement, rules: FoldRu
         return {}
     worth: dict[str, Credit] = {}
     for index, tree in enumerate(valid):
-        reward = _reward(tree, rules)
+        reward = own_reward(tree, rules)
         assert reward is not None
         turns = advantages.per_turn
         per_turn = {} if turns is None else dict(zip(acted_on(tree), turns[index], strict=True))
@@ -157,7 +155,7 @@ def _rollout_score(
         rollout_id=session.started.rollout_id,
         session_id=session.session_id,
         outcome=session.finish.outcome,
-        reward=_reward(tree, rules),
+        reward=own_reward(tree, rules),
         advantage=credit.advantage if credit is not None else None,
         excluded_reason=reason,
     )
@@ -165,7 +163,7 @@ def _rollout_score(
 
 def _books(
     group_id: str,
-    supplies: Mapping[str, Supply],
+    records: Mapping[str, SessionRecords],
     trees: Mapping[str, SessionTree],
     trained: set[str],
     status: GroupStatus,
@@ -177,10 +175,10 @@ def _books(
     """
     end = max((tree.end for tree in trees.values()), default=-1)
     ledger, sampled = Ledger(), 0
-    for session_id, supply in supplies.items():
-        sampled += sum(output_tokens(snapshot) for snapshot in supply.snapshots.values() if snapshot.offset <= end)
+    for session_id, own in records.items():
+        sampled += sum(output_tokens(snapshot) for snapshot in own.snapshots.values() if snapshot.offset <= end)
         if session_id not in trees:
-            late = sum(output_tokens(snapshot) for snapshot in supply.snapshots.values() if snapshot.offset <= end)
+            late = sum(output_tokens(snapshot) for snapshot in own.snapshots.values() if snapshot.offset <= end)
             ledger.enter(late, MaskReason.discarded_group if status is not GroupStatus.trained else MaskReason.late)
             continue
         for count, reason in trees[session_id].entries(end):
@@ -195,3 +193,75 @@ def _final(tree: SessionTree, reason: MaskReason | None, trained: bool, status: 
     if tree.refused:
         return MaskReason.refused
     return reason if trained else MaskReason.excluded_outcome
+
+
+def own_reward(tree: SessionTree, rules: FoldRules) -> float | None:
+    """The verdict; of an estimator by steps, the sum of what the turns of a session earned that expects no verdict;
+    None for neither. A failed verdict is none, whatever the steps earned.
+    """
+    session = tree.session
+    assert session.finish is not None
+    if session.verdict is not None or session.finish.expects.reward or not rules.formula.by_steps:
+        return session.reward
+    steps = session.steps
+    if rules.version.steps_need_named_turns:
+        steps = {turn: steps[turn] for turn in (tree.turns[order].id for order in acted_on(tree)) if turn in steps}
+    given = [value for value in steps.values() if value is not None]
+    return math.fsum(given) if given else None
+
+
+def acted_on(tree: SessionTree) -> tuple[int, ...]:
+    """Orders of the turns that the agent acted on: what is aborted or undelivered earns nothing and costs nothing."""
+    return tuple(order for order in range(len(tree.turns)) if tree.masked.get(order) not in NEVER_ACTED_ON)
+
+
+def trajectory(tree: SessionTree, transforms: Sequence[ChosenTransform]) -> Trajectory:
+    """A valid session as its estimator sees it. A turn without a step reward has 0. Raises BrokenMethod."""
+    session, main = tree.session, tree.lineages.main
+    steps = session.steps
+    turns = tuple(
+        TurnReward(_transformed(steps.get(tree.turns[order].id), transforms), tree.lineages.of[order] == main)
+        for order in acted_on(tree)
+    )
+    verdict = session.reward
+    if verdict is None:
+        return Trajectory(math.fsum(turn.reward for turn in turns), 0.0, turns)
+    final = _transformed(verdict, transforms)
+    return Trajectory(final, final, turns)
+
+
+def _transformed(reward: float | None, transforms: Sequence[ChosenTransform]) -> float:
+    if reward is None:
+        return 0.0
+    for transform in transforms:
+        reward = transform(reward)
+    return reward
+
+
+def with_figures(outputs: Iterable[Event]) -> Iterator[Event]:
+    """What a group gives, each score with its figures behind it where its fold version has them."""
+    for output in outputs:
+        yield output
+        if isinstance(output, GroupScored):
+            yield from figures(output)
+
+
+def figures(scored: GroupScored) -> tuple[GroupEmitted, ...]:
+    """What goes out with a score, in its transaction; nothing under a fold version that has none."""
+    if not fold_version(scored.fold_version).group_scores:
+        return ()
+    return (
+        GroupEmitted(
+            event_id=digest("GroupEmitted", scored.group_id),
+            run_id=scored.run_id,
+            group_id=scored.group_id,
+            floor=scored.floor,
+            purpose=scored.purpose,
+            status=scored.status,
+            reason=scored.reason,
+            samples=scored.samples,
+            books=scored.books,
+            fold_version=scored.fold_version,
+            settings_sha256=scored.settings_sha256,
+        ),
+    )

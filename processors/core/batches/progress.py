@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable
 
-from turnlog.processors.core.weight_chain import HeldVersion, WeightChain
+from turnlog.processors.core.batches.weight_chain import HeldVersion, WeightChain
 from turnlog.schemas.events import (
     BatchSample,
     BatchSkipped,

@@ -17,7 +17,6 @@ from turnlog.processors.core.errors import (
     UnknownTurn,
 )
 from turnlog.processors.core.fold_versions import FoldVersion
-from turnlog.processors.core.tenure import Tenure
 from turnlog.schemas.events import (
     Event,
     GroupClosed,
@@ -43,6 +42,26 @@ class Verdict:
 
     value: float | None
     refused: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Tenure:
+    """Which epoch of a session is current, and which finish counts: who may end it. Its records come in offset order of
+    agent.sessions."""
+
+    epochs: list[str] = field(default_factory=list)
+    """Named by the event_id of the SessionStarted or SessionAdopted that opened them; the last one is current."""
+    finish: SessionFinished | None = None
+    """The first that counts."""
+
+    def open_epoch(self, event_id: str) -> None:
+        """A start or an adoption; a repeat of either opens nothing."""
+        if event_id not in self.epochs:
+            self.epochs.append(event_id)
+
+    def counts(self, event: SessionFinished) -> bool:
+        """Whether it ends the session: the first finish of the latest epoch opened before it. A zombie's does not."""
+        return self.finish is None and bool(self.epochs) and event.epoch == self.epochs[-1]
 
 
 @dataclass(slots=True)
@@ -102,7 +121,7 @@ class Spine:
         """Sessions that settled before the group did, in that order."""
         self.members: tuple[str, ...] | None = None
         """Of the settled group: one session per rollout."""
-        self.vouched: frozenset[str] | None = None
+        self.named_by_reaper: frozenset[str] | None = None
         """Set by the reaper's close: the group waits for no other session's records, since some will never come."""
         self.last = -1
         """Offset of the group's latest record."""
@@ -152,7 +171,7 @@ class Spine:
         """Canonical comparable value."""
         return (
             tuple(session.key() for session in self.sessions.values()), self.task and self.task.event_id,
-            tuple(self.settled), self.members, self.vouched, self.last,
+            tuple(self.settled), self.members, self.named_by_reaper, self.last,
         )  # fmt: skip
 
     def _apply(self, session: Session, event: Any) -> None:
@@ -232,9 +251,9 @@ class Spine:
         """Settle, unless settled; a close by the reaper also says which sessions' turns are all on the log."""
         if self.members is None:
             self.members = self._named(event.members)
-        if event.reason in REAPED and self.vouched is None:
-            self.vouched = frozenset(event.members)
-            self.members = tuple(member for member in self.members if member in self.vouched)
+        if event.reason in REAPED and self.named_by_reaper is None:
+            self.named_by_reaper = frozenset(event.members)
+            self.members = tuple(member for member in self.members if member in self.named_by_reaper)
 
     def _named(self, named: tuple[str, ...]) -> tuple[str, ...]:
         """The named sessions that are settled; of a rollout's several, the final one, else the latest."""

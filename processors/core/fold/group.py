@@ -6,13 +6,15 @@ same outputs, and records that come again change nothing.
 
 from __future__ import annotations
 
-from turnlog.processors.core.assembly import SessionTree, assemble, named_turns, tree_event
-from turnlog.processors.core.dialogues import Dialogues
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
 from turnlog.processors.core.errors import FoldError, MisplacedRecord
+from turnlog.processors.core.fold.session import SessionRecords, SessionTree, assemble, named_turns, tree_event
+from turnlog.processors.core.fold.settlement import score
+from turnlog.processors.core.fold.spine import Spine
+from turnlog.processors.core.messages import Dialogues
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.processors.core.settlement import score
-from turnlog.processors.core.spine import Spine
-from turnlog.processors.core.supply import Supply
 from turnlog.processors.core.turns import TurnKey, key_of
 from turnlog.schemas.events import Event, TokenSnapshot, TurnCompleted
 from turnlog.schemas.topics import SESSIONS, SNAPSHOTS, TURNS
@@ -34,7 +36,7 @@ class GroupFold:
         self._rules = rules
         self._last: dict[str, int] = {}
         self._spine = Spine(rules.version)
-        self._supplies: dict[str, Supply] = {}
+        self._records: dict[str, SessionRecords] = {}
         self._listens = rules.cutting.needs_messages
         self._dialogues: dict[str, Dialogues] = {}
         """Of sessions, if the policy needs messages."""
@@ -70,7 +72,7 @@ class GroupFold:
         """Canonical comparable value of the whole state."""
         return (
             self.group_id, self.floor, tuple(sorted(self.first.items())), tuple(sorted(self._last.items())),
-            self._spine.key(), tuple(sorted((session, supply.key()) for session, supply in self._supplies.items())),
+            self._spine.key(), tuple(sorted((session, own.key()) for session, own in self._records.items())),
             tuple(sorted(self._trees)), self.complete,
         )  # fmt: skip
 
@@ -84,7 +86,7 @@ class GroupFold:
                 self._got(topic, event)
         elif topic == SNAPSHOTS.name and isinstance(event, TokenSnapshot):
             try:
-                self._supply(event.session_id).add_snapshot(offset, event)
+                self._of(event.session_id).add_snapshot(offset, event)
             finally:
                 self._got(topic, event)
         else:
@@ -101,31 +103,31 @@ class GroupFold:
                 self._waiting[session_id] = self._needs(session_id)
 
     def _needs(self, session_id: str) -> set[Need]:
-        supply, turns = self._supply(session_id), named_turns(self._spine.sessions[session_id])
+        records, turns = self._of(session_id), named_turns(self._spine.sessions[session_id])
         named = [key_of(turn) for turn in turns]
-        completed = {(TURNS.name, turn) for turn in named if turn not in supply.kinships}
-        return completed | {(SNAPSHOTS.name, turn) for turn in named if turn not in supply.snapshots}
+        completed = {(TURNS.name, turn) for turn in named if turn not in records.kinships}
+        return completed | {(SNAPSHOTS.name, turn) for turn in named if turn not in records.snapshots}
 
-    def _supply(self, session_id: str) -> Supply:
-        supply = self._supplies.get(session_id)
-        if supply is None:
-            supply = self._supplies[session_id] = Supply()
-        return supply
+    def _of(self, session_id: str) -> SessionRecords:
+        records = self._records.get(session_id)
+        if records is None:
+            records = self._records[session_id] = SessionRecords()
+        return records
 
     def _add_turn(self, event: TurnCompleted) -> None:
         """Kinship, and messages if the policy needs them; what either refuses is refused as a whole."""
-        supply = self._supply(event.session_id)
+        records = self._of(event.session_id)
         if not self._listens:
-            supply.add_turn(event)
+            records.add_turn(event)
             return
         turn = key_of(event.turn)
-        known = turn in supply.kinships
-        supply.add_turn(event)
+        known = turn in records.kinships
+        records.add_turn(event)
         if not known:
             try:
                 self._dialogues.setdefault(event.session_id, Dialogues()).add(event)
             except FoldError:
-                supply.kinships[turn] = None
+                records.kinships[turn] = None
                 raise
 
     def _got(self, topic: str, event: TurnCompleted | TokenSnapshot) -> None:
@@ -137,21 +139,63 @@ class GroupFold:
         if not self._waiting and self._spine.members is None:
             return []
         outputs: list[Event] = []
-        if self._spine.vouched is not None:
-            self._waiting = {s: needs for s, needs in self._waiting.items() if s in self._spine.vouched}
+        if self._spine.named_by_reaper is not None:
+            self._waiting = {s: needs for s, needs in self._waiting.items() if s in self._spine.named_by_reaper}
         for session_id in [session for session, needs in self._waiting.items() if not needs]:
             del self._waiting[session_id]
             dialogues = self._dialogues.get(session_id)
-            tree = assemble(self._spine.sessions[session_id], self._supply(session_id), self._rules, dialogues)
+            tree = assemble(self._spine.sessions[session_id], self._of(session_id), self._rules, dialogues)
             self._trees[session_id] = tree
             outputs.append(tree_event(self.group_id, tree, self._rules))
         if self._spine.members is not None and not self._waiting:
-            vouched = self._spine.vouched
-            trees = {s: tree for s, tree in self._trees.items() if vouched is None or s in vouched}
-            outputs += score(self.group_id, self._floor(), self._spine, self._supplies, trees, self._rules)
+            named = self._spine.named_by_reaper
+            trees = {s: tree for s, tree in self._trees.items() if named is None or s in named}
+            outputs += score(self.group_id, self._floor(), self._spine, self._records, trees, self._rules)
             self.complete = True
         return outputs
 
     def _floor(self) -> int:
         """As the spine's first start says it: whichever topic is read first, the score is the same."""
         return self._spine.task.floor if self._spine.task else self.floor
+
+
+Recorded = tuple[str, int, int, Event]
+"""(topic, partition, offset, event), payloads inline."""
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What a recorded history folds to."""
+
+    outputs: list[Event] = field(default_factory=list)
+    """Each event_id once: group by group in order of completion where the records of a group lie together."""
+    refused: list[tuple[str, int, int, FoldError]] = field(default_factory=list)
+    """(topic, partition, offset, error) of what a stream would have parked."""
+    open: dict[str, GroupFold] = field(default_factory=dict)
+    """Groups that the history does not complete."""
+
+
+def fold_history(records: Iterable[Recorded], rules: FoldRules) -> History:
+    """Fold records, those of one topic and partition in offset order, topics interleaved in any way."""
+    history = History()
+    done: set[str] = set()
+    for topic, partition, offset, event in records:
+        if event.group_id in done:
+            continue
+        group = history.open.get(event.group_id)
+        if group is None:
+            group = history.open[event.group_id] = GroupFold(event.group_id, event.floor, rules)
+        try:
+            history.outputs.extend(group.apply(topic, offset, event))
+        except FoldError as refusal:
+            history.outputs.extend(refusal.outputs)
+            history.refused.append((topic, partition, offset, refusal))
+        if group.complete:
+            done.add(event.group_id)
+            del history.open[event.group_id]
+    return history
+
+
+def offline(records: Iterable[Recorded], rules: FoldRules) -> list[Event]:
+    """The outputs of a recorded history, each event_id once."""
+    return fold_history(records, rules).outputs

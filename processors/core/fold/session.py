@@ -1,27 +1,38 @@
-"""A settled session with its supply becomes a tree: turns, lineages, segments, and why each turn is masked."""
+"""A settled session with its records becomes a tree: turns, lineages, segments, and why each turn is masked."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 from turnlog.processors.core.books import Ledger
-from turnlog.processors.core.dialogues import Dialogues
+from turnlog.processors.core.errors import FoldError
+from turnlog.processors.core.fold.spine import Session
 from turnlog.processors.core.lineages import MAIN, SIDE_CALL, SUB_AGENT, Lineages, Turn, lineages
+from turnlog.processors.core.messages import Dialogues
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.processors.core.methods.segments import Segments
-from turnlog.processors.core.spine import Session
-from turnlog.processors.core.supply import Supply, output_tokens
-from turnlog.processors.core.turns import Tokens, TurnKey, key_of
+from turnlog.processors.core.turns import (
+    Kinship,
+    RefusedTokens,
+    Tokens,
+    TurnKey,
+    key_of,
+    kinship,
+    refused_tokens,
+    tokens,
+)
 from turnlog.schemas.construction import constructor
 from turnlog.schemas.events import (
     MaskReason,
     Outcome,
+    TokenSnapshot,
     TreeBooks,
     TreeLineage,
     TreeNode,
     TreeSegment,
+    TurnCompleted,
     TurnTreeAssembled,
 )
 from turnlog.schemas.ids import digest
@@ -37,7 +48,7 @@ class SessionTree:
     """One session, assembled. A refused session has no turns and no segments."""
 
     session: Session
-    supply: Supply
+    records: SessionRecords
     turns: tuple[Turn, ...]
     """In order of (epoch, index)."""
     lineages: Lineages
@@ -60,7 +71,7 @@ class SessionTree:
         assert self.session.finish is not None
         named = {key_of(turn.id): self.masked.get(order) for order, turn in enumerate(self.turns)}
         undelivered = {key_of(turn) for turn in self.session.finish.undelivered}
-        for turn, snapshot in self.supply.snapshots.items():
+        for turn, snapshot in self.records.snapshots.items():
             if snapshot.offset > end:
                 continue
             reason: MaskReason | None
@@ -85,18 +96,20 @@ def named_turns(session: Session) -> tuple[TurnId, ...]:
     return tuple(named[key] for key in sorted(named))
 
 
-def assemble(session: Session, supply: Supply, rules: FoldRules, dialogues: Dialogues | None = None) -> SessionTree:
+def assemble(
+    session: Session, records: SessionRecords, rules: FoldRules, dialogues: Dialogues | None = None
+) -> SessionTree:
     """The tree of a settled session whose named turns have both records, by the policy of `rules`."""
     named = named_turns(session)
     keys = [key_of(turn) for turn in named]
-    refused = session.refused or supply.refused(keys)
-    turns = () if refused else tuple(map(partial(_turn, supply, dialogues), named, keys))
+    refused = session.refused or records.refused(keys)
+    turns = () if refused else tuple(map(partial(_turn, records, dialogues), named, keys))
     tree = lineages(turns)
     assert session.finish is not None
     undelivered = {key_of(turn) for turn in session.finish.undelivered}
     segments = rules.cutting.cut(turns, tree, undelivered, rules)
     masked = dict(segments.masked) | _masked(session.finish.outcome, tree, segments, rules)
-    return SessionTree(session, supply, turns, tree, segments, masked, refused, supply.end(keys))
+    return SessionTree(session, records, turns, tree, segments, masked, refused, records.end(keys))
 
 
 def tree_event(group_id: str, tree: SessionTree, rules: FoldRules) -> TurnTreeAssembled:
@@ -123,8 +136,8 @@ def tree_event(group_id: str, tree: SessionTree, rules: FoldRules) -> TurnTreeAs
     )
 
 
-def _turn(supply: Supply, dialogues: Dialogues | None, turn: TurnId, key: TurnKey) -> Turn:
-    tokens, kinship = supply.snapshots[key], supply.kinships[key]
+def _turn(records: SessionRecords, dialogues: Dialogues | None, turn: TurnId, key: TurnKey) -> Turn:
+    tokens, kinship = records.snapshots[key], records.kinships[key]
     assert isinstance(tokens, Tokens)
     assert kinship is not None
     return make_turn(turn, tokens, kinship, None if dialogues is None else dialogues[key])
@@ -169,3 +182,64 @@ def _books(tree: SessionTree) -> TreeBooks:
         if reason is not None:
             ledger.enter(count, reason)
     return ledger.close(f"session {tree.session.session_id}", sampled)
+
+
+class SessionRecords:
+    """Data of one session. Each topic alone, in its own order, decides what stands here."""
+
+    def __init__(self) -> None:
+        self.kinships: dict[TurnKey, Kinship | None] = {}
+        """None: refused."""
+        self.snapshots: dict[TurnKey, Tokens | RefusedTokens] = {}
+        self._epochs: dict[str, str] = {}
+
+    def add_turn(self, event: TurnCompleted) -> None:
+        """Keep the first record of a turn. Raises BaseNotBefore after keeping it as refused."""
+        turn = self._key(event.turn)
+        if turn not in self.kinships:
+            self.kinships[turn] = None
+            self.kinships[turn] = kinship(event)
+
+    def add_snapshot(self, offset: int, event: TokenSnapshot) -> None:
+        """Keep the first record of a turn. Raises SnapshotError after keeping it as refused."""
+        turn = self._key(event.turn)
+        if turn in self.snapshots:
+            return
+        parent = self.snapshots.get(key_of(event.parent_turn)) if event.parent_turn is not None else None
+        try:
+            self.snapshots[turn] = tokens(event, offset, parent if isinstance(parent, Tokens) else None)
+        except FoldError:
+            self.snapshots[turn] = refused_tokens(event, offset)
+            raise
+
+    def refused(self, named: Iterable[TurnKey]) -> bool:
+        """Whether a record of a named turn was refused."""
+        return any(self.kinships[turn] is None or isinstance(self.snapshots[turn], RefusedTokens) for turn in named)
+
+    def end(self, named: Iterable[TurnKey]) -> int:
+        """Highest snapshot offset of the named turns, -1 for none.
+
+        What stands at or below it has been read whenever the named turns are supplied, whatever the order of topics.
+        """
+        return max((self.snapshots[turn].offset for turn in named), default=-1)
+
+    def key(self) -> object:
+        """Canonical comparable value."""
+        return (
+            tuple(sorted((turn, repr(kin)) for turn, kin in self.kinships.items())),
+            tuple(sorted(_snapshot_key(turn, snapshot) for turn, snapshot in self.snapshots.items())),
+        )
+
+    def _key(self, turn: TurnId) -> TurnKey:
+        """A key on one copy of its epoch's name: thousands of turns share it."""
+        return self._epochs.setdefault(turn.epoch, turn.epoch), turn.index
+
+
+def output_tokens(snapshot: Tokens | RefusedTokens) -> int:
+    """How many tokens the turn sampled."""
+    return len(snapshot.output) if isinstance(snapshot, Tokens) else snapshot.output_tokens
+
+
+def _snapshot_key(turn: TurnKey, snapshot: Tokens | RefusedTokens) -> tuple[TurnKey, int, int, str]:
+    about = snapshot.prompt_sha256 if isinstance(snapshot, Tokens) else "refused"
+    return turn, snapshot.offset, output_tokens(snapshot), about

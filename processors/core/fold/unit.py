@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from turnlog.processors.core.errors import FoldDefect, FoldError
-from turnlog.processors.core.group_scores import with_figures
-from turnlog.processors.core.low_water import Done, FoldFactory, LowWater, Marks
+from turnlog.processors.core.fold.low_water import Done, FoldFactory, LowWater, Marks
+from turnlog.processors.core.fold.settlement import with_figures
 from turnlog.schemas.errors import UndecodableRecord
 from turnlog.schemas.events import Event, GroupScored, TokenSnapshot, TurnCompleted, TurnTreeAssembled
 from turnlog.schemas.topics import SAMPLES, SESSIONS, SNAPSHOTS, TOPIC_OF, TREES, TURNS

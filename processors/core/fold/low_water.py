@@ -197,8 +197,8 @@ class Done:
 class LowWater:
     """The groups of one unit and its marks.
 
-    Per record: `pass_over` or `open_group`, then the caller folds; per transaction: `..._stands` for each output, then
-    `advance` for the marks to commit with it. Nothing may be committed while `refolding`.
+    Per record: `pass_over` or `open_group`, then the caller folds; per transaction: `note_tree` or `note_score` for
+    each output, then `advance` for the marks to commit with it. Nothing may be committed while `refolding`.
     """
 
     def __init__(self, marks: Marks, done: Done, factory: FoldFactory, *, spine: str, horizon_records: int) -> None:
@@ -261,12 +261,12 @@ class LowWater:
         self._done.score(group, floor, None)
         self._stale_trees = True
 
-    def tree_stands(self, session: str, offset: int) -> None:
+    def note_tree(self, session: str, offset: int) -> None:
         """Where the tree stands in its topic, at least. Nothing is noted for one that is forgotten."""
         if session in self._done.trees:
             self._done.trees[session] = offset
 
-    def score_stands(self, group: str, offset: int) -> None:
+    def note_score(self, group: str, offset: int) -> None:
         """Where the score stands in its topic, at least; scores stand in the order of `close`. Nothing is noted for a
         group that is forgotten."""
         if group in self._done.scores:

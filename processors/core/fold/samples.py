@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from turnlog.processors.core.assembly import SessionTree
 from turnlog.processors.core.experts import LAYOUTS_DIFFER, WITHOUT_ROWS, own_rows
+from turnlog.processors.core.fold.session import SessionTree
 from turnlog.processors.core.lineages import Turn
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.processors.core.trajectories import Credit
 from turnlog.processors.core.turns import Tokens
 from turnlog.schemas.events import ExpertRows, SampleSpan, SegmentSample
 from turnlog.schemas.ids import digest, sample_id
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """What a valid trajectory is worth, as its samples say it."""
+
+    reward: float
+    """As the verifiers said it, before any transform."""
+    advantage: float
+    per_turn: Mapping[int, float] = field(default_factory=dict)
+    """By turn order; the others carry `advantage`."""
 
 
 def samples(group_id: str, tree: SessionTree, credit: Credit, rules: FoldRules) -> Iterator[SegmentSample]:

@@ -1,0 +1,439 @@
+"""The books on every level: per session, group, batch and run, from the records of a run; and where they disagree.
+
+The fold counts while it folds, the batcher while it forms. Here the same is said again from the records alone, so that
+one which disagrees with the others is found and named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from turnlog.processors.core.books import LEVELS, Account, Imbalance, run_books, total
+from turnlog.processors.core.errors import FoldError
+from turnlog.processors.core.fold.session import named_turns
+from turnlog.processors.core.fold.spine import Spine
+from turnlog.processors.core.fold_versions import FoldVersion
+from turnlog.processors.core.turns import TurnKey, key_of
+from turnlog.schemas.events import (
+    BatchSample,
+    BatchSkipped,
+    DeadLetter,
+    DroppedSample,
+    Event,
+    GroupScored,
+    GroupStatus,
+    MaskReason,
+    SampleBatchFormed,
+    SegmentSample,
+    StepCompleted,
+    TokenSnapshot,
+    TreeBooks,
+    TurnTreeAssembled,
+    sampled_tokens,
+)
+from turnlog.schemas.topics import DEAD_LETTERS, SESSIONS
+
+FIRST = DEAD_LETTERS
+"""Must be read before the others: what was parked was folded as refused, or not at all."""
+NOT_FOLDED = frozenset({"KeyMismatch", "WrongTopic", "RecordSkipped"})
+"""Causes of dead letters whose record no fold saw."""
+BEHIND = sys.maxsize
+"""The place of a snapshot that no fold saw: behind the end of its group, so late."""
+
+
+@dataclass(frozen=True, slots=True)
+class Books:
+    """Accounts by level and id, and every disagreement."""
+
+    levels: dict[str, dict[str, Account]]
+    """Level -> id -> account; batches by index, the run under its own id."""
+    imbalances: tuple[Imbalance, ...]
+
+    @property
+    def balance(self) -> bool:
+        """No records disagree, every account balances."""
+        return not self.imbalances
+
+
+@dataclass(slots=True)
+class Ledgers:
+    """Feed every record, each topic in offset order and dead letters first; then `close`."""
+
+    run_id: str
+    max_tokens: int
+    """[batcher] max_tokens of the run."""
+    version: FoldVersion
+    """Of the run."""
+    _groups: dict[str, GroupRecords] = field(default_factory=dict)
+    _samples: dict[str, SampleTokens] = field(default_factory=dict)
+    _manifests: dict[int, Manifest] = field(default_factory=dict)
+    _steps: dict[int, StepCompleted] = field(default_factory=dict)
+    _parked: dict[tuple[str, int, int], str] = field(default_factory=dict)
+
+    def add(self, topic: str, partition: int, offset: int, event: Event) -> None:
+        """Take one record; those that come again change nothing."""
+        cause = self._parked.get((topic, partition, offset))
+        if isinstance(event, DeadLetter):
+            self._parked[event.topic, event.partition, event.offset] = event.cause
+        elif topic == SESSIONS.name:
+            if cause not in NOT_FOLDED:
+                with contextlib.suppress(FoldError):  # parked by the assembler; the spine has folded it as refused
+                    self._group(event.group_id).spine.fold(offset, event)
+        elif isinstance(event, TokenSnapshot):
+            turns = self._group(event.group_id).turns.setdefault(event.session_id, {})
+            tokens = sampled_tokens(event)
+            place = BEHIND if cause in NOT_FOLDED else offset
+            turns.setdefault(key_of(event.turn), Sampled(place, tokens, cause is not None))
+        elif isinstance(event, TurnTreeAssembled):
+            self._group(event.group_id).trees[event.session_id] = Tree.of(event)
+        else:
+            self._add_output(event)
+
+    def _add_output(self, event: Event) -> None:
+        match event:
+            case SegmentSample() if event.sample_id not in self._samples:
+                tokens = self._samples[event.sample_id] = SampleTokens.of(event, self.max_tokens)
+                held = self._group(event.group_id).samples
+                held[event.session_id] = held.get(event.session_id, 0) + tokens.trained
+            case GroupScored():
+                self._group(event.group_id).score = event
+            case SampleBatchFormed() | BatchSkipped():
+                self._manifests.setdefault(event.batch_index, event)
+            case StepCompleted():
+                known = self._steps.get(event.batch_index)
+                if known is None or known.incarnation <= event.incarnation:
+                    self._steps[event.batch_index] = event
+
+    def _group(self, group_id: str) -> GroupRecords:
+        return self._groups.setdefault(group_id, GroupRecords(Spine(self.version)))
+
+    def run_books(self) -> Account:
+        """The run's total as `turnlog report` counts it, from fewer records."""
+        sampled = {name: sum(turn.tokens for turns in group.turns.values() for turn in turns.values())
+                   for name, group in self._groups.items() if group.turns}  # fmt: skip
+        scored = [group.score for group in self._groups.values() if group.score is not None]
+        return run_books(sampled, scored, self._manifests.values(), self._steps.values())
+
+    def close(self) -> Books:
+        """Every account, and every disagreement between records."""
+        draws = drawn(self._samples, list(self._manifests.values()), self._steps)
+        by_session: dict[str, list[str]] = {}
+        for name, sample in self._samples.items():
+            by_session.setdefault(sample.session_id, []).append(name)
+        sessions: dict[str, Account] = {}
+        groups: dict[str, Account] = {}
+        found: list[Imbalance] = []
+        for group_id, group in self._groups.items():
+            own = group.sessions()
+            found += group.imbalances(group_id, own)
+            for session, account in own.items():
+                if account.trained:
+                    self._settle(account, by_session.get(session, []), draws)
+            sessions |= own
+            groups[group_id] = total(own.values())
+        batches = {str(index): draws.batches[index] for index in sorted(draws.batches)}
+        run = total(groups.values())
+        levels = dict(zip(LEVELS, (sessions, groups, batches, {self.run_id: run}), strict=True))
+        found += [*draws.imbalances, *_unbalanced(levels), *self._check_run(run)]
+        return Books(levels, tuple(sorted(found, key=lambda entry: LEVELS.index(entry.level))))
+
+    def _settle(self, account: Account, samples: list[str], draws: Draws) -> None:
+        """Replace what samples held for training by what became of it."""
+        account.trained = 0
+        for name in samples:
+            fate = draws.fates.get(name)
+            if fate is not None:
+                account.trained += fate.trained
+                account.mask(fate.masked)
+            elif self._samples[name].group_id not in draws.groups:
+                account.mask({MaskReason.unused.value: self._samples[name].trained})
+
+    def _check_run(self, run: Account) -> list[Imbalance]:
+        whole = self.run_books()
+        said = (whole.sampled, whole.trained, Counter(whole.masked))
+        if said == (run.sampled, run.trained, run.masked):
+            return []
+        says = (f"scores, manifests and steps add up to {whole.trained} trained and {whole.masked} masked, "
+                f"its sessions to {run.trained} and {dict(sorted(run.masked.items()))}")  # fmt: skip
+        return [Imbalance("run", self.run_id, says)]
+
+
+def _unbalanced(levels: dict[str, dict[str, Account]]) -> list[Imbalance]:
+    return [
+        Imbalance(level, name, f"{account.missing} of {account.sampled} sampled tokens are neither trained nor masked")
+        for level, accounts in levels.items()
+        for name, account in accounts.items()
+        if not account.balance
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One turn's output on the log."""
+
+    offset: int
+    tokens: int
+    refused: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """What is kept of a TurnTreeAssembled: a run has many, and their nodes are large."""
+
+    books: TreeBooks
+    bare: bool
+    """Without nodes: of a session that names no turn, or of one that was refused."""
+
+    @classmethod
+    def of(cls, event: TurnTreeAssembled) -> Tree:
+        """Of the record."""
+        return cls(event.books, not event.nodes)
+
+
+@dataclass(slots=True)
+class GroupRecords:
+    """What the topics say of one group."""
+
+    spine: Spine
+    turns: dict[str, dict[TurnKey, Sampled]] = field(default_factory=dict)
+    """Session -> its turns; the first snapshot of a turn counts."""
+    trees: dict[str, Tree] = field(default_factory=dict)
+    score: GroupScored | None = None
+    samples: dict[str, int] = field(default_factory=dict)
+    """Session -> tokens that its samples mark as trained."""
+
+    def sessions(self) -> dict[str, Account]:
+        """Per session: what its samples hold for training, and what the group masks."""
+        end = max((self._end(session) for session in self._scored()), default=-1)
+        return {session: self._account(session, end) for session in self.turns}
+
+    def imbalances(self, group_id: str, accounts: dict[str, Account]) -> list[Imbalance]:
+        """What trees, samples and score say differently from `accounts`."""
+        found: list[Imbalance] = []
+        for session, tree in self.trees.items():
+            end = self._end(session)
+            held = sum(turn.tokens for turn in self.turns.get(session, {}).values() if turn.offset <= end)
+            books = tree.books
+            if held != books.sampled:
+                says = f"its tree counts {books.sampled} sampled tokens, the snapshots hold {held}"
+                found.append(Imbalance("session", session, says))
+            if session in self._worth() and self.samples.get(session, 0) != books.trained:
+                says = f"its tree trains {books.trained} tokens, its samples hold {self.samples.get(session, 0)}"
+                found.append(Imbalance("session", session, says))
+        if self.score is None:
+            return found
+        said, summed = self.score.books, total(accounts.values())
+        late = summed.sampled - said.sampled
+        masked = Counter(said.masked) + Counter({MaskReason.late.value: late})
+        if (said.trained, +masked) != (summed.trained, +summed.masked):
+            says = (f"GroupScored trains {said.trained} and masks {dict(sorted(masked.items()))}, its sessions "
+                    f"{summed.trained} and {dict(sorted(summed.masked.items()))}")  # fmt: skip
+            found.append(Imbalance("group", group_id, says))
+        return found
+
+    def _scored(self) -> list[str]:
+        """Sessions that were assembled when the group was scored."""
+        named = self.spine.named_by_reaper
+        return [session for session in self.spine.settled if named is None or session in named]
+
+    def _worth(self) -> set[str]:
+        """Sessions with an advantage."""
+        rollouts = self.score.rollouts if self.score is not None else ()
+        return {rollout.session_id for rollout in rollouts if rollout.advantage is not None}
+
+    def _end(self, session: str) -> int:
+        """Offset of the last snapshot that the session's finish names."""
+        known, turns = self.spine.sessions.get(session), self.turns.get(session, {})
+        if known is None or known.finish is None:
+            return -1
+        named = [key_of(turn) for turn in named_turns(known)]
+        return max((turns[turn].offset for turn in named if turn in turns), default=-1)
+
+    def _account(self, session: str, end: int) -> Account:
+        turns = self.turns[session].values()
+        account = Account(sampled=sum(turn.tokens for turn in turns))
+        if self.score is None:
+            account.mask({MaskReason.unused.value: account.sampled})
+            return account
+        inside = sum(turn.tokens for turn in turns if turn.offset <= end)
+        account.mask({MaskReason.late.value: account.sampled - inside})
+        reason = self._fate(session)
+        if reason is not None:
+            account.mask({reason.value: inside})
+            return account
+        account.trained = self.samples.get(session, 0)
+        if session in self.trees:
+            account.mask(self.trees[session].books.masked)
+        account.mask(self._unnamed(session, end))
+        return account
+
+    def _fate(self, session: str) -> MaskReason | None:
+        """Why the whole session is masked; None if its tree decides."""
+        assert self.score is not None
+        if self.score.status is not GroupStatus.trained:
+            return MaskReason.discarded_group
+        if session not in self._scored():
+            return MaskReason.late
+        if session in self._worth():
+            return None
+        return MaskReason.refused if self._refused(session) else MaskReason.excluded_outcome
+
+    def _refused(self, session: str) -> bool:
+        """By the spine, or since a record of a turn that it names was."""
+        known = self.spine.sessions[session]
+        bare = session in self.trees and self.trees[session].bare
+        return known.refused or (bare and known.finish is not None and bool(known.finish.turns))
+
+    def _unnamed(self, session: str, end: int) -> Counter[str]:
+        """Turns that came after the last one that the session needs, before the end of its group."""
+        finish = self.spine.sessions[session].finish
+        undelivered = {key_of(turn) for turn in finish.undelivered} if finish is not None else set()
+        own, masked = self._end(session), Counter[str]()
+        for key, turn in self.turns[session].items():
+            if own < turn.offset <= end:
+                reason = MaskReason.undelivered if key in undelivered else MaskReason.not_named
+                masked[(MaskReason.refused if turn.refused else reason).value] += turn.tokens
+        return masked
+
+
+CUT, VERSION = MaskReason.length_cut.value, MaskReason.version_mask.value
+Manifest = SampleBatchFormed | BatchSkipped
+
+
+@dataclass(frozen=True, slots=True)
+class SampleTokens:
+    """Tokens that a sample marks as trained, and those of them that lie behind `max_tokens`."""
+
+    group_id: str
+    session_id: str
+    trained: int
+    cut: int
+
+    @classmethod
+    def of(cls, sample: SegmentSample, max_tokens: int) -> SampleTokens:
+        """Counted over its spans."""
+        trained = cut = 0
+        for span in sample.spans:
+            if span.trained:
+                trained += span.length
+                cut += span.length - max(min(span.start + span.length, max_tokens) - span.start, 0)
+        return cls(sample.group_id, sample.session_id, trained, cut)
+
+    def lost(self, left: int) -> Counter[str]:
+        """Reasons of the tokens that the draw took from it when `left` were left: the cut comes first."""
+        gone = self.trained - left
+        return Counter({CUT: min(self.cut, gone), VERSION: gone - min(self.cut, gone)})
+
+
+@dataclass(slots=True)
+class Draws:
+    """The end of every sample that a draw took."""
+
+    fates: dict[str, Account] = field(default_factory=dict)
+    """Sample -> its account; `sampled` is what it marks as trained."""
+    batches: dict[int, Account] = field(default_factory=dict)
+    groups: set[str] = field(default_factory=set)
+    """Groups that a draw took."""
+    imbalances: list[Imbalance] = field(default_factory=list)
+
+
+def drawn(
+    samples: Mapping[str, SampleTokens], manifests: Sequence[Manifest], steps: Mapping[int, StepCompleted]
+) -> Draws:
+    """Follow `manifests` (each batch once). `steps`: by batch, of the incarnation that counts."""
+    draws = Draws()
+    for manifest in manifests:
+        step = steps.get(manifest.batch_index)
+        draws.groups.update(manifest.groups)
+        draws.batches[manifest.batch_index] = _batch(manifest, step)
+        _rows(draws, samples, manifest, step)
+        if isinstance(manifest, SampleBatchFormed):
+            _check_batch(draws, manifest, step)
+    parts: dict[int, list[Manifest]] = {}
+    for manifest in manifests:
+        parts.setdefault(manifest.draw_index, []).append(manifest)
+    for draw in parts.values():
+        _check_draw(draws, samples, draw)
+    for sample_id, sample in samples.items():
+        if sample.group_id in draws.groups and sample_id not in draws.fates:
+            says = f"sample {sample_id} of group {sample.group_id} was taken, and no manifest says what became of it"
+            draws.imbalances.append(Imbalance("session", sample.session_id, says))
+    return draws
+
+
+def _batch(manifest: Manifest, step: StepCompleted | None) -> Account:
+    account = Account()
+    account.mask(manifest.masked)
+    for row in manifest.dropped:
+        account.mask({row.reason: row.sampled_tokens})
+    account.sampled = account.masked.total()
+    if isinstance(manifest, SampleBatchFormed):
+        account.sampled += manifest.trained_tokens
+        masked = Counter(step.masked) if step else Counter({MaskReason.unused.value: manifest.trained_tokens})
+        account.mask(masked)
+        account.trained = manifest.trained_tokens - masked.total()
+    return account
+
+
+def _rows(draws: Draws, samples: Mapping[str, SampleTokens], manifest: Manifest, step: StepCompleted | None) -> None:
+    rows = manifest.samples if isinstance(manifest, SampleBatchFormed) else ()
+    reason = _step_reason(manifest, step)
+    ends = [(row.sample_id, row.trained_tokens, reason) for row in rows]
+    ends += [(row.sample_id, row.sampled_tokens, row.reason) for row in manifest.dropped]
+    for sample_id, left, why in ends:
+        where = str(manifest.batch_index)
+        if sample_id not in samples:
+            draws.imbalances.append(Imbalance("batch", where, f"sample {sample_id} is not on the log"))
+        elif sample_id in draws.fates:
+            draws.imbalances.append(Imbalance("batch", where, f"sample {sample_id} was in an earlier batch already"))
+        else:
+            account = draws.fates[sample_id] = Account(samples[sample_id].trained)
+            account.mask(samples[sample_id].lost(left))
+            if why is None:
+                account.trained = left
+            else:
+                account.mask({why: left})
+
+
+def _step_reason(manifest: Manifest, step: StepCompleted | None) -> str | None:
+    """Why the step trained no token of the batch; None if it trained some: a mask of single tokens names no sample."""
+    if step is None:
+        return MaskReason.unused.value
+    whole = isinstance(manifest, SampleBatchFormed) and sum(step.masked.values()) == manifest.trained_tokens
+    return max(step.masked, key=lambda reason: step.masked[reason]) if whole and step.masked else None
+
+
+def _check_batch(draws: Draws, manifest: SampleBatchFormed, step: StepCompleted | None) -> None:
+    rows = sum(row.trained_tokens for row in manifest.samples)
+    if rows != manifest.trained_tokens:
+        says = f"its manifest trains {manifest.trained_tokens} tokens, its rows {rows}"
+        draws.imbalances.append(Imbalance("batch", str(manifest.batch_index), says))
+    if step is not None and step.trained_tokens != manifest.trained_tokens:
+        says = f"the step counted {step.trained_tokens} trained tokens, its manifest {manifest.trained_tokens}"
+        draws.imbalances.append(Imbalance("batch", str(manifest.batch_index), says))
+
+
+def _check_draw(draws: Draws, samples: Mapping[str, SampleTokens], parts: Sequence[Manifest]) -> None:
+    """The reasons of a draw's manifests are those of its samples; what samples hold is what the draw accounts for."""
+    names = [row.sample_id for part in parts for row in _entries(part) if row.sample_id in samples]
+    lost: Counter[str] = Counter()
+    for name in names:
+        fate = draws.fates[name]
+        lost += Counter({reason: fate.masked[reason] for reason in (CUT, VERSION)})
+    said: Counter[str] = Counter()
+    for part in parts:
+        said += Counter(part.masked)
+        for row in part.dropped:
+            said += Counter({row.reason: row.sampled_tokens} if row.reason in (CUT, VERSION) else {})
+    if said != lost:
+        says = f"draw {parts[0].draw_index} says that it masks {dict(said)}, its samples lost {dict(lost)}"
+        draws.imbalances.append(Imbalance("batch", str(parts[0].batch_index), says))
+
+
+def _entries(manifest: Manifest) -> Iterable[BatchSample | DroppedSample]:
+    rows = manifest.samples if isinstance(manifest, SampleBatchFormed) else ()
+    return (*rows, *manifest.dropped)

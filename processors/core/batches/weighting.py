@@ -1,0 +1,94 @@
+"""Loss weights as integers: each trained token of a row weighs 1 / divisor, and the batch's weights add up to 1.
+
+folds.md 4; prompt-equal as in DAPO-style per-prompt averaging, `constant` as in Dr. GRPO (arXiv 2503.20783).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from turnlog.processors.core.batches.rows import BatchRows
+from turnlog.schemas.events import Weighting
+
+
+class WeightsDoNotAddUp(Exception):
+    """Invariant I5 is broken: a bug. The batch is not published and the batcher ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRow:
+    """What weighting needs of a row: whose it is and how many of its tokens train (at least one)."""
+
+    group_id: str
+    session_id: str
+    trained_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The integers of the manifest, and one divisor per row."""
+
+    prompts: int
+    trajectories: int
+    trained_tokens: int
+    constant_length: int
+    divisors: tuple[int, ...]
+
+
+def weigh(rows: Sequence[LiveRow], weighting: Weighting, constant_length: int) -> Weights:
+    """Divisors of `rows`: prompt P x M_p, trajectory J x M_j, token M, constant J x L.
+
+    P, J and M count what is live in this batch.
+    """
+    per_prompt: Counter[str] = Counter()
+    per_trajectory: Counter[str] = Counter()
+    for row in rows:
+        per_prompt[row.group_id] += row.trained_tokens
+        per_trajectory[row.session_id] += row.trained_tokens
+    prompts, trajectories, trained = len(per_prompt), len(per_trajectory), sum(per_prompt.values())
+    by_row = {
+        Weighting.prompt: [prompts * per_prompt[row.group_id] for row in rows],
+        Weighting.trajectory: [trajectories * per_trajectory[row.session_id] for row in rows],
+        Weighting.token: [trained] * len(rows),
+        Weighting.constant: [trajectories * constant_length] * len(rows),
+    }
+    length = constant_length if weighting is Weighting.constant else 0
+    return Weights(prompts, trajectories, trained, length, tuple(by_row[weighting]))
+
+
+def check_rows(rows: BatchRows, weights: Weights, weighting: Weighting) -> None:
+    """Invariant I5 (and I7) of the columns themselves: what `weigh` was told plays no part.
+
+    Trained tokens are counted in the trained flags, weights are read from weight_divisor. The tokens of one prompt
+    (trajectory; the batch) weigh the same and together 1 / P (1 / J; 1); under `constant` each weighs 1 / (J x L), in
+    all M / (J x L). P, J and M of `weights` are what the columns hold. Raises WeightsDoNotAddUp.
+    """
+    counts = rows.trained_per_row().tolist()
+    if not counts or min(counts) < 1 or int(rows.trained.max()) > 1:
+        raise _broken(weighting, "a row without a trained token, or a trained flag that is neither 0 nor 1")
+    if bool(rows.trained[rows.starts].any()):
+        raise _broken(weighting, "a row trains its first token, which nothing predicts")
+    if int(rows.version_min.min()) < 0:
+        raise _broken(weighting, "a trained token without a weight version")
+    held = (len(set(rows.group_ids)), len(set(rows.session_ids)), sum(counts))
+    told = (weights.prompts, weights.trajectories, weights.trained_tokens)
+    if held != told:
+        raise _broken(weighting, f"the rows hold (P, J, M) = {held}, the manifest would say {told}")
+    owners = {Weighting.prompt: rows.group_ids, Weighting.trajectory: rows.session_ids}.get(weighting)
+    shares: Counter[str] = Counter()
+    divisors: defaultdict[str, set[int]] = defaultdict(set)
+    for owner, count, divisor in zip(owners or [""] * len(rows), counts, rows.weight_divisor.tolist(), strict=True):
+        shares[owner] += count
+        divisors[owner].add(divisor)
+    for owner, count in shares.items():
+        wanted = count * len(shares)
+        if weighting is Weighting.constant:
+            wanted = weights.trajectories * weights.constant_length
+        if divisors[owner] != {wanted}:
+            raise _broken(weighting, f"{owner or 'the batch'} has divisors {divisors[owner]}, wanted {wanted}")
+
+
+def _broken(weighting: Weighting, what: str) -> WeightsDoNotAddUp:
+    return WeightsDoNotAddUp(f"weighting {weighting}: {what}; nothing was published, report this bug")
