@@ -9,8 +9,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from turnlog.infra.registry import HttpRegistry
 from turnlog.infra.role import Role
 from turnlog.infra.runs import claimed
 from turnlog.names import ConsumerGroup
-from turnlog.processors.shells import faust_recovery
+from turnlog.processors.shells import faust_recovery, faust_store
 from turnlog.schemas import topics
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.errors import SchemaError
@@ -41,8 +40,8 @@ from turnlog.settings import Settings
 
 OPEN = "open"
 SESSION_TIMEOUT_S = 6.0
-"""After which a killed worker's successor gets its partitions: the shortest that a broker grants unless it is told
-otherwise (`group.min.session.timeout.ms`)."""
+"""After which a killed worker's partitions go to another: the shortest that a broker grants unless it is told otherwise
+(`group.min.session.timeout.ms`). A successor of the same instance is a static member: it has them at once."""
 LOOK_EVERY_S = 5.0
 
 
@@ -84,12 +83,13 @@ async def _codec(settings: Settings) -> Codec:
 def make_app(settings: Settings, codec: Codec) -> faust.App:
     """The application: three agents, three tables, four pages."""
     faust_recovery.install()
+    instance = os.environ.get("TURNLOG_INSTANCE")
     port = settings.views.port or int(os.environ.get("TURNLOG_HEALTH_PORT", "0"))
     app = faust.App(
         settings.kafka.prefix + ConsumerGroup.VIEWS.format(run=settings.run.id),
         broker=[f"kafka://{address}" for address in settings.kafka.bootstrap.split(",")],
-        store="memory://",
-        datadir=str(Path(settings.run.directory) / "views"),
+        store=faust_store.install(),
+        datadir=str(Path(settings.run.directory) / (instance or "views")),
         topic_partitions=settings.kafka.groups,
         topic_replication_factor=settings.kafka.replication,
         topic_disable_leader=True,
@@ -98,6 +98,7 @@ def make_app(settings: Settings, codec: Codec) -> faust.App:
         broker_commit_interval=0.5,
         broker_session_timeout=SESSION_TIMEOUT_S,
         broker_heartbeat_interval=SESSION_TIMEOUT_S / 3,
+        consumer_group_instance_id=instance,
         web_enabled=bool(port),
         web_host="127.0.0.1",
         web_port=port or 6066,
@@ -169,11 +170,11 @@ def view(event: object) -> tuple[str, dict[str, Any]] | None:
             return None
 
 
-def picture(sessions: Any, steps: Any, versions: Any) -> dict[str, Any]:
-    """What `turnlog status` shows of the run, from the tables."""
+def picture(outcomes: Mapping[str, int], steps: Any, versions: Any) -> dict[str, Any]:
+    """What `turnlog status` shows of the run: sessions by outcome, and of the tables the newest."""
     newest = max(map(int, steps.keys()), default=None)
     return {
-        "sessions": dict(Counter(value["outcome"] for value in sessions.values())),
+        "sessions": dict(outcomes),
         "steps": len(steps),
         "last_step": None if newest is None else {"batch": newest, **steps[str(newest)]},
         "weight_versions": len(versions),
@@ -206,7 +207,7 @@ def _beats(app: faust.App, health: Health, bootstrap: str) -> None:
 
 def _pages(app: faust.App, tables: dict[str, Any], health: Health) -> None:
     async def views(web: Any, request: Any) -> Any:
-        return web.json(picture(tables["sessions"], tables["steps"], tables["versions"]))
+        return web.json(picture(tables["sessions"].data.outcomes(), tables["steps"], tables["versions"]))
 
     async def healthz(web: Any, request: Any) -> Any:
         alive, said = health.living()

@@ -84,9 +84,9 @@ async def write(role: Role, life: int) -> None:
     await asyncio.gather(*[role.events.append(event) for event in events])
 
 
-async def seen(url: str, wanted: dict[str, int], worker: subprocess.Popen[bytes]) -> Any:
+async def seen(url: str, wanted: dict[str, int], worker: subprocess.Popen[bytes], *, within_s: float = 90) -> Any:
     async with httpx.AsyncClient(base_url=url, timeout=2) as http:
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(within_s):
             while True:
                 assert worker.poll() is None, "the views died"
                 try:
@@ -106,11 +106,11 @@ async def come_round(url: str, worker: subprocess.Popen[bytes]) -> None:
             await asyncio.sleep(0.5)
 
 
-@pytest.mark.kafka
-async def test_restarts_with_a_table_to_recover_lose_no_session(live_settings: Settings, tmp_path: Path) -> None:
-    port = free_ports(1)[0]
-    env = {
+def environment(live_settings: Settings, tmp_path: Path, port: int) -> dict[str, str]:
+    """Of a worker that a supervisor starts."""
+    return {
         **os.environ,
+        "TURNLOG_INSTANCE": "views-0",
         "TURNLOG_RUN_ID": live_settings.run.id,
         "TURNLOG_RUN_DIRECTORY": str(tmp_path),
         "TURNLOG_KAFKA_BOOTSTRAP": live_settings.kafka.bootstrap,
@@ -120,6 +120,12 @@ async def test_restarts_with_a_table_to_recover_lose_no_session(live_settings: S
         "TURNLOG_STORE_SECRET_KEY": live_settings.store.secret_key,
         "TURNLOG_VIEWS_PORT": str(port),
     }
+
+
+@pytest.mark.kafka
+async def test_restarts_with_a_table_to_recover_lose_no_session(live_settings: Settings, tmp_path: Path) -> None:
+    port = free_ports(1)[0]
+    env = environment(live_settings, tmp_path, port)
     wanted: Counter[str] = Counter()
     async with opened("test", live_settings) as role:
         for life in range(LIVES):
@@ -136,3 +142,28 @@ async def test_restarts_with_a_table_to_recover_lose_no_session(live_settings: S
                 worker.send_signal(signal.SIGTERM)
                 worker.wait(60)
             assert worker.returncode == 0
+
+
+PATIENT = "from turnlog.processors.shells import views; views.SESSION_TIMEOUT_S = 85.0; "
+"""A group that holds a killed member's partitions for longer (56 s and more: a heartbeat comes every third of it) than
+the test waits."""
+
+
+@pytest.mark.kafka
+async def test_the_successor_of_a_killed_worker_does_not_wait_for_its_session(
+    live_settings: Settings, tmp_path: Path
+) -> None:
+    port = free_ports(1)[0]
+    env = environment(live_settings, tmp_path, port)
+    command = [sys.executable, "-c", PATIENT + "from turnlog.cli import main; main(['views'])"]
+    wanted = ({"open": SESSIONS}, {"open": SESSIONS, "completed": SESSIONS})
+    async with opened("test", live_settings) as role:
+        for life in range(2):
+            await write(role, life)
+            with (tmp_path / f"killed-{life}.log").open("wb") as out:
+                worker = subprocess.Popen(command, env=env, stdout=out, stderr=out)  # noqa: ASYNC220 - starts at once
+            try:
+                await seen(f"http://127.0.0.1:{port}", wanted[life], worker, within_s=50 if life else 90)
+            finally:
+                worker.kill()
+                worker.wait(60)

@@ -1,0 +1,71 @@
+"""The tables of the live views on the worker's disk: what a restart finds again, and what it must not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import faust
+from faust.events import Event
+from faust.types import TP
+from faust.types.tuples import Message
+
+from turnlog.processors.shells.views import make_app
+from turnlog.schemas.codec import Codec
+from turnlog.schemas.events import ALL
+from turnlog.settings import KafkaSettings, RunSettings, Settings
+
+
+def sessions_of(directory: Path) -> tuple[faust.App, Any]:
+    """A worker's app and its table of sessions; nothing is connected."""
+    settings = Settings(run=RunSettings(id="r", directory=str(directory)), kafka=KafkaSettings(bootstrap="127.0.0.1:1"))
+    app = make_app(settings, Codec({name: number for number, name in enumerate(ALL)}))
+    return app, app.tables["sessions"]
+
+
+def changed(app: faust.App, table: Any, key: str, outcome: str | None, *, partition: int, offset: int) -> Event:
+    """A record of the table's changelog; without an outcome the key is deleted."""
+    place = table.changelog_topic.get_topic_name(), partition
+    value = None if outcome is None else json.dumps({"rank": 0, "outcome": outcome}).encode()
+    message = Message(*place, offset, 0.0, 0, {}, json.dumps(key).encode(), value, None, tp=TP(*place))
+    return Event(app, key, value, {}, message)
+
+
+def place(table: Any, partition: int) -> TP:
+    return TP(table.changelog_topic.get_topic_name(), partition)
+
+
+def test_a_restart_finds_rows_and_where_the_changelog_goes_on(tmp_path: Path) -> None:
+    app, table = sessions_of(tmp_path)
+    table.apply_changelog_batch([
+        changed(app, table, "a", "open", partition=0, offset=3),
+        changed(app, table, "b", "open", partition=1, offset=0),
+        changed(app, table, "c", "open", partition=1, offset=1),
+        changed(app, table, "a", "completed", partition=0, offset=4),
+        changed(app, table, "c", None, partition=1, offset=2),
+    ])  # fmt: skip
+    _, again = sessions_of(tmp_path)
+    assert [again.persisted_offset(place(again, number)) for number in range(3)] == [4, 2, None]
+    assert dict(again.items()) == {"a": {"rank": 0, "outcome": "completed"}, "b": {"rank": 0, "outcome": "open"}}
+    assert ("a" in again, "c" in again, len(again)) == (True, False, 2)
+    assert again.data.outcomes() == {"completed": 1, "open": 1}
+
+
+async def test_what_another_worker_has_now_is_forgotten(tmp_path: Path) -> None:
+    app, table = sessions_of(tmp_path)
+    table.apply_changelog_batch([
+        changed(app, table, "a", "open", partition=0, offset=0), changed(app, table, "b", "open", partition=1, offset=0)
+    ])  # fmt: skip
+    await table.on_recovery_completed({place(table, 1)}, set())
+    assert list(table.keys()) == ["b"]
+    assert table.persisted_offset(place(table, 0)) is None
+    assert table.persisted_offset(place(table, 1)) == 0
+
+
+async def test_a_table_that_is_reset_reads_its_changelog_from_the_beginning(tmp_path: Path) -> None:
+    app, table = sessions_of(tmp_path)
+    table.apply_changelog_batch([changed(app, table, "a", "open", partition=0, offset=7)])
+    table.reset_state()
+    assert len(table) == 0
+    assert table.persisted_offset(place(table, 0)) is None
