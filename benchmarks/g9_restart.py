@@ -1,12 +1,12 @@
 """G9: a killed role writes its first new output, whatever the length of the run behind it.
 
-Per size of history (past.py: sessions that ended, were scored, drawn, trained and published, appended directly), each
-role is started as a process of its own on a log that asks something of it (restarts.py), and killed when a
-read_committed reader holds its first answer: Python's own start is in the figure. The value is the slowest role's p50
-at the largest size, the floor the same role's p50 at the smallest: a longer history may cost a fifth of it and half a
-second. The loader works in this process, on an engine in memory; of the trainer only what it reads of the past is
-timed. The broker is killed, too: until an append is acknowledged. Beside it: bytes of the control topics per session,
-and the assembler's restart under a group that is open since the run began.
+Per size of history (past.py: sessions that ended, were scored, drawn, trained and published, appended directly, one run
+a size on one broker), each role is started as a process of its own on a log that asks something of it (restarts.py),
+and killed when a read_committed reader holds its first answer: Python's own start is in the figure. The sizes take
+turns. The value is the slowest role's p50 at the largest size, the floor the same role's p50 at the smallest: a longer
+history may cost a fifth of it and half a second. The loader works in this process, on an engine in memory; of the
+trainer only what it reads of the past is timed. The broker is killed, too: until an append is acknowledged. Beside it:
+bytes of the control topics per session, and the assembler's restart under a group that is open since the run began.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import asyncio
 import dataclasses
 import statistics
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from chaos.servers import servers
@@ -95,17 +95,24 @@ async def weights(role: Role, model: Path) -> WeightVersionPublished:
     )
 
 
-async def restarted(past: Past) -> dict[str, float]:
-    """p50 of each role, seconds; and once, the assembler's under a group that is open since the run began."""
-    restarts = Restarts(past)
-    found = {}
+async def restarted(pasts: Mapping[int, Past]) -> dict[int, dict[str, float]]:
+    """p50 of each role at each size, seconds; and once, the assembler's under a group that is open since the run began.
+    Sizes take turns, so that other work on the machine slows all of them alike."""
+    restarts = {count: Restarts(past) for count, past in pasts.items()}
+    found: dict[int, dict[str, float]] = {count: {} for count in pasts}
     for name in ROLES:
-        await restarts.ready(name)
-        seconds = [await getattr(restarts, name)() for _ in range(RESTARTS)]
-        found[name] = statistics.median(seconds)
-        say(f"{name}: {', '.join(f'{each:.2f}' for each in seconds)} s")
-    found[PINNED] = await restarts.pinned()
-    say(f"{PINNED}: {found[PINNED]:.2f} s")
+        seconds: dict[int, list[float]] = {count: [] for count in pasts}
+        for of_size in restarts.values():
+            await of_size.ready(name)
+        for _ in range(RESTARTS):
+            for count, of_size in restarts.items():
+                seconds[count].append(await getattr(of_size, name)())
+        for count, each in seconds.items():
+            found[count][name] = statistics.median(each)
+            say(f"{name} after {count}: {', '.join(f'{one:.2f}' for one in each)} s")
+    for count, of_size in restarts.items():
+        found[count][PINNED] = await of_size.pinned()
+        say(f"{PINNED}, after {count}: {found[count][PINNED]:.2f} s")
     return found
 
 
@@ -142,16 +149,14 @@ async def broker_restarts(broker: Broker, settings: Settings) -> float:
 async def measure(server: Settings, broker: Broker) -> int:
     """Every size, then the broker; the exit status."""
     model = make_tiny_model(Path(server.run.directory) / "model")
-    seconds: dict[int, dict[str, float]] = {}
-    kept: dict[str, float] = {}
-    span: dict[str, float] = {}
-    for sessions in SIZES:
-        async with a_past(server, model, sessions) as past:
-            data, count = broker.directory / "data", past.draws * SESSIONS_PER_DRAW
-            kept = {topic.name: round(written(past, data, topic) / count, 1) for topic in CONTROL}
-            opened_bytes = sum(written(past, data, topic) for topic in (SESSIONS, TURNS, SNAPSHOTS))
-            seconds[sessions] = await restarted(past)
-            span = {"bytes": opened_bytes, "s": round(seconds[sessions].pop(PINNED), 2)}
+    async with AsyncExitStack() as stack:
+        pasts = {count: await stack.enter_async_context(a_past(server, model, count)) for count in SIZES}
+        largest, data = pasts[SIZES[-1]], broker.directory / "data"
+        count = largest.draws * SESSIONS_PER_DRAW
+        kept = {topic.name: round(written(largest, data, topic) / count, 1) for topic in CONTROL}
+        span_bytes = sum(written(largest, data, topic) for topic in (SESSIONS, TURNS, SNAPSHOTS))
+        seconds = await restarted(pasts)
+    span = {"bytes": span_bytes, "s": [round(seconds[each].pop(PINNED), 2) for each in SIZES]}
     first, last = seconds[SIZES[0]], seconds[SIZES[-1]]
     slowest = max(last, key=last.__getitem__)
     of_broker = await broker_restarts(broker, server)

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+from bulk import Bulk, Placed, bulk
 
 from turnlog.infra.log import Commit, Partition
 from turnlog.infra.murmur2 import partition_of
@@ -61,16 +62,8 @@ GROUP, PROMPTS = 8, 8
 SESSIONS_PER_DRAW = GROUP * PROMPTS
 SHAPE = Shape(delta=12, output=8)
 ENGINE = "engine-0"
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """An event where it stands, as a fold reads it."""
-
-    topic: str
-    partition: int
-    offset: int
-    key: bytes
+DRAWS_AT_ONCE = 16
+"""Sent together: about 12,000 records."""
 
 
 @dataclass(slots=True)
@@ -103,11 +96,14 @@ class Past:
 
     async def append(self, sessions: int) -> None:
         """Whole draws, until there are so many sessions; then the commits of every role."""
-        while self.draws * SESSIONS_PER_DRAW < sessions:
-            await self._draw()
+        async with bulk(self.role, self._ends) as appending:
+            while self.draws * SESSIONS_PER_DRAW < sessions:
+                self._draw(appending)
+                if self.draws % DRAWS_AT_ONCE == 0:
+                    await appending.send()
         await self._commit()
 
-    async def group(self, number: int, version: int) -> list[Event]:
+    def group(self, number: int, version: int) -> list[Event]:
         """The agent records of one whole group, sampled with one version, its rollouts asked for before."""
         name = group_id(self.settings, number)
         return list(agents(GroupName(self.settings.run.id, name, self.floor(name), GROUP), self._rng, version))
@@ -153,19 +149,19 @@ class Past:
         """Of the run."""
         return self.role.settings
 
-    async def _draw(self) -> None:
+    def _draw(self, appending: Bulk) -> None:
         numbers = range(self.draws * PROMPTS, (self.draws + 1) * PROMPTS)
-        await self.place(event for number in numbers for event in self.asked(number))
-        await self.place(event for number in numbers for event in called(self.settings, number))
-        inputs = [event for number in numbers for event in await self.group(number, self.draws)]
-        outputs = [output for event, at in await self.place(inputs) for output in self._folded(event, at)]
+        appending.add_all(event for number in numbers for event in self.asked(number))
+        appending.add_all(event for number in numbers for event in called(self.settings, number))
+        inputs = [event for number in numbers for event in self.group(number, self.draws)]
+        outputs = [output for event, at in appending.add_all(inputs) for output in self._folded(event, at)]
         samples = []
         self.scores = [event for event in outputs if isinstance(event, GroupScored)]
-        for event, at in await self.place(outputs):
+        for event, at in appending.add_all(outputs):
             self._note(event, at)
             if isinstance(event, SegmentSample):
                 samples.append((event, at))
-        self.manifest_at = (await self.place(self._trained(samples)))[0][1].offset
+        self.manifest_at = appending.add_all(self._trained(samples))[0][1].offset
         self.draws += 1
 
     def _folded(self, event: Event, at: Placed) -> list[Event]:

@@ -117,7 +117,7 @@ class Restarts:
         """A group ended: its first tree is there."""
 
         async def provoke() -> None:
-            await self._past.place(await self._past.group(next(self._numbers), self._version))
+            await self._past.place(self._past.group(next(self._numbers), self._version))
 
         return (await self._answered("assembler", provoke, topics.TREES))[0]
 
