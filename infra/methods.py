@@ -74,5 +74,5 @@ def _offered(name: str, built_in: Mapping[str, object], key: str) -> tuple[Any, 
         raise SettingsError(f"{where}: two packages offer the name; uninstall one")
     try:
         return points[name].load(), where
-    except (ImportError, AttributeError) as error:
-        raise SettingsError(f"{where}: does not import: {error}") from error
+    except Exception as error:  # a module may raise anything while it is imported
+        raise SettingsError(f"{where}: does not import: {type(error).__name__}: {error}") from error

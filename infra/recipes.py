@@ -4,7 +4,7 @@ A package offers one under the entry point group `turnlog.recipes`; `recipe(name
 
 RecipeError
 ├── UnknownRecipe    no installed package offers that name; lists the names that are there
-└── BrokenRecipe     the entry point does not import, or what it names is no recipe
+└── BrokenRecipe     the entry point does not import, what it names is no recipe, or a method of it raises
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from turnlog.infra.tool_schemas import BUILT_IN
 from turnlog.names import EntryPointGroup
@@ -22,6 +22,8 @@ from turnlog.schemas.events.sessions import Environment, Outcome
 from turnlog.schemas.events.tools import SandboxSpec
 from turnlog.schemas.types import BlobRef
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Message = dict[str, Any]
 """One OpenAI chat message: role, content and, for an assistant, tool_calls."""
 TaskRow = Mapping[str, Any]
@@ -37,7 +39,7 @@ class UnknownRecipe(RecipeError):
 
 
 class BrokenRecipe(RecipeError):
-    """The entry point leads nowhere useful."""
+    """The entry point leads nowhere useful, or what it leads to falls over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +239,15 @@ def first_workspace(recipe: Recipe) -> BlobRef | None:
     return workspace
 
 
+def called(recipe: Recipe, method: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    """What a method of the recipe returns. Raises BrokenRecipe for whatever it raises."""
+    try:
+        return method(*arguments, **named)
+    except Exception as error:  # foreign code falls over in ways of its own, RecursionError and MemoryError among them
+        said = f"recipe {recipe.name!r}: {getattr(method, '__name__', method)} raises {type(error).__name__}"
+        raise BrokenRecipe(f"{said}: {error}") from error
+
+
 @cache
 def recipe(name: str) -> Recipe:
     """The recipe that an installed package offers under `name`; looked up once (reading the metadata of every installed
@@ -247,8 +258,9 @@ def recipe(name: str) -> Recipe:
         raise UnknownRecipe(f"no recipe {name!r}: [feeder] recipe takes one of the installed ones ({names})")
     try:
         found = offered[name].load()
-    except (ImportError, AttributeError) as error:
-        raise BrokenRecipe(f"recipe {name!r} ({offered[name].value}) does not import: {error}") from error
+    except Exception as error:  # a module may raise anything while it is imported
+        said = f"{type(error).__name__}: {error}"
+        raise BrokenRecipe(f"recipe {name!r} ({offered[name].value}) does not import: {said}") from error
     if not isinstance(found, Recipe):
         raise BrokenRecipe(f"recipe {name!r} ({offered[name].value}) lacks part of turnlog.infra.recipes.Recipe")
     return found

@@ -14,7 +14,7 @@ import orjson
 from prometheus_client import Counter
 
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.recipes import Episode, Message, Recipe, SandboxCall, first_workspace
+from turnlog.infra.recipes import BrokenRecipe, Episode, Message, Recipe, SandboxCall, called, first_workspace
 from turnlog.producers.gateway_client import (
     ContextExceeded,
     EpochLost,
@@ -113,8 +113,12 @@ class Rollout:
                 return
 
     async def _attempt(self, session: Session, state: SessionState | None, attempt: int, final: bool) -> Ending:
-        conversation = self._conversation(state)
-        ending = await self._guarded(session, conversation, attempt)
+        conversation = Conversation([])
+        try:
+            conversation = self._conversation(state)
+            ending = await self._guarded(session, conversation, self._calls(session, conversation), attempt)
+        except BrokenRecipe as error:
+            ending = Ending(Outcome.infra_failure, f"BrokenRecipe: {error}")
         if ending.outcome in LIVE:
             await self._judge(session, conversation, ending)
         else:
@@ -133,12 +137,11 @@ class Rollout:
 
     def _conversation(self, state: SessionState | None) -> Conversation:
         if state is None or not state.messages:
-            return Conversation(self._recipe.messages(self._task))
+            return Conversation(called(self._recipe, self._recipe.messages, self._task))
         return Conversation(list(state.messages), state.finish_reason, state.last_turn)
 
-    async def _guarded(self, session: Session, conversation: Conversation, attempt: int) -> Ending:
-        """Act within the deadline; every way to end has its outcome."""
-        calls = self._calls(session, conversation)
+    async def _guarded(self, session: Session, conversation: Conversation, calls: ToolCalls, attempt: int) -> Ending:
+        """Act within the deadline; every way to end has its outcome, but for a recipe's own. Raises BrokenRecipe."""
         try:
             async with asyncio.timeout(self._request.limits.deadline_s) as deadline:
                 return await self._act(session, conversation, calls, attempt)
@@ -213,7 +216,7 @@ class Rollout:
                 TOOL_CALLS.labels(done.status.value).inc()
                 if done.status in (ToolStatus.infra_error, ToolStatus.cancelled):
                     raise ToolBroken(f"call {done.call_id} ended as {done.status.value}: {done.reason}")
-                content = self._recipe.tool_answer(done.status is ToolStatus.ok, done.output)
+                content = called(self._recipe, self._recipe.tool_answer, done.status is ToolStatus.ok, done.output)
             answers.append({"role": "tool", "tool_call_id": call["id"], "content": content})
         return answers
 
@@ -229,4 +232,5 @@ class Rollout:
             REWARD_SUM.inc(max(record.value, 0.0))
 
     def _mapped(self, call: Message) -> SandboxCall | str:
-        return self._recipe.tool_call(call["function"]["name"], call["function"]["arguments"])
+        function = call["function"]
+        return called(self._recipe, self._recipe.tool_call, function["name"], function["arguments"])

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from turnlog.infra.recipes import Recipe
+from turnlog.infra.recipes import Recipe, called
 
 REMEDY = 'each line is one JSON object such as {"prompt": "3 + 5 = ?", "answer": "8"}'
 
@@ -64,11 +64,12 @@ def read_dataset(path: Path) -> Dataset:
 
 
 def provided_dataset(recipe: Recipe, path: Path, *, count: int, seed: int) -> Path:
-    """`path`, written by the recipe unless it is there already (a run keeps its tasks over restarts)."""
+    """`path`, written by the recipe unless it is there already (a run keeps its tasks over restarts). Raises
+    BrokenRecipe."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(path.name + ".part")
-        recipe.write_dataset(part, count, seed)
+        called(recipe, recipe.write_dataset, part, count, seed)
         os.replace(part, path)
     return path
 

@@ -15,12 +15,23 @@ from turnlog.infra.recipes import Episode, FunctionVerifier, Verdict
 from turnlog.schemas import ids
 from turnlog.schemas.events import RewardAssigned, RewardFailed, RolloutRequested, Verifier
 
-Judge = Callable[[Any, Episode], Awaitable[Verdict]]
+Judge = Callable[[Any, Episode], Awaitable[Verdict | BaseException]]
 
 
-async def judge_by_function(verifier: FunctionVerifier, episode: Episode) -> Verdict:
+class NoVerdict(Exception):
+    """What a verifier gave is no verdict; says why."""
+
+
+async def judge_by_function(verifier: FunctionVerifier, episode: Episode) -> Verdict | BaseException:
     """Run the function in a thread: it is a recipe's code and may take its time."""
-    return await asyncio.to_thread(verifier.judge, episode)
+
+    def contained() -> Verdict | BaseException:
+        try:
+            return verifier.judge(episode)
+        except BaseException as error:  # an exit would end the process, a StopIteration never leaves a thread
+            return error
+
+    return await asyncio.to_thread(contained)
 
 
 JUDGES: dict[type, Judge] = {FunctionVerifier: judge_by_function}
@@ -36,8 +47,9 @@ async def verdict(
     # gather hands a foreign exception over as a value; a cancellation of this task still comes through.
     [result] = await asyncio.gather(JUDGES[type(verifier)](verifier, episode), return_exceptions=True)
     by = Verifier(verifier.name, verifier.version)
-    cause = _refusal(result)
-    if cause or not isinstance(result, Verdict):
+    try:
+        value, components, evidence = _parts(result)
+    except Exception as error:  # foreign values may do anything when they are looked at
         return RewardFailed(
             event_id=ids.digest("RewardFailed", session_id, by.name, by.version),
             run_id=request.run_id,
@@ -45,7 +57,7 @@ async def verdict(
             session_id=session_id,
             floor=request.floor,
             verifier=by,
-            cause=cause,
+            cause=str(error) if isinstance(error, NoVerdict) else f"the verdict cannot be read: {type(error).__name__}",
         )
     return RewardAssigned(
         event_id=ids.digest("RewardAssigned", session_id, by.name, by.version),
@@ -53,23 +65,23 @@ async def verdict(
         group_id=request.group_id,
         session_id=session_id,
         floor=request.floor,
-        value=float(result.value),
-        components={name: float(value) for name, value in result.components.items()},
+        value=value,
+        components=components,
         verifier=by,
-        evidence=json.dumps(result.evidence, sort_keys=True).encode(),
+        evidence=evidence,
     )
 
 
-def _refusal(result: Verdict | BaseException) -> str:
-    """Why the result is no verdict; empty when it is one."""
+def _parts(result: Verdict | BaseException) -> tuple[float, dict[str, float], bytes]:
+    """Reward, components and evidence as they are recorded. Raises NoVerdict, and whatever foreign values raise."""
     if isinstance(result, BaseException):
-        return f"{type(result).__name__}: {result}"
+        raise NoVerdict(f"{type(result).__name__}: {result}")
     if not isinstance(result, Verdict):
-        return f"the verifier returned {type(result).__name__}, not a Verdict"
-    if not all(math.isfinite(value) for value in (result.value, *result.components.values())):
-        return f"the reward or a component of it is not finite: {result.value}, {result.components}"
+        raise NoVerdict(f"the verifier returned {type(result).__name__}, not a Verdict")
+    value, components = float(result.value), {str(name): float(part) for name, part in result.components.items()}
+    if not all(math.isfinite(part) for part in (value, *components.values())):
+        raise NoVerdict(f"the reward or a component of it is not finite: {value}, {components}")
     try:
-        json.dumps(result.evidence)
-    except (TypeError, ValueError) as error:
-        return f"the evidence is no JSON: {error}"
-    return ""
+        return value, components, json.dumps(result.evidence, sort_keys=True).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise NoVerdict(f"the evidence is no JSON: {error}") from error

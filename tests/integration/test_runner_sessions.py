@@ -339,6 +339,30 @@ async def test_a_broken_sandbox_fails_the_attempt_without_a_verdict_and_the_roll
     assert [reward.session_id for reward in await stage.said(RewardAssigned)] == [second.session_id]
 
 
+@pytest.mark.parametrize("method", ["messages", "tool_call", "tool_answer"])
+async def test_a_recipe_that_falls_over_fails_the_attempt_by_name_and_the_runner_goes_on(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    right, left = getattr(type(RECIPE), method), [RecursionError("too deep"), MemoryError()]
+
+    def wrong(self: Any, *arguments: Any) -> Any:
+        if left:
+            raise left.pop(0)
+        return right(self, *arguments)
+
+    wrong.__name__ = method
+    monkeypatch.setattr(type(RECIPE), method, wrong)
+    await stage.request()
+    async with stage.gateway(), stage.running():
+        await stage.finished(2)
+        await stage.request(index=1)
+        first, second, third = await stage.finished(3)
+    assert {first.outcome, second.outcome} == {Outcome.infra_failure}
+    assert (third.outcome, third.final) == (Outcome.completed, True)
+    assert first.reason == f"BrokenRecipe: recipe 'calc': {method} raises RecursionError: too deep"
+    assert await rewards(stage) == [1.0]
+
+
 async def test_the_last_attempt_of_a_rollout_is_final_even_when_it_fails(stage: Stage) -> None:
     stage.answers = lambda request, count: ToolStatus.infra_error
     await stage.request()

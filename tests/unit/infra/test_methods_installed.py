@@ -41,9 +41,11 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (info / "entry_points.txt").write_text(
         "[turnlog.estimators]\nbest = own_methods_of_a_user:BEST\ngone = no_such_module:BEST\n"
         "other = own_methods_of_a_user:BEST\nhalf = json:dumps\nlost = json:nothing\n"
+        "wrong = wrong_methods_of_a_user:BEST\n"
         "[turnlog.group_filters]\nloud = own_methods_of_a_user:LOUD\n"
         "[turnlog.reward_transforms]\nsquare = own_methods_of_a_user:SQUARE\n"
     )
+    (tmp_path / "wrong_methods_of_a_user.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
 
 
@@ -78,6 +80,7 @@ def test_built_in_methods_need_no_package() -> None:
         (FoldSettings(reward_transforms=("nobody",)), r"fold.reward_transforms must be one of clip.*square"),
         (FoldSettings(estimator="gone"), r"fold.estimator 'gone', entry point no_such_module:BEST .* does not import"),
         (FoldSettings(estimator="lost"), r"fold.estimator 'lost', entry point json:nothing .* does not import"),
+        (FoldSettings(estimator="wrong"), r"fold.estimator 'wrong', .* does not import: ZeroDivisionError: division"),
         (
             FoldSettings(estimator="half"),
             r"fold.estimator 'half', entry point json:dumps .* must be the Estimator named",

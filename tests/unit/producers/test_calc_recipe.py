@@ -18,6 +18,7 @@ from turnlog.producers.gateway.template import ChatTemplate
 from turnlog.producers.gateway.tokenizer import TextTokens
 from turnlog.producers.gateway.tokens import Prompts
 from turnlog.producers.recipes.calc import RECIPE, judge
+from turnlog.producers.tasks import provided_dataset
 from turnlog.schemas.events import Outcome
 
 CALL = {"name": "calc", "arguments": {"expr": "3+5"}}
@@ -49,12 +50,27 @@ def test_an_entry_point_that_leads_nowhere_is_a_typed_error(tmp_path: Path, monk
     installed = tmp_path / "gone-1.dist-info"
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: gone\nVersion: 1\n")
-    (installed / "entry_points.txt").write_text("[turnlog.recipes]\ngone = no_such_module:RECIPE\nhalf = json:dumps\n")
+    (installed / "entry_points.txt").write_text(
+        "[turnlog.recipes]\ngone = no_such_module:RECIPE\nhalf = json:dumps\nendless = endless_recipe:RECIPE\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(BrokenRecipe, match=r"recipe 'gone' \(no_such_module:RECIPE\) does not import"):
         recipe("gone")
     with pytest.raises(BrokenRecipe, match=r"recipe 'half' \(json:dumps\) lacks part of"):
         recipe("half")
+    (tmp_path / "endless_recipe.py").write_text("def endless():\n    endless()\nendless()\n")
+    with pytest.raises(BrokenRecipe, match=r"'endless' .* does not import: RecursionError: maximum recursion depth"):
+        recipe("endless")
+
+
+def test_a_dataset_that_the_recipe_cannot_write_is_a_typed_error(tmp_path: Path) -> None:
+    class Endless(type(RECIPE)):  # type: ignore[misc]
+        def write_dataset(self, path: Path, count: int, seed: int) -> None:
+            self.write_dataset(path, count, seed)
+
+    with pytest.raises(BrokenRecipe, match="recipe 'calc': write_dataset raises RecursionError: maximum recursion"):
+        provided_dataset(Endless(), tmp_path / "tasks.jsonl", count=1, seed=0)
+    assert not (tmp_path / "tasks.jsonl").exists()
 
 
 def test_the_template_renders_tool_calls_as_the_policys_own_text(folder: Path) -> None:

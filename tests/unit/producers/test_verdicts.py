@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,18 @@ REQUEST = RolloutRequested(
     sampling=Sampling(), limits=Limits(), min_weight_version=0,
 )  # fmt: skip
 EPISODE = Episode(task={}, messages=(), outcome=Outcome.completed, reason="")
+
+
+def deep(levels: int) -> Any:
+    """Lists in lists."""
+    found: list[Any] = []
+    for _ in range(levels):
+        found = [found]
+    return found
+
+
+def recursive() -> Any:
+    return recursive()
 
 
 async def judged(judge: Callable[[Episode], Any]) -> RewardAssigned | RewardFailed:
@@ -43,8 +56,17 @@ async def test_judging_again_repeats_the_same_record() -> None:
         (lambda _: Verdict(0.0, {"x": float("inf")}), "not finite"),
         (lambda _: Verdict(0.0, {}, {"x": object()}), "no JSON"),
         (lambda _: 1.0, "returned float, not a Verdict"),
+        (lambda _: Verdict(0.0, {}, {"x": deep(100_000)}), "no JSON: maximum recursion depth"),
+        (lambda _: Verdict(0.0, {}, {"x": 1, 2: 3}), "no JSON"),
+        (lambda _: deep(0)(), "TypeError"),
+        (lambda _: recursive(), "RecursionError: maximum recursion depth"),
+        (lambda _: [0] * 10**15, "MemoryError"),
+        (lambda _: sys.exit(3), "SystemExit: 3"),
+        (lambda _: next(iter(())), "StopIteration"),
+        (lambda _: Verdict("much"), "cannot be read: ValueError"),  # type: ignore[arg-type]
+        (lambda _: Verdict(10**400), "cannot be read: OverflowError"),
+        (lambda _: Verdict(0.0, None), "cannot be read: AttributeError"),  # type: ignore[arg-type]
     ],
-    ids=["raises", "not a number", "infinite component", "evidence", "type"],
 )
 async def test_what_a_verifier_does_wrong_is_recorded_as_its_failure(judge: Any, cause: str) -> None:
     record = await judged(judge)
