@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from turnlog.sandbox_workers.backends import etc_folder, images
-from turnlog.sandbox_workers.inside.enclosure import CAPABILITIES, EMPTY, NOTHING
+from turnlog.sandbox_workers.inside.zygote import CAPABILITIES, EMPTY, NOTHING
 from turnlog.sandbox_workers.protocol import Shape
 
 WORKSPACE = "/workspace"

@@ -11,8 +11,7 @@ from typing import Any
 
 from turnlog.sandbox_workers.backends.heartbeat import SILENCE_S
 from turnlog.sandbox_workers.inside.interpreter import ENDED
-from turnlog.sandbox_workers.inside.paths import LONGEST_PATH, Refused, exact
-from turnlog.sandbox_workers.inside.workspace import MOST_ENTRIES
+from turnlog.sandbox_workers.inside.workspace import LONGEST_PATH, MOST_ENTRIES, PathRefused, exact
 from turnlog.sandbox_workers.protocol import (
     Command,
     Execution,
@@ -97,7 +96,7 @@ def _entry(about: object) -> FileEntry:
     try:
         exact(about["path"])
         kind = FileKind(about["kind"])
-    except (Refused, ValueError) as error:
+    except (PathRefused, ValueError) as error:
         raise SandboxDied(f"the init's index holds a path that no file has: {error}") from error
     fits = (kind is FileKind.link) == bool(target) and (kind is FileKind.file or not size)
     if not fits or "\0" in target or len(target) > LONGEST_PATH or len(stamp) > STAMP_LENGTH:

@@ -22,7 +22,7 @@ from turnlog.sandbox_workers.backends.cgroups import Cgroups, bounds_of
 from turnlog.sandbox_workers.backends.connection import Account, InitSandbox, own_account, started
 from turnlog.sandbox_workers.backends.interpreter_cache import cache_directory, init_program, interpreter
 from turnlog.sandbox_workers.backends.leftovers import discard, owned_prefix
-from turnlog.sandbox_workers.inside.forgetting import FORGETFUL
+from turnlog.sandbox_workers.inside.child import FORGETFUL
 from turnlog.sandbox_workers.protocol import BackendUnavailable, ImageMissing, SandboxUnavailable, Shape
 
 EXIT_S = 2.0

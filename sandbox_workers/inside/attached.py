@@ -13,10 +13,10 @@ import os
 from typing import Any
 
 from turnlog.sandbox_workers.inside import init
-from turnlog.sandbox_workers.inside.enclosure import deny
 from turnlog.sandbox_workers.inside.frames import HEADER, Control, frame
+from turnlog.sandbox_workers.inside.observables import empty
 from turnlog.sandbox_workers.inside.processes import Place
-from turnlog.sandbox_workers.inside.wipe import empty
+from turnlog.sandbox_workers.inside.zygote import deny
 
 ENGINES = ("HOSTNAME",)
 """Variables that a container engine adds and that no sandbox has."""

@@ -1,23 +1,22 @@
-"""One run of a command: start it, watch it, end the whole tree, judge."""
+"""One run of a command: start it, watch it, take what it prints, end the whole tree, judge. Nothing of a call lives on,
+the interpreter that stands still aside."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import select
 import signal
 import time
 from collections.abc import Callable
 from typing import Any
 
-from turnlog.sandbox_workers.inside import handles, spawn
-from turnlog.sandbox_workers.inside.child import ARGUMENT_BYTES, become, command_line, pairs, sealed
-from turnlog.sandbox_workers.inside.ending import Reaped, children_cpu, end_all, end_others
-from turnlog.sandbox_workers.inside.frames import Control, ControlClosed, receive
-from turnlog.sandbox_workers.inside.integrity import Integrity
-from turnlog.sandbox_workers.inside.interpreter import ENDED, Interpreter
-from turnlog.sandbox_workers.inside.output import Output
-from turnlog.sandbox_workers.inside.processes import Place, Task, disk_used, exact_memory, tasks
-from turnlog.sandbox_workers.inside.unclaimed import Unclaimed
+from turnlog.sandbox_workers.inside.child import ARGUMENT_BYTES, become, command_line, pairs, sealed, spawnable, spawned
+from turnlog.sandbox_workers.inside.frames import PART_BYTES, Control, ControlClosed, receive, send
+from turnlog.sandbox_workers.inside.interpreter import ENDED, Interpreter, ended
+from turnlog.sandbox_workers.inside.observables import Integrity
+from turnlog.sandbox_workers.inside.processes import Place, Task, Unclaimed, disk_used, exact_memory, tasks
 
 SAMPLE_S = 0.05
 """Pause between looks at the tree's processes, memory, CPU and disk."""
@@ -29,6 +28,13 @@ Verdict = tuple[str, str]
 """(status, reason)"""
 Become = Callable[[Place, dict[str, Any], bytes, int, list[int], int], None]
 """What the forked child of a call does; see child.become."""
+
+NOTE_BYTES = 64
+STREAMS = ("stdout", "stderr")
+
+MOST_ROUNDS = 2000
+"""Of ending all but one; then that one is ended, too."""
+PAUSE_S = 0.0005
 
 
 class Call:
@@ -84,7 +90,7 @@ class Call:
             self.main = self._spawned(source, folder, streams, standing) or os.fork()
             if not self.main:
                 self.become(self.place, self.head, source, folder, streams, standing)
-            self.handle = handles.opened(self.main)
+            self.handle = ended(self.main)
         os.close(given)
         self.output.handed_over()
 
@@ -96,7 +102,7 @@ class Call:
         limits = pairs(self.place, self.limits, standing, cpu=True)
         try:
             argv, env = command_line(self.head, source), self.head["env"]
-            return spawn.spawned(argv, env, folder, streams, limits) if spawn.possible(argv, env, folder) else 0
+            return spawned(argv, env, folder, streams, limits) if spawnable(argv, env, folder) else 0
         except (OSError, ValueError):
             return 0  # the fork meets the same, and tells the call
 
@@ -241,3 +247,157 @@ class Call:
         if disk_used(self.place) >= self.limits["disk_bytes"]:
             return "resource_limit", "disk_bytes"
         return ("tool_error" if self._exit_code() else "ok"), ""
+
+
+class Output:
+    """Never holds more than `most` bytes, however much is printed. `prompt`: it is sent as it comes, else when a part
+    is full, at every look at the call, and at its end: a frame for every line costs more than most calls."""
+
+    def __init__(self, control: Control, most: int, *, prompt: bool) -> None:
+        self.control = control
+        self.most = most
+        self.prompt = prompt
+        self.written = 0
+        self.exceeded = False
+        self.note = b""
+        self.pending = {name: bytearray() for name in STREAMS}
+        pipes = [os.pipe() for _ in range(3)]
+        self.ends = [write for _, write in pipes]
+        self.reads = {read: name for (read, _), name in zip(pipes, (*STREAMS, "note"))}  # noqa: B905 - Python 3.9
+        for read in self.reads:
+            os.set_blocking(read, False)
+
+    def handed_over(self) -> None:
+        """The call has its ends of the pipes: close ours."""
+        for descriptor in self.ends:
+            os.close(descriptor)
+        self.ends = []
+
+    def drain(self, descriptor: int) -> bool:
+        """Take what is there, up to one byte beyond the limit; False at its end."""
+        name = self.reads[descriptor]
+        while not self.exceeded:
+            try:
+                part = os.read(descriptor, PART_BYTES)
+            except BlockingIOError:
+                return True
+            if not part:
+                return False
+            if name == "note":
+                self.note = (self.note + part)[:NOTE_BYTES]
+            else:
+                self.add(name, part)
+        return True
+
+    def add(self, name: str, part: bytes) -> None:
+        """Count it, and send it, when it is due, as soon as there is room."""
+        room = self.most - self.written
+        self.exceeded = self.exceeded or len(part) > room
+        self.written += min(len(part), room)
+        self.pending[name] += part[:room]
+        if self.due:
+            self.forward()
+
+    @property
+    def due(self) -> bool:
+        """Something is to be sent now."""
+        return any(data and (self.prompt or len(data) >= PART_BYTES) for data in self.pending.values())
+
+    def forward(self, *, wait: bool = False) -> None:
+        """Send what the control socket takes at once, so that a slow worker delays no limit; with `wait` all of it.
+        Raises ControlClosed."""
+        for name, data in self.pending.items():
+            while data and (wait or self._writable()):
+                send(self.control, {"output": name}, bytes(data[:PART_BYTES]))
+                del data[:PART_BYTES]
+
+    def close(self) -> None:
+        """Give the pipes back."""
+        for descriptor in (*self.reads, *self.ends):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+    def _writable(self) -> bool:
+        """There is room for one part: the kernel says so of a unix socket of which three quarters are free."""
+        poll = select.poll()
+        poll.register(self.control.outgoing(), select.POLLOUT)
+        return bool(poll.poll(0))
+
+
+class Reaped:
+    """What the kernel has told us of our children that ended."""
+
+    def __init__(self) -> None:
+        self.statuses: dict[int, int] = {}
+        self.peak_bytes: dict[int, int] = {}
+
+    def look(self, options: int = os.WNOHANG) -> None:
+        """Reap what has ended; with 0, until there is no child."""
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status, usage = os.wait4(-1, options)
+                if not pid:
+                    return
+                self.statuses[pid] = status
+                self.peak_bytes[pid] = usage.ru_maxrss * 1024
+
+
+def end_all(place: Place, reaped: Reaped) -> None:
+    """Kill and reap every process but ours."""
+    if place.namespace:
+        assert os.getpid() == 1  # anywhere else kill(-1) would end the machine
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+        reaped.look(0)
+        return
+    reaped.look()  # without a child left, none of the host's processes have to be looked through
+    while found := _living(place, None):
+        _kill(place, found, None, reaped)
+    reaped.look()
+
+
+def end_others(place: Place, spared: Interpreter, reaped: Reaped) -> bool:
+    """Kill every process but ours and `spared`, which stands still then; False when it is dead, too."""
+    for _ in range(MOST_ROUNDS):
+        if not (found := _living(place, spared.pid)):
+            reaped.look()
+            return spared.hold()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(spared.pid, signal.SIGSTOP)
+        _kill(place, found, spared.pid, reaped)
+    end_all(place, reaped)
+    return False
+
+
+def _kill(place: Place, found: set[int], spared: int | None, reaped: Reaped) -> None:
+    """One round: what stands still does not fork, so rounds end even for a fork bomb."""
+    if place.namespace:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGSTOP)
+        found = _living(place, spared)
+    else:
+        stopped: set[int] = set()
+        while new := found - stopped:
+            _signal(new, signal.SIGSTOP)
+            stopped |= new
+            found = _living(place, spared)
+    _signal(found, signal.SIGKILL)
+    reaped.look()
+    time.sleep(PAUSE_S)
+    reaped.look()
+
+
+def _living(place: Place, spared: int | None) -> set[int]:
+    return {task.pid for task in tasks(place) if task.pid != spared and not task.ended}
+
+
+def _signal(pids: set[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def children_cpu() -> float:
+    """Seconds of all children that we have reaped, and of theirs."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime

@@ -1,21 +1,39 @@
-"""The forked child of a call: limits on, then the command."""
+"""The child of a call: limits on, then the command, which is a program, a shell's or an agent's Python source.
+
+A program is started by vfork(2) where that can be, in two thirds of the time: a fork of this interpreter has to copy
+its pages. Limits that a program may not lift have to be on before it runs: prlimit(1) of util-linux puts them on and
+becomes it. Where that is missing, or the environment could lead the dynamic linker astray before they are on, there is
+the fork.
+
+Calls' bytes pass through the init, and a `python` call is a fork of it: nothing of an earlier call may be left in what
+it has freed. So the init runs on the C library's allocator, which overwrites what is freed (M_PERTURB of mallopt(3)),
+without the cache of freed blocks that evades that (glibc.malloc.tcache_count of the GNU C library's tunables), and
+without Python's own allocator, which overwrites nothing. A child stops overwriting, since it forgets by ending.
+"""
 
 from __future__ import annotations
 
+import ast
+import atexit
+import builtins
 import contextlib
 import ctypes
+import errno
+import functools
 import gc
+import linecache
 import math
 import os
 import resource
 import signal
+import subprocess
 import sys
+import threading
+import traceback
+import types
 from typing import Any
 
-from turnlog.sandbox_workers.inside import forgetting
-from turnlog.sandbox_workers.inside import source as agents
 from turnlog.sandbox_workers.inside.processes import Place, processes_of
-from turnlog.sandbox_workers.inside.source import NOTE_FD
 
 PR_SET_DUMPABLE = 4
 FILE_NAME = "<python>"
@@ -28,6 +46,39 @@ MOST_DESCRIPTORS = 1024
 MOST_SIGNALS = 1024
 """That wait to be taken, timers of timer_create(2) among them: counted by user, and in a user namespace by that."""
 prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+LACKING = (resource.RLIMIT_NPROC, resource.RLIMIT_MSGQUEUE, resource.RLIMIT_SIGPENDING)
+"""Limits that not every kernel has; processes are counted by `Call`, too."""
+
+PRLIMIT = "/usr/bin/prlimit"
+OPTIONS = {
+    resource.RLIMIT_FSIZE: "fsize",
+    resource.RLIMIT_AS: "as",
+    resource.RLIMIT_NPROC: "nproc",
+    resource.RLIMIT_CPU: "cpu",
+    resource.RLIMIT_CORE: "core",
+    resource.RLIMIT_MSGQUEUE: "msgqueue",
+    resource.RLIMIT_NOFILE: "nofile",
+    resource.RLIMIT_SIGPENDING: "sigpending",
+}
+LINKER = "LD_"
+"""Variables of ld.so(8)."""
+
+NOTE_FD = 1000
+"""Where a process of the call names the limit that its uncaught exception stands for; far from what programs use."""
+NO_THREAD = ("can't start new thread",)
+"""Of the RuntimeError that threading raises."""
+LIMIT_ERRORS = {
+    errno.EAGAIN: b"pids",  # of fork(2), where the number of processes is limited
+    errno.ENOMEM: b"memory_bytes",
+    errno.ENOSPC: b"disk_bytes",
+    errno.EFBIG: b"disk_bytes",
+}
+
+FORGETFUL = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.perturb=165:glibc.malloc.tcache_count=0"}
+"""Environment that the init is to be started with; it takes it away before a call runs."""
+M_PERTURB = -6
+_mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
 
 
 def become(place: Place, head: dict[str, Any], source: bytes, folder: int, streams: list[int], standing: int) -> None:
@@ -125,10 +176,6 @@ def sealed(content: bytes) -> int:
     return number
 
 
-LACKING = (resource.RLIMIT_NPROC, resource.RLIMIT_MSGQUEUE, resource.RLIMIT_SIGPENDING)
-"""Limits that not every kernel has; processes are counted by `Call`, too."""
-
-
 def bounds(place: Place, limits: dict[str, Any], standing: int) -> dict[int, int]:
     """rlimits that suit one process as well as another; what concerns the tree is looked at by `Call`."""
     # RLIMIT_NPROC counts all processes of our user: this one, the zygote that may be above it, one more to be seen
@@ -180,13 +227,178 @@ def put(pid: int, name: int, pair: tuple[int, int]) -> None:
 def run_python(source: bytes) -> int:
     """Run `source` as __main__ would; the exit code."""
     awake()
-    code, _ = agents.run(source, FILE_NAME, agents.fresh_main(), interactive=False)
-    return code or agents.end()
+    code, _ = run_source(source, FILE_NAME, fresh_main(), interactive=False)
+    return code or finish()
 
 
 def awake() -> None:
     """Undo what the init does for itself alone."""
-    forgetting.stop()
+    stop_forgetting()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what was printed survives a time-out
     gc.enable()
+
+
+def spawnable(argv: list[bytes], env: dict[str, str], folder: int) -> bool:
+    """`argv` can be started so, with this added to the environment."""
+    return _served() and not any(name.startswith(LINKER) for name in env) and _program_found(argv[0], env, folder)
+
+
+@functools.lru_cache(maxsize=1)
+def _served() -> bool:
+    """There is prlimit, and the kernel has all of the limits (gVisor has not)."""
+    try:
+        for name in OPTIONS:
+            resource.setrlimit(name, resource.getrlimit(name))
+    except (OSError, ValueError):
+        return False
+    return os.access(PRLIMIT, os.X_OK)
+
+
+def _program_found(name: bytes, env: dict[str, str], folder: int) -> bool:
+    """What is not there is for the fork to say; prlimit would say it in its own words."""
+    if b"/" in name:
+        return os.access(name, os.X_OK, dir_fd=folder)
+    path = env.get("PATH") or os.environ.get("PATH") or os.defpath
+    return any(os.access(os.path.join(part, name), os.X_OK, dir_fd=folder) for part in os.fsencode(path).split(b":"))
+
+
+def spawned(
+    argv: list[bytes], env: dict[str, str], folder: int, streams: list[int], limits: dict[int, tuple[int, int]]
+) -> int:
+    """Pid of `argv` in `folder`, with `streams` as 0, 1 and 2. Raises OSError, ValueError."""
+    options = [f"--{OPTIONS[name]}={soft}:{hard}" for name, (soft, hard) in limits.items()]
+    here = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    os.fchdir(folder)
+    try:
+        process = subprocess.Popen(
+            [PRLIMIT, *options, "--", *argv],
+            env={**os.environ, **env},
+            stdin=streams[0],
+            stdout=streams[1],
+            stderr=streams[2],
+            start_new_session=True,
+            umask=0o022,
+        )
+    finally:
+        os.fchdir(here)
+        os.close(here)
+    process.returncode = 0  # it is reaped with all the others
+    killed_first(process.pid)
+    return process.pid
+
+
+def fresh_main() -> types.ModuleType:
+    """A `__main__` without our names."""
+    main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = main
+    sys.argv = ["-c"]
+    sys.path.insert(0, "")
+    return main
+
+
+def run_source(source: bytes, name: str, main: types.ModuleType, *, interactive: bool) -> tuple[int, bool]:
+    """Exit code, and whether the source asked to exit. `interactive` prints what the last expression is worth."""
+    try:
+        linecache.cache[name] = (len(source), None, source.decode(errors="replace").splitlines(keepends=True), name)
+        if interactive:
+            for part in _parts(source, name):
+                exec(part, main.__dict__)
+        else:
+            exec(compile(source, name, "exec"), main.__dict__)
+    except SystemExit as request:
+        return _requested(request.code), True
+    except BaseException as error:  # the agent's code failed: that is an answer
+        report(error)
+        return 1, False
+    return 0, False
+
+
+def _parts(source: bytes, name: str) -> list[types.CodeType]:
+    """All statements but a last expression; that one, to be shown by sys.displayhook as the prompt does."""
+    tree = ast.parse(source, name)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    parts = [compile(tree, name, "exec")]
+    if last is not None:
+        parts.append(compile(ast.Interactive([last]), name, "single"))
+    return parts
+
+
+def _requested(code: object) -> int:
+    if code is None or isinstance(code, int):
+        return (code or 0) & 0xFF
+    sys.stderr.write(f"{code}\n")
+    return 1
+
+
+def finish() -> int:
+    """What CPython does at its end: threads, atexit, flush; the exit code that a failure there leaves."""
+    code = 0
+    for step in (threading._shutdown, atexit._run_exitfuncs, flush):  # type: ignore[attr-defined]
+        try:
+            step()
+        except BaseException as error:
+            code = 120  # as CPython's own exit does when a flush fails
+            note(error)
+    return code
+
+
+def flush() -> None:
+    """Everything printed is in the pipes. Raises what the last failing stream raised."""
+    failed: BaseException | None = None
+    for stream in {id(stream): stream for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)}.values():
+        try:
+            if stream is not None and not getattr(stream, "closed", False):
+                stream.flush()
+        except BaseException as error:  # these objects may be the agent's own
+            failed = error
+    if failed is not None:
+        raise failed
+
+
+def report(error: BaseException) -> None:
+    """Show the traceback without our frames."""
+    note(error)
+    below = error.__traceback__
+    while below is not None and below.tb_frame.f_code.co_filename == __file__:
+        below = below.tb_next
+    shown = error.with_traceback(below)
+    try:
+        if sys.excepthook is sys.__excepthook__:
+            traceback.print_exception(type(shown), shown, shown.__traceback__)
+        else:
+            sys.excepthook(type(shown), shown, shown.__traceback__)
+    except BaseException as second:
+        os.write(2, f"{type(error).__name__} ({type(second).__name__} while showing it)\n".encode())
+
+
+def note(error: BaseException) -> None:
+    """Tell the init which limit an exception stands for."""
+    name = b"memory_bytes" if isinstance(error, MemoryError) else LIMIT_ERRORS.get(getattr(error, "errno", None) or 0)
+    if isinstance(error, RuntimeError) and error.args == NO_THREAD:
+        name = _thread_limit()
+    if name:
+        with contextlib.suppress(OSError):
+            os.write(NOTE_FD, name)
+
+
+def _thread_limit() -> bytes:
+    """What kept a thread from starting: pthread_create(3) says EAGAIN both when no more processes may be and when there
+    is no address space for a stack."""
+    most, stack = (resource.getrlimit(name)[0] for name in (resource.RLIMIT_AS, resource.RLIMIT_STACK))
+    with open("/proc/self/statm", "rb") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    return b"memory_bytes" if most != resource.RLIM_INFINITY and used + stack > most else b"pids"
+
+
+def begin_forgetting() -> None:
+    """Take the variables away."""
+    for name in FORGETFUL:
+        os.environ.pop(name, None)
+
+
+def stop_forgetting() -> None:
+    """In a child: what it frees from now on is its own."""
+    if _mallopt is not None:
+        _mallopt(M_PERTURB, 0)

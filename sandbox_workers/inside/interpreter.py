@@ -1,26 +1,55 @@
-"""The init's hold on the persistent interpreter: started on demand, running only during `session` calls."""
+"""The persistent interpreter: the init's hold on it, started on demand and running only during `session` calls; and as
+the process itself sees it, which takes a call's source and streams, runs it and says so.
+
+What it says on its channel is believed no more than an exit code: code that it runs could say the same.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import resource
 import signal
 import socket
+import struct
+import threading
 import time
 from typing import Any
 
-from turnlog.sandbox_workers.inside import handles
-from turnlog.sandbox_workers.inside.child import bounds, put, sealed
+from turnlog.sandbox_workers.inside.child import (
+    FIRST_OTHER,
+    NOTE_FD,
+    awake,
+    bounds,
+    defaults,
+    expendable,
+    finish,
+    flush,
+    fresh_main,
+    limit,
+    note,
+    prctl,
+    put,
+    run_source,
+    sealed,
+    wear,
+)
 from turnlog.sandbox_workers.inside.processes import ENDED as PROCESS_ENDED
 from turnlog.sandbox_workers.inside.processes import STOPPED, Place, thread_states
-from turnlog.sandbox_workers.inside.session import SIZES, live
 
 ENDED = b"the interpreter has ended: the next call starts a new one, without variables and imports\n"
 WAKING = tuple(b"signal: %d/" % number for number in (signal.SIGCONT, signal.SIGKILL))
 CPUCLOCK_SCHED = 2
 """Of posix-timers in the kernel: the clock of a process's run time."""
+
+PR_SET_PDEATHSIG = 1
+
+CHANNEL_FD = NOTE_FD + 1
+SIZES = struct.Struct(">I")
+DESCRIPTORS = 6
+"""stdin, stdout, stderr, note, folder, and a file with the call: length of its head, head (JSON), source."""
 
 
 class Interpreter:
@@ -35,7 +64,7 @@ class Interpreter:
         if not self.pid:
             live(place, theirs.fileno(), folder, limits, 0)
         theirs.close()
-        self.handle = handles.opened(self.pid)
+        self.handle = ended(self.pid)
 
     def begin(self, head: dict[str, Any], source: bytes, folder: int, streams: list[int]) -> None:
         """Let it run this. Raises OSError when it cannot take it."""
@@ -96,3 +125,97 @@ class Interpreter:
             os.kill(self.pid, signal.SIGKILL)
         self.channel.close()
         os.close(self.handle)
+
+
+def live(place: Place, channel: int, folder: int, limits: dict[str, Any], standing: int) -> None:
+    """In the forked child: become the interpreter. Never returns."""
+    code = 126
+    try:
+        os.setsid()
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # it stands still, and nobody else would look for it
+        os.fchdir(folder)
+        os.dup2(channel, CHANNEL_FD, inheritable=False)
+        os.closerange(FIRST_OTHER, NOTE_FD)
+        os.umask(0o022)
+        _wear_nothing()
+        limit(place, limits, standing, cpu=False)
+        expendable()
+        defaults(signal.SIG_IGN)
+        awake()
+        code = _calls(socket.socket(fileno=CHANNEL_FD))
+    finally:
+        os._exit(code)
+
+
+def _calls(channel: socket.socket) -> int:
+    """Until one of them asks to exit, or the init is gone: the exit code."""
+    main, here, number = fresh_main(), os.getpid(), 0
+    while True:
+        found, descriptors, _, _ = socket.recv_fds(channel, 1, DESCRIPTORS)
+        if not found:
+            return 0
+        source = _received(descriptors)
+        number += 1
+        code, leaves = run_source(source, f"<call {number}>", main, interactive=True)
+        if leaves or os.getpid() != here:  # a child that the source forked, and that did not exit, is not us
+            return code or finish()
+        code = code or _flushed()
+        _wear_nothing()
+        channel.sendall(bytes([code]))
+
+
+def _received(descriptors: list[int]) -> bytes:
+    """A call's source; its streams and environment are ours from now on."""
+    import sys
+
+    *streams, folder, call = descriptors
+    wear(streams)
+    with open(call, "rb", buffering=0) as file:
+        content = file.readall()
+    size = SIZES.unpack_from(content)[0]
+    head = json.loads(content[SIZES.size : SIZES.size + size])
+    if head["cwd"]:
+        os.fchdir(folder)
+    for number in (*streams, folder):
+        os.close(number)
+    os.environ.update(head["env"])
+    sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
+    return content[SIZES.size + size :]
+
+
+def _flushed() -> int:
+    try:
+        flush()
+    except BaseException as error:
+        note(error)
+        return 120
+    return 0
+
+
+def _wear_nothing() -> None:
+    nothing = os.open(os.devnull, os.O_RDWR)
+    wear([nothing] * 4)
+    os.close(nothing)
+
+
+def ended(pid: int) -> int:
+    """pidfd_open(2); gVisor does not have it, so a thread waits there and closes the other end of a pipe."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        if error.errno != errno.ENOSYS:
+            raise
+    return waited_for(pid)
+
+
+def waited_for(pid: int) -> int:
+    """By a thread, which leaves the child to be reaped."""
+    read, write = os.pipe()
+
+    def wait() -> None:
+        with contextlib.suppress(ChildProcessError):  # it was reaped before we looked
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        os.close(write)
+
+    threading.Thread(target=wait, daemon=True).start()
+    return read

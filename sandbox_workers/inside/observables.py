@@ -1,8 +1,13 @@
-"""What must be as it was before the first call, by name: a sandbox is as new when every one of these is equal.
+"""What must be as it was before the first call, by name: a sandbox is as new when every one of these is equal; putting
+it back, and what no call may change.
 
-They are of the init, which a call can reach from outside, and of the namespaces around it, which outlive a call's
-processes. Each is what JSON can hold, and read in less than 0.3 ms (/proc/locks and /proc/net/arp take ten).
+Observables are of the init, which a call can reach from outside, and of the namespaces around it, which outlive a
+call's processes. Each is what JSON can hold, and read in less than 0.3 ms (/proc/locks and /proc/net/arp take ten).
 Source: proc(5), sched_getattr(2), ioprio_get(2), namespaces(7).
+
+A call can change the init's own limits, since prlimit(2) works between processes of one user, and the writable folders
+themselves. Found changed, the sandbox is over, and the worker is told what it was, so that nobody else is held to
+account.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from collections.abc import Callable
 from typing import Any
 
 from turnlog.sandbox_workers.inside.child import prctl
-from turnlog.sandbox_workers.inside.network import sockets
+from turnlog.sandbox_workers.inside.frames import Control, ControlClosed, frame
 from turnlog.sandbox_workers.inside.processes import Place, others
 
 FS_IOC_GETFLAGS = 0x80086601
@@ -45,6 +50,20 @@ STATUS = frozenset({
 MOST_BYTES = 1 << 16
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
 Look = Callable[[Place], Any]
+
+AGENTS = ("user.", "system.posix_acl_")
+"""Attributes that the owner of a folder may set (xattr(7))."""
+
+PROXY_PORT = 3128
+"""Where a sandbox finds the worker's egress proxy on its own loopback."""
+TABLES = ("sockstat", "sockstat6")
+OURS = ("inuse", "tw")
+"""Counters of these tables that belong to a network namespace; the others are the machine's (net/ipv4/proc.c)."""
+
+LIMITS = range(16)
+"""Every RLIMIT_ of Linux."""
+TOLD = {what: frame({"changed": what}) for what in ("limits", "folders")}
+"""Made beforehand: with its limits lowered, an init may be unable to."""
 
 
 def observed(place: Place) -> dict[str, Any]:
@@ -163,6 +182,8 @@ OWN: dict[str, Look] = {
     "folders": lambda place: [_folder(path) for path in place.folders],
 }
 """Of the init and its folders."""
+
+
 AROUND: dict[str, Look] = {
     "System V objects": _objects,
     "IPC settings": lambda _: [*_texts("/proc/sys/kernel", IPC), *_texts("/proc/sys/fs/mqueue", QUEUES)],
@@ -180,3 +201,109 @@ AROUND: dict[str, Look] = {
     "clock offsets": lambda _: _text("/proc/self/timens_offsets"),
 }
 """Of namespaces; what a process without any sees is the host's, and changes without us."""
+
+
+def wipe(place: Place, as_new: dict[str, Any] | None) -> bool:
+    """Empty the writable folders; False when something is left, or this process was tampered with."""
+    try:
+        empty(place)
+        untouched(place)
+        return observed(place) == as_new
+    except (OSError, RecursionError):
+        return False
+
+
+def untouched(place: Place) -> None:
+    """Let the times of the writable folders tell of nothing. Raises OSError."""
+    for folder in place.folders:
+        os.utime(folder, (0, 0))
+
+
+def empty(place: Place) -> None:
+    """Take everything out of the writable folders, their own attributes included. Raises OSError, RecursionError."""
+    for folder in place.folders:
+        os.chmod(folder, 0o700)
+        for name in os.listxattr(folder):
+            if name.startswith(AGENTS):
+                os.removexattr(folder, name)
+        with os.scandir(folder) as entries:
+            for entry in list(entries):
+                _remove(entry.path)
+
+
+def _remove(path: str) -> None:
+    if not stat.S_ISDIR(os.lstat(path).st_mode):
+        os.unlink(path)
+        return
+    os.chmod(path, 0o700)
+    found = [path]
+    for parent, folders, names in os.walk(path):  # top down: a folder is made readable before it is entered
+        for name in names:
+            os.unlink(os.path.join(parent, name))
+        for name in folders:
+            inner = os.path.join(parent, name)
+            if os.path.islink(inner):
+                os.unlink(inner)
+            else:
+                os.chmod(inner, 0o700)
+                found.append(inner)
+    for folder in reversed(found):
+        os.rmdir(folder)
+
+
+def listener(*, namespace: bool) -> socket.socket:
+    """For the egress proxy to accept on: a socket belongs to the network namespace that it was made in, whoever holds
+    it. On the host's loopback any free port, since all sandboxes share it."""
+    return socket.create_server(("127.0.0.1", PROXY_PORT if namespace else 0), backlog=64)
+
+
+def sockets() -> list[str]:
+    """How many of each protocol there are, those in TIME_WAIT included. The tables that list TCP's one by one take
+    5 ms each, since the kernel walks a hash of the whole machine."""
+    found = []
+    for table in TABLES:
+        with contextlib.suppress(FileNotFoundError), open(f"/proc/net/{table}") as file:
+            for line in file:
+                protocol, *fields = line.split()
+                found += [f"{protocol} {key} {n}" for key, n in zip(fields[::2], fields[1::2]) if key in OURS]  # noqa: B905
+    with contextlib.suppress(FileNotFoundError), open("/proc/net/unix") as file:
+        found.append(f"unix {len(file.readlines()) - 1}")
+    return found
+
+
+class Tampered(ControlClosed):
+    """The worker has been told; nothing more is served."""
+
+
+class Integrity:
+    """As it was when the init began to serve."""
+
+    def __init__(self, place: Place, control: Control) -> None:
+        self.place = place
+        self.control = control
+        self.limits = [resource.getrlimit(number) for number in LIMITS]
+        self.folders = [os.stat(folder) for folder in place.folders]
+
+    def check(self) -> None:
+        """Needs no descriptor and no memory to speak of. Raises Tampered."""
+        if [resource.getrlimit(number) for number in LIMITS] != self.limits:
+            self._tell("limits")
+
+    def settle(self) -> None:
+        """After a call, when nothing of it runs: its folders are there, with their own rights. Who owns a folder may
+        take every right to it away, and has it so again in no later call. Raises Tampered."""
+        self.check()
+        for path, before in zip(self.place.folders, self.folders):  # noqa: B905 - images may have Python 3.9
+            try:
+                about = os.lstat(path)
+                if not os.path.samestat(about, before):
+                    self._tell("folders")
+                if about.st_mode != before.st_mode:
+                    os.chmod(path, stat.S_IMODE(before.st_mode))
+            except OSError:
+                self._tell("folders")
+
+    def _tell(self, what: str) -> None:
+        with contextlib.suppress(OSError):
+            self.control.sendall(TOLD[what])
+        raise Tampered

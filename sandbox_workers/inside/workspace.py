@@ -1,20 +1,27 @@
-"""The whole workspace: what is in it, and putting it back. What is put back is checked to its end before the first byte
-is written, since it was made from what a sandbox said."""
+"""The workspace: names that never lead out of it, single files, and the whole of it, taken and put back.
+
+Called between calls, when every process of the agent is dead or stands still, so nothing changes underneath. What is
+put back is checked to its end before the first byte is written, since it was made from what a sandbox said.
+
+PathRefused        the path leads out, is too long, or is not what was asked for: said so that a model can read it
+├── Missing        nothing is there
+├── Locked         its owner has taken the right to it away
+└── Quota          it would not fit
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from _blake2 import blake2b  # hashlib would load OpenSSL, which takes a third of the init's start
 from collections.abc import Iterator
 from typing import Any
 
-from turnlog.sandbox_workers.inside.files import PLAIN, fill, plain_content, read
 from turnlog.sandbox_workers.inside.frames import PART_BYTES, Control, ControlClosed
-from turnlog.sandbox_workers.inside.paths import FOLDER, LONGEST_PATH, Locked, Quota, Refused, exact, refusal, shown
-from turnlog.sandbox_workers.inside.processes import INODE_BYTES, Place
-from turnlog.sandbox_workers.inside.wipe import empty
+from turnlog.sandbox_workers.inside.observables import empty
+from turnlog.sandbox_workers.inside.processes import INODE_BYTES, Place, disk_used
 
 MOST_ENTRIES = 20_000
 """Of a workspace that is to be kept."""
@@ -27,10 +34,25 @@ PAGE = 4096
 Entry = dict[str, Any]
 """path, kind ("file" | "folder" | "link"), mode, size, target, stamp; see protocol.FileEntry."""
 
+PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+"""A pipe or a device is seen by fstat(2) and never waited for."""
+TEMPORARY = ".turnlog-part-"
+"""How the name begins under which a file is written before it is renamed; what follows is no agent's to know."""
+
+LONGEST_NAME = 255
+"""NAME_MAX of limits.h."""
+LONGEST_PATH = 4095
+"""PATH_MAX of limits.h, less its NUL."""
+MOST_LINKS = 40
+"""As the kernel follows (path_resolution(7))."""
+WORKSPACE = "/workspace"
+"""What models call the root in links, wherever a backend has it."""
+FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
 
 def index(place: Place, disk_bytes: int) -> list[Entry]:
     """What is there, parents first. A file's stamp is a hash of its bytes: time stamps have the resolution of the
-    kernel's clock tick, and a write through a shared mapping may leave them as they were. Raises Refused."""
+    kernel's clock tick, and a write through a shared mapping may leave them as they were. Raises PathRefused."""
     found: list[Entry] = []
     left = [disk_bytes, NAME_BYTES]
     try:
@@ -38,7 +60,7 @@ def index(place: Place, disk_bytes: int) -> list[Entry]:
             for entry in _below(root, "", left):
                 found.append(entry)
                 if len(found) > MOST_ENTRIES:
-                    raise Refused(f"the workspace holds more than {MOST_ENTRIES} files, too many to be kept")
+                    raise PathRefused(f"the workspace holds more than {MOST_ENTRIES} files, too many to be kept")
     except OSError as error:
         raise refusal(error, found[-1]["path"] if found else "") from error
     return sorted(found, key=lambda entry: str(entry["path"]))
@@ -46,7 +68,7 @@ def index(place: Place, disk_bytes: int) -> list[Entry]:
 
 def read_many(place: Place, paths: list[str], most: int) -> list[bytes]:
     """Bytes of plain files, `most` together, those included whose owner took the right to read them away: `index` has
-    found them all. Raises Refused, Missing."""
+    found them all. Raises PathRefused, Missing."""
     found = []
     for path in paths:
         try:
@@ -83,7 +105,7 @@ def _root(place: Place) -> Iterator[int]:
 
 def _below(folder: int, above: str, left: list[int]) -> Iterator[Entry]:
     if above.count("/") > MOST_DEPTH:
-        raise Refused(f"{shown(above)}: more than {MOST_DEPTH} folders in each other, too many to be kept")
+        raise PathRefused(f"{shown(above)}: more than {MOST_DEPTH} folders in each other, too many to be kept")
     for name in sorted(os.listdir(folder)):
         about = os.stat(name, dir_fd=folder, follow_symlinks=False)
         entry = {"path": above + name, "mode": about.st_mode & 0o777, "size": 0, "target": "", "stamp": ""}
@@ -101,15 +123,17 @@ def _below(folder: int, above: str, left: list[int]) -> Iterator[Entry]:
 
 
 def _within(entry: Entry, left: list[int]) -> Entry:
-    """Raises Refused for an entry that makes it too much, before its bytes are looked at (a sparse file's are zeros
+    """Raises PathRefused for an entry that makes it too much, before its bytes are looked at (a sparse file's are zeros
     without end)."""
     path = entry["path"]
     left[0] -= _cost(entry)
     left[1] -= len(os.fsencode(path)) + len(os.fsencode(entry["target"]))
     if left[0] < 0:
-        raise Refused(f"the workspace's files take more than it may hold, {shown(path)} among them: too much to keep")
+        raise PathRefused(
+            f"the workspace's files take more than it may hold, {shown(path)} among them: too much to keep"
+        )
     if left[1] < 0 or len(os.fsencode(path)) > LONGEST_PATH:
-        raise Refused(f"{shown(path)}: the workspace's names are too long to be kept")
+        raise PathRefused(f"{shown(path)}: the workspace's names are too long to be kept")
     return entry
 
 
@@ -145,23 +169,23 @@ def _stamp(descriptor: int) -> str:
 
 
 def check(entries: list[Entry], disk_bytes: int) -> None:
-    """All of it is a workspace that fits. Raises Refused, Quota."""
+    """All of it is a workspace that fits. Raises PathRefused, Quota."""
     if len(entries) > MOST_ENTRIES:
-        raise Refused(f"{len(entries)} entries, more than the {MOST_ENTRIES} of a workspace")
+        raise PathRefused(f"{len(entries)} entries, more than the {MOST_ENTRIES} of a workspace")
     kinds: dict[str, str] = {"": "folder"}
     names = 0
     for entry in entries:
         path = "/".join(exact(entry["path"]))
         if path in kinds:
-            raise Refused(f"{shown(path)} is there twice")
+            raise PathRefused(f"{shown(path)} is there twice")
         if kinds.get(path.rpartition("/")[0]) != "folder":
-            raise Refused(f"{shown(path)} does not lie in a folder that comes before it")
+            raise PathRefused(f"{shown(path)} does not lie in a folder that comes before it")
         if entry["kind"] not in ("file", "folder", "link") or not 0 <= entry["mode"] <= 0o777 or entry["size"] < 0:
-            raise Refused(f"{shown(path)} is no file, folder or link")
+            raise PathRefused(f"{shown(path)} is no file, folder or link")
         if (entry["kind"] == "link") != bool(entry["target"]) or "\0" in entry["target"]:
-            raise Refused(f"{shown(path)}: a link and nothing else has a target")
+            raise PathRefused(f"{shown(path)}: a link and nothing else has a target")
         if len(os.fsencode(entry["target"])) > LONGEST_PATH:
-            raise Refused(f"{shown(path)}: its target is too long")
+            raise PathRefused(f"{shown(path)}: its target is too long")
         kinds[path] = entry["kind"]
         names += len(path) + len(entry["target"])
     needed = sum(map(_cost, entries))
@@ -199,7 +223,7 @@ class Contents:
 
 
 def restore(place: Place, entries: list[Entry], contents: Contents) -> None:
-    """Empty the workspace and fill it with checked entries. Raises Refused, Quota, ControlClosed."""
+    """Empty the workspace and fill it with checked entries. Raises PathRefused, Quota, ControlClosed."""
     path = ""
     try:
         empty(place)
@@ -228,3 +252,243 @@ def _put(root: int, entry: Entry, contents: Contents) -> None:
             contents.copy(descriptor, entry["size"])
         finally:
             os.close(descriptor)
+
+
+def read(place: Place, path: str, most: int, *, offset: int = 0, size: int | None = None) -> bytes:
+    """Bytes of a plain file that has `most` at most: all, or `size` from `offset` on. Raises PathRefused, Missing,
+    Locked."""
+    *above, name = _named(path)
+    try:
+        with Walk(place.folders[0]) as walk:
+            walk.down(above, path)
+            name = walk.last(name, path)
+            descriptor = os.open(name, os.O_RDONLY | PLAIN, dir_fd=walk.here)
+            try:
+                return plain_content(descriptor, path, most, offset, size)
+            finally:
+                os.close(descriptor)
+    except OSError as error:
+        raise refusal(error, path) from error
+
+
+def plain_content(descriptor: int, path: str, most: int, offset: int = 0, size: int | None = None) -> bytes:
+    """What `read` reads, of an open file. Raises PathRefused, OSError."""
+    about = os.fstat(descriptor)
+    if not stat.S_ISREG(about.st_mode):
+        raise PathRefused(f"{shown(path)} is {_what(about.st_mode)}, not a file")
+    if about.st_size > most:
+        raise PathRefused(f"{shown(path)} has {about.st_size} bytes, more than the {most} that can be read")
+    wanted = max(0, about.st_size - offset) if size is None else max(0, min(size, about.st_size - offset))
+    data = bytearray()
+    while len(data) < wanted and (part := os.pread(descriptor, wanted - len(data), offset + len(data))):
+        data += part
+    return bytes(data)
+
+
+def write(place: Place, path: str, content: bytes, mode: int, disk_bytes: int, *, follow: bool) -> None:
+    """Replace or make a file by one rename; `follow`: the one that links lead to, which keeps its mode. Raises
+    PathRefused, Quota."""
+    *above, name = _named(path)
+    if disk_used(place) + len(content) > disk_bytes:
+        raise Quota(f"{shown(path)}: {len(content)} bytes more do not fit the workspace's {disk_bytes}")
+    try:
+        with Walk(place.folders[0]) as walk:
+            walk.down(above, path, make=True)
+            if follow:
+                name = walk.last(name, path, make=True)
+            with contextlib.suppress(FileNotFoundError):
+                there = os.stat(name, dir_fd=walk.here, follow_symlinks=False).st_mode
+                if stat.S_ISDIR(there):
+                    raise PathRefused(f"{shown(path)} is a folder")
+                mode = there if follow and stat.S_ISREG(there) else mode
+            _replace(walk.here, name, content, mode)
+    except OSError as error:
+        raise refusal(error, path) from error
+
+
+def fill(descriptor: int, content: bytes | memoryview) -> None:
+    """Write all of it."""
+    view = memoryview(content)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def _replace(folder: int, name: str, content: bytes, mode: int) -> None:
+    temporary = TEMPORARY + os.urandom(8).hex()
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | PLAIN, 0o600, dir_fd=folder)
+    try:
+        try:
+            fill(descriptor, content)
+            os.fchmod(descriptor, mode & 0o777)
+        finally:
+            os.close(descriptor)
+        os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except OSError:
+        os.unlink(temporary, dir_fd=folder)
+        raise
+
+
+def _named(path: str) -> list[str]:
+    found = parts(path)
+    if not found:
+        raise PathRefused(f"{shown(path)} names no file")
+    return found
+
+
+def _what(mode: int) -> str:
+    if stat.S_ISDIR(mode):
+        return "a folder"
+    return "a pipe" if stat.S_ISFIFO(mode) else "a device" if stat.S_ISCHR(mode) or stat.S_ISBLK(mode) else "special"
+
+
+class PathRefused(Exception):
+    """Not served."""
+
+    kind = "path"
+
+
+class Missing(PathRefused):
+    """Nothing is there."""
+
+    kind = "missing"
+
+
+class Locked(PathRefused):
+    """Its rights are in the way."""
+
+
+class Quota(PathRefused):
+    """It would not fit."""
+
+    kind = "quota"
+
+
+def shown(path: str) -> str:
+    """A path for a message: short, without control characters."""
+    text = path if len(path) <= 120 else f"{path[:100]}... ({len(path)} characters)"
+    return repr(text.encode(errors="backslashreplace").decode())
+
+
+def parts(path: str) -> list[str]:
+    """Components of a path relative to the workspace. Raises PathRefused."""
+    if "\0" in path:
+        raise PathRefused(f"{shown(path)}: a path holds no NUL byte")
+    if path.startswith("/"):
+        raise PathRefused(f"{shown(path)}: give a path relative to the workspace, without a leading /")
+    try:
+        raw = os.fsencode(path)
+    except UnicodeEncodeError as error:
+        raise PathRefused(f"{shown(path)}: no file can have this name") from error
+    found = [name for name in path.split("/") if name not in ("", ".")]
+    if ".." in found:
+        raise PathRefused(f"{shown(path)}: paths stay inside the workspace, '..' is not allowed")
+    if len(raw) > LONGEST_PATH or any(len(os.fsencode(name)) > LONGEST_NAME for name in found):
+        raise PathRefused(f"{shown(path)}: the name is too long ({LONGEST_NAME} bytes a part, {LONGEST_PATH} in all)")
+    return found
+
+
+def exact(path: str) -> list[str]:
+    """Components of a path as a snapshot holds it: nothing in it that `parts` would have to drop. Raises
+    PathRefused."""
+    found = parts(path)
+    if not found or "/".join(found) != path:
+        raise PathRefused(f"{shown(path)}: no name of an entry")
+    return found
+
+
+class Walk:
+    """Descriptors of the folders from a root down to where we stand. Links are followed as far as they stay below the
+    root, absolute ones counted from the root's own path; each step opens one name without following it, so that no
+    link can lead out (the idea of openat2(2)'s RESOLVE_BENEATH, on every kernel and the same everywhere)."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self.stack = [os.open(root, FOLDER)]
+        self.links = 0
+
+    def __enter__(self) -> Walk:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self.stack:
+            os.close(descriptor)
+
+    @property
+    def here(self) -> int:
+        """The folder where we stand."""
+        return self.stack[-1]
+
+    def down(self, names: list[str], path: str, *, make: bool = False) -> None:
+        """Enter folders; `make` those that are not there. `path` is for messages. Raises PathRefused, Missing."""
+        ahead = names[::-1]
+        while ahead:
+            name = ahead.pop()
+            if name == "..":
+                self._up(path)
+            elif (target := self._enter(name, path, make)) is not None:
+                ahead += self._followed(target, path)[::-1]
+
+    def last(self, name: str, path: str, *, make: bool = False) -> str:
+        """Enter what links say until `name` is none; the name where we stand then. `make`: nothing need be there, and
+        folders on the way are made. Raises PathRefused, Missing."""
+        while (target := self._link(name, make)) is not None:
+            names = self._followed(target, path)
+            if not names or names[-1] == "..":
+                raise PathRefused(f"{shown(path)} is a folder")
+            self.down(names[:-1], path, make=make)
+            name = names[-1]
+        return name
+
+    def _enter(self, name: str, path: str, make: bool) -> str | None:
+        """Go one folder down, or say what the link at its place says."""
+        try:
+            self.stack.append(os.open(name, FOLDER, dir_fd=self.here))
+            return None
+        except OSError as error:
+            if error.errno == errno.ENOENT and make:
+                os.mkdir(name, 0o755, dir_fd=self.here)
+                self.stack.append(os.open(name, FOLDER, dir_fd=self.here))
+                return None
+            if error.errno not in (errno.ELOOP, errno.ENOTDIR) or (target := self._link(name)) is None:
+                raise
+            return target
+
+    def _link(self, name: str, make: bool = False) -> str | None:
+        try:
+            found = os.stat(name, dir_fd=self.here, follow_symlinks=False).st_mode
+        except FileNotFoundError:
+            if make:
+                return None
+            raise
+        if not stat.S_ISLNK(found):
+            return None
+        return os.readlink(name, dir_fd=self.here)
+
+    def _followed(self, target: str, path: str) -> list[str]:
+        self.links += 1
+        if self.links > MOST_LINKS:
+            raise PathRefused(f"{shown(path)}: too many links")
+        if target.startswith("/"):
+            root = next((root for root in (self.root, WORKSPACE) if f"{target}/".startswith(f"{root}/")), None)
+            if root is None:
+                raise PathRefused(f"{shown(path)}: a link leads out of the workspace")
+            target = target[len(root) :]
+            while len(self.stack) > 1:
+                os.close(self.stack.pop())
+        return [name for name in target.split("/") if name not in ("", ".")]
+
+    def _up(self, path: str) -> None:
+        if len(self.stack) == 1:
+            raise PathRefused(f"{shown(path)}: a link leads out of the workspace")
+        os.close(self.stack.pop())
+
+
+def refusal(error: OSError, path: str) -> PathRefused:
+    """What an error of the file system means to whoever asked."""
+    if error.errno == errno.ENOENT:
+        return Missing(f"{shown(path)}: no such file")
+    if error.errno == errno.EACCES:
+        return Locked(f"{shown(path)}: {os.strerror(errno.EACCES)}")
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return Quota(f"{shown(path)}: no room is left in the workspace")
+    return PathRefused(f"{shown(path)}: {os.strerror(error.errno or 0)}")

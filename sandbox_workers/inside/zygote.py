@@ -1,25 +1,62 @@
 """The warm process of which every init of a slot is a fork, each in namespaces of its own; it runs nothing of agents'.
 
 A new sandbox costs a fork so, in place of an interpreter's start. It is pid 1 of bubblewrap's namespaces, has
-capabilities in their user namespace alone, and no process of a sandbox sees it. It takes one order: a byte with the
-control socket of the next init. What ran before is dead then, and its namespaces go with it.
+CAPABILITIES in their user namespace alone, and no process of a sandbox sees it. It takes one order: a byte with the
+control socket of the next init. What ran before is dead then, and its namespaces go with it. An init gives everything
+up that allowed it to enter its namespaces.
+
+Source: namespaces(7), capabilities(7), mount(2), devpts and tmpfs of the kernel's filesystems documentation.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
+import fcntl
 import functools
 import os
 import signal
 import socket
+import struct
 import sys
 from collections.abc import Callable
 
-from turnlog.sandbox_workers.inside import enclosure, init
+from turnlog.sandbox_workers.inside import init
+from turnlog.sandbox_workers.inside.child import prctl
 from turnlog.sandbox_workers.inside.frames import Socket
 from turnlog.sandbox_workers.inside.processes import Place
 
 REFUSED = "a sandbox cannot have namespaces of its own"
+
+CAPABILITIES = {"CAP_SETPCAP": 8, "CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21, "CAP_SYS_RESOURCE": 24}
+"""What `limited`, `forked` and `entered` need, with their numbers."""
+NEW = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
+"""CLONE_NEWNS, NEWUTS, NEWIPC, NEWPID, NEWNET of clone(2)."""
+TERMINALS = 64
+"""Of one sandbox. The machine has 4,096 (kernel.pty.max) for all that runs on it."""
+USER_LIMITS = {"max_inotify_instances": 24, "max_inotify_watches": 8192}
+"""Of one sandbox, in /proc/sys/user: the machine counts by user, and slots of a worker that is not root share one."""
+MASKED_FILES = (
+    "/proc/kcore", "/proc/keys", "/proc/timer_list", "/proc/timer_stats", "/proc/sched_debug", "/proc/latency_stats",
+    "/proc/interrupts", "/proc/kallsyms", "/proc/cmdline",
+)  # fmt: skip
+MASKED_FOLDERS = ("/proc/acpi", "/proc/asound", "/proc/scsi", "/proc/fs", "/proc/bus", "/proc/irq")
+"""What container runtimes hide of /proc, and what else tells of the host's devices and of how it was started. What only
+root of the host may read is not open to a sandbox's user anyhow, and costs no mount."""
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND = 1, 2, 4, 8, 32, 4096
+PR_CAPBSET_DROP = 24
+PR_SET_NO_NEW_PRIVS = 38
+PR_SET_SECCOMP = 22
+SECCOMP_MODE_FILTER = 2
+INSTRUCTION_BYTES = 8
+CAPABILITY_VERSION_3 = 0x20080522
+SIOCSIFFLAGS, IFF_UP = 0x8914, 1
+SYS_CLONE = {"x86_64": 56, "aarch64": 220, "riscv64": 220}
+"""Number of clone(2), by machine; all take the flags first."""
+EMPTY, NOTHING = "/opt/empty", "/opt/nothing"
+"""A folder and a device of the root that cover others: read-only, and no device can be opened there."""
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main(orders: str, filter_fd: str, disk_bytes: str, network: str, *paths: str) -> None:
@@ -33,18 +70,18 @@ def main(orders: str, filter_fd: str, disk_bytes: str, network: str, *paths: str
     place = Place(folders, own_user=True, namespace=True)
     init.protect(place)
     init.freeze()
-    masks = enclosure.masked()
+    masks = masked()
     try:
-        enclosure.limited()
+        limited()
         if own:
-            enclosure.deny(own)
+            deny(own)
         with socket.socket(fileno=int(orders)) as worker:
             worker.set_inheritable(False)
             while controls := _order(worker):
                 _end()
-                if not enclosure.forked():
+                if not forked():
                     worker.close()
-                    enter = functools.partial(enclosure.entered, folders, int(disk_bytes), masks, denied)
+                    enter = functools.partial(entered, folders, int(disk_bytes), masks, denied)
                     _serve(controls[0], place, network, enter)
                 os.close(controls[0])
     except OSError as error:
@@ -87,6 +124,89 @@ def _end() -> None:
     with contextlib.suppress(ChildProcessError):
         while True:
             os.wait()
+
+
+class Program(ctypes.Structure):
+    """struct sock_fprog of linux/filter.h."""
+
+    _fields_ = (("len", ctypes.c_ushort), ("filter", ctypes.c_char_p))
+
+
+def limited() -> None:
+    """Bound what the kernel counts by user for all of our user namespace. Raises OSError."""
+    for name, most in USER_LIMITS.items():
+        with open(f"/proc/sys/user/{name}", "w") as file:
+            file.write(str(most))
+
+
+def masked() -> tuple[list[str], list[str]]:
+    """Files and folders of /proc that are here and open to all."""
+    files = [path for path in MASKED_FILES if os.access(path, os.R_OK)]
+    return files, [path for path in MASKED_FOLDERS if os.access(path, os.R_OK) and os.listdir(path)]
+
+
+def forked() -> int:
+    """fork(2) into new namespaces, of which the child is the first process; as `os.fork`. Raises OSError.
+
+    By clone(2) itself: unshare(2) would need another process in between, since it leaves us in our pid namespace. We
+    have one thread, of the same number here and there, so no lock has to be made good in the child and no hook of
+    `os.register_at_fork` has to run, which would cost more than the rest of it.
+    """
+    number = SYS_CLONE.get(os.uname().machine)
+    if number is None:
+        raise OSError(errno.ENOSYS, f"the number of clone(2) on {os.uname().machine} is not known here")
+    pid = int(_libc.syscall(number, NEW | signal.SIGCHLD, None, None, None, None))
+    _done(min(pid, 0), "namespaces of its own")
+    return pid
+
+
+def entered(folders: list[str], disk_bytes: int, masks: tuple[list[str], list[str]], denied: bytes) -> None:
+    """In the first process of new namespaces: its file systems and loopback, then nothing more to be had. `folders`:
+    writable ones, each a tmpfs of `disk_bytes`; `masks`: see `masked`; `denied`: a BPF program for seccomp(2), or
+    nothing. Raises OSError."""
+    os.setsid()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", IFF_UP))
+    _mounted("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    _mounted("/proc/sys", "/proc/sys", "", MS_BIND)
+    _mounted("", "/proc/sys", "", MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    for paths, source in zip(masks, (NOTHING, EMPTY)):  # noqa: B905 - Python 3.9
+        for path in paths:
+            _mounted(source, path, "", MS_BIND)
+    for folder in folders:
+        _mounted("tmpfs", folder, "tmpfs", MS_NOSUID | MS_NODEV, f"mode=0700,size={disk_bytes}")
+    terminals = f"newinstance,ptmxmode=0666,mode=620,max={TERMINALS}"
+    _mounted("devpts", "/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, terminals)
+    os.chdir(folders[0])
+    _renounced()
+    if denied:
+        deny(denied)
+
+
+def deny(program: bytes) -> None:
+    """Put this filter above what there is: a call is refused by whichever refuses it. Raises OSError."""
+    about = Program(len(program) // INSTRUCTION_BYTES, program)
+    _done(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(about), 0, 0), "the seccomp filter")
+
+
+def _renounced() -> None:
+    """No capability is left, and none to be had."""
+    _done(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+    for number in CAPABILITIES.values():
+        _done(prctl(PR_CAPBSET_DROP, number, 0, 0, 0), "the bounding set")
+    header, none = struct.pack("@Ii", CAPABILITY_VERSION_3, 0), bytes(24)
+    _done(_libc.capset(header, none), "giving capabilities up")
+
+
+def _mounted(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    _done(_libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()), target)
+
+
+def _done(failed: int, what: str) -> None:
+    """`failed`: what a call returned, or an errno. Raises OSError."""
+    if failed:
+        number = ctypes.get_errno() if failed < 0 else failed
+        raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends.docker.program import command
 from turnlog.sandbox_workers.backends.leftovers import owned_prefix
-from turnlog.sandbox_workers.inside.forgetting import FORGETFUL
+from turnlog.sandbox_workers.inside.child import FORGETFUL
 from turnlog.sandbox_workers.protocol import Shape
 
 FIRST_UID = 20_000

@@ -14,7 +14,7 @@ import threading
 import time
 from pathlib import Path
 
-from turnlog.sandbox_workers.inside.network import listener
+from turnlog.sandbox_workers.inside.observables import listener
 from turnlog.sandbox_workers.protocol import SandboxUnavailable
 
 CLONE_NEWNET = 0x40000000

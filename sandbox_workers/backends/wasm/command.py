@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from turnlog.sandbox_workers.backends.wasm import runner as wasm_runner
 from turnlog.sandbox_workers.backends.wasm.engine import engine
-from turnlog.sandbox_workers.inside import files, paths
 from turnlog.sandbox_workers.inside.processes import Place
+from turnlog.sandbox_workers.inside.workspace import Missing, PathRefused, read
 
 if TYPE_CHECKING:
     from wasmtime import Engine, Linker, Module
@@ -124,11 +124,11 @@ def _of_workspace(engines: Engines, place: Place, name: str) -> Module:
     inside = name.removeprefix(f"{WORKSPACE}/") if name.startswith("/") else os.path.relpath(relative, place.folders[0])
     for candidate in (inside, f"{inside}.wasm"):
         try:
-            content = files.read(place, candidate, MODULE_BYTES)
+            content = read(place, candidate, MODULE_BYTES)
             return Module(engines.engine, content)
-        except paths.Missing:
+        except Missing:
             continue
-        except paths.Refused as error:
+        except PathRefused as error:
             raise Unrunnable(str(error), 126) from error
         except WasmtimeError as error:
             raise Unrunnable(f"{name}: no WebAssembly module: {str(error).splitlines()[0]}", 126) from error

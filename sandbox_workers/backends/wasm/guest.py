@@ -20,9 +20,8 @@ from turnlog.sandbox_workers.backends.wasm.command import (
     configured,
     descriptors,
 )
-from turnlog.sandbox_workers.inside.child import MOST_DESCRIPTORS, bounds, expendable, prctl, wear
+from turnlog.sandbox_workers.inside.child import MOST_DESCRIPTORS, NOTE_FD, bounds, expendable, prctl, wear
 from turnlog.sandbox_workers.inside.processes import Place
-from turnlog.sandbox_workers.inside.source import NOTE_FD
 
 if TYPE_CHECKING:
     from wasmtime import Linker, Module, Store, Trap

@@ -18,14 +18,12 @@ from typing import Any
 
 from turnlog.sandbox_workers.backends.wasm.command import Unusable, engines_of
 from turnlog.sandbox_workers.backends.wasm.guest import PR_SET_PDEATHSIG, THREADS, become
-from turnlog.sandbox_workers.inside.call import Become, Call, Verdict
+from turnlog.sandbox_workers.inside.call import Become, Call, Reaped, Verdict, end_all
 from turnlog.sandbox_workers.inside.child import PR_SET_DUMPABLE, prctl
-from turnlog.sandbox_workers.inside.ending import Reaped, end_all
 from turnlog.sandbox_workers.inside.frames import Control, ControlClosed, Socket, send
-from turnlog.sandbox_workers.inside.init import PR_SET_CHILD_SUBREAPER, freeze
-from turnlog.sandbox_workers.inside.integrity import Integrity
+from turnlog.sandbox_workers.inside.init import PR_SET_CHILD_SUBREAPER, Answer, Service, freeze
+from turnlog.sandbox_workers.inside.observables import Integrity
 from turnlog.sandbox_workers.inside.processes import Place
-from turnlog.sandbox_workers.inside.service import Answer, Service
 
 PR_SET_NO_NEW_PRIVS = 38
 OVERHEAD_BYTES = 192 << 20

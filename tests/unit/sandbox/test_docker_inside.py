@@ -16,8 +16,9 @@ import pytest
 
 from turnlog.sandbox_workers.backends.docker import program as docker_program
 from turnlog.sandbox_workers.backends.docker.stream import WORDS_BYTES, ContainerStream
-from turnlog.sandbox_workers.inside import attached, handles
+from turnlog.sandbox_workers.inside import attached
 from turnlog.sandbox_workers.inside.frames import HEADER, frame
+from turnlog.sandbox_workers.inside.interpreter import waited_for
 
 ANSWER = {"status": "tool_error", "reason": "", "exit_code": 137}
 
@@ -71,7 +72,7 @@ def test_where_no_control_group_is_shown_nothing_is_counted(counters: Path) -> N
 
 def test_a_child_is_waited_for_where_there_is_no_pidfd() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        handle = handles.waited_for(child.pid)
+        handle = waited_for(child.pid)
         poll = select.poll()
         poll.register(handle, select.POLLIN)
         assert poll.poll(0) == []

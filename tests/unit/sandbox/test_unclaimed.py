@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from turnlog.sandbox_workers.inside.processes import Task
-from turnlog.sandbox_workers.inside.unclaimed import ROUNDING_S, Unclaimed
+from turnlog.sandbox_workers.inside.processes import ROUNDING_S, Task, Unclaimed
 
 
 def process(pid: int, parent: int, cpu_s: float, reaped_s: float = 0.0) -> Task:

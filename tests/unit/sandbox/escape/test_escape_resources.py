@@ -20,7 +20,7 @@ from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends.bubblewrap import Bubblewrap
 from turnlog.sandbox_workers.backends.cgroups import SOCKET_BYTES
 from turnlog.sandbox_workers.inside.child import MOST_SIGNALS
-from turnlog.sandbox_workers.inside.enclosure import TERMINALS, USER_LIMITS
+from turnlog.sandbox_workers.inside.zygote import TERMINALS, USER_LIMITS
 from turnlog.sandbox_workers.protocol import Shape
 from turnlog.schemas.events import SandboxLimits, ToolStatus
 
