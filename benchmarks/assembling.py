@@ -14,9 +14,8 @@ from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.murmur2 import partition_of
 from turnlog.infra.runs import Configured
 from turnlog.processors.core.fold.unit import INPUTS
-from turnlog.processors.shells.assembler import assembler_plan
-from turnlog.processors.shells.examples import GroupName, Shape, whole_group
-from turnlog.processors.shells.runner import Runner
+from turnlog.processors.runtime.assembler import Runner, assembler_plan
+from turnlog.processors.runtime.examples import GroupName, Shape, whole_group
 from turnlog.settings import Settings
 
 

@@ -28,7 +28,7 @@ from turnlog.infra.role import Role
 from turnlog.infra.runs import configuration
 from turnlog.infra.topics_admin import apply
 from turnlog.processors.core.fold.unit import INPUTS, OUTPUTS
-from turnlog.processors.shells.examples import Shape
+from turnlog.processors.runtime.examples import Shape
 from turnlog.settings import Settings
 
 GOAL_TOKENS, GOAL_SHARE = 2_000_000, 0.35

@@ -26,7 +26,7 @@ from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.topics_admin import apply
 from turnlog.processors.core.fold.unit import INPUTS
 from turnlog.processors.core.fold_versions import FOLD_VERSION, outputs_of
-from turnlog.processors.shells.examples import GroupName, SessionStory, Shape
+from turnlog.processors.runtime.examples import GroupName, SessionStory, Shape
 from turnlog.schemas.events import Event
 from turnlog.schemas.topics import SAMPLES
 from turnlog.settings import Settings

@@ -20,8 +20,8 @@ from row import size, told
 
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.processors.shells.examples import GroupName, SessionStory, Shape
-from turnlog.processors.shells.watch import Watch
+from turnlog.processors.runtime.examples import GroupName, SessionStory, Shape
+from turnlog.processors.runtime.watch import Watch
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.events import ALL
 from turnlog.schemas.topics import TOPIC_OF

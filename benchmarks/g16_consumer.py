@@ -28,7 +28,7 @@ from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.topics_admin import apply
 from turnlog.processors.core.fold.unit import OUTPUTS
-from turnlog.processors.shells.examples import Shape
+from turnlog.processors.runtime.examples import Shape
 from turnlog.schemas.avsc import stored_schema
 from turnlog.schemas.events import ALL
 from turnlog.settings import Settings

@@ -24,8 +24,8 @@ from turnlog.infra.log import Log, Partition, Record, TopicSpec
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.topics_admin import apply
 from turnlog.processors.core.fold.unit import INPUTS, OUTPUTS
-from turnlog.processors.shells.examples import Shape
-from turnlog.processors.shells.restoring import records_between
+from turnlog.processors.runtime.examples import Shape
+from turnlog.processors.runtime.restoring import records_between
 from turnlog.schemas.topics import SAMPLES
 from turnlog.settings import Settings
 

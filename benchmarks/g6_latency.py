@@ -24,9 +24,8 @@ from turnlog.infra.murmur2 import partition_of
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.runs import Configured
 from turnlog.infra.topics_admin import apply
-from turnlog.processors.shells.assembler import assembler_plan
-from turnlog.processors.shells.examples import GroupName, Shape, whole_group
-from turnlog.processors.shells.runner import Runner
+from turnlog.processors.runtime.assembler import Runner, assembler_plan
+from turnlog.processors.runtime.examples import GroupName, Shape, whole_group
 from turnlog.schemas.topics import SAMPLES
 from turnlog.settings import Settings
 

@@ -23,9 +23,9 @@ from turnlog.infra.runs import Configured, configuration
 from turnlog.processors.core.fold.low_water import Done, Marks, encode_marks
 from turnlog.processors.core.fold.unit import INPUTS, UnitFold
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.processors.shells.assembler import assembler_plan
-from turnlog.processors.shells.examples import GroupName, SessionStory, Shape
-from turnlog.processors.shells.restoring import Plan
+from turnlog.processors.runtime.assembler import assembler_plan
+from turnlog.processors.runtime.examples import GroupName, SessionStory, Shape
+from turnlog.processors.runtime.restoring import Plan
 from turnlog.schemas import ids, topics
 from turnlog.schemas.events import (
     BatchSample,

@@ -28,7 +28,7 @@ from turnlog.names import RECORD_HEADER
 from turnlog.processors.core.fold.group import offline
 from turnlog.processors.core.fold.settlement import figures
 from turnlog.processors.core.fold.unit import INPUTS
-from turnlog.processors.shells.examples import GroupName
+from turnlog.processors.runtime.examples import GroupName
 from turnlog.schemas import topics
 from turnlog.schemas.events import Event, GroupScored, GroupStatus, RolloutRequested, SampleBatchFormed, SegmentSample
 from turnlog.schemas.topics import TOPIC_OF, Topic

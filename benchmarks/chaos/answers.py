@@ -31,8 +31,8 @@ from turnlog.infra.role import Role, opened
 from turnlog.infra.runs import configure
 from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold.low_water import Fold
-from turnlog.processors.shells.assembler import assembler_plan
-from turnlog.processors.shells.restoring import Plan, records_between
+from turnlog.processors.runtime.assembler import assembler_plan
+from turnlog.processors.runtime.restoring import Plan, records_between
 from turnlog.producers.recipes.calc import RECIPE
 from turnlog.schemas import ids
 from turnlog.schemas.events import (

@@ -30,9 +30,9 @@ from turnlog.processors.core.fold.low_water import Fold, decode_marks
 from turnlog.processors.core.fold.settlement import with_figures
 from turnlog.processors.core.fold.unit import INPUTS
 from turnlog.processors.core.fold_versions import outputs_of
-from turnlog.processors.shells.assembler import assembler_plan
-from turnlog.processors.shells.examples import bad_days
-from turnlog.processors.shells.restoring import Plan, records_between
+from turnlog.processors.runtime.assembler import assembler_plan
+from turnlog.processors.runtime.examples import bad_days
+from turnlog.processors.runtime.restoring import Plan, records_between
 from turnlog.schemas.events import Event
 from turnlog.settings import Settings
 

@@ -29,7 +29,7 @@ FoldDefect                    we are wrong: stop the unit, never park
 ├── BooksDoNotBalance         sampled != trained + masked
 ├── SegmentsDoNotFit          a policy gave segments whose turns are not in their tokens
 ├── BrokenMethod              an estimator or reward transform gave what is no advantage or no reward
-└── PayloadNotFetched         the shell must fetch blobs before folding
+└── PayloadNotFetched         the role must fetch blobs before folding
 """
 
 from __future__ import annotations

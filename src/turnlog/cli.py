@@ -20,8 +20,8 @@ ROLES: dict[str, tuple[str, str]] = {
     "feeder": ("turnlog.producers.feeder", "draw tasks and admit groups of rollouts"),
     "gateway": ("turnlog.producers.gateway.app", "sessions and OpenAI chat completions over the engines"),
     "runner": ("turnlog.producers.runner", "run white-box agents"),
-    "assembler": ("turnlog.processors.shells.assembler", "fold turns into trees, segments and advantages"),
-    "batcher": ("turnlog.processors.shells.batcher", "form one batch per optimizer step"),
+    "assembler": ("turnlog.processors.runtime.assembler", "fold turns into trees, segments and advantages"),
+    "batcher": ("turnlog.processors.runtime.batcher", "form one batch per optimizer step"),
     "trainer": ("turnlog.trainer.loop", "Megatron steps, checkpoints, weight versions"),
     "loader": ("turnlog.consumers.loader", "load published weights into one engine"),
 }
@@ -166,7 +166,7 @@ def _role(name: str, module: str) -> Call:
 
 
 def _views(settings: Settings, _: argparse.Namespace) -> int:
-    from turnlog.processors.shells.views import serve_views
+    from turnlog.processors.runtime.views import serve_views
 
     return serve_views(settings)
 

@@ -29,7 +29,7 @@ from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.fold_versions import VERSIONS
 from turnlog.processors.core.methods.rules import fold_rules
-from turnlog.processors.shells.examples import GroupName, SessionStory, Shape, bad_days, whole_group
+from turnlog.processors.runtime.examples import GroupName, SessionStory, Shape, bad_days, whole_group
 from turnlog.schemas.codec import Codec, plain
 from turnlog.schemas.events import (
     ALL,

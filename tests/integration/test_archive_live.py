@@ -26,8 +26,8 @@ from turnlog.infra.role import Role, opened
 from turnlog.infra.runs import configure
 from turnlog.infra.terminal import Terminal
 from turnlog.processors.core.fold.unit import INPUTS
-from turnlog.processors.shells import assembler
-from turnlog.processors.shells.examples import bad_days
+from turnlog.processors.runtime import assembler
+from turnlog.processors.runtime.examples import bad_days
 from turnlog.schemas import topics
 from turnlog.settings import (
     ArchiveSettings,

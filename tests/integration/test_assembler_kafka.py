@@ -21,10 +21,9 @@ from turnlog.infra.murmur2 import partition_of
 from turnlog.infra.role import opened
 from turnlog.infra.runs import Configured
 from turnlog.processors.core.fold.unit import INPUTS
-from turnlog.processors.shells.assembler import assembler_plan
-from turnlog.processors.shells.examples import GroupName, Shape, whole_group
-from turnlog.processors.shells.restoring import records_between
-from turnlog.processors.shells.runner import Runner
+from turnlog.processors.runtime.assembler import Runner, assembler_plan
+from turnlog.processors.runtime.examples import GroupName, Shape, whole_group
+from turnlog.processors.runtime.restoring import records_between
 from turnlog.schemas.events import DeadLetter, Event, GroupScored
 from turnlog.settings import Settings
 

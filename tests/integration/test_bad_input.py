@@ -26,9 +26,9 @@ from turnlog.infra.log import Oversized, Partition
 from turnlog.infra.registry import HttpRegistry
 from turnlog.infra.role import Role, opened
 from turnlog.infra.runs import configure
-from turnlog.processors.shells.assembler import main
-from turnlog.processors.shells.examples import GroupName, SessionStory, Shape
-from turnlog.processors.shells.restoring import records_between
+from turnlog.processors.runtime.assembler import main
+from turnlog.processors.runtime.examples import GroupName, SessionStory, Shape
+from turnlog.processors.runtime.restoring import records_between
 from turnlog.schemas.avsc import stored_schema
 from turnlog.schemas.codec import HEADER, plain
 from turnlog.schemas.events import (

@@ -24,8 +24,8 @@ from turnlog.infra.history import partitions, records
 from turnlog.infra.payloads import externalized
 from turnlog.infra.role import Role, opened
 from turnlog.infra.runs import configure
-from turnlog.processors.shells.assembler import main as assemble
-from turnlog.processors.shells.examples import GroupName, SessionStory, Shape
+from turnlog.processors.runtime.assembler import main as assemble
+from turnlog.processors.runtime.examples import GroupName, SessionStory, Shape
 from turnlog.schemas import topics
 from turnlog.schemas.events import Event, GroupScored, SegmentSample, TokenSnapshot
 from turnlog.schemas.types import BlobRef, int32s

@@ -22,7 +22,7 @@ from turnlog.infra.event_log import EventLog
 from turnlog.infra.role import opened
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.methods.rules import fold_rules
-from turnlog.processors.shells.examples import GroupName, SessionStory, Shape, whole_group
+from turnlog.processors.runtime.examples import GroupName, SessionStory, Shape, whole_group
 from turnlog.sandbox_workers import answers
 from turnlog.schemas.events import Event, RewardAssigned, SandboxSpec, SessionStarted, ToolCallRequested, ToolStatus
 from turnlog.schemas.ids import call_id, digest, turn_event_id

@@ -34,9 +34,9 @@ from turnlog.infra.log import Log, Partition
 from turnlog.infra.registry import HttpRegistry, SchemaIncompatible
 from turnlog.infra.role import Role, opened
 from turnlog.infra.runs import configuration
-from turnlog.processors.shells.assembler import main
-from turnlog.processors.shells.examples import bad_days
-from turnlog.processors.shells.restoring import records_between
+from turnlog.processors.runtime.assembler import main
+from turnlog.processors.runtime.examples import bad_days
+from turnlog.processors.runtime.restoring import records_between
 from turnlog.schemas.avsc import stored_schema
 from turnlog.schemas.codec import HEADER, plain
 from turnlog.schemas.compatibility import Rule

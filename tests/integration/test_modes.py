@@ -32,8 +32,8 @@ from turnlog.infra.role import Role, opened
 from turnlog.infra.runs import configure
 from turnlog.infra.topics_admin import specs
 from turnlog.processors.core.books import Account
-from turnlog.processors.shells import assembler, batcher
-from turnlog.processors.shells.examples import GroupName, SessionStory, Shape
+from turnlog.processors.runtime import assembler, batcher
+from turnlog.processors.runtime.examples import GroupName, SessionStory, Shape
 from turnlog.producers import feeder
 from turnlog.schemas import topics
 from turnlog.schemas.events import (

@@ -307,7 +307,7 @@ def trim(placed: PlacedSample, held: HeldVersion, rules: DrawRules) -> TrimmedSa
 
 
 def inline(payload: bytes | BlobRef, field: str, sample: SegmentSample) -> bytes:
-    """The bytes of a payload that the shell has fetched. Raises TypeError when it was not: a bug of the shell."""
+    """The bytes of a payload that the role has fetched. Raises TypeError when it was not: a bug of the role."""
     if isinstance(payload, BlobRef):
         raise TypeError(f"sample {sample.sample_id}: {field} is still a blob reference; fetch it before folding")
     return payload

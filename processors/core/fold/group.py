@@ -24,7 +24,7 @@ Need = tuple[str, TurnKey]
 
 
 class GroupFold:
-    """State of one group. Payloads are inline: the shell fetches blobs before it folds."""
+    """State of one group. Payloads are inline: the role fetches blobs before it folds."""
 
     def __init__(self, group_id: str, floor: int, rules: FoldRules) -> None:
         self.group_id = group_id

@@ -25,8 +25,8 @@ from turnlog.infra.role import Role
 from turnlog.infra.runs import configuration
 from turnlog.infra.topics_admin import specs
 from turnlog.processors.core.fold.unit import INPUTS
-from turnlog.processors.shells import assembler, batcher
-from turnlog.processors.shells.examples import GroupName, Shape, bad_days, whole_group
+from turnlog.processors.runtime import assembler, batcher
+from turnlog.processors.runtime.examples import GroupName, Shape, bad_days, whole_group
 from turnlog.schemas import topics
 from turnlog.schemas.avsc import stored_schema
 from turnlog.schemas.codec import Codec

@@ -22,7 +22,7 @@ from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.memory_broker import MemoryBroker
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role
-from turnlog.processors.shells.examples import bad_days
+from turnlog.processors.runtime.examples import bad_days
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.events import ALL
 from turnlog.schemas.topics import CATALOGUE, SAMPLES, SESSIONS, STEPS, TOPIC_OF

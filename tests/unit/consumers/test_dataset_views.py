@@ -35,7 +35,7 @@ from turnlog.infra.role import Role
 from turnlog.infra.topics_admin import apply
 from turnlog.processors.core.fold.group import fold_history
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.processors.shells.examples import GroupName, SessionStory, Shape, bad_days
+from turnlog.processors.runtime.examples import GroupName, SessionStory, Shape, bad_days
 from turnlog.schemas.events import (
     BatchSample,
     Environment,

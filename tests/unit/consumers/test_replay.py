@@ -24,7 +24,7 @@ from turnlog.consumers.replay.run import run
 from turnlog.infra.log import Partition, Record
 from turnlog.infra.murmur2 import partition_of
 from turnlog.processors.core.fold.group import GroupFold
-from turnlog.processors.shells.examples import GroupName, Shape, whole_group
+from turnlog.processors.runtime.examples import GroupName, Shape, whole_group
 from turnlog.schemas import topics
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.events import (

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from turnlog.processors.core.fold.group import GroupFold, fold_history, offline
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.processors.shells.watch import Watch
+from turnlog.processors.runtime.watch import Watch
 from turnlog.schemas.events import (
     GroupClosed,
     GroupStatus,

@@ -21,7 +21,7 @@ from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold.group import fold_history
 from turnlog.processors.core.fold_versions import LATEST
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.processors.shells.examples import bad_days
+from turnlog.processors.runtime.examples import bad_days
 from turnlog.schemas.events import (
     BatchSkipped,
     DeadLetter,

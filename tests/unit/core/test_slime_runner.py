@@ -22,9 +22,8 @@ from turnlog.processors.core.methods.catalogue import Methods
 from turnlog.processors.core.methods.policies import Policies
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.processors.core.methods.segments import Segments
-from turnlog.processors.shells.assembler import assembler_plan
-from turnlog.processors.shells.restoring import records_between
-from turnlog.processors.shells.runner import Runner
+from turnlog.processors.runtime.assembler import Runner, assembler_plan
+from turnlog.processors.runtime.restoring import records_between
 from turnlog.schemas.events import Event, MaskReason, TurnCompleted, TurnTreeAssembled
 from turnlog.schemas.topics import CATALOGUE
 from turnlog.settings import AssemblerSettings, FoldSettings, RunSettings, Settings, SettingsError, from_tables

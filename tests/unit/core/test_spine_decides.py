@@ -9,7 +9,7 @@ import pytest
 
 from turnlog.processors.core.fold.group import offline
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.processors.shells.watch import Watch
+from turnlog.processors.runtime.watch import Watch
 from turnlog.schemas.events import Expects, GroupStatus, Outcome, Purpose, RewardFailed, StepRewardAssigned, Verifier
 
 RULES = FoldRules(run_id="r", settings_sha256="s" * 64, min_valid=1)

@@ -1,4 +1,4 @@
-"""The reaper: the shell has a clock, the fold learns of time by events.
+"""The reaper: the role has a clock, the fold learns of time by events.
 
 It appends SessionFinished(expired) for silent sessions and GroupClosed for stragglers and orphans, with the plain
 producer: agent.* topics hold no transactional records, so no open transaction holds their readers back.
@@ -11,12 +11,17 @@ import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from prometheus_client import Counter, Gauge
+
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Log, Partition
 from turnlog.processors.core.fold.unit import INPUTS, SPINE
-from turnlog.processors.shells import assembler_metrics as metrics
-from turnlog.processors.shells.unit import Clock, Unit
+from turnlog.processors.runtime.unit import Clock, Unit
 from turnlog.schemas.events import GroupClosed, SessionFinished
+
+EXPIRED = Counter("turnlog_assembler_expired_sessions", "SessionFinished(expired) written")
+CLOSED = Counter("turnlog_assembler_closed_groups", "GroupClosed written", ["reason"])
+LAG = Gauge("turnlog_assembler_lag_records", "Records that wait to be folded", ["unit", "topic"])
 
 
 @dataclass(slots=True)
@@ -82,7 +87,7 @@ class Reaper:
             look.at = self._clock()
             look.ends = await self._ends(number)
         for topic, end in look.ends.items():
-            metrics.LAG.labels(str(number), topic).set(max(0, end - unit.position[topic]))
+            LAG.labels(str(number), topic).set(max(0, end - unit.position[topic]))
         for event in due:
             await self._events.append(event)
             self._count(event)
@@ -108,9 +113,9 @@ class Reaper:
 
     def _count(self, event: SessionFinished | GroupClosed) -> None:
         if isinstance(event, SessionFinished):
-            metrics.EXPIRED.inc()
+            EXPIRED.inc()
         else:
-            metrics.CLOSED.labels(event.reason).inc()
+            CLOSED.labels(event.reason).inc()
 
 
 def _subject(event: SessionFinished | GroupClosed) -> str:

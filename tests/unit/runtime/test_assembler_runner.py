@@ -24,11 +24,10 @@ from turnlog.processors.core.fold.low_water import LogTruncated, MigrationNeeded
 from turnlog.processors.core.fold.settlement import figures
 from turnlog.processors.core.fold.unit import INPUTS
 from turnlog.processors.core.methods.rules import fold_rules
-from turnlog.processors.shells import decoding
-from turnlog.processors.shells.assembler import assembler_plan, main
-from turnlog.processors.shells.examples import GroupName, SessionStory, Shape, whole_group
-from turnlog.processors.shells.restoring import Plan, records_between
-from turnlog.processors.shells.runner import Runner
+from turnlog.processors.runtime import decoding
+from turnlog.processors.runtime.assembler import Runner, assembler_plan, main
+from turnlog.processors.runtime.examples import GroupName, SessionStory, Shape, whole_group
+from turnlog.processors.runtime.restoring import Plan, records_between
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.events import (
     ALL,

@@ -1,6 +1,6 @@
-"""The transactional runner: the log is the state. Polls a consumer group's units and folds each under its own fence.
+"""The assembler: agent events to turn trees, samples and group scores, exactly once. The log is the state.
 
-What a process may meet, and what becomes of it:
+Polls a consumer group's units and folds each under its own fence. What a process may meet, and what becomes of it:
   a defect at one record, or a payload of it that the store lost    its unit stops and says where on /readyz
   an error of a transaction, of the log, of the store or of the registry    the process ends and is started again
 """
@@ -8,19 +8,78 @@ What a process may meet, and what becomes of it:
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+import time
 from collections.abc import Coroutine, Iterable, Mapping
+
+from prometheus_client import Gauge
 
 from turnlog.infra.blobs import Blobs
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.health import Health
 from turnlog.infra.log import GroupReader, Log, Partition, Record
+from turnlog.infra.role import Role
+from turnlog.infra.runs import Configured, configured
+from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.fold.unit import INPUTS, SPINE
-from turnlog.processors.shells import assembler_metrics as metrics
-from turnlog.processors.shells.restoring import Plan, requested_skips
-from turnlog.processors.shells.unit import Clock, Surprise, Unit, by_unit
+from turnlog.processors.runtime.reaper import Reaper
+from turnlog.processors.runtime.restoring import Plan, requested_skips
+from turnlog.processors.runtime.unit import Clock, Unit, UnitFailed, by_unit
+from turnlog.settings import AssemblerSettings
 
 log = logging.getLogger(__name__)
+STOPPED = Gauge("turnlog_assembler_stopped_units", "Units that stopped at a record")
+
+
+async def main(role: Role) -> None:
+    """Wait until the run is configured, then fold until `role.stopping`. Raises OtherRun, OtherSettings,
+    UnknownFoldVersion, LowWaterError, LogError, BlobError, RegistryError."""
+    run = await configured(role)
+    if run is None:
+        return
+    settings = role.settings.assembler
+    plan = assembler_plan(run, settings)
+    runner = Runner(plan, role.log, role.events, role.blobs, role.health, clock=time.monotonic)
+    reaper = Reaper(
+        runner.units,
+        role.log,
+        role.events,
+        clock=time.monotonic,
+        silence_s=settings.reaper_silence_s,
+        deadline_s=settings.group_deadline_s,
+        beat=functools.partial(role.health.beat, "reaper"),
+    )
+    reaping = asyncio.create_task(reaper.run(role.stopping))
+    folding = asyncio.create_task(
+        runner.run(
+            role.stopping,
+            instance=role.instance,
+            max_records=settings.max_records,
+            poll_s=settings.poll_ms / 1000,
+        )
+    )
+    try:
+        done, _ = await asyncio.wait((folding, reaping), return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+    finally:
+        reaping.cancel()
+        folding.cancel()
+        await asyncio.wait((folding, reaping))
+
+
+def assembler_plan(run: Configured, settings: AssemblerSettings) -> Plan:
+    """What the units of a run share. Raises UnknownFoldVersion, SettingsError."""
+    rules = run.rules()
+    return Plan(
+        run_id=run.run_id,
+        fold=run.name,
+        factory=lambda group_id, floor: GroupFold(group_id, floor, rules),
+        messages=rules.cutting.needs_messages,
+        horizon_records=rules.horizon_records,
+        commit_interval_s=settings.commit_interval_s,
+    )
 
 
 class Runner:
@@ -77,20 +136,20 @@ class Runner:
                 await unit.step(records)
             else:
                 await unit.commit_if_due()
-        except Surprise as surprise:
-            await self._stop_or_skip(unit, surprise)
+        except UnitFailed as failure:
+            await self._stop_or_skip(unit, failure)
 
-    async def _stop_or_skip(self, unit: Unit, surprise: Surprise) -> None:
+    async def _stop_or_skip(self, unit: Unit, failure: UnitFailed) -> None:
         """Stop the unit; where an operator asked to pass over the record, fold again from its marks without it."""
         await unit.close()
         skips = await requested_skips(self._log, self._events, self._plan.run_id, unit.number, unit.start[SPINE])
-        if (surprise.topic, surprise.offset) in skips:
-            log.warning("unit %d: skipping on request: %s", unit.number, surprise)
+        if (failure.topic, failure.offset) in skips:
+            log.warning("unit %d: skipping on request: %s", unit.number, failure)
             await self._open(unit.number, skips)
             return
-        log.error("unit %d stopped at %s", unit.number, surprise, exc_info=surprise.__cause__)
+        log.error("unit %d stopped at %s", unit.number, failure, exc_info=failure.__cause__)
         del self.units[unit.number]
-        self._say_stopped(unit.number, str(surprise))
+        self._say_stopped(unit.number, str(failure))
 
     def _say_stopped(self, number: int, why: str | None) -> None:
         if why is None:
@@ -101,7 +160,7 @@ class Runner:
             self._health.waits(
                 f"unit {number}", f"{why}; mend what it names or `turnlog dead-letters skip` it, then restart"
             )
-        metrics.STOPPED.set(len(self.stopped))
+        STOPPED.set(len(self.stopped))
 
     async def _open(self, number: int, skips: Mapping[tuple[str, int], str]) -> None:
         unit = Unit(number, self._plan, self._log, self._events, self._blobs, clock=self._clock, skips=skips)

@@ -27,10 +27,10 @@ from turnlog.processors.core.fold.settlement import figures
 from turnlog.processors.core.fold.unit import INPUTS
 from turnlog.processors.core.fold_versions import FOLD_VERSION
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.processors.shells.examples import bad_days
-from turnlog.processors.shells.restoring import Plan, records_between
-from turnlog.processors.shells.runner import Runner
-from turnlog.processors.shells.unit import Unit
+from turnlog.processors.runtime.assembler import Runner
+from turnlog.processors.runtime.examples import bad_days
+from turnlog.processors.runtime.restoring import Plan, records_between
+from turnlog.processors.runtime.unit import Unit
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.events import ALL, Event, GroupScored, SegmentSample, TurnTreeAssembled
 from turnlog.schemas.topics import CATALOGUE, TOPIC_OF

@@ -27,7 +27,7 @@ from turnlog.processors.core.batches.rows import BatchRows, rows_sha256
 from turnlog.processors.core.batches.weight_chain import HeldVersion
 from turnlog.processors.core.batches.weighting import Weights, WeightsDoNotAddUp
 from turnlog.processors.core.batches.whitening import Whitening
-from turnlog.processors.shells.batcher import main
+from turnlog.processors.runtime.batcher import main
 from turnlog.schemas import topics
 from turnlog.schemas.events import (
     BatchSkipped,

@@ -7,9 +7,13 @@ code folds again from the low-water marks; nothing is committed before every top
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 
+from prometheus_client import Counter, Gauge
+
+from turnlog.infra import books_metric
 from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs
 from turnlog.infra.dead_letters import dead_letter, where
 from turnlog.infra.event_log import EventLog
@@ -17,20 +21,24 @@ from turnlog.infra.log import Commit, Log, Partition, Record, Transactor
 from turnlog.infra.payloads import externalized
 from turnlog.processors.core.fold.low_water import encode_marks
 from turnlog.processors.core.fold.unit import DEFECTS, INPUTS, RecordSkipped, Taken, UnitFold
-from turnlog.processors.shells import assembler_metrics as metrics
-from turnlog.processors.shells.decoding import Decoded, decoded
-from turnlog.processors.shells.open_span import OpenSpan
-from turnlog.processors.shells.restoring import Plan, restore
-from turnlog.processors.shells.watch import Watch
+from turnlog.processors.runtime.decoding import Decoded, decoded
+from turnlog.processors.runtime.restoring import Plan, restore
+from turnlog.processors.runtime.watch import Watch
 from turnlog.schemas.errors import UndecodableRecord
 from turnlog.schemas.events import DeadLetter, Event, GroupScored, TurnTreeAssembled
 from turnlog.schemas.topics import TOPIC_OF, TREES
+
+RECORDS = Counter("turnlog_assembler_records", "Input records passed")
+LATE = Counter("turnlog_assembler_late_records", "Records that came after their group was scored and forgotten")
+OPEN_GROUPS = Gauge("turnlog_assembler_open_groups", "Groups that are not complete", ["unit"])
+OPEN_SPAN = Gauge("turnlog_assembler_open_span_bytes", "Bytes that a restart folds again", ["unit"])
+REFOLD_SECONDS = Gauge("turnlog_assembler_refold_seconds", "From opening the unit to having folded all that was before")
 
 Clock = Callable[[], float]
 """Seconds; only differences matter."""
 
 
-class Surprise(Exception):
+class UnitFailed(Exception):
     """A defect of ours or a lost payload, met at one record: its unit stops, the others go on. Remedy: fix the fold or
     restore the object, or SkipRequested."""
 
@@ -102,7 +110,7 @@ class Unit:
     async def step(self, records: Sequence[Record]) -> None:
         """Fold records of this unit and, when outputs are due or the interval has passed, commit.
 
-        Raises Surprise (the unit must be closed), or anything that must end the process.
+        Raises UnitFailed (the unit must be closed), or anything that must end the process.
         """
         refolding = self.refolding
         wanted = [self._fold.wants(record) for record in records]
@@ -115,9 +123,9 @@ class Unit:
                 self._take(record, next(events), now)
             self._fold.pass_over(record)
         self._span.passed(records)
-        metrics.RECORDS.inc(len(records))
+        RECORDS.inc(len(records))
         if refolding and not self.refolding:
-            metrics.REFOLD_SECONDS.set(now - self._opened_at)
+            REFOLD_SECONDS.set(now - self._opened_at)
         await self.commit_if_due()
 
     async def commit_if_due(self) -> None:
@@ -145,14 +153,14 @@ class Unit:
         await self._transactor.commit()
         for event, (_, offset) in zip(outputs, placed, strict=True):
             self._note(event, offset)
-            metrics.counted(event)
+            _count(event)
             self._output_ends[TOPIC_OF[type(event).__name__].name] = offset + 1
         self._pending = []
         self._committed_at = self._clock()
-        metrics.OPEN_GROUPS.labels(str(self.number)).set(len(self._fold.low_water.open))
+        OPEN_GROUPS.labels(str(self.number)).set(len(self._fold.low_water.open))
 
     def _take(self, record: Record, event: Decoded, now: float) -> None:
-        """One record of a group that was open before the batch: folded or parked. Raises Surprise."""
+        """One record of a group that was open before the batch: folded or parked. Raises UnitFailed."""
         if not self._fold.wants(record):
             return
         taken = self._taken(record, event)
@@ -160,7 +168,7 @@ class Unit:
         if taken.refusal is not None and not repeated:
             self._pending.append(dead_letter(record, taken.refusal, run_id=self._plan.run_id, role="assembler"))
         if taken.late and not repeated:
-            metrics.LATE.inc()
+            LATE.inc()
         if taken.seen:
             self.watch.saw(event, now, refused=taken.refusal is not None)
         for output in taken.outputs:
@@ -174,11 +182,11 @@ class Unit:
         if isinstance(event, UndecodableRecord):
             return Taken(refusal=event)
         if isinstance(event, BlobMissing | BlobCorrupt):
-            raise Surprise(record, event) from event
+            raise UnitFailed(record, event) from event
         try:
             return self._fold.take(record, event)
         except DEFECTS as defect:
-            raise Surprise(record, defect) from defect
+            raise UnitFailed(record, defect) from defect
 
     async def _send(self, event: Event, value: bytes) -> Awaitable[tuple[int, int]]:
         topic = TOPIC_OF[type(event).__name__]
@@ -194,7 +202,7 @@ class Unit:
 
     def _commits(self) -> dict[Partition, Commit]:
         marks = self._fold.low_water.advance((self._output_ends[TREES.name], self._output_ends[self._plan.scores]))
-        metrics.OPEN_SPAN.labels(str(self.number)).set(self._span.above(marks.low))
+        OPEN_SPAN.labels(str(self.number)).set(self._span.above(marks.low))
         return {
             Partition(topic, self.number): Commit(marks.low[topic], encode_marks(marks, self._plan.fold, topic))
             for topic in INPUTS
@@ -209,4 +217,36 @@ def by_unit(records: Iterable[Record]) -> dict[int, list[Record]]:
     return units
 
 
-__all__ = ["Clock", "Plan", "Surprise", "Unit", "by_unit"]
+def _count(event: Event) -> None:
+    """Add the books of a group whose score was committed; other events say nothing new about tokens."""
+    if isinstance(event, GroupScored):
+        books = event.books
+        books_metric.count("group", sampled=books.sampled, trained=books.trained, masked=books.masked)
+
+
+class OpenSpan:
+    """How many bytes a restart would fold again: those between the low-water marks and the position, to the resolution
+    of a batch."""
+
+    def __init__(self) -> None:
+        self._total: dict[str, int] = {}
+        self._ends: dict[str, deque[tuple[int, int]]] = {}
+        """Topic -> (next offset, total) after each batch."""
+
+    def passed(self, records: Sequence[Record]) -> None:
+        """One batch of a unit."""
+        last: dict[str, int] = {}
+        for record in records:
+            self._total[record.topic] = self._total.get(record.topic, 0) + len(record.key) + len(record.value)
+            last[record.topic] = record.offset
+        for topic, offset in last.items():
+            self._ends.setdefault(topic, deque([(0, 0)])).append((offset + 1, self._total[topic]))
+
+    def above(self, low: Mapping[str, int]) -> int:
+        """Bytes above the marks; forgets what lies below."""
+        span = 0
+        for topic, ends in self._ends.items():
+            while len(ends) > 1 and ends[1][0] <= low[topic]:
+                ends.popleft()
+            span += self._total[topic] - ends[0][1]
+        return span

@@ -24,7 +24,7 @@ from turnlog.infra.role import Role
 from turnlog.infra.runs import configuration
 from turnlog.infra.topics_admin import specs
 from turnlog.processors.core.batches.rows import rows_sha256
-from turnlog.processors.shells.batcher import main
+from turnlog.processors.runtime.batcher import main
 from turnlog.schemas import topics
 from turnlog.schemas.events import (
     Event,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from turnlog.infra.log import Record
-from turnlog.processors.shells.open_span import OpenSpan
+from turnlog.processors.runtime.unit import OpenSpan
 
 
 def batch(topic: str, *offsets: int) -> list[Record]:

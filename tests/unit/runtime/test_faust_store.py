@@ -11,7 +11,7 @@ from faust.events import Event
 from faust.types import TP
 from faust.types.tuples import Message
 
-from turnlog.processors.shells.views import make_app
+from turnlog.processors.runtime.views import make_app
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.events import ALL
 from turnlog.settings import KafkaSettings, RunSettings, Settings

@@ -16,12 +16,11 @@ from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.runs import Configured
 from turnlog.processors.core.fold.unit import INPUTS
-from turnlog.processors.shells.assembler import assembler_plan
-from turnlog.processors.shells.examples import GroupName, SessionStory, Shape
-from turnlog.processors.shells.reaper import Reaper
-from turnlog.processors.shells.restoring import records_between
-from turnlog.processors.shells.runner import Runner
-from turnlog.processors.shells.watch import Watch
+from turnlog.processors.runtime.assembler import Runner, assembler_plan
+from turnlog.processors.runtime.examples import GroupName, SessionStory, Shape
+from turnlog.processors.runtime.reaper import Reaper
+from turnlog.processors.runtime.restoring import records_between
+from turnlog.processors.runtime.watch import Watch
 from turnlog.schemas.events import Event, GroupClosed, GroupScored, GroupStatus, Outcome, SessionFinished
 from turnlog.schemas.topics import CATALOGUE
 from turnlog.settings import AssemblerSettings, Settings

@@ -1,0 +1,1 @@
+"""What drives the folds from the log: the assembler and its reaper, the batcher, the Faust live views."""
