@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.backends.e2b import server as e2b_server
 from turnlog.sandbox_workers.backends.e2b.backend import E2b
 from turnlog.sandbox_workers.backends.wasm.backend import Wasm
 from turnlog.sandbox_workers.protocol import Command, Kind, Provider, Shape
 from turnlog.schemas.events import SandboxLimits
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.fakes import e2b_server
 
 STARTS, CALLS = 10, 100
 LIMITS = SandboxLimits()

@@ -17,11 +17,11 @@ from uuid import uuid4
 import psutil
 import pytest
 
+from tests.fakes import e2b_server
+from tests.fakes.docker_engine import DockerServer
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends.bubblewrap import Bubblewrap
 from turnlog.sandbox_workers.backends.docker.backend import Docker
-from turnlog.sandbox_workers.backends.docker.server import DockerServer
-from turnlog.sandbox_workers.backends.e2b import server as e2b_server
 from turnlog.sandbox_workers.backends.e2b.backend import E2b
 from turnlog.sandbox_workers.backends.interpreter_cache import cache_directory
 from turnlog.sandbox_workers.backends.subprocess_backend import Subprocess

@@ -16,13 +16,13 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.fakes.docker_engine import DockerServer
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends import seccomp
 from turnlog.sandbox_workers.backends.docker import client as docker_client
 from turnlog.sandbox_workers.backends.docker import network as docker_network
 from turnlog.sandbox_workers.backends.docker.backend import Docker, filter_for, known_runtime
 from turnlog.sandbox_workers.backends.docker.container import LABEL, Daemon, boot_id, described
-from turnlog.sandbox_workers.backends.docker.server import DockerServer
 from turnlog.sandbox_workers.backends.interpreter_cache import cache_directory
 from turnlog.sandbox_workers.backends.leftovers import owned_prefix
 from turnlog.sandbox_workers.protocol import (

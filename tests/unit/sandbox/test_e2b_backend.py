@@ -13,11 +13,11 @@ from e2b import AsyncSandbox
 from e2b.envd.process import process_connect, process_pb
 from protobuf import Oneof
 
+from tests.fakes import e2b_server
+from tests.fakes.e2b_server import ProcessEvent, event
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.backends.e2b import server as e2b_server
 from turnlog.sandbox_workers.backends.e2b.backend import E2b
 from turnlog.sandbox_workers.backends.e2b.client import said
-from turnlog.sandbox_workers.backends.e2b.server_process import ProcessEvent, event
 from turnlog.sandbox_workers.inside.frames import HEADER
 from turnlog.sandbox_workers.protocol import BackendUnavailable, Command, ImageMissing, Kind, SandboxUnavailable, Shape
 from turnlog.schemas.events import SandboxLimits, ToolStatus

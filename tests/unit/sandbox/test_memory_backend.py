@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from tests.fakes.memory_backend import Memory, MemorySandbox
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.backends.memory_backend import Memory, MemorySandbox
 from turnlog.sandbox_workers.protocol import (
     Command,
     Execution,

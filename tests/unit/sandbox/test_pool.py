@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from turnlog.sandbox_workers.backends.memory_backend import Memory, MemorySandbox
+from tests.fakes.memory_backend import Memory, MemorySandbox
 from turnlog.sandbox_workers.pooling.backoff import FIRST_S
 from turnlog.sandbox_workers.pooling.lease import Lease
 from turnlog.sandbox_workers.pooling.pool import Pool

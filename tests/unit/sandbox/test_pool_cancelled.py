@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnlog.sandbox_workers.backends.memory_backend import Memory, MemorySandbox
+from tests.fakes.memory_backend import Memory, MemorySandbox
 from turnlog.sandbox_workers.pooling.backoff import LoopClock
 from turnlog.sandbox_workers.pooling.pool import Pool
 from turnlog.sandbox_workers.protocol import Command, Kind, SandboxUnavailable, Shape

@@ -16,12 +16,12 @@ import psutil
 import pytest
 import uvicorn
 
+from tests.fakes.memory_backend import Memory
 from turnlog import cli
 from turnlog.infra.embedded.ports import free_ports
 from turnlog.infra.endpoints import Endpoints, write
 from turnlog.infra.health import Health, QuietServer, application
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.backends.memory_backend import Memory
 from turnlog.sandbox_workers.console import machine_check
 from turnlog.sandbox_workers.console.machine_check import findings
 from turnlog.sandbox_workers.pooling.pool import Pool

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.memory_backend import Memory
 from turnlog.infra.offered_tools import AmbiguousTool, BrokenTool, versions
 from turnlog.infra.tool_schemas import UnknownTool
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.backends.memory_backend import Memory
 from turnlog.sandbox_workers.backends.subprocess_backend import Subprocess
 from turnlog.sandbox_workers.plans import Planner
 from turnlog.sandbox_workers.pooling.pools import Pools

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from tests.fakes.memory_backend import Memory
 from turnlog.infra.health import Health
 from turnlog.infra.log import Record
 from turnlog.infra.role import Role
-from turnlog.sandbox_workers.backends.memory_backend import Memory
 from turnlog.sandbox_workers.pooling.pool import Pool
 from turnlog.sandbox_workers.pooling.pools import LOCAL, Pools
 from turnlog.sandbox_workers.worker import Worker

@@ -1,6 +1,8 @@
-"""Containers of the local stand-in for a Docker daemon: what a create request asks for, as a bubblewrap.
+"""A stand-in for a Docker daemon: the Engine API as far as our backend speaks it, containers made by bubblewrap.
 
-Refused    what dockerd would answer with: its status and message
+For machines without a daemon, tests above all. It runs real sandboxes and answers as dockerd does (status codes,
+messages, multiplexed attach streams); it has no images but names for this machine's /usr, and bounds neither memory
+nor processes itself. Source: Docker Engine API 1.41.
 """
 
 from __future__ import annotations
@@ -9,25 +11,197 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
+import socketserver
 import struct
 import subprocess
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from types import TracebackType
 from typing import IO, Any
+from urllib.parse import parse_qs, unquote, urlsplit
 
 from turnlog.sandbox_workers.backends.bubblewrap import find
 from turnlog.sandbox_workers.backends.interpreter_cache import interpreter
+
+API = "1.41"
+Answer = tuple[int, object]
 
 HEADER = struct.Struct(">BxxxL")
 PYTHON_HOME = "/opt/python"
 SYSTEM_FOLDERS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 
 
-class Refused(Exception):
+class Requests(BaseHTTPRequestHandler):
+    """One connection."""
+
+    protocol_version = "HTTP/1.1"
+    server: Listener
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: tests read the log."""
+
+    def address_string(self) -> str:
+        """A unix socket's peer has no address."""
+        return "local"
+
+    def do_GET(self) -> None:
+        """See `_answer`."""
+        self._answer()
+
+    do_POST = do_DELETE = do_GET
+
+    def _answer(self) -> None:
+        split = urlsplit(self.path)
+        path, query = re.sub(r"^/v[\d.]+", "", split.path), parse_qs(split.query)
+        length = int(self.headers.get("Content-Length") or 0)
+        body = json.loads(self.rfile.read(length) or b"{}")
+        try:
+            for method, pattern, act in ROUTES:
+                found = re.fullmatch(pattern, path)
+                if found and method == self.command:
+                    status, said = act(self, [unquote(part) for part in found.groups()], query, body)
+                    break
+            else:
+                status, said = 404, {"message": "page not found"}
+        except ApiError as refusal:
+            status, said = refusal.status, {"message": str(refusal)}
+        if status != 101:
+            self._send(status, said)
+
+    def _send(self, status: int, said: object) -> None:
+        data = b"" if said is None else said.encode() if isinstance(said, str) else json.dumps(said).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "text/plain" if isinstance(said, str) else "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if status != 204:
+            self.wfile.write(data)
+
+    def hijack(self, container: Container) -> None:
+        """Give the connection to the container until it ends. Source: "Attach to a container", hijacking."""
+        self.close_connection = True
+        self.wfile.write(
+            b"HTTP/1.1 101 UPGRADED\r\nContent-Type: application/vnd.docker.raw-stream\r\n"
+            b"Connection: Upgrade\r\nUpgrade: tcp\r\n\r\n"
+        )
+        self.server.hijacked.add(self.connection)
+        try:
+            container.attach(self.connection)
+        finally:
+            self.server.hijacked.discard(self.connection)
+
+
+class Listener(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    """Connections on a unix socket, a thread for each."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, path: Path, boxes: Boxes) -> None:
+        super().__init__(str(path), Requests)
+        self.boxes = boxes
+        self.hijacked: set[socket.socket] = set()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is no error."""
+
+
+class DockerServer:
+    """A context in which `url` is a daemon's address."""
+
+    def __init__(self, socket_path: Path, cache: Path, images: dict[str, str]) -> None:
+        """`images`: the PATH of each, in which python3 is looked for; `cache` as of the local backends."""
+        self.url = f"unix://{socket_path}"
+        self.boxes = Boxes(cache, images)
+        self._listener = Listener(socket_path, self.boxes)
+        self._thread = threading.Thread(target=self._listener.serve_forever, kwargs={"poll_interval": 0.05})
+
+    def __enter__(self) -> DockerServer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+                 ) -> None:  # fmt: skip
+        self.stop()
+        self.boxes.close()
+
+    def stop(self) -> None:
+        """The daemon is gone; its containers' inputs end with it."""
+        if not self._thread.is_alive():
+            return
+        self._listener.shutdown()
+        self._listener.server_close()
+        self._thread.join()
+        for connection in tuple(self._listener.hijacked):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _info(request: Requests, names: list[str], query: dict[str, list[str]], body: dict[str, Any]) -> Answer:
+    return 200, {"ServerVersion": "local", "DefaultRuntime": "runc", "Runtimes": {"runc": {"path": "bwrap"}},
+                 "MemoryLimit": False, "PidsLimit": False, "CpuCfsQuota": False, "OSType": "linux",
+                 "Architecture": os.uname().machine}  # fmt: skip
+
+
+def _list(request: Requests, names: list[str], query: dict[str, list[str]], body: dict[str, Any]) -> Answer:
+    wanted = json.loads(query.get("filters", ["{}"])[0]).get("label", [])
+    return 200, [box.listed() for box in request.server.boxes.all() if all(label in box.labels for label in wanted)]
+
+
+def _create(request: Requests, names: list[str], query: dict[str, list[str]], body: dict[str, Any]) -> Answer:
+    return 201, {"Id": request.server.boxes.create(query["name"][0], body).id, "Warnings": []}
+
+
+def _attach(request: Requests, names: list[str], query: dict[str, list[str]], body: dict[str, Any]) -> Answer:
+    request.hijack(request.server.boxes.find(names[0]))
+    return 101, None
+
+
+def _start(request: Requests, names: list[str], query: dict[str, list[str]], body: dict[str, Any]) -> Answer:
+    request.server.boxes.start(request.server.boxes.find(names[0]))
+    return 204, None
+
+
+def _inspect(request: Requests, names: list[str], query: dict[str, list[str]], body: dict[str, Any]) -> Answer:
+    return 200, request.server.boxes.find(names[0]).inspected()
+
+
+def _kill(request: Requests, names: list[str], query: dict[str, list[str]], body: dict[str, Any]) -> Answer:
+    request.server.boxes.find(names[0]).kill()
+    return 204, None
+
+
+def _remove(request: Requests, names: list[str], query: dict[str, list[str]], body: dict[str, Any]) -> Answer:
+    request.server.boxes.remove(names[0])
+    return 204, None
+
+
+def _image(request: Requests, names: list[str], query: dict[str, list[str]], body: dict[str, Any]) -> Answer:
+    return 200, request.server.boxes.image(names[0])
+
+
+ROUTES: tuple[tuple[str, str, Callable[[Requests, list[str], dict[str, list[str]], dict[str, Any]], Answer]], ...] = (
+    ("GET", "/version", lambda *_: (200, {"Version": "local", "ApiVersion": API, "MinAPIVersion": "1.12"})),
+    ("GET", "/info", _info),
+    ("GET", "/containers/json", _list),
+    ("POST", "/containers/create", _create),
+    ("POST", "/containers/([^/]+)/attach", _attach),
+    ("POST", "/containers/([^/]+)/start", _start),
+    ("GET", "/containers/([^/]+)/json", _inspect),
+    ("POST", "/containers/([^/]+)/kill", _kill),
+    ("DELETE", "/containers/([^/]+)", _remove),
+    ("GET", "/images/(.+)/json", _image),
+)
+
+
+class ApiError(Exception):
     """An error answer."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -108,16 +282,16 @@ class Container:
         self._started.set()
 
     def kill(self, *, exhausted: bool = False) -> None:
-        """As `docker kill`, or as the kernel does it when the memory of the container is used up. Raises Refused."""
+        """As `docker kill`, or as the kernel does it when the memory of the container is used up. Raises ApiError."""
         self._exhausted = exhausted
         if self.process is None or self.process.poll() is not None:
-            raise Refused(409, f"Container {self.id} is not running")
+            raise ApiError(409, f"Container {self.id} is not running")
         self.process.kill()
         self.process.wait()
 
     def discard(self) -> None:
         """It is being removed."""
-        with contextlib.suppress(Refused):
+        with contextlib.suppress(ApiError):
             self.kill()
         self._started.set()
 
@@ -152,42 +326,42 @@ class Boxes:
         return list(self._boxes.values())
 
     def find(self, key: str) -> Container:
-        """By id or name. Raises Refused."""
+        """By id or name. Raises ApiError."""
         for box in self.all():
             if key in (box.id, box.name):
                 return box
-        raise Refused(404, f"No such container: {key}")
+        raise ApiError(404, f"No such container: {key}")
 
     def image(self, name: str) -> dict[str, Any]:
-        """As inspected. Raises Refused."""
+        """As inspected. Raises ApiError."""
         if name not in self._images:
-            raise Refused(404, f"No such image: {name}")
+            raise ApiError(404, f"No such image: {name}")
         return {"Id": f"sha256:{hashlib.sha256(name.encode()).hexdigest()}", "RepoTags": [name]}
 
     def create(self, name: str, config: dict[str, Any]) -> Container:
-        """As `docker create`. Raises Refused."""
+        """As `docker create`. Raises ApiError."""
         self.image(config["Image"])
         if config["HostConfig"].get("Runtime") not in (None, "", "runc"):
-            raise Refused(400, f"Unknown runtime specified {config['HostConfig']['Runtime']}")
+            raise ApiError(400, f"Unknown runtime specified {config['HostConfig']['Runtime']}")
         if any(box.name == name for box in self.all()):
-            raise Refused(409, f'Conflict. The container name "/{name}" is already in use')
+            raise ApiError(409, f'Conflict. The container name "/{name}" is already in use')
         box = Container(name, config)
         self._boxes[box.id] = box
         return box
 
     def start(self, box: Container) -> None:
-        """As `docker start`. Raises Refused."""
+        """As `docker start`. Raises ApiError."""
         path = self._images[box.config["Image"]]
         program = box.config["Entrypoint"][0]
         if not shutil.which(program, path=path.replace(PYTHON_HOME, str(self._python.root))):
             box.refused = 127
-            raise Refused(400, f'OCI runtime create failed: exec: "{program}": executable file not found in $PATH')
+            raise ApiError(400, f'OCI runtime create failed: exec: "{program}": executable file not found in $PATH')
         uid = int(box.config["User"].partition(":")[0])
         user = {"user": uid, "group": uid, "extra_groups": []} if os.geteuid() == 0 else {}
         self._starter.submit(box.run, self._argv(box.config, path), user).result()
 
     def remove(self, key: str) -> None:
-        """As `docker rm -f`. Raises Refused."""
+        """As `docker rm -f`. Raises ApiError."""
         box = self.find(key)
         box.discard()
         del self._boxes[box.id]
