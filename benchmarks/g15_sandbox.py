@@ -33,8 +33,7 @@ from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role
 from turnlog.infra.topics_admin import apply
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.backends.bubblewrap import Bubblewrap, find
-from turnlog.sandbox_workers.backends.bubblewrap_command import NAMESPACES
+from turnlog.sandbox_workers.backends.bubblewrap import NAMESPACES, Bubblewrap, find
 from turnlog.sandbox_workers.backends.interpreter_cache import cache_directory
 from turnlog.sandbox_workers.pooling.pool import Pool
 from turnlog.sandbox_workers.pooling.pools import Pools

@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable
 
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends.bubblewrap import Bubblewrap
-from turnlog.sandbox_workers.backends.docker import client as docker_client
 from turnlog.sandbox_workers.backends.docker.backend import Docker
+from turnlog.sandbox_workers.backends.docker.daemon import connect
 from turnlog.sandbox_workers.backends.subprocess_backend import Subprocess
 from turnlog.sandbox_workers.protocol import Command, Kind, Provider, Shape
 from turnlog.schemas.events import SandboxLimits
@@ -56,7 +56,7 @@ async def backend(name: str, provider: Provider) -> None:
 async def engine(docker: Docker) -> None:
     """`docker exec` without its command line."""
     sandbox = await docker.start(0, SHAPE)
-    client = docker_client.connect()
+    client = connect()
 
     def call() -> None:
         made = client.exec_create(sandbox.container, ["true"])

@@ -1,4 +1,7 @@
-"""The default backend: each sandbox is a bubblewrap of its own namespaces, user and root, with the init as pid 1."""
+"""The default backend: each sandbox is a bubblewrap of its own namespaces, user and root, with the init as pid 1.
+
+What its command line names is inside, and nothing else. Source: bwrap(1).
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,14 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
 
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.backends import images, seccomp
-from turnlog.sandbox_workers.backends.bubblewrap_command import INNER_UID, Image, Parts, command
+from turnlog.sandbox_workers.backends import roots, seccomp
 from turnlog.sandbox_workers.backends.cgroups import Cgroups, bounds_of
-from turnlog.sandbox_workers.backends.connection import InitSandbox, own_account, started
-from turnlog.sandbox_workers.backends.etc_folder import etc_folder
+from turnlog.sandbox_workers.backends.connection import InitSandbox, init_command, own_account, started
 from turnlog.sandbox_workers.backends.interpreter_cache import (
     Interpreter,
     cache_directory,
@@ -28,6 +30,7 @@ from turnlog.sandbox_workers.backends.interpreter_cache import (
     interpreter,
     loader,
 )
+from turnlog.sandbox_workers.inside.zygote import CAPABILITIES, EMPTY, NOTHING
 from turnlog.sandbox_workers.protocol import BackendUnavailable, SandboxUnavailable, Shape
 
 OLDEST = (0, 8)
@@ -38,9 +41,34 @@ REMEDY = (
     'through), or trust the code and set [sandbox] allow_unisolated = true, or backend = "subprocess"'
 )
 
+WORKSPACE = "/workspace"
+FOLDERS = (WORKSPACE, "/tmp", "/dev/shm")
+"""The writable ones, each a tmpfs of at most `disk_bytes`."""
+PYTHON_HOME = "/opt/python"
+INIT_HOME = "/opt/init"
+LOADER_HOME = "/opt/loader"
+INNER_UID = 1000
+NAMESPACES = (
+    "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try",
+    "--disable-userns",
+)  # fmt: skip
+ENVIRONMENT = {
+    "PATH": f"{PYTHON_HOME}/bin:/usr/local/bin:/usr/bin:/bin",
+    "HOME": WORKSPACE,
+    "USER": "sandbox",
+    "LANG": "C.UTF-8",
+    "LD_LIBRARY_PATH": f"{PYTHON_HOME}/lib",
+    "PYTHONHASHSEED": "0",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONPATH": INIT_HOME,
+}
+"""All of it. PYTHONPATH is taken away by the init before a call runs; the hash seed makes re-runs alike."""
+IMAGE_PATH = f"/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:{PYTHON_HOME}/bin"
+"""In an image its own programs come first, and nothing of ours is put in front of its libraries."""
+
 
 class Bubblewrap:
-    """See Provider."""
+    """Opens bubblewrap, and starts its sandboxes."""
 
     name = "bubblewrap"
     sessions = True
@@ -74,7 +102,7 @@ class Bubblewrap:
             found = await asyncio.to_thread(interpreter, cache)
             init = await asyncio.to_thread(init_program, cache)
             content = None if ca is None else await asyncio.to_thread(ca.read_bytes)
-            etc = await asyncio.to_thread(etc_folder, cache, uid=INNER_UID, ca=ca is not None, image=None)
+            etc = await asyncio.to_thread(roots.etc_folder, cache, uid=INNER_UID, ca=ca is not None, image=None)
             binary = await asyncio.to_thread(find, cache) if bwrap is None else bwrap
             parts = Parts(binary, found.root, found.python, init, etc)
             backend = cls(settings, parts, cache, ca=content, cgroups=cgroups)
@@ -102,10 +130,10 @@ class Bubblewrap:
 
     async def environment(self, shape: Shape) -> Mapping[str, str]:
         return {
-            "root": await images.root_hash(self._settings.image_folder, shape.image),
+            "root": await roots.root_hash(self._settings.image_folder, shape.image),
             "python": platform.python_version(),
-            "interpreter": await images.tree_hash(self._parts.python_root),
-            "init": await images.tree_hash(self._parts.init_root),
+            "interpreter": await roots.tree_hash(self._parts.python_root),
+            "init": await roots.tree_hash(self._parts.init_root),
             "bubblewrap": ".".join(str(part) for part in await asyncio.to_thread(version, self._parts.bwrap)),
             "seccomp": "none" if self._layers is None else hashlib.sha256(b"".join(self._layers)).hexdigest(),
             "machine": platform.machine(),
@@ -125,13 +153,13 @@ class Bubblewrap:
 
     async def _image(self, name: str) -> Image:
         """Raises ImageMissing, SandboxUnavailable."""
-        root = images.found(self._settings.image_folder, name)
+        root = roots.image(self._settings.image_folder, name)
         kept = self._images.get(name)
         if kept is None or kept.root != root:
             found = Interpreter(self._parts.python_root, self._parts.python)
             folder, binary = await asyncio.to_thread(loader, self._cache, found)
             etc = await asyncio.to_thread(
-                etc_folder, self._cache, uid=INNER_UID, ca=self._ca is not None, image=root / "etc"
+                roots.etc_folder, self._cache, uid=INNER_UID, ca=self._ca is not None, image=root / "etc"
             )
             kept = self._images[name] = Image(root, etc, folder, binary)
         return kept
@@ -162,3 +190,88 @@ def version(binary: Path) -> tuple[int, ...]:
         return tuple(int(part) for part in said.split()[-1].split("."))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Host paths of what goes in."""
+
+    bwrap: Path
+    python_root: Path
+    python: str
+    """Name of the binary in python_root/bin."""
+    init_root: Path
+    etc: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """Another root than the host's, and the loader with libraries by which our interpreter runs in any."""
+
+    root: Path
+    etc: Path
+    loader_root: Path
+    loader: str
+    """Name of ld.so in loader_root."""
+
+
+def command(
+    parts: Parts,
+    shape: Shape,
+    *,
+    orders: int,
+    seccomp: int | None = None,
+    ca: int | None = None,
+    image: Image | None = None,
+) -> list[str]:
+    """argv of a slot's sandboxes: see inside/zygote.py. `orders`, `seccomp` and `ca` are descriptors that the process
+    inherits; the zygote reads the second to its end, bwrap the third."""
+    words = [str(parts.bwrap), *NAMESPACES, "--uid", str(INNER_UID), "--gid", str(INNER_UID), "--hostname", "sandbox"]
+    words += ["--die-with-parent", "--new-session", "--as-pid-1", "--clearenv", "--cap-drop", "ALL"]
+    for name in CAPABILITIES:
+        words += ["--cap-add", name]
+    for name, value in _environment(image).items():
+        words += ["--setenv", name, value]
+    words += [*(_system() if image is None else roots.shown(image.root)), *_ours(parts, image)]
+    if ca is not None:
+        words += ["--perms", "0444", "--ro-bind-data", str(ca), f"/etc/{roots.CA}"]
+    words += ["--proc", "/proc", "--dev", "/dev"]
+    for folder in (*FOLDERS, EMPTY):
+        words += ["--dir", folder]
+    words += ["--ro-bind", os.devnull, NOTHING]
+    # bwrap's own / and /dev are tmpfs without a size: left writable they would be a way around the limit.
+    words += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/"]
+    python = [f"{PYTHON_HOME}/bin/{parts.python}"]
+    if image is not None:
+        python = [f"{LOADER_HOME}/{image.loader}", "--library-path", f"{PYTHON_HOME}/lib:{LOADER_HOME}", *python]
+    arguments = [str(-1 if seccomp is None else seccomp), str(shape.disk_bytes), shape.network, *FOLDERS]
+    return [*words, "--", *init_command(python, orders, *arguments, program="zygote")]
+
+
+def _environment(image: Image | None) -> dict[str, str]:
+    if image is None:
+        return ENVIRONMENT
+    others = {name: value for name, value in ENVIRONMENT.items() if name != "LD_LIBRARY_PATH"}
+    return {**others, "PATH": IMAGE_PATH}
+
+
+def _system() -> list[str]:
+    words = ["--ro-bind", "/usr", "/usr"]
+    for name in roots.SYSTEM_FOLDERS:
+        if os.path.islink(f"/{name}"):
+            words += ["--symlink", os.readlink(f"/{name}"), f"/{name}"]
+        elif os.path.isdir(f"/{name}"):
+            words += ["--ro-bind", f"/{name}", f"/{name}"]
+    return words
+
+
+def _ours(parts: Parts, image: Image | None) -> list[str]:
+    package = "turnlog"
+    words = ["--ro-bind", str(parts.python_root), PYTHON_HOME]
+    words += ["--ro-bind", f"{parts.init_root}/{package}", f"{INIT_HOME}/{package}"]
+    if image is None:
+        return [*words, "--ro-bind", str(parts.etc), "/etc"]
+    words += ["--ro-bind", str(image.loader_root), LOADER_HOME, "--ro-bind", str(image.etc), "/etc"]
+    if (image.root / "etc").is_dir():
+        words += ["--ro-bind", str(image.root / "etc"), f"/etc/{roots.IMAGE}"]
+    return words

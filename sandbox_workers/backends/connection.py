@@ -1,4 +1,5 @@
-"""The worker's end of a sandbox: a process and the socket to the init inside. All backends with an init use it."""
+"""The worker's end of a sandbox: a process, the socket to the init inside, the kernel's bounds around both. All
+backends with an init use it."""
 
 from __future__ import annotations
 
@@ -8,16 +9,13 @@ import dataclasses
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from turnlog.sandbox_workers.attribution import attributed
-from turnlog.sandbox_workers.backends import init_answers
-from turnlog.sandbox_workers.backends.bounds import Bounds, cpu_left, metered
-from turnlog.sandbox_workers.backends.heartbeat import Heartbeat
-from turnlog.sandbox_workers.backends.init_channel import Channel, refusal
+from turnlog.sandbox_workers.backends import init_wire
 from turnlog.sandbox_workers.backends.init_files import RESET_S, UNBOUNDED, InitFiles
-from turnlog.sandbox_workers.backends.zygote import Zygote
+from turnlog.sandbox_workers.backends.init_wire import Channel, Heartbeat, refusal
 from turnlog.sandbox_workers.protocol import (
     Command,
     Execution,
@@ -36,6 +34,14 @@ STALLED_S = 1.0
 """A time-out that comes so late says that this process stood still, not that an init was silent."""
 GRACE_S = 5.0
 """How much longer than the wall limit the init may take to answer before the sandbox is killed."""
+
+METER_S = 0.05
+"""Shortest pause between looks at a call's CPU time."""
+INIT_CPU_S, INIT_CPU_SHARE = 0.1, 0.1
+"""What an init may use for a call, and for each second of it: its looks at a tree of 64 processes take up to 5 ms."""
+
+COMPARED_EVERY = 64
+"""Inits. Their namespaces are new, so that looking finds a fault of ours or of the kernel's; it takes 2 core-ms."""
 
 
 class _Process(Protocol):
@@ -69,6 +75,12 @@ class Account:
 def own_account(first_uid: int, slot: int) -> Account:
     """The host user of a slot: its own when we are root, else the only one that we have."""
     return Account(first_uid + slot if os.geteuid() == 0 else None)
+
+
+def init_command(python: list[str], control: int, *arguments: str, program: str = "init") -> list[str]:
+    """argv of a module of inside/; its environment must name the program's folder in PYTHONPATH."""
+    options = ["-s", "-P", "-X", "utf8"]
+    return [*python, *options, "-m", f"turnlog.sandbox_workers.inside.{program}", str(control), *arguments]
 
 
 async def started(
@@ -140,7 +152,7 @@ async def _bounded(ready: Awaitable[None], pid: int, bounds: Bounds | None) -> N
 
 
 class InitSandbox(InitFiles):
-    """See Sandbox."""
+    """A process with an init in it; `process` may be what stands for one on another machine."""
 
     def __init__(
         self,
@@ -175,8 +187,8 @@ class InitSandbox(InitFiles):
 
     async def _compared(self) -> bool:
         """A new init, which has run nothing yet, finds what the slot's first has found. Raises SandboxDied."""
-        _, body = await self._ask({"op": "observed"}, most=init_answers.OBSERVED_BYTES)
-        seen = init_answers.observed(body)
+        _, body = await self._ask({"op": "observed"}, most=init_wire.OBSERVED_BYTES)
+        seen = init_wire.observed(body)
         self._observed = self._observed or seen
         if changed := ", ".join(name for name, value in seen.items() if self._observed.get(name) != value):
             log.error("a new sandbox finds other than the first of its slot did: %s", changed)
@@ -184,7 +196,7 @@ class InitSandbox(InitFiles):
 
     async def exec(self, command: Command, limits: SandboxLimits, *, on_output: OnOutput | None = None) -> Execution:
         alive = self.interpreter
-        request = init_answers.call(command, limits, alive=alive, prompt=on_output is not None)
+        request = init_wire.call(command, limits, alive=alive, prompt=on_output is not None)
         parts: dict[Stream, list[bytes]] = {Stream.stdout: [], Stream.stderr: []}
         self._cancelled, heartbeat = False, Heartbeat()
         with self._asking("exec"):
@@ -196,13 +208,13 @@ class InitSandbox(InitFiles):
                         answer = await self._output(parts, limits.output_bytes, on_output)
                 self.interpreter = answer.get("interpreter") is True
                 if alive and answer.get("lost"):
-                    return init_answers.LOST
-                found = init_answers.execution(answer, init_answers.joined(parts), cancelled=self._cancelled)
+                    return init_wire.LOST
+                found = init_wire.execution(answer, init_wire.joined(parts), cancelled=self._cancelled)
                 return self._judged(found, limits)
             except FileRefused:
                 raise
             except (TimeoutError, SandboxDied, OSError) as error:
-                return await self._died(error, limits, init_answers.joined(parts), heartbeat)
+                return await self._died(error, limits, init_wire.joined(parts), heartbeat)
             except BaseException:
                 await self.close()
                 raise
@@ -322,3 +334,88 @@ class InitSandbox(InitFiles):
         if (verdict := attributed(evidence)) is not None:
             return Execution(*verdict, None, output, heartbeat.took_s, 0.0)
         raise SandboxDied(": ".join(text for text in (str(error), said) if text), evidence) from error
+
+
+class Bounds(Protocol):
+    """The kernel's own bounds of one sandbox (a control group), where there are any."""
+
+    def adopt(self, pid: int) -> None:
+        """Take in a process and all below it, before any call. Raises OSError."""
+        ...
+
+    def begin(self, limits: SandboxLimits) -> None:
+        """Set the bounds of the call that comes. Raises OSError."""
+        ...
+
+    def cpu_s(self) -> float:
+        """CPU time of all that ran in them since `begin`, waited for or not; 0 where the kernel does not say."""
+        ...
+
+    def exceeded(self) -> str | None:
+        """The limit, by its name, that was met by the call that ended or whose sandbox died."""
+        ...
+
+    def close(self) -> None:
+        """Kill what is left and remove them. Never raises."""
+        ...
+
+
+@contextlib.asynccontextmanager
+async def metered(
+    limits: SandboxLimits, bounds: Bounds | None, spent: Callable[[], Awaitable[None]]
+) -> AsyncIterator[None]:
+    """Around a call: `spent` ends it at its CPU time as the kernel counts it."""
+    if bounds is None:
+        yield
+        return
+
+    async def watch() -> None:
+        await cpu_spent(limits, bounds)
+        await spent()
+
+    meter = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        meter.cancel()
+        await asyncio.wait([meter])
+
+
+async def cpu_spent(limits: SandboxLimits, bounds: Bounds) -> None:
+    """Until a call that begins now has used more than its CPU time: no init hears of children that nobody waits for."""
+    began = asyncio.get_running_loop().time()
+    left, cores = limits.cpu_s, os.cpu_count() or 1
+    while left > 0:
+        await asyncio.sleep(max(METER_S, left / cores))
+        left = cpu_left(limits, bounds, asyncio.get_running_loop().time() - began)
+
+
+def cpu_left(limits: SandboxLimits, bounds: Bounds, took_s: float) -> float:
+    """Seconds; what the init itself may have used aside."""
+    return limits.cpu_s + INIT_CPU_S + INIT_CPU_SHARE * took_s - bounds.cpu_s()
+
+
+class Zygote:
+    """Holds the socket that orders go by; a zygote whose orders are closed ends with all that it made."""
+
+    def __init__(self, orders: socket.socket) -> None:
+        self._orders = orders
+        self._forks = 0
+        orders.setblocking(False)
+
+    def fork(self) -> socket.socket:
+        """The control socket of a new init, in namespaces of its own; at its end when the zygote is gone."""
+        self._forks += 1
+        ours, theirs = socket.socketpair()
+        with theirs, contextlib.suppress(OSError):
+            socket.send_fds(self._orders, [b"!"], [theirs.fileno()])
+        return ours
+
+    @property
+    def to_be_compared(self) -> bool:
+        """The latest init is to say what it finds around it, as the first was."""
+        return self._forks % COMPARED_EVERY == 0
+
+    def close(self) -> None:
+        """No more orders."""
+        self._orders.close()

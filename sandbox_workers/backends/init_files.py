@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from turnlog.sandbox_workers.attribution import UNKNOWN, Evidence
-from turnlog.sandbox_workers.backends import init_answers
-from turnlog.sandbox_workers.backends.init_channel import MOST_BYTES, Channel
+from turnlog.sandbox_workers.backends import init_wire
+from turnlog.sandbox_workers.backends.init_wire import MOST_BYTES, Channel
 from turnlog.sandbox_workers.protocol import FileEntry, FileRefused, QuotaExceeded, SandboxDied
 
 HEALTH_S = 2.0
@@ -51,8 +51,8 @@ class InitFiles:
 
     async def read_files(self, paths: Sequence[str], *, most: int) -> tuple[bytes, ...]:
         head = {"op": "read_files", "most": min(most, MOST_BYTES)}
-        _, body = await self._ask(head, init_answers.names(paths), most=most + 4 * len(paths))
-        return await self._checked(init_answers.divided, body, len(paths))
+        _, body = await self._ask(head, init_wire.names(paths), most=most + 4 * len(paths))
+        return await self._checked(init_wire.divided, body, len(paths))
 
     async def write(self, path: str, content: bytes, *, mode: int = 0o644, follow: bool = False) -> None:
         if len(content) > min(self._disk_bytes, MOST_BYTES):
@@ -62,11 +62,11 @@ class InitFiles:
 
     async def index(self) -> tuple[FileEntry, ...]:
         head = {"op": "index", "disk_bytes": self._disk_bytes}
-        _, body = await self._ask(head, most=init_answers.INDEX_BYTES)
-        return await self._checked(init_answers.listed, body, self._disk_bytes)
+        _, body = await self._ask(head, most=init_wire.INDEX_BYTES)
+        return await self._checked(init_wire.listed, body, self._disk_bytes)
 
     async def restore(self, entries: Sequence[FileEntry], contents: Mapping[str, bytes]) -> None:
-        about, files = await asyncio.to_thread(init_answers.described, entries, contents)
+        about, files = await asyncio.to_thread(init_wire.described, entries, contents)
         if sum(map(len, files)) > min(self._disk_bytes, MOST_BYTES):
             raise QuotaExceeded(f"a workspace of more than {self._disk_bytes} bytes does not fit")
         await self._ask({"op": "restore", "disk_bytes": self._disk_bytes}, about, then=files)

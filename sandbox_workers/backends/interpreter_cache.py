@@ -7,7 +7,9 @@ and appear by one rename.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -23,13 +25,17 @@ from pathlib import Path
 from turnlog.infra.sandbox_root import cache_directory
 from turnlog.sandbox_workers.protocol import SandboxUnavailable
 
-__all__ = ["Interpreter", "cache_directory", "executable", "init_program", "interpreter", "loader", "published"]
+__all__ = [
+    "Interpreter", "cache_directory", "executable", "init_program", "interpreter", "loader", "loader_command",
+    "published", "sent_program",
+]  # fmt: skip
 
 LEFT_OUT = (
     "test", "tests", "site-packages", "dist-packages", "idlelib", "tkinter", "turtledemo", "lib2to3", "ensurepip",
     "config-*", "*.opt-?.pyc", "_test*", "*.a",
 )  # fmt: skip
 INSIDE = Path(__file__).parents[1] / "inside"
+PACKAGE = "turnlog.sandbox_workers.inside"
 LAYOUT = "2"
 """Of the init's folder: raised when something else is put there."""
 LISTED = re.compile(r"^\s+(?:\S+ => )?(/\S+) \(0x", re.MULTILINE)
@@ -111,6 +117,25 @@ def init_program(cache: Path) -> Path:
         _compile(package)
 
     return published(cache, "init", [LAYOUT, sys.version, *(path.read_text() for path in sources)], fill)
+
+
+def loader_command(*words: str) -> list[str]:
+    """argv of an init where no folder of ours is: PATH decides on python3, and inside/loader.py is the program."""
+    return ["python3", "-s", "-X", "utf8", "-c", (INSIDE / "loader.py").read_text(), *words]
+
+
+def sent_program(main: str, *arguments: str) -> bytes:
+    """What inside/loader.py takes from its input: the init's sources, in which `main` is called with `arguments`."""
+    words = {"modules": _sources(), "main": f"{PACKAGE}.{main}", "arguments": arguments}
+    data = json.dumps(words, separators=(",", ":")).encode()
+    return len(data).to_bytes(4, "big") + data
+
+
+@functools.cache
+def _sources() -> dict[str, str]:
+    found = {"turnlog": "", "turnlog.sandbox_workers": "", PACKAGE: (INSIDE / "__init__.py").read_text()}
+    names = sorted(path.stem for path in INSIDE.glob("*.py") if path.stem not in ("__init__", "loader"))
+    return found | {f"{PACKAGE}.{name}": (INSIDE / f"{name}.py").read_text() for name in names}
 
 
 def executable(cache: Path, binary: Path, libraries: Iterable[Path]) -> Path:

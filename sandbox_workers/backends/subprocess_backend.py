@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.backends import images
-from turnlog.sandbox_workers.backends.bubblewrap_command import init_command
+from turnlog.sandbox_workers.backends import roots
 from turnlog.sandbox_workers.backends.cgroups import Cgroups, bounds_of
-from turnlog.sandbox_workers.backends.connection import Account, InitSandbox, own_account, started
+from turnlog.sandbox_workers.backends.connection import Account, InitSandbox, init_command, own_account, started
 from turnlog.sandbox_workers.backends.interpreter_cache import cache_directory, init_program, interpreter
 from turnlog.sandbox_workers.backends.leftovers import discard, owned_prefix
 from turnlog.sandbox_workers.inside.child import FORGETFUL
@@ -30,7 +29,7 @@ EXIT_S = 2.0
 
 
 class Subprocess:
-    """See Provider."""
+    """Starts an init as a plain process of the slot's user."""
 
     name = "subprocess"
     sessions = True
@@ -79,10 +78,10 @@ class Subprocess:
     async def environment(self, shape: Shape) -> Mapping[str, str]:
         _refuse_image(shape)
         return {
-            "root": await images.root_hash("", None),
+            "root": await roots.root_hash("", None),
             "python": platform.python_version(),
-            "interpreter": await images.tree_hash(self._python.parent.parent),
-            "init": await images.tree_hash(self._init_root),
+            "interpreter": await roots.tree_hash(self._python.parent.parent),
+            "init": await roots.tree_hash(self._init_root),
             "machine": platform.machine(),
         }
 
@@ -118,4 +117,4 @@ def _workspace(account: Account) -> tuple[Path, str]:
 
 def _refuse_image(shape: Shape) -> None:
     if shape.image is not None:
-        raise ImageMissing(f"image {shape.image!r}: the subprocess backend has no images; use bubblewrap or docker")
+        raise ImageMissing(f"image {shape.image!r}: the subprocess backend has no roots; use bubblewrap or docker")

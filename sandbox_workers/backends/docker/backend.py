@@ -17,14 +17,25 @@ from typing import Any, Self
 
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends import seccomp
-from turnlog.sandbox_workers.backends.docker import client as docker_client
-from turnlog.sandbox_workers.backends.docker import leftovers as docker_leftovers
-from turnlog.sandbox_workers.backends.docker import network as docker_network
-from turnlog.sandbox_workers.backends.docker import program as docker_program
-from turnlog.sandbox_workers.backends.docker.client import asked
-from turnlog.sandbox_workers.backends.docker.container import FOLDERS, Daemon, described
-from turnlog.sandbox_workers.backends.docker.sandbox import ContainerSandbox, guarded
-from turnlog.sandbox_workers.backends.docker.stream import ContainerStream, detach
+from turnlog.sandbox_workers.backends.docker.daemon import (
+    FOLDERS,
+    REMEDY,
+    Daemon,
+    asked,
+    connect,
+    described,
+    fingerprint,
+    program,
+    sweep,
+)
+from turnlog.sandbox_workers.backends.docker.sandbox import (
+    ContainerSandbox,
+    ContainerStream,
+    detach,
+    guarded,
+    listening_in,
+    reachable,
+)
 from turnlog.sandbox_workers.inside.loader import UNFIT
 from turnlog.sandbox_workers.protocol import (
     BackendUnavailable,
@@ -46,7 +57,7 @@ STREAMS = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
 
 
 class Docker:
-    """See Provider."""
+    """One Docker daemon, which makes a container for each sandbox."""
 
     name = "docker"
     sessions = True
@@ -60,21 +71,21 @@ class Docker:
         self._runtime = daemon.runtime or str(daemon.about["DefaultRuntime"])
         self._filter = filter_for(daemon.about)
         self._guarded: bool | None = None
-        if docker_network.reachable(str(daemon.client.base_url), self._runtime):
+        if reachable(str(daemon.client.base_url), self._runtime):
             self.networks = frozenset({"none", "allowlist"})
 
     @classmethod
     async def open(cls, settings: SandboxSettings, *, ca: Path | None = None, cache: Path | None = None) -> Self:
         """Find the daemon, see that it knows the runtime, remove what dead workers left. Raises BackendUnavailable."""
-        client = await asyncio.to_thread(docker_client.connect)
+        client = await asyncio.to_thread(connect)
         try:
             about = await asked(client.info)
             daemon = Daemon(client, about, known_runtime(about, settings.docker_runtime))
             warn(about)
-            await docker_leftovers.sweep(client)
+            await sweep(client)
         except SandboxUnavailable as error:
             client.close()
-            raise BackendUnavailable(f"{error}; {docker_client.REMEDY}") from error
+            raise BackendUnavailable(f"{error}; {REMEDY}") from error
         except BaseException:
             client.close()
             raise
@@ -116,7 +127,7 @@ class Docker:
         return {
             "image": found["Id"],
             "runtime": self._runtime,
-            "init": docker_program.fingerprint(),
+            "init": fingerprint(),
             "seccomp": hashlib.sha256(self._filter).hexdigest() if self._filter else "none",
             "docker": str(self._daemon.about["ServerVersion"]),
         }
@@ -157,9 +168,9 @@ class Docker:
         whether sandboxes of this runtime can be used again. Raises SandboxDied, SandboxUnavailable, OSError."""
         proxy = None
         if shape.network == "allowlist":
-            proxy = await asyncio.to_thread(docker_network.listening_in, sandbox.process.pid, name)
+            proxy = await asyncio.to_thread(listening_in, sandbox.process.pid, name)
         try:
-            await asyncio.to_thread(sandbox.stream.sendall, docker_program.program(self._filter, *FOLDERS))
+            await asyncio.to_thread(sandbox.stream.sendall, program(self._filter, *FOLDERS))
             await sandbox.ready()
         finally:
             sandbox.proxy = proxy

@@ -15,10 +15,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.backends.e2b import program as e2b_program
-from turnlog.sandbox_workers.backends.e2b.client import KEY, REQUEST_S, asked, installed, key, said, template_missing
-from turnlog.sandbox_workers.backends.e2b.sandbox import E2bSandbox, ended
-from turnlog.sandbox_workers.backends.e2b.stream import E2bStream
+from turnlog.sandbox_workers.backends.e2b.sandbox import (
+    KEY,
+    REQUEST_S,
+    E2bSandbox,
+    E2bStream,
+    asked,
+    ended,
+    fingerprint,
+    installed,
+    key,
+    said,
+    template_missing,
+)
 from turnlog.sandbox_workers.backends.leftovers import owned_prefix
 from turnlog.sandbox_workers.inside.loader import UNFIT
 from turnlog.sandbox_workers.protocol import BackendUnavailable, ImageMissing, SandboxDied, SandboxUnavailable, Shape
@@ -35,7 +44,7 @@ NO_PYTHON = "python3: not found", "python3: command not found", "exec: python3"
 
 
 class E2b:
-    """See Provider."""
+    """One account at E2B, or a server of one's own."""
 
     name = "e2b"
     sessions = True
@@ -103,7 +112,7 @@ class E2b:
                 "envd": about.envd_version,
                 "cpus": str(about.cpu_count),
                 "memory_mb": str(about.memory_mb),
-                "init": e2b_program.fingerprint(),
+                "init": fingerprint(),
                 "sdk": version("e2b"),
             }
         return self._known[template]

@@ -23,8 +23,8 @@ from turnlog.sandbox_workers.backends.cgroups import Cgroups, bounds_of
 from turnlog.sandbox_workers.backends.connection import Account, InitSandbox, own_account, started
 from turnlog.sandbox_workers.backends.interpreter_cache import cache_directory
 from turnlog.sandbox_workers.backends.leftovers import discard, owned_prefix
-from turnlog.sandbox_workers.backends.wasm import filter as wasm_filter
 from turnlog.sandbox_workers.backends.wasm import modules as wasm_modules
+from turnlog.sandbox_workers.backends.wasm.guest import DENIED
 from turnlog.sandbox_workers.protocol import BackendUnavailable, SandboxUnavailable, Shape
 
 EXIT_S = 2.0
@@ -34,7 +34,7 @@ FOLDERS = ("workspace", "tmp")
 
 
 class Wasm:
-    """See Provider."""
+    """One process per sandbox, whose calls are guests of wasmtime."""
 
     name = "wasm"
     sessions = False
@@ -49,7 +49,7 @@ class Wasm:
         self._modules = dict(modules)
         """Machine code by name; "" is the Python's."""
         self._cgroups = cgroups
-        self._filter = seccomp.program(wasm_filter.DENIED)
+        self._filter = seccomp.program(DENIED)
 
     @classmethod
     async def open(cls, settings: SandboxSettings, *, ca: Path | None = None, cache: Path | None = None) -> Self:

@@ -21,7 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from turnlog.sandbox_workers.backends.interpreter_cache import published
-from turnlog.sandbox_workers.backends.wasm.engine import engine
+from turnlog.sandbox_workers.backends.wasm.guest import engine
 from turnlog.sandbox_workers.protocol import BackendUnavailable, ImageMissing
 
 log = logging.getLogger(__name__)

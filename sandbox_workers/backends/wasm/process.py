@@ -16,8 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from turnlog.sandbox_workers.backends.wasm.command import Unusable, engines_of
-from turnlog.sandbox_workers.backends.wasm.guest import PR_SET_PDEATHSIG, THREADS, become
+from turnlog.sandbox_workers.backends.wasm.guest import PR_SET_PDEATHSIG, THREADS, Unusable, become, engines_of
 from turnlog.sandbox_workers.inside.call import Become, Call, Reaped, Verdict, end_all
 from turnlog.sandbox_workers.inside.child import PR_SET_DUMPABLE, prctl
 from turnlog.sandbox_workers.inside.frames import Control, ControlClosed, Socket, send
@@ -52,7 +51,7 @@ class GuestCall(Call):
 
 
 class GuestService(Service):
-    """See Service."""
+    """The init's service, without a persistent interpreter."""
 
     def _exec(self, head: dict[str, Any], body: bytes) -> Answer:
         if head["kind"] == "session" and head["alive"]:

@@ -15,8 +15,7 @@ import pytest
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.attribution import attributed
 from turnlog.sandbox_workers.backends import connection, init_files
-from turnlog.sandbox_workers.backends.bounds import Bounds
-from turnlog.sandbox_workers.backends.connection import Account, InitSandbox, started
+from turnlog.sandbox_workers.backends.connection import Account, Bounds, InitSandbox, started
 from turnlog.sandbox_workers.backends.subprocess_backend import Subprocess
 from turnlog.sandbox_workers.protocol import Command, FileRefused, Kind, SandboxDied, SandboxUnavailable, Shape
 from turnlog.schemas.events import SandboxLimits, ToolStatus

@@ -19,10 +19,9 @@ import pytest
 from tests.fakes.docker_engine import DockerServer
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends import seccomp
-from turnlog.sandbox_workers.backends.docker import client as docker_client
-from turnlog.sandbox_workers.backends.docker import network as docker_network
 from turnlog.sandbox_workers.backends.docker.backend import Docker, filter_for, known_runtime
-from turnlog.sandbox_workers.backends.docker.container import LABEL, Daemon, boot_id, described
+from turnlog.sandbox_workers.backends.docker.daemon import LABEL, Daemon, boot_id, connect, described
+from turnlog.sandbox_workers.backends.docker.sandbox import listening_in, reachable
 from turnlog.sandbox_workers.backends.interpreter_cache import cache_directory
 from turnlog.sandbox_workers.backends.leftovers import owned_prefix
 from turnlog.sandbox_workers.protocol import (
@@ -151,7 +150,7 @@ async def test_a_runtime_goes_by_the_name_that_the_daemon_has_for_it(
     docker: Docker, server: DockerServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = Shape(disk_bytes=4 << 20)
-    daemon = Daemon(docker_client.connect(), {"CpuCfsQuota": True}, "kata-runtime")
+    daemon = Daemon(connect(), {"CpuCfsQuota": True}, "kata-runtime")
     made = described(daemon, settings(cpus=0.5), 0, shape, None)["host_config"]
     assert (made["Runtime"], made["NanoCpus"]) == ("kata-runtime", 500_000_000)
     daemon.client.close()
@@ -246,15 +245,15 @@ async def test_the_ca_of_the_proxy_is_shown_where_there_is_a_network(server: Doc
 @ROOT
 async def test_a_process_that_is_not_the_containers_is_not_entered(docker: Docker) -> None:
     with pytest.raises(SandboxUnavailable, match="not a process of this machine"):
-        docker_network.listening_in(1, "turnlog-sandbox-other")
+        listening_in(1, "turnlog-sandbox-other")
 
 
 async def test_a_network_that_cannot_be_served_is_refused(docker: Docker, server: DockerServer) -> None:
     with pytest.raises(SandboxUnavailable, match="'everything'"):
         await docker.start(0, Shape(network="everything", disk_bytes=4 << 20))
     assert server.boxes.all() == []
-    assert not docker_network.reachable("http+docker://localhost", "runsc")
-    assert not docker_network.reachable("https://10.0.0.1:2376", "runc")
+    assert not reachable("http+docker://localhost", "runsc")
+    assert not reachable("https://10.0.0.1:2376", "runc")
 
 
 async def test_system_calls_are_filtered_as_in_a_local_sandbox(docker: Docker) -> None:

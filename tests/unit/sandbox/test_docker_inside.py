@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from turnlog.sandbox_workers.backends.docker import program as docker_program
-from turnlog.sandbox_workers.backends.docker.stream import WORDS_BYTES, ContainerStream
+from turnlog.sandbox_workers.backends.docker.daemon import entrypoint, fingerprint, program
+from turnlog.sandbox_workers.backends.docker.sandbox import WORDS_BYTES, ContainerStream
 from turnlog.sandbox_workers.inside import attached
 from turnlog.sandbox_workers.inside.frames import HEADER, frame
 from turnlog.sandbox_workers.inside.interpreter import waited_for
@@ -83,9 +83,9 @@ def test_a_child_is_waited_for_where_there_is_no_pidfd() -> None:
 
 
 def test_the_program_is_the_same_for_every_container_and_named_by_its_hash() -> None:
-    assert docker_program.program(b"", "/workspace") == docker_program.program(b"", "/workspace")
-    assert docker_program.command("a")[:-1] == docker_program.command("b")[:-1]
-    assert len(docker_program.fingerprint()) == 64
+    assert program(b"", "/workspace") == program(b"", "/workspace")
+    assert entrypoint("a")[:-1] == entrypoint("b")[:-1]
+    assert len(fingerprint()) == 64
 
 
 async def test_streams_are_told_apart_and_last_words_are_bounded() -> None:

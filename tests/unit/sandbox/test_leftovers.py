@@ -17,7 +17,7 @@ import pytest
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends.cgroup_tree import find
 from turnlog.sandbox_workers.backends.cgroups import sweep
-from turnlog.sandbox_workers.backends.heartbeat import BEAT_S, SILENCE_S
+from turnlog.sandbox_workers.backends.init_wire import BEAT_S, SILENCE_S
 from turnlog.sandbox_workers.backends.subprocess_backend import Subprocess
 from turnlog.sandbox_workers.protocol import Command, Kind, Shape
 from turnlog.schemas.events import SandboxLimits

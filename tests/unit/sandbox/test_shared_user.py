@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from turnlog.sandbox_workers.backends.bubblewrap_command import init_command
+from turnlog.sandbox_workers.backends.bubblewrap import init_command
 from turnlog.sandbox_workers.backends.connection import InitSandbox, own_account, started
 from turnlog.sandbox_workers.backends.interpreter_cache import cache_directory, init_program, interpreter
 from turnlog.sandbox_workers.inside.child import SPARE_PIDS

@@ -19,9 +19,9 @@ from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends import seccomp
 from turnlog.sandbox_workers.backends.connection import InitSandbox
 from turnlog.sandbox_workers.backends.interpreter_cache import cache_directory
-from turnlog.sandbox_workers.backends.wasm import filter as wasm_filter
 from turnlog.sandbox_workers.backends.wasm import modules as wasm_modules
 from turnlog.sandbox_workers.backends.wasm.backend import Wasm
+from turnlog.sandbox_workers.backends.wasm.guest import DENIED
 from turnlog.sandbox_workers.protocol import (
     BackendUnavailable,
     Command,
@@ -153,15 +153,15 @@ async def test_a_guest_that_broke_out_would_be_nobody_and_could_start_nothing(sa
 
 
 def test_a_filtered_process_can_neither_become_a_program_nor_connect() -> None:
-    program = seccomp.program(wasm_filter.DENIED)
+    program = seccomp.program(DENIED)
     assert program is not None
     attempts = """
 import os, socket, sys
-from turnlog.sandbox_workers.backends.wasm.filter import load
+from turnlog.sandbox_workers.inside.zygote import deny
 from turnlog.sandbox_workers.backends.wasm.process import PR_SET_NO_NEW_PRIVS
 from turnlog.sandbox_workers.inside.child import prctl
 prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # as the guest's process does: without it a filter is root's alone
-load(open(int(sys.argv[1]), 'rb').read())
+deny(open(int(sys.argv[1]), 'rb').read())
 for attempt in (lambda: os.execv('/bin/true', ['true']), lambda: socket.socket().connect(('127.0.0.1', 9)),
                 lambda: os.kill(os.getppid(), 0), lambda: socket.socket().bind(('127.0.0.1', 0))):
     try:

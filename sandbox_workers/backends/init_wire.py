@@ -1,0 +1,345 @@
+"""What a worker and an init say to each other, as the worker sees it: it believes nothing, the speaker may be agents'
+code.
+
+What an init says is bounded before it is read and checked before it is used; whatever no init would say is SandboxDied.
+While a call runs, a heartbeat tells the init that its worker lives: a worker that is stopped keeps its sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import math
+import socket
+import struct
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from turnlog.sandbox_workers.attribution import Evidence
+from turnlog.sandbox_workers.inside.frames import HEADER
+from turnlog.sandbox_workers.inside.interpreter import ENDED
+from turnlog.sandbox_workers.inside.workspace import LONGEST_PATH, MOST_ENTRIES, PathRefused, exact
+from turnlog.sandbox_workers.protocol import (
+    Command,
+    Execution,
+    FileEntry,
+    FileKind,
+    FileMissing,
+    FileRefused,
+    Kind,
+    QuotaExceeded,
+    SandboxDied,
+    Stream,
+)
+from turnlog.schemas.events import SandboxLimits, ToolStatus
+
+HEAD_BYTES = 65536
+"""No head is longer."""
+MOST_BYTES = 2**32 - 1
+"""Of a body (inside/frames.py)."""
+REFUSALS = {"path": FileRefused, "missing": FileMissing, "quota": QuotaExceeded}
+
+INDEX_BYTES = 32 << 20
+"""Longest index: MOST_ENTRIES entries, and workspace.NAME_BYTES of names at six bytes each."""
+OBSERVED_BYTES = 1 << 16
+"""Longest answer to `observed`."""
+STAMP_LENGTH = 128
+SAID = frozenset({ToolStatus.ok, ToolStatus.tool_error, ToolStatus.timeout, ToolStatus.resource_limit})
+"""An init's verdicts. That it was ours, or that somebody cancelled the call, is not for a sandbox to say."""
+LOST = Execution(ToolStatus.tool_error, "interpreter_ended", None, ENDED, 0.0, 0.0)
+"""Nothing was run: the interpreter that the call was to go on in has ended between calls, which only a call before it
+can have prepared."""
+TEXT_FIELDS = ("path", "kind", "target", "stamp")
+
+SILENCE_S = 5.0
+"""A call ends with its sandbox when its worker says nothing for so long: less than the 6 s after which a worker's group
+gives the call to another one (infra.kafka_connection.Membership), which would run it beside this."""
+BEAT_S = 1.0
+
+
+class Channel:
+    """The worker's end of the control socket."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def greeted(self) -> tuple[dict[str, Any], socket.socket | None]:
+        """The init's first frame and the socket that came with it. Raises SandboxDied."""
+        self._control.setblocking(False)
+        passed: list[int] = []
+        try:
+            head_size, body_size = HEADER.unpack(await self._exactly(HEADER.size, passed))
+            _bounded(head_size, body_size, 0)
+            head = _head(await self._exactly(head_size, passed))
+            listener = _listener(passed)
+        except BaseException as error:
+            for descriptor in passed:
+                socket.close(descriptor)
+            if isinstance(error, OSError):
+                raise SandboxDied(f"the sandbox ended before it was ready: {error}") from error
+            raise
+        self._reader, self._writer = await asyncio.open_connection(sock=self._control)
+        return head, listener
+
+    async def send(self, head: dict[str, Any], *body: bytes) -> None:
+        """One frame; cancelled or not, nothing of another comes between. Raises SandboxDied."""
+        if self._writer is None or self._writer.is_closing():
+            raise SandboxDied("the sandbox was closed")
+        text = json.dumps(head).encode()
+        try:
+            self._writer.writelines([HEADER.pack(len(text), sum(map(len, body))), text, *body])
+            await self._writer.drain()
+        except OSError as error:
+            raise SandboxDied(f"the sandbox closed its socket: {error}") from error
+
+    async def head(self, most: int) -> tuple[dict[str, Any], int]:
+        """Next frame's head and the length of its body, which is still to be taken. Raises SandboxDied."""
+        head_size, body_size = HEADER.unpack(await self.body(HEADER.size))
+        _bounded(head_size, body_size, most)
+        return _head(await self.body(head_size)), body_size
+
+    async def body(self, size: int) -> bytes:
+        """That many bytes. Raises SandboxDied."""
+        try:
+            return await self._reader.readexactly(size)
+        except (asyncio.IncompleteReadError, OSError) as error:
+            raise SandboxDied(f"the sandbox ended before it answered ({type(error).__name__})") from error
+
+    async def answer(self, most: int) -> tuple[dict[str, Any], bytes]:
+        """Next frame. Raises FileRefused and its kind when that is what it says, SandboxDied."""
+        head, size = await self.head(most)
+        refusal(head)
+        return head, await self.body(size)
+
+    async def close(self) -> None:
+        """Never raises."""
+        if self._writer is None:
+            self._control.close()
+            return
+        self._writer.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+
+    async def _exactly(self, size: int, passed: list[int]) -> bytes:
+        """Before there are streams, which drop descriptors."""
+        data = b""
+        while len(data) < size:
+            try:
+                part, descriptors, _, _ = socket.recv_fds(self._control, size - len(data), 1, socket.MSG_CMSG_CLOEXEC)
+            except BlockingIOError:
+                await _readable(self._control)
+                continue
+            passed += descriptors
+            if not part:
+                raise SandboxDied("the sandbox ended before it was ready")
+            data += part
+        return data
+
+
+def refusal(head: dict[str, Any]) -> None:
+    """Raise what a head refuses, if it does; SandboxDied when the init ends with it."""
+    if "changed" in head:
+        what = str(head["changed"])[:64]
+        raise SandboxDied(f"a call has changed the sandbox itself: {what}", Evidence(changed=what))
+    if "refused" in head:
+        raise REFUSALS.get(str(head["refused"]), FileRefused)(str(head.get("text", ""))[:1000])
+
+
+def _bounded(head_size: int, body_size: int, most: int) -> None:
+    if head_size > HEAD_BYTES or body_size > most:
+        raise SandboxDied(f"the init announced {head_size} + {body_size} bytes")
+
+
+def _head(text: bytes) -> dict[str, Any]:
+    try:
+        head = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SandboxDied(f"the init answered with something else than JSON: {type(error).__name__}") from error
+    if not isinstance(head, dict):
+        raise SandboxDied("the init answered with something else than an object")
+    return head
+
+
+def _listener(passed: list[int]) -> socket.socket | None:
+    """The one descriptor that may come: a listening TCP socket."""
+    if not passed:
+        return None
+    found = socket.socket(fileno=passed[0])
+    passed.clear()
+    if found.family != socket.AF_INET or not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        found.close()
+        raise SandboxDied("the init passed something else than a listening socket")
+    found.setblocking(False)
+    return found
+
+
+async def _readable(control: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(control, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(control)
+
+
+def execution(head: dict[str, Any], output: bytes, *, cancelled: bool) -> Execution:
+    """Of the answer to `exec`; `cancelled`: that was asked for. Raises SandboxDied."""
+    try:
+        status, reason, code = ToolStatus(head["status"]), str(head["reason"])[:64], head["exit_code"]
+        duration, cpu = float(head["duration_s"]), float(head["cpu_s"])
+        if not (code is None or type(code) is int) or not math.isfinite(duration + cpu) or min(duration, cpu) < 0:
+            raise ValueError(head)
+        if status not in SAID and not (cancelled and status is ToolStatus.cancelled):
+            raise ValueError(head)
+    except (KeyError, ValueError, TypeError, OverflowError) as error:
+        raise SandboxDied(f"the init answered nonsense: {str(error)[:200]}") from error
+    return Execution(status, reason, code, output, duration, cpu)
+
+
+def observed(body: bytes) -> dict[str, Any]:
+    """Of the answer to `observed`, by name. Raises SandboxDied."""
+    try:
+        return dict(json.loads(body))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise SandboxDied(f"what the init has found is no JSON object: {type(error).__name__}") from error
+
+
+def joined(parts: Mapping[Stream, list[bytes]]) -> bytes:
+    """What a call has printed: all of stdout, then stderr."""
+    return b"".join(parts[Stream.stdout] + parts[Stream.stderr])
+
+
+def listed(body: bytes, disk_bytes: int) -> tuple[FileEntry, ...]:
+    """Of the answer to `index`. Raises SandboxDied."""
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise SandboxDied(f"the init's index is no JSON: {type(error).__name__}") from error
+    if not isinstance(found, list) or len(found) > MOST_ENTRIES:
+        raise SandboxDied(f"the init's index is no list of at most {MOST_ENTRIES} entries")
+    folders, entries = {""}, []
+    before = ""
+    for about in found:
+        entry = _entry(about)
+        if entry.path <= before or entry.path.rpartition("/")[0] not in folders:
+            raise SandboxDied("the init's index is in no order of folders and what is in them")
+        before = entry.path
+        if entry.kind is FileKind.folder:
+            folders.add(entry.path)
+        entries.append(entry)
+    if sum(entry.size for entry in entries) > disk_bytes:
+        raise SandboxDied("the init's index holds more than the workspace can")
+    return tuple(entries)
+
+
+def _entry(about: object) -> FileEntry:
+    if not isinstance(about, dict) or not all(type(about.get(name)) is str for name in TEXT_FIELDS):
+        raise SandboxDied("the init's index holds something else than entries")
+    mode, size, target, stamp = about.get("mode"), about.get("size"), about["target"], about["stamp"]
+    if type(mode) is not int or not 0 <= mode <= 0o777 or type(size) is not int or size < 0:
+        raise SandboxDied("the init's index holds a mode or a size that no file has")
+    try:
+        exact(about["path"])
+        kind = FileKind(about["kind"])
+    except (PathRefused, ValueError) as error:
+        raise SandboxDied(f"the init's index holds a path that no file has: {error}") from error
+    fits = (kind is FileKind.link) == bool(target) and (kind is FileKind.file or not size)
+    if not fits or "\0" in target or len(target) > LONGEST_PATH or len(stamp) > STAMP_LENGTH:
+        raise SandboxDied("the init's index holds a link or a stamp that no file has")
+    return FileEntry(path=about["path"], kind=kind, mode=mode, size=size, target=target, stamp=stamp)
+
+
+def names(paths: Sequence[str]) -> bytes:
+    """What `read_files` sends."""
+    return json.dumps(list(paths)).encode()
+
+
+def divided(body: bytes, count: int) -> tuple[bytes, ...]:
+    """Of the answer to `read_files`. Raises SandboxDied."""
+    if len(body) < 4 * count:
+        raise SandboxDied(f"the init answered {len(body)} bytes for {count} files")
+    found, start = [], 4 * count
+    for size in struct.unpack_from(f">{count}I", body):
+        found.append(body[start : start + size])
+        start += size
+    if start != len(body):
+        raise SandboxDied("the init answered files of other sizes than it said")
+    return tuple(found)
+
+
+def described(entries: Sequence[FileEntry], contents: Mapping[str, bytes]) -> tuple[bytes, list[bytes]]:
+    """What `restore` sends: entries as JSON, and the files' bytes in their order. Raises FileRefused."""
+    if len(entries) > MOST_ENTRIES:
+        raise FileRefused(f"{len(entries)} entries, more than the {MOST_ENTRIES} of a workspace")
+    files = []
+    for entry in entries:
+        if entry.kind is FileKind.file:
+            content = contents.get(entry.path)
+            if content is None or len(content) != entry.size:
+                raise FileRefused(f"{entry.path!r}: its {entry.size} bytes are not given")
+            files.append(content)
+    names = [field.name for field in dataclasses.fields(FileEntry)]
+    return json.dumps([{name: getattr(entry, name) for name in names} for entry in entries]).encode(), files
+
+
+def call(command: Command, limits: SandboxLimits, *, alive: bool, prompt: bool) -> tuple[dict[str, Any], bytes, bytes]:
+    """What `exec` sends: head, and body in two parts. `prompt`: somebody looks at the output while it is written."""
+    if command.kind is Kind.program and not command.argv:
+        raise ValueError("a program's argv names at least the program")
+    source = command.source.encode(errors="replace")
+    head: dict[str, Any] = {
+        "op": "exec",
+        "kind": command.kind,
+        "argv": command.argv,
+        "env": dict(command.env),
+        "cwd": command.cwd,
+        "silence_s": SILENCE_S,
+    }
+    head |= {"limits": dataclasses.asdict(limits), "source": len(source), "alive": alive, "prompt": prompt}
+    return head, source, command.stdin
+
+
+class Heartbeat:
+    """Of one call."""
+
+    def __init__(self) -> None:
+        self._clock = asyncio.get_running_loop().time
+        self._began = self._last = self._clock()
+        self._longest_s = 0.0
+
+    @property
+    def stood(self) -> bool:
+        """Whether there was a silence that the init need not have waited for."""
+        return self._longest_s > SILENCE_S
+
+    @property
+    def took_s(self) -> float:
+        """Of the call, until its end or the latest beat."""
+        return self._last - self._began
+
+    @contextlib.asynccontextmanager
+    async def beating(self, channel: Channel) -> AsyncIterator[None]:
+        """Beat while the block runs."""
+        beating = asyncio.create_task(self._beat(channel))
+        try:
+            yield
+        finally:
+            self._note()
+            beating.cancel()
+            await asyncio.wait([beating])
+
+    async def _beat(self, channel: Channel) -> None:
+        with contextlib.suppress(SandboxDied):  # then the call says so
+            while True:
+                await asyncio.sleep(BEAT_S)
+                self._note()
+                await channel.send({"op": "beat"})
+
+    def _note(self) -> None:
+        now = self._clock()
+        self._longest_s, self._last = max(self._longest_s, now - self._last), now
