@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.backends.e2b.backend import E2b
+from turnlog.sandbox_workers.backends.e2b import E2b
 from turnlog.sandbox_workers.backends.wasm.backend import Wasm
 from turnlog.sandbox_workers.protocol import Command, Kind, Provider, Shape
 from turnlog.schemas.events import SandboxLimits

@@ -20,9 +20,9 @@ from turnlog.infra.role import Role
 from turnlog.sandbox_workers import answers
 from turnlog.sandbox_workers.answers import Outcome, unrun
 from turnlog.sandbox_workers.attribution import Verdict, attributed
-from turnlog.sandbox_workers.calls import Pending, Unit
-from turnlog.sandbox_workers.plans import Plan, Planner
-from turnlog.sandbox_workers.pooling.lease import Lease
+from turnlog.sandbox_workers.calls import Pending, Unit, noted
+from turnlog.sandbox_workers.plans import EnvironmentDigests, Plan, Planner
+from turnlog.sandbox_workers.pooling.pool import Lease
 from turnlog.sandbox_workers.pooling.pools import Pools
 from turnlog.sandbox_workers.protocol import (
     Execution,
@@ -35,8 +35,6 @@ from turnlog.sandbox_workers.protocol import (
     WorkspaceCorrupt,
     WorkspaceLost,
 )
-from turnlog.sandbox_workers.recovery import noted
-from turnlog.sandbox_workers.surroundings import Surroundings
 from turnlog.sandbox_workers.tools import Refusal
 from turnlog.sandbox_workers.workspaces import SessionFiles, Workspaces
 from turnlog.schemas.events import EgressRequest, ToolCallCompleted, ToolCallStarted, ToolStatus
@@ -78,7 +76,7 @@ class CallRunner:
         self._planner = Planner(settings.sandbox, pools, egress=egress is not None)
         self._egress = egress
         self._files = SessionFiles(Workspaces(role.blobs, trees=2 * settings.sandbox.slots * len(pools.served)))
-        self._surroundings = Surroundings(settings.egress)
+        self._environments = EnvironmentDigests(settings.egress)
         self._park = park
         self._catch_up = catch_up
         self._clock = clock
@@ -135,7 +133,7 @@ class CallRunner:
                 lease = await self._leased(stack, unit, pending, plan)
                 if pending.again and not await lease.sandbox.healthy():
                     raise SandboxUnavailable("it was gone before the call")
-                sha256 = await self._surroundings.sha256(plan.pool.provider, plan.shape, pending.request.sandbox)
+                sha256 = await self._environments.sha256(plan.pool.provider, plan.shape, pending.request.sandbox)
             except ImageMissing as error:
                 return unrun(ToolStatus.refused, "image", str(error))
             placed = await self._placed(lease, pending, plan)

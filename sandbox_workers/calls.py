@@ -1,21 +1,34 @@
-"""What a worker knows of one partition: calls that are not answered yet, and where the answers of the others stand."""
+"""What a worker knows of one partition: calls that are not answered yet, where the answers of the others stand, and how
+it learns that when it gets the partition: the last commit, and the results from the place that it names."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import heapq
 import json
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
-from turnlog.infra.log import Commit, Record
-from turnlog.sandbox_workers.answered import Answered
+from turnlog.infra.event_log import EventLog
+from turnlog.infra.log import Commit, Log, OffsetOutOfRange, Partition, Reader, Record
+from turnlog.infra.role import Role
 from turnlog.sandbox_workers.plans import Plan
 from turnlog.sandbox_workers.protocol import Sandbox
 from turnlog.sandbox_workers.tools import Refusal
-from turnlog.schemas.events import ToolCallCompleted, ToolCallRequested, ToolCallStarted
+from turnlog.schemas.errors import UndecodableRecord
+from turnlog.schemas.events import Event, ToolCallCompleted, ToolCallRequested, ToolCallStarted
+from turnlog.schemas.topics import TOOL_CALLS, TOOL_RESULTS
 
 SESSIONS = 1024
 """Durable sessions of a partition that are remembered: a worker has far fewer slots to hold any in."""
+
+KEPT = 65_536
+"""Answers of a partition whose place a worker knows as long as it holds the partition."""
+RECALLED = 8_192
+"""Answers of a partition that its next holder knows at the least: it reads so many results before it serves."""
 
 
 @dataclass(slots=True)
@@ -170,3 +183,128 @@ class Session:
     def next(self) -> Pending | None:
         """The one that comes after the current one."""
         return self.waiting[0][2] if self.waiting else None
+
+
+class Answered:
+    """call_id -> position of its effective answer in agent.tool-results; the latest `kept`."""
+
+    def __init__(self, *, kept: int = KEPT, recalled: int = RECALLED) -> None:
+        self._kept = kept
+        self._places: OrderedDict[int, int] = OrderedDict()
+        self._latest: deque[int] = deque(maxlen=recalled)
+
+    def add(self, call_id: str, position: int) -> None:
+        """An answer stands there; the first in the log is the effective one."""
+        name = _name(call_id)
+        first = self._places.get(name)
+        if first is None or position < first:
+            self._places[name] = position
+            self._latest.append(position)
+        if len(self._places) > self._kept:
+            self._places.popitem(last=False)
+
+    def find(self, call_id: str) -> int | None:
+        """Where its answer stands."""
+        return self._places.get(_name(call_id))
+
+    def recalled_from(self, end: int) -> int:
+        """Where the next holder begins to read; `end` when nothing is answered."""
+        return min(self._latest, default=end)
+
+
+def _name(call_id: str) -> int:
+    return int.from_bytes(hashlib.blake2b(call_id.encode(), digest_size=16).digest(), "big")
+
+
+class Results:
+    """Reads single records of agent.tool-results again."""
+
+    def __init__(self, log: Log, events: EventLog) -> None:
+        self._log = log
+        self._events = events
+        self._stack = AsyncExitStack()
+        self._reader: Reader | None = None
+        self._one = asyncio.Lock()
+
+    async def between(self, number: int, first: int, end: int) -> list[tuple[int, Event]]:
+        """(position, event) of every record of a partition from `first` up to `end`; what cannot be decoded or is not
+        there any more is left out. Raises LogUnavailable, RegistryUnavailable."""
+        place = Partition(TOOL_RESULTS.name, number)
+        found: list[Record] = []
+        async with self._one:
+            if self._reader is None:
+                self._reader = await self._stack.enter_async_context(self._log.reader())
+            try:
+                self._reader.assign({place: first})
+                while self._reader.position(place) < end:
+                    found += await self._reader.poll(max_records=max(1, end - first))
+            except OffsetOutOfRange:  # the archive holds it, and nobody has asked for so long
+                return []
+            finally:
+                self._reader.assign({})
+        decoded = [(record.offset, await self._decoded(record)) for record in found if record.offset < end]
+        return [(position, event) for position, event in decoded if event is not None]
+
+    async def at(self, number: int, position: int) -> Event | None:
+        """The event there; None when it is gone. Raises as `between`."""
+        found = await self.between(number, position, position + 1)
+        return found[0][1] if found else None
+
+    async def close(self) -> None:
+        """Release the reader."""
+        await self._stack.aclose()
+
+    async def _decoded(self, record: Record) -> Event | None:
+        try:
+            return await self._events.decode(record)
+        except UndecodableRecord:  # parked when it was met first
+            return None
+
+
+class Recovery:
+    """Reads results of units that are new to this worker."""
+
+    def __init__(self, role: Role, group: str, park: Callable[[Record, Exception], Awaitable[None]]) -> None:
+        self._role = role
+        self._group = group
+        self._park = park
+
+    async def units(self, numbers: Sequence[int]) -> list[Unit]:
+        """The units as their commits and the results since then tell. Raises LogError, RegistryUnavailable."""
+        log = self._role.log
+        calls = {number: Partition(TOOL_CALLS.name, number) for number in numbers}
+        results = {number: Partition(TOOL_RESULTS.name, number) for number in numbers}
+        commits = await log.commits(self._group, list(calls.values()))
+        starts = await log.start_offsets([*calls.values(), *results.values()])
+        ends = await log.end_offsets(list(results.values()))
+        units = {}
+        for number in numbers:
+            commit: Commit | None = commits.get(calls[number])
+            units[number] = Unit(
+                number,
+                next_offset=starts[calls[number]] if commit is None else commit.offset,
+                next_result=max(starts[results[number]], results_from(commit) or 0),
+            )
+        async with log.reader() as reader:
+            reader.assign({results[number]: unit.next_result for number, unit in units.items()})
+            while any(reader.position(place) < ends[place] for place in results.values()):
+                for record in await reader.poll():
+                    await self._recall(units[record.partition], record)
+        return list(units.values())
+
+    async def _recall(self, unit: Unit, record: Record) -> None:
+        unit.saw(record.offset)
+        try:
+            event = await self._role.events.decode(record)
+        except UndecodableRecord as error:
+            await self._park(record, error)
+            return
+        noted(unit, event, record.offset)
+
+
+def noted(unit: Unit, event: Event, position: int) -> None:
+    """Tell the unit what stands at `position` of its results."""
+    if isinstance(event, ToolCallStarted):
+        unit.began(event, position)
+    elif isinstance(event, ToolCallCompleted):
+        unit.answered(event, position)

@@ -1,21 +1,26 @@
-"""What a request asks for, against what this worker serves: a plan, or a refusal that the model can read."""
+"""What a request asks for, against what this worker serves: a plan, or a refusal that the model can read; and one hash
+for all that the call runs in, equal for equal environments, whatever worker and whatever sandbox it was."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections import OrderedDict
 from dataclasses import dataclass
 
-from turnlog.sandbox_settings import SandboxSettings
+from turnlog.sandbox_settings import EgressSettings, SandboxSettings
 from turnlog.sandbox_workers.pooling.pool import Pool
 from turnlog.sandbox_workers.pooling.pools import Pools
-from turnlog.sandbox_workers.protocol import Kind, Shape, at_most
+from turnlog.sandbox_workers.protocol import Kind, Provider, Shape, at_most
 from turnlog.sandbox_workers.tools import Prepared, Refusal, prepared, tools
 from turnlog.schemas.events import SandboxLimits, SandboxSpec, ToolCallRequested
+from turnlog.schemas.ids import environment_digest
 
 LIMITS = tuple(field.name for field in dataclasses.fields(SandboxLimits))
 MOST_ENV_BYTES = 64 << 10
 """Of SandboxSpec.env, names and values."""
+
+KEPT = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +106,26 @@ def _env_flaw(spec: SandboxSpec) -> str:
             return f"env {name[:80]!r} is no name and value that an environment takes"
     size = sum(len(name) + len(value) for name, value in spec.env.items())
     return f"env has {size} characters, {MOST_ENV_BYTES} are allowed" if size > MOST_ENV_BYTES else ""
+
+
+class EnvironmentDigests:
+    """Asks a backend once per image and network."""
+
+    def __init__(self, egress: EgressSettings) -> None:
+        self._rules = {"allow": list(egress.allow), "mode": egress.mode, "tls": egress.tls, "cache": egress.cache}
+        self._known: OrderedDict[tuple[str | tuple[str, ...] | None, ...], str] = OrderedDict()
+
+    async def sha256(self, provider: Provider, shape: Shape, spec: SandboxSpec) -> str:
+        """Hex sha256. Raises ImageMissing."""
+        name = provider.name, shape.image, shape.network, spec.allow
+        if name in self._known:
+            self._known.move_to_end(name)
+            return self._known[name]
+        about: dict[str, object] = {"backend": provider.name, "network": shape.network}
+        about["made_of"] = dict(await provider.environment(shape))
+        if shape.network == "allowlist":
+            about["rules"] = {**self._rules, "of_the_task": list(spec.allow)}
+        found = self._known[name] = environment_digest(about)
+        if len(self._known) > KEPT:
+            self._known.popitem(last=False)
+        return found

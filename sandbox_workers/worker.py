@@ -25,14 +25,12 @@ from turnlog.infra.role import Role
 from turnlog.names import ConsumerGroup
 from turnlog.processors.core.fold.unit import ForeignRun
 from turnlog.sandbox_workers import answers
-from turnlog.sandbox_workers.answered import Results
 from turnlog.sandbox_workers.call_runner import CallRunner
-from turnlog.sandbox_workers.calls import Pending, Session, Unit
+from turnlog.sandbox_workers.calls import Pending, Recovery, Results, Session, Unit, noted
 from turnlog.sandbox_workers.plans import Plan
 from turnlog.sandbox_workers.pooling.pool import Pool
 from turnlog.sandbox_workers.pooling.pools import Pools
 from turnlog.sandbox_workers.protocol import Shape
-from turnlog.sandbox_workers.recovery import Recovery, noted
 from turnlog.schemas.errors import UndecodableRecord
 from turnlog.schemas.events import ToolCallCancelled, ToolCallCompleted, ToolCallRequested, ToolStatus
 from turnlog.schemas.topics import TOOL_CALLS

@@ -1,1 +1,151 @@
-"""What `turnlog sandbox` and `turnlog session` do at a terminal."""
+"""What `turnlog sandbox` and `turnlog session` take, and who does it; argparse alone, so that --help stays instant."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+
+from turnlog.settings import Settings
+
+SANDBOX_EPILOG = """\
+Examples:
+  turnlog sandbox                       the role: answer tool calls until it is stopped
+  turnlog sandbox check                 what isolates on this machine, and how to get what is missing
+  turnlog sandbox pool --watch          what the slots of every live worker do
+  turnlog sandbox exec -- ls -la /      run one command as a tool call would be run
+"""
+CHECK_EPILOG = """\
+Exit status: 0 when the backend of [sandbox] is fully isolated here, 1 when anything is missing.
+"""
+POOL_EPILOG = """\
+Examples:
+  turnlog sandbox pool                  workers of the run that `turnlog up` started
+  turnlog --run exp7 sandbox pool --watch
+  kubectl port-forward deploy/sandbox 9100 & turnlog sandbox pool --url http://127.0.0.1:9100
+
+Exit status: 0, or 3 when no worker answers.
+"""
+EXEC_EPILOG = """\
+Examples:
+  turnlog sandbox exec -- ls -la /
+  turnlog sandbox exec --python -- 'import os; print(os.getuid(), os.listdir("/"))'
+  turnlog sandbox exec --wall-s 0.5 -- sleep 60               ends as `timeout: wall_s`, status 124
+  turnlog sandbox exec --network allowlist --allow 'GET https://pypi.example/simple/*' -- \\
+      curl -sI https://pypi.example/simple/turnlog/
+  tar c src | turnlog sandbox exec --stdin -- tar tf -
+  turnlog sandbox exec --backend docker --image python:3.12-slim -- python3 --version
+
+Exit status: the command's; 124 after a time-out, 137 after another limit, 130 after Ctrl-C, 2 when it could not run.
+"""
+
+SESSION_EPILOG = """\
+Examples:
+  turnlog session show 4f1c               the calls of a session: status, duration, workspace, requests
+  turnlog session rerun 4f1c              execute them again in a fresh sandbox of this machine and compare
+  turnlog session rerun 4f1c --call 3     only the call with call_seq 3, on the workspace it had
+  turnlog session rerun 4f1c --ignore '0x[0-9a-f]+' --ignore '\\d+\\.\\d+s'
+
+A session is named by its id or any beginning of it that only one session has. Nothing is written, neither to the log
+nor to the object store, and nothing goes out to the network: its recorded answers are given again.
+Exit status of rerun: 0 every call came out as recorded, 1 one did not, 2 cannot.
+"""
+
+
+def sandbox_arguments(verb: argparse.ArgumentParser) -> None:
+    """Give the verb its actions; without one it is the role."""
+    verb.formatter_class = argparse.RawDescriptionHelpFormatter
+    verb.epilog = SANDBOX_EPILOG
+    actions = verb.add_subparsers(dest="action", required=False, metavar="[ACTION]")
+    pool = _action(actions, "pool", "slots, hits, waits and leaks of every live sandbox worker", POOL_EPILOG)
+    pool.add_argument("--json", action="store_true", help="for programs")
+    pool.add_argument("--watch", action="store_true", help="show again every second, until Ctrl-C")
+    pool.add_argument(
+        "--url", dest="urls", metavar="URL", action="append", default=[],
+        help="health address of a worker (default: those in the run's endpoints.json); may be given several times",
+    )  # fmt: skip
+    check = _action(actions, "check", "which backends and which layers of isolation work on this machine", CHECK_EPILOG)
+    check.add_argument("--json", action="store_true", help="for programs")
+    _exec(_action(actions, "exec", "run one command in a fresh sandbox, output as it comes", EXEC_EPILOG))
+
+
+def _exec(run: argparse.ArgumentParser) -> None:
+    run.add_argument("--backend", metavar="B", default=None, help="default: that of [sandbox]")
+    run.add_argument("--image", metavar="I", default=None, help="a root of [sandbox] image_folder, or a docker image")
+    run.add_argument("--network", choices=("none", "allowlist"), default="none", help="default none")
+    run.add_argument(
+        "--allow", dest="allow", metavar="RULE", action="append", default=[],
+        help="what an allowlist lets through, as in [egress] allow; may be given several times",
+    )  # fmt: skip
+    for name, kind, what in (
+        ("wall-s", float, "seconds"),
+        ("cpu-s", float, "seconds of CPU"),
+        ("memory-bytes", int, "of all its processes"),
+        ("pids", int, "processes and threads"),
+        ("disk-bytes", int, "of the workspace"),
+        ("output-bytes", int, "of output"),
+    ):
+        run.add_argument(f"--{name}", type=kind, metavar="N", default=None, help=f"at most so many {what}")
+    source = run.add_mutually_exclusive_group()
+    source.add_argument("--python", action="store_true", help="COMMAND is Python source")
+    source.add_argument("--shell", action="store_true", help="COMMAND is shell source")
+    run.add_argument("--stdin", action="store_true", help="give it our standard input")
+    run.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run")
+
+
+def _action(
+    actions: argparse._SubParsersAction[argparse.ArgumentParser], name: str, what: str, epilog: str
+) -> argparse.ArgumentParser:
+    return actions.add_parser(
+        name, help=what, description=what[0].upper() + what[1:] + ".", epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+
+
+def sandbox(settings: Settings, arguments: argparse.Namespace) -> int:
+    """`turnlog sandbox [pool|check|exec]`: the role, or one of its three tools; the exit status."""
+    match arguments.action:
+        case "pool":
+            from turnlog.sandbox_workers.console.pool_table import show
+
+            return show(settings, arguments)
+        case "check":
+            from turnlog.sandbox_workers.console.machine_check import show as show_check
+
+            return asyncio.run(show_check(settings, as_json=arguments.json))
+        case "exec":
+            from turnlog.sandbox_workers.console.one_command import run
+
+            return run(settings, arguments)
+        case _:
+            from turnlog.infra.role import serve
+            from turnlog.sandbox_workers.worker import main
+
+            return serve("sandbox", main, settings)
+
+
+def session_arguments(verb: argparse.ArgumentParser) -> None:
+    """Give the verb its actions."""
+    verb.formatter_class = argparse.RawDescriptionHelpFormatter
+    verb.epilog = SESSION_EPILOG
+    actions = verb.add_subparsers(dest="action", required=True, metavar="ACTION")
+    again = actions.add_parser("rerun", help="execute the recorded calls again and compare")
+    _named(again)
+    again.add_argument("--call", dest="call_seq", type=int, metavar="N", help="only the call with this call_seq")
+    again.add_argument(
+        "--ignore", action="append", default=[], metavar="REGEX", help="parts of outputs that may differ; repeatable"
+    )
+    again.add_argument(
+        "--keep-going",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="go on after a call that differs (default: yes)",
+    )
+    again.add_argument("--strict", action="store_true", help="other surroundings (environment_sha256) count as well")
+    shown = actions.add_parser("show", help="list the recorded calls")
+    _named(shown)
+
+
+def _named(action: argparse.ArgumentParser) -> None:
+    action.add_argument("id", metavar="ID", help="the session")
+    action.add_argument("--json", action="store_true")
+    action.add_argument("--from", dest="source", choices=("topics", "archive"), default="topics", help="default topics")

@@ -28,11 +28,10 @@ from turnlog.sandbox_workers.console.recorded import (
     session_body,
 )
 from turnlog.sandbox_workers.egress import Egress
-from turnlog.sandbox_workers.plans import Plan, Planner
-from turnlog.sandbox_workers.pooling.lease import Lease
+from turnlog.sandbox_workers.plans import EnvironmentDigests, Plan, Planner
+from turnlog.sandbox_workers.pooling.pool import Lease
 from turnlog.sandbox_workers.pooling.pools import LOCAL, Pools
 from turnlog.sandbox_workers.protocol import Execution, FileRefused, Kind, SandboxError
-from turnlog.sandbox_workers.surroundings import Surroundings
 from turnlog.sandbox_workers.tools import Refusal, tools
 from turnlog.sandbox_workers.workspaces import Manifest, Workspaces
 from turnlog.schemas.events import EgressRequest, ToolStatus
@@ -198,7 +197,7 @@ class Rerunner:
         self._blobs = blobs
         self._workspaces = Workspaces(blobs)
         self._planner = Planner(settings.sandbox, pools, egress=egress is not None)
-        self._surroundings = Surroundings(settings.egress)
+        self._environments = EnvironmentDigests(settings.egress)
         self._egress = egress
 
     @classmethod
@@ -234,7 +233,7 @@ class Rerunner:
             return Again(result=None, notes=(f"cannot run here: {plan.text}",))
         durable = request.sandbox.durable_workspace
         try:
-            sha256 = await self._surroundings.sha256(plan.pool.provider, plan.shape, request.sandbox)
+            sha256 = await self._environments.sha256(plan.pool.provider, plan.shape, request.sandbox)
             async with plan.pool.lease(
                 plan.shape, session=request.session_id if durable else None, fresh=request.sandbox.fresh
             ) as lease:

@@ -12,15 +12,13 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 
-from turnlog.sandbox_workers.pooling.backoff import Clock, LoopClock
-from turnlog.sandbox_workers.pooling.lease import Lease
 from turnlog.sandbox_workers.pooling.metrics import PoolMetrics
-from turnlog.sandbox_workers.pooling.prewarming import guesses
-from turnlog.sandbox_workers.pooling.slots import Slot, SlotState
-from turnlog.sandbox_workers.pooling.turns import OPEN, Granted, Turn, moves
-from turnlog.sandbox_workers.pooling.upkeep import Upkeep
-from turnlog.sandbox_workers.protocol import ImageMissing, Provider, SandboxUnavailable, Shape
+from turnlog.sandbox_workers.pooling.slots import OPEN, Granted, Slot, SlotState, Turn, guesses, moves
+from turnlog.sandbox_workers.pooling.upkeep import Clock, LoopClock, Upkeep
+from turnlog.sandbox_workers.protocol import ImageMissing, Provider, Sandbox, SandboxUnavailable, Shape
+from turnlog.schemas.types import BlobRef
 
 log = logging.getLogger(__name__)
 
@@ -285,3 +283,23 @@ class Pool:
         for turn in waiting:
             if not turn.granted.done():
                 turn.granted.set_exception(error)
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A sandbox for one call."""
+
+    sandbox: Sandbox
+    held: bool
+    """It is this session's own: its files are there, and its interpreter if one was started."""
+    workspace: BlobRef | None
+    """What the files are, as last kept."""
+    session: str | None
+    kept: bool = False
+
+    def keep(self, workspace: BlobRef | None) -> None:
+        """The session has the sandbox to itself after this call, with these files in it. Raises ValueError when no
+        session was named."""
+        if self.session is None:
+            raise ValueError("a lease without a session cannot be kept")
+        self.workspace, self.kept = workspace, True

@@ -24,8 +24,8 @@ CLASSES = {
     "bubblewrap": ("turnlog.sandbox_workers.backends.bubblewrap", "Bubblewrap"),
     "subprocess": ("turnlog.sandbox_workers.backends.subprocess_backend", "Subprocess"),
     "wasm": ("turnlog.sandbox_workers.backends.wasm.backend", "Wasm"),
-    "docker": ("turnlog.sandbox_workers.backends.docker.backend", "Docker"),
-    "e2b": ("turnlog.sandbox_workers.backends.e2b.backend", "E2b"),
+    "docker": ("turnlog.sandbox_workers.backends.docker", "Docker"),
+    "e2b": ("turnlog.sandbox_workers.backends.e2b", "E2b"),
 }
 """Backend -> where its class is; imported when it is asked for."""
 LOCAL = ("bubblewrap", "subprocess")

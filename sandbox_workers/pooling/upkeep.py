@@ -1,13 +1,16 @@
-"""What is done to slots behind the callers' backs: start, reset, replace, check, close; each by a task of the pool."""
+"""What is done to slots behind the callers' backs: start, reset, replace, check, close; each by a task of the pool.
+
+Between starts of a shape that fail there are pauses, doubling up to a limit.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from turnlog.sandbox_workers.pooling.backoff import Backoff, Clock
 from turnlog.sandbox_workers.pooling.metrics import PoolMetrics
 from turnlog.sandbox_workers.pooling.slots import Slot, SlotState
 from turnlog.sandbox_workers.protocol import ImageMissing, Provider, Sandbox, SandboxUnavailable, Shape
@@ -18,9 +21,12 @@ HEALTHY_S = 5.0
 """Time for a sandbox to say that it is well."""
 Work = Callable[[], Coroutine[Any, Any, None]]
 
+FIRST_S = 0.25
+LONGEST_S = 30.0
+
 
 class Upkeep:
-    """Owner of every slot in a state of turns.COMING, and of every sandbox that lives."""
+    """Owner of every slot in a state of slots.COMING, and of every sandbox that lives."""
 
     def __init__(
         self,
@@ -152,3 +158,72 @@ class Upkeep:
         self._endings.add(ending)
         ending.add_done_callback(self._endings.discard)
         await asyncio.shield(ending)
+
+
+class Clock(Protocol):
+    """Time that a test may hold in its hands."""
+
+    def now(self) -> float:
+        """Seconds since whenever."""
+        ...
+
+    async def sleep(self, seconds: float) -> None:
+        """Until so much later."""
+        ...
+
+
+class LoopClock:
+    """The event loop's."""
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+@dataclass(slots=True)
+class _Pause:
+    failures: int
+    timer: asyncio.Task[None]
+
+
+class Backoff:
+    """Which shapes wait before they are started again. `due` is called when a pause is over."""
+
+    def __init__(self, clock: Clock, due: Callable[[], None]) -> None:
+        self._clock = clock
+        self._due = due
+        self._pauses: dict[Shape, _Pause] = {}
+
+    def failed(self, shape: Shape) -> tuple[int, float]:
+        """A start failed: how many in a row by now, and the pause in seconds that begins."""
+        before = self._pauses.get(shape)
+        failures = 1 if before is None else before.failures + 1
+        if before is not None:
+            before.timer.cancel()
+        pause_s = min(LONGEST_S, FIRST_S * 2.0 ** min(failures - 1, 20))
+        self._pauses[shape] = _Pause(failures, asyncio.create_task(self._sleep(pause_s)))
+        return failures, pause_s
+
+    def succeeded(self, shape: Shape) -> None:
+        """Forget its failures."""
+        if (pause := self._pauses.pop(shape, None)) is not None:
+            pause.timer.cancel()
+
+    def over(self, shape: Shape) -> bool:
+        """No pause runs."""
+        pause = self._pauses.get(shape)
+        return pause is None or pause.timer.done()
+
+    async def close(self) -> None:
+        """End the timers."""
+        timers = [pause.timer for pause in self._pauses.values()]
+        self._pauses.clear()
+        for timer in timers:
+            timer.cancel()
+        await asyncio.gather(*timers, return_exceptions=True)
+
+    async def _sleep(self, pause_s: float) -> None:
+        await self._clock.sleep(pause_s)
+        asyncio.get_running_loop().call_soon(self._due)  # when this task is done, so that `over` says so

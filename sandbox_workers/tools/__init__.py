@@ -26,11 +26,28 @@ from turnlog.sandbox_workers.protocol import (
     Sandbox,
     SandboxError,
 )
-from turnlog.sandbox_workers.tools.arguments import ArgumentsRefused, parsed, shown
-from turnlog.sandbox_workers.tools.environment import env_step, needs
 from turnlog.sandbox_workers.tools.files import edit_file, read_file, write_file
-from turnlog.sandbox_workers.tools.programs import kept_interpreter, python, python_session, shell, within_limits
-from turnlog.sandbox_workers.tools.tool import Call, CallEnded, Refusal, Tool, ToolEnd, ToolFailed, always
+from turnlog.sandbox_workers.tools.programs import (
+    env_step,
+    kept_interpreter,
+    needs,
+    python,
+    python_session,
+    shell,
+    within_limits,
+)
+from turnlog.sandbox_workers.tools.tool import (
+    ArgumentsRefused,
+    Call,
+    CallEnded,
+    Refusal,
+    Tool,
+    ToolEnd,
+    ToolFailed,
+    always,
+    parsed,
+    shown,
+)
 from turnlog.schemas.events import SandboxLimits, SandboxSpec, ToolStatus
 
 __all__ = [

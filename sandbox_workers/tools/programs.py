@@ -1,14 +1,30 @@
-"""Tools that run the agent's programs: python, python_session, shell."""
+"""Tools that are one command in the sandbox: python, python_session, shell; and a step of an environment that lives in
+the persistent interpreter."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
-from turnlog.sandbox_workers.protocol import Command, Execution, Kind
-from turnlog.sandbox_workers.tools.tool import Call
-from turnlog.schemas.events import SandboxLimits, SandboxSpec
+from turnlog.sandbox_workers.protocol import Command, Execution, Kind, Stream
+from turnlog.sandbox_workers.tools.tool import Call, ToolFailed
+from turnlog.schemas.events import SandboxLimits, SandboxSpec, ToolStatus
+
+DRIVER: Final = Path(__file__).with_name("environment_driver.py").read_text()
+NAME: Final = "turnlog_environment"
+CALL: Final = """\
+import sys as _sys
+if {name!r} not in _sys.modules:
+    import types as _types
+    _module = _sys.modules[{name!r}] = _types.ModuleType({name!r})
+    exec(compile({driver!r}, {file!r}, "exec"), _module.__dict__)
+    del _types, _module
+_sys.modules[{name!r}].answer({arguments!r}, _sys.modules[{name!r}].STAGE)
+del _sys
+"""
 
 
 async def python(call: Call) -> Execution:
@@ -48,3 +64,48 @@ def kept_interpreter(arguments: Mapping[str, Any], spec: SandboxSpec, limits: Sa
 def in_workspace(path: str) -> str:
     """Models write /workspace/x as often as x."""
     return path.removeprefix("/workspace/") if path != "/workspace" else ""
+
+
+async def env_step(call: Call) -> Execution:
+    """One JSON object of observation, reward, terminated, truncated, info."""
+    arguments = json.dumps(dict(call.arguments))
+    source = CALL.format(name=NAME, driver=DRIVER, file=f"<{NAME}>", arguments=arguments)
+    printed = bytearray()
+
+    def listen(stream: Stream, part: bytes) -> None:
+        if stream is Stream.stdout:
+            printed.extend(part)
+        if call.on_output is not None:
+            call.on_output(stream, part)
+
+    execution = await call.exec(Command(kind=Kind.session, source=source), on_output=listen)
+    if execution.status is not ToolStatus.ok:
+        return execution
+    text = _answer(bytes(printed).strip().rpartition(b"\n")[2])
+    return dataclasses.replace(execution, output=text.encode(errors="replace") + b"\n")
+
+
+def needs(arguments: Mapping[str, Any], spec: SandboxSpec, limits: SandboxLimits) -> str:
+    """An action or a reset, in a sandbox that keeps the environment."""
+    reset = arguments.get("reset", False)
+    if reset and "action" in arguments:
+        return '"reset" begins an episode and takes no "action"'
+    if not reset and "action" not in arguments:
+        return 'missing: "action", or "reset": true'
+    if not reset and (spare := [name for name in ("seed", "options") if name in arguments]):
+        return f'"{spare[0]}" goes with "reset": true alone'
+    return kept_interpreter(arguments, spec, limits)
+
+
+def _answer(line: bytes) -> str:
+    """What the driver said last. Code of the environment may have printed before it, past Python's own stdout, and the
+    agent's may have taken its place, so it is trusted in nothing. Raises ToolFailed: what the environment raised."""
+    try:
+        said = json.loads(line)
+        error = said.get("error")
+        answer = json.dumps(said["answer"], ensure_ascii=False, allow_nan=False) if error is None else ""
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ToolFailed("the environment's process ended its answer early or printed behind it") from None
+    if error is not None:
+        raise ToolFailed(str(error).rstrip("\n"))
+    return answer

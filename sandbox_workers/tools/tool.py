@@ -10,15 +10,43 @@ ToolEnd               raised by a tool to end its call
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
+
+from jsonschema import Draft202012Validator, SchemaError, ValidationError  # type: ignore[import-untyped]
+from referencing import Registry
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012
 
 from turnlog.infra.tool_schemas import Schema
 from turnlog.sandbox_workers.protocol import Command, Execution, Kind, OnOutput, Sandbox
-from turnlog.sandbox_workers.tools.arguments import Validator, checked_schema
 from turnlog.schemas.events import SandboxLimits, SandboxSpec, ToolStatus
+from turnlog.schemas.json_depth import deeper_than, more_than
+
+Validator: TypeAlias = Draft202012Validator
+LEVELS = 64
+"""Arrays and objects inside one another, at most."""
+VALUES = 50_000
+"""Numbers, strings, arrays and so on in a call's arguments, at most: each is an object of the worker, and looked at."""
+ERRORS = 50
+"""Errors looked at, to find the one that says most."""
+SHOWN, TEXT = 60, 600
+"""Characters of one value, and of a whole refusal."""
+KINDS = {
+    "string": "a string", "integer": "an integer", "number": "a number", "boolean": "true or false",
+    "object": "an object", "array": "an array", "null": "null",
+}  # fmt: skip
+BOUNDS = {
+    "minimum": "at least", "maximum": "at most", "exclusiveMinimum": "above", "exclusiveMaximum": "below",
+    "minLength": "at least this many characters long:", "maxLength": "at most this many characters long:",
+    "minItems": "of at least this many items:", "maxItems": "of at most this many items:",
+    "pattern": "matched by", "const": "", "multipleOf": "a multiple of",
+}  # fmt: skip
 
 
 class ToolEnd(Exception):
@@ -104,3 +132,150 @@ class Refusal:
     reason: str
     """tool | arguments | argument_bytes | backend | network | image | sandbox"""
     text: str
+
+
+class ArgumentsRefused(Exception):
+    """What is wrong with the arguments, and what is legal; for the model."""
+
+
+def checked_schema(schema: Schema) -> Validator:
+    """The validator of a schema: made once per tool. Raises ValueError for what is no schema of an object, or refers to
+    something outside itself."""
+    try:
+        Draft202012Validator.check_schema(schema)
+    except SchemaError as error:
+        raise ValueError(f"no JSON schema: {_path(error)}: {error.message[:200]}") from None
+    if schema.get("type") != "object":
+        raise ValueError('a schema of arguments has "type": "object"')
+    resolver = Registry().resolver_with_root(DRAFT202012.create_resource(dict(schema)))
+    for reference in _references(schema):
+        try:
+            resolver.lookup(reference)
+        except Unresolvable:
+            raise ValueError(f"its reference {reference!r} leads nowhere: schemas refer to themselves alone") from None
+    return Draft202012Validator(schema, registry=Registry())  # one that fetches nothing
+
+
+def parsed(raw: bytes, validator: Validator, tool: str) -> dict[str, Any]:
+    """The arguments. Raises ArgumentsRefused."""
+    takes = f"{tool} takes {usage(validator.schema)}"
+    try:
+        values = _loaded(raw)
+        if not isinstance(values, dict):
+            raise ArgumentsRefused(f"the arguments must be an object, got {shown(values)}; {takes}")
+        errors = list(itertools.islice(validator.iter_errors(values), ERRORS))
+    except RecursionError:
+        raise ArgumentsRefused(f"the arguments are nested too deeply; {takes}") from None
+    except ValueError as error:
+        raise ArgumentsRefused(f"the arguments are not JSON: {error}"[:TEXT]) from None
+    if errors:
+        raise ArgumentsRefused(f"{_most_telling(errors)[:TEXT]}; {takes}")
+    return values
+
+
+def usage(schema: Schema) -> str:
+    """A call's form in a line: {"path": "...", "lines": 1}, with what may be left out named behind it."""
+    properties: Mapping[str, Schema] = schema.get("properties", {})
+    needed = [name for name in properties if name in schema.get("required", ())]
+    spare = [name for name in properties if name not in needed]
+    form = "{" + ", ".join(f'"{name}": {_placeholder(properties[name])}' for name in needed) + "}"
+    return form + (f"; it may have {', '.join(spare)}" if spare else "")
+
+
+def shown(value: object) -> str:
+    """A value in few words."""
+    if isinstance(value, str):
+        return json.dumps(value) if len(value) <= SHOWN else f"{json.dumps(value[:SHOWN])}... ({len(value)} characters)"
+    if isinstance(value, list):
+        return f"an array of {len(value)}"
+    if isinstance(value, dict):
+        names = ", ".join(name[:20] for name in itertools.islice(value, 5))
+        return f"an object of {len(value)} ({names})" if names else "an empty object"
+    return json.dumps(value)[:SHOWN]
+
+
+def _loaded(raw: bytes) -> Any:
+    """Raises ValueError, RecursionError, ArgumentsRefused."""
+    if deeper_than(raw, LEVELS):
+        raise RecursionError
+    if more_than(raw, VALUES):
+        raise ArgumentsRefused(f"the arguments hold more than {VALUES} values; put them into a file or a string")
+    text = raw.decode()
+    values = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_number)
+    if "\\u" in text:
+        _encodable(values)
+    return values
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"{shown(twice)} stands there twice")
+    return values
+
+
+def _constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _number(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {text[:20]} is too large")
+    return number
+
+
+def _encodable(values: object) -> None:
+    try:
+        json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("a string holds half of a surrogate pair, which is no character") from None
+
+
+def _references(schema: object) -> set[str]:
+    if isinstance(schema, Mapping):
+        own = {schema["$ref"]} if isinstance(schema.get("$ref"), str) else set()
+        return own.union(*(_references(part) for part in schema.values()))
+    return set().union(*(_references(part) for part in schema)) if isinstance(schema, list | tuple) else set()
+
+
+def _most_telling(errors: list[ValidationError]) -> str:
+    """Of several errors that of the shallowest place; a missing argument before a wrong one."""
+    return _said(min(errors, key=lambda error: (len(error.absolute_path), error.validator != "required")))
+
+
+def _said(error: ValidationError) -> str:
+    where, rule, legal, found = _path(error), str(error.validator), error.validator_value, error.instance
+    match rule:
+        case "required":
+            missing = ", ".join(shown(name) for name in legal if name not in found)
+            return f"missing: {missing}" + (f" in {where}" if error.path else "")
+        case "additionalProperties" if legal is False:
+            more = [shown(name) for name in found if name not in error.schema.get("properties", {})]
+            return f"unknown: {', '.join(more[:5])}" + (f" in {where}" if error.path else "")
+        case "type":
+            kinds = [legal] if isinstance(legal, str) else legal
+            return f"{where} must be {' or '.join(KINDS[kind] for kind in kinds)}, got {shown(found)}"
+        case "enum":
+            return f"{where} must be one of {', '.join(shown(value) for value in legal)[:300]}, got {shown(found)}"
+        case _ if rule in BOUNDS:
+            return f"{where} must be {BOUNDS[rule]} {shown(legal)}, got {shown(found)}"
+        case _:
+            return f"{where}: not as {rule} of the schema says: {json.dumps(legal)[:200]}; got {shown(found)}"
+
+
+def _path(error: ValidationError | SchemaError) -> str:
+    """The argument, as one writes it: "points"[2].x"""
+    parts = list(error.absolute_path)
+    if not parts:
+        return "the arguments"
+    deeper = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts[1:])
+    return f'"{parts[0]}"{deeper}'[:200]
+
+
+def _placeholder(schema: Schema) -> str:
+    kind = schema.get("type")
+    blank = {"string": '"..."', "integer": "1", "number": "1.0", "boolean": "true", "array": "[...]", "object": "{...}"}
+    return blank.get(kind, "...") if isinstance(kind, str) else "..."

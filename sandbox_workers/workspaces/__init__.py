@@ -8,9 +8,8 @@ ref = await stored(Path("data"), blobs)                    # a folder of this ma
 """
 
 from turnlog.sandbox_workers.workspaces.folder import Folder, stored
-from turnlog.sandbox_workers.workspaces.looks import Tree
 from turnlog.sandbox_workers.workspaces.manifest import MEDIA_TYPE, Manifest, Piece, Stored
 from turnlog.sandbox_workers.workspaces.sessions import SessionFiles
-from turnlog.sandbox_workers.workspaces.store import Workspaces
+from turnlog.sandbox_workers.workspaces.store import Tree, Workspaces
 
 __all__ = ["MEDIA_TYPE", "Folder", "Manifest", "Piece", "SessionFiles", "Stored", "Tree", "Workspaces", "stored"]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from turnlog.infra.blobs import Blobs
 from turnlog.sandbox_workers.protocol import FileEntry, FileKind, FileMissing, FileRefused
+from turnlog.sandbox_workers.workspaces.manifest import flaw
 from turnlog.sandbox_workers.workspaces.store import Workspaces
-from turnlog.sandbox_workers.workspaces.tree import flaw
 from turnlog.schemas.types import BlobRef
 
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from turnlog.infra.blobs import StoreUnavailable
-from turnlog.sandbox_workers.pooling.lease import Lease
+from turnlog.sandbox_workers.pooling.pool import Lease
 from turnlog.sandbox_workers.protocol import InterpreterLost, WorkspaceLost
 from turnlog.sandbox_workers.workspaces.store import Workspaces
 from turnlog.schemas.events import ToolCallRequested

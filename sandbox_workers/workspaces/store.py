@@ -1,5 +1,8 @@
 """Workspaces in the object store: a sandbox's files become a manifest and packs, and files again somewhere else.
 
+Pieces are cut, hashed, and written only when they are nowhere yet; what has not changed since a tree was last looked at
+is not read again.
+
 Raises the errors of sandbox_workers.protocol: WorkspaceLost (not in the store), WorkspaceCorrupt (not what its hash
 says, or no workspace), QuotaExceeded (too large), FileRefused (no tree); and StoreUnavailable.
 """
@@ -11,8 +14,11 @@ import dataclasses
 import hashlib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ParamSpec, Protocol, TypeVar
+
+from prometheus_client import Counter
 
 from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs
 from turnlog.sandbox_workers.protocol import (
@@ -24,17 +30,19 @@ from turnlog.sandbox_workers.protocol import (
     WorkspaceCorrupt,
     WorkspaceLost,
 )
-from turnlog.sandbox_workers.workspaces.looks import Looks, Tree
 from turnlog.sandbox_workers.workspaces.manifest import (
     MEDIA_TYPE,
     MOST_MANIFEST_BYTES,
+    PACK_BYTES,
+    PACK_TYPE,
+    PIECE_BYTES,
+    SHA256,
     Manifest,
     Piece,
     Stored,
     decode,
+    flaw,
 )
-from turnlog.sandbox_workers.workspaces.packs import WRITTEN, Known, Packer
-from turnlog.sandbox_workers.workspaces.tree import SHA256, flaw
 from turnlog.schemas.types import BlobRef
 
 log = logging.getLogger(__name__)
@@ -53,6 +61,11 @@ ENTRY_BYTES = 100
 CACHED_ENTRIES = 200_000
 CACHED_MANIFESTS = 200
 """Manifests kept in memory: so many, or fewer with so many entries together."""
+
+WRITTEN = Counter("turnlog_sandbox_workspace_written_bytes", "Bytes of workspaces put into the object store")
+REUSED = Counter(
+    "turnlog_sandbox_workspace_reused_bytes", "Bytes of changed files that lay in the object store already"
+)
 
 
 class Workspaces:
@@ -277,3 +290,155 @@ def _same(sha256: str, content: bytes | memoryview, what: str) -> None:
 
 def _sha256(content: bytes | memoryview) -> str:
     return hashlib.sha256(content).hexdigest()
+
+
+class Known:
+    """Pieces whose place this worker has seen or made itself, the latest `most` of them. A place is taken in only
+    when the bytes there were hashed here: nobody can pass other bytes off under a hash."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._places: OrderedDict[str, Piece] = OrderedDict()
+
+    def add(self, piece: Piece) -> None:
+        """Remember where these bytes lie."""
+        self._places[piece.sha256] = piece
+        self._places.move_to_end(piece.sha256)
+        if len(self._places) > self._most:
+            self._places.popitem(last=False)
+
+    def find(self, sha256: str) -> Piece | None:
+        """Where these bytes lie, if it is known."""
+        if sha256 in self._places:
+            self._places.move_to_end(sha256)
+        return self._places.get(sha256)
+
+
+class Packer:
+    """Takes the contents of one snapshot's files and puts what is new, several files to a pack."""
+
+    def __init__(self, blobs: Blobs, known: Known, before: dict[str, Piece]) -> None:
+        """`before`: pieces of the manifest that this snapshot follows, by hash."""
+        self._blobs = blobs
+        self._known = known
+        self._before = before
+        self._made: dict[str, Piece] = {}
+        """Pieces of packs that are written."""
+        self._open: dict[str, tuple[int, int]] = {}
+        """Pieces of the open pack: offset, length."""
+        self._parts: list[bytes] = []
+        self._size = 0
+
+    async def add(self, content: bytes) -> tuple[str, ...]:
+        """Cut a file; the hashes of its pieces, to be found by `piece` after `flush`. Raises StoreUnavailable."""
+        view = memoryview(content)
+        hashes = []
+        for start in range(0, len(content), PIECE_BYTES):
+            part = view[start : start + PIECE_BYTES]
+            sha256 = hashlib.sha256(part).hexdigest()
+            hashes.append(sha256)
+            if self._place(sha256) is not None or sha256 in self._open:
+                REUSED.inc(len(part))
+                continue
+            if self._size + len(part) > PACK_BYTES:
+                await self.flush()
+            self._open[sha256] = (self._size, len(part))
+            self._parts.append(bytes(part))
+            self._size += len(part)
+        return tuple(hashes)
+
+    async def flush(self) -> None:
+        """Put the open pack, if there is anything in it. Raises StoreUnavailable."""
+        if not self._parts:
+            return
+        pack = await self._blobs.put(b"".join(self._parts), media_type=PACK_TYPE)
+        WRITTEN.inc(pack.size)
+        for sha256, (offset, length) in self._open.items():
+            piece = self._made[sha256] = Piece(sha256, _as_pack(pack), offset, length)
+            self._known.add(piece)
+        self._open, self._parts, self._size = {}, [], 0
+
+    def piece(self, sha256: str) -> Piece:
+        """Where the bytes of that hash lie. Raises KeyError before they were added and flushed."""
+        found = self._place(sha256)
+        if found is None:
+            raise KeyError(sha256)
+        return found
+
+    def _place(self, sha256: str) -> Piece | None:
+        """Decided once per snapshot, so that what `add` has found is not forgotten before `piece` asks."""
+        found = self._made.get(sha256) or self._before.get(sha256) or self._known.find(sha256)
+        if found is not None:
+            self._made[sha256] = found
+        return found
+
+
+def _as_pack(ref: BlobRef) -> BlobRef:
+    return BlobRef(ref.sha256, ref.size, PACK_TYPE)
+
+
+class Tree(Protocol):
+    """Whose files are stored and restored: a Sandbox, or a folder of this machine."""
+
+    @property
+    def interpreter(self) -> bool: ...
+
+    async def index(self) -> tuple[FileEntry, ...]: ...
+
+    async def read_files(self, paths: Sequence[str], *, most: int) -> tuple[bytes, ...]: ...
+
+    async def restore(self, entries: Sequence[FileEntry], contents: Mapping[str, bytes]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """At one tree."""
+
+    tree: Tree
+    manifest: Manifest
+    entries: list[FileEntry]
+    stamps: Mapping[str, str]
+    """Of files whose bytes are as the manifest says."""
+
+
+class Looks:
+    """The last look at each of the latest `most` trees. Stamps are believed of the very tree that had them, and only
+    as long as nobody has put other files into it behind our back, which the caller's `before` tells."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._looks: OrderedDict[int, Look] = OrderedDict()
+
+    def note(self, tree: Tree, manifest: Manifest, entries: Iterable[FileEntry]) -> None:
+        """The tree holds the manifest's files, and so they are stamped."""
+        entries = sorted(entries, key=lambda entry: entry.path)
+        sizes = {stored.entry.path: stored.entry.size for stored in manifest.files if stored.sha256}
+        stamps = {entry.path: entry.stamp for entry in entries if sizes.get(entry.path) == entry.size}
+        self._looks[id(tree)] = Look(tree, manifest, entries, stamps)
+        self._looks.move_to_end(id(tree))
+        if len(self._looks) > self._most:
+            self._looks.popitem(last=False)
+
+    def last(self, tree: Tree) -> Manifest | None:
+        """What it held."""
+        look = self._looks.get(id(tree))
+        return look.manifest if look is not None and look.tree is tree else None
+
+    def same(self, tree: Tree, before: Manifest, entries: list[FileEntry]) -> bool:
+        """Nothing has changed since, by stamps alone."""
+        if self.last(tree) is not before or before.wasteful:
+            return False
+        stamped = all(entry.stamp or entry.kind is not FileKind.file for entry in entries)
+        return stamped and self._looks[id(tree)].entries == entries
+
+    def kept(self, tree: Tree, before: Manifest | None, entries: Iterable[FileEntry]) -> dict[str, Stored]:
+        """Files that are as they were, by path."""
+        if before is None or self.last(tree) is not before:
+            return {}
+        stamps = self._looks[id(tree)].stamps
+        stored = {file.entry.path: file for file in before.files}
+        return {
+            entry.path: stored[entry.path]
+            for entry in entries
+            if entry.stamp and entry.stamp == stamps.get(entry.path) and entry.size == stored[entry.path].entry.size
+        }

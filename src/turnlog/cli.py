@@ -116,11 +116,9 @@ def _readers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     from turnlog.consumers.dead_letters import arguments as dead_letters
     from turnlog.consumers.fold import arguments as fold
     from turnlog.consumers.replay import arguments as replay
-    from turnlog.sandbox_workers.console import verbs as sandboxes
+    from turnlog.sandbox_workers.console import sandbox_arguments, session_arguments
 
-    sandboxes.sandbox_arguments(
-        _verb(verbs, "sandbox", _sandbox, "role: run tool calls in sandboxes; pool, check, exec")
-    )
+    sandbox_arguments(_verb(verbs, "sandbox", _sandbox, "role: run tool calls in sandboxes; pool, check, exec"))
     replay.add_arguments(_verb(verbs, "replay", _replay, "fold the log again: compare, travel in time, refold"))
     archive.add_arguments(_verb(verbs, "archive", _archive, "role: copy topics into the object store; flush, prune"))
     schemas = _verb(verbs, "schemas", _schemas, "check today's schemas against every release, or release them")
@@ -133,9 +131,7 @@ def _readers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     dead_letters.add_arguments(
         _verb(verbs, "dead-letters", _dead_letters, "refused records: list, show, requeue, skip")
     )
-    sandboxes.session_arguments(
-        _verb(verbs, "session", _session, "a session's tool calls: show, or run again and compare")
-    )
+    session_arguments(_verb(verbs, "session", _session, "a session's tool calls: show, or run again and compare"))
     books = _verb(verbs, "books", _books, "sampled = trained + masked, by reason")
     books.add_argument("--by", choices=("session", "group", "batch", "run"), default="run", help="default run")
     books.add_argument("--id", default="", metavar="ID", help="one account of that level")
@@ -238,7 +234,7 @@ def _archive(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 def _sandbox(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.sandbox_workers.console.verbs import sandbox
+    from turnlog.sandbox_workers.console import sandbox
 
     return sandbox(settings, arguments)
 

@@ -19,7 +19,7 @@ import pytest
 from tests.fakes.docker_engine import DockerServer
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends import seccomp
-from turnlog.sandbox_workers.backends.docker.backend import Docker, filter_for, known_runtime
+from turnlog.sandbox_workers.backends.docker import Docker, filter_for, known_runtime
 from turnlog.sandbox_workers.backends.docker.daemon import LABEL, Daemon, boot_id, connect, described
 from turnlog.sandbox_workers.backends.docker.sandbox import listening_in, reachable
 from turnlog.sandbox_workers.backends.interpreter_cache import cache_directory
@@ -295,7 +295,7 @@ async def test_a_killed_worker_leaves_no_process_and_the_next_one_removes_the_re
     program = """
         import asyncio
         from turnlog.sandbox_settings import SandboxSettings
-        from turnlog.sandbox_workers.backends.docker.backend import Docker
+        from turnlog.sandbox_workers.backends.docker import Docker
         from turnlog.sandbox_workers.protocol import Shape
 
         async def main():
@@ -353,7 +353,7 @@ async def test_the_environment_names_image_runtime_and_init(docker: Docker) -> N
 async def test_a_first_process_that_ends_at_once_is_said_with_its_last_words(
     docker: Docker, server: DockerServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("turnlog.sandbox_workers.backends.docker.backend.FOLDERS", ("/usr",))
+    monkeypatch.setattr("turnlog.sandbox_workers.backends.docker.FOLDERS", ("/usr",))
     with pytest.raises(SandboxUnavailable, match="Read-only file system"):
         await docker.start(0, SHAPE)
     assert server.boxes.all() == []

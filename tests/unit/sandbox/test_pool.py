@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from tests.fakes.memory_backend import Memory, MemorySandbox
-from turnlog.sandbox_workers.pooling.backoff import FIRST_S
-from turnlog.sandbox_workers.pooling.lease import Lease
-from turnlog.sandbox_workers.pooling.pool import Pool
+from turnlog.sandbox_workers.pooling.pool import Lease, Pool
+from turnlog.sandbox_workers.pooling.upkeep import FIRST_S
 from turnlog.sandbox_workers.protocol import ImageMissing, Sandbox, SandboxUnavailable, Shape
 from turnlog.schemas.types import BlobRef
 

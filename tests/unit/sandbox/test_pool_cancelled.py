@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fakes.memory_backend import Memory, MemorySandbox
-from turnlog.sandbox_workers.pooling.backoff import LoopClock
 from turnlog.sandbox_workers.pooling.pool import Pool
+from turnlog.sandbox_workers.pooling.upkeep import LoopClock
 from turnlog.sandbox_workers.protocol import Command, Kind, SandboxUnavailable, Shape
 from turnlog.schemas.events import SandboxLimits
 

@@ -10,7 +10,7 @@ import pytest
 from turnlog.infra.tool_schemas import BUILT_IN, UnknownTool, tool_declarations
 from turnlog.sandbox_workers.protocol import Kind
 from turnlog.sandbox_workers.tools import Prepared, Refusal, Tool, prepared, tools
-from turnlog.sandbox_workers.tools.arguments import LEVELS
+from turnlog.sandbox_workers.tools.tool import LEVELS
 from turnlog.schemas.events import SandboxLimits, SandboxSpec
 
 SPEC = SandboxSpec(durable_workspace=True)

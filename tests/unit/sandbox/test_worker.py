@@ -11,8 +11,8 @@ from typing import Any
 from prometheus_client import REGISTRY
 
 from turnlog.sandbox_settings import EgressSettings
-from turnlog.sandbox_workers import answered
-from turnlog.sandbox_workers.answered import Answered
+from turnlog.sandbox_workers import calls
+from turnlog.sandbox_workers.calls import Answered
 from turnlog.schemas.events import EgressSource, SandboxLimits, SandboxSpec, ToolCallCompleted, ToolStatus
 from turnlog.schemas.topics import BY_NAME, TOOL_CALLS, TOOL_RESULTS
 
@@ -96,7 +96,7 @@ def test_the_bounds_of_what_is_remembered() -> None:
     assert [known.find(name) for name in "abcde"] == [None, 1, 2, 3, 4]
     assert known.recalled_from(10) == 3
     assert Answered().recalled_from(7) == 7
-    assert (answered.KEPT, answered.RECALLED) == (65_536, 8_192)  # as docs/sandbox.md says
+    assert (calls.KEPT, calls.RECALLED) == (65_536, 8_192)  # as docs/sandbox.md says
 
 
 async def test_an_answer_that_is_not_on_the_log_any_more_is_said_to_be_gone(house: Any) -> None:
