@@ -1,8 +1,7 @@
 """Faust tables in a SQLite file of the worker, so that a restart does not read their changelogs from the beginning.
 
 Faust's own store that survives a restart needs RocksDB; in memory, 100,000 sessions take a restart 20 s and more. The
-file is a copy: without it a table comes back from its changelog. Faust compares the offset kept here with the end of
-the changelog and ends with ConsistencyError where the log is another than the file was made of: remove the file.
+file is a copy: without it a table comes back from its changelog.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import Any
 import faust
 from faust.stores import STORES
 from faust.stores.base import SerializedStore
+from faust.tables.recovery import Recovery
 from faust.types import TP
 
 URL = "sqlite://"
@@ -32,8 +32,23 @@ CREATE TABLE IF NOT EXISTS offsets (partition INTEGER PRIMARY KEY, last INTEGER 
 
 
 def install() -> str:
-    """Make the store known to Faust; the URL that names it."""
+    """Make the store known to Faust; the URL that names it.
+
+    A table that is ahead of its changelog is of another log, or of one that lost its end with its machine: Faust 0.15.3
+    ends with ConsistencyError at every start. Here such a partition is forgotten and comes back from the changelog."""
+    if "sqlite" in STORES.aliases:
+        return URL
     STORES.aliases["sqlite"] = f"{__name__}:SqliteStore"
+    build_offsets = Recovery._build_offsets
+
+    async def _build_offsets(self: Recovery, consumer: Any, tps: set[TP], destination: Any, title: str) -> None:
+        for tp in tps if title == "active" else ():
+            if (destination[tp] or 0) > self.active_highwaters[tp]:
+                self.tp_to_table[tp].data.forget({tp.partition})  # type: ignore[attr-defined]
+                destination[tp] = None
+        await build_offsets(self, consumer, tps, destination, title)
+
+    Recovery._build_offsets = _build_offsets  # type: ignore[method-assign]
     return URL
 
 
@@ -76,9 +91,14 @@ class SqliteStore(SerializedStore[Any, Any]):
 
     async def on_recovery_completed(self, active_tps: set[TP], standby_tps: set[TP]) -> None:
         """Forget partitions that another worker has: they come back from the changelog."""
-        kept = ",".join(str(tp.partition) for tp in active_tps)
-        for name in ("rows", "offsets"):
-            self._db.execute(f"DELETE FROM {name} WHERE partition NOT IN ({kept})")
+        mine = {tp.partition for tp in active_tps}
+        self.forget({number for (number,) in self._db.execute("SELECT DISTINCT partition FROM rows")} - mine)
+
+    def forget(self, partitions: Iterable[int]) -> None:
+        """Their rows, and how far the changelog was read."""
+        for number in partitions:
+            self._db.execute("DELETE FROM rows WHERE partition = ?", (number,))
+            self._db.execute("DELETE FROM offsets WHERE partition = ?", (number,))
 
     async def on_stop(self) -> None:
         """Close the file."""

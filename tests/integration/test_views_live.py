@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections import Counter
@@ -150,15 +152,15 @@ the test waits."""
 
 
 @pytest.mark.kafka
-async def test_the_successor_of_a_killed_worker_does_not_wait_for_its_session(
+async def test_the_successor_of_a_killed_worker_has_its_partitions_at_once_and_doubts_its_file(
     live_settings: Settings, tmp_path: Path
 ) -> None:
     port = free_ports(1)[0]
     env = environment(live_settings, tmp_path, port)
     command = [sys.executable, "-c", PATIENT + "from turnlog.cli import main; main(['views'])"]
-    wanted = ({"open": SESSIONS}, {"open": SESSIONS, "completed": SESSIONS})
+    wanted = [{"open": SESSIONS}, *({"open": SESSIONS, "completed": life * SESSIONS} for life in (1, 2))]
     async with opened("test", live_settings) as role:
-        for life in range(2):
+        for life in range(3):
             await write(role, life)
             with (tmp_path / f"killed-{life}.log").open("wb") as out:
                 worker = subprocess.Popen(command, env=env, stdout=out, stderr=out)  # noqa: ASYNC220 - starts at once
@@ -167,3 +169,13 @@ async def test_the_successor_of_a_killed_worker_does_not_wait_for_its_session(
             finally:
                 worker.kill()
                 worker.wait(60)
+            if life == 1:
+                of_another_log(tmp_path)
+
+
+def of_another_log(directory: Path) -> None:
+    """What the worker keeps of its sessions is ahead of their changelog, and wrong."""
+    (file,) = directory.glob("views-0/**/sessions.sqlite")
+    with contextlib.closing(sqlite3.connect(file, isolation_level=None)) as kept:
+        kept.execute("UPDATE offsets SET last = 1000000")
+        kept.execute("UPDATE rows SET value = json_set(value, '$.outcome', 'failed')")
