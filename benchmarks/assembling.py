@@ -13,7 +13,7 @@ from turnlog.infra.log import Log, Partition
 from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.murmur2 import partition_of
 from turnlog.infra.runs import Configured
-from turnlog.processors.core.fold.unit import INPUTS
+from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.runtime.assembler import Runner, assembler_plan
 from turnlog.processors.runtime.examples import GroupName, Shape, whole_group
 from turnlog.settings import Settings

@@ -27,7 +27,7 @@ from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role
 from turnlog.infra.runs import configuration
 from turnlog.infra.topics_admin import apply
-from turnlog.processors.core.fold.unit import INPUTS, OUTPUTS
+from turnlog.processors.core.fold_versions import INPUTS, OUTPUTS
 from turnlog.processors.runtime.examples import Shape
 from turnlog.settings import Settings
 

@@ -24,8 +24,7 @@ from row import say, size, told
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.topics_admin import apply
-from turnlog.processors.core.fold.unit import INPUTS
-from turnlog.processors.core.fold_versions import FOLD_VERSION, outputs_of
+from turnlog.processors.core.fold_versions import FOLD_VERSION, INPUTS, outputs_of
 from turnlog.processors.runtime.examples import GroupName, SessionStory, Shape
 from turnlog.schemas.events import Event
 from turnlog.schemas.topics import SAMPLES

@@ -27,7 +27,7 @@ from turnlog.infra.event_log import EventLog
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.topics_admin import apply
-from turnlog.processors.core.fold.unit import OUTPUTS
+from turnlog.processors.core.fold_versions import OUTPUTS
 from turnlog.processors.runtime.examples import Shape
 from turnlog.schemas.avsc import stored_schema
 from turnlog.schemas.events import ALL

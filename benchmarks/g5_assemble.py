@@ -23,7 +23,7 @@ from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Log, Partition, Record, TopicSpec
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.topics_admin import apply
-from turnlog.processors.core.fold.unit import INPUTS, OUTPUTS
+from turnlog.processors.core.fold_versions import INPUTS, OUTPUTS
 from turnlog.processors.runtime.examples import Shape
 from turnlog.processors.runtime.restoring import records_between
 from turnlog.schemas.topics import SAMPLES

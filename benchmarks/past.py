@@ -21,7 +21,8 @@ from turnlog.infra.murmur2 import partition_of
 from turnlog.infra.role import Role
 from turnlog.infra.runs import Configured, configuration
 from turnlog.processors.core.fold.low_water import Done, Marks, encode_marks
-from turnlog.processors.core.fold.unit import INPUTS, UnitFold
+from turnlog.processors.core.fold.unit import UnitFold
+from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.processors.runtime.assembler import assembler_plan
 from turnlog.processors.runtime.examples import GroupName, SessionStory, Shape

@@ -27,7 +27,7 @@ from turnlog.infra.memory_engine_control import MemoryEngineControl
 from turnlog.names import RECORD_HEADER
 from turnlog.processors.core.fold.group import offline
 from turnlog.processors.core.fold.settlement import figures
-from turnlog.processors.core.fold.unit import INPUTS
+from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.runtime.examples import GroupName
 from turnlog.schemas import topics
 from turnlog.schemas.events import Event, GroupScored, GroupStatus, RolloutRequested, SampleBatchFormed, SegmentSample

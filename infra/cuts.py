@@ -14,8 +14,7 @@ from typing import Any
 from turnlog.infra.log import Commit, Log, Partition
 from turnlog.names import ConsumerGroup
 from turnlog.processors.core.fold.low_water import committed_high, committed_version
-from turnlog.processors.core.fold.unit import INPUTS, OUTPUTS
-from turnlog.processors.core.fold_versions import outputs_of
+from turnlog.processors.core.fold_versions import INPUTS, OUTPUTS, outputs_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -65,16 +65,23 @@ class EventLog:
         Everything is encoded before the transaction begins. Raises Fenced, TransactionFailed, Oversized,
         LogUnavailable: nothing is repaired in place, the caller's process ends.
         """
+        await asyncio.gather(*await self.begin(transactor, events, lambda key: partition_of(key, partitions)))
+        await transactor.commit()
+
+    async def begin(
+        self, transactor: Transactor, events: Sequence[Event], number: Callable[[bytes], int]
+    ) -> list[Awaitable[tuple[int, int]]]:
+        """Begin a transaction and hand `events` over, in order: what to await before its commit, each (partition,
+        offset). `number`: of the partition for a key, in topics that have not just one. Raises as `transact`."""
         values = [self.codec.encode(event) for event in events]
         await transactor.begin()
         acks = []
         for event, value in zip(events, values, strict=True):
             topic = TOPIC_OF[type(event).__name__]
             key = topic.key_of(event)
-            number = 0 if topic.partitions == "one" else partition_of(key, partitions)
-            acks.append(await transactor.send(topic.name, number, key, value, headers=self.headers(event)))
-        await asyncio.gather(*acks)
-        await transactor.commit()
+            partition = 0 if topic.partitions == "one" else number(key)
+            acks.append(await transactor.send(topic.name, partition, key, value, headers=self.headers(event)))
+        return acks
 
     def headers(self, event: Event, *, output_tokens: int | None = None) -> Headers:
         """Headers of an event's record: writer, record name, and a snapshot's output token count."""

@@ -28,8 +28,7 @@ from turnlog.infra.runs import configure
 from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold.low_water import Fold, decode_marks
 from turnlog.processors.core.fold.settlement import with_figures
-from turnlog.processors.core.fold.unit import INPUTS
-from turnlog.processors.core.fold_versions import outputs_of
+from turnlog.processors.core.fold_versions import INPUTS, outputs_of
 from turnlog.processors.runtime.assembler import assembler_plan
 from turnlog.processors.runtime.examples import bad_days
 from turnlog.processors.runtime.restoring import Plan, records_between

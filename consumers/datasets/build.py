@@ -6,10 +6,10 @@ from pathlib import Path
 
 from turnlog.consumers.datasets.conversations_view import write_unit as write_conversations
 from turnlog.consumers.datasets.errors import NothingMatched
+from turnlog.consumers.datasets.filters import Filters, Seen
 from turnlog.consumers.datasets.manifest import Manifest, Provenance
 from turnlog.consumers.datasets.query import Query
 from turnlog.consumers.datasets.rl_view import write_unit as write_samples
-from turnlog.consumers.datasets.sieve import Seen, Sieve
 from turnlog.consumers.datasets.source import Progress, Source
 from turnlog.consumers.datasets.writer import DatasetWriter
 from turnlog.infra.role import Role
@@ -36,12 +36,12 @@ async def build(
     with DatasetWriter(out, view, format, overwrite=overwrite) as writer:
         reads = await Source.open(role, query, provenance, _plan(query, view), progress)
         joined = await reads.joined(always_tasks=view != "rl")
-        sieve, seen = Sieve(query, joined, provenance.removed), Seen(query.dedupe, provenance.removed)
+        filters, seen = Filters(query, joined, provenance.removed), Seen(query.dedupe, provenance.removed)
         for unit in range(role.settings.kafka.groups):
             if view == "rl":
-                await write_samples(reads, unit, writer, sieve, seen)
+                await write_samples(reads, unit, writer, filters, seen)
             else:
-                await write_conversations(reads, unit, writer, sieve, seen, joined)
+                await write_conversations(reads, unit, writer, filters, seen, joined)
         if not writer.added:
             raise NothingMatched(_nothing(role, provenance))
         return writer.close(provenance)

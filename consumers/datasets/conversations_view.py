@@ -6,35 +6,35 @@ from typing import Any
 
 from turnlog.consumers.datasets.chat import Message
 from turnlog.consumers.datasets.conversations import Conversation, conversations
+from turnlog.consumers.datasets.filters import Filters, Joined, Seen, Task
 from turnlog.consumers.datasets.row_hash import canonical_json
-from turnlog.consumers.datasets.sieve import Joined, Seen, Sieve, Task
 from turnlog.consumers.datasets.source import Source
 from turnlog.consumers.datasets.spine import Candidate, Pair, best_of_groups, candidates, pairs_of
 from turnlog.consumers.datasets.writer import DatasetWriter, Row
 
 
 async def write_unit(
-    source: Source, unit: int, writer: DatasetWriter, sieve: Sieve, seen: Seen, joined: Joined
+    source: Source, unit: int, writer: DatasetWriter, filters: Filters, seen: Seen, joined: Joined
 ) -> None:
     """Write the rows of one unit that the query admits. Raises MissingContent, Unwritable."""
-    found = await candidates(source, unit, sieve)
+    found = await candidates(source, unit, filters)
     if writer.view == "sft":
-        wanted = best_of_groups(found, sieve) if source.query.best_of_group else found
+        wanted = best_of_groups(found, filters) if source.query.best_of_group else found
         async for session, conversation in conversations(source, unit, wanted):
             if isinstance(conversation, str):
-                sieve.counted(conversation)
+                filters.counted(conversation)
                 continue
             row = _sft_row(wanted[session], conversation, joined)
             _write(row, ("messages", "tools"), writer, seen)
         return
-    pairs = pairs_of(found, source.query, sieve)
+    pairs = pairs_of(found, source.query, filters)
     paired = {name: found[name] for each in pairs.values() for pair in each for name in pair}
     waiting = _Waiting(paired, pairs)
     async for session, conversation in conversations(source, unit, paired):
         for chosen, rejected in waiting.complete(session, conversation):
             pair = preference(waiting.of(chosen), waiting.of(rejected))
             if isinstance(pair, str):
-                sieve.counted(pair)
+                filters.counted(pair)
                 continue
             row = _preference_row(paired[chosen], paired[rejected], pair, joined)
             _write(row, ("prompt", "chosen", "rejected"), writer, seen)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import orjson
 
 from turnlog.consumers.datasets.errors import MissingContent
+from turnlog.consumers.datasets.filters import Joined, Task, short
 from turnlog.consumers.datasets.manifest import Provenance
 from turnlog.consumers.datasets.query import Query
-from turnlog.consumers.datasets.sieve import Joined, Task, short
 from turnlog.infra.blobs import BlobCorrupt, BlobMissing
 from turnlog.infra.history import events_of, partitions
 from turnlog.infra.log import Partition, Record

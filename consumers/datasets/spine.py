@@ -7,8 +7,8 @@ import sys
 from collections import defaultdict
 from dataclasses import dataclass
 
+from turnlog.consumers.datasets.filters import Facts, Filters
 from turnlog.consumers.datasets.query import Query
-from turnlog.consumers.datasets.sieve import Facts, Sieve
 from turnlog.consumers.datasets.source import Source
 from turnlog.infra.log import Partition
 from turnlog.schemas import topics
@@ -47,29 +47,29 @@ Pair = tuple[str, str]
 """(session chosen, session rejected)"""
 
 
-async def candidates(source: Source, unit: int, sieve: Sieve) -> dict[str, Candidate]:
+async def candidates(source: Source, unit: int, filters: Filters) -> dict[str, Candidate]:
     """Session -> what the log says of it, for the sessions of one unit that the query admits."""
-    found = await _scored(source, unit, sieve)
-    await _begun(source, unit, sieve, found)
-    await _assembled(source, unit, sieve, found)
+    found = await _scored(source, unit, filters)
+    await _begun(source, unit, filters, found)
+    await _assembled(source, unit, filters, found)
     for name in [name for name, each in found.items() if each.last is None or each.rollout_index < 0]:
-        sieve.counted("no_conversation")
+        filters.counted("no_conversation")
         del found[name]
     return found
 
 
-def best_of_groups(found: dict[str, Candidate], sieve: Sieve) -> dict[str, Candidate]:
+def best_of_groups(found: dict[str, Candidate], filters: Filters) -> dict[str, Candidate]:
     """The highest reward of each group, ties by rollout_index."""
     kept: dict[str, Candidate] = {}
     for members in _groups(found):
         best = min(members, key=lambda each: (-each.reward, each.rollout_index))
         kept[best.session_id] = best
         for _ in members[1:]:
-            sieve.counted("best_of_group")
+            filters.counted("best_of_group")
     return kept
 
 
-def pairs_of(found: dict[str, Candidate], query: Query, sieve: Sieve) -> dict[str, list[Pair]]:
+def pairs_of(found: dict[str, Candidate], query: Query, filters: Filters) -> dict[str, list[Pair]]:
     """Group -> its pairs of unequal reward, at least `min_margin` apart; counted where there are none."""
     pairs: dict[str, list[Pair]] = {}
     for members in _groups(found):
@@ -78,13 +78,13 @@ def pairs_of(found: dict[str, Candidate], query: Query, sieve: Sieve) -> dict[st
         proposed = list(itertools.combinations(ranked, 2)) if query.pairs == "all" else [(ranked[0], worst_first[0])]
         unequal = [(best, worst) for best, worst in proposed if best.reward > worst.reward]
         if not unequal:
-            sieve.counted("no_pair")
+            filters.counted("no_pair")
             continue
         for best, worst in unequal:
             if best.reward - worst.reward >= query.min_margin:
                 pairs.setdefault(best.group_id, []).append((best.session_id, worst.session_id))
             else:
-                sieve.counted("min_margin")
+                filters.counted("min_margin")
     return pairs
 
 
@@ -95,7 +95,7 @@ def _groups(found: dict[str, Candidate]) -> list[list[Candidate]]:
     return list(groups.values())
 
 
-async def _scored(source: Source, unit: int, sieve: Sieve) -> dict[str, Candidate]:
+async def _scored(source: Source, unit: int, filters: Filters) -> dict[str, Candidate]:
     found: dict[str, Candidate] = {}
     place = Partition(topics.SAMPLES.name, unit)
     async for record, event in source.read(place, GroupScored.__name__):
@@ -104,13 +104,13 @@ async def _scored(source: Source, unit: int, sieve: Sieve) -> dict[str, Candidat
         source.provenance.fold_versions.add(event.fold_version)
         for each in event.rollouts:
             if each.reward is None or each.excluded_reason is not None:
-                sieve.counted("excluded")  # infrastructure failed, or nobody judged: no example of anything
+                filters.counted("excluded")  # infrastructure failed, or nobody judged: no example of anything
                 continue
             facts = Facts(
                 event.group_id, event.task_id, event.purpose, each.outcome, each.reward, record.timestamp_ms,
                 each.session_id,
             )  # fmt: skip
-            if sieve.admits(facts):
+            if filters.admits(facts):
                 found[each.session_id] = Candidate(
                     event.run_id, event.group_id, each.session_id, each.rollout_id, event.task_id, event.purpose,
                     each.outcome, each.reward,
@@ -118,7 +118,7 @@ async def _scored(source: Source, unit: int, sieve: Sieve) -> dict[str, Candidat
     return found
 
 
-async def _begun(source: Source, unit: int, sieve: Sieve, found: dict[str, Candidate]) -> None:
+async def _begun(source: Source, unit: int, filters: Filters, found: dict[str, Candidate]) -> None:
     async for _, event in source.read(Partition(topics.SESSIONS.name, unit), SessionStarted.__name__):
         assert isinstance(event, SessionStarted)
         candidate = found.get(event.session_id)
@@ -130,11 +130,11 @@ async def _begun(source: Source, unit: int, sieve: Sieve, found: dict[str, Candi
         )
         candidate.environment = sys.intern(event.environment.name)
         candidate.environment_version = sys.intern(event.environment.version)
-        if not (sieve.admits_recipe(event.recipe) and sieve.admits_environment(sieve.expired(event.environment))):
+        if not (filters.admits_recipe(event.recipe) and filters.admits_environment(filters.expired(event.environment))):
             del found[event.session_id]
 
 
-async def _assembled(source: Source, unit: int, sieve: Sieve, found: dict[str, Candidate]) -> None:
+async def _assembled(source: Source, unit: int, filters: Filters, found: dict[str, Candidate]) -> None:
     async for _, event in source.read(Partition(topics.TREES.name, unit), TurnTreeAssembled.__name__):
         assert isinstance(event, TurnTreeAssembled)
         candidate = found.get(event.session_id)
@@ -149,5 +149,5 @@ async def _assembled(source: Source, unit: int, sieve: Sieve, found: dict[str, C
             line.append(nodes[base])
         candidate.version_min = min((each.version_min for each in line if each.version_min >= 0), default=-1)
         candidate.version_max = max(each.version_max for each in line)
-        if not sieve.admits_versions(candidate.version_min, candidate.version_max):
+        if not filters.admits_versions(candidate.version_min, candidate.version_max):
             del found[event.session_id]

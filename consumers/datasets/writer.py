@@ -16,10 +16,10 @@ import pyarrow as pa
 from turnlog.consumers.datasets.columns import VIEWS
 from turnlog.consumers.datasets.errors import BadQuery, Unwritable
 from turnlog.consumers.datasets.manifest import NAME, Counts, Manifest, Provenance
-from turnlog.consumers.datasets.placing import Place
 from turnlog.consumers.datasets.rl_rows import RlRows
 from turnlog.consumers.datasets.row_hash import canonical_json, row_digests, rows_sha256
 from turnlog.consumers.datasets.shards import FORMATS, SHARD_BYTES, Shards
+from turnlog.consumers.datasets.staging import StagedFolder
 from turnlog.schemas.events import SegmentSample
 
 BATCH_TOKENS = 1 << 20
@@ -64,13 +64,13 @@ class DatasetWriter:
         self._batch_tokens = batch_tokens
         self._thread = ThreadPoolExecutor(1, "dataset-writer")  # starts no thread before the first batch
         self._writing: Future[None] | None = None
-        self._place = Place(out, overwrite=overwrite)
+        self._staged = StagedFolder(out, overwrite=overwrite)
         self._done = False
         try:
-            self._shards = Shards(self._place.folder, VIEWS[view], format, shard_bytes=shard_bytes)
-            self._digests = tempfile.TemporaryFile(dir=self._place.folder)  # noqa: SIM115 - closed by close or abort
+            self._shards = Shards(self._staged.folder, VIEWS[view], format, shard_bytes=shard_bytes)
+            self._digests = tempfile.TemporaryFile(dir=self._staged.folder)  # noqa: SIM115 - closed by close or abort
         except OSError as error:
-            self._place.discard()
+            self._staged.discard()
             raise Unwritable(f"{out}: {error}") from error
 
     def __enter__(self) -> DatasetWriter:
@@ -111,14 +111,14 @@ class DatasetWriter:
                 provenance=provenance,
             )
             self._digests.close()
-            with (self._place.folder / NAME).open("w") as file:
+            with (self._staged.folder / NAME).open("w") as file:
                 json.dump(manifest.to_json(), file, indent=1)
                 file.write("\n")
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
             raise self._unwritable(error) from error
-        self._place.publish()
+        self._staged.publish()
         self._done = True
         self._thread.shutdown()
         return manifest
@@ -135,7 +135,7 @@ class DatasetWriter:
             self._thread.shutdown()
             self._shards.abort()
             self._digests.close()
-            self._place.discard()
+            self._staged.discard()
 
     def _flush(self) -> None:
         """Hand what was gathered to the writing thread: pyarrow, zstd and sha256 work while the next rows are read."""
@@ -167,4 +167,4 @@ class DatasetWriter:
                 raise self._unwritable(error) from error
 
     def _unwritable(self, error: OSError) -> Unwritable:
-        return Unwritable(f"{self._place.out}: {error}; nothing was changed there. Free space or choose another OUT")
+        return Unwritable(f"{self._staged.out}: {error}; nothing was changed there. Free space or choose another OUT")

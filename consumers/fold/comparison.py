@@ -23,7 +23,7 @@ from turnlog.infra.role import Role
 from turnlog.infra.runs import Configured
 from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold.group import GroupFold
-from turnlog.processors.core.fold.unit import INPUTS
+from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.schemas import topics
 from turnlog.schemas.events import Event, SegmentSample, SessionStarted, TurnTreeAssembled

@@ -18,7 +18,8 @@ from turnlog.names import ConsumerGroup
 from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.fold.settlement import with_figures
-from turnlog.processors.core.fold.unit import DEFECTS, INPUTS, OUTPUTS, UnitFold, payloads_read
+from turnlog.processors.core.fold.unit import DEFECTS, UnitFold, payloads_read
+from turnlog.processors.core.fold_versions import INPUTS, OUTPUTS
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.schemas import topics
 from turnlog.schemas.errors import UndecodableRecord, UnknownSchemaId

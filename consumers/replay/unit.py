@@ -17,7 +17,8 @@ from turnlog.infra.log import Record
 from turnlog.infra.payloads import payload_fields
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.fold.low_water import Done, Marks
-from turnlog.processors.core.fold.unit import INPUTS, InputRecord, Taken, UnitFold
+from turnlog.processors.core.fold.unit import InputRecord, Taken, UnitFold
+from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.schemas.codec import HEADER, Codec
 from turnlog.schemas.errors import UndecodableRecord

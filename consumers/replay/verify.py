@@ -22,7 +22,7 @@ from turnlog.infra.payloads import inlined
 from turnlog.infra.role import Role
 from turnlog.infra.runs import Configured
 from turnlog.processors.core.batches.draws import DrawRules
-from turnlog.processors.core.fold.unit import OUTPUTS
+from turnlog.processors.core.fold_versions import OUTPUTS
 from turnlog.schemas.errors import UndecodableRecord
 from turnlog.schemas.events import SampleBatchFormed
 from turnlog.schemas.topics import BATCHES

@@ -1,4 +1,4 @@
-"""Versions of the fold: what each one makes otherwise of the same records.
+"""Versions of the fold: what it reads and writes, and what each version makes otherwise of the same records.
 
 A run keeps the version of its RunConfigured for life, and every reader of its records chooses by it: the assembler,
 replay, the books. A rule that would give old records other outputs is a new entry here, beside the old one.
@@ -9,8 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from turnlog.schemas.events import GroupEmitted, GroupScored
-from turnlog.schemas.topics import GROUP_SCORES, SAMPLES, TREES, Topic
+from turnlog.schemas.topics import GROUP_SCORES, SAMPLES, SESSIONS, SNAPSHOTS, TREES, TURNS, Topic
 from turnlog.settings import SettingsError
+
+SPINE = SESSIONS.name
+INPUTS = (SPINE, TURNS.name, SNAPSHOTS.name)
+OUTPUTS = (TREES.name, SAMPLES.name)
+"""Of every fold version; `outputs_of` has those of one."""
 
 
 class UnknownFoldVersion(SettingsError):
@@ -76,4 +81,4 @@ def scores_topic(version: str) -> Topic:
 
 def outputs_of(version: str) -> tuple[str, ...]:
     """The topics that a unit writes under that fold version. Raises UnknownFoldVersion."""
-    return tuple(dict.fromkeys((TREES.name, SAMPLES.name, scores_topic(version).name)))
+    return tuple(dict.fromkeys((*OUTPUTS, scores_topic(version).name)))

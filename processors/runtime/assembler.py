@@ -22,7 +22,7 @@ from turnlog.infra.log import GroupReader, Log, Partition, Record
 from turnlog.infra.role import Role
 from turnlog.infra.runs import Configured, configured
 from turnlog.processors.core.fold.group import GroupFold
-from turnlog.processors.core.fold.unit import INPUTS, SPINE
+from turnlog.processors.core.fold_versions import INPUTS, SPINE
 from turnlog.processors.runtime.reaper import Reaper
 from turnlog.processors.runtime.restoring import Plan, requested_skips
 from turnlog.processors.runtime.unit import Clock, Unit, UnitFailed, by_unit

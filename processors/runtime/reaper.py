@@ -15,7 +15,7 @@ from prometheus_client import Counter, Gauge
 
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Log, Partition
-from turnlog.processors.core.fold.unit import INPUTS, SPINE
+from turnlog.processors.core.fold_versions import INPUTS, SPINE
 from turnlog.processors.runtime.unit import Clock, Unit
 from turnlog.schemas.events import GroupClosed, SessionFinished
 

@@ -12,8 +12,8 @@ from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Log, Partition, Record
 from turnlog.names import RECORD_HEADER, ConsumerGroup, TransactionalId
 from turnlog.processors.core.fold.low_water import Done, FoldFactory, FoldName, LogTruncated, Marks, decode_marks
-from turnlog.processors.core.fold.unit import INPUTS, SPINE, UnitFold
-from turnlog.processors.core.fold_versions import outputs_of, score_record, scores_topic
+from turnlog.processors.core.fold.unit import UnitFold
+from turnlog.processors.core.fold_versions import INPUTS, SPINE, outputs_of, score_record, scores_topic
 from turnlog.schemas.topics import TREES
 
 

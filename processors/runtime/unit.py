@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 
 from prometheus_client import Counter, Gauge
@@ -20,12 +20,13 @@ from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Commit, Log, Partition, Record, Transactor
 from turnlog.infra.payloads import externalized
 from turnlog.processors.core.fold.low_water import encode_marks
-from turnlog.processors.core.fold.unit import DEFECTS, INPUTS, RecordSkipped, Taken, UnitFold
+from turnlog.processors.core.fold.unit import DEFECTS, RecordSkipped, Taken, UnitFold
+from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.runtime.decoding import Decoded, decoded
 from turnlog.processors.runtime.restoring import Plan, restore
 from turnlog.processors.runtime.watch import Watch
 from turnlog.schemas.errors import UndecodableRecord
-from turnlog.schemas.events import DeadLetter, Event, GroupScored, TurnTreeAssembled
+from turnlog.schemas.events import Event, GroupScored, TurnTreeAssembled
 from turnlog.schemas.topics import TOPIC_OF, TREES
 
 RECORDS = Counter("turnlog_assembler_records", "Input records passed")
@@ -143,9 +144,7 @@ class Unit:
         if self.refolding or (not self._pending and self._fold.low_water.high == self.position):
             return
         outputs = [await externalized(event, self._blobs) for event in self._pending]
-        values = [self._events.codec.encode(event) for event in outputs]
-        await self._transactor.begin()
-        sends = [await self._send(event, value) for event, value in zip(outputs, values, strict=True)]
+        sends = await self._events.begin(self._transactor, outputs, lambda _: self.number)
         for event in outputs:
             self._note(event, self._output_ends.get(TOPIC_OF[type(event).__name__].name, 0))
         await self._transactor.offsets(self._plan.group, self._commits())
@@ -187,12 +186,6 @@ class Unit:
             return self._fold.take(record, event)
         except DEFECTS as defect:
             raise UnitFailed(record, defect) from defect
-
-    async def _send(self, event: Event, value: bytes) -> Awaitable[tuple[int, int]]:
-        topic = TOPIC_OF[type(event).__name__]
-        partition = 0 if isinstance(event, DeadLetter) else self.number
-        headers = self._events.headers(event)
-        return await self._transactor.send(topic.name, partition, topic.key_of(event), value, headers=headers)
 
     def _note(self, event: Event, offset: int) -> None:
         if isinstance(event, TurnTreeAssembled):

@@ -25,7 +25,7 @@ from turnlog.infra.log import Partition
 from turnlog.infra.role import Role, opened
 from turnlog.infra.runs import configure
 from turnlog.infra.terminal import Terminal
-from turnlog.processors.core.fold.unit import INPUTS
+from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.runtime import assembler
 from turnlog.processors.runtime.examples import bad_days
 from turnlog.schemas import topics

@@ -20,7 +20,7 @@ from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.murmur2 import partition_of
 from turnlog.infra.role import opened
 from turnlog.infra.runs import Configured
-from turnlog.processors.core.fold.unit import INPUTS
+from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.runtime.assembler import Runner, assembler_plan
 from turnlog.processors.runtime.examples import GroupName, Shape, whole_group
 from turnlog.processors.runtime.restoring import records_between

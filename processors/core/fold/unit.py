@@ -18,15 +18,11 @@ from typing import Protocol
 from turnlog.processors.core.errors import FoldDefect, FoldError
 from turnlog.processors.core.fold.low_water import Done, FoldFactory, LowWater, Marks
 from turnlog.processors.core.fold.settlement import with_figures
+from turnlog.processors.core.fold_versions import SPINE
 from turnlog.schemas.errors import UndecodableRecord
 from turnlog.schemas.events import Event, GroupScored, TokenSnapshot, TurnCompleted, TurnTreeAssembled
-from turnlog.schemas.topics import SAMPLES, SESSIONS, SNAPSHOTS, TOPIC_OF, TREES, TURNS
+from turnlog.schemas.topics import TOPIC_OF
 from turnlog.schemas.types import Payload
-
-SPINE = SESSIONS.name
-INPUTS = (SPINE, TURNS.name, SNAPSHOTS.name)
-OUTPUTS = (TREES.name, SAMPLES.name)
-"""Of every fold version; `group_scores.outputs_of` has those of one."""
 
 DEFECTS = (
     ArithmeticError, AssertionError, AttributeError, BufferError, FoldDefect, LookupError, NameError, RuntimeError,

@@ -24,7 +24,7 @@ from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role
 from turnlog.infra.runs import configuration
 from turnlog.infra.topics_admin import specs
-from turnlog.processors.core.fold.unit import INPUTS
+from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.runtime import assembler, batcher
 from turnlog.processors.runtime.examples import GroupName, Shape, bad_days, whole_group
 from turnlog.schemas import topics

@@ -17,7 +17,7 @@ from turnlog.infra.payloads import externalized
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.runs import Configured
 from turnlog.processors.core.errors import SegmentsDoNotFit
-from turnlog.processors.core.fold.unit import INPUTS
+from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.core.methods.catalogue import Methods
 from turnlog.processors.core.methods.policies import Policies
 from turnlog.processors.core.methods.rules import FoldRules

@@ -9,7 +9,7 @@ from turnlog.infra.log import Commit, Partition, TopicSpec
 from turnlog.infra.memory import MemoryLog
 from turnlog.names import ConsumerGroup
 from turnlog.processors.core.fold.low_water import FoldName, Marks, encode_marks
-from turnlog.processors.core.fold.unit import INPUTS, OUTPUTS
+from turnlog.processors.core.fold_versions import INPUTS, OUTPUTS
 
 
 def commits(unit: int, high: int) -> dict[Partition, Commit]:

@@ -22,7 +22,7 @@ from turnlog.infra.runs import Configured, OtherSettings, configuration
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.fold.low_water import LogTruncated, MigrationNeeded
 from turnlog.processors.core.fold.settlement import figures
-from turnlog.processors.core.fold.unit import INPUTS
+from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.core.methods.rules import fold_rules
 from turnlog.processors.runtime import decoding
 from turnlog.processors.runtime.assembler import Runner, assembler_plan, main

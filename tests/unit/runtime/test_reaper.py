@@ -15,7 +15,7 @@ from turnlog.infra.memory import MemoryLog
 from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.runs import Configured
-from turnlog.processors.core.fold.unit import INPUTS
+from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.runtime.assembler import Runner, assembler_plan
 from turnlog.processors.runtime.examples import GroupName, SessionStory, Shape
 from turnlog.processors.runtime.reaper import Reaper

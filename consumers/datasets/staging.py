@@ -18,7 +18,7 @@ from turnlog.consumers.datasets.errors import DatasetExists, NotADataset, Unwrit
 from turnlog.consumers.datasets.manifest import NAME
 
 
-class Place:
+class StagedFolder:
     """Where a dataset will stand. `folder` takes its files until `publish` or `discard`."""
 
     def __init__(self, out: Path, *, overwrite: bool = False) -> None:

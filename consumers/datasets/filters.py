@@ -42,7 +42,7 @@ class Facts(NamedTuple):
     """The sample's or session's id, as manifests name it."""
 
 
-class Sieve:
+class Filters:
     """One query's filters. `removed` counts candidates by filter."""
 
     def __init__(self, query: Query, joined: Joined, removed: Counter[str]) -> None:
