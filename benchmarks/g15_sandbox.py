@@ -31,12 +31,12 @@ from turnlog.infra.memory import MemoryLog
 from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role
+from turnlog.infra.sandbox_root import cache_directory
 from turnlog.infra.topics_admin import apply
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends.bubblewrap import NAMESPACES, Bubblewrap, find
-from turnlog.sandbox_workers.backends.interpreter_cache import cache_directory
+from turnlog.sandbox_workers.pooling import Pools
 from turnlog.sandbox_workers.pooling.pool import Pool
-from turnlog.sandbox_workers.pooling.pools import Pools
 from turnlog.sandbox_workers.protocol import Command, Kind, Shape
 from turnlog.sandbox_workers.worker import Worker
 from turnlog.schemas.events import SandboxLimits, SandboxSpec, ToolCallRequested, ToolStatus

@@ -22,8 +22,8 @@ from turnlog.sandbox_workers.answers import Outcome, unrun
 from turnlog.sandbox_workers.attribution import Verdict, attributed
 from turnlog.sandbox_workers.calls import Pending, Unit, noted
 from turnlog.sandbox_workers.plans import EnvironmentDigests, Plan, Planner
+from turnlog.sandbox_workers.pooling import Pools
 from turnlog.sandbox_workers.pooling.pool import Lease
-from turnlog.sandbox_workers.pooling.pools import Pools
 from turnlog.sandbox_workers.protocol import (
     Execution,
     FileRefused,

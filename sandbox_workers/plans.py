@@ -9,8 +9,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from turnlog.sandbox_settings import EgressSettings, SandboxSettings
+from turnlog.sandbox_workers.pooling import Pools
 from turnlog.sandbox_workers.pooling.pool import Pool
-from turnlog.sandbox_workers.pooling.pools import Pools
 from turnlog.sandbox_workers.protocol import Kind, Provider, Shape, at_most
 from turnlog.sandbox_workers.tools import Prepared, Refusal, prepared, tools
 from turnlog.schemas.events import SandboxLimits, SandboxSpec, ToolCallRequested

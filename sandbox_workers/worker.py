@@ -28,8 +28,8 @@ from turnlog.sandbox_workers import answers
 from turnlog.sandbox_workers.call_runner import CallRunner
 from turnlog.sandbox_workers.calls import Pending, Recovery, Results, Session, Unit, noted
 from turnlog.sandbox_workers.plans import Plan
+from turnlog.sandbox_workers.pooling import Pools
 from turnlog.sandbox_workers.pooling.pool import Pool
-from turnlog.sandbox_workers.pooling.pools import Pools
 from turnlog.sandbox_workers.protocol import Shape
 from turnlog.schemas.errors import UndecodableRecord
 from turnlog.schemas.events import ToolCallCancelled, ToolCallCompleted, ToolCallRequested, ToolStatus

@@ -18,18 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
 
+from turnlog.infra.sandbox_root import cache_directory
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends import roots, seccomp
 from turnlog.sandbox_workers.backends.cgroups import Cgroups, bounds_of
 from turnlog.sandbox_workers.backends.connection import InitSandbox, init_command, own_account, started
-from turnlog.sandbox_workers.backends.interpreter_cache import (
-    Interpreter,
-    cache_directory,
-    executable,
-    init_program,
-    interpreter,
-    loader,
-)
+from turnlog.sandbox_workers.backends.roots import Interpreter, executable, init_program, interpreter, loader
 from turnlog.sandbox_workers.inside.zygote import CAPABILITIES, EMPTY, NOTHING
 from turnlog.sandbox_workers.protocol import BackendUnavailable, SandboxUnavailable, Shape
 
@@ -153,7 +147,7 @@ class Bubblewrap:
 
     async def _image(self, name: str) -> Image:
         """Raises ImageMissing, SandboxUnavailable."""
-        root = roots.image(self._settings.image_folder, name)
+        root = roots.image_tree(self._settings.image_folder, name)
         kept = self._images.get(name)
         if kept is None or kept.root != root:
             found = Interpreter(self._parts.python_root, self._parts.python)

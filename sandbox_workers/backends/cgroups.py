@@ -126,7 +126,7 @@ def bounds_of(cgroups: Cgroups | None) -> Group | None:
 
 
 class Group:
-    """See Bounds (connection.py): one sandbox's group, on version 1 one folder per controller."""
+    """Bounds of one sandbox: a control group, on version 1 one folder per controller."""
 
     def __init__(self, tree: Tree, name: str, cpus: float) -> None:
         self._version = tree.version

@@ -1,4 +1,9 @@
-"""What a sandbox's root file system under bubblewrap is made of: what of the host or an image is shown, and its /etc.
+"""What a sandbox's root file system is made of: what it reads of ours, copied where any user may read it (interpreter,
+loader, init, bwrap); what of the host or an image is shown; and its /etc.
+
+A virtual environment often stands on an interpreter in a private home folder, which a sandbox's own user cannot
+reach; and a sandbox should see no more than the standard library. Copies are named by what they are made from
+and appear by one rename.
 
 The /etc is one folder in our cache, shown by one mount, since each mount costs part of a millisecond. It holds users
 and hosts of our own, a place for the proxy's CA, and the few files of the host's that programs need and that name
@@ -8,15 +13,34 @@ nobody; or, for an image, links into the image's.
 from __future__ import annotations
 
 import asyncio
+import functools
+import hashlib
+import json
 import os
+import re
 import shutil
-from collections.abc import Iterator
-from functools import cache
+import stat
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from turnlog.infra.sandbox_root import RootError, image_root, root_sha256, tree_sha256
-from turnlog.sandbox_workers.backends.interpreter_cache import published
-from turnlog.sandbox_workers.protocol import ImageMissing
+from turnlog.sandbox_workers.protocol import ImageMissing, SandboxUnavailable
+
+LEFT_OUT = (
+    "test", "tests", "site-packages", "dist-packages", "idlelib", "tkinter", "turtledemo", "lib2to3", "ensurepip",
+    "config-*", "*.opt-?.pyc", "_test*", "*.a",
+)  # fmt: skip
+INSIDE = Path(__file__).parents[1] / "inside"
+PACKAGE = "turnlog.sandbox_workers.inside"
+LAYOUT = "2"
+"""Of the init's folder: raised when something else is put there."""
+LISTED = re.compile(r"^\s+(?:\S+ => )?(/\S+) \(0x", re.MULTILINE)
+"""A line of ldd(1)."""
 
 SYSTEM_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 OURS_OF_OPT = frozenset({"python", "init", "loader", "empty", "nothing"})
@@ -36,7 +60,172 @@ CA = "turnlog/ca.pem"
 """Where the CA is mounted, where there is one: each worker has its own, so it is no part of the folder."""
 
 
-def image(image_folder: str, name: str) -> Path:
+@dataclass(frozen=True, slots=True)
+class Interpreter:
+    """A copy of the base prefix. `root` holds bin/ and lib/; `python` is the binary below it."""
+
+    root: Path
+    python: str
+
+
+def interpreter(cache: Path) -> Interpreter:
+    """The running interpreter's base prefix: binary, shared library, standard library without tests and packages.
+    Source: layout of sysconfig's posix_prefix scheme. Raises SandboxUnavailable."""
+    base = Path(sys.base_prefix)
+    binary = Path(getattr(sys, "_base_executable", None) or sys.executable).resolve()
+    library = Path(sysconfig.get_path("stdlib"))
+    shared = sorted(base.glob("lib/libpython*.so*"))
+    left_out = shutil.ignore_patterns(*LEFT_OUT)
+    about = [sys.version, str(base), *(_identity(path) for path in (binary, library / "os.py", *shared))]
+
+    def fill(root: Path) -> None:
+        (root / "bin").mkdir()
+        shutil.copy2(binary, root / "bin" / binary.name)
+        for name in {"python", "python3"} - {binary.name}:
+            (root / "bin" / name).symlink_to(binary.name)
+        place = root / library.relative_to(base)
+        shutil.copytree(library, place, ignore=left_out, ignore_dangling_symlinks=True)
+        for path in shared:
+            shutil.copy2(path, root / "lib" / path.name, follow_symlinks=False)
+
+    return Interpreter(published(cache, "python", about, fill), binary.name)
+
+
+def loader(cache: Path, found: Interpreter) -> tuple[Path, str]:
+    """A folder with ld.so and the libraries of the interpreter and its modules, and ld.so's name there: by it the
+    interpreter runs where the C library is older, another or none. Source: ld.so(8). Raises SandboxUnavailable."""
+    modules = sorted(str(path) for path in found.root.glob("lib/python3*/lib-dynload/*.so"))
+    try:
+        said = subprocess.run(
+            ["ldd", str(found.root / "bin" / found.python), *modules],
+            env={"PATH": os.defpath, "LC_ALL": "C", "LD_LIBRARY_PATH": f"{found.root}/lib"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise SandboxUnavailable(f"what the interpreter is linked with cannot be told, so images: {error}") from error
+    paths = {Path(path) for path in LISTED.findall(said) if not path.startswith(str(found.root))}
+    names = sorted(path.name for path in paths if path.name.startswith("ld"))
+    if not names:
+        raise SandboxUnavailable("the interpreter is linked with no ld.so, so it cannot be shown in an image")
+    beside = {path.parent / "libgcc_s.so.1" for path in paths if path.name.startswith("libc.")}  # opened by its name
+    wanted = sorted(path for path in paths | beside if path.exists())
+
+    def fill(root: Path) -> None:
+        for path in wanted:
+            shutil.copy2(path, root / path.name)
+
+    return published(cache, "loader", [_identity(path) for path in wanted], fill), names[0]
+
+
+def init_program(cache: Path) -> Path:
+    """A folder with `turnlog/sandbox_workers/inside`, and `empty`. Raises SandboxUnavailable."""
+    sources = sorted(INSIDE.glob("*.py"))
+
+    def fill(root: Path) -> None:
+        package = root / "turnlog" / "sandbox_workers" / "inside"
+        package.mkdir(parents=True)
+        for source in sources:
+            shutil.copy2(source, package / source.name)
+        for folder in (root / "turnlog", root / "turnlog" / "sandbox_workers"):
+            (folder / "__init__.py").touch()
+        (root / "empty").mkdir()
+        _compile(package)
+
+    return published(cache, "init", [LAYOUT, sys.version, *(path.read_text() for path in sources)], fill)
+
+
+def loader_command(*words: str) -> list[str]:
+    """argv of an init where no folder of ours is: PATH decides on python3, and inside/loader.py is the program."""
+    return ["python3", "-s", "-X", "utf8", "-c", (INSIDE / "loader.py").read_text(), *words]
+
+
+def sent_program(main: str, *arguments: str) -> bytes:
+    """What inside/loader.py takes from its input: the init's sources, in which `main` is called with `arguments`."""
+    words = {"modules": _sources(), "main": f"{PACKAGE}.{main}", "arguments": arguments}
+    data = json.dumps(words, separators=(",", ":")).encode()
+    return len(data).to_bytes(4, "big") + data
+
+
+@functools.cache
+def _sources() -> dict[str, str]:
+    found = {"turnlog": "", "turnlog.sandbox_workers": "", PACKAGE: (INSIDE / "__init__.py").read_text()}
+    names = sorted(path.stem for path in INSIDE.glob("*.py") if path.stem not in ("__init__", "loader"))
+    return found | {f"{PACKAGE}.{name}": (INSIDE / f"{name}.py").read_text() for name in names}
+
+
+def executable(cache: Path, binary: Path, libraries: Iterable[Path]) -> Path:
+    """A binary with the libraries that it finds beside itself, paths between them kept."""
+    paths = [binary, *libraries]
+    common = Path(os.path.commonpath([path.parent for path in paths]))
+
+    def fill(root: Path) -> None:
+        for path in paths:
+            target = root / path.relative_to(common)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, target)
+
+    root = published(cache, binary.name, [_identity(path) for path in paths], fill)
+    return root / binary.relative_to(common)
+
+
+def published(cache: Path, name: str, about: Iterable[str], fill: Callable[[Path], None]) -> Path:
+    """`cache/name-<hash of about>`, filled once. Two processes may fill at the same time: one rename wins.
+    Raises SandboxUnavailable when the cache cannot be written, or others may write to it."""
+    target = cache / f"{name}-{hashlib.sha256(chr(0).join(about).encode()).hexdigest()[:16]}"
+    try:
+        cache.mkdir(parents=True, exist_ok=True, mode=0o755)
+        _check_owner(cache)
+        if target.is_dir():
+            return target
+        part = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=cache))
+        try:
+            fill(part)
+            _readable(part)
+            os.rename(part, target)
+        except FileExistsError:
+            pass  # another process was first
+        except OSError:
+            if not target.is_dir():
+                raise
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    except OSError as error:
+        raise SandboxUnavailable(f"cannot fill {cache}: {error}; set XDG_CACHE_HOME to a folder of yours") from error
+    return target
+
+
+def _check_owner(cache: Path) -> None:
+    about = cache.stat()
+    if about.st_uid not in (0, os.geteuid()) or about.st_mode & stat.S_IWOTH:
+        raise SandboxUnavailable(
+            f"{cache} can be written by others: remove it, sandboxes would run what they put there"
+        )
+
+
+def _identity(path: Path) -> str:
+    about = path.stat()
+    return f"{path}:{about.st_size}:{about.st_mtime_ns}"
+
+
+def _readable(root: Path) -> None:
+    for parent, _, names in os.walk(root):
+        os.chmod(parent, 0o755)
+        for name in names:
+            path = os.path.join(parent, name)
+            if not os.path.islink(path):
+                os.chmod(path, 0o755 if os.stat(path).st_mode & stat.S_IXUSR else 0o644)
+
+
+def _compile(package: Path) -> None:
+    import compileall
+
+    compileall.compile_dir(package, quiet=1, stripdir=str(package))
+
+
+def image_tree(image_folder: str, name: str) -> Path:
     """Folder of an image. Raises ImageMissing."""
     try:
         return image_root(image_folder, name)
@@ -52,7 +241,7 @@ async def root_hash(image_folder: str, image: str | None) -> str:
         raise ImageMissing(str(error)) from error
 
 
-@cache
+@functools.cache
 def _tree(root: Path) -> str:
     return tree_sha256(root, frozenset({"__pycache__"}))
 

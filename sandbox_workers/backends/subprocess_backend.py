@@ -15,12 +15,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Self
 
+from turnlog.infra.sandbox_root import cache_directory
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends import roots
 from turnlog.sandbox_workers.backends.cgroups import Cgroups, bounds_of
 from turnlog.sandbox_workers.backends.connection import Account, InitSandbox, init_command, own_account, started
-from turnlog.sandbox_workers.backends.interpreter_cache import cache_directory, init_program, interpreter
 from turnlog.sandbox_workers.backends.leftovers import discard, owned_prefix
+from turnlog.sandbox_workers.backends.roots import init_program, interpreter
 from turnlog.sandbox_workers.inside.child import FORGETFUL
 from turnlog.sandbox_workers.protocol import BackendUnavailable, ImageMissing, SandboxUnavailable, Shape
 
@@ -117,4 +118,4 @@ def _workspace(account: Account) -> tuple[Path, str]:
 
 def _refuse_image(shape: Shape) -> None:
     if shape.image is not None:
-        raise ImageMissing(f"image {shape.image!r}: the subprocess backend has no roots; use bubblewrap or docker")
+        raise ImageMissing(f"image {shape.image!r}: the subprocess backend has no images; use bubblewrap or docker")

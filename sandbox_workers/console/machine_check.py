@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from turnlog.infra.terminal import aside, say, say_json
 from turnlog.names import ExitStatus
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.pooling.pools import CLASSES, backend
+from turnlog.sandbox_workers.pooling import CLASSES, backend
 from turnlog.sandbox_workers.protocol import BackendUnavailable, SandboxUnavailable
 from turnlog.settings import Settings
 
@@ -68,8 +68,8 @@ async def _backend(name: str, settings: SandboxSettings) -> Finding:
 
 
 def _bwrap() -> Finding:
+    from turnlog.infra.sandbox_root import cache_directory
     from turnlog.sandbox_workers.backends.bubblewrap import find, version
-    from turnlog.sandbox_workers.backends.interpreter_cache import cache_directory
 
     try:
         binary = find(cache_directory())

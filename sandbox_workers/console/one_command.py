@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from turnlog.infra.terminal import aside
-from turnlog.sandbox_workers.pooling.pools import backend
+from turnlog.sandbox_workers.pooling import backend
 from turnlog.sandbox_workers.protocol import (
     BackendUnavailable,
     Command,

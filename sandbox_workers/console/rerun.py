@@ -29,8 +29,8 @@ from turnlog.sandbox_workers.console.recorded import (
 )
 from turnlog.sandbox_workers.egress import Egress
 from turnlog.sandbox_workers.plans import EnvironmentDigests, Plan, Planner
+from turnlog.sandbox_workers.pooling import LOCAL, Pools
 from turnlog.sandbox_workers.pooling.pool import Lease
-from turnlog.sandbox_workers.pooling.pools import LOCAL, Pools
 from turnlog.sandbox_workers.protocol import Execution, FileRefused, Kind, SandboxError
 from turnlog.sandbox_workers.tools import Refusal, tools
 from turnlog.sandbox_workers.workspaces import Manifest, Workspaces

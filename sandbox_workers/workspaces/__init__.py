@@ -7,9 +7,178 @@ manifest = await workspaces.open(ref)                      # .files, .tree_sha25
 ref = await stored(Path("data"), blobs)                    # a folder of this machine as a session's first workspace
 """
 
-from turnlog.sandbox_workers.workspaces.folder import Folder, stored
-from turnlog.sandbox_workers.workspaces.manifest import MEDIA_TYPE, Manifest, Piece, Stored
-from turnlog.sandbox_workers.workspaces.sessions import SessionFiles
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import stat
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from turnlog.infra.blobs import Blobs, StoreUnavailable
+from turnlog.sandbox_workers.pooling.pool import Lease
+from turnlog.sandbox_workers.protocol import (
+    FileEntry,
+    FileKind,
+    FileMissing,
+    FileRefused,
+    InterpreterLost,
+    WorkspaceLost,
+)
+from turnlog.sandbox_workers.workspaces.manifest import MEDIA_TYPE, Manifest, Piece, Stored, flaw
 from turnlog.sandbox_workers.workspaces.store import Tree, Workspaces
+from turnlog.schemas.events import ToolCallRequested
+from turnlog.schemas.types import BlobRef
 
 __all__ = ["MEDIA_TYPE", "Folder", "Manifest", "Piece", "SessionFiles", "Stored", "Tree", "Workspaces", "stored"]
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 60.0
+"""How long a store may be away before the worker ends: the session's files are nowhere but here meanwhile."""
+FIRST_PAUSE_S = 0.1
+T = TypeVar("T")
+
+
+class SessionFiles:
+    """Put into the sandbox that a session's next call got, stored again after the call."""
+
+    def __init__(self, workspaces: Workspaces, *, patience_s: float = PATIENCE_S) -> None:
+        self._workspaces = workspaces
+        self._patience_s = patience_s
+
+    async def before(self, request: ToolCallRequested) -> BlobRef | None:
+        """What the session's files are when this call does not run: those that it names; of a durable session that
+        has not begun, none. None: nobody knows, or nobody asks. Raises StoreUnavailable."""
+        if request.workspace is not None or not request.sandbox.durable_workspace or request.call_seq > 0:
+            return request.workspace
+        return await self._patiently(self._workspaces.empty)
+
+    async def without(self, request: ToolCallRequested, *, lost: bool) -> BlobRef | None:
+        """What the session's files are when this call's are not kept: those from before it. The interpreter ended with
+        the call, whose answer says so: a later call starts a new one; `lost`: it was gone before, which stays noted.
+        Raises WorkspaceLost, WorkspaceCorrupt, StoreUnavailable."""
+        before = await self.before(request)
+        if before is None or lost:
+            return before
+        return await self._patiently(lambda: self._workspaces.without_interpreter(before))
+
+    async def place(self, lease: Lease, request: ToolCallRequested, *, disk_bytes: int, interpreter: bool) -> bool:
+        """Have the files that the request names, and no others, in the leased sandbox; True when a persistent
+        interpreter belonged to them that is gone. `interpreter`: the call needs it.
+        Raises WorkspaceLost, WorkspaceCorrupt, InterpreterLost, QuotaExceeded, SandboxDied, StoreUnavailable."""
+        wanted = request.workspace
+        if wanted is None:
+            if request.sandbox.durable_workspace and request.call_seq > 0:
+                raise WorkspaceLost(f"call {request.call_seq} of session {request.session_id} names no workspace")
+            if lease.held:  # by an attempt at this very call, which has left something there
+                await lease.sandbox.restore((), {})
+            return False
+        if not lease.held or lease.workspace != wanted:
+            await self._patiently(lambda: self._workspaces.restore(lease.sandbox, wanted, disk_bytes=disk_bytes))
+            lease.workspace = wanted
+        if lease.sandbox.interpreter or not (await self._patiently(lambda: self._workspaces.open(wanted))).interpreter:
+            return False
+        if interpreter:
+            raise InterpreterLost(
+                f"the interpreter of session {request.session_id} went with its sandbox; its files are here"
+            )
+        return True
+
+    async def keep(self, lease: Lease, request: ToolCallRequested, *, disk_bytes: int, lost: bool) -> BlobRef | None:
+        """Store what the call has left. `lost`: an interpreter that was gone before stays noted.
+        Raises QuotaExceeded, FileRefused, SandboxDied, StoreUnavailable."""
+        if not request.sandbox.durable_workspace:
+            return request.workspace
+        alive = lease.sandbox.interpreter or lost
+        return await self._patiently(
+            lambda: self._workspaces.snapshot(lease.sandbox, request.workspace, most=disk_bytes, interpreter=alive)
+        )
+
+    async def _patiently(self, act: Callable[[], Awaitable[T]]) -> T:
+        """Again and again while the store is away."""
+        loop = asyncio.get_running_loop()
+        gives_up, pause = loop.time() + self._patience_s, FIRST_PAUSE_S
+        while True:
+            try:
+                return await act()
+            except StoreUnavailable as error:
+                if loop.time() + pause > gives_up:
+                    raise
+                log.warning("a workspace waits for the store: %s", error)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, 5.0)
+
+
+async def stored(folder: Path, blobs: Blobs) -> BlobRef:
+    """The workspace that holds what `folder` holds: for ToolCallRequested.workspace of a session's first call.
+    Raises FileRefused, StoreUnavailable."""
+    return await Workspaces(blobs).snapshot(Folder(folder))
+
+
+class Folder:
+    """A folder of this machine as a tree of files. Nothing else may write below it meanwhile."""
+
+    interpreter = False
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    async def index(self) -> tuple[FileEntry, ...]:
+        return await asyncio.to_thread(self._index)
+
+    async def read_files(self, paths: Sequence[str], *, most: int) -> tuple[bytes, ...]:
+        contents = await asyncio.to_thread(lambda: tuple((self._root / path).read_bytes() for path in paths))
+        if sum(map(len, contents)) > most:
+            raise FileMissing(f"{len(paths)} files hold more than {most} bytes")
+        return contents
+
+    async def restore(self, entries: Sequence[FileEntry], contents: Mapping[str, bytes]) -> None:
+        if said := flaw(entries):
+            raise FileRefused(said)
+        await asyncio.to_thread(self._restore, entries, contents)
+
+    def _index(self) -> tuple[FileEntry, ...]:
+        found: list[FileEntry] = []
+        folders = [self._root]
+        while folders:
+            for item in os.scandir(folders.pop()):
+                entry = self._entry(item)
+                if entry is not None:
+                    found.append(entry)
+                    if entry.kind is FileKind.folder:
+                        folders.append(Path(item.path))
+        return tuple(sorted(found, key=lambda entry: entry.path))
+
+    def _entry(self, item: os.DirEntry[str]) -> FileEntry | None:
+        about = item.stat(follow_symlinks=False)
+        path, mode = os.path.relpath(item.path, self._root), stat.S_IMODE(about.st_mode) & 0o777
+        if stat.S_ISLNK(about.st_mode):
+            return FileEntry(path=path, kind=FileKind.link, mode=0o777, target=os.readlink(item.path))
+        if stat.S_ISDIR(about.st_mode):
+            return FileEntry(path=path, kind=FileKind.folder, mode=mode)
+        if stat.S_ISREG(about.st_mode):
+            return FileEntry(path=path, kind=FileKind.file, mode=mode, size=about.st_size)
+        return None
+
+    def _restore(self, entries: Sequence[FileEntry], contents: Mapping[str, bytes]) -> None:
+        for item in os.scandir(self._root):
+            if item.is_dir(follow_symlinks=False):
+                shutil.rmtree(item.path)
+            else:
+                os.unlink(item.path)
+        for entry in entries:
+            place = self._root / entry.path
+            if entry.kind is FileKind.folder:
+                place.mkdir(mode=0o700)
+            elif entry.kind is FileKind.link:
+                place.symlink_to(entry.target)
+            else:
+                place.write_bytes(contents[entry.path])
+                place.chmod(entry.mode)
+        for entry in reversed(entries):  # children first: a folder may be closed to us
+            if entry.kind is FileKind.folder:
+                (self._root / entry.path).chmod(entry.mode)

@@ -215,7 +215,7 @@ def _warm_start(settings: Settings, _: argparse.Namespace) -> int:
 
 def _demo(settings: Settings, arguments: argparse.Namespace) -> int:
     from turnlog.consumers.demo import demo
-    from turnlog.sandbox_workers.pooling.pools import unisolated
+    from turnlog.sandbox_workers.pooling import unisolated
     from turnlog.trainer.tiny_policy import prepared
 
     return demo(settings, prepared, unisolated, steps=arguments.steps, engines=arguments.engines)

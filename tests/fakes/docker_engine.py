@@ -28,7 +28,7 @@ from typing import IO, Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from turnlog.sandbox_workers.backends.bubblewrap import find
-from turnlog.sandbox_workers.backends.interpreter_cache import interpreter
+from turnlog.sandbox_workers.backends.roots import interpreter
 
 API = "1.41"
 Answer = tuple[int, object]

@@ -34,9 +34,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 
 from turnlog.infra.health import QuietServer
+from turnlog.infra.sandbox_root import cache_directory
 from turnlog.sandbox_workers.backends.bubblewrap import find
-from turnlog.sandbox_workers.backends.interpreter_cache import cache_directory, interpreter
 from turnlog.sandbox_workers.backends.leftovers import owned_prefix
+from turnlog.sandbox_workers.backends.roots import interpreter
 
 ENVD_VERSION = "0.6.7"
 TEMPLATES = frozenset({"base"})

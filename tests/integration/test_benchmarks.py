@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.pooling.pools import unisolated
+from turnlog.sandbox_workers.pooling import unisolated
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NAMES = sorted(path.stem.partition("_")[0].upper() for path in BENCHMARKS.glob("[a-z]*[0-9]_*.py"))

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.backends.interpreter_cache import loader_command, sent_program
 from turnlog.sandbox_workers.backends.leftovers import noted, owned_prefix, ownerless
+from turnlog.sandbox_workers.backends.roots import loader_command, sent_program
 from turnlog.sandbox_workers.inside.child import FORGETFUL
 from turnlog.sandbox_workers.protocol import BackendUnavailable, ImageMissing, SandboxUnavailable, Shape
 

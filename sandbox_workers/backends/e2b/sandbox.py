@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from turnlog.sandbox_workers.backends.connection import InitSandbox
 from turnlog.sandbox_workers.backends.e2b import relay as e2b_relay
-from turnlog.sandbox_workers.backends.interpreter_cache import loader_command, sent_program
+from turnlog.sandbox_workers.backends.roots import loader_command, sent_program
 from turnlog.sandbox_workers.protocol import (
     BackendUnavailable,
     Command,

@@ -17,11 +17,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import ClassVar, Self
 
+from turnlog.infra.sandbox_root import cache_directory
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends import seccomp
 from turnlog.sandbox_workers.backends.cgroups import Cgroups, bounds_of
 from turnlog.sandbox_workers.backends.connection import Account, InitSandbox, own_account, started
-from turnlog.sandbox_workers.backends.interpreter_cache import cache_directory
 from turnlog.sandbox_workers.backends.leftovers import discard, owned_prefix
 from turnlog.sandbox_workers.backends.wasm import modules as wasm_modules
 from turnlog.sandbox_workers.backends.wasm.guest import DENIED

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from turnlog.sandbox_workers.backends.interpreter_cache import published
+from turnlog.sandbox_workers.backends.roots import published
 from turnlog.sandbox_workers.backends.wasm.guest import engine
 from turnlog.sandbox_workers.protocol import BackendUnavailable, ImageMissing
 

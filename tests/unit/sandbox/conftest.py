@@ -27,8 +27,8 @@ from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends.bubblewrap import Bubblewrap
 from turnlog.sandbox_workers.backends.subprocess_backend import Subprocess
 from turnlog.sandbox_workers.egress import Egress
+from turnlog.sandbox_workers.pooling import Pools
 from turnlog.sandbox_workers.pooling.pool import Pool
-from turnlog.sandbox_workers.pooling.pools import Pools
 from turnlog.sandbox_workers.protocol import Command, Execution, OnOutput, Provider, Sandbox, SandboxDied, Shape
 from turnlog.sandbox_workers.worker import Worker
 from turnlog.schemas.events import (

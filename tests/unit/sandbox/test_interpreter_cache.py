@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from turnlog.sandbox_workers.backends.interpreter_cache import init_program, interpreter, published
+from turnlog.sandbox_workers.backends.roots import init_program, interpreter, published
 from turnlog.sandbox_workers.protocol import SandboxUnavailable
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from tests.fakes.memory_backend import Memory
 from turnlog.sandbox_settings import SandboxSettings
+from turnlog.sandbox_workers import pooling as pools_module
 from turnlog.sandbox_workers.backends.bubblewrap import Bubblewrap
-from turnlog.sandbox_workers.pooling import pools as pools_module
-from turnlog.sandbox_workers.pooling.pools import Pools, unisolated
+from turnlog.sandbox_workers.pooling import Pools, unisolated
 from turnlog.sandbox_workers.protocol import (
     BackendUnavailable,
     Command,

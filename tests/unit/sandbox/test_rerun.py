@@ -32,7 +32,7 @@ from turnlog.sandbox_workers.console.recorded import (
 )
 from turnlog.sandbox_workers.console.rerun import Report, RerunOptions, exit_status, patterns, print_report, rerun
 from turnlog.sandbox_workers.egress import Egress
-from turnlog.sandbox_workers.pooling.pools import Pools
+from turnlog.sandbox_workers.pooling import Pools
 from turnlog.sandbox_workers.worker import Worker
 from turnlog.schemas.events import SandboxSpec, ToolCallCompleted, ToolCallRequested, ToolStatus
 from turnlog.schemas.ids import digest

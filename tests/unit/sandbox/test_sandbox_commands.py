@@ -24,8 +24,8 @@ from turnlog.infra.health import Health, QuietServer, application
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.console import machine_check
 from turnlog.sandbox_workers.console.machine_check import findings
+from turnlog.sandbox_workers.pooling import LOCAL, Pools
 from turnlog.sandbox_workers.pooling.pool import Pool
-from turnlog.sandbox_workers.pooling.pools import LOCAL, Pools
 from turnlog.sandbox_workers.protocol import Shape
 
 SHAPE = Shape(disk_bytes=1000)

@@ -8,9 +8,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from turnlog.infra.sandbox_root import cache_directory
 from turnlog.sandbox_workers.backends.bubblewrap import init_command
 from turnlog.sandbox_workers.backends.connection import InitSandbox, own_account, started
-from turnlog.sandbox_workers.backends.interpreter_cache import cache_directory, init_program, interpreter
+from turnlog.sandbox_workers.backends.roots import init_program, interpreter
 from turnlog.sandbox_workers.inside.child import SPARE_PIDS
 from turnlog.sandbox_workers.inside.processes import processes_of
 from turnlog.sandbox_workers.protocol import Command, Kind, SandboxUnavailable

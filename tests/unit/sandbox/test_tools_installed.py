@@ -17,7 +17,7 @@ from turnlog.infra.tool_schemas import UnknownTool
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends.subprocess_backend import Subprocess
 from turnlog.sandbox_workers.plans import Planner
-from turnlog.sandbox_workers.pooling.pools import Pools
+from turnlog.sandbox_workers.pooling import Pools
 from turnlog.sandbox_workers.protocol import SandboxDied, Shape
 from turnlog.sandbox_workers.tools import Prepared, Refusal, prepared, tools
 from turnlog.schemas.events import SandboxLimits, SandboxSpec, ToolStatus

@@ -15,10 +15,10 @@ import psutil
 import pytest
 from wasmtime import wat2wasm
 
+from turnlog.infra.sandbox_root import cache_directory
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends import seccomp
 from turnlog.sandbox_workers.backends.connection import InitSandbox
-from turnlog.sandbox_workers.backends.interpreter_cache import cache_directory
 from turnlog.sandbox_workers.backends.wasm import modules as wasm_modules
 from turnlog.sandbox_workers.backends.wasm.backend import Wasm
 from turnlog.sandbox_workers.backends.wasm.guest import DENIED

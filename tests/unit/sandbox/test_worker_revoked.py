@@ -9,8 +9,8 @@ from tests.fakes.memory_backend import Memory
 from turnlog.infra.health import Health
 from turnlog.infra.log import Record
 from turnlog.infra.role import Role
+from turnlog.sandbox_workers.pooling import LOCAL, Pools
 from turnlog.sandbox_workers.pooling.pool import Pool
-from turnlog.sandbox_workers.pooling.pools import LOCAL, Pools
 from turnlog.sandbox_workers.worker import Worker
 from turnlog.schemas.events import SandboxSpec, ToolStatus
 
