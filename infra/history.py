@@ -8,15 +8,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from turnlog.infra.log import Partition, Record
+from turnlog.infra.role import Role
 from turnlog.schemas.errors import UndecodableRecord, UnknownSchemaId
 from turnlog.schemas.events import Event
 from turnlog.schemas.topics import Topic
-
-if TYPE_CHECKING:
-    from turnlog.infra.role import Role
 
 EVERY_RUN = "any"
 """In place of run ids: events of every run."""

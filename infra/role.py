@@ -1,31 +1,23 @@
-"""A role is one process: clients opened, health served, SIGTERM drains, an error ends it with a typed line.
+"""A role is one process: what it is given, and the clients that are opened for it.
 
-`turnlog ROLE` calls `serve(role, main, settings)`; `main(role)` runs until `role.stopping` is set.
+`turnlog ROLE` calls `runs.serve(role, main, settings)`; `main(role)` runs until `role.stopping` is set.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
-import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-
-import uvloop
 
 from turnlog.infra.blobs import Blobs
 from turnlog.infra.endpoints import resolved
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.health import Health, serve_health
+from turnlog.infra.health import Health
 from turnlog.infra.log import Log
-from turnlog.infra.runs import claimed
 from turnlog.settings import Settings
-
-log = logging.getLogger(__name__)
-STARTS_PROCESSES = frozenset({"sandbox"})
 
 
 @dataclass(slots=True)
@@ -80,26 +72,3 @@ async def _archived(_: AsyncExitStack, settings: Settings, blobs: Blobs, instanc
 
     log = await ArchiveLog.open(blobs, archive_name(settings))
     return log, log.events(writer=instance)
-
-
-def serve(name: str, main: Callable[[Role], Awaitable[None]], settings: Settings) -> int:
-    """Run a role until SIGTERM or SIGINT; 0 after a clean drain. An error comes out: the supervisor restarts. Raises
-    OtherRun for the log of another run."""
-
-    async def run() -> None:
-        async with (
-            opened(name, settings) as role,
-            serve_health(role.health, instance=role.instance),
-            claimed(role),  # raises OtherRun
-        ):
-            loop = asyncio.get_running_loop()
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, role.stopping.set)
-            log.info("%s started", role.instance)
-            await main(role)
-            log.info("%s stopped", role.instance)
-
-    # A turn is mostly small socket reads and writes, where uvloop is leaner; its subprocesses cannot change their user.
-    drive = asyncio.run if name in STARTS_PROCESSES else uvloop.run
-    drive(run())
-    return 0

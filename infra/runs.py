@@ -13,15 +13,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+import signal
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import uvloop
 
 from turnlog.fold_settings import FOLD_SECTIONS
+from turnlog.infra.health import serve_health
 from turnlog.infra.history import all_events
 from turnlog.infra.log import Partition
 from turnlog.infra.methods import installed
+from turnlog.infra.role import Role, opened
 from turnlog.processors.core.batches.draws import DrawRules, draw_rules
 from turnlog.processors.core.fold.low_water import FoldName
 from turnlog.processors.core.fold_versions import FOLD_VERSION
@@ -39,12 +43,10 @@ from turnlog.settings import (
     settings_sha256,
 )
 
-if TYPE_CHECKING:
-    from turnlog.infra.role import Role
-
 log = logging.getLogger(__name__)
 PLACE = Partition(topics.RUNS.name, 0)
 POLL_S = 0.5
+STARTS_PROCESSES = frozenset({"sandbox"})
 
 
 class RunError(Exception):
@@ -124,6 +126,29 @@ def configuration(settings: Settings) -> RunConfigured:
         settings_sha256=settings_sha256(body),
         fold_version=FOLD_VERSION,
     )
+
+
+def serve(name: str, main: Callable[[Role], Awaitable[None]], settings: Settings) -> int:
+    """Run a role until SIGTERM or SIGINT; 0 after a clean drain. An error comes out: the supervisor restarts. Raises
+    OtherRun for the log of another run."""
+
+    async def run() -> None:
+        async with (
+            opened(name, settings) as role,
+            serve_health(role.health, instance=role.instance),
+            claimed(role),  # raises OtherRun
+        ):
+            loop = asyncio.get_running_loop()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, role.stopping.set)
+            log.info("%s started", role.instance)
+            await main(role)
+            log.info("%s stopped", role.instance)
+
+    # A turn is mostly small socket reads and writes, where uvloop is leaner; its subprocesses cannot change their user.
+    drive = asyncio.run if name in STARTS_PROCESSES else uvloop.run
+    drive(run())
+    return 0
 
 
 async def configure(role: Role) -> Configured:

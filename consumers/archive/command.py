@@ -12,7 +12,8 @@ from turnlog.consumers.archive.archiver import flush, main
 from turnlog.consumers.archive.prune import prunable
 from turnlog.infra.archive_index import ArchiveError, ArchiveIndex, archive_name
 from turnlog.infra.log import Partition
-from turnlog.infra.role import opened, serve
+from turnlog.infra.role import opened
+from turnlog.infra.runs import serve
 from turnlog.infra.terminal import Terminal, say
 from turnlog.settings import Settings
 

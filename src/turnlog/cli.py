@@ -154,7 +154,7 @@ def _verb(
 
 def _role(name: str, module: str) -> Call:
     def call(settings: Settings, _: argparse.Namespace) -> int:
-        from turnlog.infra.role import serve
+        from turnlog.infra.runs import serve
 
         return serve(name, importlib.import_module(module).main, settings)
 

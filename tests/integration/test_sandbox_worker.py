@@ -30,7 +30,7 @@ pytestmark = pytest.mark.kafka
 
 PROGRAM = """
 import logging, os
-from turnlog.infra.role import serve
+from turnlog.infra.runs import serve
 from turnlog.sandbox_workers.worker import main
 from turnlog.settings import load
 logging.basicConfig(level=logging.WARNING)

@@ -24,7 +24,7 @@ from turnlog.trainer.synthetic import append_batches, synthetic_manifest, synthe
 pytestmark = pytest.mark.kafka
 ROLE = """
 import json, sys
-from turnlog.infra.role import serve
+from turnlog.infra.runs import serve
 from turnlog.settings import from_tables
 from turnlog.trainer.loop import main
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ STILL_CROWDED = {
 }  # fmt: skip
 """Package -> modules of today. Nothing is added here."""
 STILL_CIRCLES = {
-    "turnlog.infra.history", "turnlog.infra.role", "turnlog.infra.runs",
     "turnlog.producers.gateway.conversation", "turnlog.producers.gateway.message_tree",
     "turnlog.producers.gateway.strands", "turnlog.producers.gateway.plans", "turnlog.producers.gateway.sessions",
     "turnlog.producers.gateway.turn_records", "turnlog.producers.gateway.turns",
