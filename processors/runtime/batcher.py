@@ -94,11 +94,15 @@ class Batcher:
             groups = range(role.settings.kafka.groups)
             starts = {Partition(topics.SAMPLES.name, number): self._progress.position(number) for number in groups}
             self._next = {partition.number: offset for partition, offset in starts.items()}
+            again = await role.log.end_offsets(list(starts))  # whatever was drawn before stands below
             reader.assign({**{partition: reader.position(partition) for partition in control}, **starts})
             role.health.started()
             while not role.stopping.is_set():
                 role.health.beat()
                 await self._take(await reader.poll(timeout_s=0.05))
+                if again and all(reader.position(partition) >= end for partition, end in again.items()):
+                    self._progress.forget_taken()
+                    again = {}
                 while self._may_form():
                     await self._form()
                     role.health.beat()

@@ -109,6 +109,11 @@ class Progress:
         """Nothing of the group will be read again."""
         self._taken.pop(group_id, None)
 
+    def forget_taken(self) -> None:
+        """Nothing of any group taken so far will be read again. (Where the score of an empty group stands, no manifest
+        says.)"""
+        self._taken.clear()
+
     @property
     def batches_ahead(self) -> int:
         """Batches formed that no step has eaten."""

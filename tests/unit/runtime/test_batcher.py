@@ -23,7 +23,9 @@ from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role
 from turnlog.infra.runs import configuration
 from turnlog.infra.topics_admin import specs
+from turnlog.processors.core.batches.progress import Progress
 from turnlog.processors.core.batches.rows import rows_sha256
+from turnlog.processors.runtime import batcher
 from turnlog.processors.runtime.batcher import main
 from turnlog.schemas import topics
 from turnlog.schemas.events import (
@@ -272,6 +274,30 @@ async def test_a_group_without_samples_waits_over_a_restart_like_any_other() -> 
     await here.write(step(0, 0), weights(1, 0), sample("g2", 0), score("g2"))
     await here.live(draws=2)
     assert [set(manifest.groups) for manifest in await here.manifests()] == [{"g0", "g1"}, {"empty", "g2"}]
+
+
+async def test_a_group_without_samples_that_was_drawn_is_forgotten_once_its_score_was_passed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a group with samples, the manifest says where they stand; this one would be remembered for ever."""
+    made: list[Progress] = []
+
+    class Kept(Progress):
+        def __init__(self, *, publish_every: int) -> None:
+            super().__init__(publish_every=publish_every)
+            made.append(self)
+
+    monkeypatch.setattr(batcher, "Progress", Kept)
+    here = await world(
+        dataclasses.replace(SETTINGS, batcher=dataclasses.replace(SETTINGS.batcher, max_lag=9, updates_per_draw=1)),
+        groups=0,
+    )
+    await here.write(score("empty"), sample("g0", 0), score("g0"))
+    await here.live(draws=1)
+    await here.write(step(0, 0), *(row for name in ("g1", "g2") for row in (sample(name, 0), score(name))))
+    await here.live(draws=2, log=OneByOne)
+    assert [set(manifest.groups) for manifest in await here.manifests()] == [{"empty", "g0"}, {"g1", "g2"}]
+    assert not made[-1].taken("empty")
 
 
 async def test_on_policy_it_waits_for_the_step_and_drops_what_became_stale() -> None:
