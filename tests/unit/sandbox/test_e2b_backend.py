@@ -9,7 +9,7 @@ import sys
 from collections.abc import AsyncIterator
 
 import pytest
-from e2b import AsyncSandbox
+from e2b import AsyncSandbox, SandboxException
 from e2b.envd.process import process_connect, process_pb
 from protobuf import Oneof
 
@@ -17,7 +17,7 @@ from tests.fakes import e2b_server
 from tests.fakes.e2b_server import ProcessEvent, event
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends.e2b import E2b
-from turnlog.sandbox_workers.backends.e2b.sandbox import said
+from turnlog.sandbox_workers.backends.e2b.sandbox import said, template_missing
 from turnlog.sandbox_workers.inside.frames import HEADER
 from turnlog.sandbox_workers.protocol import BackendUnavailable, Command, ImageMissing, Kind, SandboxUnavailable, Shape
 from turnlog.schemas.events import SandboxLimits, ToolStatus
@@ -121,6 +121,22 @@ async def test_a_call_can_become_nobody_else_and_sees_no_key(provider: E2b) -> N
         assert KEY not in said
     finally:
         await sandbox.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "missing"),
+    [
+        (404, "404: nothing of that name", True),
+        (403, "403: Template 'x' belongs to another team", True),
+        (403, "403: this team is blocked", False),
+        (500, "404: no template", False),
+        (None, "404: template gone", False),
+    ],
+)
+def test_the_status_says_that_a_template_is_not_there(status: int | None, text: str, missing: bool) -> None:
+    error = SandboxUnavailable("E2B")
+    error.__cause__ = SandboxException(text, status_code=status)
+    assert isinstance(template_missing(error, "x"), ImageMissing) == missing
 
 
 async def test_a_template_that_is_not_there_is_an_image_that_is_missing(provider: E2b) -> None:
