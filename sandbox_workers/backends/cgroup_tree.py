@@ -206,7 +206,7 @@ def _kill(place: Path) -> None:
 
 
 def processes(place: Path) -> list[int]:
-    """Pids; none when it is gone."""
+    """Pids in a group; none when it is gone."""
     try:
         return [int(word) for word in (place / "cgroup.procs").read_text().split()]
     except OSError:

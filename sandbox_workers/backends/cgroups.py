@@ -75,7 +75,7 @@ _abandoned: set[Path] = set()
 
 
 class Cgroups:
-    """Makes groups."""
+    """Where groups are made, one for each sandbox, each of so many cores."""
 
     def __init__(self, tree: Tree, cpus: float) -> None:
         self.tree = tree

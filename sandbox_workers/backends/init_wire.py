@@ -305,7 +305,7 @@ def call(command: Command, limits: SandboxLimits, *, alive: bool, prompt: bool) 
 
 
 class Heartbeat:
-    """Of one call."""
+    """A worker's, to the init that runs one call."""
 
     def __init__(self) -> None:
         self._clock = asyncio.get_running_loop().time

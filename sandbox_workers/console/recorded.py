@@ -55,7 +55,7 @@ class BadPattern(RerunError):
 
 @dataclass(slots=True)
 class RecordedCall:
-    """One call_id."""
+    """What the log has of one call_id."""
 
     request: ToolCallRequested
     started: list[ToolCallStarted] = field(default_factory=list)

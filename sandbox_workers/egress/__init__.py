@@ -68,7 +68,6 @@ class Egress:
         self, settings: EgressSettings, blobs: Blobs, *, operator: tuple[Rule, ...], addresses: Addresses,
         trust: ssl.SSLContext, ca: Path | None, tls: Tls,
     ) -> None:  # fmt: skip
-        """See `open`."""
         self.ca = ca
         """PEM file for sandboxes: whom to trust; None: nobody, https is refused."""
         self._settings, self._blobs, self._operator = settings, blobs, operator

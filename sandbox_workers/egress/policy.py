@@ -120,7 +120,6 @@ class RequestRefused(EgressError):
 
     @property
     def status(self) -> int:
-        """Of the answer."""
         return int(STATUS[self.reason])
 
     def text(self, method: str, url: str) -> bytes:
@@ -277,7 +276,6 @@ class Target:
 
     @property
     def url(self) -> str:
-        """The whole."""
         return f"{self.scheme}://{self.netloc}{self.path}{self.query}"
 
 

@@ -197,7 +197,6 @@ class Requests:
     """Of one call. At most `most` are granted; one more entry tells that there were more."""
 
     def __init__(self, most: int) -> None:
-        """Nothing was asked yet."""
         self._most = most
         self._entries: list[Entry] = []
         self._tunnels = 0

@@ -32,7 +32,7 @@ class Request:
 
 
 class Source(Protocol):
-    """See the module."""
+    """What admits a request by its head or refuses it, and answers it."""
 
     def admit(self, method: str, target: Target, entry: Entry) -> None:
         """Raises RequestRefused for a request that nobody shall answer."""
@@ -52,7 +52,6 @@ class Ruled:
     """Admits what rules grant."""
 
     def __init__(self, policy: Policy) -> None:
-        """Those of the call."""
         self.policy = policy
 
     def admit(self, method: str, target: Target, entry: Entry) -> None:
@@ -134,7 +133,6 @@ class Replaying(Ruled):
     def __init__(
         self, policy: Policy, blobs: Blobs, recordings: Recordings, requests: Requests, *, call_seq: int
     ) -> None:
-        """Of one call."""
         super().__init__(policy)
         self._blobs, self._recordings, self._requests, self._call_seq = blobs, recordings, requests, call_seq
         self._room = asyncio.Semaphore(HELD)
@@ -152,7 +150,6 @@ class Repeating:
     """Gives what one recorded call got, its refusals too; rules are not asked, since nothing goes out."""
 
     def __init__(self, blobs: Blobs, repeats: Repeats) -> None:
-        """Of one call."""
         self._blobs, self._repeats = blobs, repeats
         self._room = asyncio.Semaphore(HELD)
 

@@ -63,7 +63,7 @@ class Control(Protocol):
 
 
 class Socket(Control):
-    """A real one."""
+    """A unix socket."""
 
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
@@ -123,6 +123,6 @@ def send(control: Control, head: dict[str, Any], body: bytes = b"") -> None:
 
 
 def frame(head: dict[str, Any], body: bytes = b"") -> bytes:
-    """Its bytes."""
+    """The bytes of one."""
     text = json.dumps(head, separators=(",", ":")).encode()
     return HEADER.pack(len(text), len(body)) + text + body

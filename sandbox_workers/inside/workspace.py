@@ -415,7 +415,6 @@ class Walk:
 
     @property
     def here(self) -> int:
-        """The folder where we stand."""
         return self.stack[-1]
 
     def down(self, names: list[str], path: str, *, make: bool = False) -> None:

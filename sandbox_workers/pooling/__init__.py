@@ -35,7 +35,7 @@ COSTLY = frozenset({"e2b"})
 
 
 class Pools:
-    """Pools by backend."""
+    """One worker's, by the backend that a call names."""
 
     def __init__(self, pools: dict[str, Pool], *, fallback: bool) -> None:
         self._pools = pools

@@ -34,7 +34,7 @@ KEPT = 1000
 
 
 class PoolMetrics:
-    """Of one pool."""
+    """What one pool counts."""
 
     def __init__(self, backend: str, slots: Callable[[SlotState], int], waiting: Callable[[], int]) -> None:
         """`slots` counts those in a state, `waiting` the callers; asked whenever somebody looks."""

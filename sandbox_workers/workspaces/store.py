@@ -392,7 +392,7 @@ class Tree(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """At one tree."""
+    """What a tree held when it was last looked at."""
 
     tree: Tree
     manifest: Manifest
