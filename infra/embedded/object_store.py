@@ -11,24 +11,24 @@ import io
 import shutil
 import sys
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from turnlog.infra.embedded.errors import NotInstalled, StoreDied
 from turnlog.infra.embedded.ports import HOST, claim, listens
-from turnlog.infra.embedded.process import Child, Launch
+from turnlog.infra.embedded.process import Launch, Server
 from turnlog.infra.private_files import STORE_KEY, kept_secret
 from turnlog.settings import StoreSettings
 
 
-class ObjectStore:
+class ObjectStore(Server):
     """A store whose objects lie below `directory`; started again there, it serves the same objects."""
+
+    setting = "[store] port"
 
     def __init__(self, directory: Path, settings: StoreSettings, *, log: Path | None = None) -> None:
         """`settings.port` 0 picks a free one, kept for every start of this object; an empty secret key is the one in
         the folder, made for it. Raises PortTaken."""
         self.directory = directory.resolve()
-        self.port = claim(settings.port, "[store] port")
+        self.port = claim(settings.port, self.setting)
         self.settings = dataclasses.replace(
             settings,
             endpoint=f"http://{HOST}:{self.port}",
@@ -36,32 +36,15 @@ class ObjectStore:
         )
         """As its clients need them."""
         self._log = log or self.directory / "store.log"
-        self._child: Child | None = None
+
+    @property
+    def address(self) -> str:
+        return self.endpoint
 
     @property
     def endpoint(self) -> str:
         """http://host:port"""
         return self.settings.endpoint
-
-    def start(self) -> str:
-        """Start and wait until it answers; the endpoint. Raises PortTaken, StoreDied, NotInstalled, NotReady."""
-        claim(self.port, "[store] port")
-        self._child = Child(self.launch()).start()
-        try:
-            self._child.wait_ready()
-        except BaseException:
-            self._child.stop()
-            raise
-        return self.endpoint
-
-    def stop(self) -> int:
-        """SIGTERM and wait; the exit status."""
-        return 0 if self._child is None else self._child.stop()
-
-    def kill(self) -> None:
-        """SIGKILL; returns when the process is gone."""
-        if self._child is not None:
-            self._child.kill()
 
     def launch(self) -> Launch:
         """How the store is started. The credentials travel in the environment, which only the user's own processes
@@ -80,15 +63,6 @@ class ObjectStore:
             died=StoreDied,
             remedy="look at the lines below; give it another port by [store] port",
         )
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
 
 def _rclone() -> str:

@@ -23,10 +23,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from types import TracebackType
+from typing import ClassVar, Self
 
 from turnlog.infra.embedded.errors import LacksServer, NotReady, ServerDied
 from turnlog.infra.embedded.liveness import Liveness
+from turnlog.infra.embedded.ports import claim
 from turnlog.names import ExitStatus
 
 MARK = "TURNLOG_CHILD"
@@ -163,6 +165,60 @@ class Child:
         if self._process is None:
             raise RuntimeError(f"{self.launch.name} was not started")
         return self._process
+
+
+class Server:
+    """A server that can be started, stopped and killed, again and again, at one address. A context manager."""
+
+    setting: ClassVar[str]
+    """What chooses its port."""
+    port: int
+    _child: Child | None = None
+
+    def launch(self) -> Launch:
+        """How it is started. Raises EmbeddedError where something for that is missing."""
+        raise NotImplementedError
+
+    @property
+    def address(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def pid(self) -> int:
+        """Raises RuntimeError before the first start."""
+        if self._child is None:
+            raise RuntimeError(f"the {type(self).__name__.lower()} was not started")
+        return self._child.pid
+
+    def start(self) -> str:
+        """Start and wait until clients can connect; the address. Raises PortTaken, NotReady, the launch's `died`, and
+        what `launch` raises."""
+        claim(self.port, self.setting)
+        self._child = Child(self.launch()).start()
+        try:
+            self._child.wait_ready()
+        except BaseException:
+            self._child.stop()
+            raise
+        return self.address
+
+    def stop(self) -> int:
+        """See Child; 0 where it was never started."""
+        return 0 if self._child is None else self._child.stop()
+
+    def kill(self) -> None:
+        """See Child."""
+        if self._child is not None:
+            self._child.kill()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
 
 
 def log_tail(log: Path, lines: int = TAIL_LINES) -> str:

@@ -20,8 +20,8 @@ from typing import Any, BinaryIO
 
 from turnlog.infra import endpoints as endpoints_file
 from turnlog.infra.embedded import errors
+from turnlog.infra.embedded.broker import class_path
 from turnlog.infra.embedded.errors import EmbeddedError, NotReady, NotUp, SupervisorDied
-from turnlog.infra.embedded.jars import class_path
 from turnlog.infra.embedded.plan import ROLES, Plan, waiting_for
 from turnlog.infra.embedded.process import log_tail, scope, sweep, swept_by_another
 from turnlog.infra.embedded.run_files import (

@@ -1,27 +1,235 @@
 """The turns of one session in memory: found by the messages that they answer, stored with the tokens that they share.
 
-Both look-ups go down a tree: messages by a hash chain whose prefix is passed by comparing shapes seen before, tokens by
-a radix tree (strands.py). What a request repeats is compared and never hashed or stored again.
+Both look-ups go down a tree. Messages: a place is a link of the hash chain h_k = H(h_(k-1), message_k); a message that
+comes in the very shape in which it was seen last at its place is that message, only another one is normalised and
+hashed. Tokens: a radix tree whose edges are arrays that grow; a strand holds the ids that come after a point of the
+strand above it, so a session takes memory in proportion to its new tokens, however often its history is rewritten.
+What a request repeats is compared and never hashed or stored again.
 """
 
 from __future__ import annotations
 
+import hashlib
+from array import array
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from orjson import dumps as _json
 
+from turnlog.processors.core.token_tree import common
 from turnlog.processors.core.turns import Ids
-from turnlog.producers.gateway.message_tree import MessageTree, Said
-from turnlog.producers.gateway.messages import Message, joined
-from turnlog.producers.gateway.strands import Place, Strand, Strands, above, holders, line, longest, points
-from turnlog.schemas.events.turns import FinishReason, ImageRef
+from turnlog.producers.gateway.images import within
+from turnlog.producers.gateway.messages import Message, joined, listed, message
+from turnlog.schemas.events.turns import FinishReason, ImageRef, TokenSnapshot, TurnCompleted
 from turnlog.schemas.types import BlobRef, TurnId, pack_int32s
 
 if TYPE_CHECKING:
     from hashlib import _Hash
+
+
+class Place(NamedTuple):
+    """The point behind the first `depth` ids of a line, on the strand that holds the last of them."""
+
+    strand: Strand
+    depth: int
+
+
+@dataclass(slots=True, eq=False)
+class Strand:
+    """Ids from `start` on of a line whose first `start` ids the strands above hold."""
+
+    above: Strand | None
+    start: int
+    ids: array[int] = field(default_factory=lambda: array("i"))
+    turns: list[Turn] = field(default_factory=list)
+    """Those that end here, by length."""
+    below: dict[tuple[int, int], Strand] = field(default_factory=dict)
+    """Strands that part from this one, by depth and first id."""
+
+    @property
+    def end(self) -> int:
+        """How many ids a line has that ends where this strand does."""
+        return self.start + len(self.ids)
+
+    def slice(self, start: int, end: int) -> Ids:
+        """Ids [start, end) of the line, as far as they are here: a copy, for an array that is looked into cannot
+        grow."""
+        return np.array(self.ids[max(0, start - self.start) : max(0, end - self.start)], dtype=np.int32)
+
+
+class Strands:
+    """Lines are looked up and added; nothing is taken out."""
+
+    def __init__(self) -> None:
+        self.start = Place(Strand(None, 0), 0)
+        self.held = 0
+        """Ids in memory."""
+        self._images: dict[tuple[str, int], int] = {}
+        """(sha256, placeholder id) -> the number that stands for it here."""
+
+    def keyed(self, ids: Sequence[int], images: Sequence[ImageRef], start: int) -> Ids:
+        """Ids of a prompt from `start` on as they are held: with a number of its own, below 0, for each image in place
+        of its placeholders, so that prompts that differ in an image alone part there."""
+        keyed = np.array(ids, dtype=np.int32)
+        for one in images:
+            if one.position >= start:
+                name = (one.image.sha256, ids[one.position - start])
+                number = self._images.setdefault(name, -1 - len(self._images))
+                keyed[one.position - start :][: one.tokens] = number
+        return keyed
+
+    def plain(self, ids: Ids) -> Ids:
+        """Ids as the model sees them."""
+        if not self._images:
+            return ids
+        placeholders = np.array([token for _, token in self._images], dtype=np.int32)
+        return np.where(ids < 0, placeholders[np.minimum(ids, -1) * -1 - 1], ids)
+
+    def follow(self, ids: Ids, start: Place) -> Place:
+        """Where a line that passes `start` and goes on with `ids` parts from everything that is held."""
+        strand, depth = start
+        done = 0
+        while True:
+            same = common(strand.slice(depth, depth + len(ids) - done), ids[done:])
+            depth, done = depth + same, done + same
+            below = strand.below.get((depth, int(ids[done]))) if done < len(ids) else None
+            if below is None:
+                return Place(strand, depth)
+            strand = below
+
+    def add(self, turn: Turn, ids: Ids, start: Place) -> None:
+        """Hold the line of a turn, which passes `start` and goes on with `ids`; sets the turn's strand."""
+        strand, depth = self.follow(ids, start)
+        new = array("i", ids[depth - start.depth :].tobytes())
+        if new and depth < strand.end:
+            strand.below[depth, new[0]] = strand = Strand(strand, depth)
+        strand.ids.extend(new)
+        self.held += len(new)
+        turn.strand = strand
+        insort(strand.turns, turn, key=_length)
+
+
+def above(place: Place, depth: int | None = None) -> Iterator[Place]:
+    """Places that the line to `place` passes, from the lowest up: where `depth` is, and where each strand begins."""
+    strand: Strand | None = place.strand
+    at = place.depth if depth is None else depth
+    while strand is not None:
+        if at > strand.start or strand.above is None:
+            yield Place(strand, at)
+            at = strand.start
+        strand = strand.above
+
+
+def line(place: Place) -> Ids:
+    """All ids of the line up to `place`."""
+    pieces = [strand.slice(strand.start, depth) for strand, depth in above(place)]
+    return np.concatenate(pieces[::-1])
+
+
+def holders(place: Place) -> Iterator[Turn]:
+    """Turns whose lines pass `place`: those of its strand first, the shortest first, then those of strands below."""
+    waiting = [place.strand]
+    while waiting:
+        strand = waiting.pop()
+        yield from strand.turns[bisect_left(strand.turns, place.depth, key=_length) :]
+        waiting += (below for (depth, _), below in strand.below.items() if depth >= place.depth)
+
+
+def longest(place: Place) -> Turn | None:
+    """The longest turn that ends on the strand of `place`, at or before it."""
+    turns = place.strand.turns
+    at = bisect_right(turns, place.depth, key=_length)
+    return turns[at - 1] if at else None
+
+
+def points(place: Place) -> Iterator[int]:
+    """Depths of a strand, from `place` up, at which other turns may hold its line: where turns end or strands part."""
+    yield place.depth
+    strand = place.strand
+    depths = {turn.total for turn in strand.turns} | {depth for depth, _ in strand.below}
+    yield from sorted((depth for depth in depths if strand.start < depth < place.depth), reverse=True)
+
+
+def _length(turn: Turn) -> int:
+    return turn.total
+
+
+@dataclass(slots=True, eq=False)
+class Said:
+    """A message at its place in a conversation."""
+
+    above: Said | None
+    chain: bytes
+    raw: Any
+    """As it was seen last."""
+    message: Message | None
+    """The same, normalised; None at the start, before the first."""
+    next: Said | None = None
+    """The message that was seen last after this one."""
+    answers: list[Turn] = field(default_factory=list)
+    """Turns whose messages and response end here."""
+    root_reason: str = ""
+    """Boundary reason of the first turn without a base that was asked exactly this."""
+
+
+class MessageTree:
+    """Messages of recorded turns; requests are read by it."""
+
+    def __init__(self) -> None:
+        self.start = Said(None, b"", None, None)
+        self._said: dict[bytes, Said] = {}
+
+    def read(self, raw: Any) -> tuple[Message, ...]:
+        """The messages of a request. Raises BadRequest naming the message."""
+        read: list[Message] = []
+        said: Said | None = self.start
+        for index, one in enumerate(listed(raw)):
+            after = said.next if said is not None else None
+            # Only calls hold values that are equal in Python and not in JSON, as 1 and true.
+            if after is None or one != after.raw or ("tool_calls" in one and _json(one) != _json(after.raw)):
+                this = message(one, f"messages[{index}]")
+                after = self._said.get(_link(said, this)) if said is not None else None
+                if said is not None and after is not None and not this.pictures:  # their bytes are kept in the store
+                    said.next, after.raw, after.message = after, one, this
+            else:
+                assert after.message is not None
+                this = after.message
+            said = after
+            read.append(this)
+        return tuple(read)
+
+    def passed(self, messages: Sequence[Message]) -> Iterator[Said]:
+        """What is known of a conversation, message by message."""
+        said = self.start
+        for one in messages:
+            after = said.next
+            if after is None or after.message is not one:
+                after = self._said.get(_link(said, one))
+            if after is None:
+                return
+            yield after
+            said = after
+
+    def add(self, above: Said, raw: Any, one: Message) -> Said:
+        """A message after another one."""
+        link = _link(above, one)
+        if link not in self._said:
+            self._said[link] = Said(above, link, raw, one)
+        above.next = self._said[link]
+        return above.next
+
+    def alias(self, above: Said, one: Message, known: Said) -> None:
+        """Let a message after another one lead to where `known` is."""
+        self._said.setdefault(_link(above, one), known)
+
+
+def _link(above: Said, one: Message) -> bytes:
+    return hashlib.blake2b(above.chain + one.digest, digest_size=16).digest()
+
 
 CUT_OFF = frozenset({FinishReason.abort, FinishReason.error})
 """Ends of turns that are not all of what the policy would have said."""
@@ -64,6 +272,43 @@ class Turn:
     """The last message of its request."""
     answered: Said = field(init=False)
     """The assistant's message as an echo has it: the response, behind the prefill where the request ended in one."""
+
+    @classmethod
+    def recorded(
+        cls,
+        completed: TurnCompleted,
+        snapshot: TokenSnapshot,
+        *,
+        base: Turn | None,
+        parent: Turn | None,
+        hashed: _Hash,
+        new_raw: list[Any],
+        new: tuple[Message, ...],
+        response_raw: dict[str, Any],
+    ) -> Turn:
+        """The turn that two records tell of, just written or read back. `parent`: what its tokens are stored against;
+        `hashed`: over prompt + output."""
+        return cls(
+            id=completed.turn,
+            base=base,
+            request_sha256=completed.request_sha256,
+            tools_sha256=completed.tools_sha256,
+            system_sha256=completed.system_sha256,
+            new_raw=new_raw,
+            new=new,
+            response_raw=response_raw,
+            response=message(response_raw, "response"),
+            finish_reason=completed.finish_reason,
+            aborted=completed.aborted,
+            cached_tokens=completed.cached_tokens,
+            output_tokens=completed.output_tokens,
+            versions=(completed.weight_version_first, completed.weight_version_last),
+            hashed=hashed,
+            boundary_reason=snapshot.boundary_reason,
+            total=completed.prompt_tokens + completed.output_tokens,
+            images=(*within(snapshot.base_len, parent.images if parent else ()), *snapshot.images),
+            covered=snapshot.experts is not None and (parent is None or parent.covered),
+        )
 
     @property
     def whole(self) -> bool:

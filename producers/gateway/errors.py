@@ -20,6 +20,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from prometheus_client import Counter
+
+ERRORS = Counter("turnlog_gateway_errors", "Requests answered with an error", ("code",))
+
 
 class GatewayError(Exception):
     """Base of the tree above."""

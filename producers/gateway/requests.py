@@ -1,35 +1,28 @@
-"""Request bodies, parsed by hand with typed errors: no model classes on the hot path."""
+"""What a request brings: the token or key that it is entitled by, and its body, read by hand with typed errors.
+
+No model classes on the hot path. A session's token carries what a gateway needs to find the session on the log after a
+crash of the one that opened it: base64url(claims).base64url(HMAC-SHA256), good for nothing else.
+"""
 
 from __future__ import annotations
 
+import base64
+import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import hmac
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import orjson
 
-from turnlog.producers.gateway.errors import BadRequest
-from turnlog.producers.gateway.images import Admitted, Picture
-from turnlog.producers.gateway.messages import Message, normalised
-from turnlog.producers.gateway.metrics import IGNORED
+from turnlog.infra.private_files import GATEWAY_KEY, kept_secret
+from turnlog.producers.gateway.errors import BadRequest, Unauthorized
 from turnlog.schemas import ids
 from turnlog.schemas.events.sessions import Agent, Environment, Expects, Outcome
 from turnlog.schemas.events.tasks import Purpose, Sampling
 from turnlog.schemas.json_depth import MAX_DEPTH, deeper_than
 from turnlog.schemas.types import TurnId
-
-HONOURED = frozenset(
-    {"model", "messages", "tools", "max_tokens", "max_completion_tokens", "stream", "stream_options"}
-)  # fmt: skip
-COUNTED = frozenset(
-    {
-        "temperature", "top_p", "top_k", "min_p", "n", "stop", "seed", "logprobs", "top_logprobs", "logit_bias",
-        "frequency_penalty", "presence_penalty", "response_format", "tool_choice", "parallel_tool_calls", "user",
-        "store", "metadata", "reasoning_effort", "service_tier", "chat_template_kwargs",
-    }
-)  # fmt: skip
-"""Ignored fields that have a label of their own; the rest count as "other", since a label must not be a client's."""
 
 LEAST = {"group_size": 1, "min_weight_version": -1, "max_tokens": 1, "max_completion_tokens": 1, "max_new_tokens": 1,
          "seed": -(2**63)}  # fmt: skip
@@ -37,25 +30,72 @@ LEAST = {"group_size": 1, "min_weight_version": -1, "max_tokens": 1, "max_comple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatRequest:
-    """POST /v1/chat/completions."""
+class Claims:
+    """What a session's token says of it."""
 
-    raw: list[Any]
-    """messages as they came"""
-    messages: tuple[Message, ...]
-    tools: list[Any] | None
-    max_new_tokens: int | None
-    stream: bool
-    include_usage: bool
-    sha256: str
-    """Of the body's bytes."""
-    images: Mapping[str, Admitted] = field(default_factory=dict)
-    """By sha256, once they are in the store."""
+    session_id: str
+    group_id: str
+    floor: int
+    min_weight_version: int = -1
+    pin_weight_version: int | None = None
+    max_context_tokens: int = 0
+    """0: the model's own window."""
 
-    @property
-    def pictures(self) -> list[Picture]:
-        """Every image of the messages, in order."""
-        return [picture for one in self.messages for picture in one.pictures]
+
+def signing_key(configured: str, directory: Path) -> bytes:
+    """The configured key, else the one in the run's directory, made with mode 0600 when it is not there."""
+    if configured:
+        return configured.encode()
+    return kept_secret(directory / GATEWAY_KEY).encode()
+
+
+def sign(claims: Claims, key: bytes) -> str:
+    """The token of a session."""
+    payload = _encoded(orjson.dumps(dataclasses.astuple(claims)))
+    return f"{payload}.{_mac(payload, key)}"
+
+
+def verify(token: str, key: bytes) -> Claims:
+    """The claims of a token that we signed. Raises Unauthorized."""
+    payload, _, mac = token.partition(".")
+    if not mac or not hmac.compare_digest(mac.encode(), _mac(payload, key).encode()):
+        raise Unauthorized("the Authorization header must carry the token that POST /sessions gave: Bearer <token>")
+    session_id, group_id, floor, least, pin, window = orjson.loads(_decoded(payload))
+    return Claims(
+        session_id=session_id,
+        group_id=group_id,
+        floor=floor,
+        min_weight_version=least,
+        pin_weight_version=pin,
+        max_context_tokens=window,
+    )
+
+
+def bearer(header: str | None) -> str:
+    """The credential of an Authorization header; "" when there is none."""
+    scheme, _, credential = (header or "").partition(" ")
+    return credential.strip() if scheme.lower() == "bearer" else ""
+
+
+def require_key(header: str | None, key: bytes) -> None:
+    """Raises Unauthorized unless the header carries the gateway's own key."""
+    if not hmac.compare_digest(bearer(header).encode(), key):
+        raise Unauthorized(
+            f"opening a session needs the gateway's signing key: Bearer <content of {GATEWAY_KEY} in the run's "
+            "directory, or [gateway] signing_key>"
+        )
+
+
+def _mac(payload: str, key: bytes) -> str:
+    return _encoded(hmac.digest(key, payload.encode(), hashlib.sha256))
+
+
+def _encoded(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+
+
+def _decoded(text: str) -> bytes:
+    return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,33 +134,12 @@ class FinishRequest:
     """The last turn of what got the verdict, or will."""
 
 
-def chat_request(body: bytes, read: Callable[[Any], tuple[Message, ...]] = normalised) -> ChatRequest:
-    """`read` makes messages of what came. Raises BadRequest naming the field."""
-    values = _object(body)
-    for name in values.keys() - HONOURED:
-        IGNORED.labels(name if name in COUNTED else "other").inc()
-    tools = values.get("tools") or None
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise BadRequest("tools must be a list of objects", param="tools")
-    limits = [_typed(values, name, int, None) for name in ("max_completion_tokens", "max_tokens")]
-    options = values.get("stream_options")
-    return ChatRequest(
-        raw=values.get("messages") or [],
-        messages=read(values.get("messages")),
-        tools=tools,
-        max_new_tokens=min((limit for limit in limits if limit is not None), default=None),
-        stream=values.get("stream") is True,
-        include_usage=isinstance(options, dict) and options.get("include_usage") is True,
-        sha256=hashlib.sha256(body).hexdigest(),
-    )
-
-
 def open_request(body: bytes, *, run_id: str, fallback: Sampling, fresh: str) -> OpenRequest:
     """A session of a rollout; without rollout_id one of someone who tries the gateway: its group is itself, named by
     `fresh`. Raises BadRequest."""
-    values = _object(body)
-    rollout = _typed(values, "rollout_id", str, fresh)
-    attempt = _typed(values, "attempt", int, 0)
+    values = object_of(body)
+    rollout = typed(values, "rollout_id", str, fresh)
+    attempt = typed(values, "attempt", int, 0)
     session = ids.session_id(rollout, attempt)
     if "rollout_id" in values and "group_id" not in values:
         raise BadRequest("a rollout's session needs group_id", param="group_id")
@@ -128,68 +147,68 @@ def open_request(body: bytes, *, run_id: str, fallback: Sampling, fresh: str) ->
         purpose = Purpose(values.get("purpose", "other"))
     except ValueError:
         raise BadRequest(f"purpose must be one of {', '.join(Purpose)}", param="purpose") from None
-    limits = _typed(values, "limits", dict, {})
+    limits = typed(values, "limits", dict, {})
     return OpenRequest(
-        run_id=_typed(values, "run_id", str, run_id),
-        group_id=_typed(values, "group_id", str, session),
+        run_id=typed(values, "run_id", str, run_id),
+        group_id=typed(values, "group_id", str, session),
         session_id=session,
-        task_id=_typed(values, "task_id", str, ""),
-        group_size=_typed(values, "group_size", int, 1),
+        task_id=typed(values, "task_id", str, ""),
+        group_size=typed(values, "group_size", int, 1),
         rollout_id=rollout,
-        rollout_index=_typed(values, "rollout_index", int, 0),
+        rollout_index=typed(values, "rollout_index", int, 0),
         attempt=attempt,
         purpose=purpose,
-        recipe=_typed(values, "recipe", str, ""),
-        floor=_typed(values, "floor", int, None),
-        agent=_agent(_typed(values, "agent", dict, {})),
-        environment=_environment(_typed(values, "environment", dict, {})),
-        sampling=_sampling(_typed(values, "sampling", dict, {}), fallback),
-        max_context_tokens=_typed(limits, "max_context_tokens", int, 0),
-        min_weight_version=_typed(values, "min_weight_version", int, -1),
-        pin_weight_version=_typed(values, "pin_weight_version", int, None),
+        recipe=typed(values, "recipe", str, ""),
+        floor=typed(values, "floor", int, None),
+        agent=_agent(typed(values, "agent", dict, {})),
+        environment=_environment(typed(values, "environment", dict, {})),
+        sampling=_sampling(typed(values, "sampling", dict, {}), fallback),
+        max_context_tokens=typed(limits, "max_context_tokens", int, 0),
+        min_weight_version=typed(values, "min_weight_version", int, -1),
+        pin_weight_version=typed(values, "pin_weight_version", int, None),
     )
 
 
 def finish_request(body: bytes) -> FinishRequest:
     """Raises BadRequest."""
-    values = _object(body)
+    values = object_of(body)
     legal = [outcome.value for outcome in Outcome if outcome is not Outcome.unknown]
     if values.get("outcome") not in legal:
         raise BadRequest(f"outcome must be one of {', '.join(legal)}", param="outcome")
-    expects = _typed(values, "expects", dict, {})
+    expects = typed(values, "expects", dict, {})
     return FinishRequest(
         outcome=Outcome(values["outcome"]),
-        reason=_typed(values, "reason", str, ""),
-        final=_typed(values, "final", bool, True),
+        reason=typed(values, "reason", str, ""),
+        final=typed(values, "final", bool, True),
         expects=Expects(
-            reward=_typed(expects, "reward", bool, False), step_rewards=_typed(expects, "step_rewards", int, 0)
+            reward=typed(expects, "reward", bool, False), step_rewards=typed(expects, "step_rewards", int, 0)
         ),
-        judged=_turn(_typed(values, "judged", dict, None)),
+        judged=_turn(typed(values, "judged", dict, None)),
     )
 
 
 def _turn(values: dict[str, Any] | None) -> TurnId | None:
     if values is None:
         return None
-    epoch, index = _typed(values, "epoch", str, None), _typed(values, "index", int, None)
+    epoch, index = typed(values, "epoch", str, None), typed(values, "index", int, None)
     if epoch is None or index is None:
         raise BadRequest("judged must name a turn by epoch and index", param="judged")
     return TurnId(epoch, index)
 
 
 def _agent(values: dict[str, Any]) -> Agent:
-    return Agent(_typed(values, "name", str, "unknown"), _typed(values, "version", str, ""))
+    return Agent(typed(values, "name", str, "unknown"), typed(values, "version", str, ""))
 
 
 def _environment(values: dict[str, Any]) -> Environment:
     return Environment(
-        name=_typed(values, "name", str, "none"),
-        version=_typed(values, "version", str, ""),
-        image=_typed(values, "image", str, None),
-        data_snapshot=_typed(values, "data_snapshot", str, None),
-        root_sha256=_typed(values, "root_sha256", str, None),
-        policy_sha256=_typed(values, "policy_sha256", str, None),
-        tools=_versions(_typed(values, "tools", dict, {})),
+        name=typed(values, "name", str, "none"),
+        version=typed(values, "version", str, ""),
+        image=typed(values, "image", str, None),
+        data_snapshot=typed(values, "data_snapshot", str, None),
+        root_sha256=typed(values, "root_sha256", str, None),
+        policy_sha256=typed(values, "policy_sha256", str, None),
+        tools=_versions(typed(values, "tools", dict, {})),
     )
 
 
@@ -200,20 +219,21 @@ def _versions(values: dict[str, Any]) -> dict[str, str]:
 
 
 def _sampling(values: dict[str, Any], fallback: Sampling) -> Sampling:
-    stops = _typed(values, "stop_token_ids", list, list(fallback.stop_token_ids))
+    stops = typed(values, "stop_token_ids", list, list(fallback.stop_token_ids))
     if not all(type(stop) is int and 0 <= stop < 2**31 for stop in stops):
         raise BadRequest("sampling.stop_token_ids must be token ids: integers from 0 on", param="sampling")
     temperature = values.get("temperature", fallback.temperature)
     if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 <= temperature < 100:
         raise BadRequest("sampling.temperature must be a number from 0 on", param="sampling")
-    new_tokens = _typed(values, "max_new_tokens", int, fallback.max_new_tokens)
-    seed = _typed(values, "seed", int, None)
+    new_tokens = typed(values, "max_new_tokens", int, fallback.max_new_tokens)
+    seed = typed(values, "seed", int, None)
     return Sampling(
         temperature=float(temperature), max_new_tokens=new_tokens, stop_token_ids=tuple(stops), seed=seed
     )  # fmt: skip
 
 
-def _object(body: bytes) -> dict[str, Any]:
+def object_of(body: bytes) -> dict[str, Any]:
+    """A body that must be a JSON object. Raises BadRequest."""
     if deeper_than(body):
         raise BadRequest(f"the body is nested deeper than {MAX_DEPTH} levels: send what is deeper as text")
     try:
@@ -225,7 +245,8 @@ def _object(body: bytes) -> dict[str, Any]:
     return values
 
 
-def _typed(values: dict[str, Any], name: str, kind: type, default: Any) -> Any:
+def typed(values: dict[str, Any], name: str, kind: type, default: Any) -> Any:
+    """A field of exactly this type; null and absent are `default`. Raises BadRequest."""
     value = values.get(name)
     if value is None:
         return default

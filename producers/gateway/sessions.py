@@ -7,24 +7,23 @@ import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from prometheus_client import Counter, Gauge
 
 from turnlog.infra.event_log import EventLog
 from turnlog.producers.gateway.conversation import Conversation, Turn
 from turnlog.producers.gateway.errors import BadRequest, EpochLost, KeyReused, SessionEnded, UnknownSession
-from turnlog.producers.gateway.metrics import ADOPTED, OPEN
-from turnlog.producers.gateway.recovery import Recovery, Sought
-from turnlog.producers.gateway.requests import FinishRequest, OpenRequest
-from turnlog.producers.gateway.session_tokens import Claims
-from turnlog.producers.gateway.tail import SessionTail, Spine
+from turnlog.producers.gateway.recovery import Recovery, SessionTail, Sought, Spine
+from turnlog.producers.gateway.requests import Claims, FinishRequest, OpenRequest
 from turnlog.schemas.events.sessions import SessionAdopted, SessionFinished, SessionStarted
 from turnlog.schemas.ids import digest
 from turnlog.schemas.types import TurnId
 
-if TYPE_CHECKING:
-    from turnlog.producers.gateway.turns import Running
-
 log = logging.getLogger(__name__)
+
+OPEN = Gauge("turnlog_gateway_sessions", "Sessions held in memory")
+ADOPTED = Counter("turnlog_gateway_adopted", "Sessions taken over from another gateway")
 
 KEPT = 4096
 """Finished sessions kept in memory; older ones are read from the log again when somebody asks."""
@@ -41,6 +40,40 @@ class Identity:
     model: str
     tokenizer_sha256: str
     chat_template_sha256: str
+
+
+@dataclass(slots=True)
+class Running:
+    """A turn that is not on the log yet. Several clients may wait for it (repeats under one Idempotency-Key)."""
+
+    id: TurnId
+    task: asyncio.Task[Turn] = field(init=False)
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    """Every client has left."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Replaced at each change of `text`, after it was set."""
+    text: str = ""
+    """Output so far, up to the last whole character."""
+    clients: int = 0
+    cut_off: bool = False
+    """What was sampled is being recorded as a part: who asks again is given another turn."""
+
+    def wake(self) -> None:
+        """Tell those who stream."""
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def join(self) -> None:
+        """A client waits for the turn. One that returns before its end finds it going on: what the engine cut off
+        meanwhile is continued."""
+        self.clients += 1
+        self.gone.clear()
+
+    def leave(self) -> None:
+        """A client disconnected; the last one takes the engine request with it."""
+        self.clients -= 1
+        if self.clients <= 0:
+            self.gone.set()
 
 
 @dataclass(slots=True)

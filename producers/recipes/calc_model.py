@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from turnlog.infra.recipes import Demonstration, TinyModel, WarmStartRow
-from turnlog.producers.gateway.template import ChatTemplate
+from turnlog.producers.gateway.prompts import ChatTemplate
 from turnlog.producers.recipes.calc_tasks import OPERANDS, OPERATORS, task_row
 
 if TYPE_CHECKING:

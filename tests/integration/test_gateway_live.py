@@ -20,7 +20,7 @@ from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import Partition
 from turnlog.infra.role import Role, opened
 from turnlog.producers.gateway.app import main
-from turnlog.producers.gateway.tokenizer import TextTokens
+from turnlog.producers.gateway.prompts import TextTokens
 from turnlog.schemas import ids
 from turnlog.schemas.events import Boundary, EngineRegistered, Event
 from turnlog.schemas.topics import BY_NAME, TOPIC_OF

@@ -22,7 +22,7 @@ from turnlog.processors.core.fold.settlement import with_figures
 from turnlog.processors.core.fold_versions import FOLD_VERSION
 from turnlog.producers import feeder, runner
 from turnlog.producers.gateway.app import Gateway, serving
-from turnlog.producers.gateway.tokenizer import TextTokens
+from turnlog.producers.gateway.prompts import TextTokens
 from turnlog.producers.recipes.calc import RECIPE
 from turnlog.sandbox_workers import worker
 from turnlog.schemas import topics

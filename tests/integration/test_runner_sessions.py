@@ -31,7 +31,7 @@ from turnlog.infra.topics_admin import specs
 from turnlog.processors.core.fold.group import FoldRules, GroupFold
 from turnlog.producers import runner
 from turnlog.producers.gateway.app import Gateway, serving
-from turnlog.producers.gateway.tokenizer import TextTokens
+from turnlog.producers.gateway.prompts import TextTokens
 from turnlog.producers.recipes.calc import RECIPE
 from turnlog.schemas import ids, topics
 from turnlog.schemas.events import (

@@ -24,7 +24,7 @@ from turnlog.infra.memory_engine import MemoryEngine
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.role import Role
 from turnlog.producers.gateway.app import Gateway, listening, serving
-from turnlog.producers.gateway.tokenizer import TextTokens
+from turnlog.producers.gateway.prompts import TextTokens
 from turnlog.producers.recipes.calc import RECIPE
 from turnlog.schemas import ids
 from turnlog.schemas.events import EngineRegistered, Event

@@ -11,10 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnlog.producers.gateway.conversation import Conversation, Turn, continued
-from turnlog.producers.gateway.message_tree import MessageTree
+from turnlog.producers.gateway.conversation import Conversation, MessageTree, Place, Turn, continued
 from turnlog.producers.gateway.messages import message, normalised
-from turnlog.producers.gateway.strands import Place
 from turnlog.schemas.events import FinishReason, ImageRef
 from turnlog.schemas.types import BlobRef, TurnId, int32s, pack_int32s
 

@@ -14,7 +14,7 @@ from turnlog.infra.memory_engine import MemoryEngine
 from turnlog.infra.private_files import GATEWAY_KEY
 from turnlog.producers.gateway.engines import Engines, Wanted
 from turnlog.producers.gateway.errors import NoEngine, Unauthorized
-from turnlog.producers.gateway.session_tokens import Claims, sign, signing_key, verify
+from turnlog.producers.gateway.requests import Claims, sign, signing_key, verify
 from turnlog.schemas.events import EngineRegistered, FinishReason
 from turnlog.schemas.types import int32s
 

@@ -11,9 +11,7 @@ import pytest
 from turnlog.processors.core.fold.group import FoldRules, GroupFold
 from turnlog.producers.gateway.errors import PrefillNotServed
 from turnlog.producers.gateway.messages import normalised
-from turnlog.producers.gateway.template import ChatTemplate
-from turnlog.producers.gateway.tokenizer import TextTokens
-from turnlog.producers.gateway.tokens import Prompts
+from turnlog.producers.gateway.prompts import ChatTemplate, Prompts, TextTokens
 from turnlog.schemas.events import Boundary, RewardAssigned, SegmentSample, Verifier
 from turnlog.schemas.topics import TOPIC_OF
 from turnlog.schemas.types import int32s

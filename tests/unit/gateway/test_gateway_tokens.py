@@ -12,11 +12,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from turnlog.producers.gateway.messages import normalised
-from turnlog.producers.gateway.template import ChatTemplate, TemplateMissing
-from turnlog.producers.gateway.tokenizer import ModelMissing, TextStream, TextTokens
-from turnlog.producers.gateway.tokens import Prompts
-from turnlog.producers.gateway.tool_calls import Call, parse, settled
+from turnlog.producers.gateway.messages import Call, normalised, settled, split_calls
+from turnlog.producers.gateway.prompts import (
+    ChatTemplate,
+    ModelMissing,
+    Prompts,
+    TemplateMissing,
+    TextStream,
+    TextTokens,
+)
 
 TOOLS = [{"type": "function", "function": {"name": "calc", "description": "ü <b>", "parameters": {"type": "object"}}}]
 CALL = {"id": "c1", "type": "function", "function": {"name": "calc", "arguments": '{"expr": "1<2", "b": 1}'}}
@@ -202,7 +206,7 @@ def test_a_stream_never_takes_back_what_it_gave(model_folder: Path, ids: list[in
 @given(st.text(alphabet=string.ascii_letters + " <>{}/\n", max_size=40), st.text(alphabet="ab \n", max_size=10))
 def test_what_is_settled_stays_content_whatever_follows(before: str, after: str) -> None:
     whole = f'{before}<tool_call>{{"name":"f","arguments":{{}}}}</tool_call>{after}'
-    content, calls = parse(whole)
+    content, calls = split_calls(whole)
     assert calls[-1:] == (Call("f", "{}"),)
     for size in range(len(whole) + 1):
         assert content.startswith(whole[: settled(whole[:size])])
@@ -220,7 +224,7 @@ def test_what_is_settled_stays_content_whatever_follows(before: str, after: str)
     ],
 )
 def test_only_well_formed_calls_leave_the_content(text: str, content: str, calls: tuple[Call, ...]) -> None:
-    assert parse(text) == (content, calls)
+    assert split_calls(text) == (content, calls)
 
 
 def test_a_folder_without_a_model_or_template_is_named(tmp_path: Path, model_folder: Path) -> None:

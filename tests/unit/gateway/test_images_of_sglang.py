@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from turnlog.infra.embedded.engine import Engine
-from turnlog.infra.embedded.tiny_vision import make_tiny_vision
+from turnlog.infra.embedded.tiny_model import make_tiny_vision
 from turnlog.infra.engine import SGLang
 from turnlog.schemas.events import Boundary, TokenSnapshot
 from turnlog.schemas.types import float32s, int32s

@@ -13,8 +13,7 @@ from hypothesis import HealthCheck, Phase, given
 from hypothesis import settings as fuzzing
 from hypothesis import strategies as st
 
-from turnlog.infra.embedded.registry_app import RegistryApi
-from turnlog.infra.embedded.registry_store import SchemaStore
+from turnlog.infra.embedded.registry_app import RegistryApi, SchemaStore
 from turnlog.infra.memory import MemoryLog
 
 LIMIT = 64 * 1024

@@ -14,9 +14,7 @@ from tokenizers import Tokenizer
 
 from turnlog.infra.recipes import BrokenRecipe, Episode, Recipe, SandboxCall, UnknownRecipe, recipe
 from turnlog.producers.gateway.messages import normalised, tools_digest
-from turnlog.producers.gateway.template import ChatTemplate
-from turnlog.producers.gateway.tokenizer import TextTokens
-from turnlog.producers.gateway.tokens import Prompts
+from turnlog.producers.gateway.prompts import ChatTemplate, Prompts, TextTokens
 from turnlog.producers.recipes.calc import RECIPE, judge
 from turnlog.producers.tasks import provided_dataset
 from turnlog.schemas.events import Outcome

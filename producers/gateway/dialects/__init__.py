@@ -1,0 +1,1 @@
+"""The APIs that agents speak, each a translation to and from the house's own messages; OpenAI's chat is the first."""
