@@ -359,8 +359,10 @@ async def strike(loop: Loop, story: Story, kind: str, victims: list[str]) -> Non
 async def violence(
     loop: Loop, story: Story, victims: list[str], *, kinds: list[str], kills: int, rng: random.Random
 ) -> int:
-    """`kills` rounds of these kinds, between two volleys a step is trained; draws that were formed until then."""
+    """`kills` rounds of these kinds, between two volleys a step is trained; draws that were formed until then. The
+    first Ctrl-C ends them early, so that what was struck is judged; the second ends everything."""
     doubled = [victim for victim in victims if victim not in NO_SUCCESSOR]
+    enough = at_first_interrupt()
     async with opened("chaos", loop.settings) as role:
         count = await progress(loop, role, story, 0, PATIENCE_S)
         for number in range(kills):
@@ -368,12 +370,27 @@ async def violence(
             planned = [(kind, group) for kind in kinds for group in groups[kind] if group]
             rng.shuffle(planned)
             for kind, group in planned:
+                if enough.is_set():
+                    break
                 say(f"round {number + 1} of {kills}: {kind} {', '.join(group)}; {count} steps")
                 await asyncio.sleep(rng.uniform(0.0, 1.0))  # strikes fall anywhere in a step
                 await strike(loop, story, kind, group)
                 count = await progress(loop, role, story, count, PACE_S)
         await settled(loop, story)
         return 1 + max((batch.draw_index for batch in await all_events(role, topics.BATCHES)), default=-1)
+
+
+def at_first_interrupt() -> asyncio.Event:
+    """Is set by the first Ctrl-C; the second is as ever."""
+    loop, enough = asyncio.get_running_loop(), asyncio.Event()
+
+    def first() -> None:
+        loop.remove_signal_handler(signal.SIGINT)
+        say("no more strikes: the run is judged now; Ctrl-C again ends everything")
+        enough.set()
+
+    loop.add_signal_handler(signal.SIGINT, first)
+    return enough
 
 
 async def at_end(loop: Loop, story: Story) -> None:

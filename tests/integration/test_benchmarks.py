@@ -20,7 +20,7 @@ from turnlog.sandbox_workers.pooling import unisolated
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NAMES = sorted(path.stem.partition("_")[0].upper() for path in BENCHMARKS.glob("[a-z]*[0-9]_*.py"))
-"""MODES needs an engine: test_closed_loop.py runs it, on the run that is there."""
+"""MODES and LOOP need an engine: test_closed_loop.py runs them, on the run that is there."""
 LINE = {"id", "value", "unit", "goal", "ok", "floor", "share", "goal_share", "load", "detail"}
 
 

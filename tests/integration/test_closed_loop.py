@@ -168,11 +168,16 @@ def test_a_run_that_is_trained_to_its_end_is_over_at_once_when_it_is_run_again(l
     assert len(newest_incarnations(loop.steps())) == DRAWS
 
 
+def benchmark(name: str, settings: Path) -> dict[str, Any]:
+    script = Path(__file__).parents[2] / f"benchmarks/{name}.py"
+    done = subprocess.run([sys.executable, str(script), str(settings)], capture_output=True, text=True, timeout=300)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    line: dict[str, Any] = json.loads(done.stdout)
+    return line
+
+
 def test_the_benchmark_of_modes_measures_such_a_run(loop: Loop) -> None:
-    script = Path(__file__).parents[2] / "benchmarks/modes.py"
-    done = subprocess.run([sys.executable, str(script), str(loop.kept)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    line = json.loads(done.stdout)
+    line = benchmark("modes", loop.kept)
     assert (line["id"], line["unit"], line["share"], line["ok"]) == ("MODES", "steps/s closed-loop", None, True)
     measured = line["detail"]["closed-loop"]
     assert measured["lags"] == [0] * DRAWS
@@ -190,6 +195,14 @@ def test_ids_hashes_and_joins_hold_for_a_reader_without_turnlog(loop: Loop) -> N
     checked = [int(line.split()[0]) for line in done.stdout.splitlines()]
     assert checked[0] == DRAWS
     assert all(checked)
+
+
+def test_the_benchmark_of_the_loop_holds_such_a_run_against_the_bare_one(loop: Loop) -> None:
+    """The last to use the engine: the bare loop puts its own weights there."""
+    line = benchmark("loop", loop.kept)
+    assert (line["id"], line["unit"], line["goal_share"]) == ("LOOP", "s", 0.6)
+    assert line["detail"] == {"steps": DRAWS, "sessions": DRAWS * 4 * 4, "floor_is": "the bare loop"}
+    assert line["share"] == pytest.approx(line["floor"] / line["value"], rel=1e-2)
 
 
 def test_down_leaves_no_process_and_up_opens_the_run_again(loop: Loop) -> None:
