@@ -31,7 +31,7 @@ from turnlog.schemas import topics
 from turnlog.schemas.events import SampleBatchFormed
 from turnlog.settings import RunSettings, Settings, StoreSettings
 from turnlog.trainer import loop
-from turnlog.trainer.synthetic import append_batches, synthetic_model
+from turnlog.trainer.reference import append_batches, synthetic_model
 
 GOAL_S = 0.05
 BATCHES, ROWS = size((40, 256), smallest=(3, 16))

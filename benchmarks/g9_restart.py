@@ -39,8 +39,7 @@ from turnlog.schemas.events import WeightFile, WeightVersionPublished
 from turnlog.schemas.topics import CONTROL, SESSIONS, SNAPSHOTS, TURNS, Topic
 from turnlog.settings import Settings
 from turnlog.trainer.checkpoint import Cursor
-from turnlog.trainer.model_folder import read_weights
-from turnlog.trainer.weights import published
+from turnlog.trainer.weights import published, read_weights
 
 SIZES = size((1_000, 10_000, 100_000), smallest=(20, 200))
 RESTARTS = size(5, smallest=1)

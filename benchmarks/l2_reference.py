@@ -21,9 +21,9 @@ STEPS, NAMES = size((6, tuple(LAYOUTS)), smallest=(1, ("one rank",)))
 
 
 def compared(ranks: int, tensor: int, pipeline: int) -> dict[str, Any]:
-    """What turnlog.trainer.compare prints for a layout."""
+    """What turnlog.trainer.reference prints for a layout."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    command = [sys.executable, *launcher, "-m", "turnlog.trainer.compare", str(tensor), str(pipeline), str(STEPS)]
+    command = [sys.executable, *launcher, "-m", "turnlog.trainer.reference", str(tensor), str(pipeline), str(STEPS)]
     ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, Any] = json.loads(ran.stdout.strip().splitlines()[-1])
     return found

@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 from row import told
 from tokenizers import Tokenizer
+from turnlog.processors.core.rows import BatchRows
 
 from turnlog.infra.embedded.engine import Engine
 from turnlog.infra.endpoints import resolved
@@ -35,15 +36,13 @@ from turnlog.infra.engine import Generate, SGLang
 from turnlog.infra.engine_control import SGLangControl
 from turnlog.infra.history import events
 from turnlog.infra.role import opened
-from turnlog.processors.core.rows import BatchRows
 from turnlog.producers.recipes.calc_model import END
 from turnlog.producers.recipes.calc_tasks import OPERATORS, task_row
 from turnlog.schemas.topics import ENGINES, SESSIONS
 from turnlog.settings import Settings, load
-from turnlog.trainer.launch import ranks
-from turnlog.trainer.model_folder import description, weight_files
+from turnlog.trainer.launch import Ranks, ranks
 from turnlog.trainer.plan import LearningPlan, learning_plan
-from turnlog.trainer.ranks import Ranks
+from turnlog.trainer.weights import description, weight_files
 
 GOAL_SHARE = 0.6
 CALL = re.compile(r'<tool_call>\{"name":"calc","arguments":\{"expr":"(\d+)([-+*])(\d+)"\}\}</tool_call>')

@@ -6,6 +6,8 @@
 The cursor is part of the checkpoint's common state, so cursor, optimizer and weights move together. An incarnation
 claims its number by making its marker, which only one process can. All that it names carries that number, so a zombie
 changes nothing that its successor goes on from; a process that finds a higher marker is one, and ends.
+
+A folder holds weights, optimizer and common values as a Megatron distributed checkpoint, loadable at any layout.
 """
 
 from __future__ import annotations
@@ -13,11 +15,62 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import queue
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from turnlog.trainer import mcore
 from turnlog.trainer.errors import CheckpointUnusable, Superseded
+
+RESHARDABLE = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "chained_optim_avoid_prefix": True,
+}
+"""Of Megatron's formats the one that loads under another tensor, pipeline and data parallel size."""
+
+
+def save_state(model: Any, optimizer: Any, directory: Path, common: Mapping[str, Any]) -> None:
+    """Write the checkpoint and wait until it is on disk. Collective; `common` is the same on every rank."""
+    # Megatron would start a manager process (5 s, and an orphan after a kill) to carry write results back from an
+    # asynchronous writer; a synchronous save reads them in this process.
+    mcore.filesystem_async._results_queue = queue.SimpleQueue()
+    strategy = mcore.TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
+    with mcore.quiet():
+        state = {**_sharded(model, optimizer, is_loading=False), "common": dict(common)}
+        mcore.dist_checkpointing.save(state, str(directory), strategy)
+
+
+def load_state(model: Any, optimizer: Any, directory: Path, shape: Mapping[str, Any]) -> None:
+    """Load in place. Collective. Raises CheckpointUnusable."""
+    found = read_common(directory)["shape"]
+    if found != dict(shape):
+        raise CheckpointUnusable(f"{directory} is of another model: {found}, not {dict(shape)}")
+    with mcore.quiet():
+        state = mcore.dist_checkpointing.load(_sharded(model, optimizer, is_loading=True), str(directory))
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+
+def read_common(directory: Path) -> dict[str, Any]:
+    """The values given to `save`. Raises CheckpointUnusable."""
+    if not mcore.dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
+        raise CheckpointUnusable(f"{directory} holds no complete checkpoint; remove it to start from an older one")
+    common: dict[str, Any] = mcore.dist_checkpointing.load_common_state_dict(str(directory))["common"]
+    return common
+
+
+def _sharded(model: Any, optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
+    weights = model.sharded_state_dict()
+    # The optimizer marks shards by the model's entries, so both come from one call.
+    return {
+        "model": weights,
+        "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=RESHARDABLE),
+    }
+
 
 MARKERS = "latest*.json"
 """`latest.json` is what releases before 0.2 kept for all incarnations."""

@@ -2,27 +2,190 @@
 
 Rank 0 is the role itself, so it owns log, store, health and signals, and one supervisor watches one process. Ranks that
 it starts end when it does: their connection to it closes. Under torchrun (`torchrun --no-python ... turnlog trainer`),
-which places ranks on several machines, every process finds its rank in the environment.
+which places ranks on several machines, every process finds its rank in the environment. To its caller they are one
+learner: what rank 0 is asked to do is broadcast, and every rank does it.
+
+A rank waits in a collective for as long as another one does not come, so a stopped rank looks like a slow step to all
+the others. Hence heartbeats: each counts up a key of the store where the ranks met, from a thread of its own over a
+connection of its own, and rank 0 looks whether it moves.
+
+    python -m turnlog.trainer.launch RANK WORLD TENSOR PIPELINE PORT       # a rank other than 0 on this machine
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from turnlog.trainer.heartbeats import beating, heard
-from turnlog.trainer.learner import Learner
-from turnlog.trainer.model_folder import read_weights
-from turnlog.trainer.plan import LearningPlan
-from turnlog.trainer.process_group import HOST, meeting_place, process_group
-from turnlog.trainer.ranks import Ranks, follow
+from turnlog.processors.core.batches.rows import BatchRows
+from turnlog.trainer import mcore
+from turnlog.trainer.learner import Learner, StepResult
+from turnlog.trainer.plan import LearningPlan, Objective
 from turnlog.trainer.shape import read_shape
+from turnlog.trainer.weights import Tensors, read_weights
+
+__all__ = ["HOST", "IDLE", "Store", "meeting_place", "process_group"]
+
+HOST = "127.0.0.1"
+IDLE = timedelta(days=7)
+"""Ranks wait in a collective while rank 0 waits for a batch; a dead peer closes its socket and is noticed at once."""
+
+
+@contextmanager
+def process_group(
+    *, rank: int = 0, world_size: int = 1, store: Store | None = None, tensor: int = 1, pipeline: int = 1
+) -> Iterator[dist.ProcessGroup]:
+    """Groups for `world_size` ranks; yields the control group (gloo on every device). One rank needs no port.
+
+    `store` None with several ranks: torchrun's environment variables say where to meet.
+    """
+    if world_size == 1:
+        store = HashStore()
+    if store is None:
+        dist.init_process_group(mcore.BACKEND, timeout=IDLE)
+    else:
+        dist.init_process_group(mcore.BACKEND, timeout=IDLE, store=store, rank=rank, world_size=world_size)
+    try:
+        mcore.parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline
+        )
+        yield dist.new_group(backend="gloo", timeout=IDLE)
+    finally:
+        mcore.parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def meeting_place(port: int, world_size: int) -> TCPStore:
+    """Where the ranks of this machine meet; port 0: be the host, on a free port."""
+    if port:
+        return TCPStore(HOST, port, world_size, is_master=False, wait_for_workers=False)
+    listener = socket.create_server((HOST, 0))  # one that the store makes itself listens on every interface
+    port = listener.getsockname()[1]
+    return TCPStore(HOST, port, world_size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+BEAT_S = 1.0
+
+
+@contextlib.contextmanager
+def beating(host: str, port: int, rank: int) -> Iterator[None]:
+    """Beat while the block runs."""
+    store = _client(host, port)
+    with _every(BEAT_S, lambda: store.add(_key(rank), 1)):
+        yield
+
+
+@contextlib.contextmanager
+def heard(host: str, port: int, world_size: int, beat: Callable[[int], None]) -> Iterator[None]:
+    """While the block runs, call `beat` (in a thread of our own) with every rank but 0 whose count has moved."""
+    store = _client(host, port)
+    counts = dict.fromkeys(range(1, world_size), 0)
+
+    def listen() -> None:
+        for rank, before in counts.items():
+            counts[rank] = store.add(_key(rank), 0)
+            if counts[rank] != before:
+                beat(rank)
+
+    with _every(BEAT_S, listen):
+        yield
+
+
+def _client(host: str, port: int) -> TCPStore:
+    return TCPStore(host, port, is_master=False, wait_for_workers=False)
+
+
+def _key(rank: int) -> str:
+    return f"turnlog/beats/{rank}"
+
+
+@contextlib.contextmanager
+def _every(pause_s: float, work: Callable[[], object]) -> Iterator[None]:
+    """`work` again and again in a thread; it ends with the block, or when the store is gone with its host."""
+    over = threading.Event()
+
+    def run() -> None:
+        with contextlib.suppress(RuntimeError):  # what torch raises when the host's end is closed
+            while not over.wait(pause_s):
+                work()
+
+    thread = threading.Thread(target=run, name="heartbeats", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(2 * pause_s)
+
+
+Call = tuple[str, tuple[Any, ...]]
+"""(method of Learner, arguments)"""
+
+
+class Ranks:
+    """Rank 0's end. Not thread-safe: one thread makes all calls."""
+
+    def __init__(self, learner: Learner, control: dist.ProcessGroup, world_size: int) -> None:
+        """`control`: a gloo group of all ranks."""
+        self._learner, self._control, self.world_size = learner, control, world_size
+
+    def step(self, rows: BatchRows, objective: Objective, learning_rate: float) -> StepResult:
+        """See Learner.step."""
+        result: StepResult = self._everywhere("step", rows, objective, learning_rate)
+        return result
+
+    def measure(self, rows: BatchRows, objective: Objective) -> StepResult:
+        """See Learner.measure."""
+        result: StepResult = self._everywhere("measure", rows, objective)
+        return result
+
+    def export(self) -> Tensors:
+        """See Learner.export."""
+        tensors: Tensors = self._everywhere("export")
+        return tensors
+
+    def save(self, directory: Path, common: Mapping[str, Any]) -> None:
+        """See Learner.save."""
+        self._everywhere("save", directory, dict(common))
+
+    def restore(self, directory: Path) -> None:
+        """See Learner.restore."""
+        self._everywhere("restore", directory)
+
+    def release(self) -> None:
+        """Let the other ranks end."""
+        if self.world_size > 1:
+            dist.broadcast_object_list([None], src=0, group=self._control)
+
+    def _everywhere(self, method: str, *arguments: Any) -> Any:
+        if self.world_size > 1:
+            call: Call = (method, arguments)
+            dist.broadcast_object_list([call], src=0, group=self._control)
+        return getattr(self._learner, method)(*arguments)
+
+
+def follow(learner: Learner, control: dist.ProcessGroup) -> None:
+    """Every other rank's end: do what rank 0 does until it releases us. Raises RuntimeError when rank 0 dies."""
+    while True:
+        box: list[Call | None] = [None]
+        dist.broadcast_object_list(box, src=0, group=control)
+        if box[0] is None:
+            return
+        method, arguments = box[0]
+        getattr(learner, method)(*arguments)
+
 
 END_S = 30.0
 Beat = Callable[[int], None]
@@ -97,5 +260,15 @@ def _learner(plan: LearningPlan) -> Learner:
 def _start(plan: LearningPlan, rank: int, port: int) -> subprocess.Popen[bytes]:
     options = plan.options
     numbers = (rank, plan.world_size, options.tensor_parallel, options.pipeline_parallel, port)
-    command = [sys.executable, "-m", "turnlog.trainer.follower", *map(str, numbers)]
+    command = [sys.executable, "-m", "turnlog.trainer.launch", *map(str, numbers)]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL)
+
+
+def main(arguments: list[str]) -> None:
+    """Serve until rank 0 releases us or dies."""
+    rank, world_size, tensor, pipeline, port = map(int, arguments)
+    serve_rank(None, rank=rank, world_size=world_size, tensor=tensor, pipeline=pipeline, port=port)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -4,44 +4,146 @@ Loss of the step = sum over trained tokens of token loss / weight_divisor; nothi
 gradients by the number of tokens that the loss function reports (calculate_per_token_loss), so the loss function hands
 over M x its share and its own m_i trained tokens; that the m_i of all ranks sum to M is checked before the optimizer
 moves.
+
+Rows are right-padded; position t predicts token t + 1, so token columns are shifted by one here. Which rank and
+microbatch a row goes to is a pure function of lengths, data-parallel size and the token limit, so that a checkpoint
+resumes on another layout, and a re-run sees the same sums in the same order.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from turnlog.processors.core.batches.rows import BatchRows
-from turnlog.trainer import hf_weights, mcore, sharded_state
+from turnlog.trainer import mcore
+from turnlog.trainer.checkpoint import load_state, save_state
 from turnlog.trainer.errors import BooksOff
-from turnlog.trainer.loss import Objective, scaled_logits
-from turnlog.trainer.microbatches import microbatches
 from turnlog.trainer.model import build_model, model_config
-from turnlog.trainer.padding import PaddedRows, padded
+from turnlog.trainer.plan import LearnerOptions, Objective, scaled_logits
 from turnlog.trainer.shape import ModelShape, as_dict
+from turnlog.trainer.weights import Tensors, export_weights, load_weights
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearnerOptions:
-    """How to learn; the same on every rank."""
+@dataclass(frozen=True, slots=True)
+class PaddedRows:
+    """b rows, s = longest length - 1 positions. Padding carries weight 0."""
 
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    microbatch_tokens: int = 8192
-    beta1: float = 0.9
-    beta2: float = 0.95
-    weight_decay: float = 0.0
-    clip_grad: float = 1.0
-    seed: int = 1234
-    dtype: str = "float32"
-    threads: int = 1
-    vocabulary_multiple: int = 1
+    inputs: torch.Tensor
+    """[b, s] int64"""
+    targets: torch.Tensor
+    """[b, s] int64, the token after each input"""
+    positions: torch.Tensor
+    """[b, s] int64"""
+    trained: torch.Tensor
+    """[b, s] bool"""
+    recorded: torch.Tensor
+    """[b, s] float32, the engine's log-prob of the target"""
+    advantages: torch.Tensor
+    """[b, s] float32"""
+    weights: torch.Tensor
+    """[b, s] float32, 1 / weight_divisor where trained"""
+    temperature: torch.Tensor
+    """[b] float32"""
+
+
+def padded(rows: BatchRows, microbatch: Microbatch, device: torch.device) -> PaddedRows:
+    """The rows of one microbatch. A trained first token, which nothing predicts, is left out; `step` then finds the
+    books off."""
+    if not microbatch:
+        return _stand_in(device)
+    index = np.asarray(microbatch)
+    starts, lengths = rows.starts[index], rows.lengths[index].astype(np.int64)
+    width = max(2, int(lengths.max()))
+    columns = np.arange(width)
+    real = columns < lengths[:, None]
+    at = np.where(real, starts[:, None] + columns, 0)
+
+    def table(values: np.ndarray[tuple[int, ...], np.dtype[np.generic]], dtype: torch.dtype) -> torch.Tensor:
+        return torch.from_numpy(np.where(real, values[at], values.dtype.type(0))).to(dtype)
+
+    trained = table(rows.trained, torch.bool)
+    tokens = table(rows.token_ids, torch.int64)
+    share = torch.from_numpy(1.0 / rows.weight_divisor[index]).to(torch.float32)
+    return PaddedRows(
+        inputs=tokens[:, :-1].contiguous().to(device),
+        targets=tokens[:, 1:].contiguous().to(device),
+        positions=torch.arange(width - 1).expand(len(microbatch), -1).contiguous().to(device),
+        trained=trained[:, 1:].to(device),
+        recorded=table(rows.logprobs, torch.float32)[:, 1:].to(device),
+        advantages=table(rows.advantages, torch.float32)[:, 1:].to(device),
+        weights=(trained[:, 1:] * share[:, None]).to(device),
+        temperature=torch.from_numpy(rows.temperature[index].astype(np.float32)).to(device),
+    )
+
+
+def _stand_in(device: torch.device) -> PaddedRows:
+    """One row of one position and weight 0."""
+    integers = torch.zeros((1, 1), dtype=torch.int64, device=device)
+    floats = torch.zeros((1, 1), dtype=torch.float32, device=device)
+    return PaddedRows(
+        inputs=integers,
+        targets=integers,
+        positions=integers,
+        trained=integers.bool(),
+        recorded=floats,
+        advantages=floats,
+        weights=floats,
+        temperature=torch.ones(1, device=device),
+    )
+
+
+Microbatch = tuple[int, ...]
+"""Row indices in ascending order; empty: a stand-in row of weight 0, so that every rank runs equally many."""
+
+
+def microbatches(lengths: Sequence[int], ranks: int, limit_tokens: int) -> tuple[tuple[Microbatch, ...], ...]:
+    """For each rank its microbatches, equally many for all.
+
+    Every row is in exactly one. A microbatch of several rows takes at most `limit_tokens` with rows padded to its
+    longest; a longer row goes alone. Ranks are balanced by tokens (longest processing time first, Graham 1969).
+    """
+    if ranks < 1 or limit_tokens < 1:
+        raise ValueError(f"ranks {ranks} and limit_tokens {limit_tokens} must be positive")
+    packed = [_packed(rows, lengths, limit_tokens) for rows in _dealt(lengths, ranks)]
+    count = max(1, *(len(one) for one in packed))
+    return tuple((*one, *((),) * (count - len(one))) for one in packed)
+
+
+def _longest_first(rows: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    return sorted(rows, key=lambda row: (-int(lengths[row]), row))
+
+
+def _dealt(lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Rows by rank: the longest first, each to the rank with the fewest tokens so far (then fewest rows)."""
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [(0, 0, rank) for rank in range(ranks)]
+    for row in _longest_first(range(len(lengths)), lengths):
+        tokens, rows, rank = min(loads)
+        dealt[rank].append(row)
+        loads[rank] = (tokens + int(lengths[row]), rows + 1, rank)
+    return dealt
+
+
+def _packed(rows: Sequence[int], lengths: Sequence[int], limit_tokens: int) -> list[Microbatch]:
+    """Neighbours in length share a microbatch, so that little of it is padding."""
+    packed: list[Microbatch] = []
+    current: list[int] = []
+    for row in _longest_first(rows, lengths):
+        if current and (len(current) + 1) * int(lengths[current[0]]) > limit_tokens:
+            packed.append(tuple(sorted(current)))
+            current = []
+        current.append(row)
+    if current:
+        packed.append(tuple(sorted(current)))
+    return packed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +180,7 @@ class Learner:
                 dtype=options.dtype,
             )
             self._model = build_model(shape, self._config, vocabulary_multiple=options.vocabulary_multiple)
-            hf_weights.load(self._model, weights, shape)
+            load_weights(self._model, weights, shape)
             distributed = mcore.DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
             self._ddp = mcore.DistributedDataParallel(self._config, distributed, self._model)
             self._optimizer = mcore.get_megatron_optimizer(self._optimizer_config(), [self._ddp])
@@ -110,17 +212,17 @@ class Learner:
         """What `step` would report, without moving anything; grad_norm is 0."""
         return self._run(rows, objective, forward_only=True).result(0.0, skipped=False)
 
-    def export(self) -> hf_weights.Tensors:
+    def export(self) -> Tensors:
         """The weights under Hugging Face names, on the CPU."""
-        return hf_weights.export(self._model, self.shape)
+        return export_weights(self._model, self.shape)
 
     def save(self, directory: Path, common: Mapping[str, Any]) -> None:
         """Weights, optimizer and `common` as one Megatron checkpoint in an existing empty folder."""
-        sharded_state.save(self._model, self._optimizer, directory, {**common, "shape": as_dict(self.shape)})
+        save_state(self._model, self._optimizer, directory, {**common, "shape": as_dict(self.shape)})
 
     def restore(self, directory: Path) -> None:
         """Become what `save` stored, whatever the layout then was. Raises CheckpointUnusable."""
-        sharded_state.load(self._model, self._optimizer, directory, as_dict(self.shape))
+        load_state(self._model, self._optimizer, directory, as_dict(self.shape))
 
     def _optimizer_config(self) -> Any:
         options = self._options

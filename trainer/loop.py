@@ -11,6 +11,10 @@ Order of effects, and why a kill at any instruction neither repeats nor skips a 
   4. Killed before the commit, the step is not on the log and the next incarnation takes the batch again. Killed after
      it, the batches since the last checkpoint are stepped again from the same weights under the next incarnation,
      whose records win. With the same layout and threads on CPU their losses are the same bits.
+
+Which incarnation this is and which version comes next stands in weight-versions, since each publishes the weights that
+it starts from before its first step. It is read after the fence: by then nothing of the last owner can still appear.
+`rerun` trains again over the manifests of a run and publishes nothing: its losses must be those of train-steps.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import functools
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -31,24 +36,109 @@ import numpy as np
 from prometheus_client import Counter, Gauge
 
 from turnlog.infra import books_metric
+from turnlog.infra.batch_files import CorruptBatch, read_rows
+from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs, StoreUnavailable
+from turnlog.infra.event_log import EventLog
 from turnlog.infra.fence import check_owner
-from turnlog.infra.log import Transactor
-from turnlog.infra.role import Role
+from turnlog.infra.log import Log, Partition, Reader, Transactor
+from turnlog.infra.role import Role, opened
 from turnlog.names import ConsumerGroup, TransactionalId
-from turnlog.processors.core.batches.rows import BatchRows
+from turnlog.processors.core.batches.rows import BatchRows, rows_sha256
 from turnlog.processors.core.batches.weight_chain import WeightChain
 from turnlog.schemas.events import BatchSkipped, Event, SampleBatchFormed, StepCompleted, WeightVersionPublished
 from turnlog.schemas.ids import digest
+from turnlog.schemas.topics import BATCHES, WEIGHTS
+from turnlog.settings import Settings
 from turnlog.trainer import launch
-from turnlog.trainer.checkpoint import Checkpoints, Cursor, cursor_values
-from turnlog.trainer.incarnation import read_past
+from turnlog.trainer.checkpoint import Checkpoints, Cursor, cursor_values, read_common
+from turnlog.trainer.errors import BatchGap
+from turnlog.trainer.launch import Ranks, ranks
 from turnlog.trainer.learner import StepResult
-from turnlog.trainer.manifests import PARTITION, Manifests, fetch_rows
 from turnlog.trainer.plan import LearningPlan, learning_plan
-from turnlog.trainer.ranks import Ranks
-from turnlog.trainer.sharded_state import read_common
 from turnlog.trainer.tiny_policy import initial_weights
 from turnlog.trainer.weights import published, upload
+
+VERSIONS = Partition(WEIGHTS.name, 0)
+
+
+async def read_past(log: Log, events: EventLog, run_id: str) -> WeightChain:
+    """What the incarnations before published. Call after entering the transactor."""
+    start = (await log.start_offsets([VERSIONS]))[VERSIONS]
+    end = (await log.end_offsets([VERSIONS]))[VERSIONS]
+    past = WeightChain()
+    async with log.reader() as reader:
+        reader.assign({VERSIONS: start})
+        while reader.position(VERSIONS) < end:
+            for record in await reader.poll():
+                event = await events.decode(record)
+                if isinstance(event, WeightVersionPublished) and event.run_id == run_id:
+                    past.apply(event)
+    return past
+
+
+PARTITION = Partition(BATCHES.name, 0)
+RETRY_S = (0.1, 0.5, 2.0, 5.0)
+
+Manifest = SampleBatchFormed | BatchSkipped
+
+
+class Manifests:
+    """Manifests of one run, in order of batch_index, without gaps or repeats."""
+
+    def __init__(self, reader: Reader, events: EventLog, run_id: str, cursor: Cursor, *, start: int) -> None:
+        """`start`: first offset of the topic, for a cursor that has none."""
+        self._reader, self._events, self._run_id = reader, events, run_id
+        self._next = cursor.next_batch
+        self._waiting: deque[tuple[Manifest, int]] = deque()
+        reader.assign({PARTITION: start if cursor.offset is None else cursor.offset})
+
+    async def next(self, *, timeout_s: float) -> tuple[Manifest, int] | None:
+        """The next manifest and the offset behind it; None when there is none yet. Raises BatchGap."""
+        if not self._waiting:
+            for record in await self._reader.poll(max_records=16, timeout_s=timeout_s):
+                event = await self._events.decode(record)
+                if isinstance(event, SampleBatchFormed | BatchSkipped) and event.run_id == self._run_id:
+                    self._waiting.append((event, record.offset + 1))
+        while self._waiting:
+            manifest, offset = self._waiting.popleft()
+            if manifest.batch_index > self._next:
+                raise BatchGap(
+                    f"{BATCHES.name}@{offset - 1} holds batch {manifest.batch_index}, the next one is {self._next}"
+                )
+            if manifest.batch_index == self._next:
+                self._next += 1
+                return manifest, offset
+        return None
+
+
+async def fetch_rows(manifest: SampleBatchFormed, blobs: Blobs) -> BatchRows:
+    """The batch's rows, checked. Raises CorruptBatch, BlobMissing, StoreUnavailable (after retries)."""
+    rows = read_rows(await _fetched(manifest, blobs))
+    where = f"batch {manifest.batch_index} (object {manifest.file.sha256})"
+    found = rows_sha256(rows)
+    if found != manifest.rows_sha256:
+        raise CorruptBatch(f"{where}: rows hash to {found}, the manifest says {manifest.rows_sha256}")
+    trained = int(rows.trained.sum())
+    if len(rows) != len(manifest.samples) or trained != manifest.trained_tokens:
+        raise CorruptBatch(
+            f"{where}: {len(rows)} rows with {trained} trained tokens, the manifest counts {len(manifest.samples)} "
+            f"with {manifest.trained_tokens}"
+        )
+    if bool(np.any(rows.trained[rows.starts])) or bool(np.any(rows.weight_divisor <= 0)):
+        raise CorruptBatch(f"{where}: a row trains its first token or has no weight")
+    return rows
+
+
+async def _fetched(manifest: SampleBatchFormed, blobs: Blobs) -> bytes:
+    for pause in RETRY_S:
+        try:
+            return await blobs.get(manifest.file)
+        except BlobCorrupt as error:
+            raise CorruptBatch(f"batch {manifest.batch_index}: {error}") from error
+        except (BlobMissing, StoreUnavailable):
+            await asyncio.sleep(pause)
+    return await blobs.get(manifest.file)
+
 
 log = logging.getLogger(__name__)
 STEPS = Counter("turnlog_trainer_steps", "Optimizer steps")
@@ -325,3 +415,44 @@ def _mean_reward(rows: BatchRows) -> float:
     """Over trajectories: each session counts once, however many segments it has."""
     _, first = np.unique(np.asarray(rows.session_ids), return_index=True)
     return float(rows.rewards[first].mean()) if len(first) else 0.0
+
+
+def rerun(settings: Settings, checkpoint: Path | None, until: int) -> list[float]:
+    """Losses of the batches from the checkpoint's cursor (None: batch 0, from the model folder) up to, not including,
+    batch_index `until`, or to the end of sample-batches.
+
+    Not from within an event loop or a process that trains. Raises CheckpointUnusable, CorruptBatch, BatchGap.
+    """
+
+    async def run() -> list[float]:
+        async with opened("rerun", settings) as role:
+            with ranks(learning_plan(settings)) as everyone:
+                return await _losses(role, everyone, checkpoint, until)
+
+    return asyncio.run(run())
+
+
+async def _losses(role: Role, everyone: Ranks, checkpoint: Path | None, until: int) -> list[float]:
+    plan = learning_plan(role.settings)
+    cursor = Cursor()
+    if checkpoint is not None:
+        cursor = Cursor(**read_common(checkpoint)["cursor"])
+        everyone.restore(checkpoint)
+    start = (await role.log.start_offsets([PARTITION]))[PARTITION]
+    end = (await role.log.end_offsets([PARTITION]))[PARTITION]
+    losses: list[float] = []
+    async with role.log.reader() as reader:
+        manifests = Manifests(reader, role.events, role.settings.run.id, cursor, start=start)
+        while True:
+            found = await manifests.next(timeout_s=0.2)
+            if found is None and reader.position(PARTITION) >= end:
+                return losses
+            if found is None:
+                continue
+            manifest, _ = found
+            if manifest.batch_index >= until:
+                return losses
+            if isinstance(manifest, SampleBatchFormed):
+                rows = await fetch_rows(manifest, role.blobs)
+                rate = plan.learning_rate(cursor.step + len(losses))
+                losses.append(everyone.step(rows, plan.objective, rate).loss)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from turnlog.trainer import adam, megatron_cpu
+from turnlog.trainer import megatron_cpu
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it says at import that TransformerEngine and apex are absent
@@ -34,7 +34,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer.module import Float16Module, MegatronModule
 
     ON_CPU = megatron_cpu.enable()
-    adam.install()
+    megatron_cpu.install()
 
 DEVICE = torch.device("cpu") if ON_CPU else torch.device("cuda", torch.cuda.current_device())
 BACKEND = "gloo" if ON_CPU else "nccl"

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 
 from turnlog.processors.core.batches.rows import BatchRows
-from turnlog.trainer.hf_weights import Tensors, expected_shapes
-from turnlog.trainer.model_folder import write_folder
 from turnlog.trainer.shape import ModelShape
+from turnlog.trainer.weights import Tensors, expected_shapes, write_folder
 
 ROWS_PER_STEP = 32
 RAMP_STEPS = 30
@@ -61,9 +60,9 @@ def warm_start(
 
     The rate rises over 30 steps and falls linearly to 5 %.
     """
-    from turnlog.trainer.learner import Learner, LearnerOptions
-    from turnlog.trainer.loss import imitation
-    from turnlog.trainer.process_group import process_group
+    from turnlog.trainer.launch import process_group
+    from turnlog.trainer.learner import Learner
+    from turnlog.trainer.plan import LearnerOptions, imitation
 
     torch.set_num_threads(threads)
     with process_group():

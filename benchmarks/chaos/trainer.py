@@ -27,8 +27,8 @@ from turnlog.infra.role import Role, opened
 from turnlog.schemas.events import Event, StepCompleted, WeightVersionPublished
 from turnlog.schemas.topics import STEPS, WEIGHTS
 from turnlog.settings import Settings
-from turnlog.trainer.rerun import rerun
-from turnlog.trainer.synthetic import append_batches, synthetic_model
+from turnlog.trainer.loop import rerun
+from turnlog.trainer.reference import append_batches, synthetic_model
 
 STEPS_PER_KILL = 12
 CHECKPOINT_EVERY = 5

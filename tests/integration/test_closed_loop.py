@@ -143,7 +143,7 @@ def test_a_rerun_from_the_first_checkpoint_gives_the_same_losses_bit_for_bit(loo
     logged = [step.loss for step in newest_incarnations(loop.steps())]
     program = (
         "import json, sys; from pathlib import Path; from turnlog.settings import load\n"
-        "from turnlog.trainer.rerun import rerun\n"
+        "from turnlog.trainer.loop import rerun\n"
         "print(json.dumps(rerun(load(Path(sys.argv[1]), {}), None, int(sys.argv[2]))))"
     )
     command = [sys.executable, "-W", "ignore", "-c", program, str(loop.kept), str(DRAWS)]

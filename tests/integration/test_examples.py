@@ -28,7 +28,7 @@ from turnlog.schemas.events import Event, RewardAssigned, SandboxSpec, SessionSt
 from turnlog.schemas.ids import call_id, digest, turn_event_id
 from turnlog.schemas.topics import TOPIC_OF
 from turnlog.settings import FoldSettings, Settings
-from turnlog.trainer.synthetic import append_batches
+from turnlog.trainer.reference import append_batches
 
 pytestmark = pytest.mark.kafka
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -22,8 +22,7 @@ from turnlog.schemas.events.weights import WeightFile
 from turnlog.schemas.topics import ENGINES
 from turnlog.settings import Settings
 from turnlog.trainer.checkpoint import Cursor
-from turnlog.trainer.model_folder import read_weights
-from turnlog.trainer.weights import published, upload
+from turnlog.trainer.weights import published, read_weights, upload
 
 pytestmark = [pytest.mark.kafka, pytest.mark.engine]
 PROMPT = [5, 6, 7, 8, 9]
@@ -31,10 +30,11 @@ SCORE = """
 import json, sys
 import numpy as np
 from pathlib import Path
-from turnlog.trainer.learner import Learner, LearnerOptions
-from turnlog.trainer.loss import PolicyGradient
-from turnlog.trainer.model_folder import read_weights
-from turnlog.trainer.process_group import process_group
+from turnlog.trainer.learner import Learner
+from turnlog.trainer.plan import LearnerOptions
+from turnlog.trainer.plan import PolicyGradient
+from turnlog.trainer.weights import read_weights
+from turnlog.trainer.launch import process_group
 from turnlog.trainer.shape import read_shape
 from turnlog.trainer.warm_start import demonstration_rows
 import dataclasses

@@ -18,8 +18,8 @@ from turnlog.infra.role import Role, opened
 from turnlog.schemas.events import BatchSkipped, Event, StepCompleted, WeightVersionPublished
 from turnlog.schemas.topics import STEPS, WEIGHTS
 from turnlog.settings import Settings
-from turnlog.trainer.rerun import rerun
-from turnlog.trainer.synthetic import append_batches, synthetic_manifest, synthetic_model, synthetic_rows
+from turnlog.trainer.loop import rerun
+from turnlog.trainer.reference import append_batches, synthetic_manifest, synthetic_model, synthetic_rows
 
 pytestmark = pytest.mark.kafka
 ROLE = """

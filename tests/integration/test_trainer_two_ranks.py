@@ -14,7 +14,7 @@ import pytest
 async def test_loss_and_gradient_norm_are_those_of_the_reference(tensor: int, pipeline: int) -> None:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("-m", "turnlog.trainer.compare", str(tensor), str(pipeline), "4"),
+        *("-m", "turnlog.trainer.reference", str(tensor), str(pipeline), "4"),
         stdout=subprocess.PIPE,
     )
     output, _ = await process.communicate()

@@ -23,7 +23,6 @@ LONGEST, CROWDED = 700, 14
 """Lines of a module, modules of a package; 500 and 12 are the aim."""
 STILL_CROWDED = {
     "consumers/datasets": 20, "consumers/replay": 17, "infra": 46, "infra/embedded": 18, "producers/gateway": 26,
-    "trainer": 31,
 }  # fmt: skip
 """Package -> modules of today. Nothing is added here."""
 STILL_CIRCLES = {

@@ -12,12 +12,11 @@ import sys
 import psutil
 import pytest
 
-from turnlog.trainer.heartbeats import BEAT_S, beating, heard
-from turnlog.trainer.process_group import meeting_place
+from turnlog.trainer.launch import BEAT_S, beating, heard, meeting_place
 
 RANK = """
 import sys, time
-from turnlog.trainer.heartbeats import beating
+from turnlog.trainer.launch import beating
 with beating("127.0.0.1", int(sys.argv[1]), 2):
     time.sleep(600)
 """

@@ -12,15 +12,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
-from turnlog.trainer import hf_weights, mcore, reference
+from turnlog.trainer import mcore, reference, weights
+from turnlog.trainer.checkpoint import read_common
 from turnlog.trainer.errors import BooksOff, CheckpointUnusable, UnsupportedModel, WeightsMismatch
-from turnlog.trainer.learner import Learner, LearnerOptions
-from turnlog.trainer.loss import PolicyGradient, imitation
+from turnlog.trainer.launch import process_group
+from turnlog.trainer.learner import Learner
 from turnlog.trainer.model import build_model, model_config
-from turnlog.trainer.process_group import process_group
+from turnlog.trainer.plan import LearnerOptions, PolicyGradient, imitation
+from turnlog.trainer.reference import synthetic_rows
 from turnlog.trainer.shape import TINY, ModelShape, read_shape
-from turnlog.trainer.sharded_state import read_common
-from turnlog.trainer.synthetic import synthetic_rows
 from turnlog.trainer.warm_start import random_weights
 
 OBJECTIVE = PolicyGradient(0.2, 0.2)
@@ -67,14 +67,14 @@ def test_logits_are_those_of_transformers_and_weights_come_back_exactly(tmp_path
     with mcore.quiet(), torch.no_grad():
         config = model_config(shape, tensor_parallel=1, pipeline_parallel=1, dtype="float32")
         megatron = build_model(shape, config, vocabulary_multiple=16)
-        hf_weights.load(megatron, state, shape)
+        weights.load_weights(megatron, state, shape)
         logits = megatron(tokens, torch.arange(40).expand(3, -1), None)
         wanted = model(tokens).logits
     assert logits.shape[-1] == 96
     torch.testing.assert_close(logits[..., :83], wanted, rtol=0, atol=1e-5)
-    exported = hf_weights.export(megatron, shape)
+    exported = weights.export_weights(megatron, shape)
     assert all(torch.equal(tensor, state[name]) for name, tensor in exported.items())
-    assert exported.keys() == hf_weights.expected_shapes(shape).keys()
+    assert exported.keys() == weights.expected_shapes(shape).keys()
 
 
 def test_steps_are_those_of_transformers_and_adamw() -> None:

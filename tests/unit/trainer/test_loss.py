@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from turnlog.trainer.loss import PolicyGradient, imitation, scaled_logits
+from turnlog.trainer.plan import PolicyGradient, imitation, scaled_logits
 
 CLIP = PolicyGradient(0.2, 0.3)
 

@@ -17,8 +17,8 @@ from turnlog.schemas.events import SampleBatchFormed
 from turnlog.settings import Settings
 from turnlog.trainer.checkpoint import Cursor
 from turnlog.trainer.errors import BatchGap
-from turnlog.trainer.manifests import Manifests, fetch_rows
-from turnlog.trainer.synthetic import append_batches, synthetic_manifest, synthetic_rows
+from turnlog.trainer.loop import Manifests, fetch_rows
+from turnlog.trainer.reference import append_batches, synthetic_manifest, synthetic_rows
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from turnlog.trainer.model_folder import read_weights, weight_files, write_folder
+from turnlog.trainer.reference import synthetic_model
 from turnlog.trainer.shape import TINY, read_shape
-from turnlog.trainer.synthetic import synthetic_model
 from turnlog.trainer.warm_start import demonstration_rows, make_base, random_weights, warm_start
+from turnlog.trainer.weights import read_weights, weight_files, write_folder
 
 DEMONSTRATIONS = [([1, 5, 6, 7, 8, 2], [0, 0, 1, 1, 1, 1]), ([1, 9, 8, 7, 2], [0, 0, 1, 1, 1])]
 
