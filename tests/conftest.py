@@ -22,6 +22,7 @@ from typing import TextIO
 from uuid import uuid4
 
 import httpx
+import hypothesis
 import pytest
 
 from turnlog.infra.embedded.broker import Broker
@@ -67,6 +68,10 @@ def pytest_configure(config: pytest.Config) -> None:
     temporary.mkdir()
     own.chmod(0o711)
     temporary.chmod(0o1777)
+    hypothesis.settings.register_profile(
+        "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("any machine")  # how long an example takes says who else is at work here
     config.option.basetemp = config.option.basetemp or str(own / "pytest")
     os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
 

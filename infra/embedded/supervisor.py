@@ -20,8 +20,6 @@ from turnlog.infra.embedded.liveness import Silence
 from turnlog.infra.embedded.process import CLEAN_EXITS, Child, Launch
 
 log = logging.getLogger(__name__)
-QUICK_S = 10.0
-"""A child that was ready for less counts as a quick death."""
 FIRST_BACKOFF_S = 0.25
 LONGEST_BACKOFF_S = 8.0
 PROBE_EVERY_S = 0.1
@@ -53,6 +51,8 @@ class Member:
     """When it fails, everything ends."""
     deaths: int = 5
     """Quick deaths in a row before it has failed."""
+    quick_s: float = 10.0
+    """A death is quick when the child was ready for less, or never. Any other says nothing against its next start."""
     tier: int = 0
     """Higher tiers are stopped first."""
     must_be_ready: bool = True
@@ -137,8 +137,8 @@ class Supervisor:
                 watched.error = death
             log.warning("%s", str(watched.error).partition("\n")[0])
             counts = not isinstance(watched.error, LacksServer)
-            if time.monotonic() - watched.ready_at > QUICK_S:
-                quick, backoff_s = int(counts), FIRST_BACKOFF_S
+            if time.monotonic() - watched.ready_at > watched.member.quick_s:
+                quick, backoff_s = 0, FIRST_BACKOFF_S
             else:
                 quick, backoff_s = quick + counts, min(2 * backoff_s, LONGEST_BACKOFF_S)
             if quick >= watched.member.deaths:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from turnlog.infra.embedded.errors import BrokerDied, Hung, LacksServer, NotReady
@@ -102,6 +103,29 @@ async def test_a_role_that_dies_again_and_again_fails_and_the_others_go_on(tmp_p
         good = supervisor.watched["good"].child
         assert good is not None
         assert good.returncode is None
+
+
+async def test_one_quick_death_after_a_long_life_is_the_first(tmp_path: Path) -> None:
+    """The life that was long ended by no fault of the start; the next start fails once."""
+    lives, working = tmp_path / "lives", tmp_path / "working"
+    code = (
+        f"import os, time\nwith open({str(lives)!r}, 'a+') as file:\n"
+        "    file.write('x')\n    file.seek(0)\n    lives = len(file.read())\n"
+        "if lives == 2: os._exit(1)\n"
+        f"with open({str(working)!r}, 'w') as file: file.write(str(os.getpid()))\n"
+        "time.sleep(600)\n"
+    )
+
+    def ready() -> bool:
+        return working.exists() and psutil.pid_exists(int(working.read_text() or "0"))
+
+    async with _running(_member(tmp_path, "role", code, ready=ready, deaths=2, quick_s=0.0)) as (supervisor, seen):
+        await _until(seen, ("role", State.READY))
+        first = supervisor.watched["role"].child
+        assert first is not None
+        os.kill(first.pid, signal.SIGKILL)
+        order = await _until(seen, ("role", State.READY))
+        assert order.count(("role", State.RESTARTING)) == 2
 
 
 async def test_when_an_essential_member_fails_everything_ends_with_its_error(tmp_path: Path) -> None:
