@@ -12,16 +12,13 @@ import logging
 from turnlog.infra.offered_tools import versions
 from turnlog.infra.recipes import Recipe, first_workspace, sandbox_tools
 from turnlog.infra.sandbox_root import RootError, root_sha256
-from turnlog.sandbox_settings import EgressSettings
+from turnlog.sandbox_settings import LOCAL, EgressSettings
 from turnlog.schemas.events import SandboxSpec
 from turnlog.schemas.events.sessions import Environment
 from turnlog.schemas.ids import environment_digest
 from turnlog.settings import Settings
 
 log = logging.getLogger(__name__)
-LOCAL = ("bubblewrap", "subprocess")
-"""Backends whose sandboxes see a root that this machine can hash; the others' calls name theirs in environment_sha256
-of ToolCallStarted."""
 
 
 class Environments:
@@ -52,7 +49,7 @@ class Environments:
 
     async def _root(self, name: str, spec: SandboxSpec) -> str | None:
         if spec.backend not in LOCAL:
-            return None
+            return None  # its calls name their root in environment_sha256 of ToolCallStarted
         try:
             return await asyncio.to_thread(root_sha256, self._settings.sandbox.image_folder, spec.image)
         except (RootError, OSError) as error:  # the image may be on the sandbox workers' machines alone

@@ -17,7 +17,7 @@ from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.role import Role, opened
 from turnlog.infra.terminal import Terminal, aside, say_json
 from turnlog.names import ExitStatus
-from turnlog.sandbox_settings import Interception
+from turnlog.sandbox_settings import LOCAL, Interception
 from turnlog.sandbox_workers import answers
 from turnlog.sandbox_workers.console.recorded import (
     BadPattern,
@@ -29,7 +29,7 @@ from turnlog.sandbox_workers.console.recorded import (
 )
 from turnlog.sandbox_workers.egress import Egress
 from turnlog.sandbox_workers.plans import EnvironmentDigests, Plan, Planner
-from turnlog.sandbox_workers.pooling import LOCAL, Pools
+from turnlog.sandbox_workers.pooling import Pools
 from turnlog.sandbox_workers.pooling.pool import Lease
 from turnlog.sandbox_workers.protocol import Execution, FileRefused, Kind, SandboxError
 from turnlog.sandbox_workers.tools import Refusal, tools

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from turnlog.sandbox_settings import SandboxSettings
+from turnlog.sandbox_settings import LOCAL, SandboxSettings
 from turnlog.sandbox_workers.pooling.pool import Pool
 from turnlog.sandbox_workers.protocol import BackendUnavailable, ImageMissing, Provider, SandboxUnavailable, Shape
 
@@ -28,8 +28,6 @@ CLASSES = {
     "e2b": ("turnlog.sandbox_workers.backends.e2b", "E2b"),
 }
 """Backend -> where its class is; imported when it is asked for."""
-LOCAL = ("bubblewrap", "subprocess")
-"""Either serves calls that ask for either: which of them is the operator's decision."""
 COSTLY = frozenset({"e2b"})
 """Sandboxes that are paid for by the second: none is started before a call needs it."""
 

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from msgspec import Meta
 
 from turnlog.setting_types import Amount, Bytes, Count, Seconds
 
 Interception = Literal["intercept", "tunnel", "refuse"]
+Local = Literal["bubblewrap", "subprocess"]
+LOCAL: tuple[str, ...] = get_args(Local)
+"""Backends of this machine, whose sandboxes see a root that it can hash. Either serves calls that ask for either: the
+operator decides which."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSettings:
     """[sandbox] Tool execution."""
 
-    backend: Literal["bubblewrap", "subprocess"] = "bubblewrap"
+    backend: Local = "bubblewrap"
     """Of this machine; serves calls that ask for either."""
     allow_unisolated: bool = False
     """Where bubblewrap cannot start, run tools as plain processes that see this machine's files, processes and network;
