@@ -15,7 +15,7 @@ from typing import Any
 
 from aiokafka import AIOKafkaProducer
 
-from turnlog.infra.log import Partition
+from turnlog.infra.log import Headers, Partition
 from turnlog.infra.murmur2 import partition_of
 from turnlog.infra.role import Role
 from turnlog.schemas.events import Event
@@ -58,15 +58,20 @@ class Bulk:
         key = topic.key_of(event)
         count = 1 if topic.partitions == "one" else getattr(kafka, topic.partitions)
         place = Partition(topic.name, 0 if count == 1 else partition_of_key(key, count))
-        offset = self.ends.get(place, 0)
         events = self.role.events
-        record = {"timestamp": None, "key": key, "value": events.codec.encode(event), "headers": events.headers(event)}
+        offset = self.add_raw(place, key, events.codec.encode(event), events.headers(event))
+        return Placed(place.topic, place.number, offset, key)
+
+    def add_raw(self, place: Partition, key: bytes, value: bytes, headers: Headers = ()) -> int:
+        """A record as it stands; its offset."""
+        offset = self.ends.get(place, 0)
+        record = {"timestamp": None, "key": key, "value": value, "headers": list(headers)}
         batch, _ = self._open.get(place) or self._begun(place, offset)
         if batch.append(**record) is None:  # it is full
             self._full.append((place, *self._open[place]))
             self._begun(place, offset)[0].append(**record)
         self.ends[place] = offset + 1
-        return Placed(place.topic, place.number, offset, key)
+        return offset
 
     def add_all(self, events: Iterable[Event]) -> list[tuple[Event, Placed]]:
         """In this order."""

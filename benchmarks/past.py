@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from bulk import Bulk, Placed, bulk
 
-from turnlog.infra.log import Commit, Partition
+from turnlog.infra.log import Commit, Partition, TopicSpec
 from turnlog.infra.murmur2 import partition_of
 from turnlog.infra.role import Role
 from turnlog.infra.runs import Configured, configuration
+from turnlog.names import ConsumerGroup
 from turnlog.processors.core.fold.low_water import Done, Marks, encode_marks
 from turnlog.processors.core.fold.unit import UnitFold
 from turnlog.processors.core.fold_versions import INPUTS
@@ -27,6 +28,7 @@ from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.processors.runtime.assembler import assembler_plan
 from turnlog.processors.runtime.examples import GroupName, SessionStory, Shape
 from turnlog.processors.runtime.restoring import Plan
+from turnlog.processors.runtime.views import view
 from turnlog.schemas import ids, topics
 from turnlog.schemas.events import (
     BatchSample,
@@ -54,7 +56,7 @@ from turnlog.schemas.events import (
     Weighting,
     WeightVersionPublished,
 )
-from turnlog.schemas.topics import TOPIC_OF
+from turnlog.schemas.topics import TOPIC_OF, Topic
 from turnlog.schemas.types import BlobRef
 from turnlog.settings import Settings
 
@@ -63,6 +65,7 @@ GROUP, PROMPTS = 8, 8
 SESSIONS_PER_DRAW = GROUP * PROMPTS
 SHAPE = Shape(delta=12, output=8)
 ENGINE = "engine-0"
+TABLES = {topics.SESSIONS.name: "sessions", topics.STEPS.name: "steps", topics.WEIGHTS.name: "versions"}
 DRAWS_AT_ONCE = 16
 """Sent together: about 12,000 records."""
 
@@ -97,7 +100,13 @@ class Past:
 
     async def append(self, sessions: int) -> None:
         """Whole draws, until there are so many sessions; then the commits of every role."""
+        kafka = self.settings.kafka
+        counts = {topics.SESSIONS: kafka.groups, topics.STEPS: 1, topics.WEIGHTS: 1}
+        specs = [TopicSpec(self._changelog(topic), count, 1, {"cleanup.policy": "compact"})
+                 for topic, count in counts.items()]  # fmt: skip
+        await self.role.log.create_topics(specs)
         async with bulk(self.role, self._ends) as appending:
+            self._viewed(appending, self.weights, 0)
             while self.draws * SESSIONS_PER_DRAW < sessions:
                 self._draw(appending)
                 if self.draws % DRAWS_AT_ONCE == 0:
@@ -155,15 +164,32 @@ class Past:
         appending.add_all(event for number in numbers for event in self.asked(number))
         appending.add_all(event for number in numbers for event in called(self.settings, number))
         inputs = [event for number in numbers for event in self.group(number, self.draws)]
-        outputs = [output for event, at in appending.add_all(inputs) for output in self._folded(event, at)]
+        outputs = []
+        for event, at in appending.add_all(inputs):
+            outputs += self._folded(event, at)
+            self._viewed(appending, event, at.partition)
         samples = []
         self.scores = [event for event in outputs if isinstance(event, GroupScored)]
         for event, at in appending.add_all(outputs):
             self._note(event, at)
             if isinstance(event, SegmentSample):
                 samples.append((event, at))
-        self.manifest_at = appending.add_all(self._trained(samples))[0][1].offset
+        trained = appending.add_all(self._trained(samples))
+        self.manifest_at = trained[0][1].offset
+        for event, at in trained:
+            self._viewed(appending, event, at.partition)
         self.draws += 1
+
+    def _viewed(self, appending: Bulk, event: Event, partition: int) -> None:
+        """What the live views would have written into the changelogs of their tables."""
+        if (update := view(event)) is not None:
+            key, value = (json.dumps(each).encode() for each in update)
+            appending.add_raw(Partition(self._changelog(TOPIC_OF[type(event).__name__]), partition), key, value)
+
+    def _changelog(self, topic: Topic) -> str:
+        """Of the table that the live views make of the topic."""
+        group = ConsumerGroup.VIEWS.format(run=self.settings.run.id)
+        return f"{group}-{TABLES[topic.name]}-changelog"
 
     def _folded(self, event: Event, at: Placed) -> list[Event]:
         fold = self._units[at.partition]
@@ -205,6 +231,9 @@ class Past:
             end = self._ends.get(results, 0)
             commits[f"{run_id}.runner"] |= {tasks: Commit(self._ends.get(tasks, 0)), results: Commit(end)}
             commits[f"{run_id}.sandbox"] |= {calls: Commit(self._ends.get(calls, 0), json.dumps({"results": end}))}
+        seen = [Partition(topics.SESSIONS.name, number) for number in range(kafka.groups)]
+        seen += [Partition(topics.STEPS.name, 0), Partition(topics.WEIGHTS.name, 0)]
+        commits[ConsumerGroup.VIEWS.format(run=run_id)] = {place: Commit(self._ends.get(place, 0)) for place in seen}
         async with self.role.log.transactor(f"{run_id}.past") as transactor:
             for group, places in commits.items():
                 await transactor.begin()
