@@ -33,7 +33,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def moe_url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of an SGLang that serves it and returns routed experts."""
-    settings = EngineSettings(extra_args=("--enable-return-routed-experts",))
+    settings = EngineSettings(extra_args=("--enable-return-routed-experts", "--weight-version", "0"))
     with Engine(model_folder, settings, log=tmp_path_factory.mktemp("engine") / "engine.log") as engine:
         yield engine.url
 

@@ -33,7 +33,8 @@ def vision_url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     """URL of an SGLang that serves it."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("TORCHDYNAMO_DISABLE", "1")  # it would compile C++ for a minute at its first image
-        with Engine(model_folder, EngineSettings(), log=tmp_path_factory.mktemp("engine") / "engine.log") as engine:
+        settings = EngineSettings(extra_args=("--weight-version", "0"))
+        with Engine(model_folder, settings, log=tmp_path_factory.mktemp("engine") / "engine.log") as engine:
             yield engine.url
 
 
