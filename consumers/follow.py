@@ -52,7 +52,6 @@ class Events:
     """An async iterator of decoded events. Several may share a group: each then gets whole partitions of the topics."""
 
     def __init__(self, client: Log, events: EventLog, *, topics: Sequence[str], group: str, commit_s: float) -> None:
-        """See `follow_on`."""
         self.record: Record | None = None
         """Where the event in hand stands: offset, timestamp, headers."""
         self.undecodable = 0

@@ -63,7 +63,6 @@ class ArchiveLog:
         """Nothing to release: the store belongs to who opened it."""
 
     async def topics(self) -> dict[str, TopicSpec]:
-        """See Log."""
         return {name: TopicSpec(name, count, 1, {}) for name, count in self.index.topics.items()}
 
     @asynccontextmanager
@@ -72,7 +71,6 @@ class ArchiveLog:
         yield ArchiveReader(self)
 
     async def start_offsets(self, partitions: Sequence[Partition]) -> dict[Partition, int]:
-        """See Log."""
         return {place: (self.spans(place) or [Span(0, 0)])[0].start for place in partitions}
 
     async def end_offsets(self, partitions: Sequence[Partition], *, committed: bool = True) -> dict[Partition, int]:
@@ -155,7 +153,6 @@ class ArchiveReader:
         self._turn = 0
 
     def assign(self, starts: Mapping[Partition, int]) -> None:
-        """See Reader."""
         self._places = {place: _Place(offset) for place, offset in starts.items()}
 
     def seek(self, partition: Partition, offset: int) -> None:
@@ -165,7 +162,6 @@ class ArchiveReader:
         self._places[partition] = _Place(offset)
 
     def position(self, partition: Partition) -> int:
-        """See Reader."""
         return self._places[partition].position
 
     async def poll(self, *, max_records: int = 500, timeout_s: float = 0.1) -> list[Record]:
@@ -241,7 +237,6 @@ class ArchiveRegistry:
             raise ReadOnlyArchive(f"{subject}: the archive holds no such schema and takes none") from None
 
     async def schema(self, schema_id: int) -> Mapping[str, Any]:
-        """See Registry."""
         return self._schemas[schema_id]
 
     async def close(self) -> None:

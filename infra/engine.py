@@ -117,7 +117,6 @@ class SGLang:
         self._session: aiohttp.ClientSession | None = None
 
     async def generate(self, request: Generate, *, stream: bool, timeout_s: float) -> AsyncIterator[Piece]:
-        """See Engine."""
         body = orjson.dumps(_body(request, stream))
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=timeout_s)
         try:
@@ -148,7 +147,6 @@ class SGLang:
             raise EngineDead(f"{self.url}: {type(error).__name__} {error}".rstrip()) from error
 
     async def close(self) -> None:
-        """See Engine."""
         if self._session is not None:
             await self._session.close()
 

@@ -70,27 +70,22 @@ class SGLangControl:
         self._http = httpx.AsyncClient(base_url=self.url, timeout=QUICK_S, trust_env=False)
 
     async def model_info(self) -> ModelInfo:
-        """See EngineControl."""
         info = await self._call("GET", "/model_info", None, QUICK_S)
         return ModelInfo(str(info.get("weight_version")), str(info.get("model_path")))
 
     async def pause(self) -> None:
-        """See EngineControl."""
         await self._call("POST", "/pause_generation", {"mode": "retract"}, QUICK_S)
 
     async def load(self, folder: Path, version: int, *, timeout_s: float) -> None:
-        """See EngineControl."""
         body = {"model_path": str(folder), "weight_version": str(version)}
         answer = await self._call("POST", "/update_weights_from_disk", body, timeout_s)
         if not answer.get("success"):
             raise EngineRefused(f"{self.url}: {answer.get('message')}")
 
     async def resume(self) -> None:
-        """See EngineControl."""
         await self._call("POST", "/continue_generation", {}, QUICK_S)
 
     async def close(self) -> None:
-        """See EngineControl."""
         await self._http.aclose()
 
     async def _call(self, method: str, path: str, body: object, timeout_s: float) -> dict[str, Any]:

@@ -112,7 +112,6 @@ class KafkaLog:
 
     @asynccontextmanager
     async def transactor(self, transactional_id: str) -> AsyncIterator[Transactor]:
-        """See Log."""
         async with producing(self._connection, transactional_id) as producer:
             transactor = KafkaTransactor(self._connection, producer, self._known, transactional_id)
             try:
@@ -122,7 +121,6 @@ class KafkaLog:
 
     @asynccontextmanager
     async def reader(self, *, patient: bool = False) -> AsyncIterator[Reader]:
-        """See Log."""
         async with consuming(self._connection, patient=patient) as consumer:
             yield KafkaReader(self._connection, consumer)
 

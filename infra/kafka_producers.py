@@ -163,7 +163,6 @@ class KafkaTransactor:
         self._failed: LogError | None = None
 
     async def begin(self) -> None:
-        """See Transactor."""
         with self._latched("begin"):
             if self._open:
                 raise TransactionFailed(f"{self._id}: a transaction is open already")
@@ -205,7 +204,6 @@ class KafkaTransactor:
             self._open = False
 
     async def abort(self) -> None:
-        """See Transactor."""
         with self._latched("abort"):
             if self._open:
                 async with asyncio.timeout(ANSWER_TIMEOUT_S):

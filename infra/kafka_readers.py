@@ -85,7 +85,6 @@ class KafkaReader:
         self._positions: dict[Partition, int] = {}
 
     def assign(self, starts: Mapping[Partition, int]) -> None:
-        """See Reader."""
         self._places = {self._connection.place(name): name for name in starts}
         self._positions = dict(starts)
         self._consumer.assign(list(self._places))
@@ -100,11 +99,9 @@ class KafkaReader:
         self._consumer.seek(self._connection.place(partition), offset)
 
     def position(self, partition: Partition) -> int:
-        """See Reader."""
         return self._positions[partition]
 
     async def poll(self, *, max_records: int = 500, timeout_s: float = 0.1) -> list[Record]:
-        """See Reader."""
         if not self._places:
             await asyncio.sleep(timeout_s)
             return []
@@ -191,7 +188,6 @@ class KafkaGroupReader(KafkaReader):
         member.subscribe([connection.full(topic) for topic in topics], listener=self._rebalances)
 
     def seek(self, partition: Partition, offset: int) -> None:
-        """See Reader."""
         super().seek(partition, offset)
         self._unsought.discard(partition)
         self._consumer.resume(self._connection.place(partition))

@@ -84,37 +84,31 @@ class MemoryLog:
                 self.broker.leave(group, member)
 
     async def close(self) -> None:
-        """See Log."""
         for group, member in self._memberships:
             if not self.dead:
                 self.broker.leave(group, member)
         self._memberships = []
 
     async def topics(self) -> dict[str, TopicSpec]:
-        """See Log."""
         self.alive()
         return dict(self.broker.specs)
 
     async def create_topics(self, specs: Sequence[TopicSpec]) -> None:
-        """See Log."""
         self.alive()
         self.broker.create(specs)
 
     async def delete_before(self, offsets: Mapping[Partition, int]) -> None:
-        """See Log."""
         self.alive()
         for place, offset in offsets.items():
             self.broker.truncate(place, offset)
 
     @asynccontextmanager
     async def appender(self) -> AsyncIterator[Appender]:
-        """See Log."""
         self.alive()
         yield MemoryAppender(self)
 
     @asynccontextmanager
     async def transactor(self, transactional_id: str) -> AsyncIterator[Transactor]:
-        """See Log."""
         self.alive()
         transactor = MemoryTransactor(self, transactional_id, self.broker.fence(transactional_id))
         try:
@@ -124,7 +118,6 @@ class MemoryLog:
 
     @asynccontextmanager
     async def reader(self, *, patient: bool = False) -> AsyncIterator[Reader]:
-        """See Log."""
         self.alive()
         yield MemoryReader(self)
 
@@ -133,7 +126,6 @@ class MemoryLog:
         self, group: str, topics: Sequence[str], *, assigned: Assigned, revoked: Assigned, instance: str | None = None,
         patient: bool = False,
     ) -> AsyncIterator[GroupReader]:  # fmt: skip
-        """See Log."""
         self.alive()
         member = self.broker.join(group, topics, instance)
         self._memberships.append((group, member))
@@ -146,18 +138,15 @@ class MemoryLog:
                 self._memberships.remove((group, member))
 
     async def start_offsets(self, partitions: Sequence[Partition]) -> dict[Partition, int]:
-        """See Log."""
         self.alive()
         return {name: self.broker.log_of(name).start for name in partitions}
 
     async def end_offsets(self, partitions: Sequence[Partition], *, committed: bool = True) -> dict[Partition, int]:
-        """See Log."""
         self.alive()
         logs = {name: self.broker.log_of(name) for name in partitions}
         return {name: log.stable(name) if committed else log.end for name, log in logs.items()}
 
     async def commits(self, group: str, partitions: Sequence[Partition]) -> dict[Partition, Commit]:
-        """See Log."""
         self.alive()
         while self.broker.committing(group, partitions):
             await self.broker.changed(timeout_s=1.0)
@@ -174,13 +163,11 @@ class MemoryAppender:
     async def append(
         self, topic: str, key: bytes, value: bytes, *, headers: Headers = (), partition: int | None = None
     ) -> tuple[int, int]:
-        """See Appender."""
         return await (await self.submit(topic, key, value, headers=headers, partition=partition))
 
     async def submit(
         self, topic: str, key: bytes, value: bytes, *, headers: Headers = (), partition: int | None = None
     ) -> Awaitable[tuple[int, int]]:
-        """See Appender."""
         self._log.point()
         broker = self._log.broker
         number = partition_of(key, broker.partitions(topic)) if partition is None else partition
@@ -199,7 +186,6 @@ class MemoryTransactor:
         self._failed: LogError | None = None
 
     async def begin(self) -> None:
-        """See Transactor."""
         async with self._latched() as owner:
             if owner.transaction is not None:
                 raise TransactionFailed(f"{self._id}: a transaction is open already")
@@ -208,27 +194,23 @@ class MemoryTransactor:
     async def send(
         self, topic: str, partition: int, key: bytes, value: bytes, *, headers: Headers = ()
     ) -> Awaitable[tuple[int, int]]:
-        """See Transactor."""
         async with self._latched() as owner:
             name = Partition(topic, partition)
             return _done((partition, self._log.broker.write(name, key, value, headers, self._opened(owner))))
 
     async def offsets(self, group: str, commits: Mapping[Partition, Commit]) -> None:
-        """See Transactor."""
         async with self._latched() as owner:
             transaction = self._opened(owner)
             check_metadata(commits)
             transaction.commits.append((group, dict(commits)))
 
     async def commit(self) -> None:
-        """See Transactor."""
         async with self._latched() as owner:
             self._opened(owner)
             self._log.broker.end(owner, Fate.committed)
         self._log.point()
 
     async def abort(self) -> None:
-        """See Transactor."""
         async with self._latched() as owner:
             self._log.broker.end(owner, Fate.aborted)
 

@@ -19,13 +19,11 @@ class MemoryBlobs:
         """Called before and after each put of a named object: a place where a process may die (`MemoryLog.point`)."""
 
     async def put(self, content: bytes, *, media_type: str = "application/octet-stream") -> BlobRef:
-        """See Blobs."""
         sha256 = hashlib.sha256(content).hexdigest()
         self.objects[sha256] = content
         return BlobRef(sha256, len(content), media_type)
 
     async def get(self, ref: BlobRef) -> bytes:
-        """See Blobs."""
         try:
             content = self.objects[ref.sha256]
         except KeyError:
@@ -35,20 +33,17 @@ class MemoryBlobs:
         return content
 
     async def put_named(self, name: str, content: bytes, *, media_type: str = "application/octet-stream") -> None:
-        """See Blobs."""
         self.point()
         self.named[name] = content
         self.point()
 
     async def get_named(self, name: str) -> bytes:
-        """See Blobs."""
         try:
             return self.named[name]
         except KeyError:
             raise BlobMissing(f"the store holds no object {name}") from None
 
     async def names(self, prefix: str) -> list[str]:
-        """See Blobs."""
         return sorted(name for name in self.named if name.startswith(prefix))
 
     async def close(self) -> None:

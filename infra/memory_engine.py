@@ -48,7 +48,6 @@ class MemoryEngine:
             event.set()
 
     async def generate(self, request: Generate, *, stream: bool, timeout_s: float) -> AsyncIterator[Piece]:
-        """See Engine."""
         self._check(request)
         self.requests.append(request)
         stop = self._live[request.rid] = asyncio.Event()
@@ -62,7 +61,6 @@ class MemoryEngine:
             del self._live[request.rid]
 
     async def abort(self, rid: str) -> None:
-        """See Engine."""
         if self._dead:
             raise EngineUnreachable("the engine was killed")
         self.aborted.append(rid)

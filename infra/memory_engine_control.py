@@ -26,12 +26,10 @@ class MemoryEngineControl:
         self.paused, self.alive = False, True
 
     async def model_info(self) -> ModelInfo:
-        """See EngineControl."""
         self._alive()
         return self._info
 
     async def pause(self) -> None:
-        """See EngineControl."""
         self._alive()
         self.paused = True
 
@@ -47,7 +45,6 @@ class MemoryEngineControl:
         self._info = ModelInfo(str(version), str(folder))
 
     async def resume(self) -> None:
-        """See EngineControl."""
         self._alive()
         self.paused = False
 

@@ -38,7 +38,6 @@ class MemoryReader:
         self._turn = 0
 
     def assign(self, starts: Mapping[Partition, int]) -> None:
-        """See Reader."""
         self._positions = dict(starts)
 
     def seek(self, partition: Partition, offset: int) -> None:
@@ -48,11 +47,9 @@ class MemoryReader:
         self._positions[partition] = offset
 
     def position(self, partition: Partition) -> int:
-        """See Reader."""
         return self._positions[partition]
 
     async def poll(self, *, max_records: int = 500, timeout_s: float = 0.1) -> list[Record]:
-        """See Reader."""
         self._log.alive()
         await asyncio.sleep(0)
         found = self._take(max_records)
@@ -95,7 +92,6 @@ class MemoryGroupReader(MemoryReader):
         self._failed: BaseException | None = None
 
     async def poll(self, *, max_records: int = 500, timeout_s: float = 0.1) -> list[Record]:
-        """See Reader."""
         self._log.alive()
         await asyncio.sleep(0)
         if self._failed is not None:
@@ -111,7 +107,6 @@ class MemoryGroupReader(MemoryReader):
         return await super().poll(max_records=max_records, timeout_s=timeout_s)
 
     async def commit(self, commits: Mapping[Partition, Commit]) -> None:
-        """See GroupReader."""
         self._log.point()
         check_metadata(commits)
         self._log.broker.group(self._group).commits.update(commits)

@@ -69,7 +69,6 @@ class HttpRegistry:
         self._http = httpx.AsyncClient(base_url=url, timeout=timeout_s, headers={"content-type": MEDIA_TYPE})
 
     async def register(self, subject: str, schema: Mapping[str, Any]) -> int:
-        """See Registry."""
         answer = await self._call("POST", f"/subjects/{subject}/versions", {"schema": json.dumps(schema)})
         if answer.status_code == httpx.codes.CONFLICT:
             problems = incompatibilities(dict(schema), await self._registered(subject))
@@ -77,7 +76,6 @@ class HttpRegistry:
         return int(self._body(answer)["id"])
 
     async def schema(self, schema_id: int) -> Mapping[str, Any]:
-        """See Registry."""
         answer = await self._call("GET", f"/schemas/ids/{schema_id}")
         if answer.status_code == httpx.codes.NOT_FOUND:
             raise KeyError(schema_id)
@@ -115,14 +113,12 @@ class MemoryRegistry:
         self._schemas: dict[int, Mapping[str, Any]] = {}
 
     async def register(self, subject: str, schema: Mapping[str, Any]) -> int:
-        """See Registry."""
         text = json.dumps(schema, sort_keys=True)
         schema_id = self._ids.setdefault(text, len(self._ids) + 1)
         self._schemas[schema_id] = schema
         return schema_id
 
     async def schema(self, schema_id: int) -> Mapping[str, Any]:
-        """See Registry."""
         return self._schemas[schema_id]
 
     async def close(self) -> None:

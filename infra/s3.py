@@ -53,23 +53,18 @@ class S3Blobs:
         self._bucket_there = False
 
     async def put(self, content: bytes, *, media_type: str = "application/octet-stream") -> BlobRef:
-        """See Blobs."""
         return await self._run(lambda: self._put(content, media_type))
 
     async def get(self, ref: BlobRef) -> bytes:
-        """See Blobs."""
         return await self._run(lambda: self._get(ref))
 
     async def put_named(self, name: str, content: bytes, *, media_type: str = "application/octet-stream") -> None:
-        """See Blobs."""
         await self._run(lambda: self._write(name, content, media_type))
 
     async def get_named(self, name: str) -> bytes:
-        """See Blobs."""
         return await self._run(lambda: self._read(name))
 
     async def names(self, prefix: str) -> list[str]:
-        """See Blobs."""
         return await self._run(lambda: self._names(prefix))
 
     async def close(self) -> None:

@@ -161,7 +161,6 @@ class Ranks:
         self._everywhere("save", directory, dict(common))
 
     def restore(self, directory: Path) -> None:
-        """See Learner.restore."""
         self._everywhere("restore", directory)
 
     def release(self) -> None:

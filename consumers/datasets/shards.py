@@ -129,15 +129,12 @@ class _HashedFile:
         """Nothing is held back."""
 
     def readable(self) -> bool:
-        """No."""
         return False
 
     def writable(self) -> bool:
-        """Yes."""
         return True
 
     def seekable(self) -> bool:
-        """No."""
         return False
 
     def close(self) -> None:

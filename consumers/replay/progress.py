@@ -52,7 +52,6 @@ class Shown:
             self._bar = None
 
     def begin(self, what: str, total: int) -> None:
-        """See Progress."""
         self.__exit__(None, None, None)
         self._what, self._total, self._records, self._tokens = what, max(total, 1), 0, 0
         self._began = self._said = time.monotonic()
@@ -62,7 +61,6 @@ class Shown:
             self._bar.start()
 
     def advance(self, records: int, tokens: int = 0) -> None:
-        """See Progress."""
         self._records += records
         self._tokens += tokens
         now = time.monotonic()

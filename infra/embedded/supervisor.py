@@ -77,7 +77,6 @@ class Watched:
 
     @property
     def name(self) -> str:
-        """Of the launch."""
         return self.member.launch.name
 
     def as_dict(self) -> dict[str, object]:
