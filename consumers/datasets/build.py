@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from turnlog.consumers.datasets.conversations_view import write_unit as write_conversations
+from turnlog.consumers.datasets.conversations_view import write_conversations
 from turnlog.consumers.datasets.errors import NothingMatched
 from turnlog.consumers.datasets.filters import Filters, Seen
 from turnlog.consumers.datasets.manifest import Manifest, Provenance
 from turnlog.consumers.datasets.query import Query
-from turnlog.consumers.datasets.rl_view import write_unit as write_samples
+from turnlog.consumers.datasets.rl_view import write_samples
 from turnlog.consumers.datasets.source import Progress, Source
 from turnlog.consumers.datasets.writer import DatasetWriter
 from turnlog.infra.role import Role

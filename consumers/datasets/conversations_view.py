@@ -13,7 +13,7 @@ from turnlog.consumers.datasets.spine import Candidate, Pair, best_of_groups, ca
 from turnlog.consumers.datasets.writer import DatasetWriter, Row
 
 
-async def write_unit(
+async def write_conversations(
     source: Source, unit: int, writer: DatasetWriter, filters: Filters, seen: Seen, joined: Joined
 ) -> None:
     """Write the rows of one unit that the query admits. Raises MissingContent, Unwritable."""

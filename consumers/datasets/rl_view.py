@@ -14,7 +14,7 @@ BROKEN = "broken_sample"
 """Counted for a sample whose spans, log-probs and tokens do not fit, or that holds NaN."""
 
 
-async def write_unit(source: Source, unit: int, writer: DatasetWriter, filters: Filters, seen: Seen) -> None:
+async def write_samples(source: Source, unit: int, writer: DatasetWriter, filters: Filters, seen: Seen) -> None:
     """Write the samples of one unit that the query admits. Raises MissingContent, Unwritable."""
     expired = await _expired(source, unit, filters)
     place = Partition(topics.SAMPLES.name, unit)
