@@ -1,8 +1,35 @@
-"""The columns of each view, as Arrow schemas. Parquet and Arrow files hold exactly these."""
+"""The columns of each view as Arrow schemas, the rows of `rl`, and hashes of rows over canonical bytes.
+
+Parquet and Arrow files hold exactly these columns. Rows of `rl` are a function of the samples alone, so that a refold
+gives the same. Equal rows hash equal whatever file format, batch or order they came in.
+
+A row is sha256 over: sha256 of the columns' names and types, then each column's content in schema order. Content of n
+values of one type: a byte each that says whether it is there, then
+    numbers   little-endian, 0 where absent (list items: no validity bytes, they are never absent)
+    text      n lengths in bytes (int32), then UTF-8
+    lists     n lengths (int32), then the content of all their items
+    structs   the content of each member
+Rows are sha256 over the row hashes in ascending order.
+"""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import IO, Any
+
+import numpy as np
+import orjson
 import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from turnlog.consumers.datasets.errors import BrokenSample
+from turnlog.schemas.events import SegmentSample
+from turnlog.schemas.types import BlobRef, float32s, int32s
 
 TEXT, INT, LONG, REAL, FLAG = pa.string(), pa.int32(), pa.int64(), pa.float64(), pa.bool_()
 
@@ -102,3 +129,226 @@ PREFERENCE = pa.schema(
 """One row per pair of one group: prompt + chosen and prompt + rejected are the two conversations."""
 
 VIEWS: dict[str, pa.Schema] = {"rl": RL, "sft": SFT, "preference": PREFERENCE}
+
+
+TOKEN_COLUMNS = {"token_ids": np.int32, "trained": np.uint8, "logprobs": np.float32, "advantages": np.float32}
+PLAIN = tuple(
+    name
+    for name in RL.names
+    if name not in TOKEN_COLUMNS and name not in ("trained_tokens", "spans", "experts", "images")
+)
+"""Columns that are a field of the sample as it is."""
+
+Members = Mapping[str, Callable[[Any], Any]]
+SPANS: Members = {
+    "start": attrgetter("start"), "length": attrgetter("length"), "epoch": attrgetter("turn.epoch"),
+    "turn": attrgetter("turn.index"), "version": attrgetter("version"), "trained": attrgetter("trained"),
+    "advantage": attrgetter("advantage"),
+}  # fmt: skip
+"""Struct members, in order, and where they are in a SampleSpan; likewise for the two below."""
+EXPERTS: Members = {
+    "sha256": attrgetter("rows.sha256"), "size": attrgetter("rows.size"), "media_type": attrgetter("rows.media_type"),
+    "row_start": attrgetter("row_start"), "row_count": attrgetter("row_count"),
+    "target_start": attrgetter("target_start"),
+}  # fmt: skip
+IMAGES: Members = {
+    "sha256": attrgetter("image.sha256"), "size": attrgetter("image.size"),
+    "media_type": attrgetter("image.media_type"), "position": attrgetter("position"), "tokens": attrgetter("tokens"),
+}  # fmt: skip
+
+
+class RlRows:
+    """Rows gathered until they are worth a batch. Payloads must be inline."""
+
+    def __init__(self) -> None:
+        self._samples: list[SegmentSample] = []
+        self._columns: list[dict[str, NDArray[Any]]] = []
+        self.tokens = 0
+        """Of the rows gathered."""
+        self.trained = 0
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def add(self, sample: SegmentSample) -> None:
+        """Raises BrokenSample when spans and log-probs do not fit the tokens."""
+        columns = token_columns(sample)
+        self._samples.append(sample)
+        self._columns.append(columns)
+        self.tokens += len(columns["token_ids"])
+        self.trained += int(columns["trained"].sum())
+
+    def batch(self) -> pa.RecordBatch:
+        """The rows gathered, as columns in the order of the schema."""
+        found: dict[str, pa.Array] = {}
+        for name in PLAIN:
+            found[name] = pa.array([getattr(sample, name) for sample in self._samples], RL.field(name).type)
+        ends = np.cumsum([0, *(len(columns["token_ids"]) for columns in self._columns)])
+        offsets = pa.array(ends, pa.int32())
+        for name in TOKEN_COLUMNS:
+            values = np.concatenate([columns[name] for columns in self._columns])
+            found[name] = pa.ListArray.from_arrays(offsets, pa.array(values))
+        found["trained_tokens"] = pa.array([int(each["trained"].sum()) for each in self._columns], pa.int64())
+        found["spans"] = _lists([sample.spans for sample in self._samples], SPANS, "spans")
+        found["experts"] = _lists([sample.experts for sample in self._samples], EXPERTS, "experts")
+        found["images"] = _lists([sample.images for sample in self._samples], IMAGES, "images")
+        return pa.RecordBatch.from_arrays([found[name] for name in RL.names], schema=RL)
+
+
+def token_columns(sample: SegmentSample) -> dict[str, NDArray[Any]]:
+    """token_ids int32, trained uint8, logprobs float32 (0 where not sampled in this row), advantages float32 (0 where
+    not trained): [tokens] each. Raises BrokenSample when spans and log-probs do not fit the tokens, or for NaN."""
+    ids, logprobs_of = int32s(_inline(sample, "token_ids")), float32s(_inline(sample, "logprobs"))
+    sampled = sum(span.length for span in sample.spans)
+    if sampled != len(logprobs_of) or any(span.start + span.length > len(ids) for span in sample.spans):
+        raise BrokenSample(
+            f"sample {sample.sample_id}: {len(ids)} tokens, {len(logprobs_of)} log-probs and spans of {sampled} tokens"
+        )
+    trained, logprobs = np.zeros(len(ids), np.uint8), np.zeros(len(ids), np.float32)
+    advantages = np.zeros(len(ids), np.float32)
+    values = (sample.reward, sample.advantage, sample.temperature, *(span.advantage or 0.0 for span in sample.spans))
+    if not all(map(math.isfinite, values)) or not np.isfinite(logprobs_of).all():
+        raise BrokenSample(f"sample {sample.sample_id}: a reward, advantage or log-prob is not finite")
+    lengths = np.array([span.length for span in sample.spans], np.int64)
+    starts = np.array([span.start for span in sample.spans], np.int64)
+    places = np.repeat(starts - np.cumsum(lengths) + lengths, lengths) + np.arange(sampled)
+    logprobs[places] = logprobs_of
+    trained[places] = np.repeat(np.array([span.trained for span in sample.spans], np.uint8), lengths)
+    of_spans = [
+        (sample.advantage if span.advantage is None else span.advantage) if span.trained else 0.0
+        for span in sample.spans
+    ]
+    advantages[places] = np.repeat(np.array(of_spans, np.float32), lengths)
+    return {"token_ids": ids, "trained": trained, "logprobs": logprobs, "advantages": advantages}
+
+
+def _inline(sample: SegmentSample, name: str) -> bytes:
+    payload: bytes | BlobRef = getattr(sample, name)
+    if isinstance(payload, BlobRef):
+        raise TypeError(f"sample {sample.sample_id}: {name} is still a blob reference; fetch it first")
+    return payload
+
+
+def _lists(lists: Sequence[Sequence[Any]], members: Members, name: str) -> pa.Array:
+    """A list column of structs, member by member: many times faster than from dicts."""
+    kind = RL.field(name).type
+    flat = [each for row in lists for each in row]
+    arrays = [pa.array([of(each) for each in flat], kind.value_type.field(key).type) for key, of in members.items()]
+    offsets = pa.array(np.cumsum([0, *(len(row) for row in lists)]), pa.int32())
+    structs = pa.StructArray.from_arrays(arrays, fields=list(kind.value_type))
+    return pa.ListArray.from_arrays(offsets, structs, type=kind)
+
+
+DIGEST_BYTES = 32
+ROWS_PER_PASS = 1 << 20
+"""Row hashes sorted in memory at once."""
+Slice = Callable[[int, int], list[Any]]
+"""(start, stop) -> pieces of bytes: the content of those values."""
+
+
+def row_digests(batch: pa.RecordBatch) -> list[bytes]:
+    """32 bytes per row. Raises ValueError for NaN, which has many byte forms, and for an absent list item."""
+    columns = [_slice(column) for column in batch.columns]
+    shape = ",".join(f"{field.name}:{_kind(field.type)}" for field in batch.schema)
+    head = hashlib.sha256(shape.encode()).digest()
+    digests = []
+    for row in range(len(batch)):
+        pieces = [head]
+        for column in columns:
+            pieces += column(row, row + 1)
+        digests.append(hashlib.sha256(b"".join(pieces)).digest())
+    return digests
+
+
+def rows_sha256(digests: IO[bytes], rows: int) -> str:
+    """Hex sha256 over the row hashes in `digests` (a file of 32 bytes per row), sorted; 32 MiB at a time."""
+    passes = 1
+    while passes < 256 and rows > passes * ROWS_PER_PASS:
+        passes *= 2
+    running = hashlib.sha256()
+    for low in range(0, 256, 256 // passes):
+        found = [chunk[(chunk[:, 0] >= low) & (chunk[:, 0] < low + 256 // passes)] for chunk in _chunks(digests)]
+        chosen = np.concatenate(found) if found else np.zeros((0, DIGEST_BYTES), np.uint8)
+        words = np.ascontiguousarray(chosen).view(">u8")
+        order = np.lexsort(words.T[::-1])
+        running.update(chosen[order].tobytes())
+    return running.hexdigest()
+
+
+def canonical_json(value: object) -> bytes:
+    """JSON with sorted keys, no spaces: what contents are compared by."""
+    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+
+
+def _chunks(digests: IO[bytes]) -> Iterator[NDArray[np.uint8]]:
+    digests.seek(0)
+    while content := digests.read(DIGEST_BYTES * ROWS_PER_PASS):
+        yield np.frombuffer(content, np.uint8).reshape(-1, DIGEST_BYTES)
+
+
+@functools.cache
+def _kind(kind: pa.DataType) -> str:
+    """The type as text, without what files change (names of list items, nullability)."""
+    if pa.types.is_list(kind):
+        return f"list({_kind(kind.value_type)})"
+    if pa.types.is_struct(kind):
+        return f"struct({','.join(f'{field.name}:{_kind(field.type)}' for field in kind)})"
+    return str(kind)
+
+
+def _slice(values: pa.Array) -> Slice:
+    """Slices of the content of `values`."""
+    kind = values.type
+    there = np.asarray(values.is_valid()).astype(np.uint8).data
+    if pa.types.is_list(kind):
+        lengths = np.asarray(pc.list_value_length(values).fill_null(0)).astype("<i4")
+        ends = _ends(lengths)
+        item = kind.value_type
+        of_items = _plain(values.flatten()) if _is_fixed(item) else _slice(values.flatten())
+        return lambda start, stop: [
+            there[start:stop], lengths[start:stop].data, *of_items(ends[start], ends[stop])
+        ]  # fmt: skip
+    if pa.types.is_struct(kind):
+        members = [_slice(member) for member in values.flatten()]
+        return lambda start, stop: [there[start:stop], *(piece for each in members for piece in each(start, stop))]
+    if pa.types.is_string(kind):
+        filled = values.fill_null("") if values.null_count else values
+        lengths = np.asarray(pc.binary_length(filled)).astype("<i4")
+        ends, text = _ends(lengths), memoryview(_text(filled))
+        return lambda start, stop: [there[start:stop], lengths[start:stop].data, text[ends[start] : ends[stop]]]
+    zero = False if pa.types.is_boolean(kind) else 0
+    of_values = _plain(values.fill_null(zero) if values.null_count else values)
+    return lambda start, stop: [there[start:stop], *of_values(start, stop)]
+
+
+def _plain(values: pa.Array) -> Slice:
+    """Slices of numbers that are all there."""
+    if values.null_count:
+        raise ValueError("a list item is absent")
+    numbers = np.asarray(values)
+    if numbers.dtype == bool:
+        numbers = numbers.astype(np.uint8)
+    if numbers.dtype.kind == "f" and np.isnan(numbers).any():
+        raise ValueError("NaN has no canonical form")
+    content = np.ascontiguousarray(numbers, dtype=numbers.dtype.newbyteorder("<"))
+    width, raw = content.itemsize, content.view(np.uint8).data
+    return lambda start, stop: [raw[start * width : stop * width]]
+
+
+def _is_fixed(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
+
+
+def _ends(lengths: NDArray[np.int32]) -> list[int]:
+    """Where each value begins, and the end."""
+    ends: list[int] = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).tolist()
+    return ends
+
+
+def _text(values: pa.StringArray) -> bytes:
+    """The UTF-8 of all values, one after another."""
+    data = values.buffers()[2]
+    if data is None:
+        return b""
+    offsets = np.frombuffer(values.buffers()[1], np.int32)[values.offset : values.offset + len(values) + 1]
+    return bytes(data[int(offsets[0]) : int(offsets[-1])]) if len(offsets) else b""

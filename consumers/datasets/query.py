@@ -1,14 +1,20 @@
-"""What rows are asked for: filters, choices and their legal values, as one value that the manifest repeats."""
+"""What rows are asked for: filters, choices and their legal values, as one value that the manifest repeats.
+
+Filters are applied one after another; what fails is counted under the first filter that it failed.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, NamedTuple
 
 from turnlog.consumers.datasets.errors import BadQuery
-from turnlog.schemas.events import Outcome, Purpose
+from turnlog.schemas.events import Environment, Outcome, Purpose
 
 DEDUPES = ("none", "tokens", "task")
 PAIRS = ("extremes", "all")
@@ -102,3 +108,137 @@ class Query:
 def version_key(version: str) -> tuple[tuple[int, int | str], ...]:
     """Versions in the order that people mean: runs of digits compare as numbers, the rest as text."""
     return tuple((0, int(part)) if part.isdigit() else (1, part) for part in re.findall(r"\d+|[^\d.\-_]+", version))
+
+
+class Task(NamedTuple):
+    """What RolloutRequested says of a group."""
+
+    dataset: str | None = None
+    task_type: str | None = None
+
+
+@dataclass(slots=True)
+class Joined:
+    """Facts that a candidate's own record lacks, of what the query needs and no more."""
+
+    tasks: dict[str, Task] = field(default_factory=dict)
+    """By group id."""
+    trained: set[bytes] = field(default_factory=set)
+    """`short` ids of what the steps asked for trained: samples and sessions."""
+
+
+class Facts(NamedTuple):
+    """What filters look at, of a sample or a session."""
+
+    group_id: str
+    task_id: str
+    purpose: Purpose
+    outcome: Outcome
+    reward: float
+    timestamp_ms: int
+    trained_as: str
+    """The sample's or session's id, as manifests name it."""
+
+
+class Filters:
+    """One query's filters. `removed` counts candidates by filter."""
+
+    def __init__(self, query: Query, joined: Joined, removed: Counter[str]) -> None:
+        self._query = query
+        self._joined = joined
+        self.removed = removed
+
+    def admits(self, facts: Facts) -> bool:
+        """Whether every filter lets it pass; counted if not."""
+        return self.counted(next(self._failed(facts), None))
+
+    def admits_recipe(self, recipe: str) -> bool:
+        """See admits."""
+        return self.counted("recipe" if self._query.recipes and recipe not in self._query.recipes else None)
+
+    def admits_versions(self, least: int, most: int) -> bool:
+        """See admits."""
+        query = self._query
+        if query.min_version is not None and least < query.min_version:
+            return self.counted("min_version")
+        return self.counted("max_version" if query.max_version is not None and most > query.max_version else None)
+
+    def admits_environment(self, reason: str | None) -> bool:
+        """See admits; `reason` as `expired` gave it."""
+        return self.counted(reason)
+
+    def expired(self, environment: Environment) -> str | None:
+        """The filter that an environment fails."""
+        query = self._query
+        if query.environment_versions and environment.version not in query.environment_versions:
+            return "environment_version"
+        for each in query.expire_before:
+            name, _, version = each.rpartition("=")
+            if name in ("", environment.name) and version_key(environment.version) < version_key(version):
+                return "expire_before"
+        return None
+
+    def counted(self, reason: str | None) -> bool:
+        """True where there is no reason; else the reason is counted."""
+        if reason is not None:
+            self.removed[reason] += 1
+        return reason is None
+
+    def _failed(self, facts: Facts) -> Iterator[str]:
+        query = self._query
+        if query.purposes and facts.purpose not in query.purposes:
+            yield "purpose"
+        if query.tasks and facts.task_id not in query.tasks:
+            yield "task"
+        if query.joins_tasks:
+            task = self._joined.tasks.get(facts.group_id, Task())
+            if query.datasets and task.dataset not in query.datasets:
+                yield "dataset"
+            if query.task_types and task.task_type not in query.task_types:
+                yield "task_type"
+        if query.outcomes and facts.outcome not in query.outcomes:
+            yield "outcome"
+        if query.min_reward is not None and facts.reward < query.min_reward:
+            yield "min_reward"
+        if query.max_reward is not None and facts.reward > query.max_reward:
+            yield "max_reward"
+        if query.since_ms is not None and facts.timestamp_ms < query.since_ms:
+            yield "since"
+        if query.until_ms is not None and facts.timestamp_ms >= query.until_ms:
+            yield "until"
+        if query.joins_steps and short(facts.trained_as) not in self._joined.trained:
+            yield "step"
+
+
+class Seen:
+    """Rows already written, as far as the query's `dedupe` asks: 16 bytes each, or one group per task."""
+
+    def __init__(self, dedupe: str, removed: Counter[str]) -> None:
+        self._dedupe = dedupe
+        self._removed = removed
+        self._contents: set[bytes] = set()
+        self._groups: dict[bytes, bytes] = {}
+
+    @property
+    def compares_content(self) -> bool:
+        """Whether `admits` looks at the content."""
+        return self._dedupe == "tokens"
+
+    def admits(self, task_id: str, group_id: str, content: bytes) -> bool:
+        """False for a repeat, counted. `content`: what must differ, token ids or messages."""
+        if self._dedupe == "tokens":
+            key = blake2b(content, digest_size=16).digest()
+            new = key not in self._contents
+            self._contents.add(key)
+        elif self._dedupe == "task":
+            new = self._groups.setdefault(short(task_id), short(group_id)) == short(group_id)
+        else:
+            new = True
+        if not new:
+            self._removed[f"dedupe_{self._dedupe}"] += 1
+        return new
+
+
+def short(name: str) -> bytes:
+    """16 bytes in place of an id, for sets of many."""
+    return blake2b(name.encode(), digest_size=16).digest()

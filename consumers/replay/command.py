@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from turnlog.consumers.replay.changes import Changes
 from turnlog.consumers.replay.errors import BadRefold
-from turnlog.consumers.replay.refold import refold
+from turnlog.consumers.replay.refold import Changes, refold
 from turnlog.consumers.replay.run import replay
 from turnlog.settings import Settings
 

@@ -1,31 +1,34 @@
 """Old records under other settings: a dataset of the samples that the fold now gives, and the recorded draws' batches
 with the weights that they would now have. Nothing is written to the log.
 
-Folding goes to a spool on disk first, so that one that was killed goes on where it stood; the dataset is written from
-it at the end, all or nothing.
+What changes is keys of [fold] and [batcher], and the fold version, over what the run recorded. Folding goes to a spool
+on disk first, one file per unit, so that one that was killed goes on where it stood (what stands behind the length
+that the state names was not counted yet: a successor cuts it off); the dataset is written from it at the end, all or
+nothing.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import os
 import shutil
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from turnlog.consumers.datasets.manifest import Manifest, Provenance
 from turnlog.consumers.datasets.writer import DatasetWriter
-from turnlog.consumers.replay.changes import Changes
-from turnlog.consumers.replay.draws import FOLDER as BATCHES
-from turnlog.consumers.replay.draws import DrawWriter, recorded_draws
+from turnlog.consumers.replay.batches import FOLDER as BATCHES
+from turnlog.consumers.replay.batches import DrawWriter, recorded_draws
 from turnlog.consumers.replay.errors import BadRefold, BrokenFold
 from turnlog.consumers.replay.merge import Merge
-from turnlog.consumers.replay.progress import Progress, Shown, Silent
+from turnlog.consumers.replay.progress import Progress, ReplayState, Shown, Silent
 from turnlog.consumers.replay.run import ARCHIVE, FOLDER, asked, cuts_of
-from turnlog.consumers.replay.source import Inputs, Skips, SkipsFound, fresh, places, recorded_run
-from turnlog.consumers.replay.spool import Spool
-from turnlog.consumers.replay.state import ReplayState
+from turnlog.consumers.replay.source import Inputs, Skips, SkipsFound, Until, fresh, moment, places, recorded_run
 from turnlog.consumers.replay.unit import HistoryFold, UnitState, tokens_of
-from turnlog.consumers.replay.until import Until, moment
 from turnlog.consumers.replay.verify import FORGET_EVERY, cheap_collections
 from turnlog.infra.cuts import Cut
 from turnlog.infra.log import Partition
@@ -33,9 +36,140 @@ from turnlog.infra.role import Role, opened
 from turnlog.infra.runs import Configured
 from turnlog.infra.terminal import Terminal
 from turnlog.processors.core.batches.draws import DrawRules, PlacedSample, ReadableGroup
+from turnlog.processors.core.fold_versions import fold_version
 from turnlog.processors.core.methods.rules import FoldRules
+from turnlog.schemas.codec import Codec
 from turnlog.schemas.events import Event, GroupScored, SegmentSample
-from turnlog.settings import Settings, fold_settings_json, settings_sha256
+from turnlog.settings import (
+    FOLD_SECTIONS,
+    Settings,
+    SettingsError,
+    changed,
+    fold_settings_json,
+    recorded_keys,
+    settings_sha256,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Keys of [fold] and [batcher] with their new values, as text, and a fold version."""
+
+    fold: dict[str, str] = field(default_factory=dict)
+    batcher: dict[str, str] = field(default_factory=dict)
+    fold_version: str | None = None
+    """None: as the run recorded it."""
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> Changes:
+        """From the command line. Raises BadRefold, UnknownFoldVersion."""
+        found: dict[str, dict[str, str]] = {"fold": {}, "batcher": {}}
+        for change in arguments.changes:
+            key, equals, value = change.partition("=")
+            section, dot, name = key.strip().partition(".")
+            if not equals or not dot or section not in found:
+                raise BadRefold(f"--set {change}: write fold.KEY=VALUE or batcher.KEY=VALUE")
+            found[section][name] = value.strip()
+        for section, name in (("fold", "policy"), ("fold", "estimator"), ("batcher", "weighting")):
+            if getattr(arguments, name) is not None:
+                found[section][name] = getattr(arguments, name)
+        if arguments.fold_version is not None:
+            fold_version(arguments.fold_version)
+        return cls(**found, fold_version=arguments.fold_version)
+
+    @property
+    def none(self) -> bool:
+        """Nothing changes."""
+        return not self.fold and not self.batcher and self.fold_version is None
+
+    @property
+    def folds(self) -> bool:
+        """Other samples may come out, so that a dataset of them is written."""
+        return bool(self.fold) or self.fold_version is not None
+
+    def settings(self, recorded: Configured) -> Settings:
+        """The recorded sections with the changes. Raises BadRefold."""
+        variables: dict[str, str] = {}
+        for section in ("fold", "batcher"):
+            keys = recorded_keys(FOLD_SECTIONS[section])
+            for name, value in getattr(self, section).items():
+                if name not in keys:
+                    raise BadRefold(f"[{section}] has no key {name} that a refold changes: {', '.join(keys)}")
+                variables[f"TURNLOG_{section}_{name}".upper()] = value
+        try:
+            before = Settings(fold=recorded.fold, batcher=recorded.batcher, assembler=recorded.assembler)
+            return changed(before, {}, variables, source="--set")
+        except SettingsError as error:
+            raise BadRefold(str(error)) from error
+
+
+LENGTH = struct.Struct("<I")
+
+
+class Spool:
+    """Events of one unit, group by group: samples, then the score."""
+
+    def __init__(self, path: Path, codec: Codec, *, length: int = 0) -> None:
+        """Opens the file and cuts it to `length`."""
+        self.path = path
+        self._codec = codec
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        os.truncate(path, length)
+        self._file = path.open("r+b")
+        self._file.seek(length)
+
+    @property
+    def length(self) -> int:
+        """Bytes so far."""
+        return self._file.tell()
+
+    def append(self, events: Sequence[Event]) -> int:
+        """Where the group begins."""
+        at = self._file.tell()
+        values = [self._codec.encode(event) for event in events]
+        self._file.write(LENGTH.pack(len(values)))
+        for value in values:
+            self._file.write(LENGTH.pack(len(value)))
+            self._file.write(value)
+        return at
+
+    def sync(self) -> int:
+        """Everything is on the disk; the length."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self.length
+
+    def groups(self) -> Iterator[tuple[int, list[Event]]]:
+        """(where it begins, its events) of every group, in order."""
+        self._file.flush()
+        at, end = 0, self.length
+        while at < end:
+            events = self.group(at)
+            yield at, events
+            at = self._read_end
+
+    def group(self, at: int) -> list[Event]:
+        """The group that begins there."""
+        self._file.flush()
+        with self.path.open("rb") as file:
+            file.seek(at)
+            (count,) = LENGTH.unpack(file.read(LENGTH.size))
+            events = []
+            for _ in range(count):
+                (size,) = LENGTH.unpack(file.read(LENGTH.size))
+                events.append(self._codec.decode(file.read(size)))
+            self._read_end = file.tell()
+        return events
+
+    def close(self) -> None:
+        """The file stays."""
+        self._file.close()
+
+    def remove(self) -> None:
+        """The dataset is written."""
+        self._file.close()
+        self.path.unlink(missing_ok=True)
 
 
 async def refold(

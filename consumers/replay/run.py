@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from turnlog.consumers.replay.errors import NothingToReplay
-from turnlog.consumers.replay.progress import Progress, Shown, Silent
-from turnlog.consumers.replay.source import cut_of, recorded_run
-from turnlog.consumers.replay.state import ReplayState
-from turnlog.consumers.replay.until import moment
+from turnlog.consumers.replay.progress import Progress, ReplayState, Shown, Silent
+from turnlog.consumers.replay.source import cut_of, moment, recorded_run
 from turnlog.consumers.replay.verify import Question, cheap_collections, verify_batches, verify_unit
 from turnlog.infra.archive_log import ArchiveLog
 from turnlog.infra.cuts import Cut

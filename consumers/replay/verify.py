@@ -9,13 +9,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from turnlog.consumers.replay.batches import Samples, batch_difference, named
-from turnlog.consumers.replay.explain import about, first_difference
 from turnlog.consumers.replay.merge import Merge
-from turnlog.consumers.replay.progress import Progress
-from turnlog.consumers.replay.source import Inputs, Skips, SkipsFound, fresh, places
-from turnlog.consumers.replay.state import ReplayState
-from turnlog.consumers.replay.unit import Difference, HistoryFold, Suspect, UnitState, digest_of
-from turnlog.consumers.replay.until import Until
+from turnlog.consumers.replay.progress import Progress, ReplayState
+from turnlog.consumers.replay.source import Inputs, Skips, SkipsFound, Until, fresh, places
+from turnlog.consumers.replay.unit import (
+    Difference,
+    HistoryFold,
+    Suspect,
+    UnitState,
+    about,
+    digest_of,
+    first_difference,
+)
 from turnlog.infra.cuts import Cut
 from turnlog.infra.log import Partition, Record
 from turnlog.infra.payloads import inlined

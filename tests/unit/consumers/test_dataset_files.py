@@ -21,7 +21,8 @@ import pyarrow.dataset
 import pytest
 
 from turnlog.consumers.datasets import build as building
-from turnlog.consumers.datasets.columns import PREFERENCE, RL
+from turnlog.consumers.datasets.columns import PREFERENCE, RL, RlRows, row_digests
+from turnlog.consumers.datasets.command import verify
 from turnlog.consumers.datasets.errors import (
     BadQuery,
     BrokenSample,
@@ -33,9 +34,6 @@ from turnlog.consumers.datasets.errors import (
 )
 from turnlog.consumers.datasets.manifest import Manifest, Provenance, read_manifest
 from turnlog.consumers.datasets.query import Query, version_key
-from turnlog.consumers.datasets.rl_rows import RlRows
-from turnlog.consumers.datasets.row_hash import row_digests
-from turnlog.consumers.datasets.verify import verify
 from turnlog.consumers.datasets.writer import DatasetWriter
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.health import Health

@@ -18,10 +18,10 @@ import pytest
 
 from turnlog.consumers.archive.archiver import flush
 from turnlog.consumers.datasets.build import build
+from turnlog.consumers.datasets.command import verify
 from turnlog.consumers.datasets.errors import BadQuery, MissingContent, NothingMatched
 from turnlog.consumers.datasets.manifest import Manifest, Provenance, read_manifest
 from turnlog.consumers.datasets.query import Query
-from turnlog.consumers.datasets.verify import verify
 from turnlog.consumers.datasets.writer import DatasetWriter
 from turnlog.infra.archive_index import archive_name
 from turnlog.infra.archive_log import ArchiveLog

@@ -18,9 +18,8 @@ import pytest
 from turnlog import cli
 from turnlog.consumers.datasets.build import build
 from turnlog.consumers.datasets.query import Query
-from turnlog.consumers.replay.changes import Changes
 from turnlog.consumers.replay.errors import BadRefold
-from turnlog.consumers.replay.refold import Refold
+from turnlog.consumers.replay.refold import Changes, Refold
 from turnlog.infra.batch_files import read_rows
 from turnlog.infra.runs import configuration
 from turnlog.schemas import topics

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, given
 from hypothesis import settings as fuzzing
 from hypothesis import strategies as st
 
-from turnlog.consumers.datasets.chat import messages_of, response_of, tools_json
+from turnlog.consumers.datasets.conversations import messages_of, response_of, tools_json
 from turnlog.processors.core.messages import messages, response
 from turnlog.producers.gateway.messages import split_calls
 from turnlog.producers.recipes.calc import RECIPE
