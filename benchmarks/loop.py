@@ -28,7 +28,6 @@ import numpy as np
 from numpy.typing import NDArray
 from row import told
 from tokenizers import Tokenizer
-from turnlog.processors.core.rows import BatchRows
 
 from turnlog.infra.embedded.engine import Engine
 from turnlog.infra.endpoints import resolved
@@ -36,6 +35,7 @@ from turnlog.infra.engine import Generate, SGLang
 from turnlog.infra.engine_control import SGLangControl
 from turnlog.infra.history import events
 from turnlog.infra.role import opened
+from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.producers.recipes.calc_model import END
 from turnlog.producers.recipes.calc_tasks import OPERATORS, task_row
 from turnlog.schemas.topics import ENGINES, SESSIONS

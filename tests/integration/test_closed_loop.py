@@ -172,6 +172,7 @@ def benchmark(name: str, settings: Path) -> dict[str, Any]:
     script = Path(__file__).parents[2] / f"benchmarks/{name}.py"
     done = subprocess.run([sys.executable, str(script), str(settings)], capture_output=True, text=True, timeout=300)
     assert done.returncode in (0, 1), done.stdout + done.stderr
+    assert done.stdout, done.stderr
     line: dict[str, Any] = json.loads(done.stdout)
     return line
 
