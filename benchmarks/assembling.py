@@ -6,16 +6,16 @@ import asyncio
 import time
 
 import numpy as np
+import row  # noqa: F401 - finds tests.fakes
 
+from tests.fakes.sessions import GroupName, Shape, whole_group
+from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.health import Health
-from turnlog.infra.log import Log, Partition
-from turnlog.infra.memory_blobs import MemoryBlobs
-from turnlog.infra.murmur2 import partition_of
-from turnlog.infra.runs import Configured
+from turnlog.infra.log import Log, Partition, partition_of
+from turnlog.infra.roles.health import Health
+from turnlog.infra.roles.runs import Configured
 from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.runtime.assembler import Runner, assembler_plan
-from turnlog.processors.runtime.examples import GroupName, Shape, whole_group
 from turnlog.settings import Settings
 
 

@@ -15,9 +15,8 @@ from typing import Any
 
 from aiokafka import AIOKafkaProducer
 
-from turnlog.infra.log import Headers, Partition
-from turnlog.infra.murmur2 import partition_of
-from turnlog.infra.role import Role
+from turnlog.infra.log import Headers, Partition, partition_of
+from turnlog.infra.roles.role import Role
 from turnlog.schemas.events import Event
 from turnlog.schemas.topics import TOPIC_OF
 

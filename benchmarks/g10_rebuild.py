@@ -16,19 +16,19 @@ from assembling import assemble, write_groups
 from log_server import ACKS, LogServer, broker
 from row import say, size, told
 
+from tests.fakes.sessions import Shape
 from turnlog.consumers.archive.archiver import flush
 from turnlog.consumers.replay.run import Verdict, run
-from turnlog.infra.archive_log import ArchiveLog
+from turnlog.infra.archive.log import ArchiveLog
+from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.health import Health
 from turnlog.infra.log import Log, Partition
-from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.registry import MemoryRegistry
-from turnlog.infra.role import Role
-from turnlog.infra.runs import configuration
+from turnlog.infra.roles.health import Health
+from turnlog.infra.roles.role import Role
+from turnlog.infra.roles.runs import configuration
 from turnlog.infra.topics_admin import apply
 from turnlog.processors.core.fold_versions import INPUTS, OUTPUTS
-from turnlog.processors.runtime.examples import Shape
 from turnlog.settings import Settings
 
 GOAL_TOKENS, GOAL_SHARE = 2_000_000, 0.35

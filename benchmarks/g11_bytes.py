@@ -21,11 +21,11 @@ from g4_turns import message
 from log_server import ACKS, LogServer, broker
 from row import say, size, told
 
+from tests.fakes.sessions import GroupName, SessionStory, Shape
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.topics_admin import apply
 from turnlog.processors.core.fold_versions import FOLD_VERSION, INPUTS, outputs_of
-from turnlog.processors.runtime.examples import GroupName, SessionStory, Shape
 from turnlog.schemas.events import Event
 from turnlog.schemas.topics import SAMPLES
 from turnlog.settings import Settings

@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 from row import size, told
 
+from tests.fakes.sessions import GroupName, SessionStory, Shape
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.processors.runtime.examples import GroupName, SessionStory, Shape
 from turnlog.processors.runtime.watch import Watch
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.events import ALL

@@ -22,13 +22,13 @@ from assembling import assemble, write_groups
 from log_server import ACKS, LogServer, broker
 from row import say, size, told
 
+from tests.fakes.sessions import Shape
 from turnlog.consumers.follow import follow_on
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.topics_admin import apply
 from turnlog.processors.core.fold_versions import OUTPUTS
-from turnlog.processors.runtime.examples import Shape
 from turnlog.schemas.avsc import stored_schema
 from turnlog.schemas.events import ALL
 from turnlog.settings import Settings

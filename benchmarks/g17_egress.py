@@ -28,7 +28,7 @@ import uvloop
 from aiohttp import web
 from row import percentile, size, told
 
-from turnlog.infra.memory_blobs import MemoryBlobs
+from turnlog.infra.blobs import MemoryBlobs
 from turnlog.sandbox_settings import EgressSettings
 from turnlog.sandbox_workers.egress import Egress
 from turnlog.sandbox_workers.egress.certificates import CertificateAuthority

@@ -19,12 +19,12 @@ from assembling import assemble, write_groups
 from log_server import ACKS, LogServer, broker
 from row import say, size, told
 
+from tests.fakes.sessions import Shape
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Log, Partition, Record, TopicSpec
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.topics_admin import apply
 from turnlog.processors.core.fold_versions import INPUTS, OUTPUTS
-from turnlog.processors.runtime.examples import Shape
 from turnlog.processors.runtime.restoring import records_between
 from turnlog.schemas.topics import SAMPLES
 from turnlog.settings import Settings

@@ -16,16 +16,15 @@ import uvloop
 from log_server import ACKS, LogServer, broker
 from row import percentile, say, size, told
 
+from tests.fakes.sessions import GroupName, Shape, whole_group
+from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.health import Health
-from turnlog.infra.log import Log, Partition, Reader, TopicSpec
-from turnlog.infra.memory_blobs import MemoryBlobs
-from turnlog.infra.murmur2 import partition_of
+from turnlog.infra.log import Log, Partition, Reader, TopicSpec, partition_of
 from turnlog.infra.registry import MemoryRegistry
-from turnlog.infra.runs import Configured
+from turnlog.infra.roles.health import Health
+from turnlog.infra.roles.runs import Configured
 from turnlog.infra.topics_admin import apply
 from turnlog.processors.runtime.assembler import Runner, assembler_plan
-from turnlog.processors.runtime.examples import GroupName, Shape, whole_group
 from turnlog.schemas.topics import SAMPLES
 from turnlog.settings import Settings
 

@@ -21,10 +21,10 @@ from row import percentile, say, size, told
 from turnlog.infra.blobs import Blobs
 from turnlog.infra.embedded.object_store import ObjectStore
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.health import Health
 from turnlog.infra.history import all_events
 from turnlog.infra.registry import MemoryRegistry
-from turnlog.infra.role import Role
+from turnlog.infra.roles.health import Health
+from turnlog.infra.roles.role import Role
 from turnlog.infra.s3 import S3Blobs
 from turnlog.infra.topics_admin import apply
 from turnlog.schemas import topics

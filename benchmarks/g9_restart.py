@@ -30,7 +30,7 @@ from turnlog.infra.embedded.tiny_model import make_tiny_model
 from turnlog.infra.history import partitions
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import LogError
-from turnlog.infra.role import Role, opened
+from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.topics_admin import apply
 from turnlog.producers.feeder import DATASET_FILE
 from turnlog.producers.tasks import provided_dataset, read_dataset

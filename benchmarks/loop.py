@@ -30,11 +30,10 @@ from row import told
 from tokenizers import Tokenizer
 
 from turnlog.infra.embedded.engine import Engine
-from turnlog.infra.endpoints import resolved
-from turnlog.infra.engine import Generate, SGLang
-from turnlog.infra.engine_control import SGLangControl
+from turnlog.infra.engine import Generate, SGLang, SGLangControl
 from turnlog.infra.history import events
-from turnlog.infra.role import opened
+from turnlog.infra.roles.role import opened
+from turnlog.infra.run_folder import resolved
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.producers.recipes.calc_model import END
 from turnlog.producers.recipes.calc_tasks import OPERATORS, task_row

@@ -23,7 +23,7 @@ from row import say, told
 
 from turnlog.consumers import books
 from turnlog.infra.history import all_events, events
-from turnlog.infra.role import opened
+from turnlog.infra.roles.role import opened
 from turnlog.schemas import topics
 from turnlog.settings import Settings, load
 

@@ -16,17 +16,16 @@ from dataclasses import dataclass, field
 import numpy as np
 from bulk import Bulk, Placed, bulk
 
-from turnlog.infra.log import Commit, Partition, TopicSpec
-from turnlog.infra.murmur2 import partition_of
-from turnlog.infra.role import Role
-from turnlog.infra.runs import Configured, configuration
+from tests.fakes.sessions import GroupName, SessionStory, Shape
+from turnlog.infra.log import Commit, Partition, TopicSpec, partition_of
+from turnlog.infra.roles.role import Role
+from turnlog.infra.roles.runs import Configured, configuration
 from turnlog.names import ConsumerGroup
 from turnlog.processors.core.fold.low_water import Done, Marks, encode_marks
 from turnlog.processors.core.fold.unit import UnitFold
 from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.processors.runtime.assembler import assembler_plan
-from turnlog.processors.runtime.examples import GroupName, SessionStory, Shape
 from turnlog.processors.runtime.restoring import Plan
 from turnlog.processors.runtime.views import view
 from turnlog.schemas import ids, topics

@@ -17,18 +17,18 @@ import numpy as np
 from chaos.servers import TURNLOG, environment
 from past import GROUP, PROMPTS, Past, agents, call, group_id, stepped, version_after
 
+from tests.fakes.memory_engine_control import MemoryEngineControl
+from tests.fakes.sessions import GroupName
 from turnlog.consumers.loader import Loader
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Child, Launch
-from turnlog.infra.health import Health
 from turnlog.infra.history import events, partitions
 from turnlog.infra.log import Commit, Partition
-from turnlog.infra.memory_engine_control import MemoryEngineControl
+from turnlog.infra.roles.health import Health
 from turnlog.names import RECORD_HEADER
 from turnlog.processors.core.fold.group import offline
 from turnlog.processors.core.fold.settlement import figures
 from turnlog.processors.core.fold_versions import INPUTS
-from turnlog.processors.runtime.examples import GroupName
 from turnlog.schemas import topics
 from turnlog.schemas.events import Event, GroupScored, GroupStatus, RolloutRequested, SampleBatchFormed, SegmentSample
 from turnlog.schemas.topics import TOPIC_OF, Topic

@@ -11,9 +11,12 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+
+sys.path.append(str(Path(__file__).parents[1]))  # tests.fakes is found by whatever is imported after this
 
 T = TypeVar("T")
 SIZE = "BENCH_SIZE"

@@ -20,14 +20,14 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import row  # noqa: F401 - finds tests.fakes
+
+from tests.fakes import e2b_server
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends.e2b import E2b
 from turnlog.sandbox_workers.backends.wasm.backend import Wasm
 from turnlog.sandbox_workers.protocol import Command, Kind, Provider, Shape
 from turnlog.schemas.events import SandboxLimits
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.fakes import e2b_server
 
 STARTS, CALLS = 10, 100
 LIMITS = SandboxLimits()

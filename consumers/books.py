@@ -10,9 +10,9 @@ from typing import Any
 from rich.table import Table
 
 from turnlog.infra.history import all_events, events
-from turnlog.infra.role import Role, opened
-from turnlog.infra.runs import Configured, recorded
-from turnlog.infra.terminal import Terminal, say_json
+from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.runs import Configured, recorded
+from turnlog.infra.roles.terminal import Terminal, say_json
 from turnlog.names import ExitStatus
 from turnlog.processors.core.audit import FIRST, Books, Ledgers
 from turnlog.processors.core.books import Account, run_books

@@ -24,9 +24,9 @@ from turnlog.infra.embedded.run_files import LOGS, SETTINGS
 from turnlog.infra.embedded.supervisor import Member, State, Supervisor
 from turnlog.infra.embedded.up import status_processes
 from turnlog.infra.history import all_events, partitions
-from turnlog.infra.role import Role, opened
-from turnlog.infra.runs import configure
-from turnlog.infra.terminal import Terminal
+from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.runs import configure
+from turnlog.infra.roles.terminal import Terminal
 from turnlog.names import ExitStatus
 from turnlog.schemas.errors import UndecodableRecord
 from turnlog.schemas.events import StepCompleted

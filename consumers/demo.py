@@ -18,8 +18,8 @@ from turnlog.consumers.replay.run import run as replay
 from turnlog.consumers.report import Measured, Report, gather, store, summary
 from turnlog.infra.embedded.errors import NotUp
 from turnlog.infra.embedded.up import down, up
-from turnlog.infra.role import opened
-from turnlog.infra.terminal import Terminal
+from turnlog.infra.roles.role import opened
+from turnlog.infra.roles.terminal import Terminal
 from turnlog.names import ExitStatus
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.settings import RunSettings, Settings, changed

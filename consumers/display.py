@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from turnlog.consumers.watch import Picture
-from turnlog.infra.terminal import Terminal
+from turnlog.infra.roles.terminal import Terminal
 from turnlog.settings import Settings
 
 BARS = " ▁▂▃▄▅▆▇█"

@@ -22,10 +22,10 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from turnlog.infra.endpoints import resolved
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Commit, GroupReader, Log, Partition, Record
 from turnlog.infra.registry import Registry
+from turnlog.infra.run_folder import resolved
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.errors import UndecodableRecord
 from turnlog.schemas.events import Event

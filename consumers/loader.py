@@ -30,11 +30,9 @@ from prometheus_client import Counter, Gauge
 
 from turnlog.consumers.engine_weights import BadWeights, fetch, model_shapes, verify, write
 from turnlog.infra.blobs import BlobError
-from turnlog.infra.engine import EngineDead, EngineError, EngineRefused, EngineUnreachable
-from turnlog.infra.engine_control import EngineControl, SGLangControl
-from turnlog.infra.fence import check_owner
-from turnlog.infra.log import Partition, Reader, Transactor
-from turnlog.infra.role import Role
+from turnlog.infra.engine import EngineControl, EngineDead, EngineError, EngineRefused, EngineUnreachable, SGLangControl
+from turnlog.infra.log import Partition, Reader, Transactor, check_owner
+from turnlog.infra.roles.role import Role
 from turnlog.names import TransactionalId
 from turnlog.schemas.events import (
     EngineGone,

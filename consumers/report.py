@@ -18,8 +18,8 @@ from turnlog.consumers import books
 from turnlog.consumers.replay.run import Verdict
 from turnlog.consumers.replay.run import run as replay
 from turnlog.infra.history import all_events, partitions, records
-from turnlog.infra.role import Role, opened
-from turnlog.infra.terminal import Terminal
+from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.terminal import Terminal
 from turnlog.names import ExitStatus
 from turnlog.processors.core.books import Account
 from turnlog.schemas import topics

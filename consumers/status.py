@@ -11,13 +11,13 @@ from typing import Any
 
 from rich.table import Table
 
-from turnlog.infra import endpoints
+from turnlog.infra import run_folder
 from turnlog.infra.embedded.supervisor import SATISFIED
 from turnlog.infra.embedded.up import status_processes
 from turnlog.infra.history import all_events, partitions
 from turnlog.infra.log import LogUnavailable
-from turnlog.infra.role import Role, opened
-from turnlog.infra.terminal import Terminal, say_json
+from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.terminal import Terminal, say_json
 from turnlog.names import ConsumerGroup, ExitStatus
 from turnlog.processors.core.fold.low_water import committed_high
 from turnlog.schemas import topics
@@ -55,11 +55,11 @@ def show(settings: Settings, *, as_json: bool) -> int:
 def views(settings: Settings) -> dict[str, Any]:
     """What the live views answer; {"unavailable": why} when they do not."""
     try:
-        url = endpoints.read(Path(settings.run.directory)).views
+        url = run_folder.read_endpoints(Path(settings.run.directory)).views
         with urllib.request.urlopen(f"{url}/views", timeout=VIEWS_TIMEOUT_S) as answer:
             body: dict[str, Any] = json.load(answer)
             return body
-    except (endpoints.NoEndpoints, urllib.error.URLError, OSError, ValueError) as error:
+    except (run_folder.NoEndpoints, urllib.error.URLError, OSError, ValueError) as error:
         return {"unavailable": str(error)}
 
 

@@ -7,17 +7,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from typing import Any
 
-from turnlog.infra.blobs import Blobs
-from turnlog.infra.log import Appender, Headers, Log, Record, Transactor
-from turnlog.infra.murmur2 import partition_of
-from turnlog.infra.payloads import externalized
+from prometheus_client import Counter
+
+from turnlog.infra.blobs import Blobs, externalized
+from turnlog.infra.log import Appender, Headers, Log, Record, Transactor, partition_of
 from turnlog.infra.registry import Registry
 from turnlog.names import OUTPUT_TOKENS_HEADER, RECORD_HEADER, WRITER_HEADER
 from turnlog.schemas.avsc import stored_schema
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.errors import UndecodableRecord, UnknownSchemaId
-from turnlog.schemas.events import ALL, Event, TokenSnapshot, sampled_tokens
-from turnlog.schemas.topics import TOPIC_OF
+from turnlog.schemas.events import ALL, DeadLetter, Event, TokenSnapshot, sampled_tokens
+from turnlog.schemas.ids import dead_letter_id
+from turnlog.schemas.topics import INLINE_LIMIT_BYTES, TOPIC_OF
 
 
 class EventLog:
@@ -109,3 +110,33 @@ class EventLog:
     async def schema(self, schema_id: int) -> Mapping[str, Any]:
         """The schema of an id as registered. Raises KeyError when there is none, RegistryUnavailable."""
         return await self._registry.schema(schema_id)
+
+
+PARKED = Counter("turnlog_dead_letters", "Records parked in dead-letters", ["role", "cause"])
+
+
+def where(record: Record) -> str:
+    """topic[partition]@offset"""
+    return f"{record.topic}[{record.partition}]@{record.offset}"
+
+
+def dead_letter(record: Record, cause: Exception, *, run_id: str, role: str) -> DeadLetter:
+    """The dead letter of a record, counted: its id is its place, so that it is parked once whoever finds it.
+
+    The cause is named by its type and said in its words. Bytes beyond the inline limit are cut: the record itself stays
+    where it stands.
+    """
+    PARKED.labels(role, type(cause).__name__).inc()
+    cut = len(record.value) > INLINE_LIMIT_BYTES
+    return DeadLetter(
+        event_id=dead_letter_id(record.topic, record.partition, record.offset),
+        run_id=run_id,
+        topic=record.topic,
+        partition=record.partition,
+        offset=record.offset,
+        key=record.key,
+        value=record.value[:INLINE_LIMIT_BYTES],
+        role=role,
+        cause=type(cause).__name__,
+        message=f"{cause}; cut to {INLINE_LIMIT_BYTES} bytes" if cut else str(cause),
+    )

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from turnlog.infra.log import Partition, Record
-from turnlog.infra.role import Role
+from turnlog.infra.roles.role import Role
 from turnlog.schemas.errors import UndecodableRecord, UnknownSchemaId
 from turnlog.schemas.events import Event
 from turnlog.schemas.topics import Topic

@@ -1,4 +1,4 @@
-"""The log, as the rooms see it. `infra.kafka` is Apache Kafka, `infra.memory` the fake; both pass one contract.
+"""The log, as the rooms see it. `infra.kafka` is Apache Kafka, `tests.fakes.memory_log` the fake; both pass a contract.
 
 LogError
 ├── LogUnavailable      the broker did not do it: retried by the caller, or the process ends uncommitted
@@ -18,7 +18,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from turnlog.infra.unreachable import Unreachable
+from turnlog.infra.roles.unreachable import Unreachable
 
 Headers = Sequence[tuple[str, bytes]]
 
@@ -226,3 +226,34 @@ class Log(Protocol):
         """The group's commits; partitions without one are absent. Waits for an open transaction that commits one, so
         what is told is no older than any output of it that a reader can see."""
         ...
+
+
+_SEED = 0x9747B28C
+_MIX = 0x5BD1E995
+_WORD = 0xFFFFFFFF
+
+
+def murmur2(key: bytes) -> int:
+    """The unsigned 32-bit hash of `key`."""
+    value = _SEED ^ len(key)
+    whole = len(key) & ~3
+    for at in range(0, whole, 4):
+        word = int.from_bytes(key[at : at + 4], "little") * _MIX & _WORD
+        word = (word ^ word >> 24) * _MIX & _WORD
+        value = (value * _MIX & _WORD) ^ word
+    if whole != len(key):
+        value = (value ^ int.from_bytes(key[whole:], "little")) * _MIX & _WORD
+    value = (value ^ value >> 13) * _MIX & _WORD
+    return value ^ value >> 15
+
+
+def partition_of(key: bytes, partitions: int) -> int:
+    """The partition of `key` among `partitions`."""
+    return (murmur2(key) & 0x7FFFFFFF) % partitions
+
+
+async def check_owner(transactor: Transactor, group: str, place: Partition) -> None:
+    """Commit offset 0 of `place` for `group`, which nobody reads. Raises Fenced, TransactionFailed, LogUnavailable."""
+    await transactor.begin()
+    await transactor.offsets(group, {place: Commit(0)})
+    await transactor.commit()

@@ -16,7 +16,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 
-from turnlog.infra.tool_schemas import BUILT_IN
+from turnlog.infra.tools import BUILT_IN
 from turnlog.names import EntryPointGroup
 from turnlog.schemas.events.sessions import Environment, Outcome
 from turnlog.schemas.events.tools import SandboxSpec
@@ -44,7 +44,7 @@ class BrokenRecipe(RecipeError):
 
 @dataclass(frozen=True, slots=True)
 class SandboxCall:
-    """A tool call as the sandbox runs it: `python` {"code"}, `shell` {"command"} ... (turnlog.infra.tool_schemas), or a
+    """A tool call as the sandbox runs it: `python` {"code"}, `shell` {"command"} ... (turnlog.infra.tools), or a
     tool that a package offers under `turnlog.tools`."""
 
     tool: str

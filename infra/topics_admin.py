@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from turnlog.infra.endpoints import resolved
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import Log, LogError, TopicSpec
-from turnlog.infra.terminal import say
+from turnlog.infra.roles.terminal import say
+from turnlog.infra.run_folder import resolved
 from turnlog.names import ExitStatus
 from turnlog.schemas.topics import CATALOGUE
 from turnlog.settings import Settings

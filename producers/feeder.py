@@ -13,13 +13,12 @@ from pathlib import Path
 from prometheus_client import Counter, Gauge
 
 from turnlog.infra import recipes
-from turnlog.infra.dead_letters import dead_letter
+from turnlog.infra.blobs import externalized
+from turnlog.infra.event_log import dead_letter
 from turnlog.infra.history import events
-from turnlog.infra.log import Partition, Record, TopicMissing, Transactor
-from turnlog.infra.murmur2 import partition_of
-from turnlog.infra.payloads import externalized
-from turnlog.infra.role import Role
-from turnlog.infra.runs import Configured, configured
+from turnlog.infra.log import Partition, Record, TopicMissing, Transactor, partition_of
+from turnlog.infra.roles.role import Role
+from turnlog.infra.roles.runs import Configured, configured
 from turnlog.names import RECORD_HEADER, TransactionalId
 from turnlog.processors.core.fold_versions import scores_topic
 from turnlog.producers.admission import Admission, AdmissionRules, Drawing

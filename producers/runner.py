@@ -15,10 +15,10 @@ from collections.abc import Iterable
 from prometheus_client import Gauge
 
 from turnlog.infra import recipes
-from turnlog.infra.dead_letters import dead_letter
+from turnlog.infra.blobs import inlined
+from turnlog.infra.event_log import dead_letter
 from turnlog.infra.log import Commit, GroupReader, Partition, Record
-from turnlog.infra.payloads import inlined
-from turnlog.infra.role import Role
+from turnlog.infra.roles.role import Role
 from turnlog.names import RECORD_HEADER, ConsumerGroup
 from turnlog.producers.gateway_client import GatewayClient
 from turnlog.producers.rollout import Rollout

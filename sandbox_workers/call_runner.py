@@ -16,7 +16,7 @@ from prometheus_client import Counter, Histogram
 
 from turnlog.infra.blobs import BlobError
 from turnlog.infra.log import Record
-from turnlog.infra.role import Role
+from turnlog.infra.roles.role import Role
 from turnlog.sandbox_workers import answers
 from turnlog.sandbox_workers.answers import Outcome, unrun
 from turnlog.sandbox_workers.attribution import Verdict, attributed

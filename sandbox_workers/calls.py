@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Commit, Log, OffsetOutOfRange, Partition, Reader, Record
-from turnlog.infra.role import Role
+from turnlog.infra.roles.role import Role
 from turnlog.sandbox_workers.plans import Plan
 from turnlog.sandbox_workers.protocol import Sandbox
 from turnlog.sandbox_workers.tools import Refusal

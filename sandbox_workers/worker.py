@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import Gauge
 
-from turnlog.infra.dead_letters import dead_letter, where
+from turnlog.infra.event_log import dead_letter, where
 from turnlog.infra.log import GroupReader, LogError, Partition, Record
-from turnlog.infra.role import Role
+from turnlog.infra.roles.role import Role
 from turnlog.names import ConsumerGroup
 from turnlog.processors.core.fold.unit import ForeignRun
 from turnlog.sandbox_workers import answers

@@ -35,13 +35,12 @@ from typing import Any
 import numpy as np
 from prometheus_client import Counter, Gauge
 
-from turnlog.infra import books_metric
 from turnlog.infra.batch_files import CorruptBatch, read_rows
 from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs, StoreUnavailable
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.fence import check_owner
-from turnlog.infra.log import Log, Partition, Reader, Transactor
-from turnlog.infra.role import Role, opened
+from turnlog.infra.log import Log, Partition, Reader, Transactor, check_owner
+from turnlog.infra.roles.health import count_tokens
+from turnlog.infra.roles.role import Role, opened
 from turnlog.names import ConsumerGroup, TransactionalId
 from turnlog.processors.core.batches.rows import BatchRows, rows_sha256
 from turnlog.processors.core.batches.weight_chain import WeightChain
@@ -400,7 +399,7 @@ class Trainer:
         WAITED.inc(waited)
         trained = 0 if result.skipped else result.trained_tokens
         masked = {"step_skipped": result.trained_tokens} if result.skipped else {}
-        books_metric.count("step", sampled=int(rows.trained.sum()), trained=trained, masked=masked)
+        count_tokens("step", sampled=int(rows.trained.sum()), trained=trained, masked=masked)
         log.info(
             "step %d: loss %.5f, gradient %.3f, gap %.1e%s",
             self._cursor.step,

@@ -27,8 +27,8 @@ from servers import TURNLOG, environment, say, servers, told
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.log import Partition
-from turnlog.infra.role import Role, opened
-from turnlog.infra.runs import configure
+from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.runs import configure
 from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold.low_water import Fold
 from turnlog.processors.runtime.assembler import assembler_plan

@@ -20,17 +20,17 @@ from uuid import uuid4
 
 from servers import role, say, servers, told
 
+from tests.fakes.sessions import bad_days
 from turnlog.infra.embedded.process import Child
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Log, Partition
-from turnlog.infra.role import opened
-from turnlog.infra.runs import configure
+from turnlog.infra.roles.role import opened
+from turnlog.infra.roles.runs import configure
 from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold.low_water import Fold, decode_marks
 from turnlog.processors.core.fold.settlement import with_figures
 from turnlog.processors.core.fold_versions import INPUTS, outputs_of
 from turnlog.processors.runtime.assembler import assembler_plan
-from turnlog.processors.runtime.examples import bad_days
 from turnlog.processors.runtime.restoring import Plan, records_between
 from turnlog.schemas.events import Event
 from turnlog.settings import Settings

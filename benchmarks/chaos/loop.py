@@ -38,13 +38,13 @@ import psutil
 from servers import TURNLOG, say, told
 
 from turnlog.consumers.report import newest_incarnations
-from turnlog.infra.archive_index import ArchiveIndex, archive_name
+from turnlog.infra.archive.index import ArchiveIndex, archive_name
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.embedded.up import down, status_processes
 from turnlog.infra.history import all_events
 from turnlog.infra.log import Partition
-from turnlog.infra.role import Role, opened
+from turnlog.infra.roles.role import Role, opened
 from turnlog.schemas import topics
 from turnlog.schemas.events import EngineRegistered, EngineWeightsLoaded, SampleBatchFormed, ToolCallCompleted
 from turnlog.settings import Settings, load

@@ -28,7 +28,7 @@ from servers import TURNLOG, environment, say, servers, told
 from turnlog.infra.embedded.broker import Broker
 from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.log import Partition
-from turnlog.infra.role import Role, opened
+from turnlog.infra.roles.role import Role, opened
 from turnlog.names import ExitStatus
 from turnlog.schemas.events import ToolCallCompleted, ToolCallStarted
 from turnlog.schemas.topics import TOOL_RESULTS

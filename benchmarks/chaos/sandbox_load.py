@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from servers import say
 
 from turnlog.infra.log import LogError, Partition
-from turnlog.infra.role import Role
+from turnlog.infra.roles.role import Role
 from turnlog.schemas.events import (
     SandboxLimits,
     SandboxSpec,

@@ -14,14 +14,15 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import orjson
+import servers  # noqa: F401 - finds tests.fakes
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from tests.fakes.memory_engine import MemoryEngine
 from turnlog.infra.engine import Generate, Piece
-from turnlog.infra.memory_engine import MemoryEngine
 from turnlog.producers.gateway.prompts import TextTokens
 
 CALL = '<tool_call>{"name":"calc","arguments":{"expr":"3+5"}}</tool_call>'

@@ -23,6 +23,8 @@ from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.topics_admin import apply
 from turnlog.settings import KafkaSettings, RegistrySettings, RunSettings, Settings, StoreSettings, load
 
+sys.path.append(str(Path(__file__).parents[2]))  # tests.fakes is found by whatever is imported after this
+
 TURNLOG = (sys.executable, "-m", "turnlog.cli")
 
 

@@ -23,7 +23,7 @@ from servers import TURNLOG, environment, say, servers, told
 
 from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.log import Partition
-from turnlog.infra.role import Role, opened
+from turnlog.infra.roles.role import Role, opened
 from turnlog.schemas.events import Event, StepCompleted, WeightVersionPublished
 from turnlog.schemas.topics import STEPS, WEIGHTS
 from turnlog.settings import Settings

@@ -22,18 +22,19 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from prometheus_client import Counter, Gauge
 
 from turnlog.consumers.archive.schemas import WrittenSchemas
-from turnlog.infra.archive_files import MEDIA_TYPE, RangeFile
-from turnlog.infra.archive_index import (
+from turnlog.infra.archive.files import MEDIA_TYPE, RangeFile
+from turnlog.infra.archive.index import (
     ArchivedRange,
     ArchiveError,
     ArchiveIndex,
+    Cut,
     Span,
     archive_name,
+    live_cut,
     partitions_of,
 )
-from turnlog.infra.cuts import Cut, live_cut
 from turnlog.infra.log import Commit, Partition, Reader, Record, Transactor
-from turnlog.infra.role import Role
+from turnlog.infra.roles.role import Role
 from turnlog.names import ConsumerGroup, TransactionalId
 from turnlog.schemas.topics import BY_NAME, SESSIONS
 

@@ -10,11 +10,11 @@ from rich.table import Table
 
 from turnlog.consumers.archive.archiver import flush, main
 from turnlog.consumers.archive.prune import prunable
-from turnlog.infra.archive_index import ArchiveError, ArchiveIndex, archive_name
+from turnlog.infra.archive.index import ArchiveError, ArchiveIndex, archive_name
 from turnlog.infra.log import Partition
-from turnlog.infra.role import opened
-from turnlog.infra.runs import serve
-from turnlog.infra.terminal import Terminal, say
+from turnlog.infra.roles.role import opened
+from turnlog.infra.roles.runs import serve
+from turnlog.infra.roles.terminal import Terminal, say
 from turnlog.settings import Settings
 
 

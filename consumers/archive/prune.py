@@ -10,11 +10,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from turnlog.infra.archive_index import ArchiveIndex
+from turnlog.infra.archive.index import ArchiveIndex
 from turnlog.infra.history import all_events, partitions, records
-from turnlog.infra.log import Commit, Partition
-from turnlog.infra.murmur2 import partition_of
-from turnlog.infra.role import Role
+from turnlog.infra.log import Commit, Partition, partition_of
+from turnlog.infra.roles.role import Role
 from turnlog.names import ConsumerGroup
 from turnlog.processors.core.fold.low_water import committed_version
 from turnlog.processors.core.fold_versions import scores_topic

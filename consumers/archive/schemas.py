@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from turnlog.infra.archive_index import ArchiveIndex
+from turnlog.infra.archive.index import ArchiveIndex
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Record
 from turnlog.schemas.codec import HEADER, MAGIC

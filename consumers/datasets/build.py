@@ -14,7 +14,7 @@ from turnlog.consumers.datasets.query import Facts, Filters, Query, Seen
 from turnlog.consumers.datasets.source import Progress, Source
 from turnlog.consumers.datasets.writer import DatasetWriter
 from turnlog.infra.log import Partition, Record
-from turnlog.infra.role import Role
+from turnlog.infra.roles.role import Role
 from turnlog.schemas import topics
 from turnlog.schemas.events import GroupScored, SegmentSample, SessionStarted
 from turnlog.schemas.topics import Topic

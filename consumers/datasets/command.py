@@ -20,8 +20,8 @@ from turnlog.consumers.datasets.columns import VIEWS, row_digests, rows_sha256
 from turnlog.consumers.datasets.errors import DatasetDamaged
 from turnlog.consumers.datasets.manifest import Counts, DataFile, Manifest, read_manifest
 from turnlog.consumers.datasets.query import Query
-from turnlog.infra.role import opened
-from turnlog.infra.terminal import Terminal, say
+from turnlog.infra.roles.role import opened
+from turnlog.infra.roles.terminal import Terminal, say
 from turnlog.settings import Settings
 
 CHUNK = 1 << 20

@@ -17,11 +17,10 @@ import orjson
 from turnlog.consumers.datasets.errors import MissingContent
 from turnlog.consumers.datasets.manifest import Provenance
 from turnlog.consumers.datasets.query import Facts, Filters, Joined, Query, Task, short
-from turnlog.infra.blobs import BlobCorrupt, BlobMissing
+from turnlog.infra.blobs import BlobCorrupt, BlobMissing, inlined
 from turnlog.infra.history import events_of, partitions
 from turnlog.infra.log import Partition, Record
-from turnlog.infra.payloads import inlined
-from turnlog.infra.role import Role
+from turnlog.infra.roles.role import Role
 from turnlog.schemas import topics
 from turnlog.schemas.events import (
     Event,

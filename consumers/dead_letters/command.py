@@ -14,8 +14,8 @@ from rich.table import Table
 from turnlog.consumers.dead_letters.letters import Asked, LetterError, event_of, named, read, whole
 from turnlog.consumers.dead_letters.requeue import first_places, requeue, requeued
 from turnlog.consumers.dead_letters.skip import skip
-from turnlog.infra.role import Role, opened
-from turnlog.infra.terminal import Terminal, say, say_json
+from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.terminal import Terminal, say, say_json
 from turnlog.names import ExitStatus
 from turnlog.schemas.errors import UndecodableRecord
 from turnlog.schemas.events import DeadLetter

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from turnlog.infra.history import events
 from turnlog.infra.log import Partition, Record
-from turnlog.infra.role import Role
+from turnlog.infra.roles.role import Role
 from turnlog.schemas import topics
 from turnlog.schemas.events import DeadLetter, Event
 from turnlog.schemas.topics import INLINE_LIMIT_BYTES

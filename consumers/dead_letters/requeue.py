@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from turnlog.consumers.dead_letters.letters import event_of, whole
 from turnlog.infra.history import records
 from turnlog.infra.log import Appender, Headers, Partition
-from turnlog.infra.role import Role
+from turnlog.infra.roles.role import Role
 from turnlog.names import REQUEUED_HEADER
 from turnlog.schemas.errors import UndecodableRecord
 from turnlog.schemas.events import DeadLetter, ToolCallRequested

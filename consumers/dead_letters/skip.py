@@ -6,9 +6,8 @@ import itertools
 import re
 
 from turnlog.consumers.dead_letters.letters import NotSkippable, record_at
-from turnlog.infra.log import Partition
-from turnlog.infra.murmur2 import partition_of
-from turnlog.infra.role import Role
+from turnlog.infra.log import Partition, partition_of
+from turnlog.infra.roles.role import Role
 from turnlog.schemas.events import SkipRequested
 from turnlog.schemas.ids import digest
 from turnlog.schemas.topics import SESSIONS, SNAPSHOTS, TURNS

@@ -17,10 +17,9 @@ from turnlog.consumers.replay.merge import Merge
 from turnlog.consumers.replay.progress import Progress, Silent
 from turnlog.consumers.replay.source import Inputs, recorded_run
 from turnlog.infra.history import events, partitions
-from turnlog.infra.log import Partition
-from turnlog.infra.murmur2 import partition_of
-from turnlog.infra.role import Role
-from turnlog.infra.runs import Configured
+from turnlog.infra.log import Partition, partition_of
+from turnlog.infra.roles.role import Role
+from turnlog.infra.roles.runs import Configured
 from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.fold_versions import INPUTS

@@ -11,8 +11,8 @@ from rich.table import Table
 from turnlog.consumers.fold.arguments import ARCHIVE
 from turnlog.consumers.fold.comparison import Comparison, Row, Scope, Tally, compare
 from turnlog.consumers.replay.progress import Shown
-from turnlog.infra.role import opened
-from turnlog.infra.terminal import Terminal, say_json
+from turnlog.infra.roles.role import opened
+from turnlog.infra.roles.terminal import Terminal, say_json
 from turnlog.processors.core.fold.render import render, sizes
 from turnlog.schemas.events import SegmentSample, TurnTreeAssembled
 from turnlog.settings import Settings

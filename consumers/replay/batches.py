@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from turnlog.infra.batch_files import CorruptBatch, read_rows, sealed
-from turnlog.infra.blobs import BlobError
+from turnlog.infra.blobs import BlobError, inlined
 from turnlog.infra.history import events
 from turnlog.infra.log import Log, Partition, Reader, Record
-from turnlog.infra.payloads import inlined
-from turnlog.infra.role import Role
+from turnlog.infra.roles.role import Role
 from turnlog.names import RECORD_HEADER
 from turnlog.processors.core.batches.draws import (
     DrawRules,

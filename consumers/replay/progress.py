@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from turnlog.infra.terminal import Terminal
+from turnlog.infra.roles.terminal import Terminal
 from turnlog.schemas.ids import digest
 
 FORMAT = 1

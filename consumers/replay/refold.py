@@ -30,11 +30,11 @@ from turnlog.consumers.replay.run import ARCHIVE, FOLDER, asked, cuts_of
 from turnlog.consumers.replay.source import Inputs, Skips, SkipsFound, Until, fresh, moment, places, recorded_run
 from turnlog.consumers.replay.unit import HistoryFold, UnitState, tokens_of
 from turnlog.consumers.replay.verify import FORGET_EVERY, cheap_collections
-from turnlog.infra.cuts import Cut
+from turnlog.infra.archive.index import Cut
 from turnlog.infra.log import Partition
-from turnlog.infra.role import Role, opened
-from turnlog.infra.runs import Configured
-from turnlog.infra.terminal import Terminal
+from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.runs import Configured
+from turnlog.infra.roles.terminal import Terminal
 from turnlog.processors.core.batches.draws import DrawRules, PlacedSample, ReadableGroup
 from turnlog.processors.core.fold_versions import fold_version
 from turnlog.processors.core.methods.rules import FoldRules

@@ -1,6 +1,6 @@
 """`turnlog replay`: fold the log again, from topics or the archive, and compare with what was emitted and trained.
 
-Everything up to a cut (infra.cuts) is folded; every tree, sample and score must come out with the same bytes, and every
+Everything up to a Cut is folded; every tree, sample and score must come out with the same bytes, and every
 batch with the same rows, weights and hashes as its manifest and its file. With other settings it writes a dataset
 instead (refold.py).
 """
@@ -15,12 +15,12 @@ from turnlog.consumers.replay.errors import NothingToReplay
 from turnlog.consumers.replay.progress import Progress, ReplayState, Shown, Silent
 from turnlog.consumers.replay.source import cut_of, moment, recorded_run
 from turnlog.consumers.replay.verify import Question, cheap_collections, verify_batches, verify_unit
-from turnlog.infra.archive_log import ArchiveLog
-from turnlog.infra.cuts import Cut
+from turnlog.infra.archive.index import Cut
+from turnlog.infra.archive.log import ArchiveLog
 from turnlog.infra.log import Partition
-from turnlog.infra.role import Role, opened
-from turnlog.infra.runs import Configured
-from turnlog.infra.terminal import Terminal
+from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.runs import Configured
+from turnlog.infra.roles.terminal import Terminal
 from turnlog.names import ExitStatus
 from turnlog.settings import Settings
 

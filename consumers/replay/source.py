@@ -13,13 +13,13 @@ from datetime import UTC, datetime
 from turnlog.consumers.replay.errors import BrokenFold, HistoryPruned, NoSuchMoment, NothingToReplay
 from turnlog.consumers.replay.merge import Merge
 from turnlog.consumers.replay.unit import UnitState, fresh_state
-from turnlog.infra.archive_log import ArchiveLog
-from turnlog.infra.cuts import Cut, live_cut
+from turnlog.infra.archive.index import Cut, live_cut
+from turnlog.infra.archive.log import ArchiveLog
+from turnlog.infra.blobs import inlined
 from turnlog.infra.history import events
 from turnlog.infra.log import LogError, Partition, Record
-from turnlog.infra.payloads import inlined
-from turnlog.infra.role import Role
-from turnlog.infra.runs import Configured, recorded
+from turnlog.infra.roles.role import Role
+from turnlog.infra.roles.runs import Configured, recorded
 from turnlog.names import ConsumerGroup
 from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold.group import GroupFold

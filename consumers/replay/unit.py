@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from turnlog.infra.blobs import payload_fields
 from turnlog.infra.log import Record
-from turnlog.infra.payloads import payload_fields
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.fold.low_water import Done, Marks
 from turnlog.processors.core.fold.unit import InputRecord, Taken, UnitFold

@@ -21,11 +21,11 @@ from turnlog.consumers.replay.unit import (
     digest_of,
     first_difference,
 )
-from turnlog.infra.cuts import Cut
+from turnlog.infra.archive.index import Cut
+from turnlog.infra.blobs import inlined
 from turnlog.infra.log import Partition, Record
-from turnlog.infra.payloads import inlined
-from turnlog.infra.role import Role
-from turnlog.infra.runs import Configured
+from turnlog.infra.roles.role import Role
+from turnlog.infra.roles.runs import Configured
 from turnlog.processors.core.batches.draws import DrawRules
 from turnlog.processors.core.fold_versions import OUTPUTS
 from turnlog.schemas.errors import UndecodableRecord

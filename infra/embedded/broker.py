@@ -31,7 +31,7 @@ from pathlib import Path
 from turnlog.infra.embedded.errors import BrokerDied, JarMismatch, JarsUnavailable, NoJava
 from turnlog.infra.embedded.ports import HOST, claim, free_ports, listens
 from turnlog.infra.embedded.process import Launch, Server
-from turnlog.infra.terminal import aside
+from turnlog.infra.roles.terminal import aside
 from turnlog.schemas.topics import MAX_MESSAGE_BYTES
 
 OLDEST = 17

@@ -15,7 +15,7 @@ from pathlib import Path
 from turnlog.infra.embedded.errors import NotInstalled, StoreDied
 from turnlog.infra.embedded.ports import HOST, claim, listens
 from turnlog.infra.embedded.process import Launch, Server
-from turnlog.infra.private_files import STORE_KEY, kept_secret
+from turnlog.infra.run_folder import STORE_KEY, kept_secret
 from turnlog.settings import StoreSettings
 
 

@@ -28,8 +28,7 @@ from turnlog.infra.embedded.ports import HOST, ONE_HOST, claim, free_ports
 from turnlog.infra.embedded.process import Launch
 from turnlog.infra.embedded.run_files import LOGS, SETTINGS
 from turnlog.infra.embedded.supervisor import Member
-from turnlog.infra.endpoints import Endpoints
-from turnlog.infra.private_files import STORE_KEY
+from turnlog.infra.run_folder import STORE_KEY, Endpoints
 from turnlog.liveness_settings import LivenessSettings
 from turnlog.settings import Settings
 

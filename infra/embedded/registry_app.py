@@ -31,13 +31,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from turnlog.infra import log_lines
 from turnlog.infra.embedded.ports import HOST, claim
-from turnlog.infra.endpoints import read
-from turnlog.infra.health import Health, QuietServer, configured, serve_health
-from turnlog.infra.http_bodies import BodyTooLarge, body_of
 from turnlog.infra.log import Log, LogError, Partition, TopicSpec, Transactor
 from turnlog.infra.registry import MEDIA_TYPE
+from turnlog.infra.roles import log_lines
+from turnlog.infra.roles.health import Health, QuietServer, configured, serve_health
+from turnlog.infra.roles.http_bodies import BodyTooLarge, body_of
+from turnlog.infra.run_folder import read_endpoints
 from turnlog.names import REGISTRY_TOPIC, TransactionalId
 from turnlog.schemas.compatibility import incompatibilities
 from turnlog.schemas.json_depth import MAX_DEPTH, deeper_than
@@ -346,7 +346,7 @@ def serve_registry(settings: Settings) -> int:
     Raises LogError when the log fails (the supervisor starts it again), NoEndpoints, PortTaken."""
     bootstrap, port = settings.kafka.bootstrap, settings.registry.port
     if not (bootstrap and port):
-        found = read(Path(settings.run.directory))
+        found = read_endpoints(Path(settings.run.directory))
         bootstrap, port = bootstrap or found.kafka, port or urlsplit(found.registry).port or 0
     kafka = dataclasses.replace(settings.kafka, bootstrap=bootstrap)
     asyncio.run(_serve(dataclasses.replace(settings, kafka=kafka), claim(port, "[registry] port")))

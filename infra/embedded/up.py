@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from turnlog.infra import endpoints as endpoints_file
+from turnlog.infra import run_folder
 from turnlog.infra.embedded import errors
 from turnlog.infra.embedded.broker import class_path
 from turnlog.infra.embedded.errors import EmbeddedError, NotReady, NotUp, SupervisorDied
@@ -35,9 +35,8 @@ from turnlog.infra.embedded.run_files import (
     write_state,
 )
 from turnlog.infra.embedded.supervisor import SATISFIED, State, Supervisor, Watched
-from turnlog.infra.endpoints import Endpoints
-from turnlog.infra.private_files import GATEWAY_KEY, kept_secret, private_folder
-from turnlog.infra.terminal import aside
+from turnlog.infra.roles.terminal import aside
+from turnlog.infra.run_folder import GATEWAY_KEY, Endpoints, kept_secret, private_folder
 from turnlog.settings import Settings
 
 NOTIFY = "TURNLOG_NOTIFY_FD"
@@ -88,7 +87,7 @@ def up(
             if isinstance(error, SupervisorFailed):
                 raise error.cause from None
             raise
-    found = endpoints_file.read(directory)
+    found = run_folder.read_endpoints(directory)
     _show(found, say)
     return found
 
@@ -110,7 +109,7 @@ def supervise(settings: Settings, roles: Sequence[str] | None = None) -> int:
             notify({"error": type(error).__name__, "message": str(error)})
             raise
         finally:
-            (directory / endpoints_file.FILE).unlink(missing_ok=True)
+            (directory / run_folder.FILE).unlink(missing_ok=True)
             sweep(scope())
     return 0
 
@@ -145,8 +144,8 @@ def status_processes(settings: Settings) -> list[dict[str, Any]]:
     directory = Path(settings.run.directory)
     if not is_live(directory):
         return []
-    with contextlib.suppress(endpoints_file.NoEndpoints):
-        health = endpoints_file.read(directory).health
+    with contextlib.suppress(run_folder.NoEndpoints):
+        health = run_folder.read_endpoints(directory).health
         children: list[dict[str, Any]] = read_state(directory).get("children", [])
         starting = {child["name"] for child in children if child["state"] == State.STARTING}
         return [
@@ -160,7 +159,7 @@ async def _supervise(settings: Settings, roles: Sequence[str], notify: Notify) -
     directory = Path(settings.run.directory)
     plan = await asyncio.to_thread(Plan, settings, roles)
     pid, began = os.getpid(), time.time()
-    endpoints_file.write(directory, dataclasses.replace(plan.endpoints, supervisor_pid=pid))
+    run_folder.write_endpoints(directory, dataclasses.replace(plan.endpoints, supervisor_pid=pid))
 
     def keep() -> None:
         children = [one.as_dict() for one in supervisor.watched.values()]

@@ -17,10 +17,10 @@ from prometheus_client import Gauge
 
 from turnlog.infra.blobs import Blobs
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.health import Health
 from turnlog.infra.log import GroupReader, Log, Partition, Record
-from turnlog.infra.role import Role
-from turnlog.infra.runs import Configured, configured
+from turnlog.infra.roles.health import Health
+from turnlog.infra.roles.role import Role
+from turnlog.infra.roles.runs import Configured, configured
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.fold_versions import INPUTS, SPINE
 from turnlog.processors.runtime.reaper import Reaper

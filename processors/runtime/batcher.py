@@ -15,12 +15,12 @@ from collections.abc import Sequence
 
 from prometheus_client import Counter, Gauge
 
-from turnlog.infra import books_metric
 from turnlog.infra.batch_files import MEDIA_TYPE, sealed
+from turnlog.infra.blobs import inlined
 from turnlog.infra.log import Partition, Record, Transactor
-from turnlog.infra.payloads import inlined
-from turnlog.infra.role import Role
-from turnlog.infra.runs import Configured, configured
+from turnlog.infra.roles.health import count_tokens
+from turnlog.infra.roles.role import Role
+from turnlog.infra.roles.runs import Configured, configured
 from turnlog.names import TransactionalId
 from turnlog.processors.core.batches.draws import (
     FormedBatch,
@@ -279,4 +279,4 @@ def _count(draw: FormedDraw, groups: Sequence[ReadableGroup]) -> None:
     for row in draw.dropped:
         masked[row.reason] += row.sampled_tokens
     trained = sum(batch.weights.trained_tokens for batch in draw.batches)
-    books_metric.count("draw", sampled=sum(span.length for span in spans), trained=trained, masked=masked)
+    count_tokens("draw", sampled=sum(span.length for span in spans), trained=trained, masked=masked)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs, StoreUnavailable
+from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs, StoreUnavailable, inlined
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Record
-from turnlog.infra.payloads import inlined
 from turnlog.infra.registry import RegistryUnavailable
 from turnlog.processors.core.fold.unit import payloads_read
 from turnlog.schemas.errors import UndecodableRecord, UnknownSchemaId

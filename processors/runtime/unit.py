@@ -13,12 +13,10 @@ from contextlib import AsyncExitStack
 
 from prometheus_client import Counter, Gauge
 
-from turnlog.infra import books_metric
-from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs
-from turnlog.infra.dead_letters import dead_letter, where
-from turnlog.infra.event_log import EventLog
+from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs, externalized
+from turnlog.infra.event_log import EventLog, dead_letter, where
 from turnlog.infra.log import Commit, Log, Partition, Record, Transactor
-from turnlog.infra.payloads import externalized
+from turnlog.infra.roles.health import count_tokens
 from turnlog.processors.core.fold.low_water import encode_marks
 from turnlog.processors.core.fold.unit import DEFECTS, RecordSkipped, Taken, UnitFold
 from turnlog.processors.core.fold_versions import INPUTS
@@ -214,7 +212,7 @@ def _count(event: Event) -> None:
     """Add the books of a group whose score was committed; other events say nothing new about tokens."""
     if isinstance(event, GroupScored):
         books = event.books
-        books_metric.count("group", sampled=books.sampled, trained=books.trained, masked=books.masked)
+        count_tokens("group", sampled=books.sampled, trained=books.trained, masked=books.masked)
 
 
 class OpenSpan:

@@ -19,17 +19,17 @@ from faust.exceptions import ConsumerNotStarted
 from faust.tables.recovery import Recovery
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from turnlog.infra import log_lines
-from turnlog.infra.endpoints import resolved
+from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.health import Health
 from turnlog.infra.kafka import KafkaLog
-from turnlog.infra.kafka_connection import Connection, typed
+from turnlog.infra.kafka.connection import Connection, typed
 from turnlog.infra.log import LogError
-from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.registry import HttpRegistry
-from turnlog.infra.role import Role
-from turnlog.infra.runs import claimed
+from turnlog.infra.roles import log_lines
+from turnlog.infra.roles.health import Health
+from turnlog.infra.roles.role import Role
+from turnlog.infra.roles.runs import claimed
+from turnlog.infra.run_folder import resolved
 from turnlog.names import ConsumerGroup
 from turnlog.processors.runtime import faust_store
 from turnlog.schemas import topics

@@ -16,11 +16,9 @@ from dataclasses import dataclass, field
 
 import orjson
 
-from turnlog.infra.blobs import Blobs
+from turnlog.infra.blobs import Blobs, inlined
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.log import Log, Partition, Reader, Record
-from turnlog.infra.murmur2 import partition_of
-from turnlog.infra.payloads import inlined
+from turnlog.infra.log import Log, Partition, Reader, Record, partition_of
 from turnlog.names import RECORD_HEADER
 from turnlog.processors.core.fold.spine import Tenure
 from turnlog.producers.gateway.conversation import Conversation, Turn, above, continued

@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from turnlog.infra.private_files import GATEWAY_KEY, kept_secret
+from turnlog.infra.run_folder import GATEWAY_KEY, kept_secret
 from turnlog.producers.gateway.errors import BadRequest, Unauthorized
 from turnlog.schemas import ids
 from turnlog.schemas.events.sessions import Agent, Environment, Expects, Outcome

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import orjson
 from prometheus_client import Counter, Histogram
 
-from turnlog.infra.blobs import BlobError, Blobs
+from turnlog.infra.blobs import BlobError, Blobs, externalized
 from turnlog.infra.engine import EngineImage
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import LogError
-from turnlog.infra.payloads import externalized
 from turnlog.processors.core.experts import MEDIA_TYPE, packed
 from turnlog.producers.gateway.conversation import CUT_OFF, Place, Turn, above, continued
 from turnlog.producers.gateway.dialects.dialect import TurnRequest

@@ -117,7 +117,7 @@ def sandbox(settings: Settings, arguments: argparse.Namespace) -> int:
 
             return run(settings, arguments)
         case _:
-            from turnlog.infra.runs import serve
+            from turnlog.infra.roles.runs import serve
             from turnlog.sandbox_workers.worker import main
 
             return serve("sandbox", main, settings)

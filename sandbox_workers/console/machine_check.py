@@ -7,7 +7,7 @@ import dataclasses
 import os
 from dataclasses import dataclass
 
-from turnlog.infra.terminal import aside, say, say_json
+from turnlog.infra.roles.terminal import aside, say, say_json
 from turnlog.names import ExitStatus
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.pooling import CLASSES, backend

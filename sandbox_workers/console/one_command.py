@@ -11,7 +11,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from turnlog.infra.terminal import aside
+from turnlog.infra.roles.terminal import aside
 from turnlog.sandbox_workers.pooling import backend
 from turnlog.sandbox_workers.protocol import (
     BackendUnavailable,
@@ -96,7 +96,7 @@ async def _sandbox(
     async with AsyncExitStack() as stack:
         egress = None
         if arguments.network != "none":
-            from turnlog.infra.memory_blobs import MemoryBlobs
+            from turnlog.infra.blobs import MemoryBlobs
             from turnlog.sandbox_workers.egress import Egress
 
             rules = (*settings.egress.allow, *arguments.allow)

@@ -15,8 +15,8 @@ from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 
-from turnlog.infra import endpoints
-from turnlog.infra.terminal import Terminal, say_json
+from turnlog.infra import run_folder
+from turnlog.infra.roles.terminal import Terminal, say_json
 from turnlog.sandbox_workers.pooling.slots import SlotState
 from turnlog.settings import Settings
 
@@ -48,8 +48,8 @@ def addresses(settings: Settings, urls: list[str]) -> dict[str, str]:
     if urls:
         return {url: url.rstrip("/") for url in urls}
     try:
-        health = endpoints.read(Path(settings.run.directory)).health
-    except endpoints.NoEndpoints:
+        health = run_folder.read_endpoints(Path(settings.run.directory)).health
+    except run_folder.NoEndpoints:
         return {}
     return {name: url for name, url in health.items() if name.startswith("sandbox-")}
 

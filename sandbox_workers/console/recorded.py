@@ -17,9 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from turnlog.infra.history import EVERY_RUN, events_of, partitions
-from turnlog.infra.log_lines import escaped
-from turnlog.infra.role import Role
-from turnlog.infra.terminal import Terminal
+from turnlog.infra.roles.log_lines import escaped
+from turnlog.infra.roles.role import Role
+from turnlog.infra.roles.terminal import Terminal
 from turnlog.schemas.events import ToolCallCompleted, ToolCallRequested, ToolCallStarted, ToolStatus
 from turnlog.schemas.topics import TOOL_CALLS, TOOL_RESULTS, Topic
 

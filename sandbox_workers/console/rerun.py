@@ -12,10 +12,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs
-from turnlog.infra.memory_blobs import MemoryBlobs
-from turnlog.infra.role import Role, opened
-from turnlog.infra.terminal import Terminal, aside, say_json
+from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs, MemoryBlobs
+from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.terminal import Terminal, aside, say_json
 from turnlog.names import ExitStatus
 from turnlog.sandbox_settings import LOCAL, Interception
 from turnlog.sandbox_workers import answers

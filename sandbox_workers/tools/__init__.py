@@ -1,5 +1,5 @@
 """Tools: what an agent may call in a sandbox. Built in: python, shell, python_session, files, env_step; packages offer
-more (turnlog.infra.offered_tools).
+more (turnlog.infra.tools).
 
 `prepared` says whether a call may run, before anything runs; `Prepared.run` runs it.
 """
@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from turnlog.infra.offered_tools import BrokenTool, described, loaded, offered
-from turnlog.infra.tool_schemas import BUILT_IN
+from turnlog.infra.tools import BUILT_IN, BrokenTool, described, loaded, offered
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.protocol import (
     Execution,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from turnlog import __version__
-from turnlog.infra import log_lines
+from turnlog.infra.roles import log_lines
 from turnlog.names import ExitStatus
 from turnlog.settings import Settings, SettingsError, load
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not _is_ours(error) or os.environ.get("TURNLOG_TRACEBACK"):
             raise
-        from turnlog.infra.terminal import aside
+        from turnlog.infra.roles.terminal import aside
 
         aside(*f"turnlog {arguments.verb}: {type(error).__name__}: {error}".split("\n"))
         return _status_of(error)
@@ -64,7 +64,7 @@ def _is_ours(error: Exception) -> bool:
 
 def _status_of(error: Exception) -> int:
     """75 when a server did not answer: a supervisor starts a role that ended so as long as it takes. Else 2."""
-    from turnlog.infra.unreachable import is_unreachable
+    from turnlog.infra.roles.unreachable import is_unreachable
 
     return ExitStatus.UNREACHABLE if is_unreachable(error) else ExitStatus.FAILED
 
@@ -154,7 +154,7 @@ def _verb(
 
 def _role(name: str, module: str) -> Call:
     def call(settings: Settings, _: argparse.Namespace) -> int:
-        from turnlog.infra.runs import serve
+        from turnlog.infra.roles.runs import serve
 
         return serve(name, importlib.import_module(module).main, settings)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.memory_engine import MemoryEngine, joined
 from turnlog.infra.engine import Engine, EngineDead, EngineRefused, EngineUnreachable, Generate, Piece, SGLang
-from turnlog.infra.memory_engine import MemoryEngine, joined
 
 PROMPT = [10, 20, 30, 40]
 CONTEXT = 512

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.memory_engine_control import MemoryEngineControl
 from turnlog.infra.embedded.tiny_model import make_tiny_model
-from turnlog.infra.engine import EngineDead, EngineRefused, EngineUnreachable
-from turnlog.infra.engine_control import EngineControl, SGLangControl
-from turnlog.infra.memory_engine_control import MemoryEngineControl
+from turnlog.infra.engine import EngineControl, EngineDead, EngineRefused, EngineUnreachable, SGLangControl
 
 
 @pytest.fixture(params=["memory", pytest.param("sglang", marks=pytest.mark.engine)])

@@ -13,12 +13,13 @@ from uuid import uuid4
 import pytest
 from aiokafka.partitioner import DefaultPartitioner, murmur2
 
+from tests.fakes.memory_log import MemoryLog
 from turnlog.consumers.archive.archiver import Archiver
-from turnlog.infra import murmur2 as ours
-from turnlog.infra.archive_index import ReadOnlyArchive
-from turnlog.infra.archive_log import ArchiveLog
+from turnlog.infra import log as ours
+from turnlog.infra.archive.index import ReadOnlyArchive
+from turnlog.infra.archive.log import ArchiveLog
+from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.health import Health
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import (
     Commit,
@@ -35,10 +36,9 @@ from turnlog.infra.log import (
     TopicSpec,
     TransactionFailed,
 )
-from turnlog.infra.memory import MemoryLog
-from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.registry import MemoryRegistry
-from turnlog.infra.role import Role
+from turnlog.infra.roles.health import Health
+from turnlog.infra.roles.role import Role
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.topics import MAX_MESSAGE_BYTES
 from turnlog.settings import ArchiveSettings, Settings

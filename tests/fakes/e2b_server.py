@@ -33,7 +33,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 
-from turnlog.infra.health import QuietServer
+from turnlog.infra.roles.health import QuietServer
 from turnlog.infra.sandbox_root import cache_directory
 from turnlog.sandbox_workers.backends.bubblewrap import find
 from turnlog.sandbox_workers.backends.leftovers import owned_prefix

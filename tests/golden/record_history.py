@@ -22,14 +22,16 @@ from typing import Any
 
 import numpy as np
 
-from turnlog.infra.murmur2 import partition_of
-from turnlog.infra.runs import configuration
+sys.path.append(str(Path(__file__).parents[2]))  # run as a script, it finds tests.fakes
+
+from tests.fakes.sessions import GroupName, SessionStory, Shape, bad_days, whole_group
+from turnlog.infra.log import partition_of
+from turnlog.infra.roles.runs import configuration
 from turnlog.names import OUTPUT_TOKENS_HEADER, RECORD_HEADER
 from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.fold_versions import VERSIONS
 from turnlog.processors.core.methods.rules import fold_rules
-from turnlog.processors.runtime.examples import GroupName, SessionStory, Shape, bad_days, whole_group
 from turnlog.schemas.codec import Codec, plain
 from turnlog.schemas.events import (
     ALL,

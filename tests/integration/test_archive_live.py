@@ -14,20 +14,19 @@ import sys
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient
 
+from tests.fakes.sessions import bad_days
 from turnlog.consumers.archive import command as archive_command
 from turnlog.consumers.archive.archiver import flush
 from turnlog.consumers.archive.prune import prunable
 from turnlog.consumers.replay.errors import HistoryPruned
 from turnlog.consumers.replay.run import replay, run
-from turnlog.infra.archive_index import ArchiveIndex
-from turnlog.infra.cuts import live_cut
+from turnlog.infra.archive.index import ArchiveIndex, live_cut
 from turnlog.infra.log import Partition
-from turnlog.infra.role import Role, opened
-from turnlog.infra.runs import configure
-from turnlog.infra.terminal import Terminal
+from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.runs import configure
+from turnlog.infra.roles.terminal import Terminal
 from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.runtime import assembler
-from turnlog.processors.runtime.examples import bad_days
 from turnlog.schemas import topics
 from turnlog.settings import (
     ArchiveSettings,

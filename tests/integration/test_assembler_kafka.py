@@ -13,16 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.fakes.sessions import GroupName, Shape, whole_group
+from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.health import Health
-from turnlog.infra.log import Partition
-from turnlog.infra.memory_blobs import MemoryBlobs
-from turnlog.infra.murmur2 import partition_of
-from turnlog.infra.role import opened
-from turnlog.infra.runs import Configured
+from turnlog.infra.log import Partition, partition_of
+from turnlog.infra.roles.health import Health
+from turnlog.infra.roles.role import opened
+from turnlog.infra.roles.runs import Configured
 from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.runtime.assembler import Runner, assembler_plan
-from turnlog.processors.runtime.examples import GroupName, Shape, whole_group
 from turnlog.processors.runtime.restoring import records_between
 from turnlog.schemas.events import DeadLetter, Event, GroupScored
 from turnlog.settings import Settings

@@ -21,13 +21,13 @@ import pytest
 from confluent_kafka import KafkaError, Producer
 from prometheus_client import REGISTRY
 
+from tests.fakes.sessions import GroupName, SessionStory, Shape
 from turnlog.consumers.books import read as read_books
 from turnlog.infra.log import Oversized, Partition
 from turnlog.infra.registry import HttpRegistry
-from turnlog.infra.role import Role, opened
-from turnlog.infra.runs import configure
+from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.runs import configure
 from turnlog.processors.runtime.assembler import main
-from turnlog.processors.runtime.examples import GroupName, SessionStory, Shape
 from turnlog.processors.runtime.restoring import records_between
 from turnlog.schemas.avsc import stored_schema
 from turnlog.schemas.codec import HEADER, plain

@@ -22,9 +22,9 @@ import pytest
 
 from turnlog.consumers.report import newest_incarnations
 from turnlog.infra.embedded.up import down, status_processes, up
-from turnlog.infra.endpoints import resolved
 from turnlog.infra.history import all_events
-from turnlog.infra.role import opened
+from turnlog.infra.roles.role import opened
+from turnlog.infra.run_folder import resolved
 from turnlog.schemas import topics
 from turnlog.schemas.events import StepCompleted
 from turnlog.settings import Settings, load

@@ -19,13 +19,13 @@ import numpy as np
 import pyarrow.dataset
 import pytest
 
+from tests.fakes.sessions import GroupName, SessionStory, Shape
 from turnlog import cli
+from turnlog.infra.blobs import externalized
 from turnlog.infra.history import partitions, records
-from turnlog.infra.payloads import externalized
-from turnlog.infra.role import Role, opened
-from turnlog.infra.runs import configure
+from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.runs import configure
 from turnlog.processors.runtime.assembler import main as assemble
-from turnlog.processors.runtime.examples import GroupName, SessionStory, Shape
 from turnlog.schemas import topics
 from turnlog.schemas.events import Event, GroupScored, SegmentSample, TokenSnapshot
 from turnlog.schemas.types import BlobRef, int32s

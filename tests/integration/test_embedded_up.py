@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from turnlog.infra import endpoints
+from turnlog.infra import run_folder
 from turnlog.infra.embedded.errors import AlreadyUp, EmbeddedError, ModelMissing, NotUp, PortTaken
 from turnlog.infra.embedded.ports import HOST, free_ports, listens
 from turnlog.infra.embedded.process import marked
@@ -49,7 +49,7 @@ async def test_a_run_goes_up_and_down_and_up_again_with_what_it_held(settings: S
     assert any("kafka ready" in line for line in said)
     assert any(first.kafka in line for line in said)
     directory = Path(settings.run.directory)
-    assert endpoints.read(directory) == first
+    assert run_folder.read_endpoints(directory) == first
     states = {child["name"]: child["state"] for child in status_processes(settings)}
     assert states == {"kafka": "ready", "store": "ready", "registry": "ready", "topics": "done"}
     registry = HttpRegistry(first.registry)
@@ -60,7 +60,7 @@ async def test_a_run_goes_up_and_down_and_up_again_with_what_it_held(settings: S
 
     down(settings, say=_silent)
     assert marked(read_state(directory)["scope"]) == []
-    assert not (directory / endpoints.FILE).exists()
+    assert not (directory / run_folder.FILE).exists()
     assert status_processes(settings) == []
     with pytest.raises(NotUp, match="turnlog up"):
         down(settings, say=_silent)
@@ -119,7 +119,7 @@ def test_a_killed_broker_comes_back_on_its_port_and_a_killed_supervisor_leaves_n
     directory = tmp_path / "runs" / "r"
     with _foreground(directory) as (supervisor, told):
         assert any("ready" in line for line in told)
-        port = int(endpoints.read(directory).kafka.rpartition(":")[2])
+        port = int(run_folder.read_endpoints(directory).kafka.rpartition(":")[2])
         state = read_state(directory)
         os.kill(next(child["pid"] for child in state["children"] if child["name"] == "kafka"), signal.SIGKILL)
         changes = (line["child"] for line in told if "child" in line)

@@ -17,12 +17,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.fakes.sessions import GroupName, SessionStory, Shape, whole_group
 from turnlog.consumers.archive.archiver import flush
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.role import opened
+from turnlog.infra.roles.role import opened
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.methods.rules import fold_rules
-from turnlog.processors.runtime.examples import GroupName, SessionStory, Shape, whole_group
 from turnlog.sandbox_workers import answers
 from turnlog.schemas.events import Event, RewardAssigned, SandboxSpec, SessionStarted, ToolCallRequested, ToolStatus
 from turnlog.schemas.ids import call_id, digest, turn_event_id

@@ -27,15 +27,15 @@ import httpx
 import pytest
 from confluent_kafka.schema_registry import Schema, SchemaRegistryClient
 
+from tests.fakes.sessions import bad_days
 from turnlog.infra.embedded.errors import RegistryDied
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.log import Log, Partition
 from turnlog.infra.registry import HttpRegistry, SchemaIncompatible
-from turnlog.infra.role import Role, opened
-from turnlog.infra.runs import configuration
+from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.runs import configuration
 from turnlog.processors.runtime.assembler import main
-from turnlog.processors.runtime.examples import bad_days
 from turnlog.processors.runtime.restoring import records_between
 from turnlog.schemas.avsc import stored_schema
 from turnlog.schemas.codec import HEADER, plain

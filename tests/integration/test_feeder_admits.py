@@ -11,16 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.memory_broker import MemoryBroker, PartitionLog
+from tests.fakes.memory_log import Died, MemoryLog
+from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.health import Health
-from turnlog.infra.log import Fenced, Partition, TopicMissing
-from turnlog.infra.memory import Died, MemoryLog
-from turnlog.infra.memory_blobs import MemoryBlobs
-from turnlog.infra.memory_broker import MemoryBroker, PartitionLog
-from turnlog.infra.murmur2 import partition_of
+from turnlog.infra.log import Fenced, Partition, TopicMissing, partition_of
 from turnlog.infra.registry import MemoryRegistry
-from turnlog.infra.role import Role
-from turnlog.infra.runs import configuration, configured
+from turnlog.infra.roles.health import Health
+from turnlog.infra.roles.role import Role
+from turnlog.infra.roles.runs import configuration, configured
 from turnlog.infra.topics_admin import specs
 from turnlog.processors.core.fold.settlement import figures
 from turnlog.processors.core.fold_versions import FOLD_VERSION

@@ -18,7 +18,7 @@ import pytest
 from turnlog.infra.engine import Generate, SGLang
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import Partition
-from turnlog.infra.role import Role, opened
+from turnlog.infra.roles.role import Role, opened
 from turnlog.producers.gateway.app import main
 from turnlog.producers.gateway.prompts import TextTokens
 from turnlog.schemas import ids

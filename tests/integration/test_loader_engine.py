@@ -16,7 +16,7 @@ import pytest
 
 from turnlog.consumers.loader import main
 from turnlog.infra.log import Partition
-from turnlog.infra.role import Role, opened
+from turnlog.infra.roles.role import Role, opened
 from turnlog.schemas.events import EngineRegistered, EngineWeightsLoaded, EngineWeightsRefused, Event
 from turnlog.schemas.events.weights import WeightFile
 from turnlog.schemas.topics import ENGINES

@@ -20,20 +20,20 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.fakes.memory_log import Died, MemoryLog
+from tests.fakes.sessions import GroupName, SessionStory, Shape
 from turnlog.consumers import books
+from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.health import Health, application
 from turnlog.infra.history import partitions
 from turnlog.infra.log import Reader, Transactor
-from turnlog.infra.memory import Died, MemoryLog
-from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.registry import MemoryRegistry
-from turnlog.infra.role import Role, opened
-from turnlog.infra.runs import configure
+from turnlog.infra.roles.health import Health, application
+from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.runs import configure
 from turnlog.infra.topics_admin import specs
 from turnlog.processors.core.books import Account
 from turnlog.processors.runtime import assembler, batcher
-from turnlog.processors.runtime.examples import GroupName, SessionStory, Shape
 from turnlog.producers import feeder
 from turnlog.schemas import topics
 from turnlog.schemas.events import (

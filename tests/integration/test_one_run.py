@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from turnlog.infra.role import opened
-from turnlog.infra.runs import OtherRun, configure
+from turnlog.infra.roles.role import opened
+from turnlog.infra.roles.runs import OtherRun, configure
 from turnlog.settings import RunSettings, Settings
 
 pytestmark = pytest.mark.kafka

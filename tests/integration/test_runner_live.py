@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.memory_engine import MemoryEngine
 from turnlog.infra.log import Fenced, Partition
-from turnlog.infra.memory_engine import MemoryEngine
-from turnlog.infra.role import Role, opened
-from turnlog.infra.runs import configure
+from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.runs import configure
 from turnlog.processors.core.fold.settlement import with_figures
 from turnlog.processors.core.fold_versions import FOLD_VERSION
 from turnlog.producers import feeder, runner

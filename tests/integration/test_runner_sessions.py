@@ -18,15 +18,15 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.memory_broker import MemoryBroker
+from tests.fakes.memory_engine import MemoryEngine
+from tests.fakes.memory_log import Died, MemoryLog
+from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.health import Health
 from turnlog.infra.log import Partition
-from turnlog.infra.memory import Died, MemoryLog
-from turnlog.infra.memory_blobs import MemoryBlobs
-from turnlog.infra.memory_broker import MemoryBroker
-from turnlog.infra.memory_engine import MemoryEngine
 from turnlog.infra.registry import MemoryRegistry
-from turnlog.infra.role import Role
+from turnlog.infra.roles.health import Health
+from turnlog.infra.roles.role import Role
 from turnlog.infra.topics_admin import specs
 from turnlog.processors.core.fold.group import FoldRules, GroupFold
 from turnlog.producers import runner

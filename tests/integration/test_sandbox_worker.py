@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from turnlog.infra.log import Partition
-from turnlog.infra.role import Role, opened
+from turnlog.infra.roles.role import Role, opened
 from turnlog.schemas.events import SandboxSpec, ToolCallCompleted, ToolCallRequested, ToolCallStarted, ToolStatus
 from turnlog.schemas.ids import digest
 from turnlog.schemas.topics import TOOL_RESULTS
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.kafka
 
 PROGRAM = """
 import logging, os
-from turnlog.infra.runs import serve
+from turnlog.infra.roles.runs import serve
 from turnlog.sandbox_workers.worker import main
 from turnlog.settings import load
 logging.basicConfig(level=logging.WARNING)

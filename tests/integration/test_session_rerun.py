@@ -10,7 +10,7 @@ import pytest
 
 from turnlog import cli
 from turnlog.consumers.archive.archiver import flush
-from turnlog.infra.role import opened
+from turnlog.infra.roles.role import opened
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.console.recorded import recorded
 from turnlog.sandbox_workers.console.rerun import command

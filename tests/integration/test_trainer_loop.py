@@ -14,7 +14,7 @@ import pytest
 
 from turnlog.infra.batch_files import MEDIA_TYPE, write_rows
 from turnlog.infra.log import Partition
-from turnlog.infra.role import Role, opened
+from turnlog.infra.roles.role import Role, opened
 from turnlog.schemas.events import BatchSkipped, Event, StepCompleted, WeightVersionPublished
 from turnlog.schemas.topics import STEPS, WEIGHTS
 from turnlog.settings import Settings
@@ -24,7 +24,7 @@ from turnlog.trainer.reference import append_batches, synthetic_manifest, synthe
 pytestmark = pytest.mark.kafka
 ROLE = """
 import json, sys
-from turnlog.infra.runs import serve
+from turnlog.infra.roles.runs import serve
 from turnlog.settings import from_tables
 from turnlog.trainer.loop import main
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from turnlog.infra.embedded.ports import free_ports
-from turnlog.infra.role import Role, opened
+from turnlog.infra.roles.role import Role, opened
 from turnlog.schemas import ids
 from turnlog.schemas.events import (
     Agent,

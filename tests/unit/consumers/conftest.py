@@ -10,23 +10,22 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from tests.fakes.memory_broker import MemoryBroker
+from tests.fakes.memory_log import MemoryLog
+from tests.fakes.sessions import GroupName, Shape, bad_days, whole_group
 from turnlog.consumers.archive.archiver import flush
-from turnlog.infra.archive_log import ArchiveLog
-from turnlog.infra.cuts import live_cut
+from turnlog.infra.archive.index import live_cut
+from turnlog.infra.archive.log import ArchiveLog
+from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.health import Health
-from turnlog.infra.log import Partition
-from turnlog.infra.memory import MemoryLog
-from turnlog.infra.memory_blobs import MemoryBlobs
-from turnlog.infra.memory_broker import MemoryBroker
-from turnlog.infra.murmur2 import partition_of
+from turnlog.infra.log import Partition, partition_of
 from turnlog.infra.registry import MemoryRegistry
-from turnlog.infra.role import Role
-from turnlog.infra.runs import configuration
+from turnlog.infra.roles.health import Health
+from turnlog.infra.roles.role import Role
+from turnlog.infra.roles.runs import configuration
 from turnlog.infra.topics_admin import specs
 from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.runtime import assembler, batcher
-from turnlog.processors.runtime.examples import GroupName, Shape, bad_days, whole_group
 from turnlog.schemas import topics
 from turnlog.schemas.avsc import stored_schema
 from turnlog.schemas.codec import Codec

@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fakes.memory_broker import MemoryBroker
+from tests.fakes.memory_log import Died, MemoryLog
+from tests.fakes.sessions import bad_days
 from turnlog.consumers.archive.archiver import Archiver, GapInArchive, flush
-from turnlog.infra.archive_index import ArchiveDamaged, NoArchive
-from turnlog.infra.archive_log import ArchiveLog
+from turnlog.infra.archive.index import ArchiveDamaged, NoArchive
+from turnlog.infra.archive.log import ArchiveLog
+from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.health import Health
 from turnlog.infra.log import Fenced, Partition, Record, TopicSpec
-from turnlog.infra.memory import Died, MemoryLog
-from turnlog.infra.memory_blobs import MemoryBlobs
-from turnlog.infra.memory_broker import MemoryBroker
 from turnlog.infra.registry import MemoryRegistry
-from turnlog.infra.role import Role
-from turnlog.processors.runtime.examples import bad_days
+from turnlog.infra.roles.health import Health
+from turnlog.infra.roles.role import Role
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.events import ALL
 from turnlog.schemas.topics import CATALOGUE, SAMPLES, SESSIONS, STEPS, TOPIC_OF

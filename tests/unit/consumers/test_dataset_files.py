@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.dataset
 import pytest
 
+from tests.fakes.memory_log import MemoryLog
 from turnlog.consumers.datasets import build as building
 from turnlog.consumers.datasets.columns import PREFERENCE, RL, RlRows, row_digests
 from turnlog.consumers.datasets.command import verify
@@ -35,12 +36,11 @@ from turnlog.consumers.datasets.errors import (
 from turnlog.consumers.datasets.manifest import Manifest, Provenance, read_manifest
 from turnlog.consumers.datasets.query import Query, version_key
 from turnlog.consumers.datasets.writer import DatasetWriter
+from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.health import Health
-from turnlog.infra.memory import MemoryLog
-from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.registry import MemoryRegistry
-from turnlog.infra.role import Role
+from turnlog.infra.roles.health import Health
+from turnlog.infra.roles.role import Role
 from turnlog.infra.topics_admin import apply
 from turnlog.schemas.events import Outcome, Purpose, SampleSpan, SegmentSample
 from turnlog.schemas.types import TurnId, pack_float32s, pack_int32s

@@ -16,6 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.fakes.memory_log import MemoryLog
+from tests.fakes.sessions import GroupName, SessionStory, Shape, bad_days
 from turnlog.consumers.archive.archiver import flush
 from turnlog.consumers.datasets.build import build
 from turnlog.consumers.datasets.command import verify
@@ -23,19 +25,17 @@ from turnlog.consumers.datasets.errors import BadQuery, MissingContent, NothingM
 from turnlog.consumers.datasets.manifest import Manifest, Provenance, read_manifest
 from turnlog.consumers.datasets.query import Query
 from turnlog.consumers.datasets.writer import DatasetWriter
-from turnlog.infra.archive_index import archive_name
-from turnlog.infra.archive_log import ArchiveLog
+from turnlog.infra.archive.index import archive_name
+from turnlog.infra.archive.log import ArchiveLog
+from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.health import Health
-from turnlog.infra.memory import MemoryLog
-from turnlog.infra.memory_blobs import MemoryBlobs
-from turnlog.infra.murmur2 import partition_of
+from turnlog.infra.log import partition_of
 from turnlog.infra.registry import MemoryRegistry
-from turnlog.infra.role import Role
+from turnlog.infra.roles.health import Health
+from turnlog.infra.roles.role import Role
 from turnlog.infra.topics_admin import apply
 from turnlog.processors.core.fold.group import fold_history
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.processors.runtime.examples import GroupName, SessionStory, Shape, bad_days
 from turnlog.schemas.events import (
     BatchSample,
     Environment,

@@ -8,18 +8,16 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from tests.fakes.memory_log import MemoryLog
 from turnlog.consumers.dead_letters.arguments import add_arguments
 from turnlog.consumers.dead_letters.command import ACTIONS
 from turnlog.consumers.dead_letters.letters import AmbiguousLetter, LetterError, NoSuchLetter, NotSkippable
-from turnlog.infra.dead_letters import dead_letter
-from turnlog.infra.event_log import EventLog
-from turnlog.infra.health import Health
-from turnlog.infra.log import Partition, Record
-from turnlog.infra.memory import MemoryLog
-from turnlog.infra.memory_blobs import MemoryBlobs
-from turnlog.infra.murmur2 import partition_of
+from turnlog.infra.blobs import MemoryBlobs
+from turnlog.infra.event_log import EventLog, dead_letter
+from turnlog.infra.log import Partition, Record, partition_of
 from turnlog.infra.registry import MemoryRegistry
-from turnlog.infra.role import Role
+from turnlog.infra.roles.health import Health
+from turnlog.infra.roles.role import Role
 from turnlog.infra.topics_admin import apply
 from turnlog.schemas.events import DeadLetter, SandboxSpec, SkipRequested, ToolCallRequested
 from turnlog.schemas.topics import SESSIONS, TOOL_CALLS, TURNS

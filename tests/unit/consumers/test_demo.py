@@ -10,7 +10,7 @@ from typing import Any
 from turnlog.consumers.demo import runnable_here
 from turnlog.consumers.replay.run import Verdict
 from turnlog.consumers.report import Measured, gather, summary
-from turnlog.infra.terminal import Terminal
+from turnlog.infra.roles.terminal import Terminal
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.schemas.events import ToolCallCompleted, ToolStatus
 from turnlog.schemas.events.tools import UNISOLATED

@@ -6,7 +6,7 @@ import dataclasses
 import io
 
 from turnlog.consumers.display import Display
-from turnlog.infra.terminal import Terminal
+from turnlog.infra.roles.terminal import Terminal
 from turnlog.settings import BatcherSettings, FeederSettings, Settings
 
 

@@ -18,7 +18,7 @@ import pytest
 from tests.unit.consumers.conftest import SETTINGS, TrainedRun
 from turnlog.consumers.replay.run import run as replay
 from turnlog.fold_settings import FOLD_SECTIONS, Since
-from turnlog.infra.runs import Configured
+from turnlog.infra.roles.runs import Configured
 from turnlog.schemas import topics
 from turnlog.schemas.events import BatchSkipped, RunConfigured, SampleBatchFormed
 from turnlog.settings import BatcherSettings, FoldSettings, Settings

@@ -23,7 +23,7 @@ from turnlog.consumers.engine_weights import (
     verify,
     write,
 )
-from turnlog.infra.memory_blobs import MemoryBlobs
+from turnlog.infra.blobs import MemoryBlobs
 from turnlog.schemas.events import WeightVersionPublished
 from turnlog.schemas.events.weights import WeightFile
 from turnlog.schemas.types import BlobRef

@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
+from tests.fakes.memory_broker import MemoryBroker
+from tests.fakes.memory_log import MemoryLog
 from turnlog.consumers.follow import Events, MixedPartitions, UnknownTopic, check, follow_on
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Partition, TopicSpec
-from turnlog.infra.memory import MemoryLog
-from turnlog.infra.memory_broker import MemoryBroker
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.schemas.events import SkipRequested
 from turnlog.settings import KafkaSettings

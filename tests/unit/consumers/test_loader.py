@@ -11,15 +11,15 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
+from tests.fakes.memory_engine_control import MemoryEngineControl
+from tests.fakes.memory_log import MemoryLog
 from turnlog.consumers.loader import EngineSwapFailed, Loader
+from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.health import Health
 from turnlog.infra.log import Fenced, Partition
-from turnlog.infra.memory import MemoryLog
-from turnlog.infra.memory_blobs import MemoryBlobs
-from turnlog.infra.memory_engine_control import MemoryEngineControl
 from turnlog.infra.registry import MemoryRegistry
-from turnlog.infra.role import Role
+from turnlog.infra.roles.health import Health
+from turnlog.infra.roles.role import Role
 from turnlog.infra.topics_admin import apply
 from turnlog.schemas.events import EngineGone, EngineRegistered, EngineWeightsLoaded, EngineWeightsRefused, Event
 from turnlog.schemas.events.weights import WeightFile

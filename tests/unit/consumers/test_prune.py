@@ -8,9 +8,8 @@ from typing import Any
 
 from turnlog.consumers.archive.prune import prunable
 from turnlog.consumers.replay.run import run
-from turnlog.infra.archive_index import ArchiveIndex
-from turnlog.infra.log import Commit, Partition
-from turnlog.infra.murmur2 import partition_of
+from turnlog.infra.archive.index import ArchiveIndex
+from turnlog.infra.log import Commit, Partition, partition_of
 from turnlog.schemas import topics
 from turnlog.schemas.events import GroupRequested, Limits, Purpose, RolloutRequested, Sampling, SkipRequested
 from turnlog.schemas.topics import CONTROL

@@ -21,7 +21,7 @@ from turnlog.consumers.datasets.query import Query
 from turnlog.consumers.replay.errors import BadRefold
 from turnlog.consumers.replay.refold import Changes, Refold
 from turnlog.infra.batch_files import read_rows
-from turnlog.infra.runs import configuration
+from turnlog.infra.roles.runs import configuration
 from turnlog.schemas import topics
 from turnlog.schemas.events import SampleBatchFormed
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.sessions import bad_days
 from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.processors.runtime.examples import bad_days
 from turnlog.schemas.avsc import field_types
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.events import ALL, Event, GroupScored

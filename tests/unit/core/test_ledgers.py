@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fakes.sessions import bad_days
 from turnlog.processors.core.audit import Books, Ledgers
 from turnlog.processors.core.audit import drawn as drawn_accounts
 from turnlog.processors.core.batches.draws import DrawRules, FormedDraw, PlacedSample, ReadableGroup, form_draw
@@ -21,7 +22,6 @@ from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold.group import fold_history
 from turnlog.processors.core.fold_versions import LATEST
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.processors.runtime.examples import bad_days
 from turnlog.schemas.events import (
     BatchSkipped,
     DeadLetter,

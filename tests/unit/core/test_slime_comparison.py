@@ -10,18 +10,17 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from tests.fakes.memory_log import MemoryLog
 from turnlog.consumers.fold import arguments as fold_arguments
 from turnlog.consumers.fold.comparison import NoSuchSession, Scope, compare
 from turnlog.consumers.fold.table import drawings, listed, sessions, totals
+from turnlog.infra.blobs import MemoryBlobs, externalized
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.health import Health
 from turnlog.infra.history import events as events_of_topic
 from turnlog.infra.log import TopicSpec
-from turnlog.infra.memory import MemoryLog
-from turnlog.infra.memory_blobs import MemoryBlobs
-from turnlog.infra.payloads import externalized
 from turnlog.infra.registry import MemoryRegistry
-from turnlog.infra.role import Role
+from turnlog.infra.roles.health import Health
+from turnlog.infra.roles.role import Role
 from turnlog.schemas.events import RunConfigured, SessionStarted
 from turnlog.schemas.topics import CATALOGUE, SESSIONS
 from turnlog.settings import KafkaSettings, RunSettings, Settings, SettingsError, fold_settings_json

@@ -7,15 +7,14 @@ from dataclasses import replace
 
 import pytest
 
+from tests.fakes.memory_log import MemoryLog
+from turnlog.infra.blobs import MemoryBlobs, externalized
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.health import Health
 from turnlog.infra.log import Partition, TopicSpec
-from turnlog.infra.memory import MemoryLog
-from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.methods import installed, installed_policies
-from turnlog.infra.payloads import externalized
 from turnlog.infra.registry import MemoryRegistry
-from turnlog.infra.runs import Configured
+from turnlog.infra.roles.health import Health
+from turnlog.infra.roles.runs import Configured
 from turnlog.processors.core.errors import SegmentsDoNotFit
 from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.core.methods.catalogue import Methods

@@ -14,15 +14,15 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.fakes.memory_broker import MemoryBroker
+from tests.fakes.memory_engine import MemoryEngine
+from tests.fakes.memory_log import MemoryLog
+from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.health import Health
 from turnlog.infra.log import Appender, Log, LogUnavailable, Partition, TopicSpec
-from turnlog.infra.memory import MemoryLog
-from turnlog.infra.memory_blobs import MemoryBlobs
-from turnlog.infra.memory_broker import MemoryBroker
-from turnlog.infra.memory_engine import MemoryEngine
 from turnlog.infra.registry import MemoryRegistry
-from turnlog.infra.role import Role
+from turnlog.infra.roles.health import Health
+from turnlog.infra.roles.role import Role
 from turnlog.producers.gateway.app import Gateway, listening, serving
 from turnlog.producers.gateway.prompts import TextTokens
 from turnlog.producers.recipes.calc import RECIPE

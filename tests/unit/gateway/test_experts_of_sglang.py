@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from turnlog.infra.blobs import expert_rows
 from turnlog.infra.embedded.engine import Engine
 from turnlog.infra.embedded.tiny_model import make_tiny_moe
 from turnlog.infra.engine import Generate, Piece, SGLang
-from turnlog.infra.experts import expert_rows
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.schemas.events import RewardAssigned, SegmentSample, Verifier

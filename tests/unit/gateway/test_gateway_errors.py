@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.memory_engine import MemoryEngine
 from turnlog.infra.engine import EngineDead, Generate, Piece
-from turnlog.infra.memory_engine import MemoryEngine
-from turnlog.infra.private_files import GATEWAY_KEY
+from turnlog.infra.run_folder import GATEWAY_KEY
 from turnlog.producers.gateway.engines import Engines, Wanted
 from turnlog.producers.gateway.errors import NoEngine, Unauthorized
 from turnlog.producers.gateway.requests import Claims, sign, signing_key, verify

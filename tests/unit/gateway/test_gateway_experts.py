@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from turnlog.infra.experts import expert_rows
-from turnlog.infra.memory_engine import experts_of
+from tests.fakes.memory_engine import experts_of
+from turnlog.infra.blobs import expert_rows
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.producers.gateway.engines import NoRouting, routing_of

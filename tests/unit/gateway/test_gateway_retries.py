@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.fakes.memory_engine import MemoryEngine
 from turnlog.infra.engine import Generate, Piece
-from turnlog.infra.memory_engine import MemoryEngine
 from turnlog.schemas.events import Boundary, FinishReason
 from turnlog.schemas.types import int32s
 

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnlog.infra.archive_files import CorruptArchive, RangeFile, read_range, zigzag
+from tests.fakes.sessions import GroupName, Shape, whole_group
+from turnlog.infra.archive.files import CorruptArchive, RangeFile, read_range, zigzag
 from turnlog.infra.log import Partition, Record
-from turnlog.processors.runtime.examples import GroupName, Shape, whole_group
 from turnlog.schemas.avsc import stored_schema
 from turnlog.schemas.codec import HEADER, Codec, plain
 from turnlog.schemas.events import ALL, Event

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from turnlog.infra.cuts import Cut, live_cut
+from tests.fakes.memory_log import MemoryLog
+from turnlog.infra.archive.index import Cut, live_cut
 from turnlog.infra.log import Commit, Partition, TopicSpec
-from turnlog.infra.memory import MemoryLog
 from turnlog.names import ConsumerGroup
 from turnlog.processors.core.fold.low_water import FoldName, Marks, encode_marks
 from turnlog.processors.core.fold_versions import INPUTS, OUTPUTS

@@ -13,8 +13,15 @@ from turnlog.infra.blobs import StoreUnavailable
 from turnlog.infra.embedded.errors import AlreadyUp
 from turnlog.infra.embedded.object_store import ObjectStore
 from turnlog.infra.embedded.run_files import is_live, locked, prune, write_settings, write_state
-from turnlog.infra.endpoints import Endpoints, resolved, write
-from turnlog.infra.private_files import GATEWAY_KEY, STORE_KEY, kept_secret, private_folder
+from turnlog.infra.run_folder import (
+    GATEWAY_KEY,
+    STORE_KEY,
+    Endpoints,
+    kept_secret,
+    private_folder,
+    resolved,
+    write_endpoints,
+)
 from turnlog.infra.s3 import S3Blobs
 from turnlog.settings import EngineSettings, RunSettings, Settings, StoreSettings, TrainerSettings, load
 
@@ -61,7 +68,7 @@ def test_every_run_has_store_keys_of_its_own_and_its_roles_find_them(tmp_path: P
     for run in runs:
         directory = Path(run.run.directory)
         server = ObjectStore(directory / "store", run.store)
-        write(directory, Endpoints(kafka="k:1", registry="http://r", store=server.endpoint))
+        write_endpoints(directory, Endpoints(kafka="k:1", registry="http://r", store=server.endpoint))
         assert resolved(run).store == server.settings
         assert ObjectStore(directory / "store", run.store).settings.secret_key == server.settings.secret_key
         found.append(server.settings.secret_key)
@@ -70,7 +77,7 @@ def test_every_run_has_store_keys_of_its_own_and_its_roles_find_them(tmp_path: P
 
 def test_a_store_of_ones_own_gets_its_own_key_and_none_is_an_error(tmp_path: Path) -> None:
     mine = StoreSettings(endpoint="https://s3.example", secret_key="mine")
-    write(tmp_path, Endpoints(kafka="k:1", registry="http://r", store=mine.endpoint))
+    write_endpoints(tmp_path, Endpoints(kafka="k:1", registry="http://r", store=mine.endpoint))
     kept_secret(tmp_path / STORE_KEY)
     assert resolved(Settings(run=RunSettings(directory=str(tmp_path)), store=mine)).store == mine
     with pytest.raises(StoreUnavailable, match="TURNLOG_STORE_SECRET_KEY"):

@@ -8,10 +8,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from tests.fakes.memory_log import Died, MemoryLog
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.log import Partition, Transactor
-from turnlog.infra.memory import Died, MemoryLog
-from turnlog.infra.murmur2 import partition_of
+from turnlog.infra.log import Partition, Transactor, partition_of
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.topics_admin import specs
 from turnlog.names import RECORD_HEADER

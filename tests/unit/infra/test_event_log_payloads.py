@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests.fakes.memory_log import MemoryLog
+from turnlog.infra.blobs import MemoryBlobs, inlined
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Oversized, Partition, TopicSpec
-from turnlog.infra.memory import MemoryLog
-from turnlog.infra.memory_blobs import MemoryBlobs
-from turnlog.infra.payloads import inlined
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.schemas.events import RewardAssigned, Verifier
 from turnlog.schemas.topics import INLINE_LIMIT_BYTES, MAX_MESSAGE_BYTES, SESSIONS

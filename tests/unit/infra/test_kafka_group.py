@@ -14,7 +14,7 @@ from aiokafka.admin.records_to_delete import RecordsToDelete
 
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.kafka import KafkaLog
-from turnlog.infra.kafka_connection import Membership
+from turnlog.infra.kafka.connection import Membership
 from turnlog.infra.log import (
     BrokenAssignment,
     Commit,

@@ -19,7 +19,7 @@ from turnlog.infra.embedded.liveness import (
     role_loops,
 )
 from turnlog.infra.embedded.ports import HOST, listens
-from turnlog.infra.health import Health, application
+from turnlog.infra.roles.health import Health, application
 
 LIVENESS = Liveness(look=answering(lambda: True), within_s=10.0)
 STEP_S = LIVENESS.every_s

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnlog.infra.log_lines import OVER_S, escaped, handler
+from turnlog.infra.roles.log_lines import OVER_S, escaped, handler
 
 
 class Clock:
@@ -99,7 +99,7 @@ def test_other_texts_and_what_is_no_warning_are_never_held_back(
 @pytest.mark.parametrize(("level", "heard"), [("INFO", ["ours", "theirs"]), ("DEBUG", ["ours"] * 2 + ["theirs"] * 2)])
 def test_libraries_are_heard_from_warnings_on_unless_everything_is_asked_for(level: str, heard: list[str]) -> None:
     script = (
-        "import logging, sys; from turnlog.infra import log_lines; log_lines.begin(sys.argv[1], sys.stdout)\n"
+        "import logging, sys; from turnlog.infra.roles import log_lines; log_lines.begin(sys.argv[1], sys.stdout)\n"
         "logging.getLogger('turnlog.x').info('ours'); logging.getLogger('turnlog.x').debug('ours')\n"
         "logging.getLogger('library').info('theirs'); logging.getLogger('library').warning('theirs')"
     )
@@ -110,7 +110,7 @@ def test_libraries_are_heard_from_warnings_on_unless_everything_is_asked_for(lev
 def test_a_process_hears_libraries_from_warning_on_and_itself_from_info() -> None:
     program = """
 import logging, sys
-from turnlog.infra import log_lines
+from turnlog.infra.roles import log_lines
 log_lines.begin("info", sys.stderr)
 for name in ("megatron.core.optimizer", "aiokafka", "turnlog.trainer.loop"):
     logging.getLogger(name).info("step")

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, Phase, given
 from hypothesis import settings as fuzzing
 from hypothesis import strategies as st
 
+from tests.fakes.memory_log import MemoryLog
 from turnlog.infra.embedded.registry_app import RegistryApi, SchemaStore
-from turnlog.infra.memory import MemoryLog
 
 LIMIT = 64 * 1024
 NUMBERS = itertools.count()

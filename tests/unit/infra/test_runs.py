@@ -12,19 +12,19 @@ from typing import Annotated
 
 import pytest
 
+from tests.fakes.memory_broker import MemoryBroker
+from tests.fakes.memory_log import MemoryLog
 from turnlog.fold_settings import FOLD_SECTIONS, Since
+from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.health import Health
 from turnlog.infra.history import EVERY_RUN, events_of
 from turnlog.infra.log import Partition
-from turnlog.infra.memory import MemoryLog
-from turnlog.infra.memory_blobs import MemoryBlobs
-from turnlog.infra.memory_broker import MemoryBroker
 from turnlog.infra.registry import MemoryRegistry
-from turnlog.infra.role import Role
-from turnlog.infra.runs import Configured, OtherRun, OtherSettings, claimed, configuration, configure, configured
+from turnlog.infra.roles.health import Health
+from turnlog.infra.roles.role import Role
+from turnlog.infra.roles.runs import Configured, OtherRun, OtherSettings, claimed, configuration, configure, configured
+from turnlog.infra.roles.unreachable import Unreachable, is_unreachable
 from turnlog.infra.topics_admin import specs
-from turnlog.infra.unreachable import Unreachable, is_unreachable
 from turnlog.schemas.events import Event, RunConfigured, RunPlanned
 from turnlog.settings import (
     AssemblerSettings,

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from turnlog.consumers import status
-from turnlog.infra.terminal import Terminal, aside, say, say_json
+from turnlog.infra.roles.terminal import Terminal, aside, say, say_json
 from turnlog.settings import RunSettings, Settings
 
 PLANTED = "g1\n2026-01-01 INFO all is well\r\x1b[2J\x1b]0;title\x07\x9b31m\u2028\u202e\x00 [/red] [bold]:smiley:"

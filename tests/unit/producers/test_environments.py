@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.memory_log import MemoryLog
+from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.health import Health
 from turnlog.infra.history import all_events
-from turnlog.infra.memory import MemoryLog
-from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.recipes import Recipe, SandboxCall, first_workspace, sandbox_tools
 from turnlog.infra.registry import MemoryRegistry
-from turnlog.infra.role import Role
-from turnlog.infra.tool_schemas import UnknownTool, tool_declarations
+from turnlog.infra.roles.health import Health
+from turnlog.infra.roles.role import Role
+from turnlog.infra.tools import UnknownTool, tool_declarations
 from turnlog.infra.topics_admin import apply
 from turnlog.producers.environments import Environments, policy_sha256
 from turnlog.producers.recipes.calc import RECIPE, Calc

@@ -10,15 +10,16 @@ from contextlib import AbstractAsyncContextManager
 import numpy as np
 import pytest
 
+from tests.fakes.memory_broker import MemoryBroker
+from tests.fakes.memory_log import MemoryLog
+from tests.fakes.sessions import GroupName, SessionStory, Shape, whole_group
+from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.health import Health
 from turnlog.infra.log import Fenced, GroupReader, Partition, TopicSpec
-from turnlog.infra.memory import MemoryLog
-from turnlog.infra.memory_blobs import MemoryBlobs
-from turnlog.infra.memory_broker import MemoryBroker
 from turnlog.infra.registry import MemoryRegistry
-from turnlog.infra.role import Role
-from turnlog.infra.runs import Configured, OtherSettings, configuration
+from turnlog.infra.roles.health import Health
+from turnlog.infra.roles.role import Role
+from turnlog.infra.roles.runs import Configured, OtherSettings, configuration
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.fold.low_water import LogTruncated, MigrationNeeded
 from turnlog.processors.core.fold.settlement import figures
@@ -26,7 +27,6 @@ from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.core.methods.rules import fold_rules
 from turnlog.processors.runtime import decoding
 from turnlog.processors.runtime.assembler import Runner, assembler_plan, main
-from turnlog.processors.runtime.examples import GroupName, SessionStory, Shape, whole_group
 from turnlog.processors.runtime.restoring import Plan, records_between
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.events import (

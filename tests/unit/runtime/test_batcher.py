@@ -11,17 +11,16 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from tests.fakes.memory_log import Died, MemoryLog
+from tests.fakes.memory_readers import MemoryReader
 from turnlog.infra.batch_files import read_rows
+from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.health import Health
-from turnlog.infra.log import Partition, Reader, Record
-from turnlog.infra.memory import Died, MemoryLog
-from turnlog.infra.memory_blobs import MemoryBlobs
-from turnlog.infra.memory_readers import MemoryReader
-from turnlog.infra.murmur2 import partition_of
+from turnlog.infra.log import Partition, Reader, Record, partition_of
 from turnlog.infra.registry import MemoryRegistry
-from turnlog.infra.role import Role
-from turnlog.infra.runs import configuration
+from turnlog.infra.roles.health import Health
+from turnlog.infra.roles.role import Role
+from turnlog.infra.roles.runs import configuration
 from turnlog.infra.topics_admin import specs
 from turnlog.processors.core.batches.progress import Progress
 from turnlog.processors.core.batches.rows import rows_sha256

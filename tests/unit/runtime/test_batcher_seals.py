@@ -9,17 +9,17 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
+from tests.fakes.memory_log import MemoryLog
 from turnlog.consumers.replay.batches import batch_difference
 from turnlog.infra import batch_files
 from turnlog.infra.batch_files import read_rows
+from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.health import Health
 from turnlog.infra.log import Partition
-from turnlog.infra.memory import MemoryLog
-from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.registry import MemoryRegistry
-from turnlog.infra.role import Role
-from turnlog.infra.runs import configuration
+from turnlog.infra.roles.health import Health
+from turnlog.infra.roles.role import Role
+from turnlog.infra.roles.runs import configuration
 from turnlog.infra.topics_admin import specs
 from turnlog.processors.core.batches import draws
 from turnlog.processors.core.batches.draws import PlacedSample, draw_rules, reform_batch

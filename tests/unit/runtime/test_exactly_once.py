@@ -13,13 +13,14 @@ from collections.abc import Iterable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fakes.memory_broker import MemoryBroker
+from tests.fakes.memory_log import Died, MemoryLog
+from tests.fakes.sessions import bad_days
+from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.health import Health
 from turnlog.infra.log import Fenced, GroupReader, Partition, Record, TopicSpec
-from turnlog.infra.memory import Died, MemoryLog
-from turnlog.infra.memory_blobs import MemoryBlobs
-from turnlog.infra.memory_broker import MemoryBroker
 from turnlog.infra.registry import MemoryRegistry
+from turnlog.infra.roles.health import Health
 from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.fold.low_water import FoldName
@@ -27,7 +28,6 @@ from turnlog.processors.core.fold.settlement import figures
 from turnlog.processors.core.fold_versions import FOLD_VERSION, INPUTS
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.processors.runtime.assembler import Runner
-from turnlog.processors.runtime.examples import bad_days
 from turnlog.processors.runtime.restoring import Plan, records_between
 from turnlog.processors.runtime.unit import Unit
 from turnlog.schemas.codec import Codec

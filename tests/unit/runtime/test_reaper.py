@@ -8,16 +8,16 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
+from tests.fakes.memory_log import MemoryLog
+from tests.fakes.sessions import GroupName, SessionStory, Shape
+from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.health import Health
 from turnlog.infra.log import GroupReader, Partition, TopicSpec
-from turnlog.infra.memory import MemoryLog
-from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.registry import MemoryRegistry
-from turnlog.infra.runs import Configured
+from turnlog.infra.roles.health import Health
+from turnlog.infra.roles.runs import Configured
 from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.runtime.assembler import Runner, assembler_plan
-from turnlog.processors.runtime.examples import GroupName, SessionStory, Shape
 from turnlog.processors.runtime.reaper import Reaper
 from turnlog.processors.runtime.restoring import records_between
 from turnlog.processors.runtime.watch import Watch

@@ -19,8 +19,8 @@ import uvicorn
 from tests.fakes.memory_backend import Memory
 from turnlog import cli
 from turnlog.infra.embedded.ports import free_ports
-from turnlog.infra.endpoints import Endpoints, write
-from turnlog.infra.health import Health, QuietServer, application
+from turnlog.infra.roles.health import Health, QuietServer, application
+from turnlog.infra.run_folder import Endpoints, write_endpoints
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.console import machine_check
 from turnlog.sandbox_workers.console.machine_check import findings
@@ -99,7 +99,9 @@ async def test_pool_shows_the_slots_of_every_worker_that_answers(
     port, dead = free_ports(2)
     config = uvicorn.Config(application(health), host="127.0.0.1", port=port, log_level="warning", lifespan="off")
     workers = {"sandbox-0": f"http://127.0.0.1:{port}", "sandbox-1": f"http://127.0.0.1:{dead}"}
-    write(here, Endpoints(kafka="", registry="", store="", health={**workers, "runner-0": "http://127.0.0.1:1"}))
+    write_endpoints(
+        here, Endpoints(kafka="", registry="", store="", health={**workers, "runner-0": "http://127.0.0.1:1"})
+    )
     async with QuietServer(config).running(), pool.lease(SHAPE):
         assert await asyncio.to_thread(cli.main, ["sandbox", "pool", "--json"]) == 0
         found: dict[str, Any] = json.loads(capsys.readouterr().out)

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.memory_backend import Memory
-from turnlog.infra.offered_tools import AmbiguousTool, BrokenTool, versions
-from turnlog.infra.tool_schemas import UnknownTool
+from turnlog.infra.tools import AmbiguousTool, BrokenTool, UnknownTool, versions
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends.subprocess_backend import Subprocess
 from turnlog.sandbox_workers.plans import Planner

@@ -6,9 +6,9 @@ import asyncio
 from typing import Any
 
 from tests.fakes.memory_backend import Memory
-from turnlog.infra.health import Health
 from turnlog.infra.log import Record
-from turnlog.infra.role import Role
+from turnlog.infra.roles.health import Health
+from turnlog.infra.roles.role import Role
 from turnlog.sandbox_workers.pooling import LOCAL, Pools
 from turnlog.sandbox_workers.pooling.pool import Pool
 from turnlog.sandbox_workers.worker import Worker

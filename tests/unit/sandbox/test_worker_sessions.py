@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from turnlog.infra.blobs import StoreUnavailable
-from turnlog.infra.memory_blobs import MemoryBlobs
+from turnlog.infra.blobs import MemoryBlobs, StoreUnavailable
 from turnlog.sandbox_workers.workspaces import MEDIA_TYPE, Workspaces, stored
 from turnlog.schemas.events import SandboxLimits, SandboxSpec, ToolStatus
 from turnlog.schemas.types import BlobRef

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.memory_log import MemoryLog
+from tests.fakes.memory_readers import MemoryGroupReader
 from turnlog.infra.log import Assigned, Record
-from turnlog.infra.memory import MemoryLog
-from turnlog.infra.memory_readers import MemoryGroupReader
 from turnlog.sandbox_workers import worker
 from turnlog.schemas.events import ToolCallCompleted, ToolCallStarted, ToolStatus
 from turnlog.schemas.topics import TOOL_RESULTS

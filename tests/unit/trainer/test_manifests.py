@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from tests.fakes.memory_log import MemoryLog
 from turnlog.infra.batch_files import CorruptBatch, write_rows
+from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.memory import MemoryLog
-from turnlog.infra.memory_blobs import MemoryBlobs
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.topics_admin import apply
 from turnlog.schemas.events import SampleBatchFormed

@@ -16,7 +16,7 @@ import httpx
 import pytest
 from aiohttp import web
 
-from turnlog.infra.memory_blobs import MemoryBlobs
+from turnlog.infra.blobs import MemoryBlobs
 from turnlog.sandbox_settings import EgressSettings
 from turnlog.sandbox_workers.egress import Egress, Requests
 from turnlog.sandbox_workers.egress.certificates import CertificateAuthority

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from turnlog.infra.memory_blobs import MemoryBlobs
+from turnlog.infra.blobs import MemoryBlobs
 from turnlog.sandbox_settings import EgressSettings
 from turnlog.sandbox_workers.egress import Egress, EgressUnavailable, RuleInvalid
 from turnlog.sandbox_workers.egress.proxy import CONNECTIONS

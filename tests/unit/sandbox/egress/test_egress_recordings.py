@@ -8,8 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from turnlog.infra.blobs import BlobError, BlobMissing, StoreUnavailable
-from turnlog.infra.memory_blobs import MemoryBlobs
+from turnlog.infra.blobs import BlobError, BlobMissing, MemoryBlobs, StoreUnavailable
 from turnlog.sandbox_workers.egress.recordings import request_key
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from turnlog.infra.memory_blobs import MemoryBlobs
+from turnlog.infra.blobs import MemoryBlobs
 from turnlog.sandbox_settings import EgressSettings, SandboxSettings
 from turnlog.sandbox_workers.backends.bubblewrap import Bubblewrap
 from turnlog.sandbox_workers.egress import Egress

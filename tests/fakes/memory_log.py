@@ -12,6 +12,8 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
+from tests.fakes.memory_broker import Fate, Member, MemoryBroker, Owner, Transaction
+from tests.fakes.memory_readers import MemoryGroupReader, MemoryReader, check_metadata
 from turnlog.infra.log import (
     Appender,
     Assigned,
@@ -25,10 +27,8 @@ from turnlog.infra.log import (
     TopicSpec,
     TransactionFailed,
     Transactor,
+    partition_of,
 )
-from turnlog.infra.memory_broker import Fate, Member, MemoryBroker, Owner, Transaction
-from turnlog.infra.memory_readers import MemoryGroupReader, MemoryReader, check_metadata
-from turnlog.infra.murmur2 import partition_of
 
 
 class Died(BaseException):

@@ -1,15 +1,47 @@
-"""`endpoints.json` in the run's directory: where every server of a run is reached; written by the supervisor."""
+"""A run's folder, its owner's alone: the secrets in it, and `endpoints.json`, which the supervisor writes: where every
+server of the run is reached."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from turnlog.infra.private_files import STORE_KEY
 from turnlog.settings import Settings, StoreSettings
+
+GATEWAY_KEY = Path("gateway.key")
+"""In the run's folder: signs session tokens."""
+STORE_KEY = Path("store", "store.key")
+"""In the run's folder: signs requests to the embedded store."""
+
+
+def private_folder(folder: Path) -> None:
+    """Make the folder its owner's alone (0700), also one of ours that is there already."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.stat()
+    if found.st_mode & 0o077 and found.st_uid == os.geteuid():
+        folder.chmod(0o700)
+
+
+def kept_secret(path: Path) -> str:
+    """The secret of a file, made by whoever asks first: random, mode 0600, whole or absent."""
+    with contextlib.suppress(FileNotFoundError):
+        return path.read_text().strip()
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_urlsafe(32) + "\n")
+    try:
+        with contextlib.suppress(FileExistsError):  # another was faster: its secret is the secret
+            os.link(part, path)
+    finally:
+        part.unlink()
+    return path.read_text().strip()
+
 
 FILE = "endpoints.json"
 
@@ -33,14 +65,14 @@ class Endpoints:
     supervisor_pid: int = 0
 
 
-def write(directory: Path, endpoints: Endpoints) -> None:
+def write_endpoints(directory: Path, endpoints: Endpoints) -> None:
     """Replace the file in one step."""
     part = directory / (FILE + ".part")
     part.write_text(json.dumps(dataclasses.asdict(endpoints), indent=2) + "\n")
     os.replace(part, directory / FILE)
 
 
-def read(directory: Path) -> Endpoints:
+def read_endpoints(directory: Path) -> Endpoints:
     """Raises NoEndpoints."""
     try:
         values = json.loads((directory / FILE).read_text())
@@ -56,7 +88,7 @@ def resolved(settings: Settings) -> Settings:
     if not missing and settings.engine.urls and settings.gateway.url:
         return settings
     try:
-        found = read(Path(settings.run.directory))
+        found = read_endpoints(Path(settings.run.directory))
     except NoEndpoints:
         if missing:
             raise

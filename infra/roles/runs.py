@@ -21,11 +21,11 @@ from dataclasses import dataclass
 import uvloop
 
 from turnlog.fold_settings import FOLD_SECTIONS
-from turnlog.infra.health import serve_health
 from turnlog.infra.history import all_events
 from turnlog.infra.log import Partition
 from turnlog.infra.methods import installed
-from turnlog.infra.role import Role, opened
+from turnlog.infra.roles.health import serve_health
+from turnlog.infra.roles.role import Role, opened
 from turnlog.processors.core.batches.draws import DrawRules, draw_rules
 from turnlog.processors.core.fold.low_water import FoldName
 from turnlog.processors.core.fold_versions import FOLD_VERSION

@@ -16,7 +16,7 @@ from typing import Any
 from aiokafka import AIOKafkaProducer
 from aiokafka.errors import KafkaError
 
-from turnlog.infra.kafka_connection import (
+from turnlog.infra.kafka.connection import (
     ANSWER_TIMEOUT_S,
     CLOSE_TIMEOUT_S,
     REQUEST_TIMEOUT_MS,

@@ -15,8 +15,8 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic, RecordsToDelete
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import TopicAlreadyExistsError, for_code
 
-from turnlog.infra.kafka_commits import stable_commits
-from turnlog.infra.kafka_connection import (
+from turnlog.infra.kafka.commits import stable_commits
+from turnlog.infra.kafka.connection import (
     ANSWER_TIMEOUT_S,
     REQUEST_TIMEOUT_MS,
     Connection,
@@ -24,8 +24,8 @@ from turnlog.infra.kafka_connection import (
     typed,
     typed_error,
 )
-from turnlog.infra.kafka_producers import KafkaAppender, KafkaTransactor, producing
-from turnlog.infra.kafka_readers import KafkaGroupReader, KafkaReader, consuming
+from turnlog.infra.kafka.producers import KafkaAppender, KafkaTransactor, producing
+from turnlog.infra.kafka.readers import KafkaGroupReader, KafkaReader, consuming
 from turnlog.infra.log import (
     Appender,
     Assigned,

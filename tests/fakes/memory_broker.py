@@ -1,4 +1,4 @@
-"""The state of the log in memory: what a cluster would hold. Clients of it are in `infra.memory`.
+"""The state of the log in memory: what a cluster would hold. Clients of it are in `tests.fakes.memory_log`.
 
 Offsets behave as in Kafka: a transaction's commit or abort marker takes an offset in every partition it wrote to,
 readers stop at the last stable offset and never see aborted records.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, Counter, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -150,3 +150,17 @@ async def serve_health(health: Health, *, instance: str) -> AsyncIterator[None]:
         return
     async with QuietServer(configured(application(health), host="127.0.0.1", port=port)).running():
         yield
+
+
+TOKENS = Counter(
+    "turnlog_books_tokens", "Output tokens by level (group, draw, step) and entry (sampled, trained, a reason)",
+    ["level", "entry"],
+)  # fmt: skip
+
+
+def count_tokens(level: str, *, sampled: int, trained: int, masked: Mapping[str, int]) -> None:
+    """Add what one group, draw or step holds. `sampled` is counted apart from the others, or nothing is checked."""
+    TOKENS.labels(level, "sampled").inc(sampled)
+    TOKENS.labels(level, "trained").inc(trained)
+    for reason, tokens in masked.items():
+        TOKENS.labels(level, reason).inc(tokens)

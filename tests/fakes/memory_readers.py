@@ -7,8 +7,8 @@ import random
 from collections.abc import Collection, Mapping
 from typing import Protocol
 
+from tests.fakes.memory_broker import Member, MemoryBroker
 from turnlog.infra.log import Assigned, Commit, Oversized, Partition, Record
-from turnlog.infra.memory_broker import Member, MemoryBroker
 
 METADATA_LIMIT_BYTES = 4096
 """Kafka's default `offset.metadata.max.bytes`."""

@@ -14,7 +14,7 @@ from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, TopicPartition
 from aiokafka.coordinator.assignors.range import RangePartitionAssignor
 from aiokafka.errors import IllegalStateError, KafkaError
 
-from turnlog.infra.kafka_connection import (
+from turnlog.infra.kafka.connection import (
     ANSWER_TIMEOUT_S,
     CLOSE_TIMEOUT_S,
     REQUEST_TIMEOUT_MS,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from turnlog.infra.murmur2 import partition_of
+from turnlog.infra.log import partition_of
 from turnlog.schemas.events import (
     Agent,
     Boundary,

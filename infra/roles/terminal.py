@@ -13,7 +13,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from turnlog.infra.log_lines import escaped
+from turnlog.infra.roles.log_lines import escaped
 
 
 class Terminal(Console):

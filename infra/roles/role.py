@@ -13,10 +13,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 from turnlog.infra.blobs import Blobs
-from turnlog.infra.endpoints import resolved
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.health import Health
 from turnlog.infra.log import Log
+from turnlog.infra.roles.health import Health
+from turnlog.infra.run_folder import resolved
 from turnlog.settings import Settings
 
 
@@ -67,8 +67,8 @@ async def _live(stack: AsyncExitStack, settings: Settings, blobs: Blobs, instanc
 
 
 async def _archived(_: AsyncExitStack, settings: Settings, blobs: Blobs, instance: str) -> tuple[Log, EventLog]:
-    from turnlog.infra.archive_index import archive_name
-    from turnlog.infra.archive_log import ArchiveLog
+    from turnlog.infra.archive.index import archive_name
+    from turnlog.infra.archive.log import ArchiveLog
 
     log = await ArchiveLog.open(blobs, archive_name(settings))
     return log, log.events(writer=instance)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import struct
 from pathlib import Path
 
-from turnlog.infra.engine import EngineDead, EngineRefused, EngineUnreachable
-from turnlog.infra.engine_control import ModelInfo
+from turnlog.infra.engine import EngineDead, EngineRefused, EngineUnreachable, ModelInfo
 
 
 class MemoryEngineControl:

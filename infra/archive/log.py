@@ -11,10 +11,9 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from turnlog.infra.archive_files import CorruptArchive, read_range
-from turnlog.infra.archive_index import ArchiveDamaged, ArchiveIndex, NoArchive, ReadOnlyArchive, Span
+from turnlog.infra.archive.files import CorruptArchive, read_range
+from turnlog.infra.archive.index import ArchiveDamaged, ArchiveIndex, Cut, NoArchive, ReadOnlyArchive, Span
 from turnlog.infra.blobs import Blobs
-from turnlog.infra.cuts import Cut
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import (
     Appender,
@@ -78,7 +77,7 @@ class ArchiveLog:
         return {place: (self.spans(place) or [Span(0, 0)])[-1].end for place in partitions}
 
     async def commits(self, group: str, partitions: Sequence[Partition]) -> dict[Partition, Commit]:
-        """The group's commits at the last cut that was archived (infra.cuts)."""
+        """The group's commits at the last cut that was archived (archive.index)."""
         found: dict[Partition, Commit] = {}
         for unit in {place.number for place in partitions}:
             cut = await self.index.newest_cut(group, unit)

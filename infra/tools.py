@@ -1,0 +1,211 @@
+"""The built-in tools as a model and a worker see them: name, version, what it is for, JSON schema of its arguments.
+
+A recipe offers them to its model with `tool_declarations`; a sandbox worker validates calls with the same schemas
+(JSON Schema draft 2020-12). A tool's version changes when the same call may answer otherwise.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Final
+
+from turnlog.names import EntryPointGroup
+
+Schema = Mapping[str, Any]
+
+
+class UnknownTool(Exception):
+    """No tool has that name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSchema:
+    """One tool, without what runs it."""
+
+    name: str
+    version: str
+    about: str
+    """For the model: one or two sentences."""
+    arguments: Schema
+    """A JSON schema of type object."""
+
+
+def _arguments(properties: Schema, *required: str, closed: bool = True) -> Schema:
+    schema: dict[str, Any] = {"type": "object", "properties": properties, "required": list(required)}
+    return {**schema, "additionalProperties": False} if closed else schema
+
+
+def _text(about: str, **more: Any) -> Schema:
+    return {"type": "string", "description": about, **more}
+
+
+PATH: Final = _text("A file of the workspace, relative to it.", minLength=1, maxLength=4096)
+
+_TOOLS = (
+    ToolSchema(
+        "python",
+        "1",
+        "Run Python code in a fresh interpreter. Nothing but files remains of earlier calls. Answers what it prints.",
+        _arguments({"code": _text("The program.")}, "code", closed=False),  # further arguments were always passed over
+    ),
+    ToolSchema(
+        "shell",
+        "1",
+        "Run a command with bash in the workspace. Answers stdout, then stderr.",
+        _arguments(
+            {
+                "command": _text("As after bash -c."),
+                "stdin": _text("What the command reads; nothing by default."),
+                "cwd": _text("A folder of the workspace to run in; by default the workspace itself."),
+                "timeout_s": {
+                    "type": "number",
+                    "exclusiveMinimum": 0,
+                    "description": "Seconds after which the command is ended; by default as long as calls may take.",
+                },
+            },
+            "command",
+            closed=False,
+        ),
+    ),
+    ToolSchema(
+        "python_session",
+        "1",
+        "Run Python code in an interpreter that keeps variables, imports and functions from call to call. Answers what "
+        "it prints and the value of its last expression.",
+        _arguments({"code": _text("One cell, as typed into an interactive interpreter.")}, "code"),
+    ),
+    ToolSchema(
+        "read_file",
+        "1",
+        "Read a text file of the workspace, whole or some of its lines.",
+        _arguments(
+            {
+                "path": PATH,
+                "offset": {"type": "integer", "minimum": 1, "description": "The first line wanted, counted from 1."},
+                "lines": {"type": "integer", "minimum": 1, "description": "How many; by default as many as fit."},
+            },
+            "path",
+        ),
+    ),
+    ToolSchema(
+        "write_file",
+        "1",
+        "Make or replace a file of the workspace; folders above it are made.",
+        _arguments({"path": PATH, "content": _text("All of the file, as UTF-8.")}, "path", "content"),
+    ),
+    ToolSchema(
+        "edit_file",
+        "1",
+        "Replace text of a file. `old` must occur in it exactly once, white space included, unless `all` is true.",
+        _arguments(
+            {
+                "path": PATH,
+                "old": _text("The text to replace.", minLength=1),
+                "new": _text("What stands there afterwards."),
+                "all": {"type": "boolean", "description": "Replace every occurrence."},
+            },
+            "path",
+            "old",
+            "new",
+        ),
+    ),
+    ToolSchema(
+        "env_step",
+        "1",
+        "Act in an environment. Begin with reset; then one action a call. Answers one JSON object: observation, "
+        "reward, terminated, truncated, info.",
+        _arguments(
+            {
+                "action": {"description": "Any JSON that the environment takes."},
+                "reset": {"type": "boolean", "description": "Begin an episode instead of acting."},
+                "seed": {"type": "integer", "minimum": 0, "description": "Of the episode; with reset alone."},
+                "options": {"type": "object", "description": "Of the episode; with reset alone."},
+                "environment": _text(
+                    "module:NAME of its class or factory; needed with the first reset.",
+                    pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$",
+                    maxLength=200,
+                ),
+            }
+        ),
+    ),
+)
+BUILT_IN: Final[Mapping[str, ToolSchema]] = {tool.name: tool for tool in _TOOLS}
+
+
+def declaration(name: str, about: str, arguments: Schema) -> dict[str, Any]:
+    """A tool as OpenAI's `tools` takes it (chat completions, type function)."""
+    function = {"name": name, "description": about, "parameters": copy.deepcopy(dict(arguments))}
+    return {"type": "function", "function": function}
+
+
+def tool_declarations(names: Iterable[str]) -> tuple[dict[str, Any], ...]:
+    """Declarations of built-in tools, in the order asked for: what a recipe's `tools` may return. Raises
+    UnknownTool."""
+    names = tuple(names)
+    for name in names:
+        if name not in BUILT_IN:
+            raise UnknownTool(
+                f"no built-in tool {name!r}: they are {', '.join(BUILT_IN)}; others are declared by `declaration`"
+            )
+    return tuple(declaration(name, BUILT_IN[name].about, BUILT_IN[name].arguments) for name in names)
+
+
+GROUP: Final = EntryPointGroup.TOOLS
+
+
+class ToolOfferError(Exception):
+    """Base of the tree above."""
+
+
+class AmbiguousTool(ToolOfferError):
+    """Remedy: uninstall one, or give it another name."""
+
+
+class BrokenTool(ToolOfferError):
+    """Remedy: mend or uninstall the package that the entry point belongs to."""
+
+
+def offered() -> dict[str, EntryPoint]:
+    """Name -> entry point, nothing imported (reading every package's metadata takes tens of ms). Raises
+    AmbiguousTool."""
+    points: dict[str, EntryPoint] = {}
+    for point in entry_points(group=GROUP):
+        if point.name in BUILT_IN:
+            raise AmbiguousTool(f"{described(point)}: {point.name} is a built-in tool; give it another name")
+        other = points.setdefault(point.name, point)
+        if other.value != point.value:
+            raise AmbiguousTool(
+                f"tool {point.name!r}, entry points {other.value} and {point.value} of {GROUP}: two packages offer the "
+                "name; uninstall one"
+            )
+    return points
+
+
+def loaded(point: EntryPoint) -> Any:
+    """The tool object. Raises BrokenTool."""
+    try:
+        found = point.load()
+    except Exception as error:  # a module may raise anything while it is imported
+        raise BrokenTool(f"{described(point)}: does not import: {type(error).__name__}: {error}") from error
+    if getattr(found, "name", None) != point.name or not isinstance(getattr(found, "version", None), str):
+        raise BrokenTool(f"{described(point)}: must be the Tool named {point.name!r}, got {found!r:.200}")
+    return found
+
+
+def described(point: EntryPoint) -> str:
+    """How errors speak of an entry point."""
+    return f"tool {point.name!r}, entry point {point.value} of {GROUP}"
+
+
+def versions(names: Iterable[str]) -> dict[str, str]:
+    """Tool -> version, of built-in tools and of those that packages offer. Raises UnknownTool, ToolOfferError."""
+    wanted = sorted(set(names))
+    points = offered() if set(wanted) - BUILT_IN.keys() else {}
+    for name in wanted:
+        if name not in BUILT_IN and name not in points:
+            legal = ", ".join([*BUILT_IN, *sorted(points)])
+            raise UnknownTool(f"no tool {name!r}: built in or offered under the entry point group {GROUP} are {legal}")
+    return {name: BUILT_IN[name].version if name in BUILT_IN else loaded(points[name]).version for name in wanted}
