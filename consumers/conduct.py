@@ -15,8 +15,7 @@ from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any
 
-from turnlog.consumers.display import Display
-from turnlog.consumers.watch import WATCHED
+from turnlog.consumers.display import WATCHED, Display
 from turnlog.infra.embedded.plan import ROLE_START_S, answers, role_liveness
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Launch

@@ -13,9 +13,8 @@ from pathlib import Path
 
 from turnlog.consumers import conduct
 from turnlog.consumers.display import Display, curve
-from turnlog.consumers.plot import plot_rewards
 from turnlog.consumers.replay.run import run as replay
-from turnlog.consumers.report import Measured, Report, gather, store, summary
+from turnlog.consumers.report import Measured, Report, gather, plot_rewards, store, summary
 from turnlog.infra.embedded.errors import NotUp
 from turnlog.infra.embedded.up import down, up
 from turnlog.infra.roles.role import opened

@@ -21,10 +21,8 @@ from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.runs import Configured, configured
 from turnlog.names import RECORD_HEADER, TransactionalId
 from turnlog.processors.core.fold_versions import scores_topic
-from turnlog.producers.admission import Admission, AdmissionRules, Drawing
-from turnlog.producers.readiness import Readiness
-from turnlog.producers.sampling import checked_sampling
-from turnlog.producers.tasks import Dataset, provided_dataset, read_dataset
+from turnlog.producers.admission import Admission, AdmissionRules, Drawing, Readiness
+from turnlog.producers.tasks import Dataset, checked_sampling, provided_dataset, read_dataset
 from turnlog.schemas import ids, topics
 from turnlog.schemas.errors import UndecodableRecord
 from turnlog.schemas.events import Event, GroupRequested, Limits, Purpose, RolloutRequested, Sampling, SegmentSample

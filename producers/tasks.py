@@ -1,10 +1,12 @@
-"""A dataset of tasks: a JSON-lines file, one row a line, each with at least a `prompt`.
+"""A dataset of tasks: a JSON-lines file, one row a line, each with at least a `prompt`; and what rollouts of them may
+sample with.
 
 DatasetError
 ├── DatasetMissing     no such file
 ├── DatasetEmpty       a file without rows
 ├── RowNotJson         a line that is no JSON object
 └── RowWithoutPrompt   no `prompt`, an empty one, or one that is neither text nor chat messages
+BadSampling            names the setting, its value and what is legal
 """
 
 from __future__ import annotations
@@ -16,7 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from turnlog.infra.methods import installed
 from turnlog.infra.recipes import Recipe, called
+from turnlog.processors.core.methods.rules import fold_rules
+from turnlog.schemas.events import Limits, Sampling
+from turnlog.settings import Settings
 
 REMEDY = 'each line is one JSON object such as {"prompt": "3 + 5 = ?", "answer": "8"}'
 
@@ -94,3 +100,35 @@ def _is_prompt(prompt: Any) -> bool:
         return bool(prompt.strip())
     messages = prompt if isinstance(prompt, list) else []
     return bool(messages) and all(isinstance(m, dict) and "role" in m and "content" in m for m in messages)
+
+
+class BadSampling(Exception):
+    """A [feeder] setting with which no group could ever be trained."""
+
+
+def checked_sampling(settings: Settings) -> tuple[Sampling, Limits]:
+    """The policy's sampling parameters and a live agent's limits. Raises BadSampling, SettingsError."""
+    feeder = settings.feeder
+    least = fold_rules(settings.fold, run_id="", settings_sha256="", methods=installed(settings.fold)).least_valid
+    _require(
+        feeder.group_size >= least,
+        "feeder.group_size",
+        feeder.group_size,
+        f"at least {least}, as fold.min_valid or the estimator {settings.fold.estimator!r} says, or every group is "
+        "discarded and drawn again for ever",
+    )
+    _require(
+        feeder.max_context_tokens <= settings.engine.context,
+        "feeder.max_context_tokens",
+        feeder.max_context_tokens,
+        f"at most engine.context ({settings.engine.context})",
+    )
+    return (
+        Sampling(temperature=feeder.temperature, max_new_tokens=feeder.max_new_tokens),
+        Limits(max_turns=feeder.max_turns, max_context_tokens=feeder.max_context_tokens, deadline_s=feeder.deadline_s),
+    )
+
+
+def _require(holds: bool, key: str, value: object, legal: str) -> None:
+    if not holds:
+        raise BadSampling(f"{key} = {value!r}: it must be {legal}")

@@ -42,8 +42,8 @@ from turnlog.infra.log import Log, Partition, Reader, Transactor, check_owner
 from turnlog.infra.roles.health import count_tokens
 from turnlog.infra.roles.role import Role, opened
 from turnlog.names import ConsumerGroup, TransactionalId
+from turnlog.processors.core.batches.progress import WeightChain
 from turnlog.processors.core.batches.rows import BatchRows, rows_sha256
-from turnlog.processors.core.batches.weight_chain import WeightChain
 from turnlog.schemas.events import BatchSkipped, Event, SampleBatchFormed, StepCompleted, WeightVersionPublished
 from turnlog.schemas.ids import digest
 from turnlog.schemas.topics import BATCHES, WEIGHTS

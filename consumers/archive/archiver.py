@@ -3,6 +3,7 @@
 One archiver per archive: it owns the transactional id `<name>.archive`. Where a range ends is decided by committing it
 to Kafka under that fence, before its file is written; what the file holds then follows from the log. So a killed
 archiver's successor, or a zombie of it, writes the same bytes under the same names, and readers trust the index alone.
+The schemas that records were written with are kept before any file that needs them.
 
 ArchiveError
 ├── GapInArchive    the log lost records before they were archived, or is another log than before
@@ -18,10 +19,10 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from typing import Any
 
 from prometheus_client import Counter, Gauge
 
-from turnlog.consumers.archive.schemas import WrittenSchemas
 from turnlog.infra.archive.files import MEDIA_TYPE, RangeFile
 from turnlog.infra.archive.index import (
     ArchivedRange,
@@ -33,10 +34,47 @@ from turnlog.infra.archive.index import (
     live_cut,
     partitions_of,
 )
+from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Commit, Partition, Reader, Record, Transactor
 from turnlog.infra.roles.role import Role
 from turnlog.names import ConsumerGroup, TransactionalId
+from turnlog.schemas.codec import HEADER, MAGIC
+from turnlog.schemas.events import ALL
 from turnlog.schemas.topics import BY_NAME, SESSIONS
+
+
+class WrittenSchemas:
+    """Schema id -> schema, of records of the catalogue."""
+
+    def __init__(self, events: EventLog, index: ArchiveIndex) -> None:
+        self._events = events
+        self._index = index
+        self._known: dict[int, Mapping[str, Any]] = {}
+        self._unknown: set[int] = set()
+        """Ids that the registry does not have, or of no record of the catalogue: such values stay raw."""
+
+    async def of(self, record: Record) -> Mapping[int, Mapping[str, Any]]:
+        """Every schema known, the record's own among them if anybody has it. Raises RegistryUnavailable,
+        StoreUnavailable."""
+        value = record.value
+        if len(value) >= HEADER.size and value[0] == MAGIC:
+            schema_id = HEADER.unpack_from(value)[1]
+            if schema_id not in self._known and schema_id not in self._unknown:
+                await self._learn(schema_id)
+        return self._known
+
+    async def _learn(self, schema_id: int) -> None:
+        try:
+            schema = await self._events.schema(schema_id)
+        except KeyError:
+            self._unknown.add(schema_id)
+            return
+        if str(schema.get("name", "")).rpartition(".")[2] not in ALL:
+            self._unknown.add(schema_id)
+            return
+        await self._index.put_schema(schema_id, schema)
+        self._known[schema_id] = schema
+
 
 log = logging.getLogger(__name__)
 RANGES = Counter("turnlog_archived_ranges", "Files written")

@@ -11,9 +11,18 @@ from typing import Any
 
 from rich.table import Table
 
-from turnlog.consumers.dead_letters.letters import Asked, LetterError, event_of, named, read, whole
-from turnlog.consumers.dead_letters.requeue import first_places, requeue, requeued
-from turnlog.consumers.dead_letters.skip import skip
+from turnlog.consumers.dead_letters.letters import (
+    Asked,
+    LetterError,
+    event_of,
+    first_places,
+    named,
+    read,
+    requeue,
+    requeued,
+    skip,
+    whole,
+)
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.terminal import Terminal, say, say_json
 from turnlog.names import ExitStatus

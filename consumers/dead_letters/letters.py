@@ -1,4 +1,7 @@
-"""Dead letters of a run, and the records that they are about.
+"""Dead letters of a run, and the records that they are about; a second chance for those, or an order to pass over one.
+
+Requeued bytes go out as they were; what decodes the second time (a registry that is back, a fixed reader) is then taken
+as any late record is. A tool call is different: its first answer stands for good, so it goes out as a call of its own.
 
 LetterError
 ├── NoSuchLetter      no letter of the run has this id
@@ -9,14 +12,22 @@ LetterError
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import re
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from turnlog.infra.history import events
-from turnlog.infra.log import Partition, Record
+from turnlog.infra.history import events, records
+from turnlog.infra.log import Appender, Headers, Partition, Record, partition_of
 from turnlog.infra.roles.role import Role
+from turnlog.names import REQUEUED_HEADER
 from turnlog.schemas import topics
-from turnlog.schemas.events import DeadLetter, Event
-from turnlog.schemas.topics import INLINE_LIMIT_BYTES
+from turnlog.schemas.errors import UndecodableRecord
+from turnlog.schemas.events import DeadLetter, Event, SkipRequested, ToolCallRequested
+from turnlog.schemas.ids import digest
+from turnlog.schemas.topics import INLINE_LIMIT_BYTES, SESSIONS, SNAPSHOTS, TOOL_CALLS, TURNS
 
 
 class LetterError(Exception):
@@ -108,3 +119,108 @@ async def event_of(role: Role, letter: DeadLetter, value: bytes) -> Event:
     """The event that `value` is. Raises UndecodableRecord."""
     record = Record(letter.topic, letter.partition, letter.offset, letter.key, value, (), 0)
     return await role.events.decode(record)
+
+
+"""Header of a requeued record: the event_id of its letter."""
+
+
+async def requeued(role: Role, places: Mapping[Partition, int]) -> dict[str, int]:
+    """event_id of a letter -> how often its record was requeued, of the partitions in `places`, read from there."""
+    counts: Counter[str] = Counter()
+    ends = await role.log.end_offsets(list(places))
+    async for record in records(role, list(places), ends, since=places):
+        if mark := dict(record.headers).get(REQUEUED_HEADER):
+            counts[mark.decode()] += 1
+    return counts
+
+
+def first_places(letters: list[DeadLetter]) -> dict[Partition, int]:
+    """Partition -> the lowest offset of a letter there: a requeued record stands behind its origin."""
+    places: dict[Partition, int] = {}
+    for letter in letters:
+        place = Partition(letter.topic, letter.partition)
+        places[place] = min(letter.offset, places.get(place, letter.offset))
+    return places
+
+
+async def requeue(role: Role, appender: Appender, letter: DeadLetter, *, times: int) -> tuple[Partition, int]:
+    """Append the letter's record once more and return where it stands; `times`: how often that was done before.
+    Raises NotRequeueable, LogUnavailable."""
+    value, headers = await whole(role, letter)
+    kept: Headers = tuple(header for header in headers if header[0] != REQUEUED_HEADER)
+    if letter.topic == TOOL_CALLS.name:
+        value = await _as_new_call(role, letter, value, times)
+    partition, offset = await appender.append(
+        letter.topic,
+        letter.key,
+        value,
+        headers=(*kept, (REQUEUED_HEADER, letter.event_id.encode())),
+        partition=letter.partition,
+    )
+    return Partition(letter.topic, partition), offset
+
+
+async def _as_new_call(role: Role, letter: DeadLetter, value: bytes, times: int) -> bytes:
+    """A request under another call_id, in a session of its own: the old session's calls stay as they were answered."""
+    try:
+        event = await event_of(role, letter, value)
+    except UndecodableRecord:
+        return value
+    if not isinstance(event, ToolCallRequested):
+        return value
+    call_id = digest("requeued", letter.event_id, times)
+    again = dataclasses.replace(
+        event,
+        event_id=digest("ToolCallRequested", call_id),
+        call_id=call_id,
+        session_id=digest("requeued", event.session_id, call_id),
+    )
+    return role.events.codec.encode(again)
+
+
+PLACE = re.compile(r"(?P<topic>[a-z.-]+)\[(?P<partition>\d+)\]@(?P<offset>\d+)")
+FOLDED = (SESSIONS.name, TURNS.name, SNAPSHOTS.name)
+"""What assembler units read: only there a unit stops at a record."""
+
+
+def parsed(text: str) -> tuple[Partition, int]:
+    """The place that `topic[partition]@offset` names. Raises NotSkippable."""
+    found = PLACE.fullmatch(text)
+    if found is None or found["topic"] not in FOLDED:
+        raise NotSkippable(f"{text!r} is no TOPIC[PARTITION]@OFFSET of {', '.join(FOLDED)}: units stop nowhere else")
+    return Partition(found["topic"], int(found["partition"])), int(found["offset"])
+
+
+async def skip(role: Role, text: str, reason: str) -> SkipRequested:
+    """Write the order. Raises NotSkippable where there is no such partition or record."""
+    place, offset = parsed(text)
+    groups = role.settings.kafka.groups
+    if place.number >= groups:
+        raise NotSkippable(f"{text}: {place.topic} has {groups} partitions ([kafka] groups), from 0")
+    record = await record_at(role, place, offset)
+    if record is None:
+        raise NotSkippable(f"{text}: there is no record (yet, or any more)")
+    event = SkipRequested(
+        event_id=digest("SkipRequested", place.topic, place.number, offset),
+        run_id=role.settings.run.id,
+        group_id=_group_of_unit(record.key, place.number, groups),
+        floor=0,
+        topic=place.topic,
+        partition=place.number,
+        offset=offset,
+        reason=reason,
+    )
+    await role.events.append(event)
+    return event
+
+
+def _group_of_unit(key: bytes, unit: int, groups: int) -> str:
+    """A group id that leads to the unit's partition of agent.sessions: the record's own, unless its key is what is
+    wrong with it."""
+    try:
+        if partition_of(key, groups) == unit:
+            return key.decode()
+    except UnicodeDecodeError:
+        pass  # a name of ours instead
+    names = (f"skip-{number}" for number in itertools.count())
+    return next(name for name in names if partition_of(name.encode(), groups) == unit)

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from turnlog.consumers.replay.merge import Merge
 from turnlog.consumers.replay.progress import Progress, Silent
-from turnlog.consumers.replay.source import Inputs, recorded_run
+from turnlog.consumers.replay.source import Inputs, Merge, recorded_run
 from turnlog.infra.history import events, partitions
 from turnlog.infra.log import Partition, partition_of
 from turnlog.infra.roles.role import Role

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from turnlog.consumers.replay.errors import BadRefold
 from turnlog.consumers.replay.refold import Changes, refold
 from turnlog.consumers.replay.run import replay
+from turnlog.consumers.replay.source import BadRefold
 from turnlog.settings import Settings
 
 

@@ -23,11 +23,21 @@ from turnlog.consumers.datasets.manifest import Manifest, Provenance
 from turnlog.consumers.datasets.writer import DatasetWriter
 from turnlog.consumers.replay.batches import FOLDER as BATCHES
 from turnlog.consumers.replay.batches import DrawWriter, recorded_draws
-from turnlog.consumers.replay.errors import BadRefold, BrokenFold
-from turnlog.consumers.replay.merge import Merge
 from turnlog.consumers.replay.progress import Progress, ReplayState, Shown, Silent
 from turnlog.consumers.replay.run import ARCHIVE, FOLDER, asked, cuts_of
-from turnlog.consumers.replay.source import Inputs, Skips, SkipsFound, Until, fresh, moment, places, recorded_run
+from turnlog.consumers.replay.source import (
+    BadRefold,
+    BrokenFold,
+    Inputs,
+    Merge,
+    Skips,
+    SkipsFound,
+    Until,
+    fresh,
+    moment,
+    places,
+    recorded_run,
+)
 from turnlog.consumers.replay.unit import HistoryFold, UnitState, tokens_of
 from turnlog.consumers.replay.verify import FORGET_EVERY, cheap_collections
 from turnlog.infra.archive.index import Cut

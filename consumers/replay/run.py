@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from turnlog.consumers.replay.errors import NothingToReplay
 from turnlog.consumers.replay.progress import Progress, ReplayState, Shown, Silent
-from turnlog.consumers.replay.source import cut_of, moment, recorded_run
+from turnlog.consumers.replay.source import NothingToReplay, cut_of, moment, recorded_run
 from turnlog.consumers.replay.verify import Question, cheap_collections, verify_batches, verify_unit
 from turnlog.infra.archive.index import Cut
 from turnlog.infra.archive.log import ArchiveLog

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from turnlog.consumers.replay.batches import Samples, batch_difference, named
-from turnlog.consumers.replay.merge import Merge
 from turnlog.consumers.replay.progress import Progress, ReplayState
-from turnlog.consumers.replay.source import Inputs, Skips, SkipsFound, Until, fresh, places
+from turnlog.consumers.replay.source import Inputs, Merge, Skips, SkipsFound, Until, fresh, places
 from turnlog.consumers.replay.unit import (
     Difference,
     HistoryFold,

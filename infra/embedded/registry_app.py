@@ -35,8 +35,7 @@ from turnlog.infra.embedded.ports import HOST, claim
 from turnlog.infra.log import Log, LogError, Partition, TopicSpec, Transactor
 from turnlog.infra.registry import MEDIA_TYPE
 from turnlog.infra.roles import log_lines
-from turnlog.infra.roles.health import Health, QuietServer, configured, serve_health
-from turnlog.infra.roles.http_bodies import BodyTooLarge, body_of
+from turnlog.infra.roles.health import BodyTooLarge, Health, QuietServer, body_of, configured, serve_health
 from turnlog.infra.run_folder import read_endpoints
 from turnlog.names import REGISTRY_TOPIC, TransactionalId
 from turnlog.schemas.compatibility import incompatibilities

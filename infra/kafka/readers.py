@@ -22,7 +22,7 @@ from turnlog.infra.kafka.connection import (
     typed,
 )
 from turnlog.infra.log import Assigned, BrokenAssignment, Commit, Fenced, Partition, Record
-from turnlog.schemas.construction import constructor
+from turnlog.schemas.binary import constructor
 from turnlog.schemas.topics import MAX_MESSAGE_BYTES
 
 FETCH_WAIT_MS = 250

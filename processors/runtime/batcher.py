@@ -30,8 +30,7 @@ from turnlog.processors.core.batches.draws import (
     form_draw,
     overtaken,
 )
-from turnlog.processors.core.batches.progress import Progress
-from turnlog.processors.core.batches.weight_chain import HeldVersion
+from turnlog.processors.core.batches.progress import HeldVersion, Progress
 from turnlog.schemas import ids, topics
 from turnlog.schemas.events import (
     BatchSkipped,

@@ -26,8 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from turnlog.infra.blobs import BlobError
 from turnlog.infra.engine import Engine, SGLang
 from turnlog.infra.log import LogError, TopicMissing
-from turnlog.infra.roles.health import QuietServer, application, configured
-from turnlog.infra.roles.http_bodies import BodyTooLarge, body_of
+from turnlog.infra.roles.health import BodyTooLarge, QuietServer, application, body_of, configured
 from turnlog.infra.roles.role import Role
 from turnlog.producers.gateway.conversation import Turn
 from turnlog.producers.gateway.dialects.dialect import Dialect, TurnRequest

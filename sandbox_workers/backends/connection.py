@@ -14,8 +14,7 @@ from typing import Any, Protocol
 
 from turnlog.sandbox_workers.attribution import attributed
 from turnlog.sandbox_workers.backends import init_wire
-from turnlog.sandbox_workers.backends.init_files import RESET_S, UNBOUNDED, InitFiles
-from turnlog.sandbox_workers.backends.init_wire import Channel, Heartbeat, refusal
+from turnlog.sandbox_workers.backends.init_wire import RESET_S, UNBOUNDED, Channel, Heartbeat, InitFiles, refusal
 from turnlog.sandbox_workers.protocol import (
     Command,
     Execution,

@@ -25,15 +25,17 @@ from turnlog.sandbox_workers.protocol import (
     Sandbox,
     SandboxError,
 )
-from turnlog.sandbox_workers.tools.files import edit_file, read_file, write_file
-from turnlog.sandbox_workers.tools.programs import (
+from turnlog.sandbox_workers.tools.built_in import (
+    edit_file,
     env_step,
     kept_interpreter,
     needs,
     python,
     python_session,
+    read_file,
     shell,
     within_limits,
+    write_file,
 )
 from turnlog.sandbox_workers.tools.tool import (
     ArgumentsRefused,

@@ -240,7 +240,7 @@ def _sandbox(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 def _schemas(_: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.schemas.release import run
+    from turnlog.schemas.releases import run
 
     return run(arguments.action, arguments.against)
 

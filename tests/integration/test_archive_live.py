@@ -18,8 +18,8 @@ from tests.fakes.sessions import bad_days
 from turnlog.consumers.archive import command as archive_command
 from turnlog.consumers.archive.archiver import flush
 from turnlog.consumers.archive.prune import prunable
-from turnlog.consumers.replay.errors import HistoryPruned
 from turnlog.consumers.replay.run import replay, run
+from turnlog.consumers.replay.source import HistoryPruned
 from turnlog.infra.archive.index import ArchiveIndex, live_cut
 from turnlog.infra.log import Partition
 from turnlog.infra.roles.role import Role, opened

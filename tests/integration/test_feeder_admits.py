@@ -24,8 +24,7 @@ from turnlog.infra.topics_admin import specs
 from turnlog.processors.core.fold.settlement import figures
 from turnlog.processors.core.fold_versions import FOLD_VERSION
 from turnlog.producers import feeder
-from turnlog.producers.sampling import BadSampling, checked_sampling
-from turnlog.producers.tasks import RowWithoutPrompt, read_dataset
+from turnlog.producers.tasks import BadSampling, RowWithoutPrompt, checked_sampling, read_dataset
 from turnlog.schemas import topics
 from turnlog.schemas.events import (
     EngineRegistered,

@@ -15,10 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turnlog.fold_settings import BatcherSettings, FoldSettings
+from turnlog.processors.core.batches.progress import HeldVersion
 from turnlog.processors.core.batches.rows import BatchRows
-from turnlog.processors.core.batches.weight_chain import HeldVersion
-from turnlog.processors.core.batches.weighting import LiveRow, Weights, WeightsDoNotAddUp, check_rows, weigh
-from turnlog.processors.core.batches.whitening import Whitening, whitening
+from turnlog.processors.core.batches.weighting import (
+    LiveRow,
+    Weights,
+    WeightsDoNotAddUp,
+    Whitening,
+    check_rows,
+    weigh,
+    whitening,
+)
 from turnlog.processors.core.methods.catalogue import BUILT_IN, Methods
 from turnlog.processors.core.methods.rules import fold_rules
 from turnlog.schemas.events import (

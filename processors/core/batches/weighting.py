@@ -1,13 +1,23 @@
 """Loss weights as integers: each trained token of a row weighs 1 / divisor, and the batch's weights add up to 1.
 
 folds.md 4; prompt-equal as in DAPO-style per-prompt averaging, `constant` as in Dr. GRPO (arXiv 2503.20783).
+
+Whitening: advantages shifted and scaled to mean 0 and deviation 1 over the trained tokens of one batch.
+
+Every trained token counts once, whatever its loss weight (REINFORCE++, arXiv 2501.03262). Mean and variance are exact
+rationals, rounded once: the same bits in any order of the rows and however trajectories were cut into segments.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
 
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.schemas.events import Weighting
@@ -92,3 +102,41 @@ def check_rows(rows: BatchRows, weights: Weights, weighting: Weighting) -> None:
 
 def _broken(weighting: Weighting, what: str) -> WeightsDoNotAddUp:
     return WeightsDoNotAddUp(f"weighting {weighting}: {what}; nothing was published, report this bug")
+
+
+EPSILON = 1e-6
+"""Added to the deviation, as in grpo: a batch of equal advantages becomes 0, not noise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Whitening:
+    """What a batch was whitened with; stands in its manifest."""
+
+    mean: float
+    std: float
+    """Population deviation; 0 when all advantages are equal."""
+
+    def apply(self, advantages: NDArray[np.float64]) -> NDArray[np.float64]:
+        """(a - mean) / (std + 1e-6), elementwise; 0 where std is 0."""
+        if self.std == 0.0:
+            return np.zeros_like(advantages)
+        whitened: NDArray[np.float64] = (advantages - self.mean) / (self.std + EPSILON)
+        return whitened
+
+
+def whitening(advantages: Iterable[NDArray[np.float64]]) -> Whitening:
+    """Over all values of all arrays. Raises ValueError without any."""
+    counts: Counter[float] = Counter()
+    for one in advantages:
+        values, repeats = np.unique(one, return_counts=True)
+        counts.update(dict(zip(values.tolist(), repeats.tolist(), strict=True)))
+    if not counts:
+        raise ValueError("no trained token to whiten over")
+    ratios = {value: value.as_integer_ratio() for value in counts}
+    scale = max(denominator for _, denominator in ratios.values())  # powers of two: the others divide it
+    scaled = {value: numerator * (scale // denominator) for value, (numerator, denominator) in ratios.items()}
+    tokens = counts.total()
+    total = sum(count * scaled[value] for value, count in counts.items())
+    squares = sum(count * scaled[value] ** 2 for value, count in counts.items())
+    variance = Fraction(tokens * squares - total**2, (tokens * scale) ** 2)
+    return Whitening(float(Fraction(total, tokens * scale)), math.sqrt(variance))

@@ -23,7 +23,7 @@ from turnlog.processors.core.turns import (
     refused_tokens,
     tokens,
 )
-from turnlog.schemas.construction import constructor
+from turnlog.schemas.binary import constructor
 from turnlog.schemas.events import (
     MaskReason,
     Outcome,

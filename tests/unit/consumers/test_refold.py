@@ -18,8 +18,8 @@ import pytest
 from turnlog import cli
 from turnlog.consumers.datasets.build import build
 from turnlog.consumers.datasets.query import Query
-from turnlog.consumers.replay.errors import BadRefold
 from turnlog.consumers.replay.refold import Changes, Refold
+from turnlog.consumers.replay.source import BadRefold
 from turnlog.infra.batch_files import read_rows
 from turnlog.infra.roles.runs import configuration
 from turnlog.schemas import topics

@@ -16,12 +16,12 @@ import pytest
 from rich.console import Console
 
 from tests.fakes.sessions import GroupName, Shape, whole_group
-from turnlog.consumers.replay import merge as replay_merge
+from turnlog.consumers.replay import source as replay_merge
 from turnlog.consumers.replay import unit as replay_unit
 from turnlog.consumers.replay import verify as replay_verify
-from turnlog.consumers.replay.errors import BrokenFold, HistoryPruned, NoSuchMoment, NothingToReplay
 from turnlog.consumers.replay.progress import Shown
 from turnlog.consumers.replay.run import run
+from turnlog.consumers.replay.source import BrokenFold, HistoryPruned, NoSuchMoment, NothingToReplay
 from turnlog.infra.log import Partition, Record, partition_of
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.schemas import topics

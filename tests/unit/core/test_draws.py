@@ -20,9 +20,9 @@ from turnlog.processors.core.batches.draws import (
     form_draw,
     reform_batch,
 )
+from turnlog.processors.core.batches.progress import HeldVersion
 from turnlog.processors.core.batches.rows import rows_sha256
-from turnlog.processors.core.batches.weight_chain import HeldVersion
-from turnlog.processors.core.batches.whitening import Whitening, whitening
+from turnlog.processors.core.batches.weighting import Whitening, whitening
 from turnlog.schemas.events import (
     GroupScored,
     GroupStatus,

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from turnlog.processors.core.batches.draws import PlacedSample, ReadableGroup, draw_rules, form_draw
-from turnlog.processors.core.batches.weight_chain import HeldVersion
+from turnlog.processors.core.batches.progress import HeldVersion
 from turnlog.processors.core.methods.catalogue import BUILT_IN
 from turnlog.processors.core.methods.rules import FoldRules, fold_rules
 from turnlog.schemas.events import Expects, GroupStatus, Outcome, RewardFailed, StepRewardAssigned, Verifier

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from turnlog.processors.core.batches.progress import Progress
-from turnlog.processors.core.batches.weight_chain import OFF_CHAIN
+from turnlog.processors.core.batches.progress import OFF_CHAIN, Progress
 from turnlog.schemas.events import (
     BatchSample,
     BatchSkipped,

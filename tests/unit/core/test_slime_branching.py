@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from turnlog.processors.core.batches.draws import DrawRules, PlacedSample, trim
-from turnlog.processors.core.batches.weight_chain import HeldVersion
+from turnlog.processors.core.batches.progress import HeldVersion
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.schemas.events import FinishReason, Weighting
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnlog.producers.admission import Admission, AdmissionRules, Drawing, Place, nth_place
-from turnlog.producers.readiness import Readiness
+from turnlog.producers.admission import Admission, AdmissionRules, Drawing, Place, Readiness, nth_place
 from turnlog.schemas.events import (
     BatchSample,
     BatchSkipped,

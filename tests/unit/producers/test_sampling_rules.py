@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from turnlog.producers.sampling import BadSampling, checked_sampling
+from turnlog.producers.tasks import BadSampling, checked_sampling
 from turnlog.settings import FeederSettings, FoldSettings, Settings, SettingsError, from_tables
 
 

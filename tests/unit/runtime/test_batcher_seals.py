@@ -23,10 +23,9 @@ from turnlog.infra.roles.runs import configuration
 from turnlog.infra.topics_admin import specs
 from turnlog.processors.core.batches import draws
 from turnlog.processors.core.batches.draws import PlacedSample, draw_rules, reform_batch
+from turnlog.processors.core.batches.progress import HeldVersion
 from turnlog.processors.core.batches.rows import BatchRows, rows_sha256
-from turnlog.processors.core.batches.weight_chain import HeldVersion
-from turnlog.processors.core.batches.weighting import Weights, WeightsDoNotAddUp
-from turnlog.processors.core.batches.whitening import Whitening
+from turnlog.processors.core.batches.weighting import Weights, WeightsDoNotAddUp, Whitening
 from turnlog.processors.runtime.batcher import main
 from turnlog.schemas import topics
 from turnlog.schemas.events import (

@@ -16,9 +16,19 @@ import psutil
 import pytest
 
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.backends import cgroup_tree, cgroups, leftovers
-from turnlog.sandbox_workers.backends.cgroup_tree import KILL, LEAF, Tree, find, hand_down
-from turnlog.sandbox_workers.backends.cgroups import BASELINE_BYTES, BASELINE_PIDS, Cgroups, Group, sweep
+from turnlog.sandbox_workers.backends import cgroups, leftovers
+from turnlog.sandbox_workers.backends.cgroups import (
+    BASELINE_BYTES,
+    BASELINE_PIDS,
+    KILL,
+    LEAF,
+    Cgroups,
+    Group,
+    Tree,
+    find,
+    hand_down,
+    sweep,
+)
 from turnlog.sandbox_workers.protocol import BackendUnavailable
 from turnlog.schemas.events import SandboxLimits
 
@@ -163,7 +173,7 @@ def test_cores_are_bounded(made: Cgroups) -> None:
 
 def test_a_call_with_the_same_limits_writes_nothing(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[Path] = []
-    really = cgroup_tree.put
+    really = cgroups.put
     monkeypatch.setattr(cgroups, "put", lambda path, text: (written.append(path), really(path, text)))
     group.begin(LIMITS)
     assert written
@@ -291,7 +301,7 @@ def test_no_processes_in_a_group_that_hands_down_so_the_worker_moves_to_a_leaf()
     base = unified / f"turnlog-test-{os.getpid()}"
     code = f"""
         import os, pathlib
-        from turnlog.sandbox_workers.backends.cgroup_tree import hand_down, put
+        from turnlog.sandbox_workers.backends.cgroups import hand_down, put
         base = pathlib.Path({str(base)!r})
         put(base / "cgroup.procs", str(os.getpid()))
         hand_down(base, ("hugetlb",))
@@ -314,7 +324,7 @@ def test_no_processes_in_a_group_that_hands_down_so_the_worker_moves_to_a_leaf()
             if folder.is_dir():
                 folder.rmdir()
         if "hugetlb" not in before:
-            cgroup_tree.put(unified / "cgroup.subtree_control", "-hugetlb")
+            cgroups.put(unified / "cgroup.subtree_control", "-hugetlb")
 
 
 def test_one_write_kills_a_real_version_2_group_with_everything_in_it() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.attribution import attributed
-from turnlog.sandbox_workers.backends import connection, init_files
+from turnlog.sandbox_workers.backends import connection, init_wire
 from turnlog.sandbox_workers.backends.connection import Account, Bounds, InitSandbox, started
 from turnlog.sandbox_workers.backends.subprocess_backend import Subprocess
 from turnlog.sandbox_workers.protocol import Command, FileRefused, Kind, SandboxDied, SandboxUnavailable, Shape
@@ -158,7 +158,7 @@ async def test_a_refusal_is_the_calls_and_leaves_the_sandbox_as_it_is() -> None:
 
 
 async def test_an_init_that_says_nothing_is_no_healthy_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(init_files, "HEALTH_S", 0.2)
+    monkeypatch.setattr(init_wire, "HEALTH_S", 0.2)
     sandbox = await saying(READY + "heard()")
     assert not await sandbox.healthy()
     assert sandbox.process.returncode is not None

@@ -15,8 +15,7 @@ import psutil
 import pytest
 
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.backends.cgroup_tree import find
-from turnlog.sandbox_workers.backends.cgroups import sweep
+from turnlog.sandbox_workers.backends.cgroups import find, sweep
 from turnlog.sandbox_workers.backends.init_wire import BEAT_S, SILENCE_S
 from turnlog.sandbox_workers.backends.subprocess_backend import Subprocess
 from turnlog.sandbox_workers.protocol import Command, Kind, Shape

@@ -11,7 +11,7 @@ import pytest_asyncio
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends.bubblewrap import Bubblewrap
 from turnlog.sandbox_workers.backends.connection import COMPARED_EVERY, InitSandbox
-from turnlog.sandbox_workers.backends.init_files import InitFiles
+from turnlog.sandbox_workers.backends.init_wire import InitFiles
 from turnlog.sandbox_workers.inside.observables import AROUND, OWN
 from turnlog.sandbox_workers.protocol import Command, Kind, Shape
 from turnlog.schemas.events import SandboxLimits

@@ -17,7 +17,7 @@ from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends.subprocess_backend import Subprocess
 from turnlog.sandbox_workers.protocol import Command, Execution, Kind, Sandbox, Shape
 from turnlog.sandbox_workers.tools import Prepared, Refusal, prepared
-from turnlog.sandbox_workers.tools.files import EDITED, PART, Lines
+from turnlog.sandbox_workers.tools.built_in import EDITED, PART, Lines
 from turnlog.schemas.events import SandboxLimits, SandboxSpec, ToolStatus
 
 SIZE = 60 * 10**6

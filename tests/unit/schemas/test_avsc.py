@@ -13,8 +13,7 @@ import pytest
 from turnlog.schemas.avsc import NAMESPACE, render, stored_schema, write_all
 from turnlog.schemas.codec import Codec, plain
 from turnlog.schemas.events import ALL
-from turnlog.schemas.release import contains, example, golden_codec, told
-from turnlog.schemas.releases import history, releases
+from turnlog.schemas.releases import contains, example, golden_codec, history, releases, told
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # of avro-python3 itself, at import

@@ -18,7 +18,7 @@ from turnlog.schemas.avsc import field_types, stored_schema
 from turnlog.schemas.codec import BROKEN, Codec, plain
 from turnlog.schemas.errors import UndecodableRecord
 from turnlog.schemas.events import ALL, EngineGone, GroupClosed, StepCompleted, TokenSnapshot
-from turnlog.schemas.release import example
+from turnlog.schemas.releases import example
 
 PARSED = {name: fastavro.parse_schema(stored_schema(name)) for name in ALL}
 LONGS = st.one_of(st.integers(-(2**63), 2**63 - 1), st.sampled_from([0, -1, 63, 64, 1023, 1024, 2**62, -(2**63)]))

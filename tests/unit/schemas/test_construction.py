@@ -8,9 +8,9 @@ import pickle
 
 import pytest
 
-from turnlog.schemas.construction import constructor, twin
+from turnlog.schemas.binary import constructor, twin
 from turnlog.schemas.events import ALL, FinishReason, TreeNode, VersionSpan
-from turnlog.schemas.release import example
+from turnlog.schemas.releases import example
 from turnlog.schemas.types import TurnId
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from turnlog import cli
-from turnlog.schemas import release as cutting
+from turnlog.schemas import releases as cutting
 from turnlog.schemas.avsc import stored_schema
 from turnlog.schemas.compatibility import Rule
 from turnlog.schemas.events import ALL
