@@ -437,7 +437,9 @@ async def verdict(loop: Loop) -> dict[str, Any]:
                for event in found[topic.name]]  # fmt: skip
     numbers = Counter(event.version for event in found[topics.WEIGHTS.name])
     twice = sum(count - 1 for many in (used, Counter(derived), numbers) for count in many.values())
-    skipped = sum(step.step != index + 1 or step.batch_index != index for index, step in enumerate(taken))
+    due = [batch.batch_index for batch in sorted(formed, key=lambda batch: batch.batch_index)]
+    skipped = sum(index >= len(due) or step.step != index + 1 or step.batch_index != due[index]
+                  for index, step in enumerate(taken)) + max(0, len(due) - len(taken))  # fmt: skip
     back = went_back(found[topics.ENGINES.name])
     asked_of = (("replay", "--verify"), ("replay", "--verify", "--from", "archive"), ("books",))
     answers = [loop.turnlog(*verb) for verb in asked_of]
@@ -448,6 +450,7 @@ async def verdict(loop: Loop) -> dict[str, Any]:
         "versions": len(numbers), "acknowledged_back": back, "books": answers[-1].returncode == 0,
         "calls": len({event.call_id for event in found[topics.TOOL_RESULTS.name]
                       if isinstance(event, ToolCallCompleted)}),
+        "stale_draws": len(found[topics.BATCHES.name]) - len(formed),
         "learned_from": sum(step.grad_norm > 0 for step in taken),
         "gap_without_lag": max((step.logprob_gap_max for step in taken if not step.lag_max), default=0.0),
         "apart": [[step.batch_index, step.incarnation, step.logprob_gap_max] for step in taken
