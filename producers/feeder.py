@@ -14,7 +14,6 @@ from prometheus_client import Counter, Gauge
 
 from turnlog.infra import recipes
 from turnlog.infra.blobs import externalized
-from turnlog.infra.event_log import dead_letter
 from turnlog.infra.history import events
 from turnlog.infra.log import Partition, Record, TopicMissing, Transactor, partition_of
 from turnlog.infra.roles.role import Role
@@ -110,9 +109,7 @@ class Feeder:
             try:
                 event = await self._role.events.decode(record)
             except UndecodableRecord as cause:
-                await self._role.events.append(
-                    dead_letter(record, cause, run_id=self._role.settings.run.id, role=self._role.name)
-                )
+                await self._role.park(record, cause)
                 continue
             if event.run_id != self._role.settings.run.id:
                 continue

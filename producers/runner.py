@@ -16,7 +16,6 @@ from prometheus_client import Gauge
 
 from turnlog.infra import recipes
 from turnlog.infra.blobs import inlined
-from turnlog.infra.event_log import dead_letter
 from turnlog.infra.log import Commit, GroupReader, Partition, Record
 from turnlog.infra.roles.role import Role
 from turnlog.names import RECORD_HEADER, ConsumerGroup
@@ -121,19 +120,15 @@ class Runner:
         try:
             event = await self._role.events.decode(record)
         except UndecodableRecord as cause:
-            await self._park(record, cause)
+            await self._role.park(record, cause)
             return
         self._units[record.partition].results.feed(event)
-
-    async def _park(self, record: Record, cause: UndecodableRecord) -> None:
-        letter = dead_letter(record, cause, run_id=self._role.settings.run.id, role=self._role.name)
-        await self._role.events.append(letter)
 
     async def _task(self, record: Record) -> None:
         try:
             event = await self._role.events.decode(record)
         except UndecodableRecord as cause:
-            await self._park(record, cause)
+            await self._role.park(record, cause)
             return
         unit = self._units[record.partition]
         if event.run_id != self._role.settings.run.id or event.rollout_id in unit.open:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from prometheus_client import Counter, Histogram
 
 from turnlog.infra.blobs import BlobError
-from turnlog.infra.log import Record
 from turnlog.infra.roles.role import Role
 from turnlog.sandbox_workers import answers
 from turnlog.sandbox_workers.answers import Outcome, unrun
@@ -51,8 +50,6 @@ LONG_S = 1e9
 """Longer than anybody waits, and still a time that a clock can add."""
 CALLS = Counter("turnlog_sandbox_calls", "Tool calls answered", ["tool", "status", "backend"])
 SECONDS = Histogram("turnlog_sandbox_call_seconds", "Duration of tool calls in their sandbox", ["tool", "backend"])
-Park = Callable[[Record, Exception], Awaitable[None]]
-"""Takes a record and why to the dead letters."""
 CatchUp = Callable[[Unit], Awaitable[None]]
 """Reads what other workers have written into a unit's results."""
 Ran = tuple[Execution, tuple[EgressRequest, ...]]
@@ -68,7 +65,7 @@ class CallRunner:
     """Answers one call at a time per session; as many sessions at once as the pools have slots."""
 
     def __init__(
-        self, role: Role, pools: Pools, park: Park, catch_up: CatchUp, clock: Callable[[], float], egress: Egress | None
+        self, role: Role, pools: Pools, catch_up: CatchUp, clock: Callable[[], float], egress: Egress | None
     ) -> None:
         settings = role.settings
         self._events = role.events
@@ -77,7 +74,7 @@ class CallRunner:
         self._egress = egress
         self._files = SessionFiles(Workspaces(role.blobs, trees=2 * settings.sandbox.slots * len(pools.served)))
         self._environments = EnvironmentDigests(settings.egress)
-        self._park = park
+        self._park = role.park
         self._catch_up = catch_up
         self._clock = clock
         self._max_attempts = settings.sandbox.max_attempts

@@ -8,7 +8,7 @@ import hashlib
 import heapq
 import json
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
@@ -264,10 +264,9 @@ class Results:
 class Recovery:
     """Reads results of units that are new to this worker."""
 
-    def __init__(self, role: Role, group: str, park: Callable[[Record, Exception], Awaitable[None]]) -> None:
+    def __init__(self, role: Role, group: str) -> None:
         self._role = role
         self._group = group
-        self._park = park
 
     async def units(self, numbers: Sequence[int]) -> list[Unit]:
         """The units as their commits and the results since then tell. Raises LogError, RegistryUnavailable."""
@@ -297,7 +296,7 @@ class Recovery:
         try:
             event = await self._role.events.decode(record)
         except UndecodableRecord as error:
-            await self._park(record, error)
+            await self._role.park(record, error)
             return
         noted(unit, event, record.offset)
 

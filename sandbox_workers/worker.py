@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import Gauge
 
-from turnlog.infra.event_log import dead_letter, where
+from turnlog.infra.event_log import where
 from turnlog.infra.log import GroupReader, LogError, Partition, Record
 from turnlog.infra.roles.role import Role
 from turnlog.names import ConsumerGroup
@@ -74,10 +74,10 @@ class Worker:
         """`clock` gives seconds since the epoch, as the records' timestamps do."""
         self._role = role
         self._pools = pools
-        self._runner = CallRunner(role, pools, self._park, self._catch_up, clock, egress)
+        self._runner = CallRunner(role, pools, self._catch_up, clock, egress)
         self._group = ConsumerGroup.SANDBOX.format(run=role.settings.run.id)
         self._results = Results(role.log, role.events)
-        self._recovery = Recovery(role, self._group, self._park)
+        self._recovery = Recovery(role, self._group)
         self._units: dict[int, Unit] = {}
         self._sessions: dict[str, Session] = {}
         self._left: dict[int, tuple[str, ...]] = {}
@@ -189,7 +189,7 @@ class Worker:
             event = await self._role.events.decode(record)
             ForeignRun.check(event, self._role.settings.run.id, where(record))
         except (UndecodableRecord, ForeignRun) as error:
-            await self._park(record, error)
+            await self._role.park(record, error)
             unit.finish(record.offset)
             return
         if isinstance(event, ToolCallRequested):
@@ -200,7 +200,7 @@ class Worker:
                 await pending.cancel()
         else:
             stray = answers.UnexpectedRecord(f"{type(event).__name__} does not belong into {record.topic}")
-            await self._park(record, stray)
+            await self._role.park(record, stray)
         unit.finish(record.offset)
 
     def _request(self, unit: Unit, request: ToolCallRequested, record: Record) -> None:
@@ -274,8 +274,3 @@ class Worker:
             if self._expected.get(pool) != shapes:
                 pool.expect(shapes)
         self._expected = demand
-
-    async def _park(self, record: Record, cause: Exception) -> None:
-        log.warning("%s is parked: %s: %s", where(record), type(cause).__name__, cause)
-        letter = dead_letter(record, cause, run_id=self._role.settings.run.id, role=self._role.name)
-        await self._role.events.append(letter)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 from collections.abc import AsyncIterator
@@ -13,11 +14,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 from turnlog.infra.blobs import Blobs
-from turnlog.infra.event_log import EventLog
-from turnlog.infra.log import Log
+from turnlog.infra.event_log import EventLog, dead_letter, where
+from turnlog.infra.log import Log, Record
 from turnlog.infra.roles.health import Health
 from turnlog.infra.run_folder import resolved
 from turnlog.settings import Settings
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -33,6 +36,11 @@ class Role:
     blobs: Blobs
     health: Health
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def park(self, record: Record, cause: Exception) -> None:
+        """Append the record's dead letter, and wait until it is on the log. Raises LogUnavailable."""
+        log.warning("%s is parked: %s: %s", where(record), type(cause).__name__, cause)
+        await self.events.append(dead_letter(record, cause, run_id=self.settings.run.id, role=self.name))
 
 
 @asynccontextmanager
