@@ -243,6 +243,8 @@ class Provider(Protocol):
     """Its sandboxes have a persistent interpreter."""
     networks: frozenset[str]
     """Of SandboxSpec.network, those that it serves."""
+    costly: bool
+    """Its sandboxes are paid for by the second: none is started before a call needs it."""
 
     async def start(self, slot: int, shape: Shape) -> Sandbox:
         """A new empty sandbox in slot `slot` (one host user per slot). Raises SandboxUnavailable, ImageMissing."""

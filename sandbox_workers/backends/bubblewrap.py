@@ -65,6 +65,7 @@ class Bubblewrap:
     """Opens bubblewrap, and starts its sandboxes."""
 
     name = "bubblewrap"
+    costly = False
     sessions = True
     networks: ClassVar[frozenset[str]] = frozenset({"none", "allowlist"})
 

@@ -33,6 +33,7 @@ class Subprocess:
     """Starts an init as a plain process of the slot's user."""
 
     name = "subprocess"
+    costly = False
     sessions = True
     networks: ClassVar[frozenset[str]] = frozenset({"none", "allowlist"})
     """Both are advice here: proxy variables lead the willing through the proxy, nothing holds the others."""

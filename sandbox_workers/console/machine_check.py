@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from turnlog.infra.roles.terminal import aside, say, say_json
 from turnlog.names import ExitStatus
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.pooling import CLASSES, backend
+from turnlog.sandbox_workers.pooling import backend, known
 from turnlog.sandbox_workers.protocol import BackendUnavailable, SandboxUnavailable
 from turnlog.settings import Settings
 
@@ -52,7 +52,7 @@ async def show(settings: Settings, *, as_json: bool) -> int:
 async def findings(settings: SandboxSettings) -> list[Finding]:
     """Layers first, then backends."""
     layers = [await asyncio.to_thread(_bwrap), _users(settings), await asyncio.to_thread(_seccomp), _groups(settings)]
-    return [*layers, *[await _backend(name, settings) for name in CLASSES]]
+    return [*layers, *[await _backend(name, settings) for name in known()]]
 
 
 async def _backend(name: str, settings: SandboxSettings) -> Finding:

@@ -211,7 +211,7 @@ class Rerunner:
             slots=1,
             prewarm=1,
             # a name that is no backend's is refused by the pools
-            backends=tuple(sorted({spec.backend for spec in specs} - {*LOCAL})),  # type: ignore[arg-type]
+            backends=tuple(sorted({spec.backend for spec in specs} - {*LOCAL})),
             first_uid=settings.sandbox.first_uid + settings.sandbox.slots,  # a worker of this machine has those below
         )
         async with AsyncExitStack() as stack:

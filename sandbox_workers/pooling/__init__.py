@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import importlib
 import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from turnlog.names import EntryPointGroup
 from turnlog.sandbox_settings import LOCAL, SandboxSettings
 from turnlog.sandbox_workers.pooling.pool import Pool
 from turnlog.sandbox_workers.protocol import BackendUnavailable, ImageMissing, Provider, SandboxUnavailable, Shape
@@ -20,16 +21,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CLASSES = {
-    "bubblewrap": ("turnlog.sandbox_workers.backends.bubblewrap", "Bubblewrap"),
-    "subprocess": ("turnlog.sandbox_workers.backends.subprocess_backend", "Subprocess"),
-    "wasm": ("turnlog.sandbox_workers.backends.wasm.backend", "Wasm"),
-    "docker": ("turnlog.sandbox_workers.backends.docker", "Docker"),
-    "e2b": ("turnlog.sandbox_workers.backends.e2b", "E2b"),
+GROUP = EntryPointGroup.SANDBOX_BACKENDS
+HERE = {
+    "bubblewrap": "turnlog.sandbox_workers.backends.bubblewrap:Bubblewrap",
+    "subprocess": "turnlog.sandbox_workers.backends.subprocess_backend:Subprocess",
 }
-"""Backend -> where its class is; imported when it is asked for."""
-COSTLY = frozenset({"e2b"})
-"""Sandboxes that are paid for by the second: none is started before a call needs it."""
+"""The backends of this machine, which no package can replace; all others are offered under GROUP."""
 
 
 class Pools:
@@ -87,15 +84,35 @@ async def backend(name: str, settings: SandboxSettings, *, ca: Path | None = Non
 
 
 def found(name: str) -> Any:
-    """The class of a backend. Raises BackendUnavailable."""
-    if name not in CLASSES:
-        raise BackendUnavailable(f"there is no backend {name!r}; [sandbox] backends may name {', '.join(CLASSES)}")
-    module, kind = CLASSES[name]
+    """The class of a backend, imported now. Raises BackendUnavailable."""
+    points = known()
+    if name not in points:
+        raise BackendUnavailable(f"there is no backend {name!r}; [sandbox] backends may name {', '.join(points)}")
+    point = points[name]
     try:
-        return getattr(importlib.import_module(module), kind)
-    except ModuleNotFoundError as error:
-        extra = "sandbox" if name in LOCAL else name
-        raise BackendUnavailable(f"backend {name} needs {error.name}: pip install turnlog[{extra}]") from error
+        return point.load()
+    except Exception as error:  # a module may raise anything while it is imported
+        if isinstance(error, ModuleNotFoundError) and point.module.startswith("turnlog."):
+            extra = "sandbox" if name in LOCAL else name
+            raise BackendUnavailable(f"backend {name} needs {error.name}: pip install turnlog[{extra}]") from error
+        raise BackendUnavailable(
+            f"backend {name} ({point.value}, {GROUP}) does not import: {type(error).__name__}: {error}; mend or "
+            "uninstall its package"
+        ) from error
+
+
+def known() -> dict[str, EntryPoint]:
+    """Every backend by its name: those of this machine, then what packages offer, ours among them. Raises
+    BackendUnavailable where two offer one name."""
+    points = {name: EntryPoint(name, value, GROUP) for name, value in HERE.items()}
+    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+        other = points.setdefault(point.name, point)
+        if other.value != point.value:
+            raise BackendUnavailable(
+                f"backend {point.name!r}, {other.value} and {point.value} ({GROUP}): two packages offer the name; "
+                "uninstall one"
+            )
+    return points
 
 
 async def local(settings: SandboxSettings, *, ca: Path | None = None) -> tuple[Provider, bool]:
@@ -129,7 +146,7 @@ async def unisolated(settings: SandboxSettings) -> str:
 async def _filled(stack: AsyncExitStack, provider: Provider, settings: SandboxSettings) -> Pool:
     """A warm pool that is watched. Raises BackendUnavailable."""
     stack.push_async_callback(provider.close)
-    prewarm = 0 if provider.name in COSTLY else settings.prewarm
+    prewarm = 0 if provider.costly else settings.prewarm
     pool = Pool(provider, slots=settings.slots, prewarm=prewarm, max_uses=settings.max_uses)
     stack.push_async_callback(pool.close)
     try:

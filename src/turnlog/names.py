@@ -70,6 +70,7 @@ class EntryPointGroup(StrEnum):
 
     RECIPES = "turnlog.recipes"
     TOOLS = "turnlog.tools"
+    SANDBOX_BACKENDS = "turnlog.sandbox_backends"
     HARNESS_PROFILES = "turnlog.harness_profiles"
     POLICIES = "turnlog.policies"
     ESTIMATORS = "turnlog.estimators"

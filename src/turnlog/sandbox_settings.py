@@ -7,7 +7,8 @@ from typing import Annotated, Literal, get_args
 
 from msgspec import Meta
 
-from turnlog.setting_types import Amount, Bytes, Count, Seconds
+from turnlog.names import EntryPointGroup
+from turnlog.setting_types import Amount, Bytes, Count, Offered, Seconds
 
 Interception = Literal["intercept", "tunnel", "refuse"]
 Local = Literal["bubblewrap", "subprocess"]
@@ -25,7 +26,7 @@ class SandboxSettings:
     allow_unisolated: bool = False
     """Where bubblewrap cannot start, run tools as plain processes that see this machine's files, processes and network;
     else the worker ends with the reason."""
-    backends: tuple[Literal["wasm", "docker", "e2b"], ...] = ()
+    backends: Annotated[tuple[str, ...], Offered(EntryPointGroup.SANDBOX_BACKENDS, ("wasm", "docker", "e2b"))] = ()
     """Served beside it, for calls that ask for them."""
     slots: Annotated[int, Meta(ge=1, le=10_000)] = 4
     """Calls that run at once in one worker."""

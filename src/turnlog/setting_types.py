@@ -118,7 +118,7 @@ def _check_offered(key: str, own: Offered, found: str | tuple[str, ...], source:
     there = sorted({point.name for point in entry_points(group=own.group)})
     for name in strange:
         if name not in there:
-            among = ", ".join((*own.built_in, *there))
+            among = ", ".join(dict.fromkeys((*own.built_in, *there)))
             raise SettingsError(
                 f"{source}: {key} must be one of {among}, got {name!r} (or what a package offers under the entry point "
                 f"group {own.group})"

@@ -46,6 +46,7 @@ class Memory:
     """See Provider."""
 
     name = "memory"
+    costly = False
     sessions = False
     networks = frozenset({"none"})
 

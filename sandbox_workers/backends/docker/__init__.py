@@ -60,6 +60,7 @@ class Docker:
     """One Docker daemon, which makes a container for each sandbox."""
 
     name = "docker"
+    costly = False
     sessions = True
     networks = frozenset({"none"})
 

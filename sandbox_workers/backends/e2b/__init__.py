@@ -47,6 +47,7 @@ class E2b:
     """One account at E2B, or a server of one's own."""
 
     name = "e2b"
+    costly = True
     sessions = True
     networks: ClassVar[frozenset[str]] = frozenset({"none"})
     """By allow_internet_access=False of the request for a machine; there is no way to the worker's egress proxy."""

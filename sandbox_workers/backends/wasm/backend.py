@@ -37,6 +37,7 @@ class Wasm:
     """One process per sandbox, whose calls are guests of wasmtime."""
 
     name = "wasm"
+    costly = False
     sessions = False
     shell = False
     networks: ClassVar[frozenset[str]] = frozenset({"none"})

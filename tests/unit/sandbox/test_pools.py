@@ -6,12 +6,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.fakes.memory_backend import Memory
-from turnlog.sandbox_settings import SandboxSettings
+from turnlog.names import EntryPointGroup
+from turnlog.sandbox_settings import LOCAL, SandboxSettings
 from turnlog.sandbox_workers import pooling as pools_module
 from turnlog.sandbox_workers.backends.bubblewrap import Bubblewrap
 from turnlog.sandbox_workers.pooling import Pools, unisolated
@@ -23,7 +25,8 @@ from turnlog.sandbox_workers.protocol import (
     Shape,
 )
 from turnlog.schemas.events import SandboxLimits
-from turnlog.settings import RunSettings, Settings
+from turnlog.setting_types import value_of
+from turnlog.settings import RunSettings, Settings, SettingsError, declarations
 
 SETTINGS = SandboxSettings(backend="subprocess", slots=1, prewarm=1, first_uid=231_000, disk_bytes=8 << 20)
 SHAPE = Shape(disk_bytes=8 << 20)
@@ -40,6 +43,45 @@ def broken_bwrap(folder: Path) -> Path:
     folder.chmod(0o711)  # the slot's user must get there
     script.chmod(0o755)
     return script
+
+
+@pytest.fixture
+def offer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Installs a package that offers backends: offer(package, entry points)."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def install(package: str, points: str) -> None:
+        info = tmp_path / f"{package}-1.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1\n")
+        (info / "entry_points.txt").write_text(f"[{EntryPointGroup.SANDBOX_BACKENDS}]\n{points}")
+
+    return install
+
+
+async def test_a_package_offers_a_backend_of_its_own(offer: Callable[..., None]) -> None:
+    offer("own", "own = tests.fakes.memory_backend:Memory")
+    chosen = value_of("sandbox.backends", declarations(SandboxSettings)["backends"], ["own"], "settings.toml")
+    async with Pools.opened(dataclasses.replace(SETTINGS, backends=chosen)) as pools:
+        assert pools.served == (*LOCAL, "own")
+        own = pools.pool("own")
+        assert own is not None
+        assert isinstance(own.provider, Memory)
+
+
+async def test_a_backend_that_nobody_or_two_packages_offer_or_that_does_not_import_is_named(
+    offer: Callable[..., None],
+) -> None:
+    with pytest.raises(SettingsError, match=r"one of wasm, docker, e2b.*turnlog.sandbox_backends"):
+        value_of("sandbox.backends", declarations(SandboxSettings)["backends"], ["own"], "settings.toml")
+    with pytest.raises(BackendUnavailable, match="there is no backend 'own'"):
+        pools_module.found("own")
+    offer("gone", "own = no_such_module:Own")
+    with pytest.raises(BackendUnavailable, match=r"own \(no_such_module:Own.*ModuleNotFoundError.*uninstall"):
+        pools_module.found("own")
+    offer("thief", "bubblewrap = tests.fakes.memory_backend:Memory")
+    with pytest.raises(BackendUnavailable, match="two packages offer the name"):
+        pools_module.found("bubblewrap")
 
 
 async def test_no_bubblewrap_names_the_setting_and_the_remedy(tmp_path: Path) -> None:

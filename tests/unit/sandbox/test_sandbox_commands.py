@@ -122,7 +122,7 @@ def test_pool_says_when_there_is_no_worker(capsys: pytest.CaptureFixture[str]) -
 
 
 async def test_check_names_every_layer_and_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_check, "CLASSES", dict.fromkeys(LOCAL))
+    monkeypatch.setattr(machine_check, "known", lambda: dict.fromkeys(LOCAL))
     found = {finding.name: finding for finding in await findings(SandboxSettings(cgroups="off", first_uid=232_100))}
     assert list(found) == [
         "bwrap", "a user per slot", "seccomp filter", "control groups", "backend bubblewrap", "backend subprocess",
@@ -137,6 +137,6 @@ async def test_check_names_every_layer_and_what_is_missing(monkeypatch: pytest.M
 def test_check_ends_with_1_where_the_configured_backend_is_no_boundary(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(machine_check, "CLASSES", dict.fromkeys(LOCAL))
+    monkeypatch.setattr(machine_check, "known", lambda: dict.fromkeys(LOCAL))
     assert cli.main(["sandbox", "check"]) == 1
     assert "subprocess is not fully isolated here" in capsys.readouterr().err
