@@ -125,10 +125,7 @@ def configured(app: ASGIApp, **more: Any) -> uvicorn.Config:
 
 
 class QuietServer(uvicorn.Server):
-    """A uvicorn server that leaves signals to its process."""
-
-    def install_signal_handlers(self) -> None:
-        """Signals belong to the role."""
+    """A uvicorn server beside other work: signals stay its process's (`serve` would take them, `_serve` does not)."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
