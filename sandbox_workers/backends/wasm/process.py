@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import os
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 from turnlog.sandbox_workers.backends.wasm.guest import PR_SET_PDEATHSIG, THREADS, Unusable, become, engines_of
 from turnlog.sandbox_workers.inside.call import Become, Call, Reaped, Verdict, end_all
-from turnlog.sandbox_workers.inside.child import PR_SET_DUMPABLE, prctl
+from turnlog.sandbox_workers.inside.child import PR_SET_DUMPABLE, bounds, prctl
 from turnlog.sandbox_workers.inside.frames import Control, ControlClosed, Socket, send
 from turnlog.sandbox_workers.inside.init import PR_SET_CHILD_SUBREAPER, Answer, Service, freeze
 from turnlog.sandbox_workers.inside.observables import Integrity
@@ -30,13 +31,15 @@ OVERHEAD_BYTES = 192 << 20
 
 
 class GuestCall(Call):
-    """A guest and its limits. Those of `head` are the guest's; its process is looked at with room for the host."""
+    """A guest and its limits. Those of `head` are the guest's; its process is looked at with room for the host. Threads
+    are wasmtime's alone: its file calls make some on a busy machine, and the rlimit ends that without harm."""
 
     def __init__(
         self, place: Place, control: Control, head: dict[str, Any], become: Become, integrity: Integrity
     ) -> None:
         super().__init__(place, control, head, None, become, integrity)
-        self.limits = {**self.limits, "memory_bytes": self.limits["memory_bytes"] + OVERHEAD_BYTES, "pids": THREADS}
+        memory, threads = self.limits["memory_bytes"] + OVERHEAD_BYTES, bounds(place, self.limits, THREADS)
+        self.limits = {**self.limits, "memory_bytes": memory, "pids": threads[resource.RLIMIT_NPROC]}
 
     def _end_tree(self, *, spare: bool) -> None:
         super()._end_tree(spare=spare)
