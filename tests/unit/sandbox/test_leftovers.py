@@ -84,8 +84,7 @@ def test_nothing_is_left_of_a_worker_that_was_killed_in_the_middle_of_calls(
 
 
 @pytest.mark.parametrize("backend", ["Bubblewrap", "Subprocess"])
-def test_the_calls_of_a_worker_that_is_stopped_end_by_themselves(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", "/tmp")
+def test_the_calls_of_a_worker_that_is_stopped_end_by_themselves(backend: str) -> None:
     source = textwrap.dedent(WORKER).replace("{backend}", backend)
     worker = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert worker.stdout is not None

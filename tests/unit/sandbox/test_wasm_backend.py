@@ -19,6 +19,7 @@ from turnlog.infra.sandbox_root import cache_directory
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends import seccomp
 from turnlog.sandbox_workers.backends.connection import InitSandbox
+from turnlog.sandbox_workers.backends.leftovers import sweep_folders
 from turnlog.sandbox_workers.backends.wasm import modules as wasm_modules
 from turnlog.sandbox_workers.backends.wasm.backend import Wasm
 from turnlog.sandbox_workers.backends.wasm.guest import DENIED
@@ -399,3 +400,4 @@ def test_a_sandbox_dies_with_its_worker() -> None:
         assert len(family) == 2
         worker.send_signal(signal.SIGKILL)
         assert psutil.wait_procs(family, timeout=10)[1] == []
+    assert sweep_folders() >= 1, "the next worker removes its folder"
