@@ -30,6 +30,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -437,9 +438,8 @@ async def verdict(loop: Loop) -> dict[str, Any]:
                for event in found[topic.name]]  # fmt: skip
     numbers = Counter(event.version for event in found[topics.WEIGHTS.name])
     twice = sum(count - 1 for many in (used, Counter(derived), numbers) for count in many.values())
-    due = [batch.batch_index for batch in sorted(formed, key=lambda batch: batch.batch_index)]
-    skipped = sum(index >= len(due) or step.step != index + 1 or step.batch_index != due[index]
-                  for index, step in enumerate(taken)) + max(0, len(due) - len(taken))  # fmt: skip
+    due = enumerate(sorted(batch.batch_index for batch in formed), start=1)
+    skipped = sum(have != want for have, want in zip_longest(((step.step, step.batch_index) for step in taken), due))
     back = went_back(found[topics.ENGINES.name])
     asked_of = (("replay", "--verify"), ("replay", "--verify", "--from", "archive"), ("books",))
     answers = [loop.turnlog(*verb) for verb in asked_of]
