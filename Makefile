@@ -15,6 +15,11 @@ ifeq ($(ENGINES),)
 unexport TURNLOG_ENGINE_COUNT
 endif
 
+# A file is one worker's, so that its servers and fixtures are made once; those that wait for servers come first, and what
+# computes fills the gaps that they leave.
+WORKERS ?= 2
+IN_WORKERS := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15
+
 .PHONY: help demo test test-fresh check bench chaos schemas docs lock clean
 
 help:  ## show this list
@@ -23,8 +28,8 @@ help:  ## show this list
 demo: $(ENVIRONMENT)  ## the whole loop on this machine (STEPS=5 for the impatient, ENGINES=2)
 	@$(BIN)/turnlog demo
 
-test: $(ENVIRONMENT)  ## every test: units, contracts, real servers, one small closed loop
-	@$(BIN)/python -m pytest $(TESTS)
+test: $(ENVIRONMENT)  ## every test: units, contracts, real servers, one small closed loop (TESTS=tests/unit, WORKERS=4)
+	@$(BIN)/python -m pytest $(if $(TESTS),$(TESTS),$(IN_WORKERS))
 
 test-fresh:  ## the same on a bare Debian as a user without a name (root only; needs debootstrap)
 	@tests/fresh.sh

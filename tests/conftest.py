@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 from uuid import uuid4
 
 import httpx
@@ -49,8 +49,10 @@ ROOT = LIMITS.parents[1]
 MACHINE = tuple(Path(folder) for folder in ("/tmp", "/var/tmp", "/dev/shm") if Path(folder).is_dir())
 """Everybody's folders."""
 _unlisted: list[str] = []
+_of_workers: dict[str, list[str]] = {}
+"""What the workers of pytest-xdist found at their ends, where the tests run in several."""
 _modes = {folder: folder.stat().st_mode for folder in MACHINE}
-_OWN = pytest.StashKey[Path]()
+_OWN, _PARENT = pytest.StashKey[Path](), pytest.StashKey[Path]()
 _RUNNING = pytest.StashKey[TextIO]()
 PREFIX, RUNNING, KEPT_RUNS = "turnlog-tests-", "running", 3
 """A run's folder, the file in it that is locked while the run lasts, and how many folders of others are kept."""
@@ -59,8 +61,9 @@ PREFIX, RUNNING, KEPT_RUNS = "turnlog-tests-", "running", 3
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Make the run's folder. Sandboxes run under other users: they pass through it, and read nothing of it."""
-    parent = Path(tempfile.gettempdir())
-    own = config.stash[_OWN] = Path(tempfile.mkdtemp(prefix=PREFIX))
+    worker = getattr(config, "workerinput", {})
+    parent = config.stash[_PARENT] = Path(worker.get("parent", tempfile.gettempdir()))
+    own = config.stash[_OWN] = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
     running = config.stash[_RUNNING] = (own / RUNNING).open("w")
     fcntl.flock(running, fcntl.LOCK_EX)
     _forget_runs(parent)
@@ -72,8 +75,24 @@ def pytest_configure(config: pytest.Config) -> None:
         "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
     )
     hypothesis.settings.load_profile("any machine")  # how long an example takes says who else is at work here
-    config.option.basetemp = config.option.basetemp or str(own / "pytest")
+    if worker or not config.option.basetemp:
+        config.option.basetemp = str(own / "pytest")
+    if worker:  # sandboxes of its runs have host users of their own
+        os.environ["TURNLOG_SANDBOX_FIRST_UID"] = str(300_000 + 1_000 * int(worker["workerid"].removeprefix("gw")))
     os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """A worker's folder lies beside ours, not within: paths of sockets are short."""
+    node.workerinput["parent"] = str(node.config.stash[_PARENT])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """What a worker found at its end."""
+    for what, which in getattr(node, "workeroutput", {}).get("faults", {}).items():
+        _of_workers.setdefault(what, []).extend(which)
 
 
 def _forget_runs(parent: Path) -> None:
@@ -119,9 +138,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         "left among the temporary files:": sorted(path.name for path in (own / "tmp").glob("turnlog-*")),
         "modes changed:": [str(folder) for folder, mode in _modes.items() if folder.stat().st_mode != mode],
     }
-    for what, which in faults.items():
-        if which and session.exitstatus == pytest.ExitCode.OK:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    if (output := getattr(session.config, "workeroutput", None)) is not None:
+        output["faults"] = faults
+    for what, found in faults.items():
+        if which := sorted({*found, *_of_workers.get(what, ())}):
+            if session.exitstatus == pytest.ExitCode.OK:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
             print("", what, *which, sep="\n  ")
     if session.exitstatus == pytest.ExitCode.TESTS_FAILED:
         (own / "kept").touch()

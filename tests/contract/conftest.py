@@ -47,8 +47,9 @@ DAEMON = os.environ.get("TURNLOG_DOCKER_HOST", "")
 DAEMONS: tuple[type[Any], ...] = (DockerDaemon,) if DAEMON else ()
 BACKENDS: tuple[type[Any], ...] = (Bubblewrap, Subprocess, Wasm, Docker, *DAEMONS, E2b, *SERVICES)
 DISK = 8 << 20
-SETTINGS = SandboxSettings(first_uid=210_000)
-E2B_UID = 277_000
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+SETTINGS = SandboxSettings(first_uid=210_000 + 1_000 * WORKER)
+E2B_UID = 277_000 + 100 * WORKER
 
 
 def pytest_configure(config: pytest.Config) -> None:
