@@ -17,8 +17,8 @@ from log_server import ACKS, LogServer, broker
 from row import say, size, told
 
 from tests.fakes.sessions import Shape
-from turnlog.consumers.archive.archiver import flush
-from turnlog.consumers.replay.run import Verdict, run
+from turnlog.consumers.archiver import flush
+from turnlog.consumers.replay.verify import Verdict, run
 from turnlog.infra.archive.log import ArchiveLog
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog

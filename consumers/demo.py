@@ -11,10 +11,9 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
-from turnlog.consumers import conduct
-from turnlog.consumers.display import Display, curve
-from turnlog.consumers.replay.run import run as replay
+from turnlog.consumers.replay.verify import run as replay
 from turnlog.consumers.report import Measured, Report, gather, plot_rewards, store, summary
+from turnlog.consumers.run import Display, beside, curve, stop_at_signal, until_trained
 from turnlog.infra.embedded.errors import NotUp
 from turnlog.infra.embedded.up import down, up
 from turnlog.infra.roles.role import opened
@@ -88,12 +87,12 @@ async def _judged(settings: Settings, console: Terminal, measured: Measured) -> 
     """The loop, then replay and report while the servers still run."""
     display = Display(settings, console)
     began = time.monotonic()
-    async with conduct.beside(_mean_load(measured)):
-        await conduct.run(settings, display)
+    async with beside(_mean_load(measured)):
+        await until_trained(settings, display)
     total = time.monotonic() - began
     loop = display.loop_seconds()
     measured.seconds |= {"first weights": total - loop, "loop": loop}
-    conduct.stop_at_signal(asyncio.current_task())
+    stop_at_signal(asyncio.current_task())
     async with opened("demo", settings) as role:
         with _phase(measured, "replay"), console.status("replaying the topics"):
             verdict = await replay(role)

@@ -15,8 +15,8 @@ from typing import Any
 from rich.table import Table
 
 from turnlog.consumers import books
-from turnlog.consumers.replay.run import Verdict
-from turnlog.consumers.replay.run import run as replay
+from turnlog.consumers.replay.verify import Verdict
+from turnlog.consumers.replay.verify import run as replay
 from turnlog.infra.history import all_events, partitions, records
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.terminal import Terminal

@@ -27,7 +27,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from turnlog.consumers.datasets.errors import BrokenSample
+from turnlog.consumers.datasets import BrokenSample
 from turnlog.schemas.events import SegmentSample
 from turnlog.schemas.types import BlobRef, float32s, int32s
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import orjson
 
+from turnlog.consumers.datasets import UnreadableMessage
 from turnlog.consumers.datasets.columns import canonical_json
-from turnlog.consumers.datasets.errors import UnreadableMessage
 from turnlog.consumers.datasets.query import Filters, Joined, Seen, Task
 from turnlog.consumers.datasets.source import Candidate, Pair, Source, best_of_groups, candidates, pairs_of
 from turnlog.consumers.datasets.writer import DatasetWriter, Row

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from turnlog.consumers.datasets.errors import NotADataset
+from turnlog.consumers.datasets import NotADataset
 from turnlog.infra.history import Reading
 from turnlog.infra.log import Partition
 

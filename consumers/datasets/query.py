@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-from turnlog.consumers.datasets.errors import BadQuery
+from turnlog.consumers.datasets import BadQuery
 from turnlog.schemas.events import Environment, Outcome, Purpose
 
 DEDUPES = ("none", "tokens", "task")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import orjson
 
-from turnlog.consumers.datasets.errors import MissingContent
+from turnlog.consumers.datasets import MissingContent
 from turnlog.consumers.datasets.manifest import Provenance
 from turnlog.consumers.datasets.query import Facts, Filters, Joined, Query, Task, short
 from turnlog.infra.blobs import BlobCorrupt, BlobMissing, inlined

@@ -23,8 +23,8 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from turnlog.consumers.datasets import BadQuery, DatasetExists, NotADataset, Unwritable
 from turnlog.consumers.datasets.columns import VIEWS, RlRows, canonical_json, row_digests, rows_sha256
-from turnlog.consumers.datasets.errors import BadQuery, DatasetExists, NotADataset, Unwritable
 from turnlog.consumers.datasets.manifest import NAME, Counts, DataFile, Manifest, Provenance
 from turnlog.schemas.events import SegmentSample
 

@@ -24,7 +24,6 @@ from turnlog.consumers.datasets.writer import DatasetWriter
 from turnlog.consumers.replay.batches import FOLDER as BATCHES
 from turnlog.consumers.replay.batches import DrawWriter, recorded_draws
 from turnlog.consumers.replay.progress import Progress, ReplayState, Shown, Silent
-from turnlog.consumers.replay.run import ARCHIVE, FOLDER, asked, cuts_of
 from turnlog.consumers.replay.source import (
     BadRefold,
     BrokenFold,
@@ -39,7 +38,7 @@ from turnlog.consumers.replay.source import (
     recorded_run,
 )
 from turnlog.consumers.replay.unit import HistoryFold, UnitState, tokens_of
-from turnlog.consumers.replay.verify import FORGET_EVERY, cheap_collections
+from turnlog.consumers.replay.verify import ARCHIVE, FOLDER, FORGET_EVERY, asked, cheap_collections, cuts_of, replay
 from turnlog.infra.archive.index import Cut
 from turnlog.infra.log import Partition
 from turnlog.infra.roles.role import Role, opened
@@ -406,3 +405,22 @@ class _UnitRefold:
             "spool": self._spool.sync(), "skips": sorted(self._inputs.skips), "state": self._state.to_json(),
         }  # fmt: skip
         self._remembered.save()
+
+
+async def command(settings: Settings, arguments: argparse.Namespace) -> int:
+    """The exit status. Raises ReplayError and what the log, the store and the registry raise: status 2."""
+    changes = Changes.of(arguments)
+    if changes.none:
+        if arguments.out is not None:
+            raise BadRefold("--out is for a refold: say what changes, for example --policy, --estimator or --set")
+        return await replay(
+            settings, verify=arguments.verify, source=arguments.source, until=arguments.until, fresh=arguments.fresh
+        )
+    if arguments.verify:
+        raise BadRefold("--verify compares what was recorded: leave the changes out")
+    if arguments.out is None:
+        raise BadRefold("a refold writes a dataset: say where with --out FOLDER")
+    return await refold(
+        settings, changes, arguments.out, format=arguments.format, source=arguments.source, until=arguments.until,
+        fresh=arguments.fresh, overwrite=arguments.overwrite,
+    )  # fmt: skip

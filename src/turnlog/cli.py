@@ -111,26 +111,20 @@ def parser() -> argparse.ArgumentParser:
 
 def _readers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """The verbs that read the past."""
-    from turnlog.consumers.archive import arguments as archive
-    from turnlog.consumers.datasets import arguments as dataset  # argparse alone; too many for this page
-    from turnlog.consumers.dead_letters import arguments as dead_letters
-    from turnlog.consumers.fold import arguments as fold
-    from turnlog.consumers.replay import arguments as replay
+    from turnlog.consumers import arguments as of  # argparse alone; too many for this page
     from turnlog.sandbox_workers.console import sandbox_arguments, session_arguments
 
     sandbox_arguments(_verb(verbs, "sandbox", _sandbox, "role: run tool calls in sandboxes; pool, check, exec"))
-    replay.add_arguments(_verb(verbs, "replay", _replay, "fold the log again: compare, travel in time, refold"))
-    archive.add_arguments(_verb(verbs, "archive", _archive, "role: copy topics into the object store; flush, prune"))
+    of.replay_arguments(_verb(verbs, "replay", _replay, "fold the log again: compare, travel in time, refold"))
+    of.archive_arguments(_verb(verbs, "archive", _archive, "role: copy topics into the object store; flush, prune"))
     schemas = _verb(verbs, "schemas", _schemas, "check today's schemas against every release, or release them")
     schemas.add_argument("action", choices=("check", "release"))
     schemas.add_argument("--against", type=Path, metavar="DIR", help="a folder of releases (default: the package's)")
     topics = _verb(verbs, "topics", _topics, "create or check the topics of the catalogue")
     topics.add_argument("action", choices=("apply", "check"))
-    dataset.add_arguments(_verb(verbs, "dataset", _dataset, "build rows of a run as Parquet or Arrow, or verify them"))
-    fold.add_arguments(_verb(verbs, "fold", _fold, "fold recorded sessions by two policies and compare; write nothing"))
-    dead_letters.add_arguments(
-        _verb(verbs, "dead-letters", _dead_letters, "refused records: list, show, requeue, skip")
-    )
+    of.dataset_arguments(_verb(verbs, "dataset", _dataset, "build rows of a run as Parquet or Arrow, or verify them"))
+    of.fold_arguments(_verb(verbs, "fold", _fold, "fold recorded sessions by two policies and compare; write nothing"))
+    of.dead_letters_arguments(_verb(verbs, "dead-letters", _dead_letters, "refused records: list, show, requeue, skip"))
     session_arguments(_verb(verbs, "session", _session, "a session's tool calls: show, or run again and compare"))
     books = _verb(verbs, "books", _books, "sampled = trained + masked, by reason")
     books.add_argument("--by", choices=("session", "group", "batch", "run"), default="run", help="default run")
@@ -201,9 +195,9 @@ def _status(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 def _run(settings: Settings, _: argparse.Namespace) -> int:
-    from turnlog.consumers.conduct import conduct
+    from turnlog.consumers.run import command
 
-    return conduct(settings)
+    return command(settings)
 
 
 def _warm_start(settings: Settings, _: argparse.Namespace) -> int:
@@ -222,13 +216,13 @@ def _demo(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 def _replay(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.consumers.replay.command import command
+    from turnlog.consumers.replay.refold import command
 
     return asyncio.run(command(settings, arguments))
 
 
 def _archive(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.consumers.archive.command import command
+    from turnlog.consumers.archive import command
 
     return command(settings, arguments)
 
@@ -252,19 +246,19 @@ def _topics(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 def _dataset(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.consumers.datasets.command import run
+    from turnlog.consumers.datasets.build import run
 
     return run(settings, arguments)
 
 
 def _fold(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.consumers.fold.table import show
+    from turnlog.consumers.fold import show
 
     return show(settings, arguments)
 
 
 def _dead_letters(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.consumers.dead_letters.command import command
+    from turnlog.consumers.dead_letters import command
 
     return asyncio.run(command(settings, arguments))
 

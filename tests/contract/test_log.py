@@ -14,7 +14,7 @@ import pytest
 from aiokafka.partitioner import DefaultPartitioner, murmur2
 
 from tests.fakes.memory_log import MemoryLog
-from turnlog.consumers.archive.archiver import Archiver
+from turnlog.consumers.archiver import Archiver
 from turnlog.infra import log as ours
 from turnlog.infra.archive.index import ReadOnlyArchive
 from turnlog.infra.archive.log import ArchiveLog

@@ -15,11 +15,11 @@ import pytest
 from aiokafka.admin import AIOKafkaAdminClient
 
 from tests.fakes.sessions import bad_days
-from turnlog.consumers.archive import command as archive_command
-from turnlog.consumers.archive.archiver import flush
-from turnlog.consumers.archive.prune import prunable
-from turnlog.consumers.replay.run import replay, run
+from turnlog.consumers import archive
+from turnlog.consumers.archive import prunable
+from turnlog.consumers.archiver import flush
 from turnlog.consumers.replay.source import HistoryPruned
+from turnlog.consumers.replay.verify import replay, run
 from turnlog.infra.archive.index import ArchiveIndex, live_cut
 from turnlog.infra.log import Partition
 from turnlog.infra.roles.role import Role, opened
@@ -153,13 +153,13 @@ async def test_what_is_archived_old_and_not_needed_can_be_pruned_and_still_be_re
         assert await prunable(role, index, before_ms=0) == {}
         found = await prunable(role, index, before_ms=1 << 60)
         assert {place.topic for place in found} >= {"agent.turns", "agent.token-snapshots"}
-        await archive_command.status(live_settings)
+        await archive.status(live_settings)
         assert "agent.token-snapshots" in capsys.readouterr().out
-        await archive_command.prune(live_settings, "2099-01-01", delete=False)
+        await archive.prune(live_settings, "2099-01-01", delete=False)
         assert "nothing was deleted" in capsys.readouterr().out
-        with pytest.raises(archive_command.BadMoment, match="yesterday"):
-            await archive_command.prune(live_settings, "yesterday", delete=True)
-        await archive_command.prune(live_settings, "2099-01-01", delete=True)
+        with pytest.raises(archive.BadMoment, match="yesterday"):
+            await archive.prune(live_settings, "yesterday", delete=True)
+        await archive.prune(live_settings, "2099-01-01", delete=True)
         assert f"agent.turns[0]: offsets 0 to {found[Partition('agent.turns', 0)] - 1}" in capsys.readouterr().out
         assert await role.log.start_offsets(list(found)) == found
         with pytest.raises(HistoryPruned, match="archive"):

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from tests.fakes.sessions import GroupName, SessionStory, Shape, whole_group
-from turnlog.consumers.archive.archiver import flush
+from turnlog.consumers.archiver import flush
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.roles.role import opened
 from turnlog.processors.core.fold.group import GroupFold

@@ -9,7 +9,7 @@ import json
 import pytest
 
 from turnlog import cli
-from turnlog.consumers.archive.archiver import flush
+from turnlog.consumers.archiver import flush
 from turnlog.infra.roles.role import opened
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.console.recorded import recorded

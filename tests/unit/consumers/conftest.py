@@ -13,7 +13,7 @@ import pytest
 from tests.fakes.memory_broker import MemoryBroker
 from tests.fakes.memory_log import MemoryLog
 from tests.fakes.sessions import GroupName, Shape, bad_days, whole_group
-from turnlog.consumers.archive.archiver import flush
+from turnlog.consumers.archiver import flush
 from turnlog.infra.archive.index import live_cut
 from turnlog.infra.archive.log import ArchiveLog
 from turnlog.infra.blobs import MemoryBlobs

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.fakes.memory_broker import MemoryBroker
 from tests.fakes.memory_log import Died, MemoryLog
 from tests.fakes.sessions import bad_days
-from turnlog.consumers.archive.archiver import Archiver, GapInArchive, flush
+from turnlog.consumers.archiver import Archiver, GapInArchive, flush
 from turnlog.infra.archive.index import ArchiveDamaged, NoArchive
 from turnlog.infra.archive.log import ArchiveLog
 from turnlog.infra.blobs import MemoryBlobs

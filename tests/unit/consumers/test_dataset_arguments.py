@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from turnlog import cli
-from turnlog.consumers.datasets.command import query_of
+from turnlog.consumers.datasets.build import query_of
 from turnlog.consumers.datasets.query import Query
 
 PAGE = Path(__file__).parents[3] / "docs/datasets.md"

@@ -21,10 +21,7 @@ import pyarrow.dataset
 import pytest
 
 from tests.fakes.memory_log import MemoryLog
-from turnlog.consumers.datasets import build as building
-from turnlog.consumers.datasets.columns import PREFERENCE, RL, RlRows, row_digests
-from turnlog.consumers.datasets.command import verify
-from turnlog.consumers.datasets.errors import (
+from turnlog.consumers.datasets import (
     BadQuery,
     BrokenSample,
     DatasetDamaged,
@@ -33,6 +30,9 @@ from turnlog.consumers.datasets.errors import (
     NotADataset,
     Unwritable,
 )
+from turnlog.consumers.datasets import build as building
+from turnlog.consumers.datasets.build import verify
+from turnlog.consumers.datasets.columns import PREFERENCE, RL, RlRows, row_digests
 from turnlog.consumers.datasets.manifest import Manifest, Provenance, read_manifest
 from turnlog.consumers.datasets.query import Query, version_key
 from turnlog.consumers.datasets.writer import DatasetWriter

@@ -18,10 +18,9 @@ import pytest
 
 from tests.fakes.memory_log import MemoryLog
 from tests.fakes.sessions import GroupName, SessionStory, Shape, bad_days
-from turnlog.consumers.archive.archiver import flush
-from turnlog.consumers.datasets.build import build
-from turnlog.consumers.datasets.command import verify
-from turnlog.consumers.datasets.errors import BadQuery, MissingContent, NothingMatched
+from turnlog.consumers.archiver import flush
+from turnlog.consumers.datasets import BadQuery, MissingContent, NothingMatched
+from turnlog.consumers.datasets.build import build, verify
 from turnlog.consumers.datasets.manifest import Manifest, Provenance, read_manifest
 from turnlog.consumers.datasets.query import Query
 from turnlog.consumers.datasets.writer import DatasetWriter

@@ -9,9 +9,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.fakes.memory_log import MemoryLog
-from turnlog.consumers.dead_letters.arguments import add_arguments
-from turnlog.consumers.dead_letters.command import ACTIONS
-from turnlog.consumers.dead_letters.letters import AmbiguousLetter, LetterError, NoSuchLetter, NotSkippable
+from turnlog.consumers.arguments import dead_letters_arguments
+from turnlog.consumers.dead_letters import ACTIONS, AmbiguousLetter, LetterError, NoSuchLetter, NotSkippable
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog, dead_letter
 from turnlog.infra.log import Partition, Record, partition_of
@@ -66,7 +65,7 @@ async def parked(role: Role, topic: str, value: bytes, *, key: bytes = b"r", cau
 async def ran(role: Role, *words: str) -> int:
     """The exit status of a command line."""
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    dead_letters_arguments(parser)
     arguments = parser.parse_args(words)
     return await ACTIONS[arguments.action](role, arguments)
 

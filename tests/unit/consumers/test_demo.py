@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from turnlog.consumers.demo import runnable_here
-from turnlog.consumers.replay.run import Verdict
+from turnlog.consumers.replay.verify import Verdict
 from turnlog.consumers.report import Measured, gather, summary
 from turnlog.infra.roles.terminal import Terminal
 from turnlog.sandbox_settings import SandboxSettings

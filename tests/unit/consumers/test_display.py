@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 
-from turnlog.consumers.display import Display
+from turnlog.consumers.run import Display
 from turnlog.infra.roles.terminal import Terminal
 from turnlog.settings import BatcherSettings, FeederSettings, Settings
 

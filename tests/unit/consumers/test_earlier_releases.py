@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import pytest
 
 from tests.unit.consumers.conftest import SETTINGS, TrainedRun
-from turnlog.consumers.replay.run import run as replay
+from turnlog.consumers.replay.verify import run as replay
 from turnlog.fold_settings import FOLD_SECTIONS, Since
 from turnlog.infra.roles.runs import Configured
 from turnlog.schemas import topics

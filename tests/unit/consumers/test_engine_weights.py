@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from turnlog.consumers.engine_weights import (
+from turnlog.consumers.loader import (
     ChecksumMismatch,
     DtypeMismatch,
     ShapeMismatch,

@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from turnlog.consumers.archive.prune import prunable
-from turnlog.consumers.replay.run import run
+from turnlog.consumers.archive import prunable
+from turnlog.consumers.replay.verify import run
 from turnlog.infra.archive.index import ArchiveIndex
 from turnlog.infra.log import Commit, Partition, partition_of
 from turnlog.schemas import topics

@@ -20,8 +20,8 @@ from turnlog.consumers.replay import source as replay_merge
 from turnlog.consumers.replay import unit as replay_unit
 from turnlog.consumers.replay import verify as replay_verify
 from turnlog.consumers.replay.progress import Shown
-from turnlog.consumers.replay.run import run
 from turnlog.consumers.replay.source import BrokenFold, HistoryPruned, NoSuchMoment, NothingToReplay
+from turnlog.consumers.replay.verify import run
 from turnlog.infra.log import Partition, Record, partition_of
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.schemas import topics

@@ -11,9 +11,8 @@ import pytest
 from rich.console import Console
 
 from tests.fakes.memory_log import MemoryLog
-from turnlog.consumers.fold import arguments as fold_arguments
-from turnlog.consumers.fold.comparison import NoSuchSession, Scope, compare
-from turnlog.consumers.fold.table import drawings, listed, sessions, totals
+from turnlog.consumers.arguments import fold_arguments
+from turnlog.consumers.fold import NoSuchSession, Scope, compare, drawings, listed, sessions, totals
 from turnlog.infra.blobs import MemoryBlobs, externalized
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.history import events as events_of_topic
@@ -156,6 +155,6 @@ async def test_what_is_not_there_is_named(role: Role) -> None:
 
 def test_the_options_are_parsed() -> None:
     verb = argparse.ArgumentParser()
-    fold_arguments.add_arguments(verb)
+    fold_arguments(verb)
     options = verb.parse_args(["--policy", "slime", "--against", "prefix", "--from", "archive", "--show", "a"])
     assert (options.policy, options.against, options.source, options.show) == ("slime", "prefix", "archive", "a")

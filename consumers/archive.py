@@ -1,25 +1,106 @@
-"""Which records of topics may be deleted, because the archive has them and no role will read them again.
+"""`turnlog archive run|flush|status|prune`.
 
-Of every topic but the control topics, which roles read from the beginning. What a role still reads of another one is on
-the log: commits of consumer groups, the batcher's last manifest, the requests of rollouts that are not over.
+Prune deletes records of topics that the archive has and that no role will read again, of every topic but the control
+topics, which roles read from the beginning. What a role still reads of another one is on the log: commits of consumer
+groups, the batcher's last manifest, the requests of rollouts that are not over.
 """
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 
-from turnlog.infra.archive.index import ArchiveIndex
+from rich.table import Table
+
+from turnlog.consumers.archiver import flush, main
+from turnlog.infra.archive.index import ArchiveError, ArchiveIndex, archive_name
 from turnlog.infra.history import all_events, partitions, records
 from turnlog.infra.log import Commit, Partition, partition_of
-from turnlog.infra.roles.role import Role
+from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.runs import serve
+from turnlog.infra.roles.terminal import Terminal, say
 from turnlog.names import ConsumerGroup
 from turnlog.processors.core.fold.low_water import committed_version
 from turnlog.processors.core.fold_versions import scores_topic
 from turnlog.schemas import topics
 from turnlog.schemas.errors import UndecodableRecord
 from turnlog.schemas.topics import CONTROL, SESSIONS, SNAPSHOTS, TURNS
+from turnlog.settings import Settings
+
+
+class BadMoment(ArchiveError):
+    """`--before` is no time. Remedy: 2026-01-31T08:00, or milliseconds since 1970."""
+
+
+def command(settings: Settings, arguments: argparse.Namespace) -> int:
+    """Run one action; the exit status."""
+    match arguments.action:
+        case "run":
+            return serve("archive", main, settings)
+        case "flush":
+            return asyncio.run(flush_all(settings))
+        case "status":
+            return asyncio.run(status(settings))
+        case _:
+            return asyncio.run(prune(settings, arguments.before, delete=arguments.yes))
+
+
+async def flush_all(settings: Settings) -> int:
+    """Archive what is there; say how many files that made."""
+    async with opened("archive", settings) as role:
+        files = await flush(role)
+    say(f"{files} files written: everything on the log is in archive/{archive_name(settings)}")
+    return 0
+
+
+async def status(settings: Settings) -> int:
+    """Print what is archived per topic, and how many offsets are not."""
+    async with opened("archive", settings) as role:
+        index = ArchiveIndex(role.blobs, archive_name(settings))
+        await index.load()
+        table = Table("topic", "files", "offsets archived", "behind", title=index.root)
+        for topic, count in index.topics.items():
+            places = [Partition(topic, number) for number in range(count)]
+            ends = await role.log.end_offsets(places)
+            spans = [index.spans.get(place, []) for place in places]
+            covered = sum(each[-1].end - each[0].start for each in spans if each)
+            behind = sum(ends[place] - (index.end(place) or 0) for place in places)
+            table.add_row(topic, f"{sum(map(len, spans)):,}", f"{covered:,}", f"{behind:,}")
+    Terminal().print(table)
+    return 0
+
+
+async def prune(settings: Settings, before: str | None, *, delete: bool) -> int:
+    """Print what may be deleted from topics and, where asked for, delete it. Raises BadMoment."""
+    if before is None:
+        raise BadMoment("prune needs --before TIME: only older records are deleted")
+    limit = _milliseconds(before)
+    async with opened("archive", settings) as role:
+        index = ArchiveIndex(role.blobs, archive_name(settings))
+        await index.load()
+        found = await prunable(role, index, limit)
+        starts = await role.log.start_offsets(list(found))
+        for place, keep in sorted(found.items()):
+            say(f"{place.topic}[{place.number}]: offsets {starts[place]} to {keep - 1}")
+        if delete and found:
+            await role.log.delete_before(found)
+    say("deleted; `turnlog replay --from archive` still reads them" if delete else "nothing was deleted; --yes does it")
+    return 0
+
+
+def _milliseconds(text: str) -> int:
+    if text.isdigit():
+        return int(text)
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise BadMoment(f"--before {text}: {error}; write 2026-01-31T08:00 or milliseconds") from error
+    return int((time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp() * 1000)
+
 
 OUT_LOW = "trees"
 """In the assembler's commit metadata: the first tree that a restart reads."""

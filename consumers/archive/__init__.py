@@ -1,1 +1,0 @@
-"""`turnlog archive`: copies of the topics in the object store; replay outlives the topics."""
