@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 import urllib.error
 import urllib.request
@@ -24,13 +25,14 @@ from turnlog.infra.embedded.liveness import (
     role_loops,
 )
 from turnlog.infra.embedded.object_store import ObjectStore
-from turnlog.infra.embedded.ports import HOST, ONE_HOST, claim, free_ports
+from turnlog.infra.embedded.ports import HOST, ONE_HOST, claim, free_ports, reached
 from turnlog.infra.embedded.process import Launch
 from turnlog.infra.embedded.run_files import LOGS, SETTINGS
 from turnlog.infra.embedded.supervisor import Member
+from turnlog.infra.roles.health import health_host
 from turnlog.infra.run_folder import STORE_KEY, Endpoints
 from turnlog.liveness_settings import LivenessSettings
-from turnlog.settings import Settings
+from turnlog.settings import GatewaySettings, RegistrySettings, Settings, ViewsSettings
 
 ROLES = ("gateway", "runner", "sandbox", "assembler", "batcher", "trainer", "loader", "views", "archive")
 """What `turnlog up` runs; a name given twice is two processes, `loader` is one per engine, `views` and `archive` have a
@@ -79,16 +81,19 @@ class Plan:
             registry=registry,
             store=store,
             engines=engines,
-            gateway=settings.gateway.url or f"http://{HOST}:{self._port(settings.gateway.port, '[gateway] port')}",
-            views=f"http://{HOST}:{self._port(settings.views.port, '[views] port')}",
-            health={slot.name: f"http://{HOST}:{next(self._ports)}" for slot in slots},
+            gateway=settings.gateway.url or self._address(settings.gateway, "[gateway] port"),
+            views=self._address(settings.views, "[views] port"),
+            health={slot.name: reached(health_host(os.environ), next(self._ports)) for slot in slots},
         )
         if "views-0" in self.endpoints.health:  # Faust serves its pages and its health on one port
             self.endpoints.health["views-0"] = self.endpoints.views
         self.members += [self._role(slot) for slot in slots]
 
-    def _port(self, wanted: int, setting: str) -> int:
-        return claim(wanted, setting) if wanted else next(self._ports)
+    def _port(self, wanted: int, setting: str, host: str = HOST) -> int:
+        return claim(wanted, setting, host) if wanted else next(self._ports)
+
+    def _address(self, server: GatewaySettings | RegistrySettings | ViewsSettings, setting: str) -> str:
+        return reached(server.host, self._port(server.port, setting, server.host))
 
     def _log(self, name: str) -> Path:
         return self._directory / LOGS / f"{name}.log"
@@ -155,13 +160,12 @@ class Plan:
         wanted = self._settings.registry
         if wanted.url:
             return wanted.url
-        port = self._port(wanted.port, "[registry] port")
-        url = f"http://{HOST}:{port}"
+        url = self._address(wanted, "[registry] port")
         launch = Launch(
             name="registry",
             argv=self._turnlog("registry"),
             log=self._log("registry"),
-            env={"TURNLOG_REGISTRY_PORT": str(port), "OMP_NUM_THREADS": "1"},
+            env={"TURNLOG_REGISTRY_PORT": _port_of(url), "OMP_NUM_THREADS": "1"},
             ready=lambda: answers(f"{url}/subjects"),
             died=RegistryDied,
             liveness=Liveness(look=answering(lambda: http_answers(f"{url}/subjects")), within_s=self._live.registry_s),

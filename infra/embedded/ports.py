@@ -13,6 +13,8 @@ from pathlib import Path
 from turnlog.infra.embedded.errors import PortTaken
 
 HOST = "127.0.0.1"
+EVERYWHERE = ("", "0.0.0.0", "::")
+"""What a server listens on that listens on every address."""
 ONE_HOST = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """Environment of ranks that are all on this machine: Gloo and NCCL listen on the loopback."""
 FIRST = 15000
@@ -32,12 +34,12 @@ def free_ports(count: int) -> list[int]:
     raise PortTaken(f"no {count} free ports of {HOST} between {candidates and FIRST} and {_first_ephemeral()}")
 
 
-def is_free(port: int) -> bool:
+def is_free(port: int, host: str = HOST) -> bool:
     """Whether a server could listen on the port now."""
-    with socket.socket() as probe:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((HOST, port))
+            probe.bind((host, port))
         except OSError:
             return False
     return True
@@ -52,13 +54,19 @@ def listens(port: int, *, timeout_s: float = 0.2) -> bool:
     return True
 
 
-def claim(port: int, setting: str) -> int:
+def reached(host: str, port: int) -> str:
+    """Where this machine's own clients reach a server that listens there."""
+    name = HOST if host in EVERYWHERE else host
+    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
+
+
+def claim(port: int, setting: str, host: str = HOST) -> int:
     """The port itself when free, a free one for 0. Raises PortTaken, naming `setting` and who holds the port."""
     if port == 0:
         return free_ports(1)[0]
-    if not is_free(port):
+    if not is_free(port, host):
         raise PortTaken(
-            f"port {port} of {HOST} is taken{_holder(port)}: end that process, or set {setting} to another port "
+            f"port {port} of {host} is taken{_holder(port)}: end that process, or set {setting} to another port "
             "or to 0 for a free one"
         )
     return port

@@ -31,11 +31,20 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from turnlog.infra.embedded.ports import HOST, claim
+from turnlog.infra.embedded.ports import claim
 from turnlog.infra.log import Log, LogError, Partition, TopicSpec, Transactor
 from turnlog.infra.registry import MEDIA_TYPE
 from turnlog.infra.roles import log_lines
-from turnlog.infra.roles.health import BodyTooLarge, Health, QuietServer, body_of, configured, serve_health
+from turnlog.infra.roles.health import (
+    BodyTooLarge,
+    Health,
+    QuietServer,
+    body_of,
+    configured,
+    health_address,
+    listening,
+    serve_health,
+)
 from turnlog.infra.run_folder import read_endpoints
 from turnlog.names import REGISTRY_TOPIC, TransactionalId
 from turnlog.schemas.compatibility import incompatibilities
@@ -341,14 +350,16 @@ class RegistryApi:
 
 
 def serve_registry(settings: Settings) -> int:
-    """The role: serve on 127.0.0.1 until SIGTERM or SIGINT; 0. Port and broker are the settings' or the run's.
+    """The role: serve until SIGTERM or SIGINT; 0. Port and broker are the settings' or the run's.
     Raises LogError when the log fails (the supervisor starts it again), NoEndpoints, PortTaken."""
     bootstrap, port = settings.kafka.bootstrap, settings.registry.port
     if not (bootstrap and port):
         found = read_endpoints(Path(settings.run.directory))
         bootstrap, port = bootstrap or found.kafka, port or urlsplit(found.registry).port or 0
     kafka = dataclasses.replace(settings.kafka, bootstrap=bootstrap)
-    asyncio.run(_serve(dataclasses.replace(settings, kafka=kafka), claim(port, "[registry] port")))
+    asyncio.run(
+        _serve(dataclasses.replace(settings, kafka=kafka), claim(port, "[registry] port", settings.registry.host))
+    )
     return 0
 
 
@@ -363,12 +374,13 @@ async def _serve(settings: Settings, port: int) -> None:
     try:
         async with (
             SchemaStore.opened(kafka, replication=settings.kafka.replication) as store,
-            serve_health(health, instance="registry"),
+            serve_health(health, health_address(os.environ)),
         ):
             api = RegistryApi(store, settings.registry.max_body_bytes)
-            async with QuietServer(configured(api.application(), host=HOST, port=port)).running():
+            listener = listening(settings.registry.host, port, "[registry] host or port")
+            async with QuietServer(configured(api.application())).running(listener):
                 health.started()
-                log.info("registry serves http://%s:%d", HOST, port)
+                log.info("registry serves http://%s:%d", settings.registry.host, port)
                 await _first(stopping.wait(), api.failed)
     finally:
         await kafka.close()

@@ -1,4 +1,5 @@
-"""/healthz, /readyz, /state and Prometheus /metrics of a role, on TURNLOG_HEALTH_PORT (unset: not served).
+"""/healthz, /readyz, /state and Prometheus /metrics of a role, on TURNLOG_HEALTH_PORT (unset: not served) of
+TURNLOG_HEALTH_HOST (unset: the loopback).
 Bodies of requests to our servers are held to a size while they come: what is larger is never in memory.
 """
 
@@ -6,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +22,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from turnlog.setting_types import SettingsError, is_service_link
+
 WORK = "work"
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(slots=True)
@@ -128,9 +133,10 @@ class QuietServer(uvicorn.Server):
     """A uvicorn server beside other work: signals stay its process's (`serve` would take them, `_serve` does not)."""
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Serve in the background until the block ends."""
-        task = asyncio.create_task(self._serve())
+    async def running(self, listener: socket.socket | None = None) -> AsyncIterator[None]:
+        """Serve in the background until the block ends: on a socket of `listening`, which is closed then, or where the
+        configuration says."""
+        task = asyncio.create_task(self._serve(None if listener is None else [listener]))
         while not self.started and not task.done():  # noqa: ASYNC110 - uvicorn offers a flag, no event
             await asyncio.sleep(0.01)
         try:
@@ -140,15 +146,49 @@ class QuietServer(uvicorn.Server):
             await task
 
 
+class CannotListen(OSError):
+    """Names the address, and the setting to change."""
+
+
+def listening(host: str, port: int, setting: str) -> socket.socket:
+    """A bound socket, so that the address is known, and ours, before anything is written; `setting` chooses it. Raises
+    CannotListen."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        said = f"{host}:{port} cannot be bound ({error.strerror}): change {setting}"
+        raise CannotListen(error.errno, said) from None
+    return listener
+
+
+def health_address(env: Mapping[str, str]) -> tuple[str, int] | None:
+    """Host and port of the health endpoint; None: it is not served. Raises SettingsError."""
+    port = env.get("TURNLOG_HEALTH_PORT", "")
+    if is_service_link(port) or port in ("", "0"):
+        return None
+    if not (port.isascii() and port.isdecimal() and int(port) <= 65535):
+        raise SettingsError(f"TURNLOG_HEALTH_PORT must be a whole number from 0 to 65535, got {port!r}")
+    return health_host(env), int(port)
+
+
+def health_host(env: Mapping[str, str]) -> str:
+    """The address that health endpoints listen on."""
+    return env.get("TURNLOG_HEALTH_HOST") or LOOPBACK
+
+
 @asynccontextmanager
-async def serve_health(health: Health, *, instance: str) -> AsyncIterator[None]:
-    """Serve while the block runs."""
-    port = int(os.environ.get("TURNLOG_HEALTH_PORT", "0"))
-    if not port:
+async def serve_health(health: Health, address: tuple[str, int] | None) -> AsyncIterator[None]:
+    """Serve while the block runs. Raises CannotListen."""
+    if address is None:
         yield
         return
-    async with QuietServer(configured(application(health), host="127.0.0.1", port=port)).running():
-        yield
+    with closing(listening(*address, "TURNLOG_HEALTH_HOST or TURNLOG_HEALTH_PORT")) as listener:
+        async with QuietServer(configured(application(health))).running(listener):
+            yield
 
 
 TOKENS = Counter(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -24,7 +25,7 @@ from turnlog.fold_settings import FOLD_SECTIONS
 from turnlog.infra.history import all_events
 from turnlog.infra.log import Partition
 from turnlog.infra.methods import installed
-from turnlog.infra.roles.health import serve_health
+from turnlog.infra.roles.health import health_address, serve_health
 from turnlog.infra.roles.role import Role, opened
 from turnlog.processors.core.batches.draws import DrawRules, draw_rules
 from turnlog.processors.core.fold.low_water import FoldName
@@ -135,7 +136,7 @@ def serve(name: str, main: Callable[[Role], Awaitable[None]], settings: Settings
     async def run() -> None:
         async with (
             opened(name, settings) as role,
-            serve_health(role.health, instance=role.instance),
+            serve_health(role.health, health_address(os.environ)),
             claimed(role),  # raises OtherRun
         ):
             loop = asyncio.get_running_loop()

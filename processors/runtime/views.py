@@ -9,7 +9,8 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from turnlog.infra.kafka.connection import Connection, typed
 from turnlog.infra.log import LogError
 from turnlog.infra.registry import HttpRegistry
 from turnlog.infra.roles import log_lines
-from turnlog.infra.roles.health import Health
+from turnlog.infra.roles.health import Health, health_address
 from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.runs import claimed
 from turnlog.infra.run_folder import resolved
@@ -52,10 +53,14 @@ class UnknownFaust(Exception):
 
 
 def serve_views(settings: Settings) -> int:
-    """Run the worker until SIGTERM. The port is [views] port, else the role's health port. Raises OtherRun,
-    LogUnreachable, RegistryUnreachable, and what else ended it."""
+    """Run the worker until SIGTERM. The address is [views] host and port, else the role's health endpoint. Raises
+    OtherRun, LogUnreachable, RegistryUnreachable, and what else ended it."""
     settings = resolved(settings)
-    app = make_app(settings, asyncio.run(_codec(settings)))
+    with _folder(settings) as folder:
+        return _work(settings, make_app(settings, asyncio.run(_codec(settings)), folder))
+
+
+def _work(settings: Settings, app: faust.App) -> int:
     level = os.environ.get("TURNLOG_LOG_LEVEL", "WARNING").upper()
     lines = {"version": 1, "disable_existing_loggers": False, "root": {"level": level}}
     worker = faust.Worker(app, loglevel=level, logging_config=lines, redirect_stdouts=False, quiet=True)
@@ -86,16 +91,35 @@ async def _codec(settings: Settings) -> Codec:
             return events.codec
 
 
-def make_app(settings: Settings, codec: Codec) -> faust.App:
-    """The application: three agents, three tables, four pages."""
+def _address(settings: Settings) -> tuple[str, int] | None:
+    """Where everything is served."""
+    own = settings.views.host, settings.views.port
+    return own if settings.views.port else health_address(os.environ)
+
+
+@contextlib.contextmanager
+def _folder(settings: Settings) -> Iterator[Path]:
+    """Where tables are kept between starts: in the run's folder, if there is one. Elsewhere they come back from their
+    changelogs, and lie with the temporary files."""
+    kept = Path(settings.run.directory)
+    if kept.is_dir():
+        yield kept
+        return
+    with tempfile.TemporaryDirectory(prefix="turnlog-views-") as folder:
+        yield Path(folder)
+
+
+def make_app(settings: Settings, codec: Codec, folder: Path) -> faust.App:
+    """The application: three agents, three tables, four pages. `folder`: see _folder."""
     _mend_recovery()
     instance = os.environ.get("TURNLOG_INSTANCE")
-    port = settings.views.port or int(os.environ.get("TURNLOG_HEALTH_PORT", "0"))
+    address = _address(settings)
+    host, port = address or ("127.0.0.1", 6066)
     app = faust.App(
         settings.kafka.prefix + ConsumerGroup.VIEWS.format(run=settings.run.id),
         broker=[f"kafka://{address}" for address in settings.kafka.bootstrap.split(",")],
         store=faust_store.install(),
-        datadir=str(Path(settings.run.directory) / (instance or "views")),
+        datadir=str(folder / (instance or "views")),
         topic_partitions=settings.kafka.groups,
         topic_replication_factor=settings.kafka.replication,
         topic_disable_leader=True,
@@ -105,10 +129,10 @@ def make_app(settings: Settings, codec: Codec) -> faust.App:
         broker_session_timeout=SESSION_TIMEOUT_S,
         broker_heartbeat_interval=SESSION_TIMEOUT_S / 3,
         consumer_group_instance_id=instance,
-        web_enabled=bool(port),
-        web_host="127.0.0.1",
-        web_port=port or 6066,
-        web_bind="127.0.0.1",
+        web_enabled=address is not None,
+        web_host=host,
+        web_port=port,
+        web_bind=host,
         loghandlers=[log_lines.handler(sys.stderr)],
     )
     tables = _tables(app, settings)
@@ -225,7 +249,8 @@ def _pages(app: faust.App, tables: dict[str, Any], health: Health) -> None:
         return web.json({"ready": ready}, status=200 if ready else 503)
 
     async def metrics(web: Any, request: Any) -> Any:
-        return web.bytes(generate_latest(), content_type=CONTENT_TYPE_LATEST)
+        # As a header: aiohttp's `content_type` takes no charset, which Prometheus' own type has.
+        return web.bytes(generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     for path, page in (("/views", views), ("/healthz", healthz), ("/readyz", readyz), ("/metrics", metrics)):
         app.page(path)(page)

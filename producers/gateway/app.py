@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from turnlog.infra.blobs import BlobError
 from turnlog.infra.engine import Engine, SGLang
 from turnlog.infra.log import LogError, TopicMissing
-from turnlog.infra.roles.health import BodyTooLarge, QuietServer, application, body_of, configured
+from turnlog.infra.roles.health import BodyTooLarge, QuietServer, application, body_of, configured, listening
 from turnlog.infra.roles.role import Role
 from turnlog.producers.gateway.conversation import Turn
 from turnlog.producers.gateway.dialects.dialect import Dialect, TurnRequest
@@ -335,7 +335,7 @@ def build(gateway: Gateway) -> Starlette:
 async def main(role: Role) -> None:
     """Serve until the role stops; then refuse new connections, let running turns reach the log, and leave."""
     settings = role.settings.gateway
-    with contextlib.closing(listening(settings.host, settings.port)) as listener:
+    with contextlib.closing(listening(settings.host, settings.port, "[gateway] host or port")) as listener:
         port = listener.getsockname()[1]
         gateway = await Gateway.assembled(role, settings.url or f"http://{settings.host}:{port}")
         async with gateway.current() as following, serving(gateway, listener):
@@ -352,27 +352,11 @@ async def main(role: Role) -> None:
 async def serving(gateway: Gateway, listener: socket.socket) -> AsyncIterator[None]:
     """Serve on an open socket while the block runs; leaving waits for running turns."""
     server = QuietServer(configured(front(gateway), timeout_graceful_shutdown=30))
-    task = asyncio.create_task(server._serve([listener]))
-    while not server.started and not task.done():  # noqa: ASYNC110 - uvicorn offers a flag, no event
-        await asyncio.sleep(0.01)
     try:
-        yield
+        async with server.running(listener):
+            yield
     finally:
-        server.should_exit = True
-        await task
         await gateway.sessions.drain()
-
-
-def listening(host: str, port: int) -> socket.socket:
-    """A bound socket, so that the address is known before anything is written. Raises OSError naming the address."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise OSError(error.errno, f"{host}:{port} cannot be bound ({error.strerror}): change [gateway] port") from None
-    return listener
 
 
 def _refused(error: GatewayError | LogError, body: Callable[[GatewayError], bytes] = DIALECTS[0].refusal) -> Response:

@@ -90,6 +90,12 @@ def value_of(key: str, hint: Any, value: Any, source: str, *, bounded: bool = Tr
     return found
 
 
+def is_service_link(text: str) -> bool:
+    """Whether a value is Kubernetes' and not ours: of a Service `turnlog-gateway` every pod of its namespace is told
+    `TURNLOG_GATEWAY_PORT=tcp://10.0.0.1:8080` (the kubelet's service links, kept for Docker's links of old)."""
+    return text.startswith(("tcp://", "udp://", "sctp://"))
+
+
 def from_text(hint: Any, text: str) -> Any:
     """What the text of an environment variable stands for; the text itself where it stands for nothing of that type."""
     plain = hint.__origin__ if get_origin(hint) is Annotated else hint

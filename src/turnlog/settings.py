@@ -36,6 +36,7 @@ from turnlog.setting_types import (
     Seed,
     Share,
     from_text,
+    is_service_link,
     notes,
     value_of,
 )
@@ -78,6 +79,8 @@ class RegistrySettings:
 
     url: str = ""
     """Empty starts the embedded registry."""
+    host: str = "127.0.0.1"
+    """Address that the embedded registry listens on."""
     port: Port = 0
     """Of the embedded registry; 0 picks a free one."""
     max_body_bytes: Annotated[int, Meta(ge=1, le=2**21)] = 2**20
@@ -291,6 +294,8 @@ class ViewsSettings:
 
     enabled: bool = True
     """`turnlog up` runs them."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
     port: Port = 0
     """To serve on; 0 picks a free one."""
 
@@ -363,7 +368,7 @@ def _section(name: str, was: Any, table: Any, env: Mapping[str, str], source: st
         values[key] = value_of(f"{name}.{key}", hints[key], value, source, shown=shown[key])
     for key, hint in hints.items():
         variable = f"TURNLOG_{name}_{key}".upper()
-        if variable in env:
+        if variable in env and not (key == "port" and is_service_link(env[variable])):
             value = from_text(hint, env[variable])
             values[key] = value_of(f"{name}.{key}", hint, value, variable, shown=shown[key])
     return dataclasses.replace(was, **values)

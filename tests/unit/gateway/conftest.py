@@ -132,7 +132,7 @@ class Rig:
         self.held = log = HeldLog(self.memory.broker)
         self.events = await stack.enter_async_context(EventLog.open(log, self.registry, writer=instance))
         role = Role("gateway", instance, self.settings, log, self.events, self.blobs, Health("gateway"))
-        listener = stack.enter_context(contextlib.closing(listening("127.0.0.1", 0)))
+        listener = stack.enter_context(contextlib.closing(listening("127.0.0.1", 0, "[gateway] port")))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self.gateway = await Gateway.assembled(
             role, self.url, connect=lambda url: self.engines[url.removeprefix("http://")]

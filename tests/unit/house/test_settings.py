@@ -11,6 +11,7 @@ from typing import get_type_hints
 
 import pytest
 
+from turnlog.infra.roles.health import health_address
 from turnlog.setting_types import value_of
 from turnlog.settings import (
     GatewaySettings,
@@ -93,6 +94,37 @@ def test_the_text_of_the_environment_becomes_what_the_key_takes() -> None:
     given = {"TURNLOG_VIEWS_ENABLED": "FALSE", "TURNLOG_ASSEMBLER_COMMIT_INTERVAL_S": "2", "TURNLOG_RUN_ID": "7"}
     settings = load(None, given)
     assert (settings.views.enabled, settings.assembler.commit_interval_s, settings.run.id) == (False, 2.0, "7")
+
+
+LINKS = ("KAFKA", "REGISTRY", "STORE", "GATEWAY", "VIEWS")
+
+
+@pytest.mark.parametrize("service", LINKS)
+def test_what_kubernetes_says_of_a_service_of_our_name_is_no_setting(service: str) -> None:
+    address = "tcp://10.0.0.1:8080"
+    links = {
+        f"TURNLOG_{service}_PORT": address,
+        f"TURNLOG_{service}_SERVICE_HOST": "10.0.0.1",
+        f"TURNLOG_{service}_SERVICE_PORT": "8080",
+        f"TURNLOG_{service}_SERVICE_PORT_HTTP": "8080",
+        f"TURNLOG_{service}_PORT_8080_TCP": address,
+        f"TURNLOG_{service}_PORT_8080_TCP_PROTO": "tcp",
+        f"TURNLOG_{service}_PORT_8080_TCP_PORT": "8080",
+        f"TURNLOG_{service}_PORT_8080_TCP_ADDR": "10.0.0.1",
+    }
+    assert load(None, links) == Settings()
+    assert health_address({"TURNLOG_HEALTH_PORT": address}) is None
+    with pytest.raises(SettingsError, match=f"TURNLOG_{service}_PORT: .* must be a whole number"):
+        load(None, links | {f"TURNLOG_{service}_PORT": "10.0.0.1:8080"})
+
+
+def test_the_health_endpoint_is_on_the_loopback_unless_it_is_asked_for_elsewhere() -> None:
+    assert health_address({}) is health_address({"TURNLOG_HEALTH_PORT": "0"}) is None
+    assert health_address({"TURNLOG_HEALTH_PORT": "80"}) == ("127.0.0.1", 80)
+    assert health_address({"TURNLOG_HEALTH_PORT": "80", "TURNLOG_HEALTH_HOST": "0.0.0.0"}) == ("0.0.0.0", 80)
+    for port in ("http", "-1", "65536"):
+        with pytest.raises(SettingsError, match=f"TURNLOG_HEALTH_PORT must be .*got '{port}'"):
+            health_address({"TURNLOG_HEALTH_PORT": port})
 
 
 def test_a_secret_of_the_wrong_type_is_refused_without_being_shown() -> None:

@@ -13,6 +13,7 @@ from turnlog.infra.embedded.ports import HOST
 from turnlog.settings import (
     ArchiveSettings,
     EngineSettings,
+    GatewaySettings,
     KafkaSettings,
     RegistrySettings,
     RunSettings,
@@ -52,6 +53,25 @@ def test_each_engine_has_its_loader_and_each_process_its_own_name_and_port(own_s
     ports = {env["TURNLOG_HEALTH_PORT"] for env in roles.values()}
     assert ports == {url.removeprefix(f"http://{HOST}:") for url in plan.endpoints.health.values()}
     assert len(ports) == 4
+
+
+def test_servers_listen_where_the_settings_say_and_are_reached_from_here(
+    own_servers: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = "127.0.0.2"
+    monkeypatch.setenv("TURNLOG_HEALTH_HOST", there)
+    settings = dataclasses.replace(
+        own_servers,
+        registry=RegistrySettings(host=there),
+        gateway=GatewaySettings(host="0.0.0.0"),
+        views=ViewsSettings(host=there),
+    )
+    plan = Plan(settings, ("gateway", "views", "runner"))
+    found = plan.endpoints
+    assert {url.rpartition(":")[0] for url in (found.registry, found.views, *found.health.values())} == {
+        f"http://{there}"
+    }
+    assert found.gateway.startswith(f"http://{HOST}:")
 
 
 def test_only_the_trainer_computes_with_more_than_one_thread(own_servers: Settings) -> None:

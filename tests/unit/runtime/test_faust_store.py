@@ -20,7 +20,7 @@ from turnlog.settings import KafkaSettings, RunSettings, Settings
 def sessions_of(directory: Path) -> tuple[faust.App, Any]:
     """A worker's app and its table of sessions; nothing is connected."""
     settings = Settings(run=RunSettings(id="r", directory=str(directory)), kafka=KafkaSettings(bootstrap="127.0.0.1:1"))
-    app = make_app(settings, Codec({name: number for number, name in enumerate(ALL)}))
+    app = make_app(settings, Codec({name: number for number, name in enumerate(ALL)}), directory)
     return app, app.tables["sessions"]
 
 

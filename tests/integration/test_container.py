@@ -1,0 +1,123 @@
+"""Roles as a container runs them: no folder of theirs, addresses from the environment, servers that come later."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from turnlog.infra.embedded.ports import free_ports
+from turnlog.settings import Settings
+
+HOST = "127.0.0.2"
+"""Of the loopback, and not what anything listens on unless it is told to."""
+
+
+def environment(settings: Settings, **more: str) -> dict[str, str]:
+    """What a pod sets, and what Kubernetes adds of Services beside it."""
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith("TURNLOG_")},
+        "TURNLOG_RUN_ID": settings.run.id,
+        "TURNLOG_KAFKA_BOOTSTRAP": settings.kafka.bootstrap,
+        "TURNLOG_KAFKA_PREFIX": settings.kafka.prefix,
+        "TURNLOG_REGISTRY_URL": settings.registry.url,
+        "TURNLOG_STORE_ENDPOINT": settings.store.endpoint,
+        "TURNLOG_STORE_SECRET_KEY": settings.store.secret_key,
+        "TURNLOG_HEALTH_HOST": HOST,
+        "TURNLOG_GATEWAY_PORT": "tcp://10.0.0.1:8080",
+        "TURNLOG_KAFKA_SERVICE_HOST": "10.0.0.1",
+        **more,
+    }
+
+
+class Container:
+    """A verb in a folder that it has no business in."""
+
+    def __init__(self, folder: Path, port: int, process: subprocess.Popen[bytes]) -> None:
+        self.folder, self.process = folder, process
+        self.url = f"http://{HOST}:{port}"
+
+    async def says(self, path: str, status: int, *, within_s: float = 60.0) -> httpx.Response:
+        """The first answer with the status."""
+        async with httpx.AsyncClient(base_url=self.url, timeout=5) as http, asyncio.timeout(within_s):
+            while True:
+                assert self.process.poll() is None, f"it ended: {self.log}"
+                try:
+                    answer = await http.get(path)
+                except httpx.TransportError:
+                    answer = None
+                if answer is not None and answer.status_code == status:
+                    return answer
+                await asyncio.sleep(0.05)  # another process: there is nothing to wait on
+
+    @property
+    def log(self) -> str:
+        """What it has said."""
+        return self.folder.with_suffix(".log").read_text()
+
+    def stop(self) -> int:
+        """SIGTERM; the exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+
+@contextmanager
+def container(tmp_path: Path, settings: Settings, *verb: str, **more: str) -> Iterator[Container]:
+    """A process of a verb; killed at the end."""
+    folder, port = tmp_path / f"cwd-{verb[0]}", free_ports(1)[0]
+    folder.mkdir(mode=0o555)
+    env = environment(settings, TURNLOG_HEALTH_PORT=str(port), **more)
+    with folder.with_suffix(".log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "turnlog.cli", *verb], cwd=folder, env=env, stdout=log, stderr=log
+        )
+    try:
+        yield Container(folder, port, process)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.kafka
+async def test_the_views_need_no_folder_listen_where_they_are_told_and_are_scraped(
+    live_settings: Settings, tmp_path: Path
+) -> None:
+    with container(tmp_path, live_settings, "views") as views:
+        await views.says("/readyz", 200)
+        metrics = await views.says("/metrics", 200)
+        assert metrics.headers["content-type"].startswith("text/plain; version=")
+        names = {family.name for family in text_string_to_metric_families(metrics.text)}
+        assert "process_resident_memory_bytes" in names
+        assert views.stop() == 0
+        assert list(views.folder.iterdir()) == []
+
+
+@pytest.mark.kafka
+async def test_a_registry_and_a_health_endpoint_listen_where_they_are_told(
+    live_settings: Settings, tmp_path: Path
+) -> None:
+    port = free_ports(1)[0]
+    where = {"TURNLOG_REGISTRY_HOST": HOST, "TURNLOG_REGISTRY_PORT": str(port)}
+    with container(tmp_path, live_settings, "registry", **where) as registry:
+        await registry.says("/readyz", 200)
+        async with httpx.AsyncClient() as http:
+            assert (await http.get(f"http://{HOST}:{port}/subjects")).json() == []
+            with pytest.raises(httpx.ConnectError):
+                await http.get(f"http://127.0.0.1:{port}/subjects")
+        assert registry.stop() == 0
+
+
+@pytest.mark.kafka
+async def test_an_address_that_is_not_ours_names_the_setting(live_settings: Settings, tmp_path: Path) -> None:
+    with container(tmp_path, live_settings, "batcher", TURNLOG_HEALTH_HOST="192.0.2.1") as batcher:
+        assert batcher.process.wait(60) == 2
+        assert "change TURNLOG_HEALTH_HOST or TURNLOG_HEALTH_PORT" in batcher.log.splitlines()[-1]
