@@ -44,9 +44,9 @@ from prometheus_client import Counter, Gauge
 
 from turnlog.infra.blobs import BlobCorrupt, BlobError, Blobs
 from turnlog.infra.engine import EngineControl, EngineDead, EngineError, EngineRefused, EngineUnreachable, SGLangControl
-from turnlog.infra.log import Partition, Reader, Transactor, check_owner
+from turnlog.infra.log import Commit, Partition, Reached, Reader, Transactor
 from turnlog.infra.roles.role import Role
-from turnlog.names import TransactionalId
+from turnlog.names import ConsumerGroup, TransactionalId
 from turnlog.schemas.events import (
     EngineGone,
     EngineRegistered,
@@ -270,6 +270,7 @@ class Loader:
         self._expected: Mapping[str, tuple[int, ...]] = {}
         self._owner = TransactionalId.LOADER.format(run=settings.run.id, engine=engine_id)
         self._transactor: Transactor
+        self._reached: Reached
         self._version = -1
         self._recent: deque[WeightVersionPublished] = deque(maxlen=RECENT)
         """The newest versions on the log, for an engine that comes back without weights."""
@@ -282,7 +283,9 @@ class Loader:
     async def run(self) -> None:
         """See the module."""
         self._expected = model_shapes(self._model)
+        group = ConsumerGroup.LOADER.format(run=self._role.settings.run.id, engine=self._engine_id)
         async with self._role.log.transactor(self._owner) as self._transactor:
+            self._reached = await Reached.recalled(self._role.log, self._transactor, group, [PARTITION])
             await self._run()
 
     async def _run(self) -> None:
@@ -301,10 +304,14 @@ class Loader:
                 if self._waiting:
                     await self._swap()
                     self._beat()
+                if not self._waiting:
+                    await self._reached.say({PARTITION: Commit(reader.position(PARTITION))})
                 await self._take(reader, timeout_s=0.2)
                 if time.monotonic() - probed >= PROBE_S:
                     await self._probe()
                     probed = time.monotonic()
+            if not self._waiting:
+                await self._reached.say({PARTITION: Commit(reader.position(PARTITION))}, last=True)
 
     def _beat(self) -> None:
         settings = self._role.settings
@@ -405,7 +412,7 @@ class Loader:
         """pause -> load -> check -> resume. Raises EngineRefused (old weights serve), EngineSwapFailed, Fenced."""
         control, timeout_s = self._control, self._role.settings.loader.timeout_s
         try:
-            await self._check_owner()
+            await self._reached.check_owner()
             try:
                 with timer.phase("pause"):
                     await control.pause()
@@ -417,7 +424,7 @@ class Loader:
                     raise EngineRefused(f"{self._url} reports {info.weight_version!r} after loading {event.version}")
             finally:
                 with timer.phase("resume"):
-                    await self._check_owner()
+                    await self._reached.check_owner()
                     await control.resume()
         except EngineDead as error:
             await self._gone(error)
@@ -448,9 +455,6 @@ class Loader:
         """Nothing but its place in time sets one report of an engine apart from the next."""
         self._said += 1
         return digest(record, self._role.settings.run.id, self._engine_id, self._role.instance, self._said)
-
-    async def _check_owner(self) -> None:
-        await check_owner(self._transactor, self._owner, PARTITION)
 
     async def _say(self, record: type[Event], **more: Any) -> None:
         """One report in one transaction."""

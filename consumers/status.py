@@ -6,30 +6,24 @@ import asyncio
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from turnlog.consumers.lag import Lag, lag_of
 from turnlog.infra import run_folder
 from turnlog.infra.embedded.supervisor import SATISFIED
 from turnlog.infra.embedded.up import status_processes
-from turnlog.infra.history import all_events, partitions
+from turnlog.infra.history import all_events
 from turnlog.infra.log import LogUnavailable
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import opened
 from turnlog.infra.roles.terminal import Terminal, say_json
-from turnlog.names import ConsumerGroup, ExitStatus
-from turnlog.processors.core.fold.low_water import committed_high
+from turnlog.names import ExitStatus
 from turnlog.schemas import topics
 from turnlog.settings import Settings
 
-GROUPS = {
-    ConsumerGroup.ASSEMBLER: (topics.SESSIONS, topics.TURNS, topics.SNAPSHOTS),
-    ConsumerGroup.RUNNER: (topics.TASKS,),
-    ConsumerGroup.SANDBOX: (topics.TOOL_CALLS,),
-}
-"""Consumer groups of roles, and what they read. Their committed offsets are low-water marks; the assembler's metadata
-says how far it has really folded."""
 VIEWS_TIMEOUT_S = 2.0
 
 
@@ -65,22 +59,18 @@ def views(settings: Settings) -> dict[str, Any]:
 
 async def _from_log(settings: Settings) -> dict[str, Any]:
     async with opened("status", settings) as role:
-        lag = {group.name.lower(): await _lag(role, group) for group in GROUPS}
+        lag = _by_topic(await lag_of(role.log, settings))
         engines = {event.engine_id: {"state": event.state, "version": event.version, "url": event.url}
                    for event in await all_events(role, topics.ENGINES)}  # fmt: skip
         return {"lag": lag, "engines": engines}
 
 
-async def _lag(role: Role, group: ConsumerGroup) -> dict[str, int]:
-    """Records behind the end, per topic."""
-    behind: dict[str, int] = {}
-    for topic in GROUPS[group]:
-        wanted = partitions(role, topic)
-        commits = await role.log.commits(group.format(run=role.settings.run.id), wanted)
-        ends = await role.log.end_offsets(wanted)
-        done = {partition: committed_high(commit.metadata) if group == ConsumerGroup.ASSEMBLER else commit.offset
-                for partition, commit in commits.items()}  # fmt: skip
-        behind[topic.name] = sum(ends[partition] - done.get(partition, 0) for partition in wanted)
+def _by_topic(lags: Iterable[Lag]) -> dict[str, dict[str, int]]:
+    """Records that wait: role -> topic."""
+    behind: dict[str, dict[str, int]] = {}
+    for one in lags:
+        topic = behind.setdefault(one.role, {})
+        topic[one.place.topic] = topic.get(one.place.topic, 0) + one.records
     return behind
 
 

@@ -13,6 +13,8 @@ LogError
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -21,6 +23,8 @@ from typing import NamedTuple, Protocol
 from turnlog.infra.roles.unreachable import Unreachable
 
 Headers = Sequence[tuple[str, bytes]]
+REACHED_EVERY_S = 1.0
+"""Between two commits that nothing but lag is told from."""
 
 
 class LogError(Exception):
@@ -81,10 +85,27 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A group's committed offset in one partition, with its metadata string (at most 4,096 bytes)."""
+    """A group's committed offset in one partition, with its metadata string (at most 4,096 bytes).
+
+    The offset is where a restart begins. Metadata that is a JSON object may say how far the group is in fact: `high`,
+    the first record that was not taken, and `under_way`, how many below it were taken and are not over.
+    """
 
     offset: int
     metadata: str = ""
+
+    @classmethod
+    def low_water(cls, offset: int, *, high: int, under_way: int = 0, **more: int) -> Commit:
+        """A restart begins at `offset`; `more` is for that restart alone."""
+        return cls(offset, json.dumps({**more, "high": high, "under_way": under_way}, separators=(",", ":")))
+
+    def reached(self) -> tuple[int, int]:
+        """`high` and `under_way`; the offset itself and 0 of a group that does not say them."""
+        try:
+            said = json.loads(self.metadata)
+            return int(said["high"]), int(said.get("under_way", 0))
+        except (ValueError, TypeError, KeyError):
+            return self.offset, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +243,10 @@ class Log(Protocol):
         """Next offset after the last record (committed: after the last stable one)."""
         ...
 
+    async def groups(self) -> frozenset[str]:
+        """Groups that have committed anything, or have members."""
+        ...
+
     async def commits(self, group: str, partitions: Sequence[Partition]) -> dict[Partition, Commit]:
         """The group's commits; partitions without one are absent. Waits for an open transaction that commits one, so
         what is told is no older than any output of it that a reader can see."""
@@ -252,8 +277,37 @@ def partition_of(key: bytes, partitions: int) -> int:
     return (murmur2(key) & 0x7FFFFFFF) % partitions
 
 
-async def check_owner(transactor: Transactor, group: str, place: Partition) -> None:
-    """Commit offset 0 of `place` for `group`, which nobody reads. Raises Fenced, TransactionFailed, LogUnavailable."""
-    await transactor.begin()
-    await transactor.offsets(group, {place: Commit(0)})
-    await transactor.commit()
+class Reached:
+    """How far a role without a group has come, committed under its fence for whoever asks for its lag. No restart of
+    the role begins there; what the transactor refuses says that another owner has started."""
+
+    def __init__(self, transactor: Transactor, group: str, commits: Mapping[Partition, Commit]) -> None:
+        """`commits`: what stands now, or nothing of which anybody should think that it was reached."""
+        self._transactor = transactor
+        self._group = group
+        self._said = dict(commits)
+        self._said_at = float("-inf")
+
+    @classmethod
+    async def recalled(cls, log: Log, transactor: Transactor, group: str, places: Sequence[Partition]) -> Reached:
+        """With what the last owner of `transactor` said. Raises LogUnavailable, TopicMissing."""
+        starts = {place: Commit(offset) for place, offset in (await log.start_offsets(places)).items()}
+        return cls(transactor, group, starts | await log.commits(group, places))
+
+    async def check_owner(self) -> None:
+        """Commit again what was said last. Raises Fenced, TransactionFailed, LogUnavailable."""
+        await self._commit()
+
+    async def say(self, commits: Mapping[Partition, Commit], *, last: bool = False) -> None:
+        """Commit them, if they are news and the `last`, or the news before are a second old. To be called again and
+        again, between two transactions. Raises Fenced, TransactionFailed, LogUnavailable."""
+        now = asyncio.get_running_loop().time()
+        if (last or now - self._said_at >= REACHED_EVERY_S) and not commits.items() <= self._said.items():
+            self._said |= commits
+            self._said_at = now
+            await self._commit()
+
+    async def _commit(self) -> None:
+        await self._transactor.begin()
+        await self._transactor.offsets(self._group, self._said)
+        await self._transactor.commit()

@@ -81,6 +81,11 @@ def read_endpoints(directory: Path) -> Endpoints:
     return Endpoints(**{**values, "engines": tuple(values["engines"])})
 
 
+def kafka_of(settings: Settings) -> str:
+    """Bootstrap address of the log, for who needs no other server. Raises NoEndpoints."""
+    return settings.kafka.bootstrap or read_endpoints(Path(settings.run.directory)).kafka
+
+
 def resolved(settings: Settings) -> Settings:
     """Settings with every address filled in, and the embedded store's key: the user's own where one is named, else the
     run's."""

@@ -15,10 +15,10 @@ from prometheus_client import Counter, Gauge
 from turnlog.infra import recipes
 from turnlog.infra.blobs import externalized
 from turnlog.infra.history import events
-from turnlog.infra.log import Partition, Record, TopicMissing, Transactor, partition_of
+from turnlog.infra.log import Commit, Partition, Reached, Reader, Record, TopicMissing, Transactor, partition_of
 from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.runs import Configured, configured
-from turnlog.names import RECORD_HEADER, TransactionalId
+from turnlog.names import RECORD_HEADER, ConsumerGroup, TransactionalId
 from turnlog.processors.core.fold_versions import scores_topic
 from turnlog.producers.admission import Admission, AdmissionRules, Drawing, Readiness
 from turnlog.producers.tasks import Dataset, checked_sampling, provided_dataset, read_dataset
@@ -69,11 +69,20 @@ async def main(role: Role) -> None:
             role.health.beat()
             await feeder.take(await reader.poll(max_records=2000))
         await feeder.remember()
+        group = ConsumerGroup.FEEDER.format(run=settings.run.id)
+        reached = await Reached.recalled(role.log, transactor, group, partitions)
         role.health.started()
         while not role.stopping.is_set():
             role.health.beat()
             await feeder.admit()
+            await reached.say(_commits(reader, partitions))
             await feeder.take(await reader.poll(timeout_s=0.2))
+        await reached.say(_commits(reader, partitions), last=True)
+
+
+def _commits(reader: Reader, partitions: list[Partition]) -> dict[Partition, Commit]:
+    """How far the topics were read; a restart reads them from their beginning."""
+    return {place: Commit(reader.position(place)) for place in partitions}
 
 
 class Feeder:

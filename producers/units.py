@@ -79,4 +79,7 @@ class Unit:
         """What to commit."""
         tasks = min((rollout.offset for rollout in self.open.values()), default=self.tasks_position)
         results = min((rollout.results_from for rollout in self.open.values()), default=self.results_position)
-        return {self.tasks: Commit(tasks), self.tool_results: Commit(results)}
+        return {
+            self.tasks: Commit.low_water(tasks, high=self.tasks_position, under_way=len(self.open)),
+            self.tool_results: Commit.low_water(results, high=self.results_position),
+        }

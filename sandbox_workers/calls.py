@@ -149,10 +149,12 @@ class Unit:
         self._open.difference_update(self._records.pop(completed.call_id, ()))
 
     def commit(self) -> Commit:
-        """Low-water mark of the calls; metadata: from where a restarted worker reads the results."""
+        """Low-water mark of the calls; metadata: from where a restarted worker reads the results, and for whoever asks
+        for its lag how far the calls were taken and how many of them are not over."""
         needed = [position for call_id, position in self._begun_at.items() if call_id in self.pending]
         needed += [*self.strays, self.answers.recalled_from(self.next_result)]
-        return Commit(min(self._open, default=self.next_offset), json.dumps({"results": min(needed)}))
+        low = min(self._open, default=self.next_offset)
+        return Commit.low_water(low, high=self.next_offset, under_way=len(self._open), results=min(needed))
 
 
 def results_from(commit: Commit | None) -> int | None:

@@ -38,7 +38,7 @@ from prometheus_client import Counter, Gauge
 from turnlog.infra.batch_files import CorruptBatch, read_rows
 from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs, StoreUnavailable
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.log import Log, Partition, Reader, Transactor, check_owner
+from turnlog.infra.log import Commit, Log, Partition, Reached, Reader, Transactor
 from turnlog.infra.roles.health import count_tokens
 from turnlog.infra.roles.role import Role, opened
 from turnlog.names import ConsumerGroup, TransactionalId
@@ -234,9 +234,12 @@ class Trainer:
         self._incarnation = -1
         self._versions = WeightChain()
         self._save_s = 0.0
+        self._reached: Reached
 
     async def run(self) -> None:
         """See the module."""
+        group = ConsumerGroup.TRAINER.format(run=self._run_id)
+        self._reached = await Reached.recalled(self._role.log, self._transactor, group, [PARTITION])
         await self._take_over()
         if not self._done():
             await self._publish_start()
@@ -248,6 +251,8 @@ class Trainer:
             while not self._role.stopping.is_set() and not self._done():
                 _beat(self._role)
                 found = await manifests.next(timeout_s=0.2)
+                if self._cursor.offset is not None:
+                    await self._reached.say({PARTITION: Commit(self._cursor.offset)})
                 if found is None:
                     continue
                 manifest, offset = found
@@ -256,6 +261,8 @@ class Trainer:
                     continue
                 await self._train(manifest, offset, waited=time.monotonic() - free)
                 free = time.monotonic()
+        if self._cursor.offset is not None:
+            await self._reached.say({PARTITION: Commit(self._cursor.offset)}, last=True)
         if self._saved is None or self._cursor.step > self._saved.step:  # skipped draws are read again
             await self._save()
         log.info("trained %d of %d draws, %d steps", self._cursor.draws, self._draws, self._cursor.step)
@@ -263,7 +270,7 @@ class Trainer:
     async def _take_over(self) -> None:
         """Incarnation, then the state to go on from."""
         self._versions = await read_past(self._role.log, self._role.events, self._run_id)
-        await self._check_owner()
+        await self._reached.check_owner()
         self._incarnation = self._checkpoints.claim(self._versions.incarnation + 1)
         folder = self._checkpoints.newest()
         if folder is not None:
@@ -339,15 +346,12 @@ class Trainer:
                 self._versions.apply(event)
                 VERSION.set(event.version)
 
-    async def _check_owner(self) -> None:
-        await check_owner(self._transactor, ConsumerGroup.TRAINER.format(run=self._run_id), PARTITION)
-
     async def _save(self) -> Path:
         _beat(self._role)
         mark = time.monotonic()
         part = self._checkpoints.begin(self._cursor)
         await self._learner.call(Ranks.save, part, {"cursor": cursor_values(self._cursor)})
-        await self._check_owner()
+        await self._reached.check_owner()
         folder = self._checkpoints.seal(part)
         self._saved, self._save_s = self._cursor, time.monotonic() - mark
         return folder

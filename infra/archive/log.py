@@ -76,6 +76,10 @@ class ArchiveLog:
         """See Log. Only committed records are archived."""
         return {place: (self.spans(place) or [Span(0, 0)])[-1].end for place in partitions}
 
+    async def groups(self) -> frozenset[str]:
+        """See Log. Raises ReadOnlyArchive: of groups, only the assembler's marks are archived."""
+        self._refuse()
+
     async def commits(self, group: str, partitions: Sequence[Partition]) -> dict[Partition, Commit]:
         """The group's commits at the last cut that was archived (archive.index)."""
         found: dict[Partition, Commit] = {}

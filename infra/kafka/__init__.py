@@ -162,6 +162,14 @@ class KafkaLog:
             found = await consumer.end_offsets(list(places))
         return {places[place]: offset for place, offset in found.items()}
 
+    async def groups(self) -> frozenset[str]:
+        """See Log. Raises LogUnavailable."""
+        admin, prefix = await self._admin_client(), self._connection.prefix
+        with typed(self._connection, "list groups"):
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                found = [str(name) for name, _ in await admin.list_consumer_groups()]
+        return frozenset(self._connection.short(name) for name in found if name.startswith(prefix))
+
     async def commits(self, group: str, partitions: Sequence[Partition]) -> dict[Partition, Commit]:
         """See Log. Raises LogUnavailable, also for a transaction that is open for longer than an answer may take."""
         places = {self._connection.place(name): name for name in partitions}

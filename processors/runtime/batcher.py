@@ -17,11 +17,11 @@ from prometheus_client import Counter, Gauge
 
 from turnlog.infra.batch_files import MEDIA_TYPE, sealed
 from turnlog.infra.blobs import inlined
-from turnlog.infra.log import Partition, Record, Transactor
+from turnlog.infra.log import Commit, Partition, Reached, Reader, Record, Transactor
 from turnlog.infra.roles.health import count_tokens
 from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.runs import Configured, configured
-from turnlog.names import TransactionalId
+from turnlog.names import ConsumerGroup, TransactionalId
 from turnlog.processors.core.batches.draws import (
     FormedBatch,
     FormedDraw,
@@ -94,6 +94,8 @@ class Batcher:
             starts = {Partition(topics.SAMPLES.name, number): self._progress.position(number) for number in groups}
             self._next = {partition.number: offset for partition, offset in starts.items()}
             again = await role.log.end_offsets(list(starts))  # whatever was drawn before stands below
+            group = ConsumerGroup.BATCHER.format(run=role.settings.run.id)
+            reached = await Reached.recalled(role.log, self._transactor, group, list(starts))
             reader.assign({**{partition: reader.position(partition) for partition in control}, **starts})
             role.health.started()
             while not role.stopping.is_set():
@@ -105,6 +107,8 @@ class Batcher:
                 while self._may_form():
                     await self._form()
                     role.health.beat()
+                await reached.say(self._commits(reader))
+            await reached.say(self._commits(reader), last=True)
 
     async def _take(self, records: list[Record]) -> None:
         for record in records:
@@ -257,6 +261,12 @@ class Batcher:
         for partition, offset in self._starts.values():
             low[partition] = min(low[partition], offset)
         return tuple(SourcePosition(number, low[number]) for number in sorted(low))
+
+    def _commits(self, reader: Reader) -> dict[Partition, Commit]:
+        """The positions as a group would commit them."""
+        low = {place.partition: place.offset for place in self._positions()}
+        places = [Partition(topics.SAMPLES.name, number) for number in low]
+        return {place: Commit.low_water(low[place.number], high=reader.position(place)) for place in places}
 
     def _report(self, draw: FormedDraw, version: int) -> None:
         BATCHES.inc(len(draw.batches))

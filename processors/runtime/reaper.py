@@ -21,7 +21,9 @@ from turnlog.schemas.events import GroupClosed, SessionFinished
 
 EXPIRED = Counter("turnlog_assembler_expired_sessions", "SessionFinished(expired) written")
 CLOSED = Counter("turnlog_assembler_closed_groups", "GroupClosed written", ["reason"])
-LAG = Gauge("turnlog_assembler_lag_records", "Records that wait to be folded", ["unit", "topic"])
+LAG = Gauge(
+    "turnlog_assembler_lag_records", "turnlog_lag_records of this process's units, as it sees them", ["unit", "topic"]
+)
 
 
 @dataclass(slots=True)
@@ -68,7 +70,8 @@ class Reaper:
     async def look(self) -> list[SessionFinished | GroupClosed]:
         """Decide what the last look found due, then look again; what was appended."""
         for number in self._looks.keys() - self._units.keys():
-            del self._looks[number]
+            for topic in self._looks.pop(number).ends:
+                LAG.remove(str(number), topic)  # another process says it now
         appended: list[SessionFinished | GroupClosed] = []
         for number, unit in list(self._units.items()):
             if unit.opened:

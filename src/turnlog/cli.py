@@ -95,6 +95,7 @@ def parser() -> argparse.ArgumentParser:
     for name, (module, what) in ROLES.items():
         _verb(verbs, name, _role(name, module), f"role: {what}")
     _verb(verbs, "views", _views, "role: the Faust live views behind `turnlog status`")
+    _verb(verbs, "lag", _lag, "role: how far every role is behind the log, as Prometheus metrics")
     _verb(verbs, "registry", _registry, "role: the embedded schema registry")
     _verb(verbs, "supervise", _supervise, "run the servers and roles of a run in the foreground")
     _verb(verbs, "up", _up, "start servers and roles, leave them running, print the endpoints")
@@ -159,6 +160,12 @@ def _views(settings: Settings, _: argparse.Namespace) -> int:
     from turnlog.processors.runtime.views import serve_views
 
     return serve_views(settings)
+
+
+def _lag(settings: Settings, _: argparse.Namespace) -> int:
+    from turnlog.consumers.lag import serve_lag
+
+    return serve_lag(settings)
 
 
 def _registry(settings: Settings, _: argparse.Namespace) -> int:

@@ -11,13 +11,16 @@ from typing import Final
 
 
 class ConsumerGroup(StrEnum):
-    """Groups whose committed offsets a restart reads: `ConsumerGroup.RUNNER.format(run=run_id)`. A trainer, a
-    loader and an archiver commit under their transactional id, which fences them."""
+    """Groups that commit offsets: `ConsumerGroup.RUNNER.format(run=run_id)`. The first four have members. The others
+    commit under the transactional id of their one owner; those of batcher, feeder, trainer and loader say how far the
+    owner has come, for lag alone: their restarts begin elsewhere."""
 
     ASSEMBLER = "{run}.assembler"
     RUNNER = "{run}.runner"
     SANDBOX = "{run}.sandbox"
     VIEWS = "{run}-views"
+    BATCHER = "{run}.batcher"
+    FEEDER = "{run}.feeder"
     TRAINER = "{run}.trainer"
     LOADER = "{run}.loader.{engine}"
     ARCHIVE = "{archive}.archive"

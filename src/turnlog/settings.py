@@ -301,6 +301,18 @@ class ViewsSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LagSettings:
+    """[lag] `turnlog lag`: how far each role is behind the log, for autoscaling."""
+
+    host: str = "127.0.0.1"
+    """Address to serve /metrics, /healthz and /readyz on."""
+    port: Port = 0
+    """There; 0 is where TURNLOG_HEALTH_HOST and TURNLOG_HEALTH_PORT say, else a free one, which its log names."""
+    every_s: Seconds = 5.0
+    """Between two looks at the broker."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """Everything. A role reads its own section and the clients' sections."""
 
@@ -323,6 +335,7 @@ class Settings:
     views: ViewsSettings = ViewsSettings()
     archive: ArchiveSettings = ArchiveSettings()
     liveness: LivenessSettings = field(default_factory=LivenessSettings)
+    lag: LagSettings = LagSettings()
 
 
 def load(path: Path | None, env: Mapping[str, str]) -> Settings:

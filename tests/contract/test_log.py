@@ -384,6 +384,15 @@ class LogContract(ReadingContract):
         async with log.transactor("t"):
             assert await log.commits("g", [IN]) == {IN: Commit(3, "3")}
 
+    async def test_a_group_is_named_once_it_has_committed_also_without_a_member(self, log: Log) -> None:
+        assert await log.groups() == frozenset()
+        async with log.transactor("t") as transactor:
+            await transactor.begin()
+            await transactor.offsets("alone", {IN: Commit(1)})
+            await transactor.commit()
+        assert (await log.commits("alone", [IN]))[IN] == Commit(1)  # its markers are written, so the group is listed
+        assert await log.groups() == {"alone"}
+
     async def test_offsets_of_an_aborted_transaction_are_not_committed(self, log: Log) -> None:
         async with log.transactor("t") as transactor:
             await transactor.begin()

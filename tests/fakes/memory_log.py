@@ -146,6 +146,10 @@ class MemoryLog:
         logs = {name: self.broker.log_of(name) for name in partitions}
         return {name: log.stable(name) if committed else log.end for name, log in logs.items()}
 
+    async def groups(self) -> frozenset[str]:
+        self.alive()
+        return frozenset(name for name, group in self.broker.groups.items() if group.commits or group.members)
+
     async def commits(self, group: str, partitions: Sequence[Partition]) -> dict[Partition, Commit]:
         self.alive()
         while self.broker.committing(group, partitions):

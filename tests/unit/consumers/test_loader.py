@@ -13,6 +13,7 @@ from safetensors.torch import save, save_file
 
 from tests.fakes.memory_engine_control import MemoryEngineControl
 from tests.fakes.memory_log import MemoryLog
+from turnlog.consumers.lag import by_role, lag_of
 from turnlog.consumers.loader import EngineSwapFailed, Loader
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
@@ -25,7 +26,7 @@ from turnlog.schemas.events import EngineGone, EngineRegistered, EngineWeightsLo
 from turnlog.schemas.events.weights import WeightFile
 from turnlog.schemas.topics import ENGINES
 from turnlog.schemas.types import BlobRef
-from turnlog.settings import ModelSettings, RunSettings, Settings
+from turnlog.settings import EngineSettings, ModelSettings, RunSettings, Settings
 from turnlog.trainer.checkpoint import Cursor
 from turnlog.trainer.weights import published
 
@@ -109,6 +110,20 @@ async def test_of_several_waiting_versions_only_the_newest_is_loaded(role: Role,
     assert isinstance(loaded, EngineWeightsLoaded)
     assert (loaded.version, loaded.superseded) == (3, (0, 1, 2))
     assert control.loads == [3]
+
+
+async def test_versions_that_the_engine_has_are_no_lag_of_its_loader(role: Role, running: asyncio.Task[None]) -> None:
+    await publish(role, 0)
+    await publish(role, 1)
+    settings = dataclasses.replace(role.settings, engine=EngineSettings(urls=(URL,)))
+    async with asyncio.timeout(20):
+        assert isinstance(role.log, MemoryLog)
+        while by_role(await lag_of(role.log, settings))["loader"]:
+            await role.log.broker.changed(0.02)
+    role.stopping.set()
+    await running
+    await publish(role, 2)
+    assert by_role(await lag_of(role.log, settings))["loader"] == 1
 
 
 async def test_a_truncated_file_is_refused_before_the_engine_sees_it(

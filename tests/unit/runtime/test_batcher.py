@@ -13,6 +13,7 @@ import pytest
 
 from tests.fakes.memory_log import Died, MemoryLog
 from tests.fakes.memory_readers import MemoryReader
+from turnlog.consumers.lag import by_role, lag_of
 from turnlog.infra.batch_files import read_rows
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
@@ -354,3 +355,30 @@ async def test_what_a_killed_trainer_had_sampled_is_as_fresh_once_the_same_weigh
     assert (second.trainer_version, second.max_lag, second.lags) == (3, 0, {"1": 0})
     rows = read_rows(await here.blobs.get(second.file))
     assert set(rows.version_min.tolist()) == {1}
+
+
+async def test_what_a_batcher_has_read_is_no_lag_also_when_it_was_not_drawn_and_when_it_has_ended() -> None:
+    here = await world(groups=1)
+    assert await waiting(here) == 3
+    await idle(here)
+    assert await waiting(here) == 0
+    await here.write(sample("later", 0), score("later"))
+    assert await waiting(here) == 2
+
+
+async def idle(here: World) -> None:
+    """Run a batcher that has too few groups for a draw until it has read them."""
+    connection = MemoryLog(here.log.broker)
+    async with EventLog.open(connection, here.registry, writer="batcher") as events:
+        role = Role("batcher", "b", here.settings, connection, events, here.blobs, Health("batcher"))
+        running = asyncio.create_task(main(role))
+        async with asyncio.timeout(60):
+            while await waiting(here):
+                await here.log.broker.changed(0.02)
+        role.stopping.set()
+        await running
+
+
+async def waiting(here: World) -> int:
+    """Records that wait for the batcher."""
+    return by_role(await lag_of(here.log, here.settings))["batcher"]

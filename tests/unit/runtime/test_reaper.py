@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
+from prometheus_client import REGISTRY
 
 from tests.fakes.memory_log import MemoryLog
 from tests.fakes.sessions import GroupName, SessionStory, Shape
@@ -98,6 +99,19 @@ async def test_a_silent_session_is_expired_with_the_turns_that_are_on_the_log(as
     assert finish.turns == (silent.turns[0],), "its second turn has no snapshot"
     (score,) = await assembler.scores()
     assert score.rollouts[0].excluded_reason == "expired"
+
+
+async def test_a_unit_that_went_has_no_gauge_of_its_lag_here(assembler: Assembler) -> None:
+    def gauge() -> float | None:
+        return REGISTRY.get_sample_value("turnlog_assembler_lag_records", {"unit": "0", "topic": "agent.sessions"})
+
+    await assembler.append(story("g").started())
+    await assembler.fold()
+    await assembler.reaper.look()
+    assert gauge() == 0
+    await assembler.runner._revoked(frozenset({0}))
+    await assembler.reaper.look()
+    assert gauge() is None
 
 
 async def test_a_sign_of_life_starts_the_silence_anew(assembler: Assembler) -> None:

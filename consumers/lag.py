@@ -1,0 +1,241 @@
+"""Lag as a fact of the log: what the groups of a run have committed, against where their topics end.
+
+So it is there when no process of a role is, and nothing is said twice when units move. `turnlog lag` exports it, for
+autoscaling and alerts; it needs the broker alone, and is in none of the groups. `turnlog status` shows it.
+
+Records wait when nobody has taken them, and when whoever took them has not said that they are over: `high` and
+`under_way` of the committed metadata say so (infra.log.Commit), the offset where there are none. They are counted by
+offsets, so an aborted record or a transaction's marker among many counts, too; the last few are looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from contextlib import AsyncExitStack, closing
+from dataclasses import dataclass, field
+
+from prometheus_client import Gauge
+
+from turnlog.infra.archive.index import archive_name
+from turnlog.infra.log import Log, LogUnavailable, Partition, TopicMissing
+from turnlog.infra.roles.health import Health, QuietServer, application, configured, health_address, listening
+from turnlog.infra.run_folder import kafka_of
+from turnlog.names import ConsumerGroup
+from turnlog.schemas import topics
+from turnlog.schemas.topics import CATALOGUE, Topic
+from turnlog.settings import Settings
+
+log = logging.getLogger(__name__)
+ROLES: Mapping[str, tuple[ConsumerGroup, tuple[Topic, ...]]] = {
+    "assembler": (ConsumerGroup.ASSEMBLER, (topics.SESSIONS, topics.TURNS, topics.SNAPSHOTS)),
+    "runner": (ConsumerGroup.RUNNER, (topics.TASKS, topics.TOOL_RESULTS)),
+    "sandbox": (ConsumerGroup.SANDBOX, (topics.TOOL_CALLS,)),
+    "batcher": (ConsumerGroup.BATCHER, (topics.SAMPLES,)),
+    "trainer": (ConsumerGroup.TRAINER, (topics.BATCHES,)),
+    "loader": (ConsumerGroup.LOADER, (topics.WEIGHTS,)),
+    "feeder": (
+        ConsumerGroup.FEEDER, (topics.GROUP_SCORES, topics.BATCHES, topics.STEPS, topics.WEIGHTS, topics.ENGINES),
+    ),
+    "views": (ConsumerGroup.VIEWS, (topics.SESSIONS, topics.STEPS, topics.WEIGHTS)),
+    "archive": (ConsumerGroup.ARCHIVE, CATALOGUE),
+}  # fmt: skip
+"""Every role that consumes: its group, and what it reads there."""
+FEW = 4
+"""Offsets that are looked at: a transaction leaves one marker per partition."""
+LOOKS = 1000
+"""At ends of a partition that are remembered: an age is told up to so many looks."""
+LABELS = ("group", "topic", "partition")
+RECORDS = Gauge("turnlog_lag_records", "Records that wait for a group, as its commits say", LABELS)
+ROLE_RECORDS = Gauge("turnlog_role_lag_records", "turnlog_lag_records of the role's groups together", ["role"])
+ROLE_SECONDS = Gauge(
+    "turnlog_role_lag_seconds", "Age, at least, of the oldest record that the role has not taken", ["role"]
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Lag:
+    """Of one group in one partition."""
+
+    role: str
+    group: str
+    place: Partition
+    taken: int
+    """The first offset that was not taken."""
+    end: int
+    """Of the partition."""
+    records: int
+    """That wait: from `taken` on, and below it those under way."""
+
+
+@dataclass(slots=True)
+class Markers:
+    """Partitions where nothing but markers was found from an offset to an end: an idle log is looked at once."""
+
+    known: dict[Partition, set[tuple[int, int]]] = field(default_factory=dict)
+
+    async def alone(self, client: Log, gaps: Iterable[tuple[Partition, int, int]]) -> set[tuple[Partition, int, int]]:
+        """Those of (partition, start, end) that hold no record. Raises LogError."""
+        small = {gap for gap in gaps if 0 < gap[2] - gap[1] <= FEW}
+        found = {gap for gap in small if gap[1:] in self.known.get(gap[0], ())}
+        wanted = small - found
+        if wanted:
+            async with client.reader() as reader:
+                for place, start, end in wanted:
+                    reader.assign({place: start})
+                    held = False
+                    while not held and reader.position(place) < end:
+                        held = any(record.offset < end for record in await reader.poll())
+                    if not held:
+                        found.add((place, start, end))
+        self.known = {}
+        for place, start, end in found:
+            self.known.setdefault(place, set()).add((start, end))
+        return found
+
+
+async def lag_of(client: Log, settings: Settings, markers: Markers | None = None) -> list[Lag]:
+    """Every group of the run in every partition that it reads. A group that has committed nothing there waits for all
+    that is held. Roles that `turnlog up` can do without are told of when they are switched on, or have ever committed.
+    Raises TopicMissing, LogUnavailable."""
+    held = {name: spec.partitions for name, spec in (await client.topics()).items()}
+    if missing := [topic.name for topic in CATALOGUE if topic.name not in held]:
+        raise TopicMissing(f"{', '.join(missing)}: no such topic; run `turnlog topics apply`")
+    wanted = {
+        (role, group): [Partition(topic.name, number) for topic in ROLES[role][1] for number in range(held[topic.name])]
+        for role, group in _groups(settings, await client.groups())
+    }
+    places = sorted({place for places in wanted.values() for place in places})
+    starts = await client.start_offsets(places)
+    commits = await asyncio.gather(*(client.commits(group, places) for (_, group), places in wanted.items()))
+    ends = await client.end_offsets(places)  # after the commits: an end is never below what was taken
+    found = []
+    for ((role, group), places), said in zip(wanted.items(), commits, strict=True):
+        for place in places:
+            high, under_way = said[place].reached() if place in said else (starts[place], 0)
+            taken = max(high, starts[place])
+            found.append(Lag(role, group, place, taken, ends[place], max(0, ends[place] - taken) + under_way))
+    alone = await (markers or Markers()).alone(client, ((one.place, one.taken, one.end) for one in found))
+    return [_passed(one) if (one.place, one.taken, one.end) in alone else one for one in found]
+
+
+def by_role(lags: Iterable[Lag]) -> dict[str, int]:
+    """Records that wait for each role."""
+    sums: dict[str, int] = {}
+    for one in lags:
+        sums[one.role] = sums.get(one.role, 0) + one.records
+    return sums
+
+
+def _passed(lag: Lag) -> Lag:
+    """Nothing but markers lies behind what was taken."""
+    under_way = lag.records - (lag.end - lag.taken)
+    return Lag(lag.role, lag.group, lag.place, lag.end, lag.end, under_way)
+
+
+def _groups(settings: Settings, there: frozenset[str]) -> list[tuple[str, str]]:
+    """(role, group) of the run; of loaders one for each engine that the settings name or that ever had one."""
+    run, found = settings.run.id, []
+    optional = {"views": settings.views.enabled, "archive": settings.archive.enabled}
+    for role, (pattern, _) in ROLES.items():
+        if role == "loader":
+            names = {pattern.format(run=run, engine=f"engine-{number}") for number in range(len(settings.engine.urls))}
+            names |= {name for name in there if name.startswith(pattern.format(run=run, engine=""))}
+        else:
+            names = {pattern.format(run=run, archive=archive_name(settings))}
+        found += [(role, name) for name in sorted(names) if optional.get(role, True) or name in there]
+    return found
+
+
+class Ages:
+    """For how long each partition has had an end, as far as anybody has looked: no record is read for it."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Partition, deque[tuple[float, int]]] = {}
+
+    def look(self, lags: Iterable[Lag], now: float) -> dict[str, float]:
+        """Role -> seconds since the first look that saw a record which no group of the role has taken by `now`; 0 where
+        all is taken. Looks that nobody needs any more are forgotten."""
+        lags = list(lags)
+        lowest: dict[Partition, int] = {}
+        for one in lags:
+            seen = self._seen.setdefault(one.place, deque(maxlen=LOOKS))
+            if not seen or seen[-1][1] < one.end:
+                seen.append((now, one.end))
+            lowest[one.place] = min(lowest.get(one.place, one.taken), one.taken)
+        for place, taken in lowest.items():
+            seen = self._seen[place]
+            while len(seen) > 1 and seen[0][1] <= taken:
+                seen.popleft()
+        ages: dict[str, float] = {}
+        for one in lags:
+            since = next((at for at, end in self._seen[one.place] if end > one.taken), now)
+            ages[one.role] = max(ages.get(one.role, 0.0), now - since)
+        return ages
+
+
+class Exporter:
+    """The gauges. They hold what was true a moment ago, or nothing."""
+
+    def __init__(self, client: Log, settings: Settings, health: Health) -> None:
+        self._log, self._settings, self._health = client, settings, health
+        self._markers, self._ages = Markers(), Ages()
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Look every [lag] every_s until `stopping`; while the broker or its topics are away, there are no gauges and
+        /readyz says why."""
+        while not stopping.is_set():
+            self._health.beat()
+            try:
+                await self.look()
+            except (LogUnavailable, TopicMissing) as error:
+                for gauge in (RECORDS, ROLE_RECORDS, ROLE_SECONDS):
+                    gauge.clear()
+                self._health.waits("log", str(error))
+                log.warning("no lag is told: %s", error)
+            else:
+                self._health.holds("log")
+                self._health.started()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.lag.every_s):
+                    await stopping.wait()
+
+    async def look(self) -> None:
+        """Set every gauge. Raises TopicMissing, LogUnavailable."""
+        lags = await lag_of(self._log, self._settings, self._markers)
+        RECORDS.clear()
+        for one in lags:
+            RECORDS.labels(one.group, one.place.topic, str(one.place.number)).set(one.records)
+        for role, records in by_role(lags).items():
+            ROLE_RECORDS.labels(role).set(records)
+        for role, seconds in self._ages.look(lags, time.monotonic()).items():
+            ROLE_SECONDS.labels(role).set(seconds)
+
+
+def serve_lag(settings: Settings) -> int:
+    """Export until SIGTERM or SIGINT; 0. Raises NoEndpoints, CannotListen, SettingsError."""
+    from turnlog.infra.kafka import KafkaLog  # clients of real machines are imported where they are opened
+
+    async def run() -> None:
+        loop, stopping = asyncio.get_running_loop(), asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stopping.set)
+        health = Health("lag", work_s=settings.liveness.work_s)
+        own = (settings.lag.host, settings.lag.port)
+        address = own if settings.lag.port else health_address(os.environ) or own
+        async with AsyncExitStack() as stack:
+            listener = stack.enter_context(closing(listening(*address, "[lag] host or port")))
+            client = KafkaLog(kafka_of(settings), prefix=settings.kafka.prefix)
+            stack.push_async_callback(client.close)
+            await stack.enter_async_context(QuietServer(configured(application(health))).running(listener))
+            log.info("lag of run %s on http://%s:%d/metrics", settings.run.id, *listener.getsockname()[:2])
+            await Exporter(client, settings, health).run(stopping)
+
+    asyncio.run(run())
+    return 0
