@@ -1,4 +1,5 @@
-"""`turnlog run`: write RunConfigured, feed tasks, show the loop until the draws of [feeder] are trained.
+"""`turnlog run`: configure the run, feed tasks, show the loop until the draws of [feeder] are trained. `turnlog run
+configure` does the first of it alone, for feeders that run by themselves.
 
 The display is folded from the run's topics and drawn with rich: phase, steps, reward curve, tokens/s, lag, engines,
 tools.
@@ -37,8 +38,9 @@ from turnlog.infra.embedded.supervisor import Member, State, Supervisor
 from turnlog.infra.embedded.up import status_processes
 from turnlog.infra.history import all_events, partitions
 from turnlog.infra.roles.role import Role, opened
-from turnlog.infra.roles.runs import configure
-from turnlog.infra.roles.terminal import Terminal
+from turnlog.infra.roles.runs import Begun, begin
+from turnlog.infra.roles.terminal import Terminal, say
+from turnlog.infra.topics_admin import WARNING, apply, check
 from turnlog.names import ExitStatus
 from turnlog.schemas import topics
 from turnlog.schemas.errors import UndecodableRecord
@@ -235,12 +237,64 @@ def command(settings: Settings) -> int:
     return 0
 
 
+def configure_command(settings: Settings) -> int:
+    """Do what a run needs on its servers before any role starts, once: a second call finds it done and says so. 1 when
+    a topic that exists is not as the catalogue says. Raises as `prepared`."""
+
+    async def run() -> int:
+        async with opened("run", settings) as role:
+            done = await prepared(role)
+        say(*done.said())
+        return ExitStatus.DIFFERS if done.wrong else ExitStatus.DONE
+
+    return asyncio.run(run())
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What `prepared` did."""
+
+    created: tuple[str, ...]
+    """Topics."""
+    problems: tuple[str, ...]
+    """Of topics that were there."""
+    begun: Begun
+
+    @property
+    def wrong(self) -> bool:
+        """Somebody must mend a topic."""
+        return any(not problem.startswith(WARNING) for problem in self.problems)
+
+    def said(self) -> list[str]:
+        """In words."""
+        run, lines = self.begun.run, list(self.problems)
+        if self.created:
+            lines.append(f"created {len(self.created)} topics: {', '.join(self.created)}")
+        if self.begun.recorded:
+            lines.append(
+                f"run {run.run_id!r} is configured: fold version {run.fold_version}, settings {run.settings_sha256}"
+            )
+        for key, (was, now) in self.begun.planned.items():
+            lines.append(f"{key} {now}" if was is None else f"{key} {was} becomes {now}")
+        if not (self.created or self.begun.recorded or self.begun.planned):
+            lines.append(f"nothing to do: run {run.run_id!r} is configured with these settings, its topics are there")
+        return lines
+
+
+async def prepared(role: Role) -> Prepared:
+    """Topics created or checked, the run configured or compared; schemas were registered when `role` was opened.
+    Raises TopicMismatch, OtherRun, OtherSettings, LogUnavailable."""
+    created = await apply(role.log, role.settings)
+    begun = await begin(role)
+    return Prepared(tuple(created), tuple(await check(role.log, role.settings)), begun)
+
+
 async def until_trained(settings: Settings, display: Display) -> None:
     """Configure the run, feed it, return when every draw is trained and its weights are acknowledged. Raises OtherRun,
     OtherSettings, UnfinishedRun."""
     async with opened("run", settings) as role:
         stop_at_signal(asyncio.current_task())
-        await configure(role)
+        await prepared(role)
         async with display.shown(), _fed(settings), beside(_watch(role, display)) as watching:
             display.phase = "waiting for the first weights"
             while not await _over(role, display):

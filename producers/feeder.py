@@ -45,17 +45,16 @@ class DatasetChanged(Exception):
 async def main(role: Role) -> None:
     """Admit groups until every draw is trained, then wait for the role to stop.
 
-    Order of effects: 1. wait until the run is configured, fence the last feeder; 2. read the log to its end; 3. per
+    Order of effects: 1. read what the run recorded, fence the last feeder; 2. read the log to its end; 3. per
     admission: read the floors of agent.sessions, then write the requests of all due groups in one transaction.
-    Raises BadSampling, DatasetError, DatasetChanged, TopicMissing, OtherRun, OtherSettings.
+    Raises BadSampling, DatasetError, DatasetChanged, TopicMissing, NotConfigured, OtherRun, OtherSettings.
     """
     settings = role.settings
     sampling, limits = checked_sampling(settings)
     dataset = await asyncio.to_thread(_dataset, role)
     counts = await _partition_counts(role)
-    run = await configured(role)
-    if run is None:
-        return
+    run = await configured(role, wait=False)
+    assert run is not None, "it does not wait"
     followed = (*FOLLOWED, scores_topic(run.fold_version))
     partitions = [Partition(topic.name, number) for topic in followed for number in range(counts[topic.name])]
     async with (

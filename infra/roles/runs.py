@@ -5,7 +5,8 @@ run reads back which record came first, and every role looks at its start, and u
 
 RunError
 ├── OtherRun         the log belongs to another run
-└── OtherSettings    the run was configured with other keys of [fold], [batcher] or [assembler]
+├── OtherSettings    the run was configured with other keys of [fold], [batcher] or [assembler]
+└── NotConfigured    nobody has configured the run, and the role does not wait for it
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -60,6 +61,10 @@ class OtherRun(RunError):
 
 class OtherSettings(RunError):
     """A run keeps what it recorded of these sections for life. Remedy: those values, or another run."""
+
+
+class NotConfigured(RunError):
+    """The log does not say what the run's records mean. Remedy: `turnlog run configure`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,26 +157,47 @@ def serve(name: str, main: Callable[[Role], Awaitable[None]], settings: Settings
     return 0
 
 
-async def configure(role: Role) -> Configured:
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A run that is configured, and what of that was news."""
+
+    run: Configured
+    recorded: bool
+    """There was no RunConfigured."""
+    planned: Mapping[str, tuple[int | None, int]]
+    """What RunPlanned says otherwise than before: key -> (was, is)."""
+
+
+async def begin(role: Role) -> Begun:
     """Record what the run's records mean, once for its life, and what of its plan changed since the last start. Of two
     that configure a log at once, the one whose record came first stays. Raises OtherRun, OtherSettings."""
     found = await _first(role)
+    news = found is None
     if found is None:
         await role.events.append(configuration(role.settings))
         found = await _first(role)
         assert found is not None, "an acknowledged record is on the log"
     run = _ours(found, role)
     run.check(role.settings)
-    await _plan(role)
-    return run
+    return Begun(run, news, await _plan(role))
 
 
-async def configured(role: Role) -> Configured | None:
-    """What this log's run recorded, as soon as `turnlog run` has; None when the role is asked to stop before.
-    Raises OtherRun, OtherSettings, RecordedSettingsError."""
+async def configure(role: Role) -> Configured:
+    """`begin`, for who does not ask what was news."""
+    return (await begin(role)).run
+
+
+async def configured(role: Role, *, wait: bool = True) -> Configured | None:
+    """What this log's run recorded, as soon as somebody has configured it; None when the role is asked to stop before.
+    Raises OtherRun, OtherSettings, RecordedSettingsError; without `wait` NotConfigured."""
     found = await _first(role)
+    if found is None and not wait:
+        raise NotConfigured(
+            f"run {role.settings.run.id!r} is not configured on this log (prefix {role.settings.kafka.prefix!r}): "
+            "`turnlog run configure`, with the settings that every role has, records what it means"
+        )
     if found is None:
-        log.info("run %s is not configured: waiting for `turnlog run`", role.settings.run.id)
+        log.info("run %s is not configured: waiting for `turnlog run configure`", role.settings.run.id)
         role.health.started()
         found = await _first(role, wait=True)
     if found is None:
@@ -210,8 +236,8 @@ async def recorded(role: Role) -> Configured | None:
     return next((Configured.of(event, role.settings) for event in own if isinstance(event, RunConfigured)), None)
 
 
-async def _plan(role: Role) -> None:
-    """Append what lag and admission are counted by, unless the latest record says the same."""
+async def _plan(role: Role) -> dict[str, tuple[int | None, int]]:
+    """Append what lag and admission are counted by, unless the latest record says the same; what it said otherwise."""
     settings, plans = role.settings, 0
     values = {
         "draws": settings.feeder.draws,
@@ -226,6 +252,7 @@ async def _plan(role: Role) -> None:
     if said != values:
         event_id = ids.digest("RunPlanned", settings.run.id, plans, *values.values())
         await role.events.append(RunPlanned(event_id=event_id, run_id=settings.run.id, **values))
+    return {key: (said.get(key), value) for key, value in values.items() if said.get(key) != value}
 
 
 def _ours(found: RunConfigured, role: Role) -> Configured:

@@ -101,7 +101,11 @@ def parser() -> argparse.ArgumentParser:
     _verb(verbs, "up", _up, "start servers and roles, leave them running, print the endpoints")
     _verb(verbs, "down", _down, "stop what `up` started")
     _verb(verbs, "status", _status, "roles, lag, engines, versions").add_argument("--json", action="store_true")
-    _verb(verbs, "run", _run, "feed tasks and train until the draws of [feeder] are trained")
+    run = _verb(verbs, "run", _run, "configure the run, feed tasks and train until the draws of [feeder] are trained")
+    run.add_argument(
+        "action", nargs="?", choices=("configure",),
+        help="only configure: topics, schemas and what the run records of its settings; again, it only compares",
+    )  # fmt: skip
     _verb(verbs, "warm-start", _warm_start, "make the recipe's tiny model by supervised fine-tuning")
     demo = _verb(verbs, "demo", _demo, "everything at once, with a live display and a verdict")
     demo.add_argument("--steps", type=int, default=None, metavar="N", help="draws to train (default 30)")
@@ -201,10 +205,10 @@ def _status(settings: Settings, arguments: argparse.Namespace) -> int:
     return show(settings, as_json=arguments.json)
 
 
-def _run(settings: Settings, _: argparse.Namespace) -> int:
-    from turnlog.consumers.run import command
+def _run(settings: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.consumers.run import command, configure_command
 
-    return command(settings)
+    return configure_command(settings) if arguments.action == "configure" else command(settings)
 
 
 def _warm_start(settings: Settings, _: argparse.Namespace) -> int:

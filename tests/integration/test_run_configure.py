@@ -1,0 +1,140 @@
+"""`turnlog run configure` and a feeder that runs by itself, as processes on real servers: what a cluster does."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from uuid import uuid4
+
+import pytest
+
+from turnlog.infra.history import all_events
+from turnlog.infra.log import Partition
+from turnlog.infra.roles.role import opened
+from turnlog.infra.roles.runs import Configured, recorded
+from turnlog.infra.topics_admin import check, specs
+from turnlog.schemas.events import (
+    EngineWeightsLoaded,
+    Event,
+    RolloutRequested,
+    RunConfigured,
+    RunPlanned,
+    WeightVersionPublished,
+)
+from turnlog.schemas.topics import RUNS, TASKS
+from turnlog.settings import Settings
+
+pytestmark = pytest.mark.kafka
+PATIENCE_S = 60.0
+
+
+@pytest.fixture
+def fresh(live_settings: Settings) -> Settings:
+    """A prefix on which there is nothing yet."""
+    prefix = f"t{uuid4().hex[:8]}-"
+    return dataclasses.replace(live_settings, kafka=dataclasses.replace(live_settings.kafka, prefix=prefix))
+
+
+async def started(settings: Settings, *verb: str, **more: str) -> asyncio.subprocess.Process:
+    env = {
+        "TURNLOG_RUN_ID": settings.run.id,
+        "TURNLOG_RUN_DIRECTORY": settings.run.directory,
+        "TURNLOG_KAFKA_BOOTSTRAP": settings.kafka.bootstrap,
+        "TURNLOG_KAFKA_PREFIX": settings.kafka.prefix,
+        "TURNLOG_REGISTRY_URL": settings.registry.url,
+        "TURNLOG_STORE_ENDPOINT": settings.store.endpoint,
+        "TURNLOG_STORE_SECRET_KEY": settings.store.secret_key,
+        "TURNLOG_FEEDER_DRAWS": "3",
+    }
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "turnlog.cli", *verb, env={**os.environ, **env, **more},
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+
+
+async def done(settings: Settings, *verb: str, **more: str) -> tuple[int | None, str, str]:
+    """Exit status, what it said, and the last line of what it said aside."""
+    process = await started(settings, *verb, **more)
+    out, err = await asyncio.wait_for(process.communicate(), PATIENCE_S)
+    return process.returncode, out.decode(), err.decode().strip().rpartition("\n")[2]
+
+
+async def test_a_run_is_configured_once_from_nothing_and_a_second_call_says_so(fresh: Settings) -> None:
+    status, said, _ = await done(fresh, "run", "configure")
+    assert status == 0
+    assert f"created {len(specs(fresh))} topics: " in said
+    assert f"run {fresh.run.id!r} is configured: fold version 2, settings " in said
+    assert "draws 3\n" in said
+    assert await done(fresh, "run", "configure") == (
+        0, f"nothing to do: run {fresh.run.id!r} is configured with these settings, its topics are there\n", "",
+    )  # fmt: skip
+    async with opened("test", fresh) as role:
+        assert await check(role.log, fresh) == []
+        kinds = [type(event) for event in await all_events(role, RUNS)]
+        assert kinds == [RunConfigured, RunPlanned]
+        assert await recorded(role) == Configured.today(fresh), "replay finds the run"
+
+
+async def test_other_settings_are_refused_key_by_key_and_a_new_plan_is_noted(fresh: Settings) -> None:
+    await done(fresh, "run", "configure")
+    status, said, why = await done(
+        fresh, "run", "configure", TURNLOG_FOLD_ESTIMATOR="rloo", TURNLOG_BATCHER_MAX_LAG="7"
+    )
+    assert (status, said) == (2, "")
+    assert "OtherSettings" in why
+    assert "fold.estimator was recorded as 'grpo' and is 'rloo' here" in why
+    assert "batcher.max_lag was recorded as 0 and is 7 here" in why
+    status, said, why = await done(fresh, "run", "configure", TURNLOG_KAFKA_GROUPS="5")
+    assert (status, said) == (2, "")
+    assert "TopicMismatch" in why
+    assert "kafka.groups" in why
+    assert await done(fresh, "run", "configure", TURNLOG_FEEDER_DRAWS="4") == (0, "draws 3 becomes 4\n", "")
+    status, _, why = await done(fresh, "run", "configure", TURNLOG_RUN_ID="another")
+    assert status == 2
+    assert "OtherRun" in why
+
+
+async def test_a_feeder_by_itself_refuses_a_run_that_nobody_configured_and_feeds_one_that_somebody_did(
+    live_settings: Settings,
+) -> None:
+    status, _, why = await done(live_settings, "feeder")
+    assert status == 2
+    assert f"NotConfigured: run {live_settings.run.id!r} is not configured" in why
+    assert "`turnlog run configure`" in why
+    status, said, _ = await done(live_settings, "run", "configure")
+    assert status == 0
+    assert "created" not in said
+    feeder = await started(live_settings, "feeder")
+    try:
+        async with opened("test", live_settings) as role:
+            await serve_weights(role.events.append, live_settings)
+            requests: list[RolloutRequested] = []
+            async with asyncio.timeout(PATIENCE_S), role.log.reader() as reader:
+                reader.assign({Partition(TASKS.name, number): 0 for number in range(live_settings.kafka.rollouts)})
+                while len(requests) < live_settings.feeder.group_size:
+                    requests += [await role.events.decode(record) for record in await reader.poll()]
+            assert {request.run_id for request in requests} == {live_settings.run.id}
+            assert await recorded(role) == Configured.today(live_settings)
+        feeder.terminate()
+        assert await asyncio.wait_for(feeder.wait(), PATIENCE_S) == 0
+    finally:
+        if feeder.returncode is None:
+            feeder.kill()
+        await feeder.communicate()
+
+
+async def serve_weights(append: Callable[[Event], Awaitable[object]], settings: Settings) -> None:
+    """Version 0 is published, and an engine has it."""
+    published = WeightVersionPublished(
+        event_id="w0", run_id=settings.run.id, version=0, step=0, batch_index=-1, incarnation=0, kind="full",
+        base_version=None, files=(), dtype="float32", checksums={}, checkpoint=None,
+    )  # fmt: skip
+    await append(published)
+    loaded = EngineWeightsLoaded(
+        event_id="e0", run_id=settings.run.id, engine_id="engine-0", url="http://engine", state="serving", version=0,
+        superseded=(), seconds={},
+    )  # fmt: skip
+    await append(loaded)
