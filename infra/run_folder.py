@@ -6,12 +6,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
+from turnlog.secret_files import FileSecret, SecretUnusable
 from turnlog.settings import Settings, StoreSettings
+
+log = logging.getLogger(__name__)
 
 GATEWAY_KEY = Path("gateway.key")
 """In the run's folder: signs session tokens."""
@@ -41,6 +45,19 @@ def kept_secret(path: Path) -> str:
     finally:
         part.unlink()
     return path.read_text().strip()
+
+
+def present(secret: str) -> str:
+    """A secret of the settings as it is now: of a file that was swapped since, the new content. A file that became
+    unusable leaves the value that it held before, with a warning."""
+    if not isinstance(secret, FileSecret):
+        return secret
+    try:
+        if secret.swapped():
+            log.info("%s was swapped and is read again", secret.where)
+    except SecretUnusable as error:
+        log.warning("%s; the value that it held before stays in use", error)
+    return secret.text
 
 
 FILE = "endpoints.json"

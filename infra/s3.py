@@ -18,9 +18,12 @@ from urllib.parse import urlsplit
 
 import urllib3
 from minio import Minio
+from minio.credentials.credentials import Credentials
+from minio.credentials.providers import Provider
 from minio.error import InvalidResponseError, MinioException, S3Error
 
 from turnlog.infra.blobs import BlobCorrupt, BlobError, BlobMissing, StoreUnavailable, StoreUnreachable
+from turnlog.infra.run_folder import present
 from turnlog.schemas.types import BlobRef
 from turnlog.settings import StoreSettings
 
@@ -132,6 +135,16 @@ class S3Blobs:
         return content
 
 
+class _Present(Provider):
+    """The keys as they are now: asked for each request, since files may change."""
+
+    def __init__(self, settings: StoreSettings) -> None:
+        self._settings = settings
+
+    def retrieve(self) -> Credentials:
+        return Credentials(present(self._settings.access_key), present(self._settings.secret_key))
+
+
 def _client(settings: StoreSettings, http: urllib3.PoolManager) -> Minio:
     address = urlsplit(settings.endpoint)
     if address.scheme not in ("http", "https") or not address.netloc:
@@ -143,8 +156,7 @@ def _client(settings: StoreSettings, http: urllib3.PoolManager) -> Minio:
         )
     return Minio(
         address.netloc,
-        access_key=settings.access_key,
-        secret_key=settings.secret_key,
+        credentials=_Present(settings),
         secure=address.scheme == "https",
         region=settings.region,
         http_client=http,

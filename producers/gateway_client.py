@@ -27,7 +27,7 @@ from turnlog.infra.recipes import Message, Recipe
 from turnlog.infra.roles.unreachable import Unreachable
 from turnlog.producers.connections import Answer, Connections, NoAnswer
 from turnlog.producers.environments import Environments
-from turnlog.producers.gateway.requests import signing_key
+from turnlog.producers.gateway.requests import SigningKeys
 from turnlog.schemas.events import Agent, Outcome, RolloutRequested
 from turnlog.schemas.types import TurnId
 from turnlog.settings import Settings
@@ -114,7 +114,7 @@ class GatewayClient:
         self._model = settings.model.name
         self._environments = Environments(settings)
         self._patience_s = settings.runner.gateway_patience_s
-        self._key = signing_key(settings.gateway.signing_key, Path(settings.run.directory)).decode()
+        self._keys = SigningKeys(settings.gateway, Path(settings.run.directory))
         self._http = Connections(connect_s=CONNECT_S, answer_s=settings.engine.request_timeout_s + 30.0)
 
     async def __aenter__(self) -> GatewayClient:
@@ -145,7 +145,7 @@ class GatewayClient:
             "min_weight_version": request.min_weight_version,
             "pin_weight_version": request.pin_weight_version,
         }
-        answer = await self._send("POST", f"{self._url}/sessions", self._key, body)
+        answer = await self._send("POST", f"{self._url}/sessions", self._keys.first.decode(), body)
         opened = orjson.loads(answer.content)
         return Session(opened["session_id"], _root(opened.get("base_url") or self._url), opened["token"])
 

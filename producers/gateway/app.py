@@ -40,12 +40,12 @@ from turnlog.producers.gateway.prompts import ChatTemplate, Prompts, TextTokens
 from turnlog.producers.gateway.recovery import Recovery, SessionTail
 from turnlog.producers.gateway.requests import (
     Claims,
+    SigningKeys,
     bearer,
     finish_request,
     open_request,
     require_key,
     sign,
-    signing_key,
     verify,
 )
 from turnlog.producers.gateway.sessions import Identity, Running, Session, Sessions
@@ -69,7 +69,7 @@ class Gateway:
 
     role: Role
     url: str
-    key: bytes
+    keys: SigningKeys
     tail: SessionTail
     engines: Engines
     sessions: Sessions
@@ -99,7 +99,7 @@ class Gateway:
         return cls(
             role=role,
             url=url,
-            key=signing_key(settings.gateway.signing_key, Path(settings.run.directory)),
+            keys=SigningKeys(settings.gateway, Path(settings.run.directory)),
             tail=tail,
             engines=engines,
             sessions=Sessions(role.events, tail, Recovery(role.log, role.events, role.blobs), identity),
@@ -206,7 +206,7 @@ class Gateway:
 
     async def open(self, request: Request) -> Response:
         """POST /sessions: idempotent per (rollout_id, attempt)."""
-        require_key(request.headers.get("authorization"), self.key)
+        require_key(request.headers.get("authorization"), *self.keys.accepted)
         wanted = open_request(
             await self._body(request, RECORD_BYTES),
             run_id=self.role.settings.run.id,
@@ -226,7 +226,7 @@ class Gateway:
             {
                 "session_id": session.id,
                 "epoch": session.epoch,
-                "token": sign(claims, self.key),
+                "token": sign(claims, self.keys.first),
                 "base_url": f"{self.url}/v1",
                 "finished": session.finished is not None,
             },
@@ -253,7 +253,7 @@ class Gateway:
         )
 
     def _claims(self, request: Request) -> Claims:
-        return verify(bearer(request.headers.get("authorization")), self.key)
+        return verify(bearer(request.headers.get("authorization")), *self.keys.accepted)
 
     def _claims_of_path(self, request: Request) -> Claims:
         claims = self._claims(request)

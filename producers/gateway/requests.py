@@ -16,13 +16,14 @@ from typing import Any
 
 import orjson
 
-from turnlog.infra.run_folder import GATEWAY_KEY, kept_secret
+from turnlog.infra.run_folder import GATEWAY_KEY, kept_secret, present
 from turnlog.producers.gateway.errors import BadRequest, Unauthorized
 from turnlog.schemas import ids
 from turnlog.schemas.events.sessions import Agent, Environment, Expects, Outcome
 from turnlog.schemas.events.tasks import Purpose, Sampling
 from turnlog.schemas.json_depth import MAX_DEPTH, deeper_than
 from turnlog.schemas.types import TurnId
+from turnlog.settings import GatewaySettings
 
 LEAST = {"group_size": 1, "min_weight_version": -1, "max_tokens": 1, "max_completion_tokens": 1, "max_new_tokens": 1,
          "seed": -(2**63)}  # fmt: skip
@@ -42,11 +43,23 @@ class Claims:
     """0: the model's own window."""
 
 
-def signing_key(configured: str, directory: Path) -> bytes:
-    """The configured key, else the one in the run's directory, made with mode 0600 when it is not there."""
-    if configured:
-        return configured.encode()
-    return kept_secret(directory / GATEWAY_KEY).encode()
+class SigningKeys:
+    """What tokens are signed with, and the keys whose tokens are accepted: as they are now, since files may change."""
+
+    def __init__(self, settings: GatewaySettings, directory: Path) -> None:
+        """Without a configured key: the one in the run's directory, made with mode 0600 when it is not there."""
+        self._first = settings.signing_key or kept_secret(directory / GATEWAY_KEY)
+        self._others = settings.accepted_signing_keys
+
+    @property
+    def first(self) -> bytes:
+        """The one that signs."""
+        return present(self._first).encode()
+
+    @property
+    def accepted(self) -> tuple[bytes, ...]:
+        """Every one that is valid, the first before the others."""
+        return self.first, *present(self._others).encode().split()
 
 
 def sign(claims: Claims, key: bytes) -> str:
@@ -55,10 +68,10 @@ def sign(claims: Claims, key: bytes) -> str:
     return f"{payload}.{_mac(payload, key)}"
 
 
-def verify(token: str, key: bytes) -> Claims:
-    """The claims of a token that we signed. Raises Unauthorized."""
+def verify(token: str, *keys: bytes) -> Claims:
+    """The claims of a token that was signed with one of the keys. Raises Unauthorized."""
     payload, _, mac = token.partition(".")
-    if not mac or not hmac.compare_digest(mac.encode(), _mac(payload, key).encode()):
+    if not mac or not any(hmac.compare_digest(mac.encode(), _mac(payload, key).encode()) for key in keys):
         raise Unauthorized("the Authorization header must carry the token that POST /sessions gave: Bearer <token>")
     session_id, group_id, floor, least, pin, window = orjson.loads(_decoded(payload))
     return Claims(
@@ -77,9 +90,9 @@ def bearer(header: str | None) -> str:
     return credential.strip() if scheme.lower() == "bearer" else ""
 
 
-def require_key(header: str | None, key: bytes) -> None:
-    """Raises Unauthorized unless the header carries the gateway's own key."""
-    if not hmac.compare_digest(bearer(header).encode(), key):
+def require_key(header: str | None, *keys: bytes) -> None:
+    """Raises Unauthorized unless the header carries one of the gateway's own keys."""
+    if not any(hmac.compare_digest(bearer(header).encode(), key) for key in keys):
         raise Unauthorized(
             f"opening a session needs the gateway's signing key: Bearer <content of {GATEWAY_KEY} in the run's "
             "directory, or [gateway] signing_key>"

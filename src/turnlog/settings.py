@@ -24,6 +24,7 @@ from turnlog.fold_settings import BatcherSettings as BatcherSettings
 from turnlog.fold_settings import FoldSettings as FoldSettings
 from turnlog.liveness_settings import LivenessSettings
 from turnlog.sandbox_settings import EgressSettings, SandboxSettings
+from turnlog.secret_files import FileSecret
 from turnlog.setting_types import (
     Amount,
     Bytes,
@@ -151,6 +152,9 @@ class GatewaySettings:
     """Where agents reach it; empty is http://host:port."""
     signing_key: str = field(default="", repr=False)
     """Signs session tokens; empty makes one in the run's directory, mode 0600."""
+    accepted_signing_keys: str = field(default="", repr=False)
+    """Keys that sign nothing and whose tokens are accepted all the same, with white space between them: the next or
+    the previous one, while keys are rotated."""
     keep_alive_s: Seconds = 10.0
     """Silence of a stream after which a comment is sent, so that no proxy closes it."""
     history: Literal["sampled", "template"] = "sampled"
@@ -381,10 +385,19 @@ def _section(name: str, was: Any, table: Any, env: Mapping[str, str], source: st
         values[key] = value_of(f"{name}.{key}", hints[key], value, source, shown=shown[key])
     for key, hint in hints.items():
         variable = f"TURNLOG_{name}_{key}".upper()
-        if variable in env and not (key == "port" and is_service_link(env[variable])):
+        if not shown[key] and f"{variable}_FILE" in env:
+            values[key] = _secret(variable, env)
+        elif variable in env and not (key == "port" and is_service_link(env[variable])):
             value = from_text(hint, env[variable])
             values[key] = value_of(f"{name}.{key}", hint, value, variable, shown=shown[key])
     return dataclasses.replace(was, **values)
+
+
+def _secret(variable: str, env: Mapping[str, str]) -> FileSecret:
+    """Raises SettingsError, SecretUnusable."""
+    if variable in env:
+        raise SettingsError(f"{variable} and {variable}_FILE are both set: unset one of them")
+    return FileSecret.read(f"{variable}_FILE", Path(env[f"{variable}_FILE"]))
 
 
 def recorded_keys(section: type) -> list[str]:

@@ -19,6 +19,9 @@ One TOML file (`--settings FILE`), then `TURNLOG_SECTION_KEY` from the environme
 types and values out of range are errors. Lists are separated by commas there, or are JSON:
 `'["GET,HEAD https://mirror.example/*"]'`. The run's effective settings are kept in `runs/ID/settings.toml`. This page
 is generated (`make docs`).
+
+A secret, marked so below, may stand in a file instead: `TURNLOG_SECTION_KEY_FILE` names it. One line break at its end
+is cut; a file that changes is read again without a restart.
 """
 
 
@@ -33,7 +36,8 @@ def _section(name: str, kind: type) -> str:
     rows = []
     for field in dataclasses.fields(kind):
         default = "*secret*" if not field.repr and field.default else f"`{_toml(field.default)}`"
-        about_it = " ".join([said[field.name], *(_remark(note) for note in notes(hints[field.name]))]).strip()
+        secret = [] if field.repr else ["Secret."]
+        about_it = " ".join([said[field.name], *secret, *(_remark(note) for note in notes(hints[field.name]))]).strip()
         rows.append(f"| `{field.name}` | {default} | {_cell(legal(hints[field.name]))} | {_cell(about_it)} |\n")
     kept = "" if name not in FOLD_SECTIONS else " A run keeps them for life, but for those marked operational."
     return f"\n## [{name}]\n\n{about}{kept}\n\n| key | default | takes | |\n|---|---|---|---|\n" + "".join(rows)

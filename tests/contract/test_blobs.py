@@ -126,6 +126,22 @@ async def test_wrong_credentials_name_the_settings_and_not_the_secret(
     await blobs.close()
 
 
+async def test_keys_from_a_file_that_is_swapped_are_used_without_a_new_client(
+    store: StoreSettings, tmp_path: Path
+) -> None:
+    file = tmp_path / "secret"
+    file.write_text("wrong\n")
+    env = {"TURNLOG_STORE_ENDPOINT": store.endpoint, "TURNLOG_STORE_SECRET_KEY_FILE": str(file)}
+    blobs = S3Blobs(load(None, env).store)
+    with pytest.raises(StoreUnavailable, match="403"):
+        await blobs.put(b"x")
+    swapped = tmp_path / "swapped"
+    swapped.write_text(store.secret_key + "\n")
+    swapped.rename(file)
+    assert await blobs.get(await blobs.put(b"x")) == b"x"
+    await blobs.close()
+
+
 async def test_an_unreachable_store_is_retried_and_then_named(store: StoreSettings) -> None:
     nowhere = f"http://{HOST}:{free_ports(1)[0]}"
     blobs = S3Blobs(dataclasses.replace(store, endpoint=nowhere))

@@ -166,7 +166,7 @@ class Rig:
             **more,
         }  # fmt: skip
         answer = await self.http.post(
-            "/sessions", json=body, headers={"authorization": f"Bearer {self.gateway.key.decode()}"}
+            "/sessions", json=body, headers={"authorization": f"Bearer {self.gateway.keys.first.decode()}"}
         )
         assert answer.status_code == 201, answer.text
         session: dict[str, Any] = answer.json()

@@ -94,7 +94,7 @@ async def test_no_chat_request_is_our_failure(rig: Any, body: bytes) -> None:
 @FUZZED
 @given((OPEN | FINISH).map(lambda value: json.dumps(value).encode()) | BODIES)
 async def test_no_request_to_open_or_finish_a_session_is_our_failure(rig: Any, body: bytes) -> None:
-    key = {"authorization": f"Bearer {rig.gateway.key.decode()}"}
+    key = {"authorization": f"Bearer {rig.gateway.keys.first.decode()}"}
     opened = await rig.http.post("/sessions", content=body, headers=key)
     assert opened.status_code in (201, 400), (body, opened.text)
     session = await rig.open(f"rollout-{next(ROLLOUTS)}")
@@ -123,7 +123,7 @@ class Slow:
 @pytest.mark.parametrize("declared", [True, False])
 async def test_a_body_beyond_the_limit_is_refused_while_it_comes(rig: Any, door: str, declared: bool) -> None:
     session = await rig.open()
-    headers = {"authorization": f"Bearer {rig.gateway.key.decode()}"} if door == "/sessions" else bearer(session)
+    headers = {"authorization": f"Bearer {rig.gateway.keys.first.decode()}"} if door == "/sessions" else bearer(session)
     path = f"/sessions/{session['session_id']}/finish" if door == "finish" else door
     content: Any = b" " * (LIMIT + 1) if declared else Slow(2 * LIMIT // 1024)
     answer = await rig.http.post(path, content=content, headers=headers)
@@ -197,7 +197,7 @@ async def test_formats_that_pillow_reads_by_other_means_are_not_served(rig: Any,
 async def test_a_log_that_is_away_is_said_at_every_door_and_the_request_may_come_again(rig: Any) -> None:
     session = await rig.open()
     rig.held.down = True
-    key = {"authorization": f"Bearer {rig.gateway.key.decode()}"}
+    key = {"authorization": f"Bearer {rig.gateway.keys.first.decode()}"}
     answers = [
         await rig.http.post("/sessions", json={"rollout_id": "new", "group_id": "group-0"}, headers=key),
         await rig.chat(session, [QUESTION]),

@@ -14,9 +14,10 @@ from turnlog.infra.engine import EngineDead, Generate, Piece
 from turnlog.infra.run_folder import GATEWAY_KEY
 from turnlog.producers.gateway.engines import Engines, Wanted
 from turnlog.producers.gateway.errors import NoEngine, Unauthorized
-from turnlog.producers.gateway.requests import Claims, sign, signing_key, verify
+from turnlog.producers.gateway.requests import Claims, SigningKeys, sign, verify
 from turnlog.schemas.events import EngineRegistered, FinishReason
 from turnlog.schemas.types import int32s
+from turnlog.settings import GatewaySettings
 
 QUESTION = {"role": "user", "content": "3 + 5 = ?"}
 
@@ -71,7 +72,7 @@ async def test_only_the_right_key_opens_each_door(rig: Any) -> None:
 
 
 async def test_a_token_of_a_session_that_was_never_started_is_not_found(rig: Any) -> None:
-    token = sign(Claims(session_id="nobody", group_id="g", floor=0), rig.gateway.key)
+    token = sign(Claims(session_id="nobody", group_id="g", floor=0), rig.gateway.keys.first)
     answer = await rig.chat({"token": token}, [QUESTION])
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "session_not_found")
 
@@ -249,10 +250,10 @@ def test_a_token_is_good_for_its_claims_and_its_key_alone() -> None:
 
 
 def test_the_signing_key_is_made_once_and_private(tmp_path: Any) -> None:
-    key = signing_key("", tmp_path)
-    assert signing_key("", tmp_path) == key
+    key = SigningKeys(GatewaySettings(), tmp_path).first
+    assert SigningKeys(GatewaySettings(), tmp_path).accepted == (key,)
     assert (tmp_path / GATEWAY_KEY).stat().st_mode & 0o777 == 0o600
-    assert signing_key("mine", tmp_path) == b"mine"
+    assert SigningKeys(GatewaySettings(signing_key="mine"), tmp_path).first == b"mine"
 
 
 async def test_a_model_of_text_refuses_images_in_the_clients_shape(rig: Any) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from turnlog.schemas.events import Boundary, Outcome
+from turnlog.settings import load
 
 QUESTION = {"role": "user", "content": "3 + 5 = ?"}
 
@@ -165,3 +168,27 @@ async def test_a_turn_that_the_log_does_not_take_is_not_answered(rig: Any) -> No
     rig.held.down = False
     assert (await rig.chat(session, [QUESTION])).status_code == 200
     assert len(await rig.written("TurnCompleted")) == 1
+
+
+async def test_a_session_goes_on_under_the_key_that_signed_it_while_keys_are_rotated(rig: Any, tmp_path: Path) -> None:
+    """The gateway is not started again."""
+    signs, accepted = tmp_path / "signs", tmp_path / "accepted"
+
+    def hold(first: str, others: str) -> None:
+        for file, text in ((signs, first), (accepted, others)):
+            (tmp_path / "new").write_text(text)
+            (tmp_path / "new").rename(file)
+
+    hold("old", "old")
+    files = {"SIGNING_KEY": signs, "ACCEPTED_SIGNING_KEYS": accepted}
+    env = {f"TURNLOG_GATEWAY_{name}_FILE": str(file) for name, file in files.items()}
+    rig.settings = dataclasses.replace(rig.settings, gateway=load(None, env).gateway)
+    await rig.start("gateway-1")
+    before = await rig.open("before")
+    hold("new", "old")
+    after = await rig.open("after")
+    for session in (before, after):
+        assert (await rig.chat(session, [QUESTION])).status_code == 200
+    hold("new", "new")
+    assert (await rig.chat(before, [QUESTION])).status_code == 401
+    assert (await rig.chat(after, [QUESTION])).status_code == 200

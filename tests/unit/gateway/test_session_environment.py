@@ -23,7 +23,7 @@ REQUEST = RolloutRequested(
 
 
 async def test_the_runners_client_sends_tools_policy_and_root(rig: Any) -> None:
-    gateway = GatewaySettings(url=rig.url, signing_key=rig.gateway.key.decode())
+    gateway = GatewaySettings(url=rig.url, signing_key=rig.gateway.keys.first.decode())
     async with GatewayClient(dataclasses.replace(rig.settings, gateway=gateway)) as client:
         await client.open(REQUEST, RECIPE, 0)
     [started] = await rig.written("SessionStarted")
@@ -33,6 +33,6 @@ async def test_the_runners_client_sends_tools_policy_and_root(rig: Any) -> None:
 
 @pytest.mark.parametrize("tools", [["python"], {"python": 1}])
 async def test_tools_that_are_no_versions_are_refused(rig: Any, tools: object) -> None:
-    headers = {"authorization": f"Bearer {rig.gateway.key.decode()}"}
+    headers = {"authorization": f"Bearer {rig.gateway.keys.first.decode()}"}
     answer = await rig.http.post("/sessions", json={"environment": {"tools": tools}}, headers=headers)
     assert (answer.status_code, "tools" in answer.json()["error"]["message"]) == (400, True)

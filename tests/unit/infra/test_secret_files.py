@@ -1,0 +1,169 @@
+"""Secrets from files: read, refused by name, and read again when Kubernetes swaps them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from turnlog.infra.embedded.run_files import write_settings
+from turnlog.infra.run_folder import present
+from turnlog.producers.gateway.errors import Unauthorized
+from turnlog.producers.gateway.requests import Claims, SigningKeys, require_key, sign, verify
+from turnlog.secret_files import SecretUnusable
+from turnlog.settings import Settings, SettingsError, load
+
+VARIABLE = "TURNLOG_GATEWAY_SIGNING_KEY_FILE"
+SECRETS = [
+    (section.name, key.name)
+    for section in dataclasses.fields(Settings)
+    for key in dataclasses.fields(getattr(Settings(), section.name))
+    if not key.repr
+]
+
+
+class Mounted:
+    """A Secret as a kubelet mounts it: each key a link through `..data`, which is turned to a new folder at once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._versions = folder, 0
+
+    def holds(self, **keys: str) -> None:
+        """Swap the whole Secret."""
+        self._versions += 1
+        new = self._folder / f"..{self._versions}"
+        new.mkdir()
+        for name, text in keys.items():
+            (new / name).write_text(text)
+            if not (self._folder / name).is_symlink():
+                (self._folder / name).symlink_to(f"..data/{name}")
+        (self._folder / "..new").symlink_to(new.name)
+        (self._folder / "..new").rename(self._folder / "..data")
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Mounted:
+    return Mounted(tmp_path)
+
+
+def test_every_secret_setting_has_a_file() -> None:
+    assert ("store", "secret_key") in SECRETS
+    assert ("gateway", "signing_key") in SECRETS
+
+
+@pytest.mark.parametrize(("section", "key"), SECRETS)
+def test_a_secret_is_read_from_its_file_without_one_line_break_and_is_not_shown(
+    tmp_path: Path, section: str, key: str
+) -> None:
+    variable, file = f"TURNLOG_{section}_{key}".upper(), tmp_path / "secret"
+    for text, value in (("hush", "hush"), ("hush\n", "hush"), ("hush\r\n", "hush"), (" hush\n\n", " hush\n")):
+        file.write_text(text, newline="")
+        settings = load(None, {f"{variable}_FILE": str(file)})
+        assert getattr(getattr(settings, section), key) == value
+    assert "hush" not in repr(settings)
+    with pytest.raises(SettingsError, match=f"{variable} and {variable}_FILE are both set"):
+        load(None, {f"{variable}_FILE": str(file), variable: "hush"})
+
+
+def test_only_secrets_have_files(tmp_path: Path) -> None:
+    assert load(None, {"TURNLOG_RUN_ID_FILE": str(tmp_path / "nothing")}) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(None, "cannot be read: No such file"), (b"", "is empty"), (b"\n", "is empty"), (b"\xff", "no UTF-8")],
+)
+def test_an_unusable_file_is_named_with_its_variable(tmp_path: Path, content: bytes | None, said: str) -> None:
+    file = tmp_path / "secret"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(SecretUnusable, match=f"{VARIABLE}: {file} .*{said}"):
+        load(None, {VARIABLE: str(file)})
+
+
+def test_a_folder_is_no_secret(tmp_path: Path) -> None:
+    with pytest.raises(SecretUnusable, match=f"{VARIABLE}: {tmp_path} cannot be read: Is a directory"):
+        load(None, {VARIABLE: str(tmp_path)})
+
+
+def test_a_swapped_file_is_read_again_and_a_broken_one_is_not_used(
+    tmp_path: Path, mounted: Mounted, caplog: pytest.LogCaptureFixture
+) -> None:
+    mounted.holds(key="old\n")
+    secret = load(None, {VARIABLE: str(tmp_path / "key")}).gateway.signing_key
+    assert present(secret) == "old"
+    mounted.holds(key="new\n")
+    assert present(secret) == "new"
+    assert secret == "old", "a frozen value stays what it was"
+    with caplog.at_level(logging.WARNING):
+        mounted.holds(key="")
+        assert present(secret) == "new"
+        (tmp_path / "key").unlink()
+        assert present(secret) == "new"
+    assert "is empty" in caplog.text
+    assert "new" not in caplog.text.replace("new\n", "")
+
+
+def test_a_file_that_is_not_swapped_is_not_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "key").write_text("k")
+    secret = load(None, {VARIABLE: str(tmp_path / "key")}).gateway.signing_key
+    monkeypatch.setattr(Path, "read_bytes", lambda *_, **__: pytest.fail("it was opened"))
+    assert present(secret) == present(secret) == "k"
+
+
+def test_a_secret_from_a_file_is_text_wherever_settings_go(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("k'\"\n")
+    settings = load(None, {VARIABLE: str(tmp_path / "key")})
+    for made in (copy.deepcopy, lambda secret: pickle.loads(pickle.dumps(secret))):
+        assert present(made(settings.gateway.signing_key)) == "k'\""
+    assert load(write_settings(tmp_path, settings), {}).gateway.signing_key == "k'\""
+
+
+@pytest.fixture
+def keys(tmp_path: Path, mounted: Mounted) -> Iterator[SigningKeys]:
+    """Of a gateway whose keys are mounted."""
+    mounted.holds(signs="old", accepted="old")
+    files = {
+        VARIABLE: str(tmp_path / "signs"),
+        "TURNLOG_GATEWAY_ACCEPTED_SIGNING_KEYS_FILE": str(tmp_path / "accepted"),
+    }
+    settings = load(None, files)
+    before = set(os.listdir(tmp_path))
+    yield SigningKeys(settings.gateway, tmp_path)
+    assert {name for name in os.listdir(tmp_path) if not name.startswith("..")} <= before, "a key of its own was made"
+
+
+def test_keys_are_rotated_without_a_restart_and_without_a_refused_token(keys: SigningKeys, mounted: Mounted) -> None:
+    def signed() -> str:
+        return sign(Claims(session_id="s", group_id="g", floor=0), keys.first)
+
+    old = signed()
+    mounted.holds(signs="old", accepted="new")
+    require_key("Bearer new", *keys.accepted)
+    assert signed() == old
+    mounted.holds(signs="new", accepted="old other\n")
+    new = signed()
+    assert new != old
+    for token in (old, new):
+        assert verify(token, *keys.accepted).session_id == "s"
+    for key in ("old", "new", "other"):
+        require_key(f"Bearer {key}", *keys.accepted)
+    mounted.holds(signs="new", accepted="new")
+    assert verify(new, *keys.accepted).session_id == "s"
+    with pytest.raises(Unauthorized):
+        verify(old, *keys.accepted)
+    with pytest.raises(Unauthorized):
+        require_key("Bearer old", *keys.accepted)
+
+
+def test_no_key_is_not_a_key() -> None:
+    keys = SigningKeys(load(None, {"TURNLOG_GATEWAY_SIGNING_KEY": "k"}).gateway, Path("nowhere"))
+    assert keys.accepted == (b"k",)
+    with pytest.raises(Unauthorized):
+        require_key("Bearer ", *keys.accepted)
