@@ -25,7 +25,8 @@ from prometheus_client import Gauge
 
 from turnlog.infra.archive.index import archive_name
 from turnlog.infra.log import Log, LogUnavailable, Partition, TopicMissing
-from turnlog.infra.roles.health import Health, QuietServer, application, configured, health_address, listening
+from turnlog.infra.roles.health import Health, QuietServer, application, configured, listening
+from turnlog.infra.roles.probe import served_at
 from turnlog.infra.run_folder import kafka_of
 from turnlog.names import ConsumerGroup
 from turnlog.schemas import topics
@@ -227,8 +228,7 @@ def serve_lag(settings: Settings) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stopping.set)
         health = Health("lag", work_s=settings.liveness.work_s)
-        own = (settings.lag.host, settings.lag.port)
-        address = own if settings.lag.port else health_address(os.environ) or own
+        address = served_at("lag", settings, os.environ) or (settings.lag.host, 0)
         async with AsyncExitStack() as stack:
             listener = stack.enter_context(closing(listening(*address, "[lag] host or port")))
             client = KafkaLog(kafka_of(settings), prefix=settings.kafka.prefix)

@@ -29,7 +29,7 @@ from turnlog.infra.embedded.ports import HOST, ONE_HOST, claim, free_ports, reac
 from turnlog.infra.embedded.process import Launch
 from turnlog.infra.embedded.run_files import LOGS, SETTINGS
 from turnlog.infra.embedded.supervisor import Member
-from turnlog.infra.roles.health import health_host
+from turnlog.infra.roles.probe import health_host
 from turnlog.infra.run_folder import STORE_KEY, Endpoints
 from turnlog.liveness_settings import LivenessSettings
 from turnlog.settings import GatewaySettings, RegistrySettings, Settings, ViewsSettings

@@ -41,10 +41,10 @@ from turnlog.infra.roles.health import (
     QuietServer,
     body_of,
     configured,
-    health_address,
     listening,
     serve_health,
 )
+from turnlog.infra.roles.probe import health_address
 from turnlog.infra.run_folder import read_endpoints
 from turnlog.names import REGISTRY_TOPIC, TransactionalId
 from turnlog.schemas.compatibility import incompatibilities

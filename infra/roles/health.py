@@ -22,10 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from turnlog.setting_types import SettingsError, is_service_link
-
 WORK = "work"
-LOOPBACK = "127.0.0.1"
 
 
 @dataclass(slots=True)
@@ -163,21 +160,6 @@ def listening(host: str, port: int, setting: str) -> socket.socket:
         said = f"{host}:{port} cannot be bound ({error.strerror}): change {setting}"
         raise CannotListen(error.errno, said) from None
     return listener
-
-
-def health_address(env: Mapping[str, str]) -> tuple[str, int] | None:
-    """Host and port of the health endpoint; None: it is not served. Raises SettingsError."""
-    port = env.get("TURNLOG_HEALTH_PORT", "")
-    if is_service_link(port) or port in ("", "0"):
-        return None
-    if not (port.isascii() and port.isdecimal() and int(port) <= 65535):
-        raise SettingsError(f"TURNLOG_HEALTH_PORT must be a whole number from 0 to 65535, got {port!r}")
-    return health_host(env), int(port)
-
-
-def health_host(env: Mapping[str, str]) -> str:
-    """The address that health endpoints listen on."""
-    return env.get("TURNLOG_HEALTH_HOST") or LOOPBACK
 
 
 @asynccontextmanager

@@ -26,7 +26,8 @@ from turnlog.fold_settings import FOLD_SECTIONS
 from turnlog.infra.history import all_events
 from turnlog.infra.log import Partition
 from turnlog.infra.methods import installed
-from turnlog.infra.roles.health import health_address, serve_health
+from turnlog.infra.roles.health import serve_health
+from turnlog.infra.roles.probe import health_address
 from turnlog.infra.roles.role import Role, opened
 from turnlog.processors.core.batches.draws import DrawRules, draw_rules
 from turnlog.processors.core.fold.low_water import FoldName

@@ -27,7 +27,8 @@ from turnlog.infra.kafka.connection import Connection, typed
 from turnlog.infra.log import LogError
 from turnlog.infra.registry import HttpRegistry
 from turnlog.infra.roles import log_lines
-from turnlog.infra.roles.health import Health, health_address
+from turnlog.infra.roles.health import Health
+from turnlog.infra.roles.probe import served_at
 from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.runs import claimed
 from turnlog.infra.run_folder import resolved
@@ -91,12 +92,6 @@ async def _codec(settings: Settings) -> Codec:
             return events.codec
 
 
-def _address(settings: Settings) -> tuple[str, int] | None:
-    """Where everything is served."""
-    own = settings.views.host, settings.views.port
-    return own if settings.views.port else health_address(os.environ)
-
-
 @contextlib.contextmanager
 def _folder(settings: Settings) -> Iterator[Path]:
     """Where tables are kept between starts: in the run's folder, if there is one. Elsewhere they come back from their
@@ -113,7 +108,7 @@ def make_app(settings: Settings, codec: Codec, folder: Path) -> faust.App:
     """The application: three agents, three tables, four pages. `folder`: see _folder."""
     _mend_recovery()
     instance = os.environ.get("TURNLOG_INSTANCE")
-    address = _address(settings)
+    address = served_at("views", settings, os.environ)
     host, port = address or ("127.0.0.1", 6066)
     app = faust.App(
         settings.kafka.prefix + ConsumerGroup.VIEWS.format(run=settings.run.id),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 
 from turnlog.settings import Settings
 
@@ -109,6 +108,8 @@ def sandbox(settings: Settings, arguments: argparse.Namespace) -> int:
 
             return show(settings, arguments)
         case "check":
+            import asyncio  # not for --help, nor for `turnlog health`
+
             from turnlog.sandbox_workers.console.machine_check import show as show_check
 
             return asyncio.run(show_check(settings, as_json=arguments.json))

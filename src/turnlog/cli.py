@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import dataclasses
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
 from turnlog import __version__
 from turnlog.infra.roles import log_lines
@@ -101,6 +101,13 @@ def parser() -> argparse.ArgumentParser:
     _verb(verbs, "up", _up, "start servers and roles, leave them running, print the endpoints")
     _verb(verbs, "down", _down, "stop what `up` started")
     _verb(verbs, "status", _status, "roles, lag, engines, versions").add_argument("--json", action="store_true")
+    health = _verb(verbs, "health", _health, "ask a role of this container whether it is ready, for probes")
+    health.add_argument("role", choices=(*ROLES, "sandbox", "archive", "views", "lag", "registry"))
+    asked = health.add_mutually_exclusive_group()
+    asked.add_argument("--ready", action="store_true", help="whether it does its work (the default)")
+    asked.add_argument("--live", action="store_true", help="whether its loops come round")
+    health.add_argument("--url", default="", help="of its health endpoint (default: TURNLOG_HEALTH_HOST and _PORT)")
+    health.add_argument("--timeout", type=float, default=2.0, metavar="S", help="seconds for an answer (default 2)")
     run = _verb(verbs, "run", _run, "configure the run, feed tasks and train until the draws of [feeder] are trained")
     run.add_argument(
         "action", nargs="?", choices=("configure",),
@@ -160,6 +167,12 @@ def _role(name: str, module: str) -> Call:
     return call
 
 
+def _finished(work: Coroutine[Any, Any, int]) -> int:
+    import asyncio  # 60 ms that a probe does not need
+
+    return asyncio.run(work)
+
+
 def _views(settings: Settings, _: argparse.Namespace) -> int:
     from turnlog.processors.runtime.views import serve_views
 
@@ -170,6 +183,14 @@ def _lag(settings: Settings, _: argparse.Namespace) -> int:
     from turnlog.consumers.lag import serve_lag
 
     return serve_lag(settings)
+
+
+def _health(settings: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.infra.roles.probe import probe
+
+    return probe(
+        arguments.role, settings, os.environ, url=arguments.url, live=arguments.live, timeout_s=arguments.timeout
+    )
 
 
 def _registry(settings: Settings, _: argparse.Namespace) -> int:
@@ -229,7 +250,7 @@ def _demo(settings: Settings, arguments: argparse.Namespace) -> int:
 def _replay(settings: Settings, arguments: argparse.Namespace) -> int:
     from turnlog.consumers.replay.refold import command
 
-    return asyncio.run(command(settings, arguments))
+    return _finished(command(settings, arguments))
 
 
 def _archive(settings: Settings, arguments: argparse.Namespace) -> int:
@@ -253,7 +274,7 @@ def _schemas(_: Settings, arguments: argparse.Namespace) -> int:
 def _topics(settings: Settings, arguments: argparse.Namespace) -> int:
     from turnlog.infra.topics_admin import run
 
-    return asyncio.run(run(arguments.action, settings))
+    return _finished(run(arguments.action, settings))
 
 
 def _dataset(settings: Settings, arguments: argparse.Namespace) -> int:
@@ -271,13 +292,13 @@ def _fold(settings: Settings, arguments: argparse.Namespace) -> int:
 def _dead_letters(settings: Settings, arguments: argparse.Namespace) -> int:
     from turnlog.consumers.dead_letters import command
 
-    return asyncio.run(command(settings, arguments))
+    return _finished(command(settings, arguments))
 
 
 def _session(settings: Settings, arguments: argparse.Namespace) -> int:
     from turnlog.sandbox_workers.console.rerun import command
 
-    return asyncio.run(command(settings, arguments))
+    return _finished(command(settings, arguments))
 
 
 def _books(settings: Settings, arguments: argparse.Namespace) -> int:
@@ -285,13 +306,13 @@ def _books(settings: Settings, arguments: argparse.Namespace) -> int:
 
     archive = arguments.source == "archive"
     asked = Asked(arguments.by, arguments.id, as_json=arguments.json, limit=arguments.limit, archive=archive)
-    return asyncio.run(show(settings, asked))
+    return _finished(show(settings, asked))
 
 
 def _report(settings: Settings, _: argparse.Namespace) -> int:
     from turnlog.consumers.report import write
 
-    return asyncio.run(write(settings))
+    return _finished(write(settings))
 
 
 __all__ = ["SettingsError", "main"]

@@ -11,7 +11,7 @@ from typing import get_type_hints
 
 import pytest
 
-from turnlog.infra.roles.health import health_address
+from turnlog.infra.roles.probe import health_address
 from turnlog.setting_types import value_of
 from turnlog.settings import (
     GatewaySettings,

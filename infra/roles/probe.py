@@ -1,0 +1,113 @@
+"""Where a role serves its health, and `turnlog health ROLE`, which asks it: for probes in images without curl.
+
+A probe runs every few seconds beside its role, so nothing heavy is imported: one GET over a socket, without clients.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from turnlog.infra.roles.log_lines import escaped
+from turnlog.names import ExitStatus
+from turnlog.setting_types import SettingsError, is_service_link
+from turnlog.settings import Settings
+
+LOOPBACK = "127.0.0.1"
+ANY = {"0.0.0.0": LOOPBACK, "::": "::1"}
+"""Address to listen on -> the one at which this host reaches it."""
+LONGEST = 1 << 20
+"""Bytes of an answer that are read."""
+
+
+class NoHealthServed(SettingsError):
+    """The role serves no health. Remedy: TURNLOG_HEALTH_PORT."""
+
+
+def health_address(env: Mapping[str, str]) -> tuple[str, int] | None:
+    """Host and port of the health endpoint; None: it is not served. Raises SettingsError."""
+    port = env.get("TURNLOG_HEALTH_PORT", "")
+    if is_service_link(port) or port in ("", "0"):
+        return None
+    if not (port.isascii() and port.isdecimal() and int(port) <= 65535):
+        raise SettingsError(f"TURNLOG_HEALTH_PORT must be a whole number from 0 to 65535, got {port!r}")
+    return health_host(env), int(port)
+
+
+def health_host(env: Mapping[str, str]) -> str:
+    """The address that health endpoints listen on."""
+    return env.get("TURNLOG_HEALTH_HOST") or LOOPBACK
+
+
+def served_at(role: str, settings: Settings, env: Mapping[str, str]) -> tuple[str, int] | None:
+    """Host and port of the role's health: of its own pages where it has some, else of the health endpoint. Raises
+    SettingsError."""
+    pages = {"views": (settings.views.host, settings.views.port), "lag": (settings.lag.host, settings.lag.port)}
+    own = pages.get(role)
+    return own if own is not None and own[1] else health_address(env)
+
+
+def probe(role: str, settings: Settings, env: Mapping[str, str], *, url: str, live: bool, timeout_s: float) -> int:
+    """Ask whether the role is ready, or alive (`live`); prints what it said. 0: it is; 1: it is not, or gave no answer.
+    `url`: of the health endpoint, if not this container's. Raises SettingsError."""
+    if url:
+        parts = urlsplit(url)
+        address: tuple[str, int] | None = (parts.hostname or LOOPBACK, parts.port or 80)
+    else:
+        address = served_at(role, settings, env)
+    if address is None:
+        raise NoHealthServed(f"{role} serves no health here: TURNLOG_HEALTH_PORT is not set; set it, or give --url")
+    host, port = ANY.get(address[0], address[0]), address[1]
+    path = "/healthz" if live else "/readyz"
+    try:
+        status, said = _get(host, port, path, timeout_s)
+    except (OSError, ValueError) as error:
+        why = f"no answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
+        return _told(ExitStatus.DIFFERS, f"{role} at {host}:{port}{path}: {why}")
+    other = said.get("role", role)
+    if other != role:
+        return _told(ExitStatus.DIFFERS, f"{host}:{port} is {other}, not {role}")
+    if status == 200:
+        return _told(ExitStatus.DONE, f"{role} is {'alive' if live else 'ready'}")
+    return _told(ExitStatus.DIFFERS, f"{role} is not {'alive' if live else 'ready'}: {_reasons(said) or status}")
+
+
+def _reasons(said: Mapping[str, Any]) -> str:
+    """What a role waits for, or which of its loops stand still."""
+    waiting: Mapping[str, Any] = said.get("waiting") or {}
+    loops: Mapping[str, Any] = said.get("loops") or {}
+    stale = [
+        f"its loop {name!r} has stood still for over {loop['within_s']:g} s"
+        for name, loop in loops.items()
+        if loop.get("stale")
+    ]
+    return "; ".join([*map(str, waiting.values()), *stale])
+
+
+def _get(host: str, port: int, path: str, timeout_s: float) -> tuple[int, dict[str, Any]]:
+    """Status and JSON object of an answer. HTTP/1.0: it ends with the connection. Raises OSError, ValueError."""
+    shown = f"[{host}]" if ":" in host else host
+    with socket.create_connection((host, port), timeout_s) as server:
+        server.sendall(f"GET {path} HTTP/1.0\r\nHost: {shown}:{port}\r\n\r\n".encode())
+        answer = b""
+        while len(answer) < LONGEST and (part := server.recv(1 << 16)):
+            answer += part
+    head, _, body = answer.partition(b"\r\n\r\n")
+    version, _, rest = head.partition(b" ")
+    if not version.startswith(b"HTTP/") or not rest[:3].isdigit():
+        raise ValueError("what answers there is no HTTP server")
+    status = int(rest[:3])
+    try:
+        said = json.loads(body)
+    except ValueError:
+        said = {}
+    return status, said if isinstance(said, dict) else {}
+
+
+def _told(status: ExitStatus, line: str) -> int:
+    sys.stdout.write(escaped(line) + "\n")  # terminal.say takes rich with it
+    return status

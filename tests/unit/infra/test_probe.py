@@ -1,0 +1,112 @@
+"""`turnlog health ROLE` against a role's real health endpoint: the exit status, the reason, and what it costs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from turnlog.infra.embedded.ports import HOST
+from turnlog.infra.roles.health import Health, listening, serve_health
+
+PROBE = [sys.executable, "-m", "turnlog.cli", "health"]
+
+
+@asynccontextmanager
+async def served(health: Health) -> AsyncIterator[int]:
+    """A role's endpoints on a free port."""
+    with listening(HOST, 0, "") as free:
+        port = int(free.getsockname()[1])
+    async with serve_health(health, (HOST, port)):
+        yield port
+
+
+async def asked(*arguments: str, **env: str) -> tuple[int | None, str]:
+    """Exit status, and all that it said."""
+    process = await asyncio.create_subprocess_exec(
+        *PROBE, *arguments, env={**os.environ, **env}, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    out, _ = await process.communicate()
+    return process.returncode, out.decode().strip()
+
+
+async def test_a_role_is_asked_where_this_container_serves_its_health() -> None:
+    health = Health("assembler")
+    async with served(health) as port:
+        env = {"TURNLOG_HEALTH_PORT": str(port), "TURNLOG_HEALTH_HOST": HOST}
+        assert await asked("assembler", **env) == (1, "assembler is not ready: starting")
+        health.started()
+        health.waits("unit 3", "stopped at agent.turns[3]@17\nmend it")
+        assert await asked("assembler", "--ready", **env) == (
+            1, "assembler is not ready: stopped at agent.turns[3]@17\\nmend it",
+        )  # fmt: skip
+        health.holds("unit 3")
+        assert await asked("assembler", **env) == (0, "assembler is ready")
+        assert await asked("assembler", "--live", **env) == (0, "assembler is alive")
+        assert await asked("assembler", "--url", f"http://{HOST}:{port}") == (0, "assembler is ready")
+
+
+async def test_a_loop_that_stands_still_is_named() -> None:
+    health = Health("runner")
+    health.started()
+    health.beat("reaper", within_s=1e-9)
+    async with served(health) as port:
+        status, said = await asked("runner", "--live", TURNLOG_HEALTH_PORT=str(port))
+    assert status == 1
+    assert said.startswith("runner is not alive: its loop 'reaper' has stood still")
+
+
+async def test_another_role_at_the_address_is_not_the_one_that_was_asked_for() -> None:
+    async with served(Health("batcher")) as port:
+        assert await asked("trainer", "--live", TURNLOG_HEALTH_PORT=str(port)) == (
+            1, f"{HOST}:{port} is batcher, not trainer",
+        )  # fmt: skip
+
+
+async def test_views_and_lag_are_asked_where_their_own_settings_say() -> None:
+    health = Health("lag")
+    health.started()
+    async with served(health) as port:
+        assert await asked("lag", TURNLOG_LAG_PORT=str(port), TURNLOG_HEALTH_PORT="1") == (0, "lag is ready")
+
+
+async def test_silence_and_a_missing_port_are_no_health() -> None:
+    with socket.create_server((HOST, 0)) as silent:
+        port = silent.getsockname()[1]
+        status, said = await asked("gateway", "--timeout", "0.2", TURNLOG_HEALTH_PORT=str(port))
+        assert (status, said) == (1, f"gateway at {HOST}:{port}/readyz: no answer within 0.2 s")
+    status, said = await asked("gateway", TURNLOG_HEALTH_PORT=str(port))
+    assert status == 1
+    assert "refused" in said
+    status, said = await asked("gateway", TURNLOG_HEALTH_PORT="0")
+    assert status == 2
+    assert "TURNLOG_HEALTH_PORT is not set" in said
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+async def test_a_role_that_listens_everywhere_is_asked_at_home(host: str) -> None:
+    status, said = await asked("gateway", TURNLOG_HEALTH_HOST=host, TURNLOG_HEALTH_PORT="1")
+    assert status == 1
+    assert f"gateway at {'127.0.0.1' if host == '0.0.0.0' else '::1'}:1/readyz: " in said
+
+
+def test_a_probe_imports_no_client_and_no_server_and_is_quick() -> None:
+    program = "import sys, turnlog.cli\nturnlog.cli.main(['health', 'gateway', '--url', 'http://127.0.0.1:1'])\n"
+    shown = subprocess.run(
+        [sys.executable, "-c", program + "print(*sys.modules)"], capture_output=True, text=True, check=True
+    ).stdout
+    assert not set(shown.split()) & {"asyncio", "ssl", "uvicorn", "starlette", "rich", "aiokafka", "prometheus_client"}
+
+    def seconds() -> float:
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+        return time.perf_counter() - began
+
+    assert min(seconds() for _ in range(5)) < 0.4
