@@ -15,6 +15,7 @@ from prometheus_client import Counter
 
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.recipes import BrokenRecipe, Episode, Message, Recipe, SandboxCall, called, first_workspace
+from turnlog.infra.roles import log_lines
 from turnlog.producers.gateway_client import (
     ContextExceeded,
     EpochLost,
@@ -97,9 +98,11 @@ class Rollout:
         Per attempt: 1. open the session; 2. act until the agent ends; 3. write the verdict; 4. finish the session.
         Raises GatewayUnavailable, GatewayRefused, LogUnavailable.
         """
+        log_lines.about(group_id=self._request.group_id)
         for attempt in range(self._settings.max_attempts):
             final = attempt + 1 == self._settings.max_attempts
             session = await self._gateway.open(self._request, self._recipe, attempt)
+            log_lines.about(session_id=session.session_id)
             state = await self._gateway.state(session) if resume else None
             if state is not None and state.finished:
                 ending = Ending(state.outcome)

@@ -101,7 +101,9 @@ class CallRunner:
             except (SandboxDied, SandboxUnavailable) as error:
                 unit.attempts[pending.request.call_id] = self._attempts(unit, pending) + (not pending.begun)
                 pending.begun = False
-                log.warning("call %s ended without an answer: %s", pending.request.call_id, error)
+                log.warning(
+                    "call %s ended without an answer: %s", pending.request.call_id, error, extra=_about(pending)
+                )
                 execution = self._unrunnable(unit, pending, plan)
         if execution.reason == "attempts":
             await self._park(pending.record, answers.AttemptsExhausted(execution.output.decode(errors="replace")))
@@ -226,7 +228,7 @@ class CallRunner:
         verdict = attributed(evidence)
         if verdict is None:
             raise error
-        log.info("call %s has ended its sandbox: %s", pending.request.call_id, error)
+        log.info("call %s has ended its sandbox: %s", pending.request.call_id, error, extra=_about(pending))
         return verdict
 
     async def _run(self, lease: Lease, pending: Pending, plan: Plan) -> Ran:
@@ -293,3 +295,8 @@ class CallRunner:
 
     def _age(self, pending: Pending) -> float:
         return max(0.0, self._clock() - pending.record.timestamp_ms / 1000)
+
+
+def _about(pending: Pending) -> dict[str, str]:
+    """What a log line is about. By line, not by task: sandboxes that a call makes outlive it."""
+    return {"session_id": pending.request.session_id, "group_id": pending.request.group_id}

@@ -29,6 +29,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from turnlog.infra.roles import log_lines
+from turnlog.infra.roles.log_lines import instance_of
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer import mcore
 from turnlog.trainer.learner import Learner, StepResult
@@ -266,6 +268,8 @@ def _start(plan: LearningPlan, rank: int, port: int) -> subprocess.Popen[bytes]:
 def main(arguments: list[str]) -> None:
     """Serve until rank 0 releases us or dies."""
     rank, world_size, tensor, pipeline, port = map(int, arguments)
+    log_lines.begin(os.environ, sys.stderr)
+    log_lines.speaks("trainer", run=os.environ.get("TURNLOG_RUN_ID", ""), instance=f"{instance_of('trainer')}-{rank}")
     serve_rank(None, rank=rank, world_size=world_size, tensor=tensor, pipeline=pipeline, port=port)
 
 

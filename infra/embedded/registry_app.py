@@ -424,5 +424,5 @@ async def _not_found(request: Request, error: Exception) -> Response:
 
 
 if __name__ == "__main__":
-    log_lines.begin("INFO", sys.stderr)
+    log_lines.begin(os.environ, sys.stderr)
     raise SystemExit(serve_registry(load(None, os.environ)))

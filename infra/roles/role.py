@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -17,10 +15,14 @@ from turnlog.infra.blobs import Blobs
 from turnlog.infra.event_log import EventLog, dead_letter, where
 from turnlog.infra.log import Log, Record
 from turnlog.infra.roles.health import Health
+from turnlog.infra.roles.log_lines import instance_of
 from turnlog.infra.run_folder import resolved
+from turnlog.schemas.topics import CATALOGUE
 from turnlog.settings import Settings
 
 log = logging.getLogger(__name__)
+GROUPED = frozenset(topic.name for topic in CATALOGUE if topic.key == "group_id")
+"""Topics whose keys say which group a record is about."""
 
 
 @dataclass(slots=True)
@@ -39,7 +41,8 @@ class Role:
 
     async def park(self, record: Record, cause: Exception) -> None:
         """Append the record's dead letter, and wait until it is on the log. Raises LogUnavailable."""
-        log.warning("%s is parked: %s: %s", where(record), type(cause).__name__, cause)
+        about = {"group_id": record.key.decode(errors="replace")} if record.topic in GROUPED else {}
+        log.warning("%s is parked: %s: %s", where(record), type(cause).__name__, cause, extra=about)
         await self.events.append(dead_letter(record, cause, run_id=self.settings.run.id, role=self.name))
 
 
@@ -54,7 +57,7 @@ async def opened(name: str, settings: Settings, *, archive: bool = False) -> Asy
 
     if not (archive and settings.store.endpoint):
         settings = resolved(settings)
-    instance = os.environ.get("TURNLOG_INSTANCE") or f"{name}-{socket.gethostname()}-{os.getpid()}"
+    instance = instance_of(name)
     async with AsyncExitStack() as stack:
         blobs = S3Blobs(settings.store)
         stack.push_async_callback(blobs.close)

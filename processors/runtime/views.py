@@ -62,7 +62,7 @@ def serve_views(settings: Settings) -> int:
 
 
 def _work(settings: Settings, app: faust.App) -> int:
-    level = os.environ.get("TURNLOG_LOG_LEVEL", "WARNING").upper()
+    level = log_lines.level(os.environ, "WARNING")
     lines = {"version": 1, "disable_existing_loggers": False, "root": {"level": level}}
     worker = faust.Worker(app, loglevel=level, logging_config=lines, redirect_stdouts=False, quiet=True)
     try:
@@ -128,7 +128,7 @@ def make_app(settings: Settings, codec: Codec, folder: Path) -> faust.App:
         web_host=host,
         web_port=port,
         web_bind=host,
-        loghandlers=[log_lines.handler(sys.stderr)],
+        loghandlers=[log_lines.handler(sys.stderr, as_json=log_lines.is_json(os.environ))],
     )
     tables = _tables(app, settings)
     _agents(app, settings, codec, tables)

@@ -273,7 +273,8 @@ class Sessions:
         _, offset = await self._events.append(event)
         await self._tail.reached(self._tail.partition(started.group_id), offset + 1)
         ADOPTED.inc()
-        log.info("adopted session %s", started.session_id)
+        about = {"session_id": started.session_id, "group_id": started.group_id}
+        log.info("adopted session %s", started.session_id, extra=about)
         return event.event_id
 
     async def _finish(self, session: Session, request: FinishRequest) -> SessionFinished:

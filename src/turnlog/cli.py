@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Coroutine, Sequence
@@ -41,9 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; the exit status. Typed errors end as one line on stderr and status 2, or 75 where a server
     did not answer."""
     arguments = parser().parse_args(argv)
-    log_lines.begin(os.environ.get("TURNLOG_LOG_LEVEL", "INFO"), sys.stderr)
     try:
+        log_lines.begin(os.environ, sys.stderr)
         settings = _settings(arguments)
+        log_lines.speaks(arguments.verb, run=settings.run.id)
         status: int = arguments.call(settings, arguments)
         return status
     except KeyboardInterrupt:
@@ -51,10 +53,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not _is_ours(error) or os.environ.get("TURNLOG_TRACEBACK"):
             raise
-        from turnlog.infra.roles.terminal import aside
-
-        aside(*f"turnlog {arguments.verb}: {type(error).__name__}: {error}".split("\n"))
+        _say_why(arguments.verb, error)
         return _status_of(error)
+
+
+def _say_why(verb: str, error: Exception) -> None:
+    said = f"turnlog {verb}: {type(error).__name__}: {error}"
+    if os.environ.get("TURNLOG_LOG_FORMAT") == "json":
+        logging.getLogger("turnlog").error("%s", said)
+        return
+    from turnlog.infra.roles.terminal import aside
+
+    aside(*said.split("\n"))
 
 
 def _is_ours(error: Exception) -> bool:

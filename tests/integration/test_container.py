@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -91,7 +92,8 @@ def container(tmp_path: Path, settings: Settings, *verb: str, **more: str) -> It
 async def test_the_views_need_no_folder_listen_where_they_are_told_and_are_scraped(
     live_settings: Settings, tmp_path: Path
 ) -> None:
-    with container(tmp_path, live_settings, "views") as views:
+    lines = {"TURNLOG_LOG_FORMAT": "json", "TURNLOG_LOG_LEVEL": "INFO", "TURNLOG_INSTANCE": "views-7"}
+    with container(tmp_path, live_settings, "views", **lines) as views:
         await views.says("/readyz", 200)
         metrics = await views.says("/metrics", 200)
         assert metrics.headers["content-type"].startswith("text/plain; version=")
@@ -99,6 +101,11 @@ async def test_the_views_need_no_folder_listen_where_they_are_told_and_are_scrap
         assert "process_resident_memory_bytes" in names
         assert views.stop() == 0
         assert list(views.folder.iterdir()) == []
+        said = [json.loads(line) for line in views.log.splitlines()]
+        assert {(one["role"], one["instance"], one["run"]) for one in said} == {
+            ("views", "views-7", live_settings.run.id)
+        }
+        assert any(one["logger"].startswith("faust") for one in said)
 
 
 @pytest.mark.kafka
