@@ -20,7 +20,7 @@ endif
 WORKERS ?= 2
 IN_WORKERS := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15
 
-.PHONY: help demo test test-fresh check bench chaos schemas docs lock clean
+.PHONY: help demo test test-fresh check bench chaos mutants schemas docs lock clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -43,6 +43,9 @@ bench: $(ENVIRONMENT)  ## measure the goals (ONLY=G1,T1 for some); one JSON line
 
 chaos: $(ENVIRONMENT)  ## strike every role and server: kill, hang, zombie (ONLY=loader,broker; KILLS=20)
 	@$(BIN)/python benchmarks/chaos/run.py $(if $(ONLY),--only $(ONLY)) $(if $(KILLS),--kills $(KILLS))
+
+mutants: $(ENVIRONMENT)  ## mutate the fold: does a test notice? (SAMPLE=300, SEED=1; ONLY=core.books,core.fold.*)
+	@$(BIN)/python tests/mutants.py $(if $(ONLY),--only '$(ONLY)') $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED))
 
 schemas: $(ENVIRONMENT)  ## rewrite schemas/avro from the event dataclasses
 	@$(BIN)/python -m turnlog.schemas.avsc
