@@ -1,5 +1,6 @@
 """The weight loader: one per engine, so that every published version is acknowledged or refused by name.
 
+NoSuchEngine       nobody says which engine is this loader's
 EngineSwapFailed   the engine died or cannot be resumed: EngineGone is on the log, the process ends, the supervisor
                    restarts engine and loader
 Fenced             another loader of this engine has started: the process ends, and says nothing more of the engine
@@ -30,6 +31,7 @@ import logging
 import math
 import os
 import shutil
+import socket
 import struct
 import tempfile
 import time
@@ -48,6 +50,7 @@ from turnlog.infra.log import Commit, Partition, Reached, Reader, Transactor
 from turnlog.infra.roles.role import Role
 from turnlog.names import ConsumerGroup, TransactionalId
 from turnlog.schemas.events import (
+    EngineDraining,
     EngineGone,
     EngineRegistered,
     EngineWeightsLoaded,
@@ -57,6 +60,7 @@ from turnlog.schemas.events import (
 )
 from turnlog.schemas.ids import digest
 from turnlog.schemas.topics import ENGINES, WEIGHTS
+from turnlog.settings import Settings
 
 HEADER_LENGTH = struct.Struct("<Q")
 MAX_HEADER_BYTES = 100 << 20
@@ -215,7 +219,7 @@ REFUSED = Counter("turnlog_loader_refused", "Weight versions refused", ["cause"]
 VERSION = Gauge("turnlog_loader_version", "Weight version served; -1 before the first")
 
 PARTITION = Partition(WEIGHTS.name, 0)
-STARTING, SERVING, GONE = "starting", "serving", "gone"
+STARTING, SERVING, DRAINING, GONE = "starting", "serving", "draining", "gone"
 PROBE_S = 1.0
 SILENT_PROBES = 3
 """An engine that does not answer this many probes in a row is gone; one that refuses the connection is gone at once."""
@@ -223,24 +227,53 @@ RETRY_S = 0.5
 RECENT = 8
 
 
+class NoSuchEngine(Exception):
+    """The loader is not told which engine is its own. Remedy: TURNLOG_ENGINE_URL, or an index into [engine] urls."""
+
+
 class EngineSwapFailed(Exception):
     """The engine is gone or left paused; the supervisor restarts both."""
 
 
 async def main(role: Role) -> None:
-    """Keep one engine on the newest weight version until the role stops. Raises EngineSwapFailed, LogError, BlobError.
-
-    TURNLOG_ENGINE_INDEX (default 0) says which of engine.urls.
-    """
-    index = int(os.environ.get("TURNLOG_ENGINE_INDEX", "0"))
-    urls = role.settings.engine.urls
-    if index >= len(urls):
-        raise EngineSwapFailed(f"there is no engine {index}: [engine] urls and endpoints.json name {len(urls)}")
-    control = SGLangControl(urls[index])
+    """Keep one engine on the newest weight version until the role stops. Raises NoSuchEngine, EngineSwapFailed,
+    LogError, BlobError."""
+    engine = engine_of(role.settings, os.environ)
+    control = SGLangControl(engine.url)
     try:
-        await Loader(role, control, f"engine-{index}", urls[index]).run()
+        await Loader(role, control, engine.id, engine.url, drains=engine.alone).run()
     finally:
         await control.close()
+
+
+@dataclass(frozen=True, slots=True)
+class NamedEngine:
+    """Whose weights a loader keeps."""
+
+    id: str
+    url: str
+    """Where the loader and every gateway reach it."""
+    alone: bool
+    """It stands beside its loader and goes when that goes; else somebody watches over it."""
+
+
+def engine_of(settings: Settings, env: Mapping[str, str]) -> NamedEngine:
+    """The engine at TURNLOG_ENGINE_URL, named by TURNLOG_INSTANCE, else by the host (a pod's name); or the one of
+    [engine] urls that TURNLOG_ENGINE_INDEX (default 0) says. Raises NoSuchEngine."""
+    url, index = env.get("TURNLOG_ENGINE_URL", "").rstrip("/"), env.get("TURNLOG_ENGINE_INDEX", "")
+    if url and index:
+        raise NoSuchEngine("TURNLOG_ENGINE_URL and TURNLOG_ENGINE_INDEX name two engines: set one of them")
+    if url:
+        if not url.startswith(("http://", "https://")):
+            raise NoSuchEngine(f"TURNLOG_ENGINE_URL must be http://host:port as gateways reach it, got {url!r}")
+        return NamedEngine(env.get("TURNLOG_INSTANCE") or socket.gethostname(), url, alone=True)
+    urls, number = settings.engine.urls, index or "0"
+    if not (number.isascii() and number.isdecimal() and int(number) < len(urls)):
+        raise NoSuchEngine(
+            f"there is no engine {number}: [engine] urls and endpoints.json name {len(urls)}; TURNLOG_ENGINE_INDEX "
+            "chooses one of them, TURNLOG_ENGINE_URL names one that is in neither"
+        )
+    return NamedEngine(f"engine-{int(number)}", urls[int(number)], alone=False)
 
 
 @dataclass(slots=True)
@@ -262,7 +295,8 @@ class Timer:
 class Loader:
     """One engine's weights."""
 
-    def __init__(self, role: Role, control: EngineControl, engine_id: str, url: str) -> None:
+    def __init__(self, role: Role, control: EngineControl, engine_id: str, url: str, *, drains: bool = False) -> None:
+        """`drains`: the engine takes no more turns when the loader stops."""
         settings = role.settings
         self._role, self._control, self._engine_id, self._url = role, control, engine_id, url
         self._directory = Path(settings.run.directory).resolve() / "weights" / engine_id
@@ -279,6 +313,7 @@ class Loader:
         self._refused: set[int] = set()
         self._said = 0
         self._silent = 0
+        self._drains = drains
 
     async def run(self) -> None:
         """See the module."""
@@ -312,6 +347,8 @@ class Loader:
                     probed = time.monotonic()
             if not self._waiting:
                 await self._reached.say({PARTITION: Commit(reader.position(PARTITION))}, last=True)
+        if self._drains:
+            await self._say(EngineDraining, state=DRAINING)
 
     def _beat(self) -> None:
         settings = self._role.settings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from safetensors.torch import save, save_file
 from tests.fakes.memory_engine_control import MemoryEngineControl
 from tests.fakes.memory_log import MemoryLog
 from turnlog.consumers.lag import by_role, lag_of
-from turnlog.consumers.loader import EngineSwapFailed, Loader
+from turnlog.consumers.loader import EngineSwapFailed, Loader, NamedEngine, NoSuchEngine, engine_of
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Fenced, Partition
@@ -124,6 +125,51 @@ async def test_versions_that_the_engine_has_are_no_lag_of_its_loader(role: Role,
     await running
     await publish(role, 2)
     assert by_role(await lag_of(role.log, settings))["loader"] == 1
+
+
+def test_an_engine_is_named_by_its_url_and_its_pod_or_by_an_index() -> None:
+    two = Settings(engine=EngineSettings(urls=("http://a", "http://b")))
+    assert engine_of(two, {}) == NamedEngine("engine-0", "http://a", alone=False)
+    assert engine_of(two, {"TURNLOG_ENGINE_INDEX": "1", "TURNLOG_INSTANCE": "x"}).id == "engine-1"
+    pod = {"TURNLOG_ENGINE_URL": "http://10.0.0.7:30000/", "TURNLOG_INSTANCE": "sglang-4"}
+    assert (
+        engine_of(two, pod)
+        == engine_of(Settings(), pod)
+        == NamedEngine("sglang-4", "http://10.0.0.7:30000", alone=True)
+    )
+    del pod["TURNLOG_INSTANCE"]
+    assert engine_of(Settings(), pod).id == socket.gethostname()
+
+
+@pytest.mark.parametrize(
+    ("env", "why"),
+    [
+        ({}, "name 0; TURNLOG_ENGINE_INDEX chooses"),
+        ({"TURNLOG_ENGINE_INDEX": "-1"}, "there is no engine -1"),
+        ({"TURNLOG_ENGINE_URL": "10.0.0.7:30000"}, "must be http://host:port"),
+        ({"TURNLOG_ENGINE_URL": "http://e", "TURNLOG_ENGINE_INDEX": "0"}, "two engines"),
+    ],
+)
+def test_a_loader_without_an_engine_of_its_own_says_how_to_name_one(env: dict[str, str], why: str) -> None:
+    with pytest.raises(NoSuchEngine, match=why):
+        engine_of(Settings(), env)
+
+
+async def test_an_engine_that_goes_with_its_loader_takes_no_more_turns_and_comes_back_under_its_name(
+    role: Role, control: MemoryEngineControl
+) -> None:
+    await publish(role, 0)
+    for there in (2, 4):
+        task = asyncio.create_task(Loader(role, control, "sglang-4", URL, drains=True).run())
+        await said(role, there)
+        role.stopping.set()
+        await task
+        role.stopping.clear()
+    events = await said(role, 5)
+    kinds = [type(event).__name__ for event in events]
+    assert kinds == ["EngineRegistered", "EngineWeightsLoaded", "EngineDraining", "EngineRegistered", "EngineDraining"]
+    assert [event.state for event in events] == ["starting", "serving", "draining", "serving", "draining"]
+    assert {event.engine_id for event in events} == {"sglang-4"}
 
 
 async def test_a_truncated_file_is_refused_before_the_engine_sees_it(
