@@ -19,7 +19,7 @@ from row import say, size, told
 from tests.fakes.sessions import Shape
 from turnlog.consumers.archiver import flush
 from turnlog.consumers.replay.verify import Verdict, run
-from turnlog.infra.archive.log import ArchiveLog
+from turnlog.infra.archive import ArchiveLog
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Log, Partition

@@ -19,7 +19,7 @@ from log_server import LogServer, broker
 from row import percentile, say, size, told
 
 from turnlog.infra.blobs import Blobs
-from turnlog.infra.embedded.object_store import ObjectStore
+from turnlog.infra.embedded.servers import ObjectStore
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.history import all_events
 from turnlog.infra.registry import MemoryRegistry

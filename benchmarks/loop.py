@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from row import told
 from tokenizers import Tokenizer
 
-from turnlog.infra.embedded.engine import Engine
+from turnlog.infra.embedded.servers import Engine
 from turnlog.infra.engine import Generate, SGLang, SGLangControl
 from turnlog.infra.history import events
 from turnlog.infra.roles.role import opened

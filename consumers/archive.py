@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from rich.table import Table
 
 from turnlog.consumers.archiver import flush, main
-from turnlog.infra.archive.index import ArchiveError, ArchiveIndex, archive_name
+from turnlog.infra.archive import ArchiveError, ArchiveIndex, archive_name
 from turnlog.infra.history import all_events, partitions, records
 from turnlog.infra.log import Commit, Partition, partition_of
 from turnlog.infra.roles.role import Role, opened
@@ -26,8 +26,7 @@ from turnlog.infra.roles.terminal import Terminal, say
 from turnlog.names import ConsumerGroup
 from turnlog.processors.core.fold.low_water import committed_version
 from turnlog.processors.core.fold_versions import scores_topic
-from turnlog.schemas import topics
-from turnlog.schemas.errors import UndecodableRecord
+from turnlog.schemas import UndecodableRecord, topics
 from turnlog.schemas.topics import CONTROL, SESSIONS, SNAPSHOTS, TURNS
 from turnlog.settings import Settings
 

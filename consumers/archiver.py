@@ -23,8 +23,7 @@ from typing import Any
 
 from prometheus_client import Counter, Gauge
 
-from turnlog.infra.archive.files import MEDIA_TYPE, RangeFile
-from turnlog.infra.archive.index import (
+from turnlog.infra.archive import (
     ArchivedRange,
     ArchiveError,
     ArchiveIndex,
@@ -34,6 +33,7 @@ from turnlog.infra.archive.index import (
     live_cut,
     partitions_of,
 )
+from turnlog.infra.archive.files import MEDIA_TYPE, RangeFile
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Commit, Partition, Reader, Record, Transactor
 from turnlog.infra.roles.role import Role

@@ -31,8 +31,7 @@ from turnlog.infra.log import Appender, Headers, Partition, Record, partition_of
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.terminal import Terminal, say, say_json
 from turnlog.names import REQUEUED_HEADER, ExitStatus
-from turnlog.schemas import topics
-from turnlog.schemas.errors import UndecodableRecord
+from turnlog.schemas import UndecodableRecord, topics
 from turnlog.schemas.events import DeadLetter, Event, SkipRequested, ToolCallRequested
 from turnlog.schemas.ids import digest
 from turnlog.schemas.topics import INLINE_LIMIT_BYTES, SESSIONS, SNAPSHOTS, TOOL_CALLS, TURNS

@@ -14,7 +14,7 @@ from pathlib import Path
 from turnlog.consumers.replay.verify import run as replay
 from turnlog.consumers.report import Measured, Report, gather, plot_rewards, store, summary
 from turnlog.consumers.run import Display, beside, curve, stop_at_signal, until_trained
-from turnlog.infra.embedded.errors import NotUp
+from turnlog.infra.embedded import NotUp
 from turnlog.infra.embedded.up import down, up
 from turnlog.infra.roles.role import opened
 from turnlog.infra.roles.terminal import Terminal

@@ -25,7 +25,7 @@ from turnlog.infra.log import Partition, partition_of
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.runs import Configured
 from turnlog.infra.roles.terminal import Terminal, say_json
-from turnlog.processors.core.errors import FoldError
+from turnlog.processors.core import FoldError
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.fold.render import render, sizes
 from turnlog.processors.core.fold_versions import INPUTS

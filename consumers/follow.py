@@ -26,8 +26,8 @@ from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Commit, GroupReader, Log, Partition, Record
 from turnlog.infra.registry import Registry
 from turnlog.infra.run_folder import resolved
+from turnlog.schemas import UndecodableRecord
 from turnlog.schemas.codec import Codec
-from turnlog.schemas.errors import UndecodableRecord
 from turnlog.schemas.events import Event
 from turnlog.schemas.topics import BY_NAME
 from turnlog.settings import KafkaSettings, Settings, load

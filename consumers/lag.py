@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client import Gauge
 
-from turnlog.infra.archive.index import archive_name
+from turnlog.infra.archive import archive_name
 from turnlog.infra.log import Log, LogUnavailable, Partition, TopicMissing
 from turnlog.infra.roles.health import Health, QuietServer, application, configured, listening
 from turnlog.infra.roles.probe import served_at

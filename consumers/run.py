@@ -33,17 +33,16 @@ from rich.text import Text
 from turnlog.infra.embedded.plan import ROLE_START_S, answers, role_liveness
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Launch
-from turnlog.infra.embedded.run_files import LOGS, SETTINGS
 from turnlog.infra.embedded.supervisor import Member, State, Supervisor
 from turnlog.infra.embedded.up import status_processes
 from turnlog.infra.history import all_events, partitions
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.runs import Begun, begin
 from turnlog.infra.roles.terminal import Terminal, say
+from turnlog.infra.run_folder import LOGS, SETTINGS
 from turnlog.infra.topics_admin import WARNING, apply, check
 from turnlog.names import ExitStatus
-from turnlog.schemas import topics
-from turnlog.schemas.errors import UndecodableRecord
+from turnlog.schemas import UndecodableRecord, topics
 from turnlog.schemas.events import (
     EngineGone,
     EngineRegistered,

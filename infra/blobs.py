@@ -21,7 +21,7 @@ from typing import Annotated, Any, Protocol, Union, get_args, get_origin
 import numpy as np
 from numpy.typing import NDArray
 
-from turnlog.infra.roles.unreachable import Unreachable
+from turnlog.infra.roles import Unreachable
 from turnlog.processors.core.experts import assembled, unpacked
 from turnlog.schemas.avsc import field_types
 from turnlog.schemas.events import Event, SegmentSample

@@ -24,7 +24,7 @@ import aiohttp
 import httpx
 import orjson
 
-from turnlog.infra.roles.unreachable import Unreachable
+from turnlog.infra.roles import Unreachable
 
 KEEP_ALIVE_S = 3.0
 """Below uvicorn's 5 s, so that an idle connection is dropped by us and never by the engine in mid-request."""

@@ -13,9 +13,9 @@ from turnlog.infra.blobs import Blobs, externalized
 from turnlog.infra.log import Appender, Headers, Log, Record, Transactor, partition_of
 from turnlog.infra.registry import Registry
 from turnlog.names import OUTPUT_TOKENS_HEADER, RECORD_HEADER, WRITER_HEADER
+from turnlog.schemas import UndecodableRecord, UnknownSchemaId
 from turnlog.schemas.avsc import stored_schema
 from turnlog.schemas.codec import Codec
-from turnlog.schemas.errors import UndecodableRecord, UnknownSchemaId
 from turnlog.schemas.events import ALL, DeadLetter, Event, TokenSnapshot, sampled_tokens
 from turnlog.schemas.ids import dead_letter_id
 from turnlog.schemas.topics import INLINE_LIMIT_BYTES, TOPIC_OF

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from turnlog.infra.log import Partition, Record
 from turnlog.infra.roles.role import Role
-from turnlog.schemas.errors import UndecodableRecord, UnknownSchemaId
+from turnlog.schemas import UndecodableRecord, UnknownSchemaId
 from turnlog.schemas.events import Event
 from turnlog.schemas.topics import Topic
 

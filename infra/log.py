@@ -20,7 +20,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from turnlog.infra.roles.unreachable import Unreachable
+from turnlog.infra.roles import Unreachable
 
 Headers = Sequence[tuple[str, bytes]]
 REACHED_EVERY_S = 1.0

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import httpx
 
-from turnlog.infra.roles.unreachable import Unreachable
+from turnlog.infra.roles import Unreachable
 from turnlog.schemas.compatibility import Problem, Schema, incompatibilities
 
 MEDIA_TYPE = "application/vnd.schemaregistry.v1+json"

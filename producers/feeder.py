@@ -22,8 +22,7 @@ from turnlog.names import RECORD_HEADER, ConsumerGroup, TransactionalId
 from turnlog.processors.core.fold_versions import scores_topic
 from turnlog.producers.admission import Admission, AdmissionRules, Drawing, Readiness
 from turnlog.producers.tasks import Dataset, checked_sampling, provided_dataset, read_dataset
-from turnlog.schemas import ids, topics
-from turnlog.schemas.errors import UndecodableRecord
+from turnlog.schemas import UndecodableRecord, ids, topics
 from turnlog.schemas.events import Event, GroupRequested, Limits, Purpose, RolloutRequested, Sampling, SegmentSample
 
 log = logging.getLogger(__name__)

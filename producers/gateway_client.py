@@ -24,7 +24,7 @@ from typing import Any, Final
 import orjson
 
 from turnlog.infra.recipes import Message, Recipe
-from turnlog.infra.roles.unreachable import Unreachable
+from turnlog.infra.roles import Unreachable
 from turnlog.producers.connections import Answer, Connections, NoAnswer
 from turnlog.producers.environments import Environments
 from turnlog.producers.gateway.requests import SigningKeys

@@ -22,8 +22,7 @@ from turnlog.names import RECORD_HEADER, ConsumerGroup
 from turnlog.producers.gateway_client import GatewayClient
 from turnlog.producers.rollout import Rollout
 from turnlog.producers.units import Unit
-from turnlog.schemas import topics
-from turnlog.schemas.errors import UndecodableRecord
+from turnlog.schemas import UndecodableRecord, topics
 from turnlog.schemas.events import RolloutRequested, ToolCallCompleted
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from turnlog.infra.roles.role import Role
 from turnlog.sandbox_workers.plans import Plan
 from turnlog.sandbox_workers.protocol import Sandbox
 from turnlog.sandbox_workers.tools import Refusal
-from turnlog.schemas.errors import UndecodableRecord
+from turnlog.schemas import UndecodableRecord
 from turnlog.schemas.events import Event, ToolCallCompleted, ToolCallRequested, ToolCallStarted
 from turnlog.schemas.topics import TOOL_CALLS, TOOL_RESULTS
 

@@ -31,7 +31,7 @@ from turnlog.sandbox_workers.plans import Plan
 from turnlog.sandbox_workers.pooling import Pools
 from turnlog.sandbox_workers.pooling.pool import Pool
 from turnlog.sandbox_workers.protocol import Shape
-from turnlog.schemas.errors import UndecodableRecord
+from turnlog.schemas import UndecodableRecord
 from turnlog.schemas.events import ToolCallCancelled, ToolCallCompleted, ToolCallRequested, ToolStatus
 from turnlog.schemas.topics import TOOL_CALLS
 

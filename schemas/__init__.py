@@ -1,4 +1,34 @@
-"""The language of the log: event records, ids, topic catalogue, codec, evolution rules."""
+"""The language of the log: event records, ids, topic catalogue, codec, evolution rules.
+
+What the language refuses.
+
+SchemaError
+├── UndecodableRecord    bytes that do not decode under a schema we hold: parked
+├── UnknownSchemaId      an id that this process has not seen: ask the registry, then try again
+└── UnknownRecord        a class that is not in the catalogue: a bug of the caller
+"""
+
+from __future__ import annotations
 
 if __name__ == "schemas":
     raise ImportError("import turnlog.schemas, not schemas: a twin import copies every class")
+
+
+class SchemaError(Exception):
+    """Base of the tree above."""
+
+
+class UndecodableRecord(SchemaError):
+    """The bytes are not a record of the catalogue. Remedy: inspect the dead letter; fix its producer."""
+
+
+class UnknownSchemaId(SchemaError):
+    """No schema is held for `schema_id`."""
+
+    def __init__(self, schema_id: int) -> None:
+        super().__init__(f"no schema is held for id {schema_id}: fetch it from the registry and decode again")
+        self.schema_id = schema_id
+
+
+class UnknownRecord(SchemaError):
+    """The class is not an event record."""

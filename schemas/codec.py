@@ -22,9 +22,8 @@ from fastavro.read import SchemaResolutionError
 from fastavro.schema import SchemaParseException, UnknownType, fingerprint
 from fastavro.schema import to_parsing_canonical_form as canonical
 
-from turnlog.schemas import binary
+from turnlog.schemas import UndecodableRecord, UnknownRecord, UnknownSchemaId, binary
 from turnlog.schemas.avsc import avro_schema, field_types, stored_schema
-from turnlog.schemas.errors import UndecodableRecord, UnknownRecord, UnknownSchemaId
 from turnlog.schemas.events import ALL, Event
 
 MAGIC = 0

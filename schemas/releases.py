@@ -24,10 +24,10 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from turnlog.names import ExitStatus
+from turnlog.schemas import SchemaError
 from turnlog.schemas.avsc import field_types, render, stored_schema
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.compatibility import Problem, Rule, Schema, incompatibilities, named_types
-from turnlog.schemas.errors import SchemaError
 from turnlog.schemas.events import ALL
 from turnlog.schemas.types import Logical, pack_float32s, pack_int32s
 

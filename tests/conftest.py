@@ -25,12 +25,11 @@ import httpx
 import hypothesis
 import pytest
 
+from turnlog.infra.embedded import RegistryDied
 from turnlog.infra.embedded.broker import Broker
-from turnlog.infra.embedded.engine import Engine
-from turnlog.infra.embedded.errors import RegistryDied
-from turnlog.infra.embedded.object_store import ObjectStore
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Child, Launch
+from turnlog.infra.embedded.servers import Engine, ObjectStore
 from turnlog.infra.embedded.tiny_model import make_tiny_model
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.settings import (

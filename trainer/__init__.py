@@ -1,4 +1,47 @@
-"""Batches to Megatron steps to checkpoints to weights to weight-version events."""
+"""Batches to Megatron steps to checkpoints to weights to weight-version events.
+
+What can be wrong in the trainer. Each ends the process; the supervisor restarts it at the last checkpoint.
+
+TrainerError
+├── UnsupportedModel     the model folder describes something that the mapping to Megatron does not cover
+├── WeightsMismatch      names or shapes of Hugging Face weights differ from the model's
+├── BatchGap             the next manifest is not the next batch
+├── BooksOff             the ranks together did not train the tokens that the manifest counts
+├── CheckpointUnusable   missing, incomplete, or of another model
+└── Superseded           a newer incarnation of the trainer owns the checkpoints
+
+A batch file that is not what its manifest says is infra.batch_files.CorruptBatch: it is never skipped.
+"""
+
+from __future__ import annotations
 
 if __name__ == "trainer":
     raise ImportError("import turnlog.trainer, not trainer: a twin import copies every class")
+
+
+class TrainerError(Exception):
+    """Base of the tree above."""
+
+
+class UnsupportedModel(TrainerError):
+    """Names the key of config.json and what is supported."""
+
+
+class WeightsMismatch(TrainerError):
+    """Names the first tensor that differs."""
+
+
+class BatchGap(TrainerError):
+    """sample-batches does not continue where the checkpoint ended."""
+
+
+class BooksOff(TrainerError):
+    """Raised before the optimizer moves, so that no weights come of it."""
+
+
+class CheckpointUnusable(TrainerError):
+    """Names the folder; remove it to start from [model] path."""
+
+
+class Superseded(TrainerError):
+    """This process is a zombie and must end."""

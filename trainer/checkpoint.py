@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from turnlog.trainer import mcore
-from turnlog.trainer.errors import CheckpointUnusable, Superseded
+from turnlog.trainer import CheckpointUnusable, Superseded, mcore
 
 RESHARDABLE = {
     "distrib_optim_sharding_type": "fully_reshardable",

@@ -23,9 +23,8 @@ import torch
 import torch.distributed as dist
 
 from turnlog.processors.core.batches.rows import BatchRows
-from turnlog.trainer import mcore
+from turnlog.trainer import BooksOff, mcore
 from turnlog.trainer.checkpoint import load_state, save_state
-from turnlog.trainer.errors import BooksOff
 from turnlog.trainer.model import build_model, model_config
 from turnlog.trainer.plan import LearnerOptions, Objective, scaled_logits
 from turnlog.trainer.shape import ModelShape, as_dict

@@ -48,9 +48,8 @@ from turnlog.schemas.events import BatchSkipped, Event, SampleBatchFormed, StepC
 from turnlog.schemas.ids import digest
 from turnlog.schemas.topics import BATCHES, WEIGHTS
 from turnlog.settings import Settings
-from turnlog.trainer import launch
+from turnlog.trainer import BatchGap, launch
 from turnlog.trainer.checkpoint import Checkpoints, Cursor, cursor_values, read_common
-from turnlog.trainer.errors import BatchGap
 from turnlog.trainer.launch import Ranks, ranks
 from turnlog.trainer.learner import StepResult
 from turnlog.trainer.plan import LearningPlan, learning_plan

@@ -29,9 +29,8 @@ from turnlog.infra.blobs import Blobs
 from turnlog.schemas.events import WeightVersionPublished
 from turnlog.schemas.events.weights import WeightFile
 from turnlog.schemas.ids import digest
-from turnlog.trainer import mcore
+from turnlog.trainer import UnsupportedModel, WeightsMismatch, mcore
 from turnlog.trainer.checkpoint import Cursor
-from turnlog.trainer.errors import UnsupportedModel, WeightsMismatch
 from turnlog.trainer.shape import ModelShape, config_json
 
 Tensors = dict[str, torch.Tensor]

@@ -39,7 +39,7 @@ import psutil
 from servers import TURNLOG, say, told
 
 from turnlog.consumers.report import newest_incarnations
-from turnlog.infra.archive.index import ArchiveIndex, archive_name
+from turnlog.infra.archive import ArchiveIndex, archive_name
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.embedded.up import down, status_processes

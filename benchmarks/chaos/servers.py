@@ -16,9 +16,9 @@ from typing import Any
 import httpx
 
 from turnlog.infra.embedded.broker import Broker
-from turnlog.infra.embedded.object_store import ObjectStore
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Child, Launch
+from turnlog.infra.embedded.servers import ObjectStore
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.topics_admin import apply
 from turnlog.settings import KafkaSettings, RegistrySettings, RunSettings, Settings, StoreSettings, load

@@ -31,7 +31,7 @@ from turnlog.processors.core.batches.draws import (
 )
 from turnlog.processors.core.batches.progress import HeldVersion, recorded_version
 from turnlog.processors.core.batches.rows import rows_sha256
-from turnlog.schemas.errors import UndecodableRecord
+from turnlog.schemas import UndecodableRecord
 from turnlog.schemas.events import BatchSample, GroupScored, SampleBatchFormed, SegmentSample
 from turnlog.schemas.topics import BATCHES, SAMPLES
 

@@ -39,7 +39,7 @@ from turnlog.consumers.replay.source import (
 )
 from turnlog.consumers.replay.unit import HistoryFold, UnitState, tokens_of
 from turnlog.consumers.replay.verify import ARCHIVE, FOLDER, FORGET_EVERY, asked, cheap_collections, cuts_of, replay
-from turnlog.infra.archive.index import Cut
+from turnlog.infra.archive import Cut
 from turnlog.infra.log import Partition
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.runs import Configured

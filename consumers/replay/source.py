@@ -24,22 +24,20 @@ from datetime import UTC, datetime
 from types import TracebackType
 
 from turnlog.consumers.replay.unit import UnitState, fresh_state
-from turnlog.infra.archive.index import Cut, live_cut
-from turnlog.infra.archive.log import ArchiveLog
+from turnlog.infra.archive import ArchiveLog, Cut, live_cut
 from turnlog.infra.blobs import inlined
 from turnlog.infra.history import events
 from turnlog.infra.log import Log, LogError, Partition, Reader, Record
 from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.runs import Configured, recorded
 from turnlog.names import ConsumerGroup
-from turnlog.processors.core.errors import FoldError
+from turnlog.processors.core import FoldError
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.fold.settlement import with_figures
 from turnlog.processors.core.fold.unit import DEFECTS, UnitFold, payloads_read
 from turnlog.processors.core.fold_versions import INPUTS, OUTPUTS
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.schemas import topics
-from turnlog.schemas.errors import UndecodableRecord, UnknownSchemaId
+from turnlog.schemas import UndecodableRecord, UnknownSchemaId, topics
 from turnlog.schemas.events import Event, SkipRequested, StepCompleted
 from turnlog.schemas.types import BlobRef
 

@@ -22,8 +22,8 @@ from turnlog.processors.core.fold.low_water import Done, Marks
 from turnlog.processors.core.fold.unit import InputRecord, Taken, UnitFold
 from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.core.methods.rules import FoldRules
+from turnlog.schemas import UndecodableRecord
 from turnlog.schemas.codec import HEADER, Codec
-from turnlog.schemas.errors import UndecodableRecord
 from turnlog.schemas.events import Event, GroupScored, SegmentSample, TurnTreeAssembled
 from turnlog.schemas.topics import INLINE_LIMIT_BYTES
 from turnlog.schemas.types import BlobRef, float32s, int32s

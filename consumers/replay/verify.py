@@ -37,8 +37,7 @@ from turnlog.consumers.replay.unit import (
     digest_of,
     first_difference,
 )
-from turnlog.infra.archive.index import Cut
-from turnlog.infra.archive.log import ArchiveLog
+from turnlog.infra.archive import ArchiveLog, Cut
 from turnlog.infra.blobs import inlined
 from turnlog.infra.log import Partition, Record
 from turnlog.infra.roles.role import Role, opened
@@ -47,7 +46,7 @@ from turnlog.infra.roles.terminal import Terminal
 from turnlog.names import ExitStatus
 from turnlog.processors.core.batches.draws import DrawRules
 from turnlog.processors.core.fold_versions import OUTPUTS
-from turnlog.schemas.errors import UndecodableRecord
+from turnlog.schemas import UndecodableRecord
 from turnlog.schemas.events import SampleBatchFormed
 from turnlog.schemas.topics import BATCHES
 from turnlog.settings import Settings

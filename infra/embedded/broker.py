@@ -28,7 +28,7 @@ from http import HTTPStatus
 from importlib import resources
 from pathlib import Path
 
-from turnlog.infra.embedded.errors import BrokerDied, JarMismatch, JarsUnavailable, NoJava
+from turnlog.infra.embedded import BrokerDied, JarMismatch, JarsUnavailable, NoJava
 from turnlog.infra.embedded.ports import HOST, claim, free_ports, listens
 from turnlog.infra.embedded.process import Launch, Server
 from turnlog.infra.roles.terminal import aside

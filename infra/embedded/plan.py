@@ -12,9 +12,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from turnlog.infra.embedded import RegistryDied, RoleDied
 from turnlog.infra.embedded.broker import Broker
-from turnlog.infra.embedded.engine import Engine
-from turnlog.infra.embedded.errors import RegistryDied, RoleDied
 from turnlog.infra.embedded.liveness import (
     Liveness,
     answering,
@@ -24,15 +23,13 @@ from turnlog.infra.embedded.liveness import (
     is_well,
     role_loops,
 )
-from turnlog.infra.embedded.object_store import ObjectStore
 from turnlog.infra.embedded.ports import HOST, ONE_HOST, claim, free_ports, reached
 from turnlog.infra.embedded.process import Launch
-from turnlog.infra.embedded.run_files import LOGS, SETTINGS
+from turnlog.infra.embedded.servers import Engine, ObjectStore
 from turnlog.infra.embedded.supervisor import Member
 from turnlog.infra.roles.probe import health_host
-from turnlog.infra.run_folder import STORE_KEY, Endpoints
-from turnlog.liveness_settings import LivenessSettings
-from turnlog.settings import GatewaySettings, RegistrySettings, Settings, ViewsSettings
+from turnlog.infra.run_folder import LOGS, SETTINGS, STORE_KEY, Endpoints
+from turnlog.settings import GatewaySettings, LivenessSettings, RegistrySettings, Settings, ViewsSettings
 
 ROLES = ("gateway", "runner", "sandbox", "assembler", "batcher", "trainer", "loader", "views", "archive")
 """What `turnlog up` runs; a name given twice is two processes, `loader` is one per engine, `views` and `archive` have a

@@ -10,7 +10,7 @@ import random
 import socket
 from pathlib import Path
 
-from turnlog.infra.embedded.errors import PortTaken
+from turnlog.infra.embedded import PortTaken
 
 HOST = "127.0.0.1"
 EVERYWHERE = ("", "0.0.0.0", "::")

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Self
 
-from turnlog.infra.embedded.errors import LacksServer, NotReady, ServerDied
+from turnlog.infra.embedded import LacksServer, NotReady, ServerDied
 from turnlog.infra.embedded.liveness import Liveness
 from turnlog.infra.embedded.ports import claim
 from turnlog.names import ExitStatus
@@ -267,7 +267,7 @@ def _end(pid: int) -> None:
 @contextlib.contextmanager
 def swept_by_another() -> Iterator[None]:
     """While the block runs, another process waits for the end of this one, then sweeps what it left behind."""
-    argv = [sys.executable, "-m", "turnlog.infra.embedded.sweeper", scope()]
+    argv = [sys.executable, "-m", "turnlog.infra.embedded.process", scope()]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True):
         yield  # leaving closes the pipe, which is what the sweeper waits for
 
@@ -302,3 +302,18 @@ def _serve_spawns() -> None:
             answer.set_exception(error)
         else:
             answer.set_result(process)
+
+
+def main() -> int:
+    """`python -m turnlog.infra.embedded.process SCOPE`: when standard input ends, kill what carries the scope's mark.
+
+    The pipe's other end is held by one process alone: it ends when that process does, however that comes about."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    sys.stdin.buffer.read()
+    sweep(sys.argv[1])
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from turnlog.infra.embedded.errors import EmbeddedError, Hung, LacksServer, NotReady, ServerDied
+from turnlog.infra.embedded import EmbeddedError, Hung, LacksServer, NotReady, ServerDied
 from turnlog.infra.embedded.liveness import Silence
 from turnlog.infra.embedded.process import CLEAN_EXITS, Child, Launch
 

@@ -18,25 +18,27 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from turnlog.infra import run_folder
-from turnlog.infra.embedded import errors
+from turnlog.infra import embedded, run_folder
+from turnlog.infra.embedded import EmbeddedError, NotReady, NotUp, SupervisorDied
 from turnlog.infra.embedded.broker import class_path
-from turnlog.infra.embedded.errors import EmbeddedError, NotReady, NotUp, SupervisorDied
 from turnlog.infra.embedded.plan import ROLES, Plan, waiting_for
 from turnlog.infra.embedded.process import log_tail, scope, sweep, swept_by_another
-from turnlog.infra.embedded.run_files import (
+from turnlog.infra.embedded.supervisor import SATISFIED, State, Supervisor, Watched
+from turnlog.infra.roles.terminal import aside
+from turnlog.infra.run_folder import (
+    GATEWAY_KEY,
     LOGS,
     SETTINGS,
+    Endpoints,
     is_live,
+    kept_secret,
     locked,
+    private_folder,
     prune,
     read_state,
     write_settings,
     write_state,
 )
-from turnlog.infra.embedded.supervisor import SATISFIED, State, Supervisor, Watched
-from turnlog.infra.roles.terminal import aside
-from turnlog.infra.run_folder import GATEWAY_KEY, Endpoints, kept_secret, private_folder
 from turnlog.settings import Settings
 
 NOTIFY = "TURNLOG_NOTIFY_FD"
@@ -270,7 +272,7 @@ def _notifier() -> Notify:
 
 def _error(name: str, message: str) -> EmbeddedError:
     """The typed error that another process met."""
-    kind = getattr(errors, name, EmbeddedError)
+    kind = getattr(embedded, name, EmbeddedError)
     return kind(message) if issubclass(kind, EmbeddedError) else EmbeddedError(f"{name}: {message}")
 
 

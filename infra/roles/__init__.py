@@ -1,1 +1,31 @@
-"""What every role is made of: its clients, its health and log lines, and the run that it serves."""
+"""What every role is made of: its clients, its health and log lines, and the run that it serves.
+
+A server that does not answer is no fault of the process that needs it: such ends are told apart by their status.
+
+Log, registry, store and gateway clients derive their transport errors from Unreachable. `turnlog VERB` then ends with
+ExitStatus.UNREACHABLE, and the supervisor starts the role again as long as it takes, without counting the death.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+
+class Unreachable(Exception):
+    """A server gave no answer. A mixin of the typed errors of our trees."""
+
+
+def is_unreachable(error: BaseException) -> bool:
+    """Whether the error, or one that it was raised from, is a server's silence."""
+    return any(isinstance(cause, Unreachable) for cause in _causes(error))
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, what it was raised from, and so on; of a group, each of its errors."""
+    found: BaseException | None = error
+    while found is not None:
+        yield found
+        if isinstance(found, BaseExceptionGroup):
+            for one in found.exceptions:
+                yield from _causes(one)
+        found = found.__cause__

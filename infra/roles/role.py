@@ -78,8 +78,7 @@ async def _live(stack: AsyncExitStack, settings: Settings, blobs: Blobs, instanc
 
 
 async def _archived(_: AsyncExitStack, settings: Settings, blobs: Blobs, instance: str) -> tuple[Log, EventLog]:
-    from turnlog.infra.archive.index import archive_name
-    from turnlog.infra.archive.log import ArchiveLog
+    from turnlog.infra.archive import ArchiveLog, archive_name
 
     log = await ArchiveLog.open(blobs, archive_name(settings))
     return log, log.events(writer=instance)

@@ -33,8 +33,7 @@ from turnlog.processors.core.batches.draws import DrawRules, draw_rules
 from turnlog.processors.core.fold.low_water import FoldName
 from turnlog.processors.core.fold_versions import FOLD_VERSION
 from turnlog.processors.core.methods.rules import FoldRules, fold_rules, recorded_settings
-from turnlog.schemas import ids, topics
-from turnlog.schemas.errors import UndecodableRecord
+from turnlog.schemas import UndecodableRecord, ids, topics
 from turnlog.schemas.events import Event, RunConfigured, RunPlanned
 from turnlog.settings import (
     AssemblerSettings,

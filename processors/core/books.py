@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from turnlog.processors.core.errors import BooksDoNotBalance
+from turnlog.processors.core import BooksDoNotBalance
 from turnlog.schemas.events import (
     BatchSkipped,
     GroupScored,

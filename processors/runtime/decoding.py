@@ -10,7 +10,7 @@ from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Record
 from turnlog.infra.registry import RegistryUnavailable
 from turnlog.processors.core.fold.unit import payloads_read
-from turnlog.schemas.errors import UndecodableRecord, UnknownSchemaId
+from turnlog.schemas import UndecodableRecord, UnknownSchemaId
 from turnlog.schemas.events import Event
 from turnlog.schemas.types import BlobRef
 

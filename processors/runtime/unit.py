@@ -23,7 +23,7 @@ from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.runtime.decoding import Decoded, decoded
 from turnlog.processors.runtime.restoring import Plan, restore
 from turnlog.processors.runtime.watch import Watch
-from turnlog.schemas.errors import UndecodableRecord
+from turnlog.schemas import UndecodableRecord
 from turnlog.schemas.events import Event, GroupScored, TurnTreeAssembled
 from turnlog.schemas.topics import TOPIC_OF, TREES
 

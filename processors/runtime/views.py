@@ -34,9 +34,8 @@ from turnlog.infra.roles.runs import claimed
 from turnlog.infra.run_folder import resolved
 from turnlog.names import ConsumerGroup
 from turnlog.processors.runtime import faust_store
-from turnlog.schemas import topics
+from turnlog.schemas import SchemaError, topics
 from turnlog.schemas.codec import Codec
-from turnlog.schemas.errors import SchemaError
 from turnlog.schemas.events import SessionFinished, SessionStarted, StepCompleted, WeightVersionPublished
 from turnlog.schemas.topics import Topic
 from turnlog.settings import Settings

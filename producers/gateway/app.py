@@ -28,12 +28,12 @@ from turnlog.infra.engine import Engine, SGLang
 from turnlog.infra.log import LogError, TopicMissing
 from turnlog.infra.roles.health import BodyTooLarge, QuietServer, application, body_of, configured, listening
 from turnlog.infra.roles.role import Role
+from turnlog.producers.gateway import ERRORS, GatewayError, ImagesNotServed, NotRecorded, TooLarge, Unauthorized
 from turnlog.producers.gateway.conversation import Turn
 from turnlog.producers.gateway.dialects.dialect import Dialect, TurnRequest
 from turnlog.producers.gateway.dialects.openai_chat import OpenAIChat
 from turnlog.producers.gateway.dialects.response import TurnResponse
 from turnlog.producers.gateway.engines import Engines, Sampler, follow, routing_of
-from turnlog.producers.gateway.errors import ERRORS, GatewayError, ImagesNotServed, NotRecorded, TooLarge, Unauthorized
 from turnlog.producers.gateway.images import Admitted, ImageTokens, Picture, image_tokens
 from turnlog.producers.gateway.profiles import Harness, harness
 from turnlog.producers.gateway.prompts import ChatTemplate, Prompts, TextTokens

@@ -27,9 +27,8 @@ from turnlog.infra.engine import Engine, EngineAborted, EngineDead, EngineImage,
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Log, Partition
 from turnlog.processors.core.experts import own_rows
-from turnlog.producers.gateway.errors import EngineFailed, NoEngine
-from turnlog.schemas import ids
-from turnlog.schemas.errors import UndecodableRecord
+from turnlog.producers.gateway import EngineFailed, NoEngine
+from turnlog.schemas import UndecodableRecord, ids
 from turnlog.schemas.events import Event
 from turnlog.schemas.events.tasks import Sampling
 from turnlog.schemas.events.turns import VersionSpan

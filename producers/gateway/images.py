@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from turnlog.infra.blobs import BlobMissing, Blobs
-from turnlog.producers.gateway.errors import BadRequest, ImagesNotServed
+from turnlog.producers.gateway import BadRequest, ImagesNotServed
 from turnlog.schemas.events.turns import ImageRef
 from turnlog.schemas.types import BlobRef
 

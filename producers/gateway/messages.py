@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from turnlog.producers.gateway.errors import BadRequest
+from turnlog.producers.gateway import BadRequest
 from turnlog.producers.gateway.images import Picture, picture
 from turnlog.schemas.json_depth import deeper_than
 

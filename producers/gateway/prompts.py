@@ -25,7 +25,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from turnlog.producers.gateway.errors import BadRequest, PrefillNotServed
+from turnlog.producers.gateway import BadRequest, PrefillNotServed
 from turnlog.producers.gateway.messages import Message
 
 UNKNOWN = "�"

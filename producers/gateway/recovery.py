@@ -23,7 +23,7 @@ from turnlog.names import RECORD_HEADER
 from turnlog.processors.core.fold.spine import Tenure
 from turnlog.producers.gateway.conversation import Conversation, Turn, above, continued
 from turnlog.producers.gateway.messages import normalised
-from turnlog.schemas.errors import UndecodableRecord
+from turnlog.schemas import UndecodableRecord
 from turnlog.schemas.events.sessions import SessionAdopted, SessionFinished, SessionStarted
 from turnlog.schemas.events.turns import TokenSnapshot, TurnCompleted
 from turnlog.schemas.topics import SESSIONS, SNAPSHOTS, TURNS

@@ -12,8 +12,8 @@ from typing import Any
 from prometheus_client import Counter, Gauge
 
 from turnlog.infra.event_log import EventLog
+from turnlog.producers.gateway import BadRequest, EpochLost, KeyReused, SessionEnded, UnknownSession
 from turnlog.producers.gateway.conversation import Conversation, Turn
-from turnlog.producers.gateway.errors import BadRequest, EpochLost, KeyReused, SessionEnded, UnknownSession
 from turnlog.producers.gateway.recovery import Recovery, SessionTail, Sought, Spine
 from turnlog.producers.gateway.requests import Claims, FinishRequest, OpenRequest
 from turnlog.schemas.events.sessions import SessionAdopted, SessionFinished, SessionStarted

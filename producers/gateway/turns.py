@@ -15,10 +15,10 @@ from turnlog.infra.engine import EngineImage
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import LogError
 from turnlog.processors.core.experts import MEDIA_TYPE, packed
+from turnlog.producers.gateway import BadRequest, ContextOverflow, NotRecorded, PrefillNotServed
 from turnlog.producers.gateway.conversation import CUT_OFF, Place, Turn, above, continued
 from turnlog.producers.gateway.dialects.dialect import TurnRequest
 from turnlog.producers.gateway.engines import SECONDS, Draft, Routing, Sampler, TurnRows, Wanted
-from turnlog.producers.gateway.errors import BadRequest, ContextOverflow, NotRecorded, PrefillNotServed
 from turnlog.producers.gateway.images import Admitted, by_reference, placed
 from turnlog.producers.gateway.messages import Message, split_calls, system_digest, tools_digest
 from turnlog.producers.gateway.prompts import Prompts, TextStream

@@ -74,7 +74,7 @@ def _is_ours(error: Exception) -> bool:
 
 def _status_of(error: Exception) -> int:
     """75 when a server did not answer: a supervisor starts a role that ended so as long as it takes. Else 2."""
-    from turnlog.infra.roles.unreachable import is_unreachable
+    from turnlog.infra.roles import is_unreachable
 
     return ExitStatus.UNREACHABLE if is_unreachable(error) else ExitStatus.FAILED
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from minio import Minio
 
 from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs, MemoryBlobs, StoreUnavailable
-from turnlog.infra.embedded.object_store import ObjectStore
 from turnlog.infra.embedded.ports import HOST, free_ports
+from turnlog.infra.embedded.servers import ObjectStore
 from turnlog.infra.s3 import S3Blobs, key
 from turnlog.schemas.types import BlobRef
 from turnlog.settings import StoreSettings, load

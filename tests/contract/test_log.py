@@ -16,8 +16,7 @@ from aiokafka.partitioner import DefaultPartitioner, murmur2
 from tests.fakes.memory_log import MemoryLog
 from turnlog.consumers.archiver import Archiver
 from turnlog.infra import log as ours
-from turnlog.infra.archive.index import ReadOnlyArchive
-from turnlog.infra.archive.log import ArchiveLog
+from turnlog.infra.archive import ArchiveLog, ReadOnlyArchive
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.kafka import KafkaLog

@@ -17,7 +17,7 @@ from confluent_kafka.schema_registry.avro import AvroDeserializer, AvroSerialize
 from confluent_kafka.schema_registry.error import SchemaRegistryError
 from confluent_kafka.serialization import MessageField, SerializationContext
 
-from turnlog.infra.embedded.errors import RegistryDied
+from turnlog.infra.embedded import RegistryDied
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.registry import HttpRegistry, MemoryRegistry, Registry, RegistryUnavailable, SchemaIncompatible

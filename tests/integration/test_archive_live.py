@@ -20,7 +20,7 @@ from turnlog.consumers.archive import prunable
 from turnlog.consumers.archiver import flush
 from turnlog.consumers.replay.source import HistoryPruned
 from turnlog.consumers.replay.verify import replay, run
-from turnlog.infra.archive.index import ArchiveIndex, live_cut
+from turnlog.infra.archive import ArchiveIndex, live_cut
 from turnlog.infra.log import Partition
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.runs import configure

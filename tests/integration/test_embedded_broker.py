@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from turnlog.infra.embedded import BrokerDied, PortTaken
 from turnlog.infra.embedded.broker import Broker
-from turnlog.infra.embedded.errors import BrokerDied, PortTaken
 from turnlog.infra.embedded.ports import HOST, free_ports, listens
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import Partition, TopicSpec

@@ -10,9 +10,9 @@ import httpx
 import psutil
 import pytest
 
-from turnlog.infra.embedded.engine import Engine
-from turnlog.infra.embedded.errors import EngineDied, ModelMissing
+from turnlog.infra.embedded import EngineDied, ModelMissing
 from turnlog.infra.embedded.process import marked, scope
+from turnlog.infra.embedded.servers import Engine
 from turnlog.settings import EngineSettings
 
 

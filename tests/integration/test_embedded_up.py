@@ -17,14 +17,13 @@ from typing import Any
 import pytest
 
 from turnlog.infra import run_folder
-from turnlog.infra.embedded.errors import AlreadyUp, EmbeddedError, ModelMissing, NotUp, PortTaken
+from turnlog.infra.embedded import AlreadyUp, EmbeddedError, ModelMissing, NotUp, PortTaken
 from turnlog.infra.embedded.ports import HOST, free_ports, listens
 from turnlog.infra.embedded.process import marked
-from turnlog.infra.embedded.run_files import read_state, write_settings
 from turnlog.infra.embedded.up import down, status_processes, up
 from turnlog.infra.registry import HttpRegistry
-from turnlog.liveness_settings import LivenessSettings
-from turnlog.settings import EngineSettings, KafkaSettings, ModelSettings, RunSettings, Settings
+from turnlog.infra.run_folder import read_state, write_settings
+from turnlog.settings import EngineSettings, KafkaSettings, LivenessSettings, ModelSettings, RunSettings, Settings
 
 pytestmark = pytest.mark.kafka
 SCHEMA = {"type": "record", "name": "Kept", "fields": []}

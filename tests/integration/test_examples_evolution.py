@@ -28,7 +28,7 @@ import pytest
 from confluent_kafka.schema_registry import Schema, SchemaRegistryClient
 
 from tests.fakes.sessions import bad_days
-from turnlog.infra.embedded.errors import RegistryDied
+from turnlog.infra.embedded import RegistryDied
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.log import Log, Partition

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from turnlog.processors.core.errors import (
+from turnlog.processors.core import (
     MisplacedRecord,
     RewardNotFinite,
     SessionContradicted,

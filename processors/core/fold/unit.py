@@ -15,11 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from turnlog.processors.core.errors import FoldDefect, FoldError
+from turnlog.processors.core import FoldDefect, FoldError
 from turnlog.processors.core.fold.low_water import Done, FoldFactory, LowWater, Marks
 from turnlog.processors.core.fold.settlement import with_figures
 from turnlog.processors.core.fold_versions import SPINE
-from turnlog.schemas.errors import UndecodableRecord
+from turnlog.schemas import UndecodableRecord
 from turnlog.schemas.events import Event, GroupScored, TokenSnapshot, TurnCompleted, TurnTreeAssembled
 from turnlog.schemas.topics import TOPIC_OF
 from turnlog.schemas.types import Payload

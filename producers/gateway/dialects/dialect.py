@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from turnlog.producers.gateway import GatewayError
 from turnlog.producers.gateway.conversation import Turn
-from turnlog.producers.gateway.errors import GatewayError
 from turnlog.producers.gateway.images import Admitted, Picture
 from turnlog.producers.gateway.messages import Message, normalised
 from turnlog.schemas.types import TurnId

@@ -14,9 +14,9 @@ from typing import Any
 import orjson
 from prometheus_client import Counter
 
+from turnlog.producers.gateway import BadRequest, GatewayError
 from turnlog.producers.gateway.conversation import Turn
 from turnlog.producers.gateway.dialects.dialect import TurnRequest
-from turnlog.producers.gateway.errors import BadRequest, GatewayError
 from turnlog.producers.gateway.messages import Message, normalised
 from turnlog.producers.gateway.requests import object_of, typed
 from turnlog.schemas.events.turns import FinishReason

@@ -10,9 +10,9 @@ import asyncio
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from turnlog.producers.gateway import ERRORS, GatewayError, SessionEnded
 from turnlog.producers.gateway.conversation import Turn
 from turnlog.producers.gateway.dialects.dialect import Dialect, TurnRequest
-from turnlog.producers.gateway.errors import ERRORS, GatewayError, SessionEnded
 from turnlog.producers.gateway.messages import settled
 from turnlog.producers.gateway.sessions import Running
 

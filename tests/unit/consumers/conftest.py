@@ -14,8 +14,7 @@ from tests.fakes.memory_broker import MemoryBroker
 from tests.fakes.memory_log import MemoryLog
 from tests.fakes.sessions import GroupName, Shape, bad_days, whole_group
 from turnlog.consumers.archiver import flush
-from turnlog.infra.archive.index import live_cut
-from turnlog.infra.archive.log import ArchiveLog
+from turnlog.infra.archive import ArchiveLog, live_cut
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Partition, partition_of

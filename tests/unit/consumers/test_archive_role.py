@@ -15,8 +15,7 @@ from tests.fakes.memory_broker import MemoryBroker
 from tests.fakes.memory_log import Died, MemoryLog
 from tests.fakes.sessions import bad_days
 from turnlog.consumers.archiver import Archiver, GapInArchive, flush
-from turnlog.infra.archive.index import ArchiveDamaged, NoArchive
-from turnlog.infra.archive.log import ArchiveLog
+from turnlog.infra.archive import ArchiveDamaged, ArchiveLog, NoArchive
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Fenced, Partition, Record, TopicSpec

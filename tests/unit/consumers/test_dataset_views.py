@@ -24,8 +24,7 @@ from turnlog.consumers.datasets.build import build, verify
 from turnlog.consumers.datasets.manifest import Manifest, Provenance, read_manifest
 from turnlog.consumers.datasets.query import Query
 from turnlog.consumers.datasets.writer import DatasetWriter
-from turnlog.infra.archive.index import archive_name
-from turnlog.infra.archive.log import ArchiveLog
+from turnlog.infra.archive import ArchiveLog, archive_name
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import partition_of

@@ -8,7 +8,7 @@ from typing import Any
 
 from turnlog.consumers.archive import prunable
 from turnlog.consumers.replay.verify import run
-from turnlog.infra.archive.index import ArchiveIndex
+from turnlog.infra.archive import ArchiveIndex
 from turnlog.infra.log import Commit, Partition, partition_of
 from turnlog.schemas import topics
 from turnlog.schemas.events import GroupRequested, Limits, Purpose, RolloutRequested, Sampling, SkipRequested

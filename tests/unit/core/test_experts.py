@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnlog.processors.core.errors import ExpertRowsDoNotCover
+from turnlog.processors.core import ExpertRowsDoNotCover
 from turnlog.processors.core.experts import (
     BrokenExperts,
     ExpertsDoNotCover,

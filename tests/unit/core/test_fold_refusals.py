@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from turnlog.processors.core import errors
+from turnlog.processors import core
 from turnlog.processors.core.books import Ledger
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.fold_versions import VERSIONS
@@ -85,7 +85,7 @@ def test_a_refused_record_comes_with_the_outputs_that_it_makes_due(story, folded
     group = GroupFold("g", 5, RULES)
     for topic, offset, event in records[:-1]:
         assert group.apply(topic, offset, event) == []
-    with pytest.raises(errors.PromptHashMismatch) as refusal:
+    with pytest.raises(core.PromptHashMismatch) as refusal:
         group.apply(*records[-1])
     assert [type(output).__name__ for output in refusal.value.outputs] == ["TurnTreeAssembled", "GroupScored"]
     assert group.complete
@@ -138,7 +138,7 @@ def test_a_base_that_is_not_earlier_is_refused(story):
     s.end("a", reward=1.0)
     folded = s.fold(RULES)
     topic, _, error = only_refusal(folded)
-    assert (topic, type(error)) == ("agent.turns", errors.BaseNotBefore)
+    assert (topic, type(error)) == ("agent.turns", core.BaseNotBefore)
     assert folded.score.rollouts[0].excluded_reason == "refused"
 
 
@@ -149,7 +149,7 @@ def test_a_reward_that_is_no_number_excludes_its_session(story, value):
     s.end("a", reward=value)
     s.reward("a", 1.0)
     folded = s.fold(RULES)
-    assert isinstance(only_refusal(folded)[2], errors.RewardNotFinite)
+    assert isinstance(only_refusal(folded)[2], core.RewardNotFinite)
     assert (folded.score.rollouts[0].excluded_reason, folded.score.rollouts[0].reward) == ("refused", None)
 
 
@@ -162,7 +162,7 @@ def test_a_component_that_is_no_number_excludes_its_session_too(story, value):
     s.arrivals.append((topic, offset, replace(verdict, components={"format": 1.0, "length": value})))
     folded = s.fold(RULES)
     error = only_refusal(folded)[2]
-    assert isinstance(error, errors.RewardNotFinite)
+    assert isinstance(error, core.RewardNotFinite)
     assert "in component 'length'" in str(error)
     assert (folded.score.rollouts[0].excluded_reason, folded.score.rollouts[0].reward) == ("refused", None)
 
@@ -179,7 +179,7 @@ def test_a_step_reward_that_is_no_number_excludes_its_session(story, value, comp
     )  # fmt: skip
     s.end("a", reward=1.0, expects=Expects(reward=True, step_rewards=1))
     folded = s.fold(RULES)
-    assert isinstance(only_refusal(folded)[2], errors.RewardNotFinite)
+    assert isinstance(only_refusal(folded)[2], core.RewardNotFinite)
     assert folded.score.rollouts[0].excluded_reason == "refused"
     assert (folded.score.reason, folded.score.books.masked) == ("too_few_valid", {"discarded_group": 1})
 
@@ -228,7 +228,7 @@ def test_an_empty_output_is_legal_and_an_empty_prompt_is_not(story):
     s.turn("b", 0, "", "A")
     s.end("b", reward=1.0)
     folded = s.fold(RULES)
-    assert isinstance(only_refusal(folded)[2], errors.EmptyPrompt)
+    assert isinstance(only_refusal(folded)[2], core.EmptyPrompt)
     assert [rollout.excluded_reason for rollout in folded.score.rollouts] == [None, "refused"]
     assert folded.trees["a"].books.trained == 1
 
@@ -243,7 +243,7 @@ def test_a_group_whose_sizes_disagree_is_decided_at_its_deadline_without_the_ses
     s.end("c", reward=1.0)
     s.close("a", "b", reason="deadline")
     folded = s.fold(RULES)
-    assert isinstance(only_refusal(folded)[2], errors.SessionContradicted)
+    assert isinstance(only_refusal(folded)[2], core.SessionContradicted)
     assert [rollout.session_id for rollout in folded.score.rollouts] == ["a", "b"]
     assert folded.score.status is GroupStatus.trained
     assert folded.score.books.sampled == folded.score.books.trained + sum(folded.score.books.masked.values())
@@ -265,7 +265,7 @@ def test_a_finish_that_names_an_unknown_epoch_ends_its_session_as_refused(story)
     s.turn("a", 0, "sq", "A")
     s.finish("a", turns=[TurnId("nowhere", 0)])
     folded = s.fold(RULES)
-    assert isinstance(only_refusal(folded)[2], errors.UnknownEpoch)
+    assert isinstance(only_refusal(folded)[2], core.UnknownEpoch)
     assert folded.score.rollouts[0].excluded_reason == "refused"
 
 
@@ -273,7 +273,7 @@ def test_a_session_that_never_started_cannot_be_adopted(story):
     s = story()
     s.epochs["a"] = []
     s.adopt("a")
-    assert isinstance(only_refusal(s.fold(RULES))[2], errors.UnknownSession)
+    assert isinstance(only_refusal(s.fold(RULES))[2], core.UnknownSession)
 
 
 @pytest.mark.parametrize(
@@ -283,21 +283,21 @@ def test_a_start_that_contradicts_its_group_is_refused(story, change):
     s = story(size=2)
     s.start("a")
     s.start("b", **change)
-    assert isinstance(only_refusal(s.fold(RULES))[2], errors.SessionContradicted)
+    assert isinstance(only_refusal(s.fold(RULES))[2], core.SessionContradicted)
 
 
 def test_a_record_in_a_topic_of_others_is_refused(story, folded):
     s = story()
     s.turn("a", 0, "sq", "A")
     start, turn, _ = s.arrivals
-    assert isinstance(only_refusal(folded([("agent.sessions", 3, turn[2])]))[2], errors.MisplacedRecord)
-    assert isinstance(only_refusal(folded([("agent.turns", 3, start[2])]))[2], errors.MisplacedRecord)
+    assert isinstance(only_refusal(folded([("agent.sessions", 3, turn[2])]))[2], core.MisplacedRecord)
+    assert isinstance(only_refusal(folded([("agent.turns", 3, start[2])]))[2], core.MisplacedRecord)
 
 
 def test_a_payload_that_was_not_fetched_is_a_defect_of_the_shell_and_parks_nothing(story):
     s = story()
     s.turn("a", 0, "sq", "A", delta_ids=BlobRef("0" * 64, 8))
-    with pytest.raises(errors.PayloadNotFetched, match="delta_ids"):
+    with pytest.raises(core.PayloadNotFetched, match="delta_ids"):
         s.fold(RULES)
 
 
@@ -306,6 +306,6 @@ def test_books_that_do_not_balance_stop_the_unit():
     ledger.enter(3, None)
     ledger.enter(2, MaskReason.side_call)
     assert ledger.close("x", 5).masked == {"side_call": 2}
-    with pytest.raises(errors.BooksDoNotBalance, match="sampled 6 != trained 3"):
+    with pytest.raises(core.BooksDoNotBalance, match="sampled 6 != trained 3"):
         ledger.close("x", 6)
-    assert not issubclass(errors.BooksDoNotBalance, errors.FoldError)
+    assert not issubclass(core.BooksDoNotBalance, core.FoldError)

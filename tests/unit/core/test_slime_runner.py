@@ -15,7 +15,7 @@ from turnlog.infra.methods import installed, installed_policies
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.runs import Configured
-from turnlog.processors.core.errors import SegmentsDoNotFit
+from turnlog.processors.core import SegmentsDoNotFit
 from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.core.methods.catalogue import Methods
 from turnlog.processors.core.methods.policies import Policies

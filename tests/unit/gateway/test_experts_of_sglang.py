@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from turnlog.infra.blobs import expert_rows
-from turnlog.infra.embedded.engine import Engine
+from turnlog.infra.embedded.servers import Engine
 from turnlog.infra.embedded.tiny_model import make_tiny_moe
 from turnlog.infra.engine import Generate, Piece, SGLang
 from turnlog.processors.core.fold.group import GroupFold

@@ -20,8 +20,8 @@ from hypothesis import HealthCheck, Phase, given
 from hypothesis import settings as fuzzing
 from hypothesis import strategies as st
 
+from turnlog.producers.gateway import BadRequest
 from turnlog.producers.gateway.dialects.openai_chat import COUNTED, HONOURED
-from turnlog.producers.gateway.errors import BadRequest
 from turnlog.producers.gateway.images import ImageTokens, picture
 from turnlog.schemas.events import Outcome
 from turnlog.settings import Settings

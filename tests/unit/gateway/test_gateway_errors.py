@@ -12,8 +12,8 @@ import pytest
 from tests.fakes.memory_engine import MemoryEngine
 from turnlog.infra.engine import EngineDead, Generate, Piece
 from turnlog.infra.run_folder import GATEWAY_KEY
+from turnlog.producers.gateway import NoEngine, Unauthorized
 from turnlog.producers.gateway.engines import Engines, Wanted
-from turnlog.producers.gateway.errors import NoEngine, Unauthorized
 from turnlog.producers.gateway.requests import Claims, SigningKeys, sign, verify
 from turnlog.schemas.events import EngineRegistered, FinishReason
 from turnlog.schemas.types import int32s

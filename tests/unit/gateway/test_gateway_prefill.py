@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from turnlog.processors.core.fold.group import FoldRules, GroupFold
-from turnlog.producers.gateway.errors import PrefillNotServed
+from turnlog.producers.gateway import PrefillNotServed
 from turnlog.producers.gateway.messages import normalised
 from turnlog.producers.gateway.prompts import ChatTemplate, Prompts, TextTokens
 from turnlog.schemas.events import Boundary, RewardAssigned, SegmentSample, Verifier

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from turnlog.infra.embedded.engine import Engine
+from turnlog.infra.embedded.servers import Engine
 from turnlog.infra.embedded.tiny_model import make_tiny_vision
 from turnlog.infra.engine import SGLang
 from turnlog.schemas.events import Boundary, TokenSnapshot

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from tests.fakes.memory_log import MemoryLog
-from turnlog.infra.archive.index import Cut, live_cut
+from turnlog.infra.archive import Cut, live_cut
 from turnlog.infra.log import Commit, Partition, TopicSpec
 from turnlog.names import ConsumerGroup
 from turnlog.processors.core.fold.low_water import FoldName, Marks, encode_marks

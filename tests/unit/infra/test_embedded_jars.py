@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from turnlog.infra.embedded import JarMismatch, JarsUnavailable
 from turnlog.infra.embedded.broker import REPOSITORY, Jar, class_path, fetch, pinned
-from turnlog.infra.embedded.errors import JarMismatch, JarsUnavailable
 from turnlog.infra.embedded.ports import HOST, free_ports
 
 CONTENTS = {"org.one:a:1.0": b"first jar", "org.two.deep:b:2.1": b"second jar"}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from turnlog.infra.embedded import NoJava, PortTaken
 from turnlog.infra.embedded.broker import first_usable
-from turnlog.infra.embedded.errors import NoJava, PortTaken
 from turnlog.infra.embedded.ports import EPHEMERAL, HOST, claim, free_ports, is_free, listens
 
 

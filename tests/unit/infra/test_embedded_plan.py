@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from turnlog.infra.embedded.engine import Engine
 from turnlog.infra.embedded.plan import Plan
 from turnlog.infra.embedded.ports import HOST
+from turnlog.infra.embedded.servers import Engine
 from turnlog.settings import (
     ArchiveSettings,
     EngineSettings,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from turnlog.infra.embedded.errors import NotReady, ServerDied
+from turnlog.infra.embedded import NotReady, ServerDied
 from turnlog.infra.embedded.process import Child, Launch, marked, sweep
 
 SLEEPER = "import time; time.sleep(600)"

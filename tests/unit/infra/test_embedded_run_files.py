@@ -10,17 +10,21 @@ from pathlib import Path
 import pytest
 
 from turnlog.infra.blobs import StoreUnavailable
-from turnlog.infra.embedded.errors import AlreadyUp
-from turnlog.infra.embedded.object_store import ObjectStore
-from turnlog.infra.embedded.run_files import is_live, locked, prune, write_settings, write_state
+from turnlog.infra.embedded import AlreadyUp
+from turnlog.infra.embedded.servers import ObjectStore
 from turnlog.infra.run_folder import (
     GATEWAY_KEY,
     STORE_KEY,
     Endpoints,
+    is_live,
     kept_secret,
+    locked,
     private_folder,
+    prune,
     resolved,
     write_endpoints,
+    write_settings,
+    write_state,
 )
 from turnlog.infra.s3 import S3Blobs
 from turnlog.settings import EngineSettings, RunSettings, Settings, StoreSettings, TrainerSettings, load

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from turnlog.infra.embedded.errors import BrokerDied, Hung, LacksServer, NotReady
+from turnlog.infra.embedded import BrokerDied, Hung, LacksServer, NotReady
 from turnlog.infra.embedded.liveness import Liveness, Loops, answering, http_answers
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Launch, marked, scope

@@ -20,10 +20,10 @@ from turnlog.infra.event_log import EventLog
 from turnlog.infra.history import EVERY_RUN, events_of
 from turnlog.infra.log import Partition
 from turnlog.infra.registry import MemoryRegistry
+from turnlog.infra.roles import Unreachable, is_unreachable
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.runs import Configured, OtherRun, OtherSettings, claimed, configuration, configure, configured
-from turnlog.infra.roles.unreachable import Unreachable, is_unreachable
 from turnlog.infra.topics_admin import specs
 from turnlog.schemas.events import Event, RunConfigured, RunPlanned
 from turnlog.settings import (

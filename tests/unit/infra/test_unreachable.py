@@ -13,7 +13,7 @@ from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.engine import EngineDead
 from turnlog.infra.log import LogUnavailable, LogUnreachable, TransactionFailed
 from turnlog.infra.registry import HttpRegistry, RegistryUnreachable
-from turnlog.infra.roles.unreachable import is_unreachable
+from turnlog.infra.roles import is_unreachable
 from turnlog.infra.s3 import S3Blobs
 from turnlog.names import ExitStatus
 from turnlog.settings import StoreSettings

@@ -13,10 +13,9 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from turnlog.schemas import binary
+from turnlog.schemas import UndecodableRecord, binary
 from turnlog.schemas.avsc import field_types, stored_schema
 from turnlog.schemas.codec import BROKEN, Codec, plain
-from turnlog.schemas.errors import UndecodableRecord
 from turnlog.schemas.events import ALL, EngineGone, GroupClosed, StepCompleted, TokenSnapshot
 from turnlog.schemas.releases import example
 

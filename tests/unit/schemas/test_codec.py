@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from turnlog.schemas import SchemaError, UndecodableRecord, UnknownRecord, UnknownSchemaId
 from turnlog.schemas.avsc import field_types
 from turnlog.schemas.codec import HEADER, Codec
-from turnlog.schemas.errors import SchemaError, UndecodableRecord, UnknownRecord, UnknownSchemaId
 from turnlog.schemas.events import ALL, EngineGone, TurnCompleted
 from turnlog.schemas.types import BlobRef
 

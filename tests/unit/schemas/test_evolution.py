@@ -10,9 +10,9 @@ from typing import Any
 import fastavro
 import pytest
 
+from turnlog.schemas import UndecodableRecord
 from turnlog.schemas.avsc import stored_schema
 from turnlog.schemas.codec import Codec, plain
-from turnlog.schemas.errors import UndecodableRecord
 from turnlog.schemas.events import ALL, Boundary, FinishReason, TokenSnapshot, TurnCompleted, VersionSpan
 from turnlog.schemas.types import TurnId
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from turnlog.trainer import CheckpointUnusable, Superseded
 from turnlog.trainer.checkpoint import MARKERS, Checkpoints, Cursor, cursor_values
-from turnlog.trainer.errors import CheckpointUnusable, Superseded
 
 
 def opened(directory: Path, incarnation: int, keep: int = 3) -> Checkpoints:

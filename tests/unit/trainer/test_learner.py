@@ -12,9 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
-from turnlog.trainer import mcore, reference, weights
+from turnlog.trainer import BooksOff, CheckpointUnusable, UnsupportedModel, WeightsMismatch, mcore, reference, weights
 from turnlog.trainer.checkpoint import read_common
-from turnlog.trainer.errors import BooksOff, CheckpointUnusable, UnsupportedModel, WeightsMismatch
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.model import build_model, model_config

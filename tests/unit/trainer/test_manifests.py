@@ -15,8 +15,8 @@ from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.topics_admin import apply
 from turnlog.schemas.events import SampleBatchFormed
 from turnlog.settings import Settings
+from turnlog.trainer import BatchGap
 from turnlog.trainer.checkpoint import Cursor
-from turnlog.trainer.errors import BatchGap
 from turnlog.trainer.loop import Manifests, fetch_rows
 from turnlog.trainer.reference import append_batches, synthetic_manifest, synthetic_rows
 
