@@ -25,7 +25,7 @@ from turnlog.infra.log import Log, Partition, Record, TopicSpec
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.topics_admin import apply
 from turnlog.processors.core.fold_versions import INPUTS, OUTPUTS
-from turnlog.processors.runtime.restoring import records_between
+from turnlog.processors.runtime.unit import records_between
 from turnlog.schemas.topics import SAMPLES
 from turnlog.settings import Settings
 

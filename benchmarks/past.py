@@ -26,7 +26,7 @@ from turnlog.processors.core.fold.unit import UnitFold
 from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.processors.runtime.assembler import assembler_plan
-from turnlog.processors.runtime.restoring import Plan
+from turnlog.processors.runtime.unit import Plan
 from turnlog.processors.runtime.views import view
 from turnlog.schemas import ids, topics
 from turnlog.schemas.events import (

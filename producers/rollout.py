@@ -2,19 +2,36 @@
 
 Everything it decides follows from the log, so whoever owns the task continues it: the session's messages say which
 step is next, the same step is the same turn, the same call has the same id, the same verdict the same event_id.
+
+A verifier judges an episode; what comes of it is a RewardAssigned with evidence or a RewardFailed. One judge per kind
+of verifier, found by the verifier's class (`JUDGES`); a recipe names its verifier.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import math
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import orjson
 from prometheus_client import Counter
 
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.recipes import BrokenRecipe, Episode, Message, Recipe, SandboxCall, called, first_workspace
+from turnlog.infra.recipes import (
+    BrokenRecipe,
+    Episode,
+    FunctionVerifier,
+    Message,
+    Recipe,
+    SandboxCall,
+    Verdict,
+    called,
+    first_workspace,
+)
 from turnlog.infra.roles import log_lines
 from turnlog.producers.gateway_client import (
     ContextExceeded,
@@ -28,10 +45,82 @@ from turnlog.producers.gateway_client import (
     SessionState,
 )
 from turnlog.producers.tool_calls import Results, ToolCalls, ToolUnanswered
-from turnlog.producers.verifiers import verdict
-from turnlog.schemas.events import Outcome, RewardAssigned, RolloutRequested, ToolStatus
+from turnlog.schemas import ids
+from turnlog.schemas.events import Outcome, RewardAssigned, RewardFailed, RolloutRequested, ToolStatus, Verifier
 from turnlog.schemas.types import TurnId
 from turnlog.settings import RunnerSettings
+
+Judge = Callable[[Any, Episode], Awaitable[Verdict | BaseException]]
+
+
+class NoVerdict(Exception):
+    """What a verifier gave is no verdict; says why."""
+
+
+async def judge_by_function(verifier: FunctionVerifier, episode: Episode) -> Verdict | BaseException:
+    """Run the function in a thread: it is a recipe's code and may take its time."""
+
+    def contained() -> Verdict | BaseException:
+        try:
+            return verifier.judge(episode)
+        except BaseException as error:  # an exit would end the process, a StopIteration never leaves a thread
+            return error
+
+    return await asyncio.to_thread(contained)
+
+
+JUDGES: dict[type, Judge] = {FunctionVerifier: judge_by_function}
+
+
+async def verdict(
+    verifier: FunctionVerifier, episode: Episode, request: RolloutRequested, session_id: str
+) -> RewardAssigned | RewardFailed:
+    """The record of the verdict; its event_id depends on session and verifier alone, so that judging again repeats it.
+
+    Whatever foreign code raises, a reward that is not finite, and evidence that is no JSON become a RewardFailed.
+    """
+    # gather hands a foreign exception over as a value; a cancellation of this task still comes through.
+    [result] = await asyncio.gather(JUDGES[type(verifier)](verifier, episode), return_exceptions=True)
+    by = Verifier(verifier.name, verifier.version)
+    try:
+        value, components, evidence = _parts(result)
+    except Exception as error:  # foreign values may do anything when they are looked at
+        return RewardFailed(
+            event_id=ids.digest("RewardFailed", session_id, by.name, by.version),
+            run_id=request.run_id,
+            group_id=request.group_id,
+            session_id=session_id,
+            floor=request.floor,
+            verifier=by,
+            cause=str(error) if isinstance(error, NoVerdict) else f"the verdict cannot be read: {type(error).__name__}",
+        )
+    return RewardAssigned(
+        event_id=ids.digest("RewardAssigned", session_id, by.name, by.version),
+        run_id=request.run_id,
+        group_id=request.group_id,
+        session_id=session_id,
+        floor=request.floor,
+        value=value,
+        components=components,
+        verifier=by,
+        evidence=evidence,
+    )
+
+
+def _parts(result: Verdict | BaseException) -> tuple[float, dict[str, float], bytes]:
+    """Reward, components and evidence as they are recorded. Raises NoVerdict, and whatever foreign values raise."""
+    if isinstance(result, BaseException):
+        raise NoVerdict(f"{type(result).__name__}: {result}")
+    if not isinstance(result, Verdict):
+        raise NoVerdict(f"the verifier returned {type(result).__name__}, not a Verdict")
+    value, components = float(result.value), {str(name): float(part) for name, part in result.components.items()}
+    if not all(math.isfinite(part) for part in (value, *components.values())):
+        raise NoVerdict(f"the reward or a component of it is not finite: {value}, {components}")
+    try:
+        return value, components, json.dumps(result.evidence, sort_keys=True).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise NoVerdict(f"the evidence is no JSON: {error}") from error
+
 
 log = logging.getLogger(__name__)
 SESSIONS = Counter("turnlog_runner_sessions", "Sessions ended", ["outcome"])

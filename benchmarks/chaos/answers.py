@@ -32,7 +32,7 @@ from turnlog.infra.roles.runs import configure
 from turnlog.processors.core import FoldError
 from turnlog.processors.core.fold.low_water import Fold
 from turnlog.processors.runtime.assembler import assembler_plan
-from turnlog.processors.runtime.restoring import Plan, records_between
+from turnlog.processors.runtime.unit import Plan, records_between
 from turnlog.producers.recipes.calc import RECIPE
 from turnlog.schemas import ids
 from turnlog.schemas.events import (

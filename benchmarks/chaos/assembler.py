@@ -31,7 +31,7 @@ from turnlog.processors.core.fold.low_water import Fold, decode_marks
 from turnlog.processors.core.fold.settlement import with_figures
 from turnlog.processors.core.fold_versions import INPUTS, outputs_of
 from turnlog.processors.runtime.assembler import assembler_plan
-from turnlog.processors.runtime.restoring import Plan, records_between
+from turnlog.processors.runtime.unit import Plan, records_between
 from turnlog.schemas.events import Event
 from turnlog.settings import Settings
 

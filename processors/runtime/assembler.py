@@ -24,8 +24,7 @@ from turnlog.infra.roles.runs import Configured, configured
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.fold_versions import INPUTS, SPINE
 from turnlog.processors.runtime.reaper import Reaper
-from turnlog.processors.runtime.restoring import Plan, requested_skips
-from turnlog.processors.runtime.unit import Clock, Unit, UnitFailed, by_unit
+from turnlog.processors.runtime.unit import Clock, Plan, Unit, UnitFailed, by_unit, requested_skips
 from turnlog.settings import AssemblerSettings
 
 log = logging.getLogger(__name__)

@@ -1,31 +1,216 @@
 """One unit of the assembler: partition p of every input and output topic, its transactor, its groups.
 
-A batch is decoded, then folded, then its outputs and input offsets go out in one transaction. After a restart the same
-code folds again from the low-water marks; nothing is committed before every topic has passed what was folded before.
+What it must know before it folds is its last commit, and what its outputs hold already: read only after its transactor
+was entered, since until then the last owner may still commit. A batch is decoded (what cannot be used comes back as a
+value, what is away is retried), then folded, then its outputs and input offsets go out in one transaction. After a
+restart the same code folds again from the low-water marks; nothing is committed before every topic has passed what was
+folded before.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 
 from prometheus_client import Counter, Gauge
 
-from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs, externalized
+from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs, StoreUnavailable, externalized, inlined
 from turnlog.infra.event_log import EventLog, dead_letter, where
 from turnlog.infra.log import Commit, Log, Partition, Record, Transactor
+from turnlog.infra.registry import RegistryUnavailable
 from turnlog.infra.roles.health import count_tokens
-from turnlog.processors.core.fold.low_water import encode_marks
-from turnlog.processors.core.fold.unit import DEFECTS, RecordSkipped, Taken, UnitFold
-from turnlog.processors.core.fold_versions import INPUTS
-from turnlog.processors.runtime.decoding import Decoded, decoded
-from turnlog.processors.runtime.restoring import Plan, restore
+from turnlog.names import RECORD_HEADER, ConsumerGroup, TransactionalId
+from turnlog.processors.core.fold.low_water import (
+    Done,
+    FoldFactory,
+    FoldName,
+    LogTruncated,
+    Marks,
+    decode_marks,
+    encode_marks,
+)
+from turnlog.processors.core.fold.unit import DEFECTS, RecordSkipped, Taken, UnitFold, payloads_read
+from turnlog.processors.core.fold_versions import INPUTS, SPINE, outputs_of, score_record, scores_topic
 from turnlog.processors.runtime.watch import Watch
-from turnlog.schemas import UndecodableRecord
+from turnlog.schemas import UndecodableRecord, UnknownSchemaId
 from turnlog.schemas.events import Event, GroupScored, TurnTreeAssembled
 from turnlog.schemas.topics import TOPIC_OF, TREES
+from turnlog.schemas.types import BlobRef
+
+PAUSES_S = (0.1, 0.5, 2.0)
+"""Between attempts: a blob may be young, a server away. After the last the process ends uncommitted."""
+
+LostPayload = BlobMissing | BlobCorrupt
+"""The store answers, and has not what the record names."""
+Decoded = Event | UndecodableRecord | LostPayload
+
+
+async def decoded(
+    records: Sequence[Record],
+    events: EventLog,
+    blobs: Blobs,
+    pauses_s: Sequence[float] = PAUSES_S,
+    *,
+    run_id: str,
+    messages: bool = False,
+) -> list[Decoded]:
+    """Per record its event, why it must be parked, or why it stops its unit.
+
+    Payloads of the run's snapshots come as bytes, those of turns where the fold's policy needs `messages`; else
+    messages, like tools and evidence, stay references: only people and dashboards read them. Raises
+    RegistryUnavailable, StoreUnavailable.
+    """
+    found: list[Decoded] = []
+    for record in records:
+        try:
+            found.append(events.codec.decode(record.value))
+        except UnknownSchemaId:  # the registry has to be asked; no record of an id that we hold waits for anything
+            found.append(await _decoded(record, events, pauses_s))
+        except UndecodableRecord as refusal:
+            found.append(refusal)
+    away = [at for at, event in enumerate(found) if _refers(event, run_id, messages)]
+    for at, event in zip(
+        away, await asyncio.gather(*(_inlined(found[at], blobs, pauses_s) for at in away)), strict=True
+    ):
+        found[at] = event
+    return found
+
+
+async def _decoded(record: Record, events: EventLog, pauses_s: Sequence[float]) -> Decoded:
+    try:
+        for pause_s in pauses_s:
+            try:
+                return await events.decode(record)
+            except RegistryUnavailable:
+                await asyncio.sleep(pause_s)
+        return await events.decode(record)
+    except UndecodableRecord as refusal:
+        return refusal
+
+
+def _refers(event: Decoded, run_id: str, messages: bool) -> bool:
+    return BlobRef in map(type, payloads_read(event, run_id, messages=messages))
+
+
+async def _inlined(event: Event, blobs: Blobs, pauses_s: Sequence[float]) -> Event | LostPayload:
+    for pause_s in pauses_s:
+        try:
+            return await inlined(event, blobs)
+        except (BlobMissing, StoreUnavailable):
+            await asyncio.sleep(pause_s)
+        except BlobCorrupt as lost:
+            return lost
+    try:
+        return await inlined(event, blobs)
+    except (BlobMissing, BlobCorrupt) as lost:
+        return lost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What all units of one assembler share."""
+
+    run_id: str
+    fold: FoldName
+    factory: FoldFactory
+    messages: bool = False
+    """Whether the fold's policy needs the messages of turns."""
+    horizon_records: int = 20_000
+    commit_interval_s: float = 1.0
+    """Trees and progress are committed this often; scores and their samples at once."""
+
+    @property
+    def score(self) -> str:
+        """The record that ends a group."""
+        return score_record(self.fold.version)
+
+    @property
+    def scores(self) -> str:
+        """Its topic: the marks count its offsets."""
+        return scores_topic(self.fold.version).name
+
+    @property
+    def group(self) -> str:
+        """The consumer group."""
+        return ConsumerGroup.ASSEMBLER.format(run=self.run_id)
+
+    def transactional_id(self, unit: int) -> str:
+        """One id per unit, not per process: starting it is what fences the last owner."""
+        return TransactionalId.ASSEMBLER.format(run=self.run_id, unit=unit)
+
+
+@dataclass(slots=True)
+class Restored:
+    """Where a unit begins."""
+
+    fold: UnitFold
+    output_ends: dict[str, int]
+
+
+async def restore(log: Log, events: EventLog, plan: Plan, unit: int) -> Restored:
+    """Raises MigrationNeeded, BrokenMetadata, LogTruncated, LogUnavailable."""
+    inputs = [Partition(topic, unit) for topic in INPUTS]
+    outputs = [Partition(topic, unit) for topic in outputs_of(plan.fold.version)]
+    commits = await log.commits(plan.group, inputs)
+    found = decode_marks({name.topic: (at.offset, at.metadata) for name, at in commits.items()}, INPUTS, plan.fold)
+    marks = found or Marks.start(INPUTS)
+    starts = await log.start_offsets([*inputs, *outputs])
+    ends = await log.end_offsets([*inputs, *outputs])
+    wanted = {**marks.low, TREES.name: marks.tree_low, plan.scores: marks.score_low}
+    for name in (*inputs, *outputs):
+        if starts[name] > wanted.get(name.topic, starts[name]):
+            raise LogTruncated(
+                f"{name.topic}[{unit}] begins at {starts[name]}, but the fold needs it from {wanted[name.topic]} on"
+            )
+    for name in inputs:
+        if ends[name] < marks.high[name.topic]:
+            raise LogTruncated(
+                f"{name.topic}[{unit}] ends at {ends[name]}, but {marks.high[name.topic]} records of it were folded"
+            )
+    done = await _done(log, events, plan, marks, {name: ends[name] for name in outputs}, unit)
+    fold = UnitFold(marks, done, plan.factory, run_id=plan.run_id, horizon_records=plan.horizon_records)
+    return Restored(fold, {name.topic: ends[name] for name in outputs})
+
+
+async def _done(log: Log, events: EventLog, plan: Plan, marks: Marks, ends: dict[Partition, int], unit: int) -> Done:
+    done = Done()
+    trees, scores = Partition(TREES.name, unit), Partition(plan.scores, unit)
+    async for record in records_between(log, trees, marks.tree_low, ends[trees]):
+        done.trees[(await events.decode(record)).session_id] = record.offset
+    async for record in records_between(log, scores, marks.score_low, ends[scores], only=(plan.score,)):
+        scored = await events.decode(record)
+        if scored.floor >= marks.horizon:
+            done.score(scored.group_id, scored.floor, record.offset)
+    return done
+
+
+async def requested_skips(log: Log, events: EventLog, run_id: str, unit: int, start: int) -> dict[tuple[str, int], str]:
+    """{(topic, offset): reason} of the run's requests for this unit in agent.sessions from `start` to its end."""
+    spine = Partition(SPINE, unit)
+    end = (await log.end_offsets([spine]))[spine]
+    skips: dict[tuple[str, int], str] = {}
+    async for record in records_between(log, spine, start, end, only=("SkipRequested",)):
+        request = await events.decode(record)
+        if request.partition == unit and request.run_id == run_id:
+            skips[request.topic, request.offset] = request.reason
+    return skips
+
+
+async def records_between(
+    log: Log, name: Partition, start: int, end: int, *, only: Sequence[str] = ()
+) -> AsyncIterator[Record]:
+    """Records of [start, end) whose header names one of `only` (empty: all)."""
+    wanted = {record.encode() for record in only}
+    async with log.reader() as reader:
+        reader.assign({name: start})
+        while reader.position(name) < end:
+            for record in await reader.poll():
+                if record.offset < end and (not wanted or dict(record.headers).get(RECORD_HEADER) in wanted):
+                    yield record
+
 
 RECORDS = Counter("turnlog_assembler_records", "Input records passed")
 LATE = Counter("turnlog_assembler_late_records", "Records that came after their group was scored and forgotten")

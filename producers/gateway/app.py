@@ -30,9 +30,8 @@ from turnlog.infra.roles.health import BodyTooLarge, QuietServer, application, b
 from turnlog.infra.roles.role import Role
 from turnlog.producers.gateway import ERRORS, GatewayError, ImagesNotServed, NotRecorded, TooLarge, Unauthorized
 from turnlog.producers.gateway.conversation import Turn
-from turnlog.producers.gateway.dialects.dialect import Dialect, TurnRequest
+from turnlog.producers.gateway.dialects.dialect import Dialect, TurnRequest, TurnResponse
 from turnlog.producers.gateway.dialects.openai_chat import OpenAIChat
-from turnlog.producers.gateway.dialects.response import TurnResponse
 from turnlog.producers.gateway.engines import Engines, Sampler, follow, routing_of
 from turnlog.producers.gateway.images import Admitted, ImageTokens, Picture, image_tokens
 from turnlog.producers.gateway.profiles import Harness, harness

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from turnlog.infra.recipes import Episode, FunctionVerifier, Message, SandboxCall, TaskRow, Verdict
-from turnlog.producers.recipes.calc_model import CalcWarmStart
-from turnlog.producers.recipes.calc_tasks import task_row
+from turnlog.producers.recipes.calc_model import CalcWarmStart, task_row
 from turnlog.schemas.events.sessions import Environment, Outcome
 from turnlog.schemas.events.tools import SandboxLimits, SandboxSpec
 from turnlog.schemas.json_depth import deeper_than

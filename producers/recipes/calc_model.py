@@ -1,13 +1,14 @@
-"""The tiny policy of `calc`: shape, tokenizer, chat template, and sloppy demonstrations for its warm start.
+"""The tasks of `calc` and its tiny policy: shape, tokenizer, chat template, sloppy demonstrations for its warm start.
 
-The demonstrations have the right format and often the wrong behaviour: a quarter skips the tool and guesses, 40 % of
-the rest compute with a wrong operator. So a warm-started policy scores about one half, every good behaviour has
-probability mass already, and reinforcement only has to re-weight it.
+A task is one-digit arithmetic, drawn at random. The demonstrations have the right format and often the wrong behaviour:
+a quarter skips the tool and guesses, 40 % of the rest compute with a wrong operator. So a warm-started policy scores
+about one half, every good behaviour has probability mass already, and reinforcement only has to re-weight it.
 """
 
 from __future__ import annotations
 
 import json
+import operator
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -17,7 +18,19 @@ from typing import TYPE_CHECKING, Final
 
 from turnlog.infra.recipes import Demonstration, TinyModel, WarmStartRow
 from turnlog.producers.gateway.prompts import ChatTemplate
-from turnlog.producers.recipes.calc_tasks import OPERANDS, OPERATORS, task_row
+
+OPERATORS: Final[dict[str, Callable[[int, int], int]]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+OPERANDS: Final = 10
+"""Operands are 0 to OPERANDS - 1."""
+
+
+def task_row(generator: random.Random) -> dict[str, str]:
+    """One task: prompt, the expression that solves it, and its value."""
+    left, right = generator.randrange(OPERANDS), generator.randrange(OPERANDS)
+    sign = generator.choice("+-*")
+    answer = str(OPERATORS[sign](left, right))
+    return {"prompt": f"{left} {sign} {right} = ?", "expr": f"{left}{sign}{right}", "answer": answer}
+
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -16,13 +16,6 @@ from turnlog.schemas.events.batches import (
     StepCompleted,
     Weighting,
 )
-from turnlog.schemas.events.engines import (
-    EngineDraining,
-    EngineGone,
-    EngineRegistered,
-    EngineWeightsLoaded,
-    EngineWeightsRefused,
-)
 from turnlog.schemas.events.runs import DeadLetter, RunConfigured, RunPlanned
 from turnlog.schemas.events.samples import (
     ExpertRows,
@@ -77,7 +70,15 @@ from turnlog.schemas.events.turns import (
     VersionSpan,
     sampled_tokens,
 )
-from turnlog.schemas.events.weights import WeightFile, WeightVersionPublished
+from turnlog.schemas.events.weights import (
+    EngineDraining,
+    EngineGone,
+    EngineRegistered,
+    EngineWeightsLoaded,
+    EngineWeightsRefused,
+    WeightFile,
+    WeightVersionPublished,
+)
 
 Event = Any
 """One of the records of `ALL`. The fold and the codec narrow it by class."""

@@ -22,7 +22,7 @@ from turnlog.infra.roles.role import opened
 from turnlog.infra.roles.runs import Configured
 from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.runtime.assembler import Runner, assembler_plan
-from turnlog.processors.runtime.restoring import records_between
+from turnlog.processors.runtime.unit import records_between
 from turnlog.schemas.events import DeadLetter, Event, GroupScored
 from turnlog.settings import Settings
 

@@ -28,7 +28,7 @@ from turnlog.infra.registry import HttpRegistry
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.runs import configure
 from turnlog.processors.runtime.assembler import main
-from turnlog.processors.runtime.restoring import records_between
+from turnlog.processors.runtime.unit import records_between
 from turnlog.schemas.avsc import stored_schema
 from turnlog.schemas.codec import HEADER, plain
 from turnlog.schemas.events import (

@@ -22,7 +22,7 @@ from turnlog.processors.core.methods.policies import Policies
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.processors.core.methods.segments import Segments
 from turnlog.processors.runtime.assembler import Runner, assembler_plan
-from turnlog.processors.runtime.restoring import records_between
+from turnlog.processors.runtime.unit import records_between
 from turnlog.schemas.events import Event, MaskReason, TurnCompleted, TurnTreeAssembled
 from turnlog.schemas.topics import CATALOGUE
 from turnlog.settings import AssemblerSettings, FoldSettings, RunSettings, Settings, SettingsError, from_tables

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from turnlog.producers.connections import Connections, NoAnswer
+from turnlog.producers.gateway_client import Connections, NoAnswer
 
 
 @dataclass

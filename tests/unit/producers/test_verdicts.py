@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from turnlog.infra.recipes import Episode, FunctionVerifier, Verdict
-from turnlog.producers.verifiers import verdict
+from turnlog.producers.rollout import verdict
 from turnlog.schemas.events import Limits, Outcome, Purpose, RewardAssigned, RewardFailed, RolloutRequested, Sampling
 
 REQUEST = RolloutRequested(

@@ -25,9 +25,8 @@ from turnlog.processors.core.fold.low_water import LogTruncated, MigrationNeeded
 from turnlog.processors.core.fold.settlement import figures
 from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.core.methods.rules import fold_rules
-from turnlog.processors.runtime import decoding
 from turnlog.processors.runtime.assembler import Runner, assembler_plan, main
-from turnlog.processors.runtime.restoring import Plan, records_between
+from turnlog.processors.runtime.unit import Plan, decoded, records_between
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.events import (
     ALL,
@@ -340,7 +339,7 @@ async def test_large_payloads_come_from_the_store_and_go_to_it(cluster: Cluster)
 async def test_a_payload_that_the_store_lost_stops_its_unit_until_it_is_back_or_passed_over(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoding.decoded, "__defaults__", ((0.0, 0.0),))
+    monkeypatch.setattr(decoded, "__defaults__", ((0.0, 0.0),))
     events = group("a", turns=1)
     lost = BlobRef("0" * 64, 16)
     events[2] = dataclasses.replace(events[2], output_ids=lost)

@@ -28,8 +28,7 @@ from turnlog.processors.core.fold.settlement import figures
 from turnlog.processors.core.fold_versions import FOLD_VERSION, INPUTS
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.processors.runtime.assembler import Runner
-from turnlog.processors.runtime.restoring import Plan, records_between
-from turnlog.processors.runtime.unit import Unit
+from turnlog.processors.runtime.unit import Plan, Unit, records_between
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.events import ALL, Event, GroupScored, SegmentSample, TurnTreeAssembled
 from turnlog.schemas.topics import CATALOGUE, TOPIC_OF

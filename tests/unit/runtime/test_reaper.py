@@ -20,7 +20,7 @@ from turnlog.infra.roles.runs import Configured
 from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.runtime.assembler import Runner, assembler_plan
 from turnlog.processors.runtime.reaper import Reaper
-from turnlog.processors.runtime.restoring import records_between
+from turnlog.processors.runtime.unit import records_between
 from turnlog.processors.runtime.watch import Watch
 from turnlog.schemas.events import Event, GroupClosed, GroupScored, GroupStatus, Outcome, SessionFinished
 from turnlog.schemas.topics import CATALOGUE
