@@ -141,12 +141,13 @@ class EpochLost(GatewayClientError):
     """The session moved to another gateway."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Session:
     """An open session and the key that speaks for it."""
 
     session_id: str
     base_url: str
+    """Root of the gateway that has it; follows the session when that one is gone."""
     token: str = dataclasses.field(repr=False)
 
 
@@ -219,8 +220,7 @@ class GatewayClient:
 
     async def state(self, session: Session) -> SessionState:
         """Where the session stands."""
-        answer = await self._send("GET", f"{self._url}/sessions/{session.session_id}", session.token)
-        found = orjson.loads(answer.content)
+        found = orjson.loads((await self._of(session, "GET", f"/sessions/{session.session_id}")).content)
         reasons = {(turn["epoch"], turn["index"]): turn["finish_reason"] for turn in found["turns"]}
         last = found["last_turn"]
         return SessionState(
@@ -234,7 +234,6 @@ class GatewayClient:
     async def complete(self, session: Session, messages: list[Message], tools: Any, *, step: int) -> Completion:
         """The next turn. The same step of a session is the same turn, however often it is asked for. Raises
         GatewayClientError."""
-        url = f"{session.base_url}/v1/chat/completions"
         body: dict[str, Any] = {"model": self._model, "messages": messages}
         if tools:
             body["tools"] = tools
@@ -242,7 +241,7 @@ class GatewayClient:
         key = f"{session.session_id}:{step}"
         while True:
             try:
-                return _completion(await self._send("POST", url, session.token, body, idempotency_key=key))
+                return _completion(await self._of(session, "POST", "/v1/chat/completions", body, idempotency_key=key))
             except EnginesBusy as error:
                 await patience.after(str(error))
 
@@ -254,26 +253,53 @@ class GatewayClient:
         expects = {"reward": reward, "step_rewards": 0}
         named = {"epoch": judged.epoch, "index": judged.index} if judged else None
         body = {"outcome": outcome.value, "reason": reason, "final": final, "expects": expects, "judged": named}
-        await self._send("POST", f"{self._url}/sessions/{session.session_id}/finish", session.token, body)
+        await self._of(session, "POST", f"/sessions/{session.session_id}/finish", body)
 
-    async def _send(
-        self, method: str, url: str, credential: str, body: Any = None, *, idempotency_key: str = ""
+    async def _of(
+        self, session: Session, method: str, path: str, body: Any = None, *, idempotency_key: str = ""
     ) -> Answer:
-        """One request, repeated while nobody answers: all of ours are idempotent. Raises GatewayClientError."""
-        headers = {"authorization": f"Bearer {credential}", "content-type": "application/json"}
-        if idempotency_key:
-            headers["idempotency-key"] = idempotency_key
-        content = None if body is None else orjson.dumps(body)
+        """A request about an open session, at the gateway that has it. When that one gives no answer, or has lost it,
+        whoever [gateway] url reaches says where it is, or takes it over. Raises GatewayClientError."""
         patience = Patience(self._patience_s)
         while True:
             try:
-                answer = await self._http.request(method, url, headers, content)
+                return await self._once(method, session.base_url + path, session.token, body, idempotency_key)
+            except (NoAnswer, EpochLost) as error:
+                if isinstance(error, EpochLost) and session.base_url == self._url:
+                    raise
+                await patience.after(str(error))
+                await self._find(session)
+
+    async def _find(self, session: Session) -> None:
+        """Learn where the session is now. Raises GatewayClientError."""
+        if session.base_url == self._url:
+            return
+        try:
+            answer = await self._once("GET", f"{self._url}/sessions/{session.session_id}", session.token)
+        except (NoAnswer, EpochLost):
+            session.base_url = self._url
+        else:
+            session.base_url = _root(orjson.loads(answer.content).get("base_url") or self._url)
+
+    async def _send(self, method: str, url: str, credential: str, body: Any) -> Answer:
+        """One request, repeated while nobody answers: all of ours are idempotent. Raises GatewayClientError."""
+        patience = Patience(self._patience_s)
+        while True:
+            try:
+                return await self._once(method, url, credential, body)
             except NoAnswer as error:
                 await patience.after(str(error))
-                continue
-            if answer.status < HTTPStatus.BAD_REQUEST:
-                return answer
-            raise refusal(answer)
+
+    async def _once(self, method: str, url: str, credential: str, body: Any = None, key: str = "") -> Answer:
+        """Raises NoAnswer, GatewayClientError."""
+        headers = {"authorization": f"Bearer {credential}", "content-type": "application/json"}
+        if key:
+            headers["idempotency-key"] = key
+        content = None if body is None else orjson.dumps(body)
+        answer = await self._http.request(method, url, headers, content)
+        if answer.status < HTTPStatus.BAD_REQUEST:
+            return answer
+        raise refusal(answer)
 
 
 class Patience:

@@ -34,6 +34,7 @@ from turnlog.producers.gateway.dialects.dialect import Dialect, TurnRequest, Tur
 from turnlog.producers.gateway.dialects.openai_chat import OpenAIChat
 from turnlog.producers.gateway.engines import Engines, Sampler, follow, routing_of
 from turnlog.producers.gateway.images import Admitted, ImageTokens, Picture, image_tokens
+from turnlog.producers.gateway.owners import OwnedElsewhere, Owners
 from turnlog.producers.gateway.profiles import Harness, harness
 from turnlog.producers.gateway.prompts import ChatTemplate, Prompts, TextTokens
 from turnlog.producers.gateway.recovery import Recovery, SessionTail
@@ -75,10 +76,12 @@ class Gateway:
     turns: Turns
     harness: Harness
     images: ImageTokens | None
+    owners: Owners | None
 
     @classmethod
     async def assembled(cls, role: Role, url: str, connect: Callable[[str], Engine] = SGLang) -> Gateway:
-        """From settings and clients. Raises ModelMissing, TemplateMissing, TopicMissing, NoRouting, ProfileError."""
+        """From settings and clients; `url`: as records name it.
+        Raises ModelMissing, TemplateMissing, TopicMissing, NoRouting, ProfileError."""
         settings = role.settings
         folder = Path(settings.model.path)
         tokens, template = TextTokens(folder), ChatTemplate.load(folder)
@@ -94,6 +97,8 @@ class Gateway:
             chat_template_sha256=template.sha256,
         )
         prompts, engines = Prompts(tokens, template), Engines(connect)
+        own, answer_s = settings.gateway.own_url, settings.engine.request_timeout_s + 30.0
+        owners = Owners(url, answer_s=answer_s) if own else None
         images = image_tokens(folder, settings.gateway.max_image_pixels)
         return cls(
             role=role,
@@ -101,7 +106,7 @@ class Gateway:
             keys=SigningKeys(settings.gateway, Path(settings.run.directory)),
             tail=tail,
             engines=engines,
-            sessions=Sessions(role.events, tail, Recovery(role.log, role.events, role.blobs), identity),
+            sessions=Sessions(role.events, tail, Recovery(role.log, role.events, role.blobs), identity, owners),
             turns=Turns(
                 planner=Planner(
                     prompts=prompts,
@@ -121,6 +126,7 @@ class Gateway:
             ),
             harness=harness(settings.gateway.harness),
             images=images,
+            owners=owners,
         )
 
     @asynccontextmanager
@@ -150,12 +156,17 @@ class Gateway:
             task.cancel()
             await asyncio.gather(ready, task, return_exceptions=True)
             await self.engines.close()
+            if self.owners is not None:
+                await self.owners.close()
 
     async def turn(self, dialect: Dialect, request: Request) -> Response:
         """A new turn, or the recorded one that a repeat asks for."""
         claims = self._claims(request)
         body = await self._body(request)
-        session = await self.sessions.find(claims)
+        try:
+            session = await self.sessions.find(claims)
+        except OwnedElsewhere as other:
+            return self._passed_on(other, request, body)
         asked = dialect.request(body, session.conversation.messages.read)
         if pictures := asked.pictures:
             asked = dataclasses.replace(asked, images=await self._admitted(pictures, session))
@@ -212,36 +223,44 @@ class Gateway:
             fallback=Sampling(),
             fresh=f"adhoc-{secrets.token_hex(12)}",
         )
-        session, floor = await self.sessions.open(wanted)
+        opened = await self.sessions.open(wanted)
         claims = Claims(
-            session_id=session.id,
+            session_id=opened.session_id,
             group_id=wanted.group_id,
-            floor=floor,
+            floor=opened.floor,
             min_weight_version=wanted.min_weight_version,
             pin_weight_version=wanted.pin_weight_version,
             max_context_tokens=wanted.max_context_tokens,
         )
         return answered(
             {
-                "session_id": session.id,
-                "epoch": session.epoch,
+                "session_id": opened.session_id,
+                "epoch": opened.epoch,
                 "token": sign(claims, self.keys.first),
-                "base_url": f"{self.url}/v1",
-                "finished": session.finished is not None,
+                "base_url": f"{opened.url}/v1",
+                "finished": opened.finished,
             },
             201,
         )
 
     async def finish(self, request: Request) -> Response:
         """POST /sessions/{id}/finish: idempotent."""
-        self._claims_of_path(request)
-        wanted = finish_request(await self._body(request, RECORD_BYTES))
-        session = await self._session(request)
+        claims = self._claims_of_path(request)
+        body = await self._body(request, RECORD_BYTES)
+        wanted = finish_request(body)
+        try:
+            session = await self.sessions.find(claims)
+        except OwnedElsewhere as other:
+            return self._passed_on(other, request, body)
         return answered(_finished(await self.sessions.finish(session, wanted)))
 
     async def describe(self, request: Request) -> Response:
         """GET /sessions/{id}."""
-        return answered((await self._session(request)).description())
+        try:
+            session = await self.sessions.find(self._claims_of_path(request))
+        except OwnedElsewhere as other:
+            return self._passed_on(other, request, b"")
+        return answered(session.description() | {"base_url": f"{self.url}/v1"})
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
@@ -260,8 +279,9 @@ class Gateway:
             raise Unauthorized("the token belongs to another session")
         return claims
 
-    async def _session(self, request: Request) -> Session:
-        return await self.sessions.find(self._claims_of_path(request))
+    def _passed_on(self, other: OwnedElsewhere, request: Request, body: bytes) -> Response:
+        assert self.owners is not None, "nobody else was asked"
+        return self.owners.passed_on(other, request, body)
 
 
 def _finished(event: SessionFinished) -> dict[str, object]:
@@ -336,7 +356,8 @@ async def main(role: Role) -> None:
     settings = role.settings.gateway
     with contextlib.closing(listening(settings.host, settings.port, "[gateway] host or port")) as listener:
         port = listener.getsockname()[1]
-        gateway = await Gateway.assembled(role, settings.url or f"http://{settings.host}:{port}")
+        own = settings.own_url.rstrip("/") or settings.url or f"http://{settings.host}:{port}"
+        gateway = await Gateway.assembled(role, own)
         async with gateway.current() as following, serving(gateway, listener):
             role.health.started()
             log.info("serving %s", gateway.url)

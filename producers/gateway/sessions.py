@@ -14,6 +14,7 @@ from prometheus_client import Counter, Gauge
 from turnlog.infra.event_log import EventLog
 from turnlog.producers.gateway import BadRequest, EpochLost, KeyReused, SessionEnded, UnknownSession
 from turnlog.producers.gateway.conversation import Conversation, Turn
+from turnlog.producers.gateway.owners import OwnedElsewhere, Owners
 from turnlog.producers.gateway.recovery import Recovery, SessionTail, Sought, Spine
 from turnlog.producers.gateway.requests import Claims, FinishRequest, OpenRequest
 from turnlog.schemas.events.sessions import SessionAdopted, SessionFinished, SessionStarted
@@ -40,6 +41,18 @@ class Identity:
     model: str
     tokenizer_sha256: str
     chat_template_sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A session, and who has it."""
+
+    session_id: str
+    epoch: str
+    floor: int
+    url: str
+    """Of the gateway that has it."""
+    finished: bool
 
 
 @dataclass(slots=True)
@@ -142,7 +155,11 @@ class Session:
 class Sessions:
     """All sessions that this gateway has to do with."""
 
-    def __init__(self, events: EventLog, tail: SessionTail, recovery: Recovery, identity: Identity) -> None:
+    def __init__(
+        self, events: EventLog, tail: SessionTail, recovery: Recovery, identity: Identity, owners: Owners | None = None
+    ) -> None:
+        """`owners`: how to ask the other gateways, if each has an address of its own."""
+        self._owners = owners
         self._events = events
         self._tail = tail
         self._recovery = recovery
@@ -150,15 +167,23 @@ class Sessions:
         self._held: OrderedDict[str, Session] = OrderedDict()
         self._pending: dict[str, asyncio.Task[Session]] = {}
 
-    async def open(self, request: OpenRequest) -> tuple[Session, int]:
-        """The session of (rollout_id, attempt) and its floor, started when the log holds none."""
+    async def open(self, request: OpenRequest) -> Opened:
+        """The session of (rollout_id, attempt), started when the log holds none."""
         floor = request.floor
         if floor is None:
             floor = await self._tail.end_offset(self._tail.partition(request.group_id))
-        return await self._once(request.session_id, lambda: self._open(request, floor)), floor
+        try:
+            session = await self._once(request.session_id, lambda: self._open(request, floor))
+        except OwnedElsewhere as other:
+            return Opened(session_id=request.session_id, epoch=other.epoch, floor=floor, url=other.url, finished=False)
+        return Opened(
+            session_id=session.id, epoch=session.epoch, floor=floor, url=self._identity.url,
+            finished=session.finished is not None,
+        )  # fmt: skip
 
     async def find(self, claims: Claims) -> Session:
-        """The session of a token, taken over when another gateway had it. Raises UnknownSession, EpochLost."""
+        """The session of a token, taken over when another gateway had it. Raises UnknownSession, EpochLost,
+        OwnedElsewhere when that one lives."""
         session = self._owned(claims.session_id)
         if session is not None:
             return session
@@ -250,11 +275,14 @@ class Sessions:
         return await self._from_log(spine)
 
     async def _from_log(self, spine: Spine) -> Session:
-        """A finished session as it is; an open one adopted: our record first, read back, then its turns."""
+        """A finished session as it is; an open one adopted, unless its owner lives: our record first, read back, then
+        its turns. Raises EpochLost, OwnedElsewhere."""
         started, finished = spine.started, spine.finished
         assert started is not None
         epoch = spine.epochs[-1].id
         if finished is None:
+            if self._owners is not None:
+                await self._owners.check(spine.epochs[-1].writer_url, epoch)
             epoch = await self._adopt(started, epoch)
             if spine.epochs[-1].id != epoch:
                 raise EpochLost(f"session {started.session_id} was adopted by {spine.epochs[-1].writer_url} meanwhile")

@@ -173,7 +173,10 @@ class GatewaySettings:
     port: Port = 0
     """Port to listen on; 0 picks a free one."""
     url: str = ""
-    """Where agents reach it; empty is http://host:port."""
+    """Where agents reach it, or any of its replicas; empty is http://host:port."""
+    own_url: str = ""
+    """Where runners and other gateways reach this replica alone: http://POD_IP:port. With it, requests of a session go
+    to the replica that opened it, and another takes over only when that is gone. Empty: there is one, at url."""
     signing_key: str = field(default="", repr=False)
     """Signs session tokens; empty makes one in the run's directory, mode 0600."""
     accepted_signing_keys: str = field(default="", repr=False)

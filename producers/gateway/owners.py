@@ -1,0 +1,141 @@
+"""The other gateways of a run: whether the one that owns a session lives, and requests passed on to it.
+
+Behind one public address any replica may be asked about any session. With an address of its own ([gateway] own_url) a
+replica is known on the log by that, so who is asked can ask the owner first: it takes a session over only when the
+owner gives no answer. Without one, nobody can tell, and whoever is asked takes over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AbstractAsyncContextManager
+
+import httpcore
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from turnlog.producers.gateway import ERRORS, EpochLost
+
+LOOK_S = 2.0
+"""An owner that gives no sign of life for so long is gone; a zombie's turns do not count (its epoch is over)."""
+TRUSTED_S = 1.0
+"""After a sign of life it is not asked again for so long."""
+FORWARDED = "turnlog-forwarded"
+"""Header of a request that another gateway has passed on: it is passed on once."""
+OF_ONE_HOP = frozenset(
+    {"host", "connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "expect", "content-length"}
+)
+UNREACHED = (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError)
+
+
+class OwnedElsewhere(Exception):
+    """Another gateway, which lives, owns the session."""
+
+    def __init__(self, url: str, epoch: str) -> None:
+        super().__init__(url)
+        self.url = url
+        self.epoch = epoch
+
+
+class Owners:
+    """Gateways by the addresses that they wrote into sessions."""
+
+    def __init__(self, own_url: str, *, answer_s: float) -> None:
+        """`answer_s`: the longest silence of an owner while its answer is awaited."""
+        self._own = own_url
+        self._read_s = answer_s
+        self._http = httpcore.AsyncConnectionPool(max_connections=None, max_keepalive_connections=64)
+        self._seen: dict[str, float] = {}
+
+    async def close(self) -> None:
+        """Close what is idle."""
+        await self._http.aclose()
+
+    async def check(self, url: str, epoch: str) -> None:
+        """Raises OwnedElsewhere when `url` is another gateway, and lives. Who had our own address is gone."""
+        if url == self._own:
+            return
+        if time.monotonic() - self._seen.get(url, float("-inf")) < TRUSTED_S or await self._lives(url):
+            raise OwnedElsewhere(url, epoch)
+
+    def lost(self, url: str) -> None:
+        """It gave no answer."""
+        self._seen.pop(url, None)
+
+    async def _lives(self, url: str) -> bool:
+        timeout = dict.fromkeys(("connect", "read", "write", "pool"), LOOK_S)
+        try:
+            answer = await self._http.request("GET", f"{url}/healthz", extensions={"timeout": timeout})
+            lives = answer.status == 200 and orjson.loads(answer.content).get("role") == "gateway"
+        except (*UNREACHED, orjson.JSONDecodeError, AttributeError):
+            return False
+        if lives:
+            self._seen[url] = time.monotonic()
+        return lives
+
+    def passed_on(self, other: OwnedElsewhere, request: Request, body: bytes) -> Response:
+        """The owner's answer, byte for byte. Raises EpochLost for a request that was passed on before."""
+        if FORWARDED in request.headers:
+            raise EpochLost(f"the session is at {other.url} now: open it again")
+        return _PassedOn(self, other.url, request, body)
+
+    def stream(self, url: str, request: Request, body: bytes) -> AbstractAsyncContextManager[httpcore.Response]:
+        """The request at another gateway; see httpcore's `stream`."""
+        headers = [(name, value) for name, value in request.headers.items() if name not in OF_ONE_HOP]
+        timeout = {"connect": LOOK_S, "read": self._read_s, "write": LOOK_S, "pool": LOOK_S}
+        query = f"?{request.url.query}" if request.url.query else ""
+        return self._http.stream(
+            request.method, f"{url}{request.url.path}{query}", headers=[*headers, (FORWARDED, "1")],
+            content=body or None, extensions={"timeout": timeout},
+        )  # fmt: skip
+
+
+class _PassedOn(Response):
+    """Sends what the owner sends, as it comes. A client that leaves us leaves the owner, too."""
+
+    def __init__(self, owners: Owners, url: str, request: Request, body: bytes) -> None:
+        super().__init__()
+        self._owners, self._url, self._request, self._asked = owners, url, request, body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        passing = asyncio.create_task(self._pass(scope, receive, send))
+        watch = asyncio.create_task(_left(receive))
+        try:
+            await asyncio.wait({passing, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if passing.done():
+                passing.result()
+        finally:
+            passing.cancel()
+            watch.cancel()
+            await asyncio.gather(passing, watch, return_exceptions=True)
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+        try:
+            async with self._owners.stream(self._url, self._request, self._asked) as answer:
+                headers = [(name, value) for name, value in answer.headers if _kept(name)]
+                await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+                begun = True
+                async for part in answer.aiter_stream():
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
+                await send({"type": "http.response.body", "body": b""})
+        except UNREACHED as error:
+            self._owners.lost(self._url)
+            if begun:  # the client sees a broken answer, as if it had asked the owner
+                raise
+            gone = EpochLost(f"{self._url}, which had the session, gave no answer ({type(error).__name__}): ask again")
+            ERRORS.labels(gone.code).inc()
+            refusal = Response(orjson.dumps(gone.body()), gone.status, media_type="application/json")
+            await refusal(scope, receive, send)
+
+
+def _kept(name: bytes) -> bool:
+    return name.decode("latin-1").lower() not in OF_ONE_HOP - {"content-length"}
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
