@@ -67,11 +67,13 @@ def sandbox_arguments(verb: argparse.ArgumentParser) -> None:
     _exec(_action(actions, "exec", "run one command in a fresh sandbox, output as it comes", EXEC_EPILOG))
 
 
-def _exec(run: argparse.ArgumentParser) -> None:
-    run.add_argument("--backend", metavar="B", default=None, help="default: that of [sandbox]")
-    run.add_argument("--image", metavar="I", default=None, help="a root of [sandbox] image_folder, or a docker image")
-    run.add_argument("--network", choices=("none", "allowlist"), default="none", help="default none")
-    run.add_argument(
+def _exec(execute: argparse.ArgumentParser) -> None:
+    execute.add_argument("--backend", metavar="B", default=None, help="default: that of [sandbox]")
+    execute.add_argument(
+        "--image", metavar="I", default=None, help="a root of [sandbox] image_folder, or a docker image"
+    )
+    execute.add_argument("--network", choices=("none", "allowlist"), default="none", help="default none")
+    execute.add_argument(
         "--allow", dest="allow", metavar="RULE", action="append", default=[],
         help="what an allowlist lets through, as in [egress] allow; may be given several times",
     )  # fmt: skip
@@ -83,12 +85,12 @@ def _exec(run: argparse.ArgumentParser) -> None:
         ("disk-bytes", int, "of the workspace"),
         ("output-bytes", int, "of output"),
     ):
-        run.add_argument(f"--{name}", type=kind, metavar="N", default=None, help=f"at most so many {what}")
-    source = run.add_mutually_exclusive_group()
+        execute.add_argument(f"--{name}", type=kind, metavar="N", default=None, help=f"at most so many {what}")
+    source = execute.add_mutually_exclusive_group()
     source.add_argument("--python", action="store_true", help="COMMAND is Python source")
     source.add_argument("--shell", action="store_true", help="COMMAND is shell source")
-    run.add_argument("--stdin", action="store_true", help="give it our standard input")
-    run.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run")
+    execute.add_argument("--stdin", action="store_true", help="give it our standard input")
+    execute.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run")
 
 
 def _action(
@@ -104,19 +106,19 @@ def sandbox(settings: Settings, arguments: argparse.Namespace) -> int:
     """`turnlog sandbox [pool|check|exec]`: the role, or one of its three tools; the exit status."""
     match arguments.action:
         case "pool":
-            from turnlog.sandbox_workers.console.pool_table import show
+            from turnlog.sandbox_workers.console.actions import show_pools
 
-            return show(settings, arguments)
+            return show_pools(settings, arguments)
         case "check":
             import asyncio  # not for --help, nor for `turnlog health`
 
-            from turnlog.sandbox_workers.console.machine_check import show as show_check
+            from turnlog.sandbox_workers.console.actions import check
 
-            return asyncio.run(show_check(settings, as_json=arguments.json))
+            return asyncio.run(check(settings, as_json=arguments.json))
         case "exec":
-            from turnlog.sandbox_workers.console.one_command import run
+            from turnlog.sandbox_workers.console.actions import execute
 
-            return run(settings, arguments)
+            return execute(settings, arguments)
         case _:
             from turnlog.infra.roles.runs import serve
             from turnlog.sandbox_workers.worker import main

@@ -33,8 +33,17 @@ from turnlog.sandbox_workers.egress.policy import (
 )
 from turnlog.sandbox_workers.egress.proxy import CONNECTIONS, Proxy, Tls
 from turnlog.sandbox_workers.egress.recordings import Recordings, Repeats, Requests
-from turnlog.sandbox_workers.egress.sources import Live, Recording, Repeating, Replaying, Source
-from turnlog.sandbox_workers.egress.upstream import Addresses, Resolve, Upstream, trust
+from turnlog.sandbox_workers.egress.sources import (
+    Addresses,
+    Live,
+    Recording,
+    Repeating,
+    Replaying,
+    Resolve,
+    Source,
+    Upstream,
+    trust,
+)
 from turnlog.schemas.events import EgressRequest
 
 __all__ = [

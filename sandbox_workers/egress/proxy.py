@@ -29,8 +29,7 @@ from turnlog.sandbox_workers.egress.certificates import CertificateAuthority
 from turnlog.sandbox_workers.egress.client import READ_BYTES, Accepted, Client, Head
 from turnlog.sandbox_workers.egress.policy import Authority, Reason, RequestRefused, Target, absolute, authority, within
 from turnlog.sandbox_workers.egress.recordings import Entry, Requests, request_key
-from turnlog.sandbox_workers.egress.sources import Request, Source
-from turnlog.sandbox_workers.egress.upstream import Addresses
+from turnlog.sandbox_workers.egress.sources import Addresses, Request, Source
 from turnlog.schemas.events import EgressSource
 
 CONNECTIONS = 64

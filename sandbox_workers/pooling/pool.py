@@ -14,9 +14,8 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
-from turnlog.sandbox_workers.pooling.metrics import PoolMetrics
 from turnlog.sandbox_workers.pooling.slots import OPEN, Granted, Slot, SlotState, Turn, guesses, moves
-from turnlog.sandbox_workers.pooling.upkeep import Clock, LoopClock, Upkeep
+from turnlog.sandbox_workers.pooling.upkeep import Clock, LoopClock, PoolMetrics, Upkeep
 from turnlog.sandbox_workers.protocol import ImageMissing, Provider, Sandbox, SandboxUnavailable, Shape
 from turnlog.schemas.types import BlobRef
 

@@ -17,24 +17,22 @@ from typing import Any, Self
 
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends import seccomp
-from turnlog.sandbox_workers.backends.docker.daemon import (
+from turnlog.sandbox_workers.backends.docker.sandbox import (
     FOLDERS,
     REMEDY,
+    ContainerSandbox,
+    ContainerStream,
     Daemon,
     asked,
     connect,
     described,
-    fingerprint,
-    program,
-    sweep,
-)
-from turnlog.sandbox_workers.backends.docker.sandbox import (
-    ContainerSandbox,
-    ContainerStream,
     detach,
+    fingerprint,
     guarded,
     listening_in,
+    program,
     reachable,
+    sweep,
 )
 from turnlog.sandbox_workers.inside.loader import UNFIT
 from turnlog.sandbox_workers.protocol import (

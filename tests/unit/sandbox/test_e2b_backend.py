@@ -16,8 +16,7 @@ from protobuf import Oneof
 from tests.fakes import e2b_server
 from tests.fakes.e2b_server import ProcessEvent, event
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.backends.e2b import E2b
-from turnlog.sandbox_workers.backends.e2b.sandbox import said, template_missing
+from turnlog.sandbox_workers.backends.e2b import E2b, said, template_missing
 from turnlog.sandbox_workers.inside.frames import HEADER
 from turnlog.sandbox_workers.protocol import BackendUnavailable, Command, ImageMissing, Kind, SandboxUnavailable, Shape
 from turnlog.schemas.events import SandboxLimits, ToolStatus

@@ -22,8 +22,8 @@ from turnlog.infra.embedded.ports import free_ports
 from turnlog.infra.roles.health import Health, QuietServer, application
 from turnlog.infra.run_folder import Endpoints, write_endpoints
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.console import machine_check
-from turnlog.sandbox_workers.console.machine_check import findings
+from turnlog.sandbox_workers.console import actions
+from turnlog.sandbox_workers.console.actions import findings
 from turnlog.sandbox_workers.pooling import LOCAL, Pools
 from turnlog.sandbox_workers.pooling.pool import Pool
 from turnlog.sandbox_workers.protocol import Shape
@@ -122,7 +122,7 @@ def test_pool_says_when_there_is_no_worker(capsys: pytest.CaptureFixture[str]) -
 
 
 async def test_check_names_every_layer_and_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_check, "known", lambda: dict.fromkeys(LOCAL))
+    monkeypatch.setattr(actions, "known", lambda: dict.fromkeys(LOCAL))
     found = {finding.name: finding for finding in await findings(SandboxSettings(cgroups="off", first_uid=232_100))}
     assert list(found) == [
         "bwrap", "a user per slot", "seccomp filter", "control groups", "backend bubblewrap", "backend subprocess",
@@ -137,6 +137,6 @@ async def test_check_names_every_layer_and_what_is_missing(monkeypatch: pytest.M
 def test_check_ends_with_1_where_the_configured_backend_is_no_boundary(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(machine_check, "known", lambda: dict.fromkeys(LOCAL))
+    monkeypatch.setattr(actions, "known", lambda: dict.fromkeys(LOCAL))
     assert cli.main(["sandbox", "check"]) == 1
     assert "subprocess is not fully isolated here" in capsys.readouterr().err

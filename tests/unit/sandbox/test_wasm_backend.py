@@ -20,8 +20,7 @@ from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends import seccomp
 from turnlog.sandbox_workers.backends.connection import InitSandbox
 from turnlog.sandbox_workers.backends.leftovers import sweep_folders
-from turnlog.sandbox_workers.backends.wasm import modules as wasm_modules
-from turnlog.sandbox_workers.backends.wasm.backend import Wasm
+from turnlog.sandbox_workers.backends.wasm.backend import Wasm, compiled, python_library
 from turnlog.sandbox_workers.backends.wasm.guest import DENIED
 from turnlog.sandbox_workers.protocol import (
     BackendUnavailable,
@@ -108,7 +107,7 @@ def modules(tmp_path: Path) -> Callable[..., Wasm]:
         for name, text in texts.items():
             (tmp_path / f"{name}.wasm").write_bytes(wat2wasm(text))
         settings = dataclasses.replace(SETTINGS, image_folder=str(tmp_path), wasm_fuel=fuel)
-        library = wasm_modules.python_library(cache_directory())
+        library = python_library(cache_directory())
         return Wasm(settings, tmp_path / "cache", library, {}, None)
 
     return made
@@ -335,18 +334,18 @@ def test_a_module_is_compiled_once_for_each_engine(tmp_path: Path, caplog: pytes
     caplog.set_level("INFO")
     module = tmp_path / "hello.wasm"
     module.write_bytes(wat2wasm(HELLO))
-    first = wasm_modules.compiled(tmp_path / "cache", module, fuel=False)
-    assert wasm_modules.compiled(tmp_path / "cache", module, fuel=False) == first
+    first = compiled(tmp_path / "cache", module, fuel=False)
+    assert compiled(tmp_path / "cache", module, fuel=False) == first
     assert [record.message.split()[0] for record in caplog.records] == ["compiling", "compiled"]
-    assert wasm_modules.compiled(tmp_path / "cache", module, fuel=True) != first
+    assert compiled(tmp_path / "cache", module, fuel=True) != first
     module.write_bytes(wat2wasm("(module)"))
-    assert wasm_modules.compiled(tmp_path / "cache", module, fuel=False) != first
+    assert compiled(tmp_path / "cache", module, fuel=False) != first
 
 
 def test_a_file_of_the_image_folder_that_is_no_module_says_so(tmp_path: Path) -> None:
     (tmp_path / "bad.wasm").write_bytes(b"#!/bin/sh\n")
     with pytest.raises(ImageMissing, match="is no WebAssembly module"):
-        wasm_modules.compiled(tmp_path / "cache", tmp_path / "bad.wasm", fuel=False)
+        compiled(tmp_path / "cache", tmp_path / "bad.wasm", fuel=False)
     assert list((tmp_path / "cache").iterdir()) == []
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from turnlog.sandbox_workers.egress.client import Head
 from turnlog.sandbox_workers.egress.policy import Authority, EgressUnavailable, Reason, RequestRefused, absolute
-from turnlog.sandbox_workers.egress.upstream import Addresses, Upstream, public
+from turnlog.sandbox_workers.egress.sources import Addresses, Upstream, public
 
 PRIVATE = (
     "0.0.0.0", "10.1.2.3", "100.64.0.1", "127.0.0.1", "127.8.9.10", "169.254.169.254", "172.16.0.1", "192.0.0.8",
