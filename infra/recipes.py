@@ -4,6 +4,7 @@ A package offers one under the entry point group `turnlog.recipes`; `recipe(name
 
 RecipeError
 ├── UnknownRecipe    no installed package offers that name; lists the names that are there
+├── AmbiguousRecipe  two packages offer one name
 └── BrokenRecipe     the entry point does not import, what it names is no recipe, or a method of it raises
 """
 
@@ -12,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 
+from turnlog.infra.offers import offered
 from turnlog.infra.tools import BUILT_IN
 from turnlog.names import EntryPointGroup
 from turnlog.schemas.events.sessions import Environment, Outcome
@@ -36,6 +37,10 @@ class RecipeError(Exception):
 
 class UnknownRecipe(RecipeError):
     """Nobody offers this recipe; see [feeder] recipe."""
+
+
+class AmbiguousRecipe(RecipeError):
+    """Remedy: uninstall one of the packages."""
 
 
 class BrokenRecipe(RecipeError):
@@ -251,16 +256,16 @@ def called(recipe: Recipe, method: Callable[P, T], *arguments: P.args, **named: 
 @cache
 def recipe(name: str) -> Recipe:
     """The recipe that an installed package offers under `name`; looked up once (reading the metadata of every installed
-    package takes tens of milliseconds). Raises UnknownRecipe, BrokenRecipe."""
-    offered = {point.name: point for point in entry_points(group=EntryPointGroup.RECIPES)}
-    if name not in offered:
-        names = ", ".join(sorted(offered)) or "none"
+    package takes tens of milliseconds). Raises UnknownRecipe, AmbiguousRecipe, BrokenRecipe."""
+    points = offered(EntryPointGroup.RECIPES, "recipe", AmbiguousRecipe)
+    if name not in points:
+        names = ", ".join(points) or "none"
         raise UnknownRecipe(f"no recipe {name!r}: [feeder] recipe takes one of the installed ones ({names})")
     try:
-        found = offered[name].load()
+        found = points[name].load()
     except Exception as error:  # a module may raise anything while it is imported
         said = f"{type(error).__name__}: {error}"
-        raise BrokenRecipe(f"recipe {name!r} ({offered[name].value}) does not import: {said}") from error
+        raise BrokenRecipe(f"recipe {name!r} ({points[name].value}) does not import: {said}") from error
     if not isinstance(found, Recipe):
-        raise BrokenRecipe(f"recipe {name!r} ({offered[name].value}) lacks part of turnlog.infra.recipes.Recipe")
+        raise BrokenRecipe(f"recipe {name!r} ({points[name].value}) lacks part of turnlog.infra.recipes.Recipe")
     return found

@@ -9,9 +9,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import Any, Final
 
+from turnlog.infra import offers
 from turnlog.names import EntryPointGroup
 
 Schema = Mapping[str, Any]
@@ -169,18 +170,10 @@ class BrokenTool(ToolOfferError):
 
 
 def offered() -> dict[str, EntryPoint]:
-    """Name -> entry point, nothing imported (reading every package's metadata takes tens of ms). Raises
-    AmbiguousTool."""
-    points: dict[str, EntryPoint] = {}
-    for point in entry_points(group=GROUP):
-        if point.name in BUILT_IN:
-            raise AmbiguousTool(f"{described(point)}: {point.name} is a built-in tool; give it another name")
-        other = points.setdefault(point.name, point)
-        if other.value != point.value:
-            raise AmbiguousTool(
-                f"tool {point.name!r}, entry points {other.value} and {point.value} of {GROUP}: two packages offer the "
-                "name; uninstall one"
-            )
+    """Name -> entry point of tools that packages offer, nothing imported. Raises AmbiguousTool."""
+    points = offers.offered(GROUP, "tool", AmbiguousTool)
+    for name in sorted(points.keys() & BUILT_IN.keys()):
+        raise AmbiguousTool(f"{described(points[name])}: {name} is a built-in tool; give it another name")
     return points
 
 

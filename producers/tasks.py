@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from turnlog.infra.methods import installed
+from turnlog.infra.offers import installed
 from turnlog.infra.recipes import Recipe, called
 from turnlog.processors.core.methods.rules import fold_rules
 from turnlog.schemas.events import Limits, Sampling

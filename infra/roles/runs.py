@@ -25,7 +25,7 @@ import uvloop
 from turnlog.fold_settings import FOLD_SECTIONS
 from turnlog.infra.history import all_events
 from turnlog.infra.log import Partition
-from turnlog.infra.methods import installed
+from turnlog.infra.offers import installed
 from turnlog.infra.roles.health import serve_health
 from turnlog.infra.roles.probe import health_address
 from turnlog.infra.roles.role import Role, opened

@@ -4,18 +4,20 @@ A profile is a pure function of a request in any API; what it answers is TurnCom
 "main" as the main lineage, a path that starts with "side" as a side call, any other as a sub-agent of its own.
 
 ProfileError
-├── UnknownHarness   [gateway] harness names no profile
-└── BrokenProfile    an entry point of `turnlog.harness_profiles` that is no profile
+├── UnknownHarness     [gateway] harness names no profile
+├── AmbiguousProfile   two packages offer one name
+└── BrokenProfile      an entry point of `turnlog.harness_profiles` that is no profile
 Sources: recorded traffic of Claude Code 2.1.329, Codex 0.169.0, opencode 1.18.33, Qwen Code 0.24.4 (docs/harnesses.md).
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint
 from typing import Any, Protocol
 
+from turnlog.infra.offers import offered
 from turnlog.names import EntryPointGroup
 from turnlog.producers.gateway.messages import Message
 
@@ -33,6 +35,10 @@ class ProfileError(Exception):
 
 class UnknownHarness(ProfileError):
     """Names the profiles that there are."""
+
+
+class AmbiguousProfile(ProfileError):
+    """Remedy: uninstall one of the packages."""
 
 
 class BrokenProfile(ProfileError):
@@ -127,8 +133,9 @@ class Harness:
 
 def harness(name: str) -> Harness:
     """The harness of [gateway] harness: auto, none, a built-in profile or one of an entry point, which wins over a
-    built-in of its name. Raises UnknownHarness, BrokenProfile."""
-    profiles = PROFILES | {entry.name: _loaded(entry) for entry in importlib.metadata.entry_points(group=GROUP)}
+    built-in of its name. Raises UnknownHarness, AmbiguousProfile, BrokenProfile."""
+    offers = offered(GROUP, "harness profile", AmbiguousProfile)
+    profiles = PROFILES | {name: _loaded(entry) for name, entry in offers.items()}
     if name not in (AUTO, NONE, *profiles):
         raise UnknownHarness(f"[gateway] harness is {name!r}; it must be auto, none, {', '.join(sorted(profiles))}")
     return Harness(name, {} if name == NONE else profiles)
@@ -160,10 +167,10 @@ def _beside(system: str) -> str:
     return TITLE if "title" in system.partition("\n")[0].lower() else NO_TOOLS
 
 
-def _loaded(entry: importlib.metadata.EntryPoint) -> Profile:
+def _loaded(entry: EntryPoint) -> Profile:
     try:
         profile: Profile = entry.load()
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # a module may raise anything while it is imported
         raise BrokenProfile(f"entry point {GROUP} {entry.name} = {entry.value} cannot be loaded: {error}") from error
     if not callable(profile):
         raise BrokenProfile(f"entry point {GROUP} {entry.name} = {entry.value} is no function")

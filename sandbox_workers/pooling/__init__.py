@@ -7,10 +7,11 @@ import functools
 import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from turnlog.infra.offers import offered
 from turnlog.names import EntryPointGroup
 from turnlog.sandbox_settings import LOCAL, SandboxSettings
 from turnlog.sandbox_workers.pooling.pool import Pool
@@ -104,15 +105,7 @@ def found(name: str) -> Any:
 def known() -> dict[str, EntryPoint]:
     """Every backend by its name: those of this machine, then what packages offer, ours among them. Raises
     BackendUnavailable where two offer one name."""
-    points = {name: EntryPoint(name, value, GROUP) for name, value in HERE.items()}
-    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
-        other = points.setdefault(point.name, point)
-        if other.value != point.value:
-            raise BackendUnavailable(
-                f"backend {point.name!r}, {other.value} and {point.value} ({GROUP}): two packages offer the name; "
-                "uninstall one"
-            )
-    return points
+    return offered(GROUP, "backend", BackendUnavailable, HERE)
 
 
 async def local(settings: SandboxSettings, *, ca: Path | None = None) -> tuple[Provider, bool]:

@@ -1,6 +1,6 @@
 """Estimators, group filters and reward transforms by name, and what the [fold] settings choose of them.
 
-A package's own come by entry point (turnlog.infra.methods finds them; here nothing is imported by name). A setting
+A package's own come by entry point (turnlog.infra.offers finds them; here nothing is imported by name). A setting
 names a method and gives it numbers: `clip:-1:1`.
 """
 

@@ -143,7 +143,7 @@ def fold_rules(
 ) -> FoldRules:  # fmt: skip
     """What trees, segments and advantages depend on.
 
-    `version`: as the run recorded it. `methods`: what the names in [fold] mean, `infra.methods.installed(fold)` where
+    `version`: as the run recorded it. `methods`: what the names in [fold] mean, `infra.offers.installed(fold)` where
     users bring their own. Raises SettingsError for a name, a specification or a version that cannot be used.
     """
     rules = FoldRules(

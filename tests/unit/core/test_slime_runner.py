@@ -11,7 +11,7 @@ from tests.fakes.memory_log import MemoryLog
 from turnlog.infra.blobs import MemoryBlobs, externalized
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Partition, TopicSpec
-from turnlog.infra.methods import installed, installed_policies
+from turnlog.infra.offers import installed, installed_policies
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.runs import Configured

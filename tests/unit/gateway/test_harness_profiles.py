@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from turnlog.producers.gateway.messages import normalised
-from turnlog.producers.gateway.profiles import BrokenProfile, UnknownHarness, harness, system_text
+from turnlog.producers.gateway.profiles import AmbiguousProfile, BrokenProfile, UnknownHarness, harness, system_text
 
 TOOLS = [{"type": "function", "function": {"name": "Bash", "parameters": {}}}]
 TASK = {"role": "user", "content": "write out.txt"}
@@ -119,6 +119,16 @@ def test_a_profile_of_ones_own_comes_by_an_entry_point(installed: Callable[[str]
     installed("rooms = rooms:by_room")
     assert path({"x-room": "7"}, name="rooms") == "room/7"
     assert path({"x-room": "7"}, agent="rooms") == "room/7"
+
+
+def test_two_packages_that_offer_one_profile_are_named(installed: Callable[[str], None], tmp_path: Path) -> None:
+    installed("rooms = rooms:by_room")
+    rival = tmp_path / "rival-1.dist-info"
+    rival.mkdir()
+    (rival / "METADATA").write_text("Metadata-Version: 2.1\nName: rival\nVersion: 1\n")
+    (rival / "entry_points.txt").write_text("[turnlog.harness_profiles]\nrooms = rival:by_room\n")
+    with pytest.raises(AmbiguousProfile, match=r"'rooms', .* rival:by_room and rooms:by_room .* two packages offer"):
+        harness("rooms")
 
 
 @pytest.mark.parametrize(("entry", "says"), [("rooms:absent", "rooms:absent"), ("rooms:LIMIT", "is no function")])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from turnlog.infra.methods import installed
+from turnlog.infra.offers import installed
 from turnlog.processors.core.batches.draws import draw_rules
 from turnlog.processors.core.methods.catalogue import BUILT_IN, estimate
 from turnlog.processors.core.methods.estimators import Trajectory

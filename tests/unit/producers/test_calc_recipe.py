@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from turnlog.infra.recipes import BrokenRecipe, Episode, Recipe, SandboxCall, UnknownRecipe, recipe
+from turnlog.infra.recipes import AmbiguousRecipe, BrokenRecipe, Episode, Recipe, SandboxCall, UnknownRecipe, recipe
 from turnlog.producers.gateway.messages import normalised, tools_digest
 from turnlog.producers.gateway.prompts import ChatTemplate, Prompts, TextTokens
 from turnlog.producers.recipes.calc import RECIPE, judge
@@ -59,6 +59,17 @@ def test_an_entry_point_that_leads_nowhere_is_a_typed_error(tmp_path: Path, monk
     (tmp_path / "endless_recipe.py").write_text("def endless():\n    endless()\nendless()\n")
     with pytest.raises(BrokenRecipe, match=r"'endless' .* does not import: RecursionError: maximum recursion depth"):
         recipe("endless")
+
+
+def test_two_packages_that_offer_one_recipe_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("first", "second"):
+        info = tmp_path / f"{package}-1.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1\n")
+        (info / "entry_points.txt").write_text(f"[turnlog.recipes]\nmaze = {package}:RECIPE\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(AmbiguousRecipe, match=r"'maze', .* first:RECIPE and second:RECIPE .* two packages offer"):
+        recipe("maze")
 
 
 def test_a_dataset_that_the_recipe_cannot_write_is_a_typed_error(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""A user's own policies, estimators, group filters and reward transforms, found by entry point.
+"""What installed packages offer by entry point: one package a name; a user's own policies, estimators, group filters
+and reward transforms among it.
+
+Of two that offer a name the order of sys.path would decide, so nobody is taken.
 
 A package offers one as `name = "module:OBJECT"` under `turnlog.policies`, `turnlog.estimators`, `turnlog.group_filters`
 or `turnlog.reward_transforms`; OBJECT is a Policy, or an Estimator, GroupFilter or RewardTransform of that name. Only
@@ -11,22 +14,41 @@ from collections.abc import Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
+from turnlog import setting_types
 from turnlog.processors.core.methods.catalogue import BUILT_IN, Methods, split
 from turnlog.processors.core.methods.estimators import Estimator
 from turnlog.processors.core.methods.group_filters import GroupFilter
 from turnlog.processors.core.methods.policies import Policies, Policy
 from turnlog.processors.core.methods.reward_transforms import RewardTransform
-from turnlog.setting_types import offered
 from turnlog.settings import FoldSettings, SettingsError, declarations
 
 M = TypeVar("M", Estimator, GroupFilter, RewardTransform)
-GROUPS = {f"fold.{key}": own.group for key, hint in declarations(FoldSettings).items() if (own := offered(hint))}
+GROUPS = {
+    f"fold.{key}": own.group for key, hint in declarations(FoldSettings).items() if (own := setting_types.offered(hint))
+}
 """Settings that take what packages offer, and the entry point group of each."""
+
+
+def offered(
+    group: str, what: str, ambiguous: type[Exception], ours: Mapping[str, str] | None = None
+) -> dict[str, EntryPoint]:
+    """Name -> entry point, nothing imported (reading every package's metadata takes tens of ms). `what` they are, for
+    the error `ambiguous`, which is raised where two packages offer one name; `ours`: name -> value of those that are
+    there before any package. A package that is found twice (installed, and as a checkout) offers its names once."""
+    points = {name: EntryPoint(name, value, group) for name, value in (ours or {}).items()}
+    for point in sorted(entry_points(group=group), key=lambda point: (point.name, point.value)):
+        other = points.setdefault(point.name, point)
+        if other.value != point.value:
+            raise ambiguous(
+                f"{what} {point.name!r}, entry points {other.value} and {point.value} of {group}: two packages offer "
+                "the name; uninstall one"
+            )
+    return points
 
 
 def installed(fold: FoldSettings) -> Methods:
     """The built-in methods and those that `fold` names beyond them. Raises SettingsError for one that is unknown,
-    does not import, or is no such method."""
+    does not import, is no such method, or is offered by two packages."""
     filters = [split(spec, "fold.group_filters")[0] for spec in fold.group_filters]
     transforms = [split(spec, "fold.reward_transforms")[0] for spec in fold.reward_transforms]
     return Methods(
@@ -62,16 +84,13 @@ def _own(name: str, built_in: Mapping[str, M], key: str, kind: type[M]) -> M:
 
 def _offered(name: str, built_in: Mapping[str, object], key: str) -> tuple[Any, str]:
     """What a package offers under a name, and how to speak of it."""
-    points: dict[str, EntryPoint] = {point.name: point for point in entry_points(group=GROUPS[key])}
+    points = offered(GROUPS[key], key, SettingsError)
     if name not in points:
         legal = ", ".join(sorted({*built_in, *points}))
         raise SettingsError(
             f"{key} must be one of {legal}, or offered under the entry point group {GROUPS[key]}, got {name!r}"
         )
-    offers = sorted({point.value for point in entry_points(group=GROUPS[key], name=name)})
-    where = f"{key} {name!r}, entry point {' and '.join(offers)} of {GROUPS[key]}"
-    if len(offers) > 1:
-        raise SettingsError(f"{where}: two packages offer the name; uninstall one")
+    where = f"{key} {name!r}, entry point {points[name].value} of {GROUPS[key]}"
     try:
         return points[name].load(), where
     except Exception as error:  # a module may raise anything while it is imported
