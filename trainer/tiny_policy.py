@@ -60,6 +60,12 @@ def initial_weights(settings: Settings, progress: Progress = lambda *_: None) ->
     return folder
 
 
+def copied(model: Path, folder: Path) -> Path:
+    """`folder`, which holds a copy of `model` unless it was there: what it holds is served and trained already."""
+    _write_whole(folder, lambda part: shutil.copytree(model, part, dirs_exist_ok=True))
+    return folder
+
+
 def _warm_start(chosen: Recipe) -> WarmStart:
     if chosen.warm_start is None:
         raise NoPolicy(f"[model] path is empty and recipe {chosen.name!r} has no warm start: name a model folder there")
@@ -102,8 +108,10 @@ def _key(start: WarmStart, settings: Settings, *, steps: int) -> str:
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _write_whole(folder: Path, write: Callable[[Path], None]) -> None:
-    """Make `folder` in one step: a second process finds all of it or none."""
+def _write_whole(folder: Path, write: Callable[[Path], object]) -> None:
+    """Make `folder` in one step, unless it is there: a second process finds all of it or none."""
+    if folder.exists():
+        return
     part = folder.with_name(f"{folder.name}.part-{os.getpid()}")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)

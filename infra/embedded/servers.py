@@ -13,17 +13,22 @@ import dataclasses
 import importlib.util
 import io
 import json
+import logging
+import os
 import shutil
 import sys
+import tempfile
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 from turnlog.infra.embedded import EngineDied, ModelMissing, NotInstalled, StoreDied
-from turnlog.infra.embedded.ports import HOST, ONE_HOST, claim, listens
+from turnlog.infra.embedded.ports import HOST, ONE_HOST, claim, listens, reached
 from turnlog.infra.embedded.process import Launch, Server
 from turnlog.infra.run_folder import STORE_KEY, kept_secret
-from turnlog.settings import EngineSettings, StoreSettings
+from turnlog.settings import EngineSettings, Settings, StoreSettings
+
+log = logging.getLogger(__name__)
 
 SHIM = Path(__file__).resolve().parent / "engine_shim"
 MODEL_FILES = ("config.json", "tokenizer.json")
@@ -64,7 +69,7 @@ class Engine(Server):
         self._log = log
         self._seed = seed
         self.name = name
-        self.port = claim(port, self.setting)
+        self.port = claim(port, self.setting, settings.host)
 
     @property
     def address(self) -> str:
@@ -72,8 +77,8 @@ class Engine(Server):
 
     @property
     def url(self) -> str:
-        """http://host:port"""
-        return f"http://{HOST}:{self.port}"
+        """http://host:port, for this machine's own clients"""
+        return reached(self._settings.host, self.port)
 
     def launch(self) -> Launch:
         """How the engine is started. Raises NotInstalled."""
@@ -115,7 +120,7 @@ class Engine(Server):
         settings = self._settings
         return (
             *(sys.executable, "-W", "ignore", "-m", "sglang.launch_server"),
-            *("--host", HOST, "--port", str(self.port)),
+            *("--host", settings.host, "--port", str(self.port)),
             *("--model-path", str(self._model)),
             *("--dtype", settings.dtype),
             *("--context-length", str(settings.context)),
@@ -125,6 +130,21 @@ class Engine(Server):
             *(CPU_ARGUMENTS if on_cpu else ()),
             *settings.extra_args,
         )
+
+
+def serve_engine(settings: Settings) -> int:
+    """`turnlog engine`: this process becomes an engine of [model] path; it does not return.
+    Raises PortTaken, ModelMissing, NotInstalled."""
+    engine = Engine(
+        Path(settings.model.path),
+        settings.engine,
+        log=Path(tempfile.gettempdir()) / "engine.log",
+        port=settings.engine.port,
+        name=os.environ.get("TURNLOG_INSTANCE", "engine-0"),
+    )
+    launch = engine.launch()
+    log.info("%s serves %s at %s", launch.name, settings.model.path, engine.url)
+    os.execvpe(launch.argv[0], launch.argv, os.environ | dict(launch.env))
 
 
 def check_model(model: Path) -> None:

@@ -106,6 +106,7 @@ def parser() -> argparse.ArgumentParser:
         _verb(verbs, name, _role(name, module), f"role: {what}")
     _verb(verbs, "views", _views, "role: the Faust live views behind `turnlog status`")
     _verb(verbs, "lag", _lag, "role: how far every role is behind the log, as Prometheus metrics")
+    _verb(verbs, "engine", _engine, "role: one SGLang engine of [model] path, in the foreground")
     _verb(verbs, "registry", _registry, "role: the embedded schema registry")
     _verb(verbs, "supervise", _supervise, "run the servers and roles of a run in the foreground")
     _verb(verbs, "up", _up, "start servers and roles, leave them running, print the endpoints")
@@ -123,7 +124,8 @@ def parser() -> argparse.ArgumentParser:
         "action", nargs="?", choices=("configure",),
         help="only configure: topics, schemas and what the run records of its settings; again, it only compares",
     )  # fmt: skip
-    _verb(verbs, "warm-start", _warm_start, "make the recipe's tiny model by supervised fine-tuning")
+    warm = _verb(verbs, "warm-start", _warm_start, "make the recipe's tiny model by supervised fine-tuning")
+    warm.add_argument("--out", type=Path, metavar="DIR", help="copy it to this folder, unless it is there")
     demo = _verb(verbs, "demo", _demo, "everything at once, with a live display and a verdict")
     demo.add_argument("--steps", type=int, default=None, metavar="N", help="draws to train (default 30)")
     demo.add_argument("--engines", type=int, default=None, metavar="N", help="engines (default 1)")
@@ -203,6 +205,12 @@ def _health(settings: Settings, arguments: argparse.Namespace) -> int:
     )
 
 
+def _engine(settings: Settings, _: argparse.Namespace) -> int:
+    from turnlog.infra.embedded.servers import serve_engine
+
+    return serve_engine(settings)
+
+
 def _registry(settings: Settings, _: argparse.Namespace) -> int:
     from turnlog.infra.embedded.registry_app import serve_registry
 
@@ -242,10 +250,11 @@ def _run(settings: Settings, arguments: argparse.Namespace) -> int:
     return configure_command(settings) if arguments.action == "configure" else command(settings)
 
 
-def _warm_start(settings: Settings, _: argparse.Namespace) -> int:
-    from turnlog.trainer.tiny_policy import initial_weights, prepared
+def _warm_start(settings: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.trainer.tiny_policy import copied, initial_weights, prepared
 
-    print(initial_weights(prepared(settings)))
+    made = initial_weights(prepared(settings))
+    print(copied(made, arguments.out) if arguments.out else made)
     return 0
 
 

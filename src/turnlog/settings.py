@@ -138,6 +138,10 @@ class EngineSettings:
     """Engines that run already; empty starts embedded ones."""
     count: Count = 1
     """How many embedded engines."""
+    host: str = "127.0.0.1"
+    """Address that `turnlog engine` and embedded engines listen on; whoever reaches it can load other weights."""
+    port: Port = 0
+    """Of `turnlog engine`; 0 picks a free one, which its log names."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where embedded engines run."""
     dtype: Literal["float32", "bfloat16", "float16", "half", "float", "auto"] = "float32"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import sys
 from pathlib import Path
 
 import httpx
@@ -11,7 +12,9 @@ import psutil
 import pytest
 
 from turnlog.infra.embedded import EngineDied, ModelMissing
-from turnlog.infra.embedded.process import marked, scope
+from turnlog.infra.embedded.plan import answers
+from turnlog.infra.embedded.ports import free_ports
+from turnlog.infra.embedded.process import Child, Launch, marked, scope
 from turnlog.infra.embedded.servers import Engine
 from turnlog.settings import EngineSettings
 
@@ -55,6 +58,30 @@ def test_an_engine_that_cannot_start_dies_with_the_tail_of_its_log(tiny_model: P
     with pytest.raises(EngineDied, match=r"(?s)\[model\] path.*extra_args.*no-such-flag"):
         engine.start()
     assert not [pid for pid in marked(scope()) if b"no-such-flag" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+@pytest.mark.engine
+def test_the_verb_becomes_an_engine_and_obeys(tiny_model: Path, tmp_path: Path) -> None:
+    port = free_ports(1)[0]
+    url = f"http://127.0.0.1:{port}/model_info"
+    launch = Launch(
+        name="engine",
+        argv=(sys.executable, "-m", "turnlog.cli", "engine"),
+        log=tmp_path / "engine.log",
+        env={"TURNLOG_MODEL_PATH": str(tiny_model), "TURNLOG_ENGINE_PORT": str(port), "TURNLOG_ENGINE_HOST": "0.0.0.0"},
+        ready=lambda: answers(url),
+        ready_timeout_s=200,
+        stop_timeout_s=30,
+        died=EngineDied,
+    )
+    child = Child(launch).start()
+    try:
+        child.wait_ready()
+        assert httpx.get(url).json()["model_path"] == str(tiny_model.resolve())
+        assert "sglang" in " ".join(psutil.Process(child.pid).cmdline())
+    finally:
+        child.stop()
+    assert not psutil.pid_exists(child.pid)
 
 
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "weights.safetensors"])
