@@ -17,10 +17,12 @@ endif
 
 # A file is one worker's, so that its servers and fixtures are made once; those that wait for servers come first, and what
 # computes fills the gaps that they leave.
+comma := ,
+VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml | head -1)
 WORKERS ?= 2
 IN_WORKERS := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15
 
-.PHONY: help demo test test-fresh check bench chaos mutants schemas docs lock clean
+.PHONY: help demo test test-fresh test-compose check bench chaos mutants images schemas docs lock clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -33,6 +35,9 @@ test: $(ENVIRONMENT)  ## every test: units, contracts, real servers, one small c
 
 test-fresh:  ## the same on a bare Debian as a user without a name (root only; needs debootstrap)
 	@tests/fresh.sh
+
+test-compose: $(ENVIRONMENT)  ## images and compose on a container engine (docker; as root, docker.io from Debian will do)
+	@$(BIN)/python -m pytest -s tests/deploy/test_compose.py
 
 check: $(ENVIRONMENT)  ## format, lint, types, import floors, unit tests
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/lint-imports
@@ -47,12 +52,23 @@ chaos: $(ENVIRONMENT)  ## strike every role and server: kill, hang, zombie (ONLY
 mutants: $(ENVIRONMENT)  ## mutate the fold: does a test notice? (SAMPLE=300, SEED=1; ONLY=core.books,core.fold.*)
 	@$(BIN)/python tests/mutants.py $(if $(ONLY),--only '$(ONLY)') $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED))
 
+IMAGES = processors,sandbox,agents,demo
+images:  ## container images turnlog/NAME (ONLY=processors,sandbox; CA=FILE of a proxy; trainer and engine take CUDA's wheels)
+	@for name in $(subst $(comma), ,$(or $(ONLY),$(IMAGES))); do \
+	  DOCKER_BUILDKIT=1 docker build --quiet --target $$name --tag turnlog/$$name:$(VERSION) \
+	    --build-arg VERSION=$(VERSION) --build-arg REVISION=$$(git rev-parse HEAD) \
+	    $(if $(CA),--secret id=ca$(comma)src=$(CA)) $(if $(BASE),--build-arg BASE=$(BASE)) \
+	    --file infra/deploy/images/Dockerfile . >/dev/null || exit 1; \
+	  docker image inspect --format '{{index .RepoTags 0}}  {{.Size}} bytes' turnlog/$$name:$(VERSION); \
+	done
+
 schemas: $(ENVIRONMENT)  ## rewrite schemas/avro from the event dataclasses
 	@$(BIN)/python -m turnlog.schemas.avsc
 
 docs: $(ENVIRONMENT)  ## rewrite the generated pages
 	@$(BIN)/python -m turnlog.schemas.catalogue_page > docs/events.md
 	@$(BIN)/python -m turnlog.settings_page > docs/settings.md
+	@$(BIN)/python -m turnlog.settings_page infra/deploy/helm/turnlog/values.schema.json
 
 $(UV): locks/uv.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 is needed: install it or set PYTHON=/path/to/python3.11"; exit 2; }
@@ -76,7 +92,8 @@ COMPILE = $(UV) pip compile --quiet --generate-hashes --no-emit-index-url --no-h
 lock: $(UV)  ## resolve all locks again
 	@$(COMPILE) --extra dev -o locks/all.lock
 	@$(COMPILE) -c locks/all.lock -o locks/base.lock
-	@$(COMPILE) -c locks/all.lock --extra embedded --extra views -o locks/processors.lock
+	@$(COMPILE) -c locks/all.lock --extra views -o locks/processors.lock
+	@$(COMPILE) -c locks/all.lock --extra sandbox -o locks/sandbox.lock
 	@$(COMPILE) -c locks/all.lock --extra demo -o locks/demo.lock
 	@$(COMPILE) --extra gpu -o locks/gpu.lock
 

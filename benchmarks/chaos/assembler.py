@@ -1,4 +1,5 @@
-"""Kill the assembler, again and again, under load: `python benchmarks/chaos/assembler.py [--kills 20]`.
+"""Kill the assembler, again and again, under load: `python benchmarks/chaos/assembler.py [--kills 20]`; or, with
+`--seconds 60`, only write and judge, while somebody else strikes assemblers on the servers that the environment names.
 
 A writer appends histories as bad days leave them (repeats however late, zombies, racing closes) while a real
 `turnlog assembler` is killed by SIGKILL at random moments and started again. In the end a read_committed reader must
@@ -11,10 +12,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import os
 import random
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from uuid import uuid4
 
@@ -33,7 +35,7 @@ from turnlog.processors.core.fold_versions import INPUTS, outputs_of
 from turnlog.processors.runtime.assembler import assembler_plan
 from turnlog.processors.runtime.unit import Plan, records_between
 from turnlog.schemas.events import Event
-from turnlog.settings import Settings
+from turnlog.settings import Settings, load
 
 EVENTS_PER_S = 250
 PATIENCE_S = 180.0
@@ -53,8 +55,10 @@ class Story:
     """Input records folded when each kill struck."""
 
 
-async def write(events: EventLog, settings: Settings, story: Story, *, kills: int, seed: int) -> None:
-    """Append until the last kill, and finish what was begun."""
+async def write(
+    events: EventLog, settings: Settings, story: Story, *, enough: Callable[[Story], bool], seed: int
+) -> None:
+    """Append until it is enough, and finish what was begun."""
     started = time.monotonic()
     days = (
         bad_days(random.Random(seed + n), groups=60, partitions=settings.kafka.groups, run_id=settings.run.id,
@@ -67,7 +71,7 @@ async def write(events: EventLog, settings: Settings, story: Story, *, kills: in
             await events.append(event)
             story.events += 1
             await asyncio.sleep(max(0.0, started + story.events / EVENTS_PER_S - time.monotonic()))
-        if story.kills >= kills:
+        if enough(story):
             break
     story.written = True
 
@@ -109,13 +113,13 @@ async def folded(log: Log, plan: Plan, settings: Settings) -> int:
     return total
 
 
-async def drained(log: Log, plan: Plan, settings: Settings, child: Child) -> Child:
-    """Wait until everything that was written is folded; a process that ended is started again."""
+async def drained(log: Log, plan: Plan, settings: Settings, child: Child | None) -> Child | None:
+    """Wait until everything that was written is folded; a process of ours that ended is started again."""
     names = [Partition(topic, unit) for topic in INPUTS for unit in range(settings.kafka.groups)]
     end = sum((await log.end_offsets(names)).values())
     deadline = time.monotonic() + PATIENCE_S
     while await folded(log, plan, settings) < end and time.monotonic() < deadline:
-        if child.returncode is not None:
+        if child is not None and child.returncode is not None:
             child = role("assembler", settings, instance="assembler-0")
         await asyncio.sleep(0.1)
     return child
@@ -177,12 +181,27 @@ async def torture(settings: Settings, *, kills: int, seed: int) -> int:
     """The whole run; the exit status."""
     async with opened("chaos", settings) as tool:
         plan, story, rng = assembler_plan(await configure(tool), settings.assembler), Story(), random.Random(seed)
-        writing = asyncio.create_task(write(tool.events, settings, story, kills=kills, seed=seed))
-        child = await kill(settings, tool.log, plan, story, kills=kills, rng=rng)
+        writing = asyncio.create_task(
+            write(tool.events, settings, story, enough=lambda story: story.kills >= kills, seed=seed)
+        )
+        child: Child | None = await kill(settings, tool.log, plan, story, kills=kills, rng=rng)
         await writing
         say(f"{story.kills} kills, {story.events} events written; waiting for the rest to be folded")
         child = await drained(tool.log, plan, settings, child)
+        assert child is not None
         story.exit_status = child.stop()
+        return await verdict(tool.events, plan, settings, story)
+
+
+async def beside(settings: Settings, *, seconds: float, seed: int) -> int:
+    """Write beside assemblers that run already, then judge; the exit status."""
+    async with opened("chaos", settings) as tool:
+        plan, story = assembler_plan(await configure(tool), settings.assembler), Story(exit_status=0)
+        end = time.monotonic() + seconds
+        say("writing")
+        await write(tool.events, settings, story, enough=lambda _: time.monotonic() > end, seed=seed)
+        say(f"{story.events} events written; waiting for the rest to be folded")
+        await drained(tool.log, plan, settings, None)
         return await verdict(tool.events, plan, settings, story)
 
 
@@ -191,7 +210,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Kill the assembler under load.")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=0.0, help="start and strike nothing, write for so long")
     arguments = parser.parse_args()
+    if arguments.seconds:
+        return asyncio.run(beside(load(None, os.environ), seconds=arguments.seconds, seed=arguments.seed))
     with servers(f"chaos-{uuid4().hex[:8]}") as settings:
         return asyncio.run(torture(settings, kills=arguments.kills, seed=arguments.seed))
 

@@ -1,12 +1,19 @@
-"""docs/settings.md: every setting with its default, generated from the settings classes."""
+"""Generated from the settings classes: docs/settings.md, every setting with its default, and what the chart takes as
+`settings` (values.schema.json).
+"""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
 import inspect
+import json
+import sys
 import textwrap
-from typing import get_type_hints
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import msgspec
 
 from turnlog.fold_settings import OPERATIONAL, OWN, Since
 from turnlog.setting_types import legal, notes
@@ -32,6 +39,22 @@ is cut; a file that changes is read again without a restart.
 def settings_page() -> str:
     """The whole page."""
     return HEAD + "".join(_section(name, kind) for name, kind in get_type_hints(Settings).items())
+
+
+def chart_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """The chart's JSON schema with today's settings in it. Secrets have no place in values: a Secret has them."""
+    (_, parts) = msgspec.json.schema_components([Settings], ref_template="#/$defs/{name}")
+    everything = parts.pop("Settings")["properties"]
+    for name, kind in get_type_hints(Settings).items():
+        part = parts[kind.__name__]
+        for field in dataclasses.fields(kind):
+            if not field.repr:
+                del part["properties"][field.name]
+        parts[kind.__name__] = {"type": "object", "additionalProperties": False, "properties": part["properties"]}
+        everything[name] = {"$ref": everything[name]["$ref"]}
+    settings = {"type": "object", "additionalProperties": False, "properties": everything}
+    kept = {name: part for name, part in schema["$defs"].items() if not name.endswith("Settings")}
+    return schema | {"properties": schema["properties"] | {"settings": settings}, "$defs": kept | parts}
 
 
 def _section(name: str, kind: type) -> str:
@@ -82,4 +105,7 @@ def _toml(value: object) -> str:
 
 
 if __name__ == "__main__":
-    print(settings_page(), end="")
+    for chart in map(Path, sys.argv[1:]):
+        chart.write_text(json.dumps(chart_schema(json.loads(chart.read_text())), indent=2) + "\n")
+    if not sys.argv[1:]:
+        print(settings_page(), end="")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from turnlog import cli
 from turnlog.schemas.catalogue_page import catalogue_page
@@ -18,6 +19,10 @@ from turnlog.settings_page import settings_page
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+COMPOSE = yaml.safe_load((ROOT / "infra/deploy/compose/compose.yaml").read_text())
+SERVICES = set(COMPOSE["services"])
+PROFILES = {profile for service in COMPOSE["services"].values() for profile in service["profiles"]}
+SHELL = {"cd", "cp", "mkdir", "openssl", "chmod"}
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -51,12 +56,15 @@ def test_a_settings_block_loads(text: str) -> None:
 
 @pytest.mark.parametrize("text", blocks("console"))
 def test_a_command_block_parses(text: str) -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for line in text.strip().splitlines():
         program, *arguments = shlex.split(line, comments=True)
         if program == "make":
             assert {word for word in arguments if "=" not in word} <= targets, line
-        else:
+        elif program == "docker":
+            assert arguments[0] == "compose", line
+            assert set(arguments[1:]) & PROFILES or set(arguments[2:]) & SERVICES, line
+        elif program not in SHELL:
             assert program == "turnlog", line
             assert cli.parser().parse_args(arguments).verb
 

@@ -1,0 +1,30 @@
+{{/* Values that contradict each other end the installation before anything starts. */}}
+{{- define "turnlog.checked" -}}
+{{- $settings := .Values.settings -}}
+{{- if not $settings.kafka.bootstrap }}{{ fail "settings.kafka.bootstrap is empty: name your brokers, host:port[,host:port]" }}{{ end -}}
+{{- if not $settings.registry.url }}{{ fail "settings.registry.url is empty: name your schema registry" }}{{ end -}}
+{{- if not $settings.store.endpoint }}{{ fail "settings.store.endpoint is empty: name your S3 store" }}{{ end -}}
+{{- range $name, $role := .Values.roles }}
+{{- if and $role.enabled $role.single (gt (int (default 1 $role.replicas)) 1) }}
+{{- fail (printf "roles.%s.replicas is %v: two would fence each other; one is enough" $name $role.replicas) }}
+{{- end }}
+{{- $units := ternary $settings.kafka.groups $settings.kafka.rollouts (has $name (list "assembler" "archive" "views")) }}
+{{- if and $role.autoscale $role.autoscale.enabled }}
+{{- if gt (int $role.autoscale.max) (int $units) }}
+{{- fail (printf "roles.%s.autoscale.max is %v, and only %v partitions can be shared (settings.kafka.groups, rollouts)" $name $role.autoscale.max $units) }}
+{{- end }}
+{{- if eq $.Values.autoscaler.kind "none" }}
+{{- fail (printf "roles.%s.autoscale is enabled and autoscaler.kind is none: set keda or hpa" $name) }}
+{{- end }}
+{{- if not $.Values.roles.lag.enabled }}
+{{- fail (printf "roles.%s.autoscale is enabled and roles.lag is not: nothing would tell its lag" $name) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- if and .Values.roles.gateway.enabled (gt (int .Values.roles.gateway.replicas) 1) (not .Values.secrets.name) }}
+{{- fail "roles.gateway.replicas is above 1 and secrets.name is empty: gateways must share a signing key" }}
+{{- end }}
+{{- if and (eq .Values.sandbox.profile "runtime") (not .Values.sandbox.runtimeClassName) }}
+{{- fail "sandbox.profile is runtime and sandbox.runtimeClassName is empty: name the RuntimeClass that isolates" }}
+{{- end }}
+{{- end }}

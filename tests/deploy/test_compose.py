@@ -1,0 +1,74 @@
+"""infra/deploy/compose on a real container engine: `make test-compose`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+
+import pytest
+
+from tests.deploy.conftest import ROOT, Compose, run
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1800)]
+SCRIPT = "/repo/benchmarks/chaos/assembler.py"
+HEALTHY_S = 60
+LOAD_S = 40
+
+
+@pytest.fixture(scope="module")
+def processors(compose: Compose) -> float:
+    """The profile `data`, up; seconds that it took."""
+    begun = time.monotonic()
+    compose("--profile", "data", "up", "--detach", "--wait", "--wait-timeout", "240")
+    return time.monotonic() - begun
+
+
+def test_processors_are_healthy_and_say_so(compose: Compose, processors: float) -> None:
+    print(f"healthy after {processors:.0f} s")
+    for role in ("assembler", "batcher", "archive", "views", "lag", "registry"):
+        assert "ready" in compose("exec", "-T", role, "turnlog", "health", role)
+
+
+def test_nothing_is_lost_or_counted_twice_while_assemblers_are_scaled_and_killed(
+    compose: Compose, processors: float
+) -> None:
+    mounts = [word for name in ("tests", "benchmarks") for word in ("-v", f"{ROOT / name}:/repo/{name}:ro")]
+    load = ("run", "--rm", "-T", "--no-deps", *mounts, "--entrypoint", "python", "assembler", SCRIPT)
+    project = ("--project-name", compose.project, "--env-file", str(compose.env_file), "--file", str(compose.file))
+    command = [*compose.program, *project, "--profile", "data", *load, "--seconds", str(LOAD_S)]
+    writing = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=compose.env)
+    assert writing.stderr is not None
+    assert "writing" in next(line for line in writing.stderr if "writing" in line)
+    try:
+        scale(compose, 3)
+        struck = [name for name in compose.containers("assembler") if "-run-" not in name]
+        assert len(struck) == 3
+        kill_init(compose, struck[0])
+        run("docker", "kill", struck[1], env=compose.env)
+        scale(compose, 1)
+    finally:
+        said, log = writing.communicate(timeout=400)
+    line = json.loads(said.splitlines()[-1])
+    found = {name: line[name] for name in ("lost", "twice", "skipped", "identical", "ok")}
+    assert found == {"lost": 0, "twice": 0, "skipped": 0, "identical": True, "ok": True}, (line, log[-3000:])
+    assert line["detail"]["outputs"] > 0
+
+
+def scale(compose: Compose, assemblers: int) -> None:
+    compose("--profile", "data", "up", "--detach", "--no-recreate", "--scale", f"assembler={assemblers}")
+
+
+def kill_init(compose: Compose, container: str) -> None:
+    """SIGKILL from outside, which the engine takes for a crash: it starts the container again."""
+    pid = run("docker", "inspect", "--format", "{{.State.Pid}}", container, env=compose.env).strip()
+    subprocess.run(["kill", "-9", pid], check=True)
+
+
+def test_a_role_obeys_at_once_and_ends_well(compose: Compose, processors: float) -> None:
+    (container,) = compose.containers("batcher")
+    begun = time.monotonic()
+    compose("--profile", "data", "stop", "batcher")
+    state = json.loads(run("docker", "inspect", "--format", "{{json .State}}", container, env=compose.env))
+    assert (state["ExitCode"], time.monotonic() - begun < 10) == (0, True)
+    compose("--profile", "data", "up", "--detach", "--wait", "batcher")
