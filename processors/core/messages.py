@@ -139,7 +139,7 @@ def _blocks(content: Any) -> Iterable[dict[str, Any]]:
     if not content:
         return ()
     many = content if isinstance(content, list) else [content]
-    return [block if isinstance(block, dict) else {"type": "text", "text": str(block)} for block in many]
+    return [block if isinstance(block, dict) else {"text": str(block)} for block in many]
 
 
 def _arguments(raw: Any) -> Any:

@@ -150,12 +150,13 @@ def shared_prefix(one: Tokens, one_len: int, other: Tokens, other_len: int) -> i
 
 
 def _taken(one: Tokens, other: Tokens) -> int:
-    """How many tokens of `one` are those of `other` because it is stored against them."""
+    """How many tokens of `one` are those of `other` because it is stored against them. A chain that ends elsewhere ends
+    with a turn that is stored against nothing, so that is 0."""
     owner: Tokens | None = other
     length = other.length
     while owner is not None and owner is not one:
         length, owner = min(length, owner.base_len), owner.parent
-    return length if owner is one else 0
+    return length
 
 
 def _same(a: Ids, b: Ids) -> int:

@@ -111,18 +111,16 @@ class Routes:
         line = [dialogue]
         while line[-1] not in self._ends and line[-1].base is not None:
             line.append(line[-1].base)
-        node, walking, rewritten = self._ends.get(line[-1], self.root), True, None
+        node, rewritten = self._ends.get(line[-1], self.root), None
         for number in range(len(line) - 1, -1, -1):
             if line[number] in self._ends:
                 continue
             said = line[number].new if number == len(line) - 1 else (line[number + 1].response, *line[number].new)
             for message in said:
-                found = node.echoed(message) if walking else None
-                if walking and found is None:
-                    walking = False
-                    if message.role == ASSISTANT and _gives_way(node, outputs, threshold):
-                        found = node.assistants[0]
-                        rewritten = node.rewrite(found, message)
+                found = node.echoed(message)  # below one that is added nothing stands yet: the walk ends there
+                if found is None and message.role == ASSISTANT and _gives_way(node, outputs, threshold):
+                    found = node.assistants[0]
+                    rewritten = node.rewrite(found, message)
                 node = node.add(message) if found is None else found
             self._ends[line[number]] = node
         node.add(dialogue.response, order)
