@@ -18,6 +18,7 @@ from turnlog.processors.core.batches.draws import (
     PlacedSample,
     ReadableGroup,
     form_draw,
+    overtaken,
     reform_batch,
 )
 from turnlog.processors.core.batches.progress import HeldVersion
@@ -277,6 +278,12 @@ def test_at_lag_zero_only_the_version_that_trains_is_admitted() -> None:
     formed = draw(fresh, old, max_lag=0)
     assert formed.batches[0].groups == ("a",)
     assert [(row.group_id, row.reason) for row in formed.dropped] == [("b", "stale")]
+
+
+def test_a_group_without_samples_is_overtaken_by_no_version() -> None:
+    rules = DrawRules(**{**RULES, "max_lag": 0})
+    assert not overtaken(group("a"), HeldVersion(3), rules)
+    assert overtaken(group("a", sample("a", "s0", 2, versions=(2,))), HeldVersion(3), rules)
 
 
 def test_dropping_a_sibling_does_not_recompute_the_advantages_of_the_others() -> None:

@@ -53,12 +53,13 @@ class Told:
 
     events: list[Event]
     parked: list[DeadLetter] = field(default_factory=list)
+    cut: int = CUT
 
     def books(self) -> Books:
         return self.ledgers().close()
 
     def ledgers(self) -> Ledgers:
-        ledgers = Ledgers("run", CUT, LATEST)
+        ledgers = Ledgers("run", self.cut, LATEST)
         for letter in self.parked:
             ledgers.add(DEAD_LETTERS.name, 0, 0, letter)
         ends: Counter[str] = Counter()
@@ -74,7 +75,7 @@ class Told:
         return Told([*self.events[:place], *change(self.events[place]), *self.events[place + 1 :]], self.parked)
 
 
-def told(seed: int, groups: int = 8) -> Told:
+def told(seed: int, groups: int = 8, cut: int = CUT) -> Told:
     """Bad days, folded, drawn, trained; the last draw is not trained, the last groups are not drawn."""
     events = list(bad_days(random.Random(seed), groups=groups))
     ends: Counter[str] = Counter()
@@ -85,7 +86,7 @@ def told(seed: int, groups: int = 8) -> Told:
         ends[topic] += 1
     history = fold_history(records, FOLD)
     parked = [letter(topic, offset, error) for topic, _, offset, error in history.refused]
-    return Told([*events, *history.outputs, *drawn(history.outputs)], parked)
+    return Told([*events, *history.outputs, *drawn(history.outputs, cut)], parked, cut)
 
 
 def letter(topic: str, offset: int, error: FoldError) -> DeadLetter:
@@ -95,7 +96,7 @@ def letter(topic: str, offset: int, error: FoldError) -> DeadLetter:
     )  # fmt: skip
 
 
-def drawn(outputs: list[Event]) -> list[Event]:
+def drawn(outputs: list[Event], cut: int) -> list[Event]:
     """Manifests of two trained groups each, and steps of all draws but the last; one step is skipped."""
     samples: dict[str, list[PlacedSample]] = {}
     ready: list[ReadableGroup] = []
@@ -105,11 +106,12 @@ def drawn(outputs: list[Event]) -> list[Event]:
         elif isinstance(event, GroupScored) and event.status is GroupStatus.trained:
             ready.append(ReadableGroup(event, tuple(samples.get(event.group_id, ()))))
     made: list[Event] = []
+    rules = dataclasses.replace(DRAW, max_tokens=cut)
     for index in range(len(ready) // 2):
         taken = ready[2 * index : 2 * index + 2]
         first = sum(isinstance(event, SampleBatchFormed | BatchSkipped) for event in made)
         made += manifests(
-            form_draw(taken, HeldVersion(0), DRAW), [group.score.group_id for group in taken], index, first
+            form_draw(taken, HeldVersion(0), rules), [group.score.group_id for group in taken], index, first
         )
     batches = [event for event in made if isinstance(event, SampleBatchFormed)]
     return [*made, *(step(batch, skips=batch.batch_index == 1) for batch in batches[:-1])]
@@ -156,12 +158,23 @@ def test_on_bad_days_every_level_adds_up_to_what_the_fold_said(seed: int) -> Non
     assert books.imbalances == ()
     sums = {level: sum(account.sampled for account in books.levels[level].values()) for level in books.levels}
     assert sums["session"] == sums["group"] == sums["run"] > 0
+    trained = {level: sum(account.trained for account in books.levels[level].values()) for level in books.levels}
+    assert trained["session"] == trained["group"] == trained["batch"] == trained["run"]
 
 
 def test_every_reason_of_a_hundred_bad_days_has_its_name() -> None:
-    run = told(7, groups=100).books().levels["run"]["run"]
+    books = told(7, groups=100).books()
+    run = books.levels["run"]["run"]
+    assert books.imbalances == ()
     assert {"late", "not_named", "length_cut", "step_skipped", "unused"} <= set(run.masked)
     assert run.trained > 0
+
+
+def test_samples_that_were_cut_off_whole_add_up_with_those_that_lost_their_tail() -> None:
+    history = told(7, groups=40, cut=3)
+    formed = [event for event in history.events if isinstance(event, SampleBatchFormed)]
+    assert any(batch.masked and len(batch.dropped) > 1 for batch in formed)
+    assert history.books().imbalances == ()
 
 
 def lost_sample(history: Told) -> Told:
@@ -175,6 +188,13 @@ def lost_snapshot(history: Told) -> Told:
     about = (tree.session_id, tree.nodes[0].turn)
     nth = next(index for index, event in enumerate(snapshots) if (event.session_id, event.turn) == about)
     return history.change(TokenSnapshot, lambda _: [], nth)
+
+
+def lost_snapshots(history: Told) -> Told:
+    """All of a session that has a tree."""
+    tree = next(event for event in history.events if isinstance(event, TurnTreeAssembled) and event.nodes)
+    kept = [e for e in history.events if not isinstance(e, TokenSnapshot) or e.session_id != tree.session_id]
+    return Told(kept, history.parked)
 
 
 def lying_tree(history: Told) -> Told:
@@ -223,10 +243,12 @@ def lying_step(history: Told) -> Told:
     [
         (lost_sample, "session", "its samples hold"),
         (lost_snapshot, "session", "the snapshots hold"),
+        (lost_snapshots, "session", "the snapshots hold 0"),
         (lying_tree, "session", "its tree counts"),
         (lying_score, "group", "GroupScored trains"),
         (lying_manifest, "batch", "says that it masks"),
         (lost_row, "batch", "its manifest trains"),
+        (lost_row, "session", "no manifest says what became of it"),
         (row_again, "batch", "was in an earlier batch already"),
         (lying_step, "batch", "the step counted"),
     ],

@@ -125,12 +125,29 @@ def test_reasoning_that_is_left_out_matches_any_and_present_it_must_match():
     assert not message({"role": "assistant", "content": "A", "reasoning": "other"}).echoes(own)
     blocks = [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "A"}]
     assert message({"role": "assistant", "content": blocks}).echoes(own)
+    assert message({"content": "A", "summary": [{"type": "summary_text", "text": "hm"}]}).reasoning == "hm"
+    wordless = {"role": "assistant", "content": "A", "reasoning": [{"type": "reasoning.encrypted", "data": "x"}]}
+    assert message(wordless).echoes(own)
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xff", b"{}", b"[1]", b'["hi"]'])
 def test_what_is_no_list_of_messages_is_named(payload):
     with pytest.raises(NotMessages):
         messages(payload)
+
+
+@pytest.mark.parametrize("payload", [b"[1]", b'"hi"', b"null"])
+def test_a_response_that_is_no_object_is_named(payload):
+    with pytest.raises(NotMessages, match="not an object"):
+        response(payload)
+
+
+def test_results_of_tools_are_told_apart_by_what_they_say():
+    def result(said):
+        return message({"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": said}]})
+
+    assert result("4").echoes(result([{"type": "text", "text": "4"}]))
+    assert not result("4").echoes(result("5"))
 
 
 def test_a_response_without_a_role_is_the_assistants():
@@ -165,6 +182,7 @@ def test_a_turn_whose_messages_cannot_be_known_is_refused_under_slime_alone(stor
     ((topic, _, error),) = result.refused
     assert (topic, type(error).__name__) == ("agent.turns", refusal)
     assert "session a turn (start/a, 1)" in str(error)
+    assert ("has no readable record before it" in str(error)) == (name == "no base")
     assert result.trees["a"].books.masked == {"refused": 2}
     assert result.score.status is GroupStatus.discarded
     prefix = folded(broken, replace(RULES, policy="prefix"))

@@ -41,6 +41,7 @@ from turnlog.schemas.events import (
     TreeBooks,
     WeightVersionPublished,
 )
+from turnlog.schemas.ids import digest
 from turnlog.schemas.types import TurnId, pack_float32s, pack_int32s
 from turnlog.settings import BatcherSettings, FeederSettings, FoldSettings, KafkaSettings, Settings
 
@@ -211,7 +212,8 @@ async def world(settings: Settings = SETTINGS, groups: int = GROUPS) -> World:
     return world
 
 
-async def test_each_draw_is_cut_into_parts_and_its_files_hold_the_rows() -> None:
+async def test_each_draw_is_cut_into_parts_and_its_files_hold_the_rows(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     settings = dataclasses.replace(SETTINGS, batcher=dataclasses.replace(SETTINGS.batcher, max_lag=9))
     here = await world(settings)
     await here.live(draws=3)
@@ -220,6 +222,8 @@ async def test_each_draw_is_cut_into_parts_and_its_files_hold_the_rows() -> None
         (0, 0, 0, 2), (1, 0, 1, 2), (2, 1, 0, 2), (3, 1, 1, 2), (4, 2, 0, 2), (5, 2, 1, 2),
     ]  # fmt: skip
     assert [m.trainer_version for m in manifests] == [0, 0, 1, 1, 2, 2]
+    assert [m.event_id for m in manifests] == [digest("SampleBatchFormed", "local", index) for index in range(6)]
+    assert "draw 1: 4 rows, 0 dropped, lag 1 at version 1" in caplog.messages
     for manifest in manifests:
         rows = read_rows(await here.blobs.get(manifest.file))
         assert rows_sha256(rows) == manifest.rows_sha256

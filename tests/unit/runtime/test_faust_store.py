@@ -8,6 +8,7 @@ from typing import Any
 
 import faust
 from faust.events import Event
+from faust.tables.recovery import Recovery
 from faust.types import TP
 from faust.types.tuples import Message
 
@@ -50,6 +51,13 @@ def test_a_restart_finds_rows_and_where_the_changelog_goes_on(tmp_path: Path) ->
     assert dict(again.items()) == {"a": {"rank": 0, "outcome": "completed"}, "b": {"rank": 0, "outcome": "open"}}
     assert ("a" in again, "c" in again, len(again)) == (True, False, 2)
     assert again.data.outcomes() == {"completed": 1, "open": 1}
+
+
+def test_the_store_is_made_known_once(tmp_path: Path) -> None:
+    sessions_of(tmp_path / "one")
+    build_offsets = Recovery._build_offsets
+    sessions_of(tmp_path / "two")
+    assert Recovery._build_offsets is build_offsets
 
 
 async def test_what_another_worker_has_now_is_forgotten(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from turnlog.processors.runtime.reaper import Reaper
 from turnlog.processors.runtime.unit import records_between
 from turnlog.processors.runtime.watch import Watch
 from turnlog.schemas.events import Event, GroupClosed, GroupScored, GroupStatus, Outcome, SessionFinished
+from turnlog.schemas.ids import digest
 from turnlog.schemas.topics import CATALOGUE
 from turnlog.settings import AssemblerSettings, Settings
 
@@ -97,6 +98,7 @@ async def test_a_silent_session_is_expired_with_the_turns_that_are_on_the_log(as
     assert isinstance(finish, SessionFinished)
     assert (finish.outcome, finish.final, finish.epoch) == (Outcome.expired, True, silent.epoch)
     assert finish.turns == (silent.turns[0],), "its second turn has no snapshot"
+    assert finish.event_id == digest("SessionFinished", silent.session_id, silent.epoch, "expired"), "in every release"
     (score,) = await assembler.scores()
     assert score.rollouts[0].excluded_reason == "expired"
 
