@@ -1,4 +1,5 @@
-"""`turnlog status`: processes, lag per role, engines, weight versions, and what the live views count."""
+"""`turnlog status`: processes, lag per role, engines, weight versions, and what the live views count. Where no
+supervisor of ours runs the roles, the log tells most of it, and health addresses the rest."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ import asyncio
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,41 +20,80 @@ from turnlog.infra.embedded.supervisor import SATISFIED
 from turnlog.infra.embedded.up import status_processes
 from turnlog.infra.history import all_events
 from turnlog.infra.log import LogUnavailable
-from turnlog.infra.roles.role import opened
+from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.terminal import Terminal, say_json
 from turnlog.names import ExitStatus
 from turnlog.schemas import topics
+from turnlog.schemas.events import RunPlanned, SampleBatchFormed, StepCompleted
 from turnlog.settings import Settings
 
-VIEWS_TIMEOUT_S = 2.0
+TIMEOUT_S = 2.0
 
 
-def show(settings: Settings, *, as_json: bool) -> int:
-    """Print the status; 0 when every process is ready, 1 otherwise, 3 when the run is not up."""
-    processes = status_processes(settings)
-    found: dict[str, Any] = {"run": settings.run.id, "processes": processes, "views": views(settings)}
+def show(settings: Settings, *, as_json: bool, health: Sequence[str] = ()) -> int:
+    """Print the status; 0 when all that was asked is ready, 1 otherwise, 3 when the run is not up. Without a supervisor
+    of ours the log tells what it can, and `health` (else [status] health) names roles to ask. Raises LogError then."""
+    processes, elsewhere = status_processes(settings), False
+    asked = _asked(health or settings.status.health)
+    found: dict[str, Any] = {"run": settings.run.id, "processes": processes, "health": asked}
+    found["views"] = views(settings, asked)
     if processes:
         try:
             found |= asyncio.run(_from_log(settings))
         except LogUnavailable as error:
             found["log"] = str(error)
+    elif elsewhere := _runs_elsewhere(settings):
+        found |= asyncio.run(_from_log(settings))
     if as_json:
         say_json(found)
     else:
         tell(found, settings, Terminal())
-    if not processes:
+    if not processes and not elsewhere:
         return ExitStatus.NOT_UP
-    ready = all(process["state"] in SATISFIED for process in processes)
+    ready = all(process["state"] in SATISFIED for process in processes) and all(one["ready"] for one in asked.values())
     return ExitStatus.DONE if ready else ExitStatus.DIFFERS
 
 
-def views(settings: Settings) -> dict[str, Any]:
-    """What the live views answer; {"unavailable": why} when they do not."""
+def _runs_elsewhere(settings: Settings) -> bool:
+    """No supervisor of ours has begun it, and the settings name every server that its log needs."""
+    ours = (Path(settings.run.directory) / run_folder.FILE).exists()
+    return not ours and bool(settings.kafka.bootstrap and settings.registry.url and settings.store.endpoint)
+
+
+def _asked(addresses: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Health address -> the role that answers there, whether it is ready and alive, and what it waits for."""
+    with ThreadPoolExecutor(max(1, min(32, len(addresses)))) as pool:
+        return dict(zip(addresses, pool.map(_asked_one, addresses), strict=True))
+
+
+def _asked_one(address: str) -> dict[str, Any]:
+    url = address.rstrip("/")
     try:
-        url = run_folder.read_endpoints(Path(settings.run.directory)).views
-        with urllib.request.urlopen(f"{url}/views", timeout=VIEWS_TIMEOUT_S) as answer:
-            body: dict[str, Any] = json.load(answer)
-            return body
+        alive, said = _answer(f"{url}/healthz")
+        ready, waits = _answer(f"{url}/readyz")
+    except (OSError, ValueError) as error:
+        return {"role": "", "alive": False, "ready": False, "why": f"no answer: {error}"}
+    stale = [f"loop {name} stands still" for name, loop in said.get("loops", {}).items() if loop.get("stale")]
+    why = "; ".join([*stale, *map(str, waits.get("waiting", {}).values())])
+    return {"role": said.get("role", ""), "alive": alive, "ready": ready and alive, "why": why}
+
+
+def _answer(url: str) -> tuple[bool, dict[str, Any]]:
+    """Whether it was 2xx, and its JSON. Raises OSError, ValueError."""
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
+            return True, json.load(answer)
+    except urllib.error.HTTPError as refusal:
+        with refusal:
+            return False, json.load(refusal)
+
+
+def views(settings: Settings, asked: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Any]:
+    """What the live views answer: those of the run, or among `asked`; {"unavailable": why} when none do."""
+    try:
+        own = [address.rstrip("/") for address, said in (asked or {}).items() if said["role"] == "views"]
+        url = own[0] if own else run_folder.read_endpoints(Path(settings.run.directory)).views
+        return _answer(f"{url}/views")[1]
     except (run_folder.NoEndpoints, urllib.error.URLError, OSError, ValueError) as error:
         return {"unavailable": str(error)}
 
@@ -62,7 +103,29 @@ async def _from_log(settings: Settings) -> dict[str, Any]:
         lag = _by_topic(await lag_of(role.log, settings))
         engines = {event.engine_id: {"state": event.state, "version": event.version, "url": event.url}
                    for event in await all_events(role, topics.ENGINES)}  # fmt: skip
-        return {"lag": lag, "engines": engines}
+        return {"lag": lag, "engines": engines, "progress": await _progress(role)}
+
+
+async def _progress(role: Role) -> dict[str, Any]:
+    """How far the run is, by its control topics: draws trained of those planned, batches, the newest weights."""
+    planned = [event.draws for event in await all_events(role, topics.RUNS) if isinstance(event, RunPlanned)]
+    steps: dict[int, StepCompleted] = {}
+    for step in await all_events(role, topics.STEPS):
+        assert isinstance(step, StepCompleted)
+        if (before := steps.get(step.batch_index)) is None or before.incarnation <= step.incarnation:
+            steps[step.batch_index] = step
+    batches = [event for event in await all_events(role, topics.BATCHES) if isinstance(event, SampleBatchFormed)]
+    versions = [event.version for event in await all_events(role, topics.WEIGHTS)]
+    last = steps[max(steps)] if steps else None
+    return {
+        "draws_planned": planned[-1] if planned else None,
+        "draws_trained": len({step.draw_index for step in steps.values()}),
+        "batches_formed": len({batch.batch_index for batch in batches}),
+        "steps": len(steps),
+        "newest_version": max(versions, default=None),
+        "last_step": last and {"batch": last.batch_index, "reward": last.reward_mean, "loss": last.loss,
+                               "lag": last.lag_max},
+    }  # fmt: skip
 
 
 def _by_topic(lags: Iterable[Lag]) -> dict[str, dict[str, int]]:
@@ -76,27 +139,46 @@ def _by_topic(lags: Iterable[Lag]) -> dict[str, dict[str, int]]:
 
 def tell(found: dict[str, Any], settings: Settings, console: Terminal) -> None:
     """Print what was found as people read it."""
-    if not found["processes"]:
+    if not found["processes"] and "lag" not in found:
         console.print(f"run {settings.run.id!r} is not up: start it with `turnlog --run {settings.run.id} up`")
         return
-    table = Table("process", "state", "pid", "restarts", "waits for / error", title=f"run {found['run']}")
-    for process in found["processes"]:
-        why = process["waiting"] or process["error"].partition("\n")[0]
-        table.add_row(process["name"], process["state"], str(process["pid"] or "-"), str(process["restarts"]), why)
-    console.print(table)
+    if found["processes"]:
+        table = Table("process", "state", "pid", "restarts", "waits for / error", title=f"run {found['run']}")
+        for process in found["processes"]:
+            why = process["waiting"] or process["error"].partition("\n")[0]
+            table.add_row(process["name"], process["state"], str(process["pid"] or "-"), str(process["restarts"]), why)
+        console.print(table)
+    if found["health"]:
+        table = Table("address", "role", "state", "waits for", title=f"run {found['run']}")
+        for address, said in found["health"].items():
+            state = "ready" if said["ready"] else "alive" if said["alive"] else "not alive"
+            table.add_row(address, said["role"], state, said["why"])
+        console.print(table)
     for role, lag in found.get("lag", {}).items():
         console.print(f"lag of {role}: " + ", ".join(f"{topic} {count}" for topic, count in lag.items()))
     for engine, facts in found.get("engines", {}).items():
         console.print(f"{engine}: {facts['state']}, weight version {facts['version']}, {facts['url']}")
-    seen = found["views"]
+    _tell_progress(found, console)
+
+
+def _tell_progress(found: dict[str, Any], console: Terminal) -> None:
+    """From the live views, which count sessions, else from the log."""
+    seen, progress = found["views"], found.get("progress")
+    if progress:
+        planned = "?" if progress["draws_planned"] is None else progress["draws_planned"]
+        console.print(
+            f"draws trained: {progress['draws_trained']} of {planned}; batches formed {progress['batches_formed']}, "
+            f"steps {progress['steps']}; newest weight version {progress['newest_version']}"
+        )
     if "unavailable" in seen:
         console.print(f"live views: {seen['unavailable']}")
-        return
-    sessions = ", ".join(f"{outcome} {count}" for outcome, count in sorted(seen["sessions"].items()))
-    step = seen["last_step"]
-    console.print(
-        f"sessions: {sessions or 'none'}; steps {seen['steps']}; newest weight version {seen['newest_version']}"
-    )
+        step = progress and progress["last_step"]
+    else:
+        sessions = ", ".join(f"{outcome} {count}" for outcome, count in sorted(seen["sessions"].items()))
+        step = seen["last_step"]
+        console.print(
+            f"sessions: {sessions or 'none'}; steps {seen['steps']}; newest weight version {seen['newest_version']}"
+        )
     if step:
         facts = f"reward {step['reward']:.3f}, loss {step['loss']:+.4f}, lag {step['lag']}"
         console.print(f"last step: batch {step['batch']}, {facts}")

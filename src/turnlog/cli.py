@@ -111,14 +111,7 @@ def parser() -> argparse.ArgumentParser:
     _verb(verbs, "supervise", _supervise, "run the servers and roles of a run in the foreground")
     _verb(verbs, "up", _up, "start servers and roles, leave them running, print the endpoints")
     _verb(verbs, "down", _down, "stop what `up` started")
-    _verb(verbs, "status", _status, "roles, lag, engines, versions").add_argument("--json", action="store_true")
-    health = _verb(verbs, "health", _health, "ask a role of this container whether it is ready, for probes")
-    health.add_argument("role", choices=(*ROLES, "sandbox", "archive", "views", "lag", "registry"))
-    asked = health.add_mutually_exclusive_group()
-    asked.add_argument("--ready", action="store_true", help="whether it does its work (the default)")
-    asked.add_argument("--live", action="store_true", help="whether its loops come round")
-    health.add_argument("--url", default="", help="of its health endpoint (default: TURNLOG_HEALTH_HOST and _PORT)")
-    health.add_argument("--timeout", type=float, default=2.0, metavar="S", help="seconds for an answer (default 2)")
+    _askers(verbs)
     run = _verb(verbs, "run", _run, "configure the run, feed tasks and train until the draws of [feeder] are trained")
     run.add_argument(
         "action", nargs="?", choices=("configure",),
@@ -131,6 +124,22 @@ def parser() -> argparse.ArgumentParser:
     demo.add_argument("--engines", type=int, default=None, metavar="N", help="engines (default 1)")
     _readers(verbs)
     return top
+
+
+def _askers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """The verbs that ask what runs how it is."""
+    status = _verb(verbs, "status", _status, "roles, lag, engines, versions")
+    status.add_argument("--json", action="store_true")
+    status.add_argument(
+        "--health", default="", metavar="URL,...", help="roles to ask where no supervisor runs them ([status] health)"
+    )
+    health = _verb(verbs, "health", _health, "ask a role of this container whether it is ready, for probes")
+    health.add_argument("role", choices=(*ROLES, "sandbox", "archive", "views", "lag", "registry"))
+    asked = health.add_mutually_exclusive_group()
+    asked.add_argument("--ready", action="store_true", help="whether it does its work (the default)")
+    asked.add_argument("--live", action="store_true", help="whether its loops come round")
+    health.add_argument("--url", default="", help="of its health endpoint (default: TURNLOG_HEALTH_HOST and _PORT)")
+    health.add_argument("--timeout", type=float, default=2.0, metavar="S", help="seconds for an answer (default 2)")
 
 
 def _readers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -241,7 +250,8 @@ def _down(settings: Settings, _: argparse.Namespace) -> int:
 def _status(settings: Settings, arguments: argparse.Namespace) -> int:
     from turnlog.consumers.status import show
 
-    return show(settings, as_json=arguments.json)
+    addresses = [address for address in arguments.health.split(",") if address]
+    return show(settings, as_json=arguments.json, health=addresses)
 
 
 def _run(settings: Settings, arguments: argparse.Namespace) -> int:

@@ -348,6 +348,14 @@ class LagSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StatusSettings:
+    """[status] `turnlog status` where no supervisor of `turnlog up` runs the roles."""
+
+    health: tuple[str, ...] = ()
+    """Addresses of roles' health endpoints, http://host:port, to ask whether each is ready; --health wins."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """Everything. A role reads its own section and the clients' sections."""
 
@@ -371,6 +379,7 @@ class Settings:
     archive: ArchiveSettings = ArchiveSettings()
     liveness: LivenessSettings = field(default_factory=LivenessSettings)
     lag: LagSettings = LagSettings()
+    status: StatusSettings = StatusSettings()
 
 
 def load(path: Path | None, env: Mapping[str, str]) -> Settings:
