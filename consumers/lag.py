@@ -198,10 +198,10 @@ class Exporter:
             except (LogUnavailable, TopicMissing) as error:
                 for gauge in (RECORDS, ROLE_RECORDS, ROLE_SECONDS):
                     gauge.clear()
-                self._health.waits("log", str(error))
+                self._health.unmet("log", str(error))
                 log.warning("no lag is told: %s", error)
             else:
-                self._health.holds("log")
+                self._health.met("log")
                 self._health.started()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.lag.every_s):

@@ -63,7 +63,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Drawing:
+class DueGroup:
     """A group to ask for."""
 
     place: Place
@@ -165,18 +165,18 @@ class Admission:
                 self._stepped.add(event.batch_index)
                 self._settle(event.draw_index)
 
-    def due(self) -> list[Drawing]:
+    def due(self) -> list[DueGroup]:
         """The groups to ask for now, in order: failed ones again (oldest place first), then fresh rows."""
         if self.slots >= self.limit:
             return []
         rules, drawn = self._rules, ChainMap({}, self._drawn)
         published = self.draws_trained // rules.publish_every
-        drawings: list[Drawing] = []
+        groups: list[DueGroup] = []
         for slot, place in zip(range(self.slots, self.limit), self._candidates(), strict=False):
             ahead = slot // rules.prompts_per_draw // rules.publish_every - published
-            drawings.append(Drawing(place, drawn.get(place.row, 0), ahead))
+            groups.append(DueGroup(place, drawn.get(place.row, 0), ahead))
             drawn[place.row] = drawn.get(place.row, 0) + 1
-        return drawings
+        return groups
 
     def _candidates(self) -> Iterator[Place]:
         yield from sorted(self._again)

@@ -20,7 +20,7 @@ from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.runs import Configured, configured
 from turnlog.names import RECORD_HEADER, ConsumerGroup, TransactionalId
 from turnlog.processors.core.fold_versions import scores_topic
-from turnlog.producers.admission import Admission, AdmissionRules, Drawing, Readiness
+from turnlog.producers.admission import Admission, AdmissionRules, DueGroup, Readiness
 from turnlog.producers.tasks import Dataset, checked_sampling, provided_dataset, read_dataset
 from turnlog.schemas import UndecodableRecord, ids, topics
 from turnlog.schemas.events import Event, GroupRequested, Limits, Purpose, RolloutRequested, Sampling, SegmentSample
@@ -157,33 +157,33 @@ class Feeder:
             batch_to_publish=admission.batch_to_publish, first=admission.asked == 0
         )
         if waits_for:
-            self._role.health.waits("weights", waits_for)
+            self._role.health.unmet("weights", waits_for)
             return
-        self._role.health.holds("weights")
+        self._role.health.met("weights")
         if due:
             await self._ask(due)
 
-    async def _ask(self, due: list[Drawing]) -> None:
+    async def _ask(self, due: list[DueGroup]) -> None:
         role = self._role
         counts = role.settings.kafka
         sessions = [Partition(topics.SESSIONS.name, number) for number in range(counts.groups)]
         ends = await role.log.end_offsets(sessions)
         floors = {partition.number: offset for partition, offset in ends.items()}
-        requests = [request for drawing in due for request in await self._requests(drawing, floors)]
+        requests = [request for one in due for request in await self._requests(one, floors)]
         groups = [_group(request) for request in requests if request.rollout_index == 0]
         await role.events.transact(self._transactor, [*groups, *requests], partitions=counts.rollouts)
         for group in groups:
             self.admission.apply(group)
-        for drawing in due:
-            ADMITTED.labels("again" if drawing.draw else "fresh").inc()
+        for one in due:
+            ADMITTED.labels("again" if one.draw else "fresh").inc()
         self._report()
 
-    async def _requests(self, drawing: Drawing, floors: dict[int, int]) -> list[RolloutRequested]:
+    async def _requests(self, group: DueGroup, floors: dict[int, int]) -> list[RolloutRequested]:
         """The group's requests: functions of the run, the task and the draw, but for floor and weight version."""
-        settings, (epoch, row) = self._role.settings, drawing.place
+        settings, (epoch, row) = self._role.settings, group.place
         task_id = ids.digest("task", self._dataset.name, row)
-        group_id = ids.group_id(settings.run.id, task_id, drawing.draw)
-        version = self._readiness.version_for(versions_ahead=drawing.versions_ahead, max_lag=settings.batcher.max_lag)
+        group_id = ids.group_id(settings.run.id, task_id, group.draw)
+        version = self._readiness.version_for(versions_ahead=group.versions_ahead, max_lag=settings.batcher.max_lag)
         requests = []
         for index in range(settings.feeder.group_size):
             rollout_id = ids.rollout_id(group_id, index)
@@ -196,7 +196,7 @@ class Feeder:
                 rollout_id=rollout_id,
                 rollout_index=index,
                 group_size=settings.feeder.group_size,
-                draw=drawing.draw,
+                draw=group.draw,
                 dataset=self._dataset.name,
                 dataset_epoch=epoch,
                 index=row,

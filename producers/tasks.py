@@ -129,6 +129,6 @@ def checked_sampling(settings: Settings) -> tuple[Sampling, Limits]:
     )
 
 
-def _require(holds: bool, key: str, value: object, legal: str) -> None:
-    if not holds:
+def _require(met: bool, key: str, value: object, legal: str) -> None:
+    if not met:
         raise BadSampling(f"{key} = {value!r}: it must be {legal}")

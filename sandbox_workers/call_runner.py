@@ -20,7 +20,7 @@ from turnlog.sandbox_workers import answers
 from turnlog.sandbox_workers.answers import Outcome, unrun
 from turnlog.sandbox_workers.attribution import Verdict, attributed
 from turnlog.sandbox_workers.calls import Pending, Unit, noted
-from turnlog.sandbox_workers.plans import EnvironmentDigests, Plan, Planner
+from turnlog.sandbox_workers.placements import EnvironmentDigests, Placement, Scheduler
 from turnlog.sandbox_workers.pooling import Pools
 from turnlog.sandbox_workers.pooling.pool import Lease
 from turnlog.sandbox_workers.protocol import (
@@ -70,7 +70,7 @@ class CallRunner:
         settings = role.settings
         self._events = role.events
         self._blobs = role.blobs
-        self._planner = Planner(settings.sandbox, pools, egress=egress is not None)
+        self._scheduler = Scheduler(settings.sandbox, pools, egress=egress is not None)
         self._egress = egress
         self._files = SessionFiles(Workspaces(role.blobs, trees=2 * settings.sandbox.slots * len(pools.served)))
         self._environments = EnvironmentDigests(settings.egress)
@@ -80,43 +80,43 @@ class CallRunner:
         self._max_attempts = settings.sandbox.max_attempts
         self._name = role.instance + (UNISOLATED if pools.fallback else "")
 
-    def plan(self, pending: Pending) -> Plan | Refusal:
+    def placement(self, pending: Pending) -> Placement | Refusal:
         """How the call will be run."""
-        if pending.plan is None:
-            pending.plan = self._planner.plan(pending.request)
-        return pending.plan
+        if pending.placement is None:
+            pending.placement = self._scheduler.placement(pending.request)
+        return pending.placement
 
     async def answer(self, unit: Unit, pending: Pending) -> None:
         """Publish the call's answer and tell the unit where it stands. Raises LogError, StoreUnavailable."""
-        plan = self.plan(pending)
-        execution = self._unrunnable(unit, pending, plan)
+        placement = self.placement(pending)
+        execution = self._unrunnable(unit, pending, placement)
         while execution is None:
-            assert isinstance(plan, Plan)
+            assert isinstance(placement, Placement)
             try:
-                execution = await self._attempt(unit, pending, plan)
+                execution = await self._attempt(unit, pending, placement)
                 if execution is None:
                     return
             except NoSandboxInTime:
-                execution = self._unrunnable(unit, pending, plan)
+                execution = self._unrunnable(unit, pending, placement)
             except (SandboxDied, SandboxUnavailable) as error:
                 unit.attempts[pending.request.call_id] = self._attempts(unit, pending) + (not pending.begun)
                 pending.begun = False
                 log.warning(
                     "call %s ended without an answer: %s", pending.request.call_id, error, extra=_about(pending)
                 )
-                execution = self._unrunnable(unit, pending, plan)
+                execution = self._unrunnable(unit, pending, placement)
         if execution.reason == "attempts":
             await self._park(pending.record, answers.AttemptsExhausted(execution.output.decode(errors="replace")))
         outcome = Outcome(execution=execution, workspace=await self._files.before(pending.request))
-        await (await self._published(unit, pending, plan, outcome, self._age(pending)))
+        await (await self._published(unit, pending, placement, outcome, self._age(pending)))
 
-    def _unrunnable(self, unit: Unit, pending: Pending, plan: Plan | Refusal) -> Execution | None:
+    def _unrunnable(self, unit: Unit, pending: Pending, placement: Placement | Refusal) -> Execution | None:
         """The answer of a call that must not run (again)."""
         attempts = self._attempts(unit, pending)
         if pending.cancelled:
             return unrun(ToolStatus.cancelled, "cancelled")
-        if isinstance(plan, Refusal):
-            return unrun(ToolStatus.refused, plan.reason, plan.text)
+        if isinstance(placement, Refusal):
+            return unrun(ToolStatus.refused, placement.reason, placement.text)
         if attempts >= self._max_attempts:
             text = f"the sandbox went away {attempts} times; [sandbox] max_attempts is {self._max_attempts}"
             return unrun(ToolStatus.infra_error, "attempts", text)
@@ -124,49 +124,51 @@ class CallRunner:
             return unrun(ToolStatus.timeout, "deadline_s", "nobody waits for the answer any more")
         return None
 
-    async def _attempt(self, unit: Unit, pending: Pending, plan: Plan) -> Execution | None:
+    async def _attempt(self, unit: Unit, pending: Pending, placement: Placement) -> Execution | None:
         """One attempt: None when it is answered, else what is to be answered without having run.
         Raises SandboxDied, SandboxUnavailable, NoSandboxInTime."""
         async with AsyncExitStack() as stack:
             try:
-                lease = await self._leased(stack, unit, pending, plan)
+                lease = await self._leased(stack, unit, pending, placement)
                 if pending.again and not await lease.sandbox.healthy():
                     raise SandboxUnavailable("it was gone before the call")
-                sha256 = await self._environments.sha256(plan.pool.provider, plan.shape, pending.request.sandbox)
+                sha256 = await self._environments.sha256(
+                    placement.pool.provider, placement.shape, pending.request.sandbox
+                )
             except ImageMissing as error:
                 return unrun(ToolStatus.refused, "image", str(error))
-            placed = await self._placed(lease, pending, plan)
+            placed = await self._placed(lease, pending, placement)
             if isinstance(placed, Execution):
                 return placed
             queue_s = self._age(pending)
             if not await self._announced(unit, pending, sha256):
                 return None
-            outcome = await self._outcome(lease, pending, plan, lost=placed)
-            SECONDS.labels(pending.request.tool, plan.pool.provider.name).observe(outcome.execution.duration_s)
-            acknowledged = await self._published(unit, pending, plan, outcome, queue_s)
+            outcome = await self._outcome(lease, pending, placement, lost=placed)
+            SECONDS.labels(pending.request.tool, placement.pool.provider.name).observe(outcome.execution.duration_s)
+            acknowledged = await self._published(unit, pending, placement, outcome, queue_s)
         await acknowledged  # the slot is free already
         return None
 
-    async def _leased(self, stack: AsyncExitStack, unit: Unit, pending: Pending, plan: Plan) -> Lease:
+    async def _leased(self, stack: AsyncExitStack, unit: Unit, pending: Pending, placement: Placement) -> Lease:
         """A sandbox. Raises NoSandboxInTime, SandboxUnavailable, ImageMissing."""
         request = pending.request
         session = unit.session(request) if request.sandbox.durable_workspace else None
         pending.again = self._attempts(unit, pending) > 0  # then it is to be seen whether it was the call
-        lease = plan.pool.lease(plan.shape, session=session, fresh=request.sandbox.fresh or pending.again)
+        lease = placement.pool.lease(placement.shape, session=session, fresh=request.sandbox.fresh or pending.again)
         try:
-            async with asyncio.timeout(min(request.deadline_s - self._age(pending), LONG_S)) as pending.waits:
+            async with asyncio.timeout(min(request.deadline_s - self._age(pending), LONG_S)) as pending.lease_timeout:
                 return await stack.enter_async_context(lease)
         except TimeoutError as error:
             raise NoSandboxInTime from error
         finally:
-            pending.waits = None
+            pending.lease_timeout = None
 
-    async def _placed(self, lease: Lease, pending: Pending, plan: Plan) -> bool | Execution:
+    async def _placed(self, lease: Lease, pending: Pending, placement: Placement) -> bool | Execution:
         """The right files are in the sandbox: whether their interpreter is missing; or why the call cannot run."""
         request = pending.request
         try:
             return await self._files.place(
-                lease, request, disk_bytes=plan.limits.disk_bytes, interpreter=plan.interpreter
+                lease, request, disk_bytes=placement.limits.disk_bytes, interpreter=placement.interpreter
             )
         except InterpreterLost as error:
             lease.keep(request.workspace)  # other tools go on with the files
@@ -189,13 +191,13 @@ class CallRunner:
             await self._catch_up(unit)
         return unit.answers.find(pending.request.call_id) is None
 
-    async def _outcome(self, lease: Lease, pending: Pending, plan: Plan, *, lost: bool) -> Outcome:
+    async def _outcome(self, lease: Lease, pending: Pending, placement: Placement, *, lost: bool) -> Outcome:
         """Run the call and store what it left. Raises SandboxDied: not by what the call did, as far as is known."""
-        pending.stateful = plan.interpreter and lease.sandbox.interpreter
-        execution, requests = await self._run(lease, pending, plan)
+        pending.stateful = placement.interpreter and lease.sandbox.interpreter
+        execution, requests = await self._run(lease, pending, placement)
         if lost and pending.died:  # it was there until this call
             execution, lost = answers.without_interpreter(execution), False
-        execution, workspace = await self._kept(lease, pending, plan, execution, lost=lost)
+        execution, workspace = await self._kept(lease, pending, placement, execution, lost=lost)
         outcome = Outcome(execution=execution, workspace=workspace, requests=requests)
         if len(execution.output) <= INLINE_LIMIT_BYTES:
             return outcome
@@ -204,12 +206,12 @@ class CallRunner:
         return dataclasses.replace(outcome, execution=cut, full_output=whole)
 
     async def _kept(
-        self, lease: Lease, pending: Pending, plan: Plan, execution: Execution, *, lost: bool
+        self, lease: Lease, pending: Pending, placement: Placement, execution: Execution, *, lost: bool
     ) -> tuple[Execution, BlobRef | None]:
         """The answer, and what the session's files are after it. Raises SandboxDied."""
         request = pending.request
         try:
-            workspace = await self._files.keep(lease, request, disk_bytes=plan.limits.disk_bytes, lost=lost)
+            workspace = await self._files.keep(lease, request, disk_bytes=placement.limits.disk_bytes, lost=lost)
         except FileRefused as error:
             return answers.unkept(execution, error), await self._files.without(request, lost=lost)
         except SandboxDied as error:
@@ -231,50 +233,50 @@ class CallRunner:
         log.info("call %s has ended its sandbox: %s", pending.request.call_id, error, extra=_about(pending))
         return verdict
 
-    async def _run(self, lease: Lease, pending: Pending, plan: Plan) -> Ran:
+    async def _run(self, lease: Lease, pending: Pending, placement: Placement) -> Ran:
         spec = pending.request.sandbox
         if pending.cancelled:
             return unrun(ToolStatus.cancelled, "cancelled"), ()
         pending.sandbox = lease.sandbox
         try:
             if spec.network != "allowlist":
-                return await self._ran(lease, pending, plan, spec.env), ()
-            return await self._run_with_network(lease, pending, plan)
+                return await self._ran(lease, pending, placement, spec.env), ()
+            return await self._run_with_network(lease, pending, placement)
         finally:
             pending.sandbox = None
 
-    async def _ran(self, lease: Lease, pending: Pending, plan: Plan, env: Mapping[str, str]) -> Execution:
+    async def _ran(self, lease: Lease, pending: Pending, placement: Placement, env: Mapping[str, str]) -> Execution:
         """Raises SandboxDied."""
         try:
-            return await plan.tool.run(lease.sandbox, plan.limits, env)
+            return await placement.tool.run(lease.sandbox, placement.limits, env)
         except SandboxDied as error:
             return unrun(*self._verdict(pending, error), "the call has ended its sandbox\n")
 
-    async def _run_with_network(self, lease: Lease, pending: Pending, plan: Plan) -> Ran:
+    async def _run_with_network(self, lease: Lease, pending: Pending, placement: Placement) -> Ran:
         """Run it beside the proxy. Raises SandboxDied, also when the store failed one of its requests: what the call
         has made of a wrong answer is not to be trusted."""
         request, sandbox = pending.request, lease.sandbox
-        assert self._egress is not None  # else the plan is a refusal
+        assert self._egress is not None  # else the placement is a refusal
         assert sandbox.proxy is not None  # as the shape's network asks
-        env = {**request.sandbox.env, **self._egress.environment_of(sandbox.proxy, plan.pool.provider.name)}
+        env = {**request.sandbox.env, **self._egress.environment_of(sandbox.proxy, placement.pool.provider.name)}
         try:
             async with self._egress.serving(
                 sandbox.proxy, allow=request.sandbox.allow, call_seq=request.call_seq
             ) as requests:
-                execution = await self._ran(lease, pending, plan, env)
+                execution = await self._ran(lease, pending, placement, env)
         except BlobError as error:
             raise SandboxDied(f"its requests to the network could not be kept: {error}") from error
         return execution, requests.made()
 
     async def _published(
-        self, unit: Unit, pending: Pending, plan: Plan | Refusal, outcome: Outcome, queue_s: float
+        self, unit: Unit, pending: Pending, placement: Placement | Refusal, outcome: Outcome, queue_s: float
     ) -> asyncio.Task[None]:
         """Hand the answer over; await the result for its acknowledgement."""
         attempt = self._attempts(unit, pending)
         event = answers.completed(pending.request, outcome, attempt=attempt, queue_s=queue_s, worker=self._name)
         tool, backend = "", ""  # of a refusal: names that are not ours would make series without end
-        if isinstance(plan, Plan):
-            tool, backend = pending.request.tool, plan.pool.provider.name
+        if isinstance(placement, Placement):
+            tool, backend = pending.request.tool, placement.pool.provider.name
         CALLS.labels(tool, outcome.execution.status, backend).inc()
         pending.sent = True
         return await self._sent(unit, event)

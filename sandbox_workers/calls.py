@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Commit, Log, OffsetOutOfRange, Partition, Reader, Record
 from turnlog.infra.roles.role import Role
-from turnlog.sandbox_workers.plans import Plan
+from turnlog.sandbox_workers.placements import Placement
 from turnlog.sandbox_workers.protocol import Sandbox
 from turnlog.sandbox_workers.tools import Refusal
 from turnlog.schemas import UndecodableRecord
@@ -37,7 +37,7 @@ class Pending:
 
     request: ToolCallRequested
     record: Record
-    plan: Plan | Refusal | None = None
+    placement: Placement | Refusal | None = None
     """How it will be run, once somebody has asked."""
     cancelled: bool = False
     begun: bool = False
@@ -46,7 +46,7 @@ class Pending:
     """Its answer is being written: who asks again from now on may not see it."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     """Nothing more will be done about it."""
-    waits: asyncio.Timeout | None = None
+    lease_timeout: asyncio.Timeout | None = None
     """Ends its wait for a sandbox."""
     sandbox: Sandbox | None = None
     """Where it runs now."""
@@ -62,8 +62,8 @@ class Pending:
     async def cancel(self) -> None:
         """Nobody waits for it any more, whatever it is doing."""
         self.cancelled = True
-        if self.waits is not None and not self.waits.expired():
-            self.waits.reschedule(asyncio.get_running_loop().time())
+        if self.lease_timeout is not None and not self.lease_timeout.expired():
+            self.lease_timeout.reschedule(asyncio.get_running_loop().time())
         if self.sandbox is not None:
             await self.sandbox.cancel()
 
@@ -165,7 +165,7 @@ def results_from(commit: Commit | None) -> int | None:
 
 
 @dataclass(slots=True)
-class Session:
+class SessionQueue:
     """Calls of one session that wait, smallest call_seq first; one runs at a time."""
 
     unit: Unit

@@ -26,8 +26,8 @@ from turnlog.names import ConsumerGroup
 from turnlog.processors.core.fold.unit import ForeignRun
 from turnlog.sandbox_workers import answers
 from turnlog.sandbox_workers.call_runner import CallRunner
-from turnlog.sandbox_workers.calls import Pending, Recovery, Results, Session, Unit, noted
-from turnlog.sandbox_workers.plans import Plan
+from turnlog.sandbox_workers.calls import Pending, Recovery, Results, SessionQueue, Unit, noted
+from turnlog.sandbox_workers.placements import Placement
 from turnlog.sandbox_workers.pooling import Pools
 from turnlog.sandbox_workers.pooling.pool import Pool
 from turnlog.sandbox_workers.protocol import Shape
@@ -61,7 +61,7 @@ async def main(role: Role) -> None:
 
             egress = await stack.enter_async_context(Egress.opened(settings.egress, role.blobs))
         pools = await stack.enter_async_context(Pools.opened(settings, ca=egress.ca if egress else None))
-        role.health.tells("pools", pools.snapshot)
+        role.health.expose("pools", pools.snapshot)
         await Worker(role, pools, egress=egress).run()
 
 
@@ -79,7 +79,7 @@ class Worker:
         self._results = Results(role.log, role.events)
         self._recovery = Recovery(role, self._group)
         self._units: dict[int, Unit] = {}
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, SessionQueue] = {}
         self._left: dict[int, tuple[str, ...]] = {}
         """Durable sessions of units that were revoked just now."""
         self._committed: dict[int, object] = {}
@@ -213,7 +213,7 @@ class Worker:
             return
         pending = unit.pending[request.call_id] = Pending(request, record)
         name = unit.session(request)
-        session = self._sessions.setdefault(name, Session(unit))
+        session = self._sessions.setdefault(name, SessionQueue(unit))
         session.push(pending)
         if request.sandbox.durable_workspace:
             unit.durable(name)
@@ -239,7 +239,7 @@ class Worker:
         unit.answered(again, (await self._role.events.append(again))[1])
         unit.finish(record.offset)
 
-    async def _work_off(self, name: str, session: Session) -> None:
+    async def _work_off(self, name: str, session: SessionQueue) -> None:
         """Answer the session's calls one after the other."""
         try:
             while session.waiting:
@@ -267,9 +267,9 @@ class Worker:
         for session in self._sessions.values():
             following = session.next()
             if following is not None and not following.request.sandbox.durable_workspace:
-                plan = self._runner.plan(following)
-                if isinstance(plan, Plan):
-                    demand.setdefault(plan.pool, Counter())[plan.shape] += 1
+                placement = self._runner.placement(following)
+                if isinstance(placement, Placement):
+                    demand.setdefault(placement.pool, Counter())[placement.shape] += 1
         for pool, shapes in demand.items():
             if self._expected.get(pool) != shapes:
                 pool.expect(shapes)

@@ -172,7 +172,7 @@ def _rank_beats(role: Role, rank: int) -> None:
 
 def _warming(role: Role, step: int, steps: int, loss: float) -> None:
     _beat(role)
-    role.health.waits("start", f"warm start {step}/{steps}, loss {loss:.3f}")
+    role.health.unmet("start", f"warm start {step}/{steps}, loss {loss:.3f}")
 
 
 def _follow(plan: LearningPlan, rank: int) -> None:

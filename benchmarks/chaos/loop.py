@@ -119,7 +119,7 @@ class Story:
     strikes: defaultdict[str, Counter[str]] = dataclasses.field(default_factory=lambda: defaultdict(Counter))
     missed: Counter[str] = dataclasses.field(default_factory=Counter)
     """Strikes whose victim was not there, or that the watchdog or a fence did not answer."""
-    conducted: int = 0
+    runs: int = 0
     """Starts of `turnlog run`."""
 
 
@@ -149,14 +149,14 @@ class Loop:
         command = [*TURNLOG, "--settings", str(self.file), *verb]
         return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
 
-    def conducted(self, story: Story) -> bool:
+    def run_ended(self, story: Story) -> bool:
         """Whether `turnlog run` has ended well; one that ended otherwise is started again."""
         if self._run is not None and self._run.returncode == 0:
             return True
         if self._run is None or self._run.returncode is not None:
             if self._run is not None:
                 say(f"turnlog run ended with {self._run.returncode}: {self._run.tail(3)}")
-            story.conducted += 1
+            story.runs += 1
             launch = Launch(name="run", argv=(*TURNLOG, "--settings", str(self.file), "run"),
                             log=self.directory / "logs/run.log")  # fmt: skip
             self._run = Child(launch).start()
@@ -206,7 +206,7 @@ async def progress(loop: Loop, role: Role, story: Story, before: int, patience_s
     """Wait until a step was trained since, at most so long; the steps there are."""
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
-        loop.conducted(story)
+        loop.run_ended(story)
         if (found := await steps(role)) > before:
             return found
         await asyncio.sleep(0.2)  # other processes write: there is nothing here to wait on
@@ -243,7 +243,7 @@ async def settled(loop: Loop, story: Story) -> None:
     """Wait until all is ready: a start may be silent for as long as the longest start takes, a warm one may not."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
-        loop.conducted(story)
+        loop.run_ended(story)
         if loop.whole() and loop.fed():
             return
         await asyncio.sleep(0.2)  # states are files
@@ -396,7 +396,7 @@ def at_first_interrupt() -> asyncio.Event:
 
 async def at_end(loop: Loop, story: Story) -> None:
     """Wait until `turnlog run` has ended well and every process is there, or done."""
-    while not loop.conducted(story) or not loop.whole():  # noqa: ASYNC110 - a child process sets no event
+    while not loop.run_ended(story) or not loop.whole():  # noqa: ASYNC110 - a child process sets no event
         await asyncio.sleep(0.5)
 
 
@@ -530,7 +530,7 @@ def main() -> int:
         story, found = struck(
             directory, arguments.only, kinds=arguments.strikes, kills=arguments.kills, seed=arguments.seed
         )
-    detail = found.pop("detail") | {"conducted": story.conducted, "seconds": round(time.monotonic() - began)}
+    detail = found.pop("detail") | {"runs": story.runs, "seconds": round(time.monotonic() - began)}
     clean = not (found["lost"] or found["twice"] or found["skipped"]) and found["identical"] and detail["books"]
     clean = clean and bool(detail["calls"] and detail["learned_from"])  # else the strikes fell on nothing
     clean = clean and not detail["apart"]

@@ -37,7 +37,7 @@ class Loop:
 
 
 class Health:
-    """What a role says of itself. `ready` needs every named condition to hold; it is alive while every loop that has
+    """What a role says of itself. `ready` needs every named condition to be met; it is alive while every loop that has
     begun comes round in time."""
 
     def __init__(self, role: str, *, work_s: float = 0.0) -> None:
@@ -46,19 +46,19 @@ class Health:
         self._work_s = work_s
         self._loops: dict[str, Loop] = {}
         self._waiting: dict[str, str] = {"start": "starting"}
-        self._tells: dict[str, Callable[[], Mapping[str, object]]] = {}
+        self._exposed: dict[str, Callable[[], Mapping[str, object]]] = {}
 
-    def waits(self, condition: str, why: str) -> None:
+    def unmet(self, condition: str, why: str) -> None:
         """Not ready because of `condition`; for a stopped unit `why` names topic, partition, offset."""
         self._waiting[condition] = why
 
-    def holds(self, condition: str) -> None:
-        """`condition` no longer stands in the way."""
+    def met(self, condition: str) -> None:
+        """`condition` no longer stands in the way of `ready`."""
         self._waiting.pop(condition, None)
 
     def started(self) -> None:
         """The role does its work."""
-        self.holds("start")
+        self.met("start")
 
     def beat(self, loop: str = WORK, *, within_s: float | None = None) -> None:
         """The loop has come round, or gets ahead within a round. To be called where the work is done: that the event
@@ -86,13 +86,13 @@ class Health:
         alive = not any(loop["stale"] for loop in loops.values())
         return alive, {"role": self.role, "pid": os.getpid(), "loops": loops}
 
-    def tells(self, name: str, ask: Callable[[], Mapping[str, object]]) -> None:
+    def expose(self, name: str, ask: Callable[[], Mapping[str, object]]) -> None:
         """/state answers what `ask` returns (JSON) under `name`."""
-        self._tells[name] = ask
+        self._exposed[name] = ask
 
     def state(self) -> dict[str, Mapping[str, object]]:
         """What the role tells of its insides."""
-        return {name: ask() for name, ask in self._tells.items()}
+        return {name: ask() for name, ask in self._exposed.items()}
 
     @property
     def waiting(self) -> dict[str, str]:

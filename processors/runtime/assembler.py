@@ -153,10 +153,10 @@ class Runner:
     def _say_stopped(self, number: int, why: str | None) -> None:
         if why is None:
             self.stopped.pop(number, None)
-            self._health.holds(f"unit {number}")
+            self._health.met(f"unit {number}")
         else:
             self.stopped[number] = why
-            self._health.waits(
+            self._health.unmet(
                 f"unit {number}", f"{why}; mend what it names or `turnlog dead-letters skip` it, then restart"
             )
         STOPPED.set(len(self.stopped))

@@ -27,7 +27,7 @@ from turnlog.sandbox_workers.console.recorded import (
     session_body,
 )
 from turnlog.sandbox_workers.egress import Egress
-from turnlog.sandbox_workers.plans import EnvironmentDigests, Plan, Planner
+from turnlog.sandbox_workers.placements import EnvironmentDigests, Placement, Scheduler
 from turnlog.sandbox_workers.pooling import Pools
 from turnlog.sandbox_workers.pooling.pool import Lease
 from turnlog.sandbox_workers.protocol import Execution, FileRefused, Kind, SandboxError
@@ -195,7 +195,7 @@ class Rerunner:
         self._interpreted = interpreted
         self._blobs = blobs
         self._workspaces = Workspaces(blobs)
-        self._planner = Planner(settings.sandbox, pools, egress=egress is not None)
+        self._scheduler = Scheduler(settings.sandbox, pools, egress=egress is not None)
         self._environments = EnvironmentDigests(settings.egress)
         self._egress = egress
 
@@ -227,18 +227,18 @@ class Rerunner:
     async def run(self, call: RecordedCall) -> Again:
         """The call again. Its sandbox stays its session's when its files do. Raises LogError, StoreUnavailable."""
         request = call.request
-        plan = self._planner.plan(request)
-        if isinstance(plan, Refusal):
-            return Again(result=None, notes=(f"cannot run here: {plan.text}",))
+        placement = self._scheduler.placement(request)
+        if isinstance(placement, Refusal):
+            return Again(result=None, notes=(f"cannot run here: {placement.text}",))
         durable = request.sandbox.durable_workspace
         try:
-            sha256 = await self._environments.sha256(plan.pool.provider, plan.shape, request.sandbox)
-            async with plan.pool.lease(
-                plan.shape, session=request.session_id if durable else None, fresh=request.sandbox.fresh
+            sha256 = await self._environments.sha256(placement.pool.provider, placement.shape, request.sandbox)
+            async with placement.pool.lease(
+                placement.shape, session=request.session_id if durable else None, fresh=request.sandbox.fresh
             ) as lease:
-                notes = await self._placed(lease, call, plan)
-                execution, requests = await self._ran(lease, call, plan)
-                execution, tree = await self._kept(lease, call, plan, execution) if durable else (execution, None)
+                notes = await self._placed(lease, call, placement)
+                execution, requests = await self._ran(lease, call, placement)
+                execution, tree = await self._kept(lease, call, placement, execution) if durable else (execution, None)
         except (SandboxError, BlobMissing, BlobCorrupt) as error:
             return Again(result=None, notes=(f"could not run: {type(error).__name__}: {error}",))
         result = Result(
@@ -267,7 +267,7 @@ class Rerunner:
             environment_sha256=begun.environment_sha256,
         )
 
-    async def _placed(self, lease: Lease, call: RecordedCall, plan: Plan) -> tuple[str, ...]:
+    async def _placed(self, lease: Lease, call: RecordedCall, placement: Placement) -> tuple[str, ...]:
         """Have the files that the call had in the sandbox; what is to be said about that. Raises SandboxError."""
         wanted, there = call.request.workspace, await self._tree(lease.workspace) if lease.held else None
         asked = await self._tree(wanted)
@@ -279,29 +279,33 @@ class Rerunner:
             return ("ran on other files than it had: to restore them would end the interpreter that is needed",)
         if asked is None:
             return (f"ran on other files than it had: workspace {wanted.sha256} is not in the store",)
-        await self._workspaces.restore(lease.sandbox, wanted, disk_bytes=plan.limits.disk_bytes)
-        if plan.interpreter and asked.interpreter:
+        await self._workspaces.restore(lease.sandbox, wanted, disk_bytes=placement.limits.disk_bytes)
+        if placement.interpreter and asked.interpreter:
             return ("ran in a new interpreter: what earlier calls had built up in the old one is in no snapshot",)
         return ("its files were restored from the recorded workspace",) if lease.held else ()
 
-    async def _ran(self, lease: Lease, call: RecordedCall, plan: Plan) -> tuple[Execution, tuple[EgressRequest, ...]]:
+    async def _ran(
+        self, lease: Lease, call: RecordedCall, placement: Placement
+    ) -> tuple[Execution, tuple[EgressRequest, ...]]:
         spec, sandbox = call.request.sandbox, lease.sandbox
         if self._egress is None or sandbox.proxy is None:
-            return await plan.tool.run(sandbox, plan.limits, spec.env), ()
+            return await placement.tool.run(sandbox, placement.limits, spec.env), ()
         assert call.completed is not None
-        env = {**spec.env, **self._egress.environment_of(sandbox.proxy, plan.pool.provider.name)}
+        env = {**spec.env, **self._egress.environment_of(sandbox.proxy, placement.pool.provider.name)}
         async with self._egress.serving(
             sandbox.proxy, allow=spec.allow, call_seq=call.request.call_seq, answers=call.completed.requests
         ) as asked:
-            execution = await plan.tool.run(sandbox, plan.limits, env)
+            execution = await placement.tool.run(sandbox, placement.limits, env)
         return execution, asked.made()
 
     async def _kept(
-        self, lease: Lease, call: RecordedCall, plan: Plan, execution: Execution
+        self, lease: Lease, call: RecordedCall, placement: Placement, execution: Execution
     ) -> tuple[Execution, Manifest | None]:
         """The tree that the call left; the session goes on with it. Raises SandboxError."""
         try:
-            ref = await self._workspaces.snapshot(lease.sandbox, call.request.workspace, most=plan.limits.disk_bytes)
+            ref = await self._workspaces.snapshot(
+                lease.sandbox, call.request.workspace, most=placement.limits.disk_bytes
+            )
         except FileRefused as error:
             return answers.unkept(execution, error), None
         lease.keep(ref)

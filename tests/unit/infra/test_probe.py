@@ -43,11 +43,11 @@ async def test_a_role_is_asked_where_this_container_serves_its_health() -> None:
         env = {"TURNLOG_HEALTH_PORT": str(port), "TURNLOG_HEALTH_HOST": HOST}
         assert await asked("assembler", **env) == (1, "assembler is not ready: starting")
         health.started()
-        health.waits("unit 3", "stopped at agent.turns[3]@17\nmend it")
+        health.unmet("unit 3", "stopped at agent.turns[3]@17\nmend it")
         assert await asked("assembler", "--ready", **env) == (
             1, "assembler is not ready: stopped at agent.turns[3]@17\\nmend it",
         )  # fmt: skip
-        health.holds("unit 3")
+        health.met("unit 3")
         assert await asked("assembler", **env) == (0, "assembler is ready")
         assert await asked("assembler", "--live", **env) == (0, "assembler is alive")
         assert await asked("assembler", "--url", f"http://{HOST}:{port}") == (0, "assembler is ready")

@@ -33,7 +33,7 @@ class Mounted:
     def __init__(self, folder: Path) -> None:
         self._folder, self._versions = folder, 0
 
-    def holds(self, **keys: str) -> None:
+    def write(self, **keys: str) -> None:
         """Swap the whole Secret."""
         self._versions += 1
         new = self._folder / f"..{self._versions}"
@@ -94,14 +94,14 @@ def test_a_folder_is_no_secret(tmp_path: Path) -> None:
 def test_a_swapped_file_is_read_again_and_a_broken_one_is_not_used(
     tmp_path: Path, mounted: Mounted, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mounted.holds(key="old\n")
+    mounted.write(key="old\n")
     secret = load(None, {VARIABLE: str(tmp_path / "key")}).gateway.signing_key
     assert present(secret) == "old"
-    mounted.holds(key="new\n")
+    mounted.write(key="new\n")
     assert present(secret) == "new"
     assert secret == "old", "a frozen value stays what it was"
     with caplog.at_level(logging.WARNING):
-        mounted.holds(key="")
+        mounted.write(key="")
         assert present(secret) == "new"
         (tmp_path / "key").unlink()
         assert present(secret) == "new"
@@ -127,7 +127,7 @@ def test_a_secret_from_a_file_is_text_wherever_settings_go(tmp_path: Path) -> No
 @pytest.fixture
 def keys(tmp_path: Path, mounted: Mounted) -> Iterator[SigningKeys]:
     """Of a gateway whose keys are mounted."""
-    mounted.holds(signs="old", accepted="old")
+    mounted.write(signs="old", accepted="old")
     files = {
         VARIABLE: str(tmp_path / "signs"),
         "TURNLOG_GATEWAY_ACCEPTED_SIGNING_KEYS_FILE": str(tmp_path / "accepted"),
@@ -143,17 +143,17 @@ def test_keys_are_rotated_without_a_restart_and_without_a_refused_token(keys: Si
         return sign(Claims(session_id="s", group_id="g", floor=0), keys.first)
 
     old = signed()
-    mounted.holds(signs="old", accepted="new")
+    mounted.write(signs="old", accepted="new")
     require_key("Bearer new", *keys.accepted)
     assert signed() == old
-    mounted.holds(signs="new", accepted="old other\n")
+    mounted.write(signs="new", accepted="old other\n")
     new = signed()
     assert new != old
     for token in (old, new):
         assert verify(token, *keys.accepted).session_id == "s"
     for key in ("old", "new", "other"):
         require_key(f"Bearer {key}", *keys.accepted)
-    mounted.holds(signs="new", accepted="new")
+    mounted.write(signs="new", accepted="new")
     assert verify(new, *keys.accepted).session_id == "s"
     with pytest.raises(Unauthorized):
         verify(old, *keys.accepted)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnlog.producers.admission import Admission, AdmissionRules, Drawing, Place, Readiness, nth_place
+from turnlog.producers.admission import Admission, AdmissionRules, DueGroup, Place, Readiness, nth_place
 from turnlog.schemas.events import (
     BatchSample,
     BatchSkipped,
@@ -29,11 +29,11 @@ from turnlog.schemas.types import BlobRef
 RULES = AdmissionRules(prompts_per_draw=2, draws=5, max_lag=0, publish_every=1, rows=3, seed=0)
 
 
-def requested(drawing: Drawing, purpose: Purpose = Purpose.train) -> GroupRequested:
-    group = f"g{drawing.place.epoch}.{drawing.place.row}.{drawing.draw}"
+def requested(due: DueGroup, purpose: Purpose = Purpose.train) -> GroupRequested:
+    group = f"g{due.place.epoch}.{due.place.row}.{due.draw}"
     return GroupRequested(
-        event_id=group, run_id="r", group_id=group, draw=drawing.draw, dataset="d",
-        dataset_epoch=drawing.place.epoch, index=drawing.place.row, purpose=purpose, group_size=1,
+        event_id=group, run_id="r", group_id=group, draw=due.draw, dataset="d",
+        dataset_epoch=due.place.epoch, index=due.place.row, purpose=purpose, group_size=1,
     )  # fmt: skip
 
 
@@ -82,8 +82,8 @@ def published(version: int) -> WeightVersionPublished:
 def ask(admission: Admission, history: list[Event] | None = None) -> list[str]:
     """Ask for what is due; the groups."""
     groups = []
-    for drawing in admission.due():
-        event = requested(drawing)
+    for due in admission.due():
+        event = requested(due)
         admission.apply(event)
         groups.append(event.group_id)
         if history is not None:
@@ -123,7 +123,7 @@ def test_a_discarded_group_is_drawn_again_before_fresh_tasks() -> None:
     admission = Admission(RULES)
     first = ask(admission)
     admission.apply(scored(first[1], GroupStatus.discarded))
-    assert admission.due() == [Drawing(Place(0, 1), 1)]
+    assert admission.due() == [DueGroup(Place(0, 1), 1)]
     assert ask(admission) == ["g0.1.1"]
     assert admission.due() == []
 
@@ -135,7 +135,7 @@ def test_a_group_dropped_whole_by_a_manifest_is_drawn_again_for_the_next_draw() 
     admission.apply(formed(0, 0, first, first[:1]))
     assert admission.due() == []
     admission.apply(stepped(0, 0))
-    assert admission.due() == [Drawing(Place(0, 1), 1), Drawing(Place(0, 2), 0)]
+    assert admission.due() == [DueGroup(Place(0, 1), 1), DueGroup(Place(0, 2), 0)]
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])
@@ -155,18 +155,18 @@ def test_a_group_may_be_as_old_as_the_draw_allows_that_it_has_a_slot_in() -> Non
     """Two draws per version, lag 1: of three draws ahead, the third one meets the next version."""
     rules = AdmissionRules(prompts_per_draw=1, draws=9, max_lag=1, publish_every=2, rows=9, seed=0)
     admission = Admission(rules)
-    assert [drawing.versions_ahead for drawing in admission.due()] == [0, 0, 1]
+    assert [due.versions_ahead for due in admission.due()] == [0, 0, 1]
     groups = ask(admission)
     admission.apply(formed(0, 0, groups[:1], groups[:1]))
     admission.apply(stepped(0, 0))
     assert admission.batch_to_publish == -1
-    assert [drawing.versions_ahead for drawing in admission.due()] == [1]
+    assert [due.versions_ahead for due in admission.due()] == [1]
     groups += ask(admission)
     admission.apply(scored(groups[2], GroupStatus.discarded))
     admission.apply(formed(1, 1, groups[1:2], groups[1:2]))
     admission.apply(stepped(1, 1))
     assert admission.batch_to_publish == 1
-    assert [(drawing.draw, drawing.versions_ahead) for drawing in admission.due()] == [(1, 0), (0, 1)]
+    assert [(due.draw, due.versions_ahead) for due in admission.due()] == [(1, 0), (0, 1)]
 
 
 @pytest.mark.parametrize(("ahead", "max_lag", "oldest"), [(0, 0, 7), (1, 1, 7), (0, 1, 6), (2, 1, 7), (0, 9, 0)])
@@ -192,13 +192,13 @@ def test_a_skipped_draw_gives_all_its_slots_back_and_does_not_count() -> None:
     admission = Admission(RULES)
     first = ask(admission)
     admission.apply(skipped(0, 0, first))
-    assert [drawing.draw for drawing in admission.due()] == [1, 1]
+    assert [due.draw for due in admission.due()] == [1, 1]
     assert admission.draws_trained == 0
 
 
 def test_evaluation_is_outside_admission() -> None:
     admission = Admission(RULES)
-    admission.apply(requested(Drawing(Place(0, 0), 0), Purpose.eval))
+    admission.apply(requested(DueGroup(Place(0, 0), 0), Purpose.eval))
     assert (admission.open, len(admission.due())) == (0, 2)
 
 

@@ -95,7 +95,7 @@ async def test_pool_shows_the_slots_of_every_worker_that_answers(
     pool = Pool(Memory(), slots=3, prewarm=1)
     await pool.prefill(SHAPE)
     health = Health("sandbox")
-    health.tells("pools", Pools(dict.fromkeys(LOCAL, pool), fallback=False).snapshot)
+    health.expose("pools", Pools(dict.fromkeys(LOCAL, pool), fallback=False).snapshot)
     port, dead = free_ports(2)
     config = uvicorn.Config(application(health), host="127.0.0.1", port=port, log_level="warning", lifespan="off")
     workers = {"sandbox-0": f"http://127.0.0.1:{port}", "sandbox-1": f"http://127.0.0.1:{dead}"}

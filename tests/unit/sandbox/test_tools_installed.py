@@ -15,7 +15,7 @@ from tests.fakes.memory_backend import Memory
 from turnlog.infra.tools import AmbiguousTool, BrokenTool, UnknownTool, versions
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends.subprocess_backend import Subprocess
-from turnlog.sandbox_workers.plans import Planner
+from turnlog.sandbox_workers.placements import Scheduler
 from turnlog.sandbox_workers.pooling import Pools
 from turnlog.sandbox_workers.protocol import SandboxDied, Shape
 from turnlog.sandbox_workers.tools import Prepared, Refusal, prepared, tools
@@ -187,7 +187,7 @@ def test_a_broken_tool_is_named_with_its_entry_point(
     with pytest.raises(error, match=said):
         tools()
     with pytest.raises(error, match=said):  # a worker ends at its start
-        Planner(SandboxSettings(), Pools({}, fallback=False), egress=False)
+        Scheduler(SandboxSettings(), Pools({}, fallback=False), egress=False)
 
 
 def test_two_packages_that_offer_one_name_are_named(offer: Callable[..., None]) -> None:

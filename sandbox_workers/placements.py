@@ -1,5 +1,5 @@
-"""What a request asks for, against what this worker serves: a plan, or a refusal that the model can read; and one hash
-for all that the call runs in, equal for equal environments, whatever worker and whatever sandbox it was."""
+"""What a request asks for, against what this worker serves: a placement, or a refusal that the model can read; and
+one hash for all that the call runs in, equal for equal environments, whatever worker and whatever sandbox it was."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEPT = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Placement:
     """A call that may run, and where."""
 
     tool: Prepared
@@ -38,7 +38,7 @@ class Plan:
         return Kind.session in self.tool.tool.kinds
 
 
-class Planner:
+class Scheduler:
     """Compares requests with a worker's pools and settings."""
 
     def __init__(self, settings: SandboxSettings, pools: Pools, *, egress: bool) -> None:
@@ -49,7 +49,7 @@ class Planner:
         self._argument_bytes = settings.argument_bytes
         self._most = SandboxLimits(**{name: getattr(settings, name) for name in LIMITS})
 
-    def plan(self, request: ToolCallRequested) -> Plan | Refusal:
+    def placement(self, request: ToolCallRequested) -> Placement | Refusal:
         """How the call is run, or why it is not."""
         spec = request.sandbox
         if said := _limits_flaw(request) or _env_flaw(spec):
@@ -65,10 +65,10 @@ class Planner:
         if isinstance(tool, Refusal):
             return tool
         shape = Shape(image=spec.image, network=spec.network, disk_bytes=limits.disk_bytes)
-        plan = Plan(tool, pool, shape, limits)
-        if plan.interpreter and not pool.provider.sessions:
+        placement = Placement(tool, pool, shape, limits)
+        if placement.interpreter and not pool.provider.sessions:
             return Refusal("tool", f"{request.tool} needs a persistent interpreter; {pool.provider.name} has none")
-        return plan
+        return placement
 
     def _network_flaw(self, spec: SandboxSpec, pool: Pool) -> str:
         networks = sorted(pool.provider.networks)
