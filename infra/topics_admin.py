@@ -5,7 +5,7 @@ TopicMismatch (LogError)   a topic exists with another partition count: keys wou
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import Log, LogError, TopicSpec
@@ -15,21 +15,30 @@ from turnlog.names import ExitStatus
 from turnlog.schemas.topics import CATALOGUE
 from turnlog.settings import Settings
 
-AT_LEAST = frozenset({"max.message.bytes"})
+AT_LEAST = frozenset({"max.message.bytes", "min.insync.replicas"})
 """Configuration that may be above what the catalogue asks for."""
 WARNING = "warning:"
-CHECKED = ("cleanup.policy", "retention.ms", "retention.bytes", "max.message.bytes", "message.timestamp.type")
+DURABLE = ("min.insync.replicas", "unclean.leader.election.enable")
+CHECKED = ("cleanup.policy", "retention.ms", "retention.bytes", "max.message.bytes", "message.timestamp.type", *DURABLE)
 
 
 class TopicMismatch(LogError):
     """A topic's partition count is not the one of the settings."""
 
 
+def durability(settings: Settings) -> dict[str, str]:
+    """An acknowledged record is on all replicas but one, and no replica that lacks it may lead: one broker may be away,
+    and whichever comes back, nothing is lost (Kafka's documentation, "Replication")."""
+    return dict(zip(DURABLE, (str(max(1, settings.kafka.replication - 1)), "false"), strict=True))
+
+
 def specs(settings: Settings) -> list[TopicSpec]:
     """The catalogue's topics with the partition counts and the replication of the settings."""
     counts = {"groups": settings.kafka.groups, "rollouts": settings.kafka.rollouts, "one": 1}
     return [
-        TopicSpec(topic.name, counts[topic.partitions], settings.kafka.replication, topic.config())
+        TopicSpec(
+            topic.name, counts[topic.partitions], settings.kafka.replication, topic.config() | durability(settings)
+        )
         for topic in CATALOGUE
     ]
 
@@ -64,6 +73,15 @@ async def check(log: Log, settings: Settings) -> list[str]:
     return problems
 
 
+def check_internal(found: Mapping[str, TopicSpec], settings: Settings) -> list[str]:
+    """What would lose offsets or transactions with a broker, a sentence each; `found` are Kafka's own topics."""
+    return [
+        problem
+        for name, there in sorted(found.items())
+        for problem in _weak(TopicSpec(name, 0, settings.kafka.replication, durability(settings)), there, DURABLE)
+    ]
+
+
 def _problems(spec: TopicSpec, found: Mapping[str, TopicSpec]) -> list[str]:
     there = found.get(spec.name)
     if there is None:
@@ -71,9 +89,18 @@ def _problems(spec: TopicSpec, found: Mapping[str, TopicSpec]) -> list[str]:
     problems = []
     if there.partitions != spec.partitions:
         problems.append(_miscounted(spec, there))
+    return problems + _weak(spec, there, CHECKED)
+
+
+def _weak(spec: TopicSpec, there: TopicSpec, keys: Sequence[str]) -> list[str]:
+    """Replicas and configuration that are less than asked for."""
+    problems = []
     if there.replication < spec.replication:
-        problems.append(f"{spec.name} has {there.replication} replicas, kafka.replication asks for {spec.replication}")
-    for key in CHECKED:
+        problems.append(
+            f"{spec.name} has {there.replication} replicas, kafka.replication asks for {spec.replication}: "
+            "kafka-reassign-partitions.sh adds some"
+        )
+    for key in keys:
         if not _satisfies(key, there.config.get(key), spec.config[key]):
             problems.append(
                 f"{spec.name} has {key}={there.config.get(key)}, the catalogue asks for {spec.config[key]}: "
@@ -119,7 +146,7 @@ async def run(action: str, settings: Settings) -> int:
             created = await apply(log, settings)
             say(f"created {', '.join(created)}" if created else "every topic of the catalogue exists")
             return 0
-        problems = await check(log, settings)
+        problems = check_internal(await log.internal_topics(), settings) + await check(log, settings)
     finally:
         await log.close()
     say(*problems or ["every topic is as the catalogue says"])

@@ -11,8 +11,9 @@ markers of a transaction go to each partition that it wrote to, that of the offs
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -154,18 +155,29 @@ class KafkaLog:
 
     async def topics(self) -> dict[str, TopicSpec]:
         """See Log. Each with its whole configuration, defaults of the broker included."""
+        described = await self._described(self._ours)
+        specs = {(name := self._connection.short(full)): replace(spec, name=name) for full, spec in described.items()}
+        self._partitions |= {name: spec.partitions for name, spec in specs.items()}
+        return specs
+
+    async def internal_topics(self) -> dict[str, TopicSpec]:
+        """Where Kafka keeps offsets and transactions, as far as these were used. Raises LogUnavailable."""
+        return await self._described(lambda topic: bool(topic["is_internal"]))
+
+    async def _described(self, wanted: Callable[[dict[str, object]], bool]) -> dict[str, TopicSpec]:
+        """By full name."""
         admin = await self._admin_client()
         with typed(self._connection, "describe topics"):
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                found = [topic for topic in await admin.describe_topics() if self._ours(topic)]
+                found = [topic for topic in await admin.describe_topics() if wanted(topic)]
                 configs = await _configs(admin, [topic["topic"] for topic in found])
-        specs = {}
-        for topic in found:
-            name = self._connection.short(topic["topic"])
-            replication = min((len(partition["replicas"]) for partition in topic["partitions"]), default=0)
-            specs[name] = TopicSpec(name, len(topic["partitions"]), replication, configs[topic["topic"]])
-        self._partitions |= {name: spec.partitions for name, spec in specs.items()}
-        return specs
+        return {
+            (name := topic["topic"]): TopicSpec(
+                name, len(topic["partitions"]), min((len(one["replicas"]) for one in topic["partitions"]), default=0),
+                configs[name],
+            )
+            for topic in found
+        }  # fmt: skip
 
     async def create_topics(self, specs: Sequence[TopicSpec]) -> None:
         """See Log. A topic that exists is left as it is. Raises LogUnavailable."""

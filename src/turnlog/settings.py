@@ -91,7 +91,8 @@ class KafkaSettings:
     rollouts: Partitions = 4
     """Partitions of tasks, agent.tool-calls and agent.tool-results; never changes."""
     replication: Annotated[int, Meta(ge=1, le=32767)] = 1
-    """Copies of every topic that `turnlog topics apply` makes; 3 where the cluster has as many brokers."""
+    """Copies of every topic that `turnlog topics apply` makes, of which an acknowledged record is on all but one; 3
+    where the cluster has as many brokers."""
     port: Port = 0
     """Of the embedded broker; 0 picks a free one."""
     heap_mb: Annotated[int, Meta(ge=64, le=1_048_576)] = 256

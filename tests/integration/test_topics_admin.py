@@ -9,8 +9,8 @@ from uuid import uuid4
 import pytest
 
 from turnlog.infra.kafka import KafkaLog
-from turnlog.infra.log import Log, Partition, TopicSpec
-from turnlog.infra.topics_admin import TopicMismatch, apply, check, run, specs
+from turnlog.infra.log import Commit, Log, Partition, TopicSpec
+from turnlog.infra.topics_admin import TopicMismatch, apply, check, check_internal, run, specs
 from turnlog.schemas.topics import BY_NAME
 from turnlog.settings import KafkaSettings, Settings
 
@@ -23,7 +23,7 @@ def configured(kafka: str) -> Settings:
 
 
 @pytest.fixture
-async def log(configured: Settings) -> AsyncIterator[Log]:
+async def log(configured: Settings) -> AsyncIterator[KafkaLog]:
     log = KafkaLog(configured.kafka.bootstrap, prefix=configured.kafka.prefix)
     yield log
     await log.close()
@@ -37,6 +37,24 @@ async def test_apply_creates_the_catalogue_once_and_check_is_content(log: Log, c
     assert found["agent.turns"].partitions == 3
     assert found["tasks"].partitions == 2
     assert found["runs"].partitions == 1
+
+
+async def test_topics_outlive_a_broker_and_check_says_where_they_would_not(log: KafkaLog, configured: Settings) -> None:
+    wanted = {"min.insync.replicas": "2", "unclean.leader.election.enable": "false"}
+    three = dataclasses.replace(configured, kafka=dataclasses.replace(configured.kafka, replication=3))
+    assert all(spec.config.items() >= wanted.items() for spec in specs(three))
+    await apply(log, configured)
+    assert (await log.topics())["agent.turns"].config["unclean.leader.election.enable"] == "false"
+    async with log.transactor("t") as transactor:
+        await transactor.begin()
+        await transactor.offsets("g", {Partition("agent.turns", 0): Commit(0)})
+        await transactor.commit()
+    kept = await log.internal_topics()
+    assert check_internal(kept, configured) == []
+    told = check_internal(kept, three)
+    for name in ("__consumer_offsets", "__transaction_state"):
+        assert any(f"{name} has 1 replicas, kafka.replication asks for 3" in problem for problem in told)
+        assert any(f"{name} has min.insync.replicas=1, the catalogue asks for 2" in problem for problem in told)
 
 
 async def test_check_names_every_missing_topic(log: Log, configured: Settings) -> None:
