@@ -11,8 +11,11 @@ import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, TopicPartition
+from aiokafka.consumer.group_coordinator import GroupCoordinator
 from aiokafka.coordinator.assignors.range import RangePartitionAssignor
 from aiokafka.errors import IllegalStateError, KafkaError
+from aiokafka.protocol.api import Request, RequestStruct, Response
+from aiokafka.protocol.types import Array, Int16, Int32, Schema, String
 
 from turnlog.infra.kafka.connection import (
     ANSWER_TIMEOUT_S,
@@ -33,6 +36,44 @@ PATIENT_WAIT_MS = 500
 make_record = constructor(Record)
 SLICE_S = 0.1
 """A rebalance waits at most this long for a poll() that waits for records."""
+
+
+LEAVE_GROUP = 13
+
+
+class _Left(Response):  # type: ignore[misc]
+    API_KEY = LEAVE_GROUP
+    API_VERSION = 3
+    SCHEMA = Schema(
+        ("throttle_time_ms", Int32),
+        ("error_code", Int16),
+        ("members", Array(
+            ("member_id", String("utf-8")), ("group_instance_id", String("utf-8")), ("error_code", Int16),
+        )),
+    )  # fmt: skip
+
+
+class _Leave(RequestStruct):  # type: ignore[misc]
+    API_KEY = LEAVE_GROUP
+    API_VERSION = 3
+    RESPONSE_TYPE = _Left
+    SCHEMA = Schema(
+        ("group", String("utf-8")),
+        ("members", Array(("member_id", String("utf-8")), ("group_instance_id", String("utf-8")))),
+    )
+
+
+class _StaticGoodbye(Request[_Leave]):  # type: ignore[misc]
+    """One static member leaves its group (LeaveGroup 3, KIP-345); aiokafka's own request ends at version 1."""
+
+    API_KEY = LEAVE_GROUP
+
+    def __init__(self, group: str, member_id: str, instance: str) -> None:
+        self._group = group
+        self._member = member_id, instance
+
+    def build(self, request_struct_class: type[_Leave]) -> _Leave:
+        return request_struct_class(self._group, [self._member])
 
 
 @contextlib.asynccontextmanager
@@ -229,6 +270,18 @@ class KafkaGroupReader(KafkaReader):
             if self._rebalances.rebalancing and self._rebalances.gone.is_set():
                 # A join is unanswered and the broker reads nothing behind it: a goodbye would wait as long.
                 coordinator.reset_generation()
+            elif coordinator._group_instance_id is not None:
+                await self._goodbye(coordinator)
+
+    async def _goodbye(self, coordinator: GroupCoordinator) -> None:
+        """Of a static member, which aiokafka lets go without a word: its units would idle for the rest of its session
+        (decision 28). A successor of the same name is not sent away: its member id is another."""
+        with contextlib.suppress(KafkaError, TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await coordinator._stop_heartbeat_task()
+                if coordinator.generation > 0:
+                    member = (coordinator.member_id, coordinator._group_instance_id)
+                    await coordinator._send_req(_StaticGoodbye(coordinator.group_id, *member))
 
     async def _serve(self) -> None:
         """Run the callbacks that wait. Raises what they raise, BrokenAssignment, and the coordinator's errors."""

@@ -572,6 +572,18 @@ class LogContract(ReadingContract):
                 await appender.append("side", b"k", b"late", partition=unit)
             await poll_until(lambda: len(a.records) == len(b.records) == 2, a, b)
 
+    async def test_a_static_member_that_leaves_in_order_gives_its_units_up_at_once(
+        self, log: Log, connect: Connect
+    ) -> None:
+        async with AsyncExitStack() as stack:
+            a = await Owner("a").join(log, stack, instance="static-a")
+            gone = AsyncExitStack()
+            b = await Owner("b").join(connect(), gone, instance="static-b")
+            await poll_until(lambda: len(a.units) == len(b.units) == UNITS // 2, a, b)
+            await gone.aclose()
+            async with asyncio.timeout(4):  # its session would last for 6 s
+                await poll_until(lambda: a.units == ALL_UNITS, a)
+
     async def test_a_static_member_that_comes_back_gets_its_units_and_the_other_keeps_its_own(
         self, log: Log, connect: Connect
     ) -> None:
