@@ -17,7 +17,6 @@ import contextlib
 import hashlib
 import json
 import os
-import random
 import shutil
 import sys
 import tempfile
@@ -76,10 +75,10 @@ def accepted(path: Path = LISTED) -> list[Accepted]:
 
 
 def sampled(names: Iterable[str], size: int, seed: int, only: Sequence[str] = ()) -> list[str]:
-    """`size` of the mutants, always the same; `only`: of these modules, functions or mutants."""
+    """`size` of the mutants, the same as long as there are these; `only`: of these modules, functions or mutants."""
     patterns = [f"{PACKAGE}{each}{end}" for each in only for end in ("", ".*", "__mutmut_*")]
-    chosen = sorted(name for name in names if not only or any(fnmatchcase(name, each) for each in patterns))
-    return chosen if size >= len(chosen) else sorted(random.Random(seed).sample(chosen, size))
+    chosen = [name for name in names if not only or any(fnmatchcase(name, each) for each in patterns)]
+    return sorted(sorted(chosen, key=lambda name: hashlib.sha256(f"{seed} {name}".encode()).digest())[:size])
 
 
 def function_of(name: str) -> str:

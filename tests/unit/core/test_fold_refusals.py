@@ -66,15 +66,31 @@ def test_a_bad_snapshot_is_refused_by_name_and_excludes_its_session(story, name)
     assert folded.trees["a"].segments == ()
 
 
-def test_the_message_says_what_where_and_what_to_do(story):
+SAID = {
+    "BrokenArray": "output_ids has 5 bytes; pack 4 bytes per number, little-endian",
+    "TokenOutOfRange": "output_ids holds id -1; token ids start at 0",
+    "LogprobLengthMismatch": "2 output ids, 1 log-probs; the engine must return one log-prob per sampled token",
+    "SpansDoNotCover": "version spans cover 1 of 2 output ids; spans must cover the output exactly",
+    "UnknownVersion": "a span of version -1; serve only engines whose weight version is known",
+    "NotFinite": "1 of 2 log-probs are not finite; temperature 1.0; "
+    "sample with a finite temperature >= 0 and return finite log-probs",
+    "PromptHashMismatch": "the prompt of 3 + 1 tokens hashes to aa5eb6fe00a47241..., the record says "
+    "0000000000000000...; the gateway stored other tokens than the engine saw: compare parent_turn, base_len and "
+    "delta_ids",
+    "UnknownParent": "takes 3 tokens of TurnId(epoch='start/a', index=9), not before it; "
+    "a parent's snapshot stands before its child's in agent.token-snapshots and was not refused",
+    "BaseBeyondParent": "base_len 99, the parent has 3 tokens; "
+    "base_len counts tokens of the parent's prompt and output",
+    "EmptyPrompt": "the prompt has no token; sample on at least one token",
+}
+
+
+@pytest.mark.parametrize("name", BAD_SNAPSHOTS)
+def test_the_message_says_what_where_and_what_to_do(story, name):
     s = story()
     s.turn("a", 0, "sq", "A")
-    s.turn("a", 1, "sqAr", "B", base=0, base_len=99)
-    _, _, error = only_refusal(s.fold(RULES))
-    assert str(error) == (
-        "session a turn (start/a, 1): base_len 99, the parent has 3 tokens; "
-        "base_len counts tokens of the parent's prompt and output"
-    )
+    s.turn("a", 1, "sqAr", "BB", base=0, **BAD_SNAPSHOTS[name])
+    assert str(only_refusal(s.fold(RULES))[2]) == f"session a turn (start/a, 1): {SAID[name]}"
 
 
 def test_a_refused_record_comes_with_the_outputs_that_it_makes_due(story, folded):
@@ -139,6 +155,9 @@ def test_a_base_that_is_not_earlier_is_refused(story):
     folded = s.fold(RULES)
     topic, _, error = only_refusal(folded)
     assert (topic, type(error)) == ("agent.turns", core.BaseNotBefore)
+    assert str(error) == (
+        "session a turn (start/a, 0): base_turn is turn 0; a base is an earlier turn: fix the gateway"
+    )
     assert folded.score.rollouts[0].excluded_reason == "refused"
 
 
@@ -149,7 +168,9 @@ def test_a_reward_that_is_no_number_excludes_its_session(story, value):
     s.end("a", reward=value)
     s.reward("a", 1.0)
     folded = s.fold(RULES)
-    assert isinstance(only_refusal(folded)[2], core.RewardNotFinite)
+    error = only_refusal(folded)[2]
+    assert isinstance(error, core.RewardNotFinite)
+    assert str(error) == f"session a: is rewarded with {value}; a verifier that cannot judge writes RewardFailed"
     assert (folded.score.rollouts[0].excluded_reason, folded.score.rollouts[0].reward) == ("refused", None)
 
 
@@ -265,7 +286,12 @@ def test_a_finish_that_names_an_unknown_epoch_ends_its_session_as_refused(story)
     s.turn("a", 0, "sq", "A")
     s.finish("a", turns=[TurnId("nowhere", 0)])
     folded = s.fold(RULES)
-    assert isinstance(only_refusal(folded)[2], core.UnknownEpoch)
+    error = only_refusal(folded)[2]
+    assert isinstance(error, core.UnknownEpoch)
+    assert str(error) == (
+        "session a: is finished with turns of epochs ['nowhere'], it has ['start/a']; "
+        "name turns by the event_id of the Started or Adopted that opened their epoch"
+    )
     assert folded.score.rollouts[0].excluded_reason == "refused"
 
 
@@ -273,7 +299,9 @@ def test_a_session_that_never_started_cannot_be_adopted(story):
     s = story()
     s.epochs["a"] = []
     s.adopt("a")
-    assert isinstance(only_refusal(s.fold(RULES))[2], core.UnknownSession)
+    error = only_refusal(s.fold(RULES))[2]
+    assert isinstance(error, core.UnknownSession)
+    assert str(error) == "session a: is adopted but never started; write SessionStarted first"
 
 
 @pytest.mark.parametrize(
@@ -283,15 +311,28 @@ def test_a_start_that_contradicts_its_group_is_refused(story, change):
     s = story(size=2)
     s.start("a")
     s.start("b", **change)
-    assert isinstance(only_refusal(s.fold(RULES))[2], core.SessionContradicted)
+    error = only_refusal(s.fold(RULES))[2]
+    assert isinstance(error, core.SessionContradicted)
+    told = {"task_id": "t", "group_size": 2, "purpose": "train", "session_id": "b"} | change
+    assert str(error) == (
+        f"session {told['session_id']}: a start with task {told['task_id']}, group of {told['group_size']}, purpose "
+        f"{told['purpose']}, rollout rollout1 contradicts an earlier one; one group_id is one drawing of one task, one "
+        "session_id one attempt of one rollout"
+    )
 
 
 def test_a_record_in_a_topic_of_others_is_refused(story, folded):
     s = story()
     s.turn("a", 0, "sq", "A")
     start, turn, _ = s.arrivals
-    assert isinstance(only_refusal(folded([("agent.sessions", 3, turn[2])]))[2], core.MisplacedRecord)
-    assert isinstance(only_refusal(folded([("agent.turns", 3, start[2])]))[2], core.MisplacedRecord)
+    errors = [
+        only_refusal(folded([record]))[2] for record in (("agent.sessions", 3, turn[2]), ("agent.turns", 4, start[2]))
+    ]
+    assert {type(error) for error in errors} == {core.MisplacedRecord}
+    assert [str(error) for error in errors] == [
+        "agent.sessions offset 3: holds a TurnCompleted; write it to its own topic",
+        "agent.turns offset 4: holds a SessionStarted; write it to its topic",
+    ]
 
 
 def test_a_payload_that_was_not_fetched_is_a_defect_of_the_shell_and_parks_nothing(story):

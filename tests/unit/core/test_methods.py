@@ -201,6 +201,7 @@ def test_bounds_that_a_later_release_draws_do_not_close_a_recorded_run():
         (recorded(fold={"min_valid": "2"}), "fold.min_valid must be a whole number"),
         (recorded(fold={"estimator": None}), "fold.estimator, which every release records, is missing"),
         (b'{"fold": {}}', "missing"),
+        (b'{"fold": 3}', r"section \[fold\] is missing"),
         (recorded(trees={}), r"unknown section \[trees\]"),
         (b"{", "cannot be read"),
         (b"3", "cannot be read"),

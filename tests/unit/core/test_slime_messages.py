@@ -128,6 +128,8 @@ def test_reasoning_that_is_left_out_matches_any_and_present_it_must_match():
     assert message({"content": "A", "summary": [{"type": "summary_text", "text": "hm"}]}).reasoning == "hm"
     wordless = {"role": "assistant", "content": "A", "reasoning": [{"type": "reasoning.encrypted", "data": "x"}]}
     assert message(wordless).echoes(own)
+    redacted = [{"type": "thinking"}, {"type": "text", "text": "A"}]
+    assert message({"role": "assistant", "content": redacted}).echoes(own)
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xff", b"{}", b"[1]", b'["hi"]'])

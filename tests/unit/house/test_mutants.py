@@ -56,6 +56,8 @@ def pytest_configure() -> None:
 def test_a_sample_is_the_same_each_time_and_of_what_was_named() -> None:
     assert sampled(NAMES, 30, seed=1) == sampled(reversed(NAMES), 30, seed=1) != sampled(NAMES, 30, seed=2)
     assert sampled(NAMES, 100, seed=1) == sorted(NAMES)
+    few = sampled(NAMES, 30, seed=1)
+    assert len(set(few) - set(sampled([name for name in NAMES if name != few[0]], 30, seed=1))) == 1
     assert {function_of(name) for name in sampled(NAMES, 100, 1, ["core.fold.*"])} == {
         "core.fold.spine.f",
         "core.fold.spine.g",

@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager
 
 import numpy as np
 import pytest
+from prometheus_client import REGISTRY
 
 from tests.fakes.memory_broker import MemoryBroker
 from tests.fakes.memory_log import MemoryLog
@@ -26,7 +27,7 @@ from turnlog.processors.core.fold.settlement import figures
 from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.core.methods.rules import fold_rules
 from turnlog.processors.runtime.assembler import Runner, assembler_plan, main
-from turnlog.processors.runtime.unit import Plan, decoded, records_between
+from turnlog.processors.runtime.unit import REFOLD_SECONDS, Plan, decoded, records_between
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.events import (
     ALL,
@@ -39,6 +40,7 @@ from turnlog.schemas.events import (
     TokenSnapshot,
     TurnTreeAssembled,
 )
+from turnlog.schemas.ids import digest
 from turnlog.schemas.topics import CATALOGUE, TOPIC_OF
 from turnlog.schemas.types import BlobRef
 from turnlog.settings import AssemblerSettings, FoldSettings, RunSettings, Settings
@@ -130,7 +132,11 @@ async def test_a_group_becomes_trees_samples_and_a_score(cluster: Cluster) -> No
     assert [type(event) for event in await cluster.read("turn-trees")] == [TurnTreeAssembled] * 2
     *samples, score = await cluster.read("segment-samples")
     assert [type(event) for event in (*samples, score)] == [SegmentSample] * 2 + [GroupScored]
-    assert tuple(await cluster.read("group-scores")) == figures(score)
+    (emitted,) = await cluster.read("group-scores")
+    assert (emitted,) == figures(score)
+    assert emitted.event_id == digest("GroupEmitted", "a"), "in every release"
+    told = {name: value for name, value in dataclasses.asdict(emitted).items() if name != "event_id"}
+    assert told.items() <= dataclasses.asdict(score).items()
     assert (score.samples, score.books.trained) == (2, 16)
 
 
@@ -139,8 +145,10 @@ async def test_a_restart_writes_nothing_twice(cluster: Cluster) -> None:
     await cluster.append(*most)
     await cluster.fold()
     await cluster.append(last)
+    REFOLD_SECONDS.set(-1.0)
     await cluster.fold()
     await cluster.fold()
+    assert REGISTRY.get_sample_value("turnlog_assembler_refold_seconds") == 0.0
     assert len(await cluster.read("turn-trees")) == 2
     assert len(await cluster.read("segment-samples")) == 3
 
@@ -212,6 +220,7 @@ async def test_a_defect_stops_its_unit_and_says_where_while_others_go_on(cluster
         "agent.turns[0]@1: ZeroDivisionError: a bug; mend what it names or `turnlog dead-letters skip` it"
     )
     assert await cluster.read("dead-letters") == []
+    assert cluster.health.waiting == {}, "it is another's now"
 
 
 async def test_an_operator_lets_a_stopped_unit_pass_the_record_after_a_restart(cluster: Cluster) -> None:

@@ -25,6 +25,7 @@ from turnlog.processors.runtime.watch import Watch
 from turnlog.schemas.events import Event, GroupClosed, GroupScored, GroupStatus, Outcome, SessionFinished
 from turnlog.schemas.ids import digest
 from turnlog.schemas.topics import CATALOGUE
+from turnlog.schemas.types import TurnId
 from turnlog.settings import AssemblerSettings, Settings
 
 PLAN = assembler_plan(Configured.today(Settings()), AssemblerSettings(commit_interval_s=0.0))
@@ -171,6 +172,18 @@ async def test_a_straggling_group_is_closed_at_its_deadline_with_who_is_done(ass
     (score,) = await assembler.scores()
     assert [rollout.session_id for rollout in score.rollouts] == [done.session_id], "the other has no verdict"
     assert score.status is GroupStatus.discarded
+
+
+async def test_a_session_whose_finish_was_refused_waits_for_none_of_the_turns_that_it_names(
+    assembler: Assembler,
+) -> None:
+    refused, never = story("g", size=2), story("g", size=2, index=1)
+    await assembler.append(refused.started(), never.started(), never.finished())
+    await assembler.append(dataclasses.replace(refused.finished(), turns=(TurnId("nowhere", 0),)))
+    await assembler.fold()
+    (closed,) = await assembler.after(DEADLINE_S + 1)
+    assert isinstance(closed, GroupClosed)
+    assert set(closed.members) == {refused.session_id, never.session_id}
 
 
 async def test_turns_of_nobody_are_closed_as_an_orphan(assembler: Assembler) -> None:
