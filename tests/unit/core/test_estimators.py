@@ -60,6 +60,10 @@ def test_one_success_in_four_by_both_deviations():
     assert grpo([1, 0, 0, 0], 1).values[0] == 0.75 / (0.5 + 1e-6)
 
 
+def test_the_deviation_of_equal_rewards_is_recorded_as_zero():
+    assert (grpo([0.5, 0.5], 0).std, grpo([0.5, 0.5], 0).baseline) == (0.0, 0.5)
+
+
 @pytest.mark.parametrize("group", [[1, 2, 3, 4], [10, 12], [5, 6, 7]])
 def test_dr_grpo_has_mean_zero(group):
     assert sum(dr_grpo(group).values) == 0

@@ -70,6 +70,15 @@ def test_another_image_of_the_same_size_is_another_segment_although_all_tokens_a
     assert seen(record.fold(RULES)) == {"q##A": [("c", 1)], "q##ArB": [("d", 1)]}
 
 
+def test_an_image_where_the_same_tokens_were_none_is_another_segment(story) -> None:
+    record = story()
+    record.turn("a", 0, "q##", "A")
+    record.turn("a", 1, "q##Ar", "B", parent=(record.id("a", 0), 1), images=(ImageRef(CAT, 1, 2),))
+    record.end("a", reward=1.0)
+    samples = record.fold(RULES).samples
+    assert [(len(sample.token_ids) // 4, len(sample.images)) for sample in samples] == [(4, 0), (6, 1)]
+
+
 def test_a_question_about_another_image_is_no_retry(story) -> None:
     record = story()
     record.turn("a", 0, "q##", "A", images=(ImageRef(CAT, 1, 2),))
