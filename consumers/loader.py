@@ -25,6 +25,7 @@ BadWeights   SGLang would load wrong tensors and die of short files
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import logging
@@ -39,6 +40,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -355,7 +357,7 @@ class Loader:
         self._role.health.beat(within_s=settings.liveness.work_s + settings.loader.timeout_s)
 
     async def _wait_for_engine(self) -> None:
-        limit = time.monotonic() + self._role.settings.engine.start_timeout_s
+        began, since, told = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds"), False
         while not self._role.stopping.is_set():
             self._beat()
             try:
@@ -363,11 +365,20 @@ class Loader:
                 # A loader that was killed in a swap leaves its engine paused.
                 await self._control.resume()
             except EngineError as error:
-                if time.monotonic() > limit:
+                self._role.health.unmet(
+                    "engine",
+                    f"engine at {self._url} does not answer since {since} ({error}); start it, or set [engine] urls "
+                    "(TURNLOG_ENGINE_URLS) to where it is",
+                )
+                if not told and time.monotonic() - began > self._role.settings.engine.start_timeout_s:
+                    told = True
+                    log.warning("%s did not start within [engine] start_timeout_s: %s", self._url, error)
                     await self._gone(error)
-                    raise EngineSwapFailed(f"{self._url} did not start; raise [engine] start_timeout_s") from error
-                await asyncio.sleep(RETRY_S)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(RETRY_S):
+                        await self._role.stopping.wait()
             else:
+                self._role.health.met("engine")
                 return
 
     async def _register(self) -> None:

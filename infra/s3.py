@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,8 @@ BACKOFF_S = 0.1
 """Waits between retries: 0, 0.2, 0.4, 0.8 s."""
 CONNECT_TIMEOUT_S = 3.0
 READ_TIMEOUT_S = 60.0
+OBJECT = re.compile(r"<[\w.]+ object at 0x[0-9a-f]+>:? ?")
+"""What urllib3 says of a connection: another text each time, and of no use to anybody."""
 SETTINGS = "check [store] endpoint, access_key, secret_key and bucket"
 
 T = TypeVar("T")
@@ -46,10 +49,11 @@ def key(sha256: str) -> str:
 class S3Blobs:
     """See Blobs. The bucket is made at the first call when it is missing."""
 
-    def __init__(self, settings: StoreSettings, *, threads: int = THREADS) -> None:
-        """Connects at the first call. Raises StoreUnavailable for an endpoint that is no address."""
+    def __init__(self, settings: StoreSettings, *, threads: int = THREADS, patient: bool = True) -> None:
+        """Connects at the first call; not `patient`, it asks once and waits for seconds. Raises StoreUnavailable for an
+        endpoint that is no address."""
         self._settings = settings
-        self._http = _http(threads)
+        self._http = _http(threads, patient)
         self._client = _client(settings, self._http)
         self._pool = ThreadPoolExecutor(threads, "s3")
         self._bucket_lock = threading.Lock()
@@ -163,15 +167,15 @@ def _client(settings: StoreSettings, http: urllib3.PoolManager) -> Minio:
     )
 
 
-def _http(threads: int) -> urllib3.PoolManager:
+def _http(threads: int, patient: bool) -> urllib3.PoolManager:
     retries = urllib3.Retry(
-        total=RETRIES,
+        total=RETRIES if patient else 0,
         backoff_factor=BACKOFF_S,
         status_forcelist=(500, 502, 503, 504),
         allowed_methods=None,  # every call is idempotent
         raise_on_status=False,
     )
-    timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=READ_TIMEOUT_S)
+    timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=READ_TIMEOUT_S if patient else CONNECT_TIMEOUT_S)
     return urllib3.PoolManager(maxsize=threads, retries=retries, timeout=timeout)
 
 
@@ -202,4 +206,4 @@ def _what(error: Exception) -> str:
     if isinstance(error, MinioException) and _status(error):
         status = HTTPStatus(_status(error))
         return f"answered {status.value} {status.phrase}"
-    return type(error).__name__ if isinstance(error, MinioException) else f"{error}"
+    return type(error).__name__ if isinstance(error, MinioException) else OBJECT.sub("", f"{error}")

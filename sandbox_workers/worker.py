@@ -21,6 +21,7 @@ from prometheus_client import Gauge
 
 from turnlog.infra.event_log import where
 from turnlog.infra.log import GroupReader, LogError, Partition, Record
+from turnlog.infra.roles.ending import drain_s
 from turnlog.infra.roles.role import Role
 from turnlog.names import ConsumerGroup
 from turnlog.processors.core.fold.unit import ForeignRun
@@ -43,7 +44,7 @@ log = logging.getLogger(__name__)
 COMMIT_S = 0.5
 """Pause between commits: what a restart may read again."""
 DRAIN_S = 5.0
-"""How long running calls may go on when the worker stops or its partitions move."""
+"""How long running calls may go on when their partitions move; the group waits for it."""
 POLL_S = 0.2
 EXPECT_S = 0.1
 """Pause between looks at the queue for prewarming."""
@@ -124,8 +125,17 @@ class Worker:
             if now >= due:
                 await self._commit(self._units)
                 due = time.monotonic() + COMMIT_S
-        await self._quiet(self._units)
+        await self._drain(reader)
         await self._commit(self._units)
+
+    async def _drain(self, reader: GroupReader) -> None:
+        """Calls that began may end, for as long as one may take; none begins. The group is served meanwhile, and gets
+        what moves after DRAIN_S; new records are left to the next owner."""
+        tasks = [queue.task for queue in self._hush(self._units).values() if queue.task]
+        deadline = time.monotonic() + drain_s("sandbox", self._role.settings)
+        while not all(task.done() for task in tasks) and time.monotonic() < deadline:
+            await reader.poll(timeout_s=POLL_S)
+        await self._quiet(self._units)
 
     # -- partitions come and go
 
@@ -162,21 +172,26 @@ class Worker:
             await self._reader.commit({Partition(TOOL_CALLS.name, number): commit for number, commit in news.items()})
             self._committed.update(news)
 
+    def _hush(self, numbers: Iterable[int]) -> dict[str, SessionQueue]:
+        """None of these units' calls begins any more; the queues, of which one call each may run."""
+        held = set(numbers)
+        queues = {name: queue for name, queue in self._sessions.items() if queue.unit.number in held}
+        for queue in queues.values():
+            queue.waiting.clear()
+            if queue.task and not (queue.current and queue.current.begun):
+                queue.task.cancel()
+        return queues
+
     async def _quiet(self, numbers: Iterable[int]) -> None:
         """No call of these units runs any more: those that began may end, for DRAIN_S; none begins."""
-        held = set(numbers)
-        sessions = {name: session for name, session in self._sessions.items() if session.unit.number in held}
-        for session in sessions.values():
-            session.waiting.clear()
-            if session.task and not (session.current and session.current.begun):
-                session.task.cancel()
-        tasks = [session.task for session in sessions.values() if session.task]
+        queues = self._hush(numbers)
+        tasks = [queue.task for queue in queues.values() if queue.task]
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=DRAIN_S)
             for task in late:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        for name in sessions:  # a task that is cancelled before its first step does not come to its `finally`
+        for name in queues:  # a task that is cancelled before its first step does not come to its `finally`
             self._sessions.pop(name, None)
 
     # -- records

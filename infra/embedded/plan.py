@@ -27,6 +27,7 @@ from turnlog.infra.embedded.ports import HOST, ONE_HOST, claim, free_ports, reac
 from turnlog.infra.embedded.process import Launch
 from turnlog.infra.embedded.servers import Engine, ObjectStore
 from turnlog.infra.embedded.supervisor import Member
+from turnlog.infra.roles.ending import grace_s
 from turnlog.infra.roles.probe import health_host
 from turnlog.infra.run_folder import LOGS, SETTINGS, STORE_KEY, Endpoints
 from turnlog.settings import GatewaySettings, LivenessSettings, RegistrySettings, Settings, ViewsSettings
@@ -41,6 +42,10 @@ LOG_AND_STORE, ON_LOG, GATEWAY, ROLE = 0, 1, 2, 3
 ENGINE_DEATHS = 2
 SERVER_DEATHS = 3
 PROBE_TIMEOUT_S = 1.0
+STOP_S = 15.0
+"""Whoever takes down a run of his own does not wait for a step or a turn to end: what they were about is done again."""
+CLEANS_UP = frozenset({"sandbox"})
+"""Roles that are given their whole grace: what they leave behind, others must remove."""
 ROLE_START_S = 300.0
 """A role that is not ready is hung after so long a silence at the earliest: imports, a restore, a warm start."""
 
@@ -212,6 +217,7 @@ class Plan:
             env=env,
             ready=lambda: answers(f"{health}/readyz"),
             ready_timeout_s=ROLE_START_S,
+            stop_timeout_s=grace_s(slot.role, self._settings) if slot.role in CLEANS_UP else STOP_S,
             died=RoleDied,
             remedy=f"`turnlog {slot.role}` can be run by hand with the same settings",
             liveness=role_liveness(health, self._live),

@@ -14,10 +14,9 @@ import dataclasses
 import json
 import logging
 import os
-import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +44,7 @@ from turnlog.infra.roles.health import (
     serve_health,
 )
 from turnlog.infra.roles.probe import health_address
+from turnlog.infra.roles.starting import asked, lived, servers_of, watched
 from turnlog.infra.run_folder import read_endpoints
 from turnlog.names import REGISTRY_TOPIC, TransactionalId
 from turnlog.schemas.compatibility import incompatibilities
@@ -364,26 +364,27 @@ def serve_registry(settings: Settings) -> int:
 
 
 async def _serve(settings: Settings, port: int) -> None:
+    stopping, health = asked(), Health("registry")
+    async with serve_health(health, health_address(os.environ)):
+        await lived(_life(settings, port, stopping, health), stopping, health)
+
+
+async def _life(settings: Settings, port: int, stopping: asyncio.Event, health: Health) -> None:
     from turnlog.infra.kafka import KafkaLog
 
-    stopping = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    health = Health("registry")
-    kafka = KafkaLog(settings.kafka.bootstrap, prefix=settings.kafka.prefix)
-    try:
-        async with (
-            SchemaStore.opened(kafka, replication=settings.kafka.replication) as store,
-            serve_health(health, health_address(os.environ)),
-        ):
-            api = RegistryApi(store, settings.registry.max_body_bytes)
-            listener = listening(settings.registry.host, port, "[registry] host or port")
-            async with QuietServer(configured(api.application())).running(listener):
-                health.started()
-                log.info("registry serves http://%s:%d", settings.registry.host, port)
-                await _first(stopping.wait(), api.failed)
-    finally:
-        await kafka.close()
+    async with AsyncExitStack() as stack:
+        servers = await stack.enter_async_context(servers_of("registry", settings, health))
+        await servers.there()
+        kafka = KafkaLog(settings.kafka.bootstrap, prefix=settings.kafka.prefix)
+        stack.push_async_callback(kafka.close)
+        opened = SchemaStore.opened(kafka, replication=settings.kafka.replication)
+        api = RegistryApi(await stack.enter_async_context(opened), settings.registry.max_body_bytes)
+        listener = listening(settings.registry.host, port, "[registry] host or port")
+        await stack.enter_async_context(QuietServer(configured(api.application())).running(listener))
+        await stack.enter_async_context(watched(servers))
+        health.started()
+        log.info("registry serves http://%s:%d", settings.registry.host, port)
+        await _first(stopping.wait(), api.failed)
 
 
 async def _first(stopped: Awaitable[object], failed: asyncio.Future[None]) -> None:

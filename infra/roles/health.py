@@ -67,6 +67,11 @@ class Health:
         begun.rounds += 1
         begun.at = time.monotonic()
 
+    def excuse(self) -> None:
+        """What stood still, stood still for want of a server: every loop begins a round anew."""
+        for loop in list(self._loops):
+            self.beat(loop, within_s=self._loops[loop].within_s)
+
     def ends(self, loop: str) -> None:
         """The loop is over: nobody waits for it any more."""
         self._loops.pop(loop, None)
@@ -93,6 +98,11 @@ class Health:
     def state(self) -> dict[str, Mapping[str, object]]:
         """What the role tells of its insides."""
         return {name: ask() for name, ask in self._exposed.items()}
+
+    @property
+    def works(self) -> bool:
+        """Whether the role has begun to do its work."""
+        return "start" not in self._waiting
 
     @property
     def waiting(self) -> dict[str, str]:

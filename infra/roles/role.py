@@ -47,7 +47,14 @@ class Role:
 
 
 @asynccontextmanager
-async def opened(name: str, settings: Settings, *, archive: bool = False) -> AsyncIterator[Role]:
+async def opened(
+    name: str,
+    settings: Settings,
+    *,
+    archive: bool = False,
+    health: Health | None = None,
+    stopping: asyncio.Event | None = None,
+) -> AsyncIterator[Role]:
     """A role with its clients on real servers, addresses resolved; also the way into the log for tools and tests.
 
     `archive`: its log is the archive in the object store; neither Kafka nor a registry is needed, and nothing can be
@@ -62,8 +69,8 @@ async def opened(name: str, settings: Settings, *, archive: bool = False) -> Asy
         blobs = S3Blobs(settings.store)
         stack.push_async_callback(blobs.close)
         log, events = await (_archived if archive else _live)(stack, settings, blobs, instance)
-        health = Health(name, work_s=settings.liveness.work_s)
-        yield Role(name, instance, settings, log, events, blobs, health)
+        health = health or Health(name, work_s=settings.liveness.work_s)
+        yield Role(name, instance, settings, log, events, blobs, health, stopping or asyncio.Event())
 
 
 async def _live(stack: AsyncExitStack, settings: Settings, blobs: Blobs, instance: str) -> tuple[Log, EventLog]:

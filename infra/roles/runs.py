@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -26,9 +25,11 @@ from turnlog.fold_settings import FOLD_SECTIONS
 from turnlog.infra.history import all_events
 from turnlog.infra.log import Partition
 from turnlog.infra.offers import installed
-from turnlog.infra.roles.health import serve_health
+from turnlog.infra.roles.health import Health, serve_health
 from turnlog.infra.roles.probe import health_address
 from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.starting import asked, lived, servers_of, watched
+from turnlog.infra.run_folder import resolved
 from turnlog.processors.core.batches.draws import DrawRules, draw_rules
 from turnlog.processors.core.fold.low_water import FoldName
 from turnlog.processors.core.fold_versions import FOLD_VERSION
@@ -135,26 +136,35 @@ def configuration(settings: Settings) -> RunConfigured:
 
 
 def serve(name: str, main: Callable[[Role], Awaitable[None]], settings: Settings) -> int:
-    """Run a role until SIGTERM or SIGINT; 0 after a clean drain. An error comes out: the supervisor restarts. Raises
-    OtherRun for the log of another run."""
+    """Run a role until SIGTERM or SIGINT; 0 after a clean drain. It waits for its servers as long as it takes; one that
+    goes away later ends it uncommitted, and it waits in its next start. An error comes out: the supervisor restarts.
+    Raises OtherRun for the log of another run, NoEndpoints, CannotListen."""
 
     async def run() -> None:
-        async with (
-            opened(name, settings) as role,
-            serve_health(role.health, health_address(os.environ)),
-            claimed(role),  # raises OtherRun
-        ):
-            loop = asyncio.get_running_loop()
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, role.stopping.set)
-            log.info("%s started", role.instance)
-            await main(role)
-            log.info("%s stopped", role.instance)
+        stopping, health = asked(), Health(name, work_s=settings.liveness.work_s)
+        async with serve_health(health, health_address(os.environ)):
+            await lived(_life(name, main, resolved(settings), health, stopping), stopping, health)
 
     # A turn is mostly small socket reads and writes, where uvloop is leaner; its subprocesses cannot change their user.
     drive = asyncio.run if name in STARTS_PROCESSES else uvloop.run
     drive(run())
     return 0
+
+
+async def _life(
+    name: str, main: Callable[[Role], Awaitable[None]], settings: Settings, health: Health, stopping: asyncio.Event
+) -> None:
+    async with servers_of(name, settings, health) as servers:
+        await servers.there()
+        async with (
+            opened(name, settings, health=health, stopping=stopping) as role,
+            claimed(role),  # raises OtherRun
+            watched(servers),
+        ):
+            await servers.there(later=True)
+            log.info("%s started", role.instance)
+            await main(role)
+            log.info("%s stopped", role.instance)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,10 +35,12 @@ from turnlog.infra.kafka.connection import Connection, typed
 from turnlog.infra.log import LogError
 from turnlog.infra.registry import HttpRegistry
 from turnlog.infra.roles import log_lines
-from turnlog.infra.roles.health import Health
+from turnlog.infra.roles.ending import obey
+from turnlog.infra.roles.health import Health, serve_health
 from turnlog.infra.roles.probe import served_at
 from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.runs import claimed
+from turnlog.infra.roles.starting import asked, lived, servers_of
 from turnlog.infra.run_folder import resolved
 from turnlog.names import ConsumerGroup
 from turnlog.schemas import SchemaError, topics
@@ -199,8 +201,12 @@ def serve_views(settings: Settings) -> int:
     """Run the worker until SIGTERM. The address is [views] host and port, else the role's health endpoint. Raises
     OtherRun, LogUnreachable, RegistryUnreachable, and what else ended it."""
     settings = resolved(settings)
+    codec = asyncio.run(_started(settings))
+    obey()  # the loop has taken its handlers with it, and Faust's come later
+    if codec is None:
+        return 0
     with _folder(settings) as folder:
-        return _work(settings, make_app(settings, asyncio.run(_codec(settings)), folder))
+        return _work(settings, make_app(settings, codec, folder))
 
 
 def _work(settings: Settings, app: faust.App) -> int:
@@ -219,17 +225,25 @@ def _work(settings: Settings, app: faust.App) -> int:
     return 0
 
 
-async def _codec(settings: Settings) -> Codec:
-    """Of a log that is this run's or nobody's. Raises OtherRun."""
+async def _started(settings: Settings) -> Codec | None:
+    """Serve health until Faust takes its place, and wait for the servers; None: asked to stop. Raises as _codec."""
+    stopping, health = asked(), Health("views")
+    async with serve_health(health, served_at("views", settings, os.environ)):
+        return await lived(_codec(settings, health), stopping, health)
+
+
+async def _codec(settings: Settings, health: Health) -> Codec:
+    """Of a log that is this run's or nobody's. Raises OtherRun, CannotListen."""
     log, registry = (
         KafkaLog(settings.kafka.bootstrap, prefix=settings.kafka.prefix),
         HttpRegistry(settings.registry.url),
     )
     async with AsyncExitStack() as stack:
+        await (await stack.enter_async_context(servers_of("views", settings, health))).there()
         stack.push_async_callback(log.close)
         stack.push_async_callback(registry.close)
         events = await stack.enter_async_context(EventLog.open(log, registry, writer="views"))
-        role = Role("views", "views", settings, log, events, MemoryBlobs(), Health("views"))  # views read no payloads
+        role = Role("views", "views", settings, log, events, MemoryBlobs(), health)  # views read no payloads
         async with claimed(role):
             return events.codec
 
@@ -275,7 +289,14 @@ def make_app(settings: Settings, codec: Codec, folder: Path) -> faust.App:
     tables = _tables(app, settings)
     _agents(app, settings, codec, tables)
     health = Health("views", work_s=settings.liveness.work_s)
+    health.started()  # the rest is Faust's to say
     _beats(app, health, settings.kafka.bootstrap)
+
+    async def watch() -> None:
+        async with servers_of("views", settings, health) as servers:
+            await servers.watch()
+
+    app.task(watch)
     _pages(app, tables, health)
     return app
 
@@ -382,8 +403,10 @@ def _pages(app: faust.App, tables: dict[str, Any], health: Health) -> None:
 
     async def readyz(web: Any, request: Any) -> Any:
         recovery: Any = app.tables.recovery  # type: ignore[attr-defined]
-        ready = not app.rebalancing and recovery.completed.is_set()
-        return web.json({"ready": ready}, status=200 if ready else 503)
+        waiting = health.waiting
+        if app.rebalancing or not recovery.completed.is_set():
+            waiting["tables"] = "partitions move, or tables are read from their changelogs"
+        return web.json({"ready": not waiting, "waiting": waiting}, status=503 if waiting else 200)
 
     async def metrics(web: Any, request: Any) -> Any:
         # As a header: aiohttp's `content_type` takes no charset, which Prometheus' own type has.

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import math
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -26,6 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from turnlog.infra.blobs import BlobError
 from turnlog.infra.engine import Engine, SGLang
 from turnlog.infra.log import LogError, TopicMissing
+from turnlog.infra.roles.ending import drain_s
 from turnlog.infra.roles.health import BodyTooLarge, QuietServer, application, body_of, configured, listening
 from turnlog.infra.roles.role import Role
 from turnlog.producers.gateway import ERRORS, GatewayError, ImagesNotServed, NotRecorded, TooLarge, Unauthorized
@@ -371,7 +373,8 @@ async def main(role: Role) -> None:
 @asynccontextmanager
 async def serving(gateway: Gateway, listener: socket.socket) -> AsyncIterator[None]:
     """Serve on an open socket while the block runs; leaving waits for running turns."""
-    server = QuietServer(configured(front(gateway), timeout_graceful_shutdown=30))
+    longest = math.ceil(drain_s("gateway", gateway.role.settings))
+    server = QuietServer(configured(front(gateway), timeout_graceful_shutdown=longest))
     try:
         async with server.running(listener):
             yield

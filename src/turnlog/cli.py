@@ -10,12 +10,15 @@ import os
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from turnlog import __version__
-from turnlog.infra.roles import log_lines
+from turnlog.infra.roles import ending, log_lines
 from turnlog.names import ExitStatus
 from turnlog.settings import Settings, SettingsError, load
+
+if TYPE_CHECKING:
+    from turnlog.infra.roles.role import Role
 
 ROLES: dict[str, tuple[str, str]] = {
     "feeder": ("turnlog.producers.feeder", "draw tasks and admit groups of rollouts"),
@@ -41,6 +44,7 @@ Settings: one TOML file (--settings), then TURNLOG_SECTION_KEY from the environm
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; the exit status. Typed errors end as one line on stderr and status 2, or 75 where a server
     did not answer."""
+    ending.obey()
     arguments = parser().parse_args(argv)
     try:
         log_lines.begin(os.environ, sys.stderr)
@@ -49,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = arguments.call(settings, arguments)
         return status
     except KeyboardInterrupt:
-        return ExitStatus.INTERRUPTED
+        return ExitStatus.TERMINATED if ending.was_terminated() else ExitStatus.INTERRUPTED
     except Exception as error:
         if not _is_ours(error) or os.environ.get("TURNLOG_TRACEBACK"):
             raise
@@ -183,7 +187,14 @@ def _role(name: str, module: str) -> Call:
     def call(settings: Settings, _: argparse.Namespace) -> int:
         from turnlog.infra.roles.runs import serve
 
-        return serve(name, importlib.import_module(module).main, settings)
+        async def main(role: Role) -> None:
+            import asyncio
+
+            # In a thread, and not before health is served: the trainer's takes ten seconds.
+            room = await asyncio.to_thread(importlib.import_module, module)
+            await room.main(role)
+
+        return serve(name, main, settings)
 
     return call
 

@@ -66,6 +66,8 @@ class ExitStatus(IntEnum):
     """EX_TEMPFAIL, "temporary failure, the user is invited to retry" (BSD sysexits(3)): a server did not answer."""
     INTERRUPTED = 130
     """128 + SIGINT, as a shell has it."""
+    TERMINATED = 143
+    """128 + SIGTERM. A role that was asked to stop ends with 0."""
 
 
 class EntryPointGroup(StrEnum):

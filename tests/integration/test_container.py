@@ -8,17 +8,21 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from turnlog.infra.embedded.broker import Broker
 from turnlog.infra.embedded.ports import free_ports
-from turnlog.settings import Settings
+from turnlog.infra.embedded.servers import ObjectStore
+from turnlog.settings import GatewaySettings, KafkaSettings, RegistrySettings, RunSettings, Settings, StoreSettings
 
+COMMAND = [sys.executable, "-m", "turnlog.cli"]
 HOST = "127.0.0.2"
 """Of the loopback, and not what anything listens on unless it is told to."""
 
@@ -48,7 +52,7 @@ class Container:
         self.url = f"http://{HOST}:{port}"
 
     async def says(self, path: str, status: int, *, within_s: float = 60.0) -> httpx.Response:
-        """The first answer with the status."""
+        """The first answer with the status; while /healthz is asked, the process was never unhealthy."""
         async with httpx.AsyncClient(base_url=self.url, timeout=5) as http, asyncio.timeout(within_s):
             while True:
                 assert self.process.poll() is None, f"it ended: {self.log}"
@@ -58,6 +62,7 @@ class Container:
                     answer = None
                 if answer is not None and answer.status_code == status:
                     return answer
+                assert answer is None or path != "/healthz", answer.text
                 await asyncio.sleep(0.05)  # another process: there is nothing to wait on
 
     @property
@@ -69,6 +74,14 @@ class Container:
         """SIGTERM; the exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(60)
+
+    async def waits_for(self, server: str, said: str, *, within_s: float = 60.0) -> dict[str, str]:
+        """What it waits for, once it says so of a server."""
+        async with asyncio.timeout(within_s):
+            # Another process: there is nothing to wait on.
+            while said not in (waiting := (await self.says("/readyz", 503)).json()["waiting"]).get(server, ""):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        return dict(waiting)
 
 
 @contextmanager
@@ -128,3 +141,76 @@ async def test_an_address_that_is_not_ours_names_the_setting(live_settings: Sett
     with container(tmp_path, live_settings, "batcher", TURNLOG_HEALTH_HOST="192.0.2.1") as batcher:
         assert batcher.process.wait(60) == 2
         assert "change TURNLOG_HEALTH_HOST or TURNLOG_HEALTH_PORT" in batcher.log.splitlines()[-1]
+
+
+@pytest.fixture
+def none_there(tmp_path: Path) -> tuple[Settings, Broker, ObjectStore, int]:
+    """Settings of a run, and the servers that they name: nothing of it runs."""
+    broker = Broker(tmp_path / "kafka", port=free_ports(1)[0])
+    port, gateway = free_ports(2)
+    store = ObjectStore(tmp_path / "store", StoreSettings())
+    settings = Settings(
+        run=RunSettings(id="r", directory="nowhere"),
+        kafka=KafkaSettings(bootstrap=broker.bootstrap),
+        registry=RegistrySettings(url=f"http://127.0.0.1:{port}"),
+        store=store.settings,
+        gateway=GatewaySettings(url=f"http://127.0.0.1:{gateway}"),
+    )
+    return settings, broker, store, port
+
+
+WORK_S = 15.0
+"""Without a round for longer, a process is stuck; the outage is longer still."""
+ROLES = ("assembler", "batcher", "archive", "runner", "sandbox", "views", "registry")
+
+
+@pytest.mark.kafka
+async def test_roles_that_start_before_their_servers_wait_alive_and_say_for_what(
+    none_there: tuple[Settings, Broker, ObjectStore, int], tmp_path: Path
+) -> None:
+    settings, broker, store, registry_port = none_there
+    more = {
+        "TURNLOG_GATEWAY_URL": settings.gateway.url,
+        "TURNLOG_GATEWAY_SIGNING_KEY": "k",
+        "TURNLOG_SANDBOX_ALLOW_UNISOLATED": "true",
+        "TURNLOG_REGISTRY_PORT": str(registry_port),
+        "TURNLOG_LIVENESS_WORK_S": str(WORK_S),
+    }
+    with ExitStack() as stack:
+        roles = {
+            role: stack.enter_context(
+                container(tmp_path, settings, role, *(["run"] if role == "archive" else []), **more)
+            )
+            for role in ROLES
+        }
+        for role, one in roles.items():
+            assert (await one.says("/healthz", 200)).json()["role"] == role
+            said = (await one.waits_for("Kafka", f"Kafka at {broker.bootstrap} does not answer"))["Kafka"]
+            assert "TURNLOG_KAFKA_BOOTSTRAP" in said
+        await roles["views"].waits_for("registry", f"registry at {settings.registry.url} does not answer")
+        await roles["batcher"].waits_for("store", f"store at {settings.store.endpoint} does not answer")
+        with broker, store:
+            await roles["registry"].says("/readyz", 200)
+            await roles["assembler"].waits_for("Kafka", "run `turnlog topics apply`")
+            apply = [*COMMAND, "topics", "apply"]
+            await asyncio.to_thread(subprocess.run, apply, env=environment(settings), check=True)
+            for role in ("assembler", "batcher", "archive", "sandbox", "views"):
+                await roles[role].says("/readyz", 200)
+            gateway = f"gateway at {settings.gateway.url} does not answer"
+            assert set(await roles["runner"].waits_for("gateway", gateway)) == {"start", "gateway"}
+            pids = {role: one.process.pid for role, one in roles.items()}
+            broker.stop()
+            away = time.monotonic()
+            for one in roles.values():
+                await one.waits_for("Kafka", f"Kafka at {broker.bootstrap}")
+            while time.monotonic() < away + 1.5 * WORK_S:
+                for one in roles.values():
+                    assert (await one.says("/healthz", 200)).is_success
+            broker.start()
+            for role in ROLES:
+                if role != "runner":
+                    await roles[role].says("/readyz", 200)
+            assert {role: (await one.says("/healthz", 200)).json()["pid"] for role, one in roles.items()} == pids
+            for role in ROLES:
+                assert roles[role].stop() == 0, roles[role].log
+                assert list(roles[role].folder.iterdir()) == []

@@ -239,6 +239,25 @@ async def test_a_dead_engine_is_reported_and_ends_the_process(
         await running
 
 
+async def test_an_engine_that_starts_late_is_waited_for_by_name_and_said_to_be_gone_once(
+    role: Role, control: MemoryEngineControl
+) -> None:
+    control.alive = False
+    role.settings = dataclasses.replace(role.settings, engine=EngineSettings(start_timeout_s=0.1))
+    loading = asyncio.create_task(Loader(role, control, "engine-0", URL).run())
+    (gone,) = await said(role, 1)
+    assert isinstance(gone, EngineGone)
+    assert f"engine at {URL} does not answer since " in role.health.waiting["engine"]
+    assert "TURNLOG_ENGINE_URLS" in role.health.waiting["engine"]
+    assert not loading.done()
+    control.restart()
+    _, registered = await said(role, 2)
+    assert isinstance(registered, EngineRegistered)
+    role.stopping.set()
+    await asyncio.wait_for(loading, 20)
+    assert "engine" not in role.health.waiting
+
+
 async def test_an_engine_that_drops_one_connection_is_not_gone(
     role: Role, control: MemoryEngineControl, running: asyncio.Task[None]
 ) -> None:

@@ -1,0 +1,258 @@
+"""From a role's first instruction to its work, and the servers that it needs on the way and afterwards.
+
+Health is served first, signals are obeyed, then every server is waited for, however long it takes: what is missing
+stands on /readyz, and the process does not end for it. While the role works the same servers are looked at now and
+then, so that /readyz says of an outage what it is, and no loop that stands still for want of them counts as hung.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+from turnlog.infra.log import LogUnreachable, Partition, TopicMissing
+from turnlog.infra.roles import Unreachable, is_unreachable
+from turnlog.infra.roles.health import Health
+from turnlog.names import REGISTRY_TOPIC
+from turnlog.schemas import topics
+from turnlog.settings import Settings
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+FIRST_S, LONGEST_S = 0.2, 5.0
+"""Between two looks at a server that is away; it doubles, and each is cut by up to half, so that roles that lost it
+together do not come back together."""
+LOOK_S = 10.0
+"""One look takes no longer."""
+WATCH_S = 5.0
+"""Between two looks at a server that is there."""
+RUNS, REGISTRY = Partition(topics.RUNS.name, 0), Partition(REGISTRY_TOPIC, 0)
+WITHOUT_STORE = frozenset({"gateway", "runner", "feeder"})
+"""Roles that put only the largest payloads there: they can do their work while it is away."""
+
+
+def asked() -> asyncio.Event:
+    """Set by SIGTERM or SIGINT from now on; of the running loop of the main thread."""
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    return stopping
+
+
+async def lived(life: Coroutine[Any, Any, T], stopping: asyncio.Event, health: Health) -> T | None:
+    """Await a role's life. Asked to stop before it has begun its work, it is cancelled: nothing is under way that a
+    drain could save. Else it sees `stopping` itself. What it returns; None where it was cancelled. Raises what it
+    raises."""
+    living, stop = asyncio.create_task(life), asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait((living, stop), return_when=asyncio.FIRST_COMPLETED)
+        if stop.done():
+            if not health.works:
+                living.cancel()
+            health.unmet("stop", "asked to stop")
+        await asyncio.wait((living,))
+    finally:
+        stop.cancel()
+        living.cancel()
+    return None if living.cancelled() and stopping.is_set() else living.result()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """One that a role cannot work without."""
+
+    name: str
+    address: str
+    setting: str
+    """Where its address stands."""
+    answers: Callable[[], Awaitable[object]]
+    """Raises Unreachable, or TopicMissing, while it is not there; anything else is a fault that no waiting mends."""
+    lasting: bool = True
+    """Needed after the start, too."""
+    later: bool = False
+    """Asked for once the log is known to be this run's: until then nobody knows whether it is the run's, too."""
+
+
+class Servers:
+    """Those of one role, and what /readyz says of them."""
+
+    def __init__(self, servers: list[Server], health: Health) -> None:
+        self._servers, self._health = servers, health
+
+    async def there(self, *, later: bool = False) -> None:
+        """Wait until each has answered, or of those that come `later`, each. Raises what waiting will not mend:
+        RegistryUnavailable, StoreUnavailable, LogUnavailable."""
+        servers = [server for server in self._servers if server.later == later]
+        for server in servers:
+            self._health.unmet(server.name, f"{server.name} at {server.address} was not asked yet")
+        await _all(self._until(server, FIRST_S) for server in servers)
+
+    async def watch(self) -> None:
+        """Look at each now and then, for ever. While one is away the role is not ready, and none of its loops hangs."""
+        await _all(self._watch(server) for server in self._servers if server.lasting)
+
+    async def _watch(self, server: Server) -> None:
+        while True:
+            await asyncio.sleep(WATCH_S)
+            try:
+                await self._until(server, WATCH_S)
+            except Exception as error:
+                log.warning("%s at %s: %s; see %s", server.name, server.address, error, server.setting)
+
+    async def _until(self, server: Server, pause_s: float) -> None:
+        """Wait until it has answered."""
+        since, looks = "", 0
+        while (trouble := await _look(server)) is not None:
+            since, looks = since or datetime.now(UTC).isoformat(timespec="seconds"), looks + 1
+            self._health.unmet(server.name, f"{trouble}; {looks} looks since {since}; {_remedy(server)}")
+            log.warning("waiting for %s at %s: %s; %s", server.name, server.address, trouble, _remedy(server))
+            if looks > 1:  # the second look was made with new connections: it is not ours that is broken
+                self._health.excuse()
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1))
+            pause_s = min(2 * pause_s, LONGEST_S)
+        if looks:
+            log.info("%s at %s answers again", server.name, server.address)
+            self._health.excuse()
+        self._health.met(server.name)
+
+
+async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run together; the first error ends all, and comes out."""
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _look(server: Server) -> str | None:
+    """What is wrong with it, in words; None: nothing. Raises what waiting will not mend."""
+    try:
+        async with asyncio.timeout(LOOK_S):
+            await server.answers()
+    except TimeoutError:
+        return f"{server.name} at {server.address} gave no answer within {LOOK_S:g} s"
+    except TopicMissing as missing:
+        return str(missing)
+    except Exception as error:
+        if not is_unreachable(error):
+            raise
+        return f"{server.name} at {server.address} does not answer ({error})"
+    return None
+
+
+def _remedy(server: Server) -> str:
+    variable = server.setting.replace("[", "TURNLOG_").replace("] ", "_").upper()
+    return f"start it, or set {server.setting} ({variable}) to where it is"
+
+
+@asynccontextmanager
+async def watched(servers: Servers) -> AsyncIterator[None]:
+    """Watch while the block runs."""
+    watching = asyncio.create_task(servers.watch())
+    try:
+        yield
+    finally:
+        watching.cancel()
+        await asyncio.wait((watching,))
+
+
+@asynccontextmanager
+async def servers_of(role: str, settings: Settings, health: Health) -> AsyncIterator[Servers]:
+    """Those that the role needs before it can work. `settings`: with every address filled in."""
+    async with contextlib.AsyncExitStack() as stack:
+        servers = [_kafka(stack, settings, REGISTRY if role == "registry" else RUNS)]
+        if role != "registry":
+            servers.append(_registry(stack, settings))
+        if role not in ("registry", "views"):
+            servers.append(_store(stack, settings, lasting=role not in WITHOUT_STORE))
+        if role == "runner":
+            servers.append(_gateway(stack, settings))
+        yield Servers(servers, health)
+
+
+def _kafka(stack: contextlib.AsyncExitStack, settings: Settings, place: Partition) -> Server:
+    """Its topics must be there too, but the registry's, which the registry makes."""
+    from turnlog.infra.kafka import KafkaLog
+
+    held: list[KafkaLog] = []
+
+    async def close() -> None:
+        while held:
+            with contextlib.suppress(TimeoutError, LogUnreachable):
+                async with asyncio.timeout(LOOK_S):
+                    await held.pop().close()
+
+    async def answers() -> None:
+        if not held:
+            held.append(KafkaLog(settings.kafka.bootstrap, prefix=settings.kafka.prefix))
+        try:
+            await held[0].end_offsets([place])
+        except TopicMissing:
+            if place == RUNS:
+                raise
+        except BaseException:
+            await close()
+            raise
+
+    stack.push_async_callback(close)
+    return Server(name="Kafka", address=settings.kafka.bootstrap, setting="[kafka] bootstrap", answers=answers)
+
+
+def _registry(stack: contextlib.AsyncExitStack, settings: Settings) -> Server:
+    from turnlog.infra.registry import HttpRegistry
+
+    registry = HttpRegistry(settings.registry.url, timeout_s=LOOK_S / 2)
+    stack.push_async_callback(registry.close)
+
+    async def answers() -> None:
+        with contextlib.suppress(KeyError):  # an empty one is there, too
+            await registry.schema(1)
+
+    where = settings.registry.url
+    return Server(name="registry", address=where, setting="[registry] url", answers=answers, lasting=False)
+
+
+def _store(stack: contextlib.AsyncExitStack, settings: Settings, *, lasting: bool) -> Server:
+    from turnlog.infra.s3 import S3Blobs
+
+    blobs = S3Blobs(settings.store, threads=1, patient=False)
+    stack.push_async_callback(blobs.close)
+    return Server(
+        name="store",
+        address=settings.store.endpoint,
+        setting="[store] endpoint",
+        answers=lambda: blobs.names("none/"),
+        lasting=lasting,
+    )
+
+
+class GatewayAway(Unreachable):
+    """It gave no answer, or a 5xx."""
+
+
+def _gateway(stack: contextlib.AsyncExitStack, settings: Settings) -> Server:
+    import httpx
+
+    url, http = settings.gateway.url.rstrip("/"), httpx.AsyncClient(timeout=LOOK_S / 2)
+    stack.push_async_callback(http.aclose)
+
+    async def answers() -> None:
+        try:
+            answer = await http.get(f"{url}/healthz")
+        except httpx.TransportError as error:
+            raise GatewayAway(str(error) or type(error).__name__) from error
+        if answer.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise GatewayAway(f"/healthz answered {answer.status_code}")
+
+    return Server(name="gateway", address=url, setting="[gateway] url", answers=answers, later=True)
