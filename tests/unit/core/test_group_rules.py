@@ -43,6 +43,11 @@ def pair(story, *rewards, **rules):
     return s.fold(replace(RULES, **rules))
 
 
+def test_the_score_records_what_the_advantages_were_made_with(story):
+    assert (pair(story, 1.0, 0.0).score.baseline, pair(story, 1.0, 0.0).score.std) == (0.5, 0.5**0.5)
+    assert (pair(story, 1.0, 0.0, estimator="rloo").score.std, pair(story, 1.0, 1.0).score.std) == (None, 0.0)
+
+
 def turn_advantages(folded):
     """(session, turn index) to the advantage that its trained tokens carry."""
     return {
