@@ -219,6 +219,7 @@ def _counts(counts: Mapping[str, Any]) -> str:
 
 def store(report: Report, directory: Path) -> Path:
     """Write report.json, keeping it readable."""
+    directory.mkdir(parents=True, exist_ok=True)
     path = directory / "report.json"
     path.write_text(json.dumps(report.body, indent=2, sort_keys=False) + "\n")
     return path

@@ -30,7 +30,8 @@ VERSITYGW = "github.com/versity/versitygw/cmd/versitygw@v1.8.0"
 BASE = "python:3.11-slim-bookworm"
 CA = Path("/etc/ssl/certs/ca-certificates.crt")
 PULL_S, BUILD_S = 30, 1800
-OURS = ("processors",)
+DRAWS = 2
+OURS = ("processors", "agents", "sandbox", "demo")
 
 
 def lacking(what: str, remedy: str) -> None:
@@ -208,7 +209,7 @@ def compose(
     for name in ("store_secret_key", "gateway_signing_key"):
         (secrets / name).write_text(os.urandom(24).hex() + "\n")
         (secrets / name).chmod(0o444)
-    (folder / "env").write_text(f"SECRETS={secrets}\nGATEWAY_PORT=0\n")
+    (folder / "env").write_text(f"SECRETS={secrets}\nGATEWAY_PORT=0\nTURNLOG_FEEDER_DRAWS={DRAWS}\n")
     project = f"turnlog-test-{os.getpid()}"
     of = Compose(compose_program, ROOT / "infra/deploy/compose/compose.yaml", folder / "env", project, engine)
     try:
