@@ -80,8 +80,8 @@ def test_the_loop_trains_and_its_topics_fold_to_what_was_trained(compose: Compos
         "--profile", "data", "down", "--volumes"
     )  # a run of its own: the chaos case wrote groups that nobody trains
     compose("--profile", "loop", "up", "--detach", timeout_s=400)
-    (feeder,) = compose.containers("feeder")
-    assert run("docker", "wait", feeder, timeout_s=600, env=compose.env).strip() == "0", compose("logs", "feeder")
+    (trainer,) = compose.containers("trainer")
+    assert run("docker", "wait", trainer, timeout_s=600, env=compose.env).strip() == "0", compose("logs", "trainer")
     said = compose("exec", "-T", "assembler", "turnlog", "replay", "--verify")
     print(f"{DRAWS} draws, from nothing to trained and replayed, in {time.monotonic() - begun:.0f} s")
     assert f"{DRAWS} batches" in said
