@@ -148,7 +148,7 @@ def tell(found: dict[str, Any], settings: Settings, console: Terminal) -> None:
             why = process["waiting"] or process["error"].partition("\n")[0]
             table.add_row(process["name"], process["state"], str(process["pid"] or "-"), str(process["restarts"]), why)
         console.print(table)
-    if found["health"]:
+    if found.get("health"):
         table = Table("address", "role", "state", "waits for", title=f"run {found['run']}")
         for address, said in found["health"].items():
             state = "ready" if said["ready"] else "alive" if said["alive"] else "not alive"

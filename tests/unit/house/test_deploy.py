@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -20,6 +21,8 @@ import yaml
 from helm_python import Chart, HelmError
 
 from turnlog.cli import parser
+from turnlog.infra.embedded.plan import ROLES as UP
+from turnlog.infra.roles.ending import grace_s
 from turnlog.settings import Settings, load
 from turnlog.settings_page import chart_schema
 
@@ -41,6 +44,7 @@ OF_PROCESSES = {
 }
 """What a process is told beside its settings."""
 OF_COMPOSE = {"TURNLOG_IMAGES", "TURNLOG_VERSION"}
+ROLES = {*UP, "feeder", "lag", "registry"}
 Document = dict[str, Any]
 
 
@@ -154,6 +158,23 @@ def test_single_roles_are_recreated_and_never_held_by_a_budget(documents: list[D
         single = name in ("turnlog-batcher", "turnlog-feeder")
         assert (document["spec"]["strategy"]["type"] == "Recreate") is single, name
         assert (name not in budgets) is single, name
+
+
+def test_a_role_is_given_the_time_that_it_may_need_to_end(documents: list[Document]) -> None:
+    services = yaml.safe_load(COMPOSE.read_text())["services"]
+    compose = {
+        name: float(service["stop_grace_period"].removesuffix("s"))
+        for name, service in services.items()
+        if "stop_grace_period" in service and service["command"][0] == name
+    }
+    chart = {
+        name.removeprefix("turnlog-"): pod.get("terminationGracePeriodSeconds", 30) for name, pod in pods(documents)
+    }
+    chart["loader"] = chart.pop("engine", math.inf)  # one pod
+    for given in (compose, chart):
+        roles = {role: seconds for role, seconds in given.items() if role in ROLES}
+        assert len(roles) >= 6
+        assert {role: seconds for role, seconds in roles.items() if seconds < grace_s(role, Settings())} == {}
 
 
 LAPTOP = yaml.safe_load((CHART / "examples/laptop.yaml").read_text())
