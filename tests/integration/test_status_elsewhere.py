@@ -49,7 +49,7 @@ async def test_the_log_and_health_addresses_tell_what_no_supervisor_knows(live_s
     ready, waits, nobody = Health("runner"), Health("assembler"), f"http://{HOST}:{free_ports(1)[0]}"
     ready.started()
     waits.started()
-    waits.waits("unit 2", "stopped at agent.turns[2]@7")
+    waits.unmet("unit 2", "stopped at agent.turns[2]@7")
     ports = free_ports(2)
     async with serve_health(ready, (HOST, ports[0])), serve_health(waits, (HOST, ports[1])):
         one, other = (f"http://{HOST}:{port}" for port in ports)

@@ -64,7 +64,12 @@ def blocked(server: socket.socket, tmp_path: Path, *verb: str) -> subprocess.Pop
     env |= {"TURNLOG_LOG_FORMAT": "json"}
     with (tmp_path / "log").open("wb") as log:
         command = [sys.executable, "-m", "turnlog.cli", *verb]
-        return subprocess.Popen(command, env=env, cwd=tmp_path, stdout=log, stderr=log)
+        return subprocess.Popen(command, env=env, cwd=tmp_path, stdout=log, stderr=log, preexec_fn=heard)
+
+
+def heard() -> None:
+    """A shell's background job, which this run may be, ignores SIGINT, and so do its children."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
