@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -27,6 +26,7 @@ from turnlog.infra.archive import archive_name
 from turnlog.infra.log import Log, LogUnavailable, Partition, TopicMissing
 from turnlog.infra.roles.health import Health, QuietServer, application, configured, listening
 from turnlog.infra.roles.probe import served_at
+from turnlog.infra.roles.starting import asked
 from turnlog.infra.run_folder import kafka_of
 from turnlog.names import ConsumerGroup
 from turnlog.schemas import topics
@@ -224,9 +224,7 @@ def serve_lag(settings: Settings) -> int:
     from turnlog.infra.kafka import KafkaLog  # clients of real machines are imported where they are opened
 
     async def run() -> None:
-        loop, stopping = asyncio.get_running_loop(), asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stopping.set)
+        stopping = asked()
         health = Health("lag", work_s=settings.liveness.work_s)
         address = served_at("lag", settings, os.environ) or (settings.lag.host, 0)
         async with AsyncExitStack() as stack:

@@ -127,10 +127,14 @@ class Compose:
     project: str
     env: dict[str, str]
 
-    def __call__(self, *arguments: str, timeout_s: float = 300) -> str:
-        """`docker compose ARGUMENTS`; its output."""
+    def command(self, *arguments: str) -> tuple[str, ...]:
+        """`docker compose ARGUMENTS` of the project."""
         of_project = ("--project-name", self.project, "--env-file", str(self.env_file), "--file", str(self.file))
-        return run(*self.program, *of_project, *arguments, timeout_s=timeout_s, env=self.env)
+        return (*self.program, *of_project, *arguments)
+
+    def __call__(self, *arguments: str, timeout_s: float = 300) -> str:
+        """Run it; its output."""
+        return run(*self.command(*arguments), timeout_s=timeout_s, env=self.env)
 
     def containers(self, service: str) -> list[str]:
         """Names of the service's containers."""

@@ -35,8 +35,7 @@ def test_nothing_is_lost_or_counted_twice_while_assemblers_are_scaled_and_killed
 ) -> None:
     mounts = [word for name in ("tests", "benchmarks") for word in ("-v", f"{ROOT / name}:/repo/{name}:ro")]
     load = ("run", "--rm", "-T", "--no-deps", *mounts, "--entrypoint", "python", "assembler", SCRIPT)
-    project = ("--project-name", compose.project, "--env-file", str(compose.env_file), "--file", str(compose.file))
-    command = [*compose.program, *project, "--profile", "data", *load, "--seconds", str(LOAD_S)]
+    command = compose.command("--profile", "data", *load, "--seconds", str(LOAD_S))
     writing = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=compose.env)
     assert writing.stderr is not None
     assert "writing" in next(line for line in writing.stderr if "writing" in line)

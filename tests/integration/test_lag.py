@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.addresses import variables
 from tests.fakes.sessions import GroupName, Shape, whole_group
 from turnlog.consumers.lag import ROLES, lag_of
 from turnlog.infra.embedded.ports import HOST, free_ports
@@ -34,13 +35,7 @@ def environment(settings: Settings, **more: str) -> dict[str, str]:
     """What a role needs to find its servers."""
     return {
         **os.environ,
-        "TURNLOG_RUN_ID": settings.run.id,
-        "TURNLOG_RUN_DIRECTORY": settings.run.directory,
-        "TURNLOG_KAFKA_BOOTSTRAP": settings.kafka.bootstrap,
-        "TURNLOG_KAFKA_PREFIX": settings.kafka.prefix,
-        "TURNLOG_REGISTRY_URL": settings.registry.url,
-        "TURNLOG_STORE_ENDPOINT": settings.store.endpoint,
-        "TURNLOG_STORE_SECRET_KEY": settings.store.secret_key,
+        **variables(settings),
         "TURNLOG_ENGINE_URLS": ",".join(settings.engine.urls),
         "TURNLOG_VIEWS_ENABLED": "false",
     } | more

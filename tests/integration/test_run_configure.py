@@ -11,6 +11,7 @@ from uuid import uuid4
 
 import pytest
 
+from tests.addresses import variables
 from turnlog.infra.history import all_events
 from turnlog.infra.log import Partition
 from turnlog.infra.roles.role import opened
@@ -40,13 +41,7 @@ def fresh(live_settings: Settings) -> Settings:
 
 async def started(settings: Settings, *verb: str, **more: str) -> asyncio.subprocess.Process:
     env = {
-        "TURNLOG_RUN_ID": settings.run.id,
-        "TURNLOG_RUN_DIRECTORY": settings.run.directory,
-        "TURNLOG_KAFKA_BOOTSTRAP": settings.kafka.bootstrap,
-        "TURNLOG_KAFKA_PREFIX": settings.kafka.prefix,
-        "TURNLOG_REGISTRY_URL": settings.registry.url,
-        "TURNLOG_STORE_ENDPOINT": settings.store.endpoint,
-        "TURNLOG_STORE_SECRET_KEY": settings.store.secret_key,
+        **variables(settings),
         "TURNLOG_FEEDER_DRAWS": "3",
     }
     return await asyncio.create_subprocess_exec(

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.addresses import variables
 from turnlog.infra.log import Partition
 from turnlog.infra.roles.role import Role, opened
 from turnlog.schemas.events import SandboxSpec, ToolCallCompleted, ToolCallRequested, ToolCallStarted, ToolStatus
@@ -41,13 +42,7 @@ serve("sandbox", main, load(None, os.environ))
 def environment(settings: Settings, number: int) -> dict[str, str]:
     """What a worker needs to find the test's servers."""
     ours = {
-        "TURNLOG_RUN_ID": settings.run.id,
-        "TURNLOG_RUN_DIRECTORY": settings.run.directory,
-        "TURNLOG_KAFKA_BOOTSTRAP": settings.kafka.bootstrap,
-        "TURNLOG_KAFKA_PREFIX": settings.kafka.prefix,
-        "TURNLOG_REGISTRY_URL": settings.registry.url,
-        "TURNLOG_STORE_ENDPOINT": settings.store.endpoint,
-        "TURNLOG_STORE_SECRET_KEY": settings.store.secret_key,
+        **variables(settings),
         "TURNLOG_SANDBOX_FIRST_UID": str(250_000 + 10 * number),
         "TURNLOG_INSTANCE": f"sandbox-{number}",
     }

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.addresses import variables
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.roles.health import Health, serve_health
 from turnlog.infra.roles.role import opened
@@ -25,13 +26,7 @@ pytestmark = pytest.mark.kafka
 async def status(settings: Settings, *arguments: str) -> tuple[int | None, str]:
     env = {
         **os.environ,
-        "TURNLOG_RUN_ID": settings.run.id,
-        "TURNLOG_RUN_DIRECTORY": settings.run.directory,
-        "TURNLOG_KAFKA_BOOTSTRAP": settings.kafka.bootstrap,
-        "TURNLOG_KAFKA_PREFIX": settings.kafka.prefix,
-        "TURNLOG_REGISTRY_URL": settings.registry.url,
-        "TURNLOG_STORE_ENDPOINT": settings.store.endpoint,
-        "TURNLOG_STORE_SECRET_KEY": settings.store.secret_key,
+        **variables(settings),
     }
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "turnlog.cli", "status", *arguments, env=env, stdout=asyncio.subprocess.PIPE
