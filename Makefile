@@ -22,7 +22,7 @@ VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml | head -1)
 WORKERS ?= 2
 IN_WORKERS := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15
 
-.PHONY: help demo test test-fresh test-compose check bench chaos mutants images schemas docs lock clean
+.PHONY: help demo test test-long test-fresh test-compose test-kube test-secured check bench chaos mutants images schemas docs lock clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -33,11 +33,20 @@ demo: $(ENVIRONMENT)  ## the whole loop on this machine (STEPS=5 for the impatie
 test: $(ENVIRONMENT)  ## every test: units, contracts, real servers, one small closed loop (TESTS=tests/unit, WORKERS=4)
 	@$(BIN)/python -m pytest $(if $(TESTS),$(TESTS),$(IN_WORKERS))
 
+test-long: $(ENVIRONMENT)  ## the tests that `make test` leaves out, of each of which it holds a shorter one (20 minutes)
+	@$(BIN)/python -m pytest -m long $(IN_WORKERS)
+
 test-fresh:  ## the same on a bare Debian as a user without a name (root only; needs debootstrap)
 	@tests/fresh.sh
 
 test-compose: $(ENVIRONMENT)  ## images and compose on a container engine (docker; as root, docker.io from Debian will do)
 	@$(BIN)/python -m pytest -s tests/deploy/test_compose.py
+
+test-kube: $(ENVIRONMENT)  ## the chart on a real control plane and two nodes of this machine (root; Go, docker.io, CNI plugins)
+	@$(BIN)/python -m pytest -s tests/deploy/test_kube.py
+
+test-secured: $(ENVIRONMENT)  ## the whole contract of the log over SASL_SSL and mTLS, each ACL taken away (7 minutes)
+	@TURNLOG_TEST_SESSIONS_S=31 $(BIN)/python -m pytest tests/secure tests/integration/test_secured_kafka.py
 
 check: $(ENVIRONMENT)  ## format, lint, types, import floors, unit tests
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/lint-imports
@@ -68,7 +77,8 @@ schemas: $(ENVIRONMENT)  ## rewrite schemas/avro from the event dataclasses
 docs: $(ENVIRONMENT)  ## rewrite the generated pages
 	@$(BIN)/python -m turnlog.schemas.catalogue_page > docs/events.md
 	@$(BIN)/python -m turnlog.settings_page > docs/settings.md
-	@$(BIN)/python -m turnlog.settings_page infra/deploy/helm/turnlog/values.schema.json
+	@$(BIN)/python -c 'from turnlog.producers.gateway.dialects import fields_page as p; print(p(), end="")' > docs/fields.md
+	@$(BIN)/python -m turnlog.settings_page infra/deploy/helm/turnlog
 
 $(UV): locks/uv.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 is needed: install it or set PYTHON=/path/to/python3.11"; exit 2; }

@@ -46,6 +46,15 @@ def sample(number: int, rng: np.random.Generator) -> SegmentSample:
     )  # fmt: skip
 
 
+def samples(count: int, rng: np.random.Generator) -> list[SegmentSample]:
+    """So many rows of different groups. They share the tokens of 64, and are made before anything is measured."""
+    whole = [sample(number, rng) for number in range(min(count, 64))]
+    return [
+        dataclasses.replace(whole[number % 64], sample_id=str(number), group_id=digest("group", number))
+        for number in range(count)
+    ]
+
+
 async def create_topics(log: Log, *, fsync: bool = False) -> None:
     """For samples and for bare bytes."""
     config = {"max.message.bytes": str(MAX_MESSAGE_BYTES)} | ({"flush.messages": "1"} if fsync else {})
@@ -54,13 +63,13 @@ async def create_topics(log: Log, *, fsync: bool = False) -> None:
 
 @asynccontextmanager
 async def ours(log: Log, rows: list[SegmentSample]) -> AsyncIterator[Deliver]:
-    """Through EventLog: encode, append, read committed, decode."""
+    """Through EventLog: encode, append, read committed, decode. No more than `rows` may be in flight."""
     waiting: dict[str, asyncio.Future[None]] = {}
 
     async def deliver(numbers: Sequence[int]) -> None:
         acks = []
         for number in numbers:
-            row = dataclasses.replace(rows[number % len(rows)], sample_id=str(number), group_id=digest("group", number))
+            row = rows[number % len(rows)]
             waiting[row.sample_id] = asyncio.get_running_loop().create_future()
             acks += [await events.submit(row), waiting[row.sample_id]]
         await asyncio.gather(*acks)

@@ -7,11 +7,11 @@ with nothing decoded, folded or hashed. Beside it, the same replay from an archi
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import time
 from pathlib import Path
 
+import uvloop
 from assembling import assemble, write_groups
 from log_server import ACKS, LogServer, broker
 from row import say, size, told
@@ -118,7 +118,7 @@ async def measure(server: LogServer) -> int:
 def main() -> int:
     """One broker, one run."""
     with broker() as server:
-        return asyncio.run(measure(server))
+        return uvloop.run(measure(server))
 
 
 if __name__ == "__main__":

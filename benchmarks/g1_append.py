@@ -12,7 +12,7 @@ import statistics
 
 import numpy as np
 import uvloop
-from delivery import FLOOR_IS, ONE_PROCESS, TOKENS, alone, create_topics, encoded_size, floor, ours, rate, sample
+from delivery import FLOOR_IS, ONE_PROCESS, TOKENS, alone, create_topics, encoded_size, floor, ours, rate, samples
 from log_server import ACKS, LogServer, broker
 from row import percentile, say, size, told
 
@@ -24,7 +24,7 @@ GOAL, GOAL_P50_MS, GOAL_P99_MS, GOAL_SHARE = 1000, 3.0, 15.0, 0.9
 async def measure(server: LogServer) -> int:
     """Alternate, then report."""
     rng, numbers = np.random.default_rng(0), itertools.count()
-    rows = [sample(number, rng) for number in range(64)]
+    rows = samples(PER_ROUND, rng)
     log, synced = server.log(), server.log("fsync-")
     await create_topics(log)
     await create_topics(synced, fsync=True)

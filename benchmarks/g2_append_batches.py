@@ -12,7 +12,7 @@ import statistics
 
 import numpy as np
 import uvloop
-from delivery import FLOOR_IS, ONE_PROCESS, TOKENS, alone, create_topics, encoded_size, floor, ours, rate, sample
+from delivery import FLOOR_IS, ONE_PROCESS, TOKENS, alone, create_topics, encoded_size, floor, ours, rate, samples
 from log_server import ACKS, LogServer, broker
 from row import percentile, say, size, told
 
@@ -25,7 +25,7 @@ GOAL, GOAL_SHARE = 3000, 0.8
 async def measure(server: LogServer) -> int:
     """Alternate, then report."""
     rng, numbers, log = np.random.default_rng(0), itertools.count(), server.log()
-    rows = [sample(number, rng) for number in range(BATCH)]
+    rows = samples(PER_ROUND * BATCH, rng)
     await create_topics(log)
     bytes_each = await encoded_size(log, rows[0])
     got: dict[str, list[float]] = {"floor": [], "ours": []}

@@ -26,6 +26,7 @@ from row import say, size, told
 
 from turnlog.infra import recipes
 from turnlog.infra.embedded.broker import Broker
+from turnlog.infra.embedded.brokers import Brokers
 from turnlog.infra.embedded.tiny_model import make_tiny_model
 from turnlog.infra.history import partitions
 from turnlog.infra.kafka import KafkaLog
@@ -176,9 +177,9 @@ async def measure(server: Settings, broker: Broker) -> int:
 
 def main() -> int:
     """Servers of its own: the broker is killed."""
-    found: list[Broker] = []
+    found: list[Brokers] = []
     with servers("restarts", started=found.append) as settings:
-        return asyncio.run(measure(settings, found[0]))
+        return asyncio.run(measure(settings, found[0].all[0]))
 
 
 if __name__ == "__main__":

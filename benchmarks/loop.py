@@ -35,7 +35,8 @@ from turnlog.infra.history import events
 from turnlog.infra.roles.role import opened
 from turnlog.infra.run_folder import resolved
 from turnlog.processors.core.batches.rows import BatchRows
-from turnlog.producers.recipes.calc_model import END, OPERATORS, task_row
+from turnlog.producers.recipes.calc import OPERATORS, task_row
+from turnlog.producers.recipes.warm_start import END
 from turnlog.schemas.topics import ENGINES, SESSIONS
 from turnlog.settings import Settings, load
 from turnlog.trainer.launch import Ranks, ranks

@@ -26,7 +26,7 @@ from turnlog.processors.core.fold.unit import UnitFold
 from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.processors.runtime.assembler import assembler_plan
-from turnlog.processors.runtime.unit import Plan
+from turnlog.processors.runtime.unit import AssemblerPlan
 from turnlog.processors.runtime.views import view
 from turnlog.schemas import ids, topics
 from turnlog.schemas.events import (
@@ -144,7 +144,7 @@ class Past:
         return configuration(self.settings)
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> AssemblerPlan:
         """Of its assembler."""
         return assembler_plan(Configured.today(self.settings), self.settings.assembler)
 

@@ -81,7 +81,7 @@ class Restarts:
             number = next(self._numbers)
             group = group_id(self._settings, number)
             body = {
-                "group_id": group, "rollout_id": f"rollout-{number}", "purpose": "train",
+                "group_id": group, "rollout_id": f"rollout-{number}", "group_size": GROUP, "purpose": "train",
                 "floor": self._past.floor(group), "sampling": {"temperature": 1.0, "max_new_tokens": 12},
             }  # fmt: skip
 

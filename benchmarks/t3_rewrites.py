@@ -25,7 +25,7 @@ from turnlog.producers.gateway.engines import Draft
 from turnlog.producers.gateway.prompts import ChatTemplate, Prompts, TextTokens
 from turnlog.producers.gateway.requests import Claims
 from turnlog.producers.gateway.sessions import Session
-from turnlog.producers.gateway.turns import Plan, Planner, Stored, recorded
+from turnlog.producers.gateway.turns import Planner, Said, Stored, TurnPlan, recorded
 from turnlog.producers.recipes.calc import RECIPE
 from turnlog.schemas.events import Agent, Environment, Purpose, Sampling, SessionStarted, VersionSpan
 
@@ -52,9 +52,9 @@ class Gateway:
         self.planner = Planner(prompts=prompts, window=1 << 30, history="sampled")
         self.ids = prompts.tokens.encode("7" * ANSWER)
 
-    def turn(self, session: Session, body: bytes) -> tuple[dict[str, Any], Plan, int]:
+    def turn(self, session: Session, body: bytes) -> tuple[dict[str, Any], TurnPlan, int]:
         """The answer, what it would be sampled on, and how many ids were new to the log."""
-        chat = OpenAIChat().request(body, session.conversation.messages.read)
+        chat = OpenAIChat().request(body, session.conversation)
         session.repeated(chat.sha256, None)
         plan = self.planner.plan(session, chat, CLAIMS, None)
         conversation, new = session.conversation, plan.prompt[plan.known.depth :]
@@ -63,7 +63,7 @@ class Gateway:
         prompt = continued(conversation.hashed(plan.known), new)
         stored = Stored(*conversation.stored_against(new, plan.known, plan.images), prompt)
         _, written, turn = recorded(
-            session, chat, plan, draft, session.admit(), response, stored, gone=False, now=0.0
+            session, chat, plan, draft, session.admit(), Said(response, [], None, 0, 0), stored, gone=False, now=0.0
         )  # fmt: skip
         conversation.record(turn, new, draft.ids, plan.known)
         return response, plan, (len(written.delta_ids) + len(written.output_ids)) // 4

@@ -147,6 +147,8 @@ class Archiver:
         self._opened_at: dict[Partition, float] = {}
         self._ends: dict[Partition, int] = {}
         """Where the next range starts."""
+        self._commits: dict[Partition, Commit] = {}
+        """As they stand."""
         self._schemas = WrittenSchemas(role.events, self.index)
         self._cuts: dict[int, Cut] = {}
         """Not yet covered by the index, by unit."""
@@ -164,7 +166,7 @@ class Archiver:
         await self.index.put_topics(topics)
         places = partitions_of(topics)
         starts, ends = await self._role.log.start_offsets(places), await self._role.log.end_offsets(places)
-        commits = await self._role.log.commits(self._group, places)
+        self._commits = commits = await self._role.log.commits(self._group, places)
         for place in places:
             self._role.health.beat()
             await self._resume(place, commits.get(place), starts[place], ends[place])
@@ -226,7 +228,8 @@ class Archiver:
             return
         await self._transactor.begin()
         decided = {place: Commit(end, json.dumps({"start": self._ends[place]})) for place, end in ends.items()}
-        await self._transactor.offsets(self._group, decided)
+        self._commits |= {place: commit.keeping(self._commits.get(place)) for place, commit in decided.items()}
+        await self._transactor.offsets(self._group, {place: self._commits[place] for place in decided})
         await self._transactor.commit()
         for place, end in ends.items():
             del self._opened_at[place]

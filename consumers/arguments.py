@@ -30,6 +30,110 @@ def archive_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--yes", action="store_true", help="prune: delete, do not only show")
 
 
+GC_EPILOG = """\
+A first call with --delete moves what nothing has named for a grace into the bucket's trash/, from where readers take it
+back; a call a grace later looks again and deletes it for good. It reads every record of every log and archive of the
+bucket. What is marked needs no lock: calls beside each other, and killed ones, lose nothing.
+
+Examples:
+  turnlog --run demo-20260101-120000 gc               show it, change nothing
+  turnlog --settings cluster.toml gc --grace 3d --delete
+  turnlog --settings cluster.toml gc --also other-cluster.toml --json
+"""
+
+
+def gc_arguments(verb: argparse.ArgumentParser) -> None:
+    """What may go."""
+    verb.formatter_class = argparse.RawDescriptionHelpFormatter
+    verb.epilog = GC_EPILOG
+    verb.add_argument("--delete", action="store_true", help="let it go (default: show it)")
+    verb.add_argument(
+        "--grace", type=_seconds, default="1d", metavar="TIME",
+        help="unnamed for so long by the store's clock, at least 2h: 36h, 3d (default 1d)",
+    )  # fmt: skip
+    _bucket(verb)
+    verb.add_argument(
+        "--unowned", action="store_true",
+        help="also what lies in no owner's folder: every log that ever used the bucket is one of those read here",
+    )  # fmt: skip
+    verb.add_argument("--json", action="store_true")
+
+
+def _seconds(text: str) -> float:
+    """90s, 30m, 36h, 3d. Raises ArgumentTypeError."""
+    units = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+    try:
+        return float(text[:-1]) * units[text[-1:]]
+    except (KeyError, ValueError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no time: a number and one of {', '.join(units)}") from None
+
+
+DELETE_EPILOG = """\
+It lists topics with their offsets and bytes, groups, the run's folder and archive in the store, its checkpoints and its
+directory, says what stays and why, and changes nothing. With --delete all of it goes; a call that was killed is said
+again. A run that is up is refused, as is one that another run or archive needs. What embedded servers hold lies in
+the directory and goes with it.
+
+Examples:
+  turnlog run delete demo-20260101-120000
+  turnlog run delete demo-20260101-120000 --delete
+  turnlog --settings team-a.toml run delete calc-7 --also team-b.toml --delete --yes
+"""
+
+
+def delete_arguments(verb: argparse.ArgumentParser) -> None:
+    """What is to go, and who has agreed."""
+    verb.formatter_class = argparse.RawDescriptionHelpFormatter
+    verb.description = "Delete a run: show what that takes, or let it go for good."
+    verb.epilog = DELETE_EPILOG
+    verb.add_argument("target", metavar="RUN", help="its id; settings are those of its directory, else of --settings")
+    verb.add_argument("--delete", action="store_true", help="let it go (default: show it); asks for the run's id")
+    verb.add_argument("--yes", action="store_true", help="do not ask")
+    _bucket(verb)
+    verb.add_argument("--json", action="store_true")
+
+
+def _bucket(verb: argparse.ArgumentParser) -> None:
+    """Who else uses it."""
+    verb.add_argument(
+        "--also", type=Path, action="append", default=[], metavar="FILE",
+        help="settings of another cluster whose runs use the bucket; again for each",
+    )  # fmt: skip
+    verb.add_argument(
+        "--retired", action="append", default=[], metavar="FOLDER",
+        help="an owner whose log is gone for good: of it only archives count; again for each",
+    )  # fmt: skip
+
+
+FORK_EPILOG = """\
+Examples:
+  turnlog --run second run fork --from demo-20260101-120000 --step 20
+  turnlog --settings other.toml run fork --from demo-20260101-120000
+"""
+
+
+def fork_arguments(verb: argparse.ArgumentParser) -> None:
+    """What to fork, and where to."""
+    verb.formatter_class = argparse.RawDescriptionHelpFormatter
+    verb.description = (
+        "Make the run of --run or --settings from a checkpoint of another: weights, optimizer, learning rate and the "
+        "place in the dataset."
+    )
+    verb.epilog = FORK_EPILOG
+    verb.add_argument(
+        "--from", dest="parent", required=True, metavar="RUN", help="id of a run beside the new one, or its directory"
+    )
+    verb.add_argument(
+        "--step", type=int, metavar="N", help="of its checkpoints that of N optimizer steps (default newest)"
+    )
+    verb.add_argument(
+        "--from-settings", type=Path, metavar="FILE", help="the parent's settings (default settings.toml there)"
+    )
+    verb.add_argument("--archive", action="store_true", help="read the parent's archive instead of its topics")
+    verb.add_argument("--to-prefix", metavar="PREFIX", help="[kafka] prefix of the new run")
+    verb.add_argument("--draws", type=int, metavar="N", help="[feeder] draws of the new run, its own alone")
+
+
 DATASET_EPILOG = """\
 Examples:
   turnlog dataset build calc --view rl --format parquet
@@ -243,3 +347,48 @@ def replay_arguments(verb: argparse.ArgumentParser) -> None:
     other.add_argument("--out", type=Path, metavar="OUT", default=None, help="folder to make")
     other.add_argument("--format", choices=("parquet", "arrow"), default="parquet", help="default parquet")
     other.add_argument("--overwrite", action="store_true", help="replace the dataset that stands at OUT")
+
+
+REWARD_EPILOG = """\
+The verifier is what MODULE:NAME names (a verifier, or a recipe that has one), else each session's own recipe names it,
+as it is installed here. Functions, services, judge models and sums of them can be asked again; what needs a sandbox or
+an environment is refused. The log stays as it is: the new rewards stand in the dataset, with the advantages and groups
+that follow from them.
+
+Examples:
+  turnlog reward rerun --dry-run                              how many rewards would the installed recipe change?
+  turnlog reward rerun --verifier my_recipe:STRICT --dry-run  and another verifier?
+  turnlog reward rerun data/strict --verifier my_recipe:STRICT
+  turnlog --run old reward rerun data/old --from archive --at-once 32
+
+Exit status: 0 done, 2 cannot.
+"""
+
+
+def reward_arguments(verb: argparse.ArgumentParser) -> None:
+    """Give the verb its action `rerun`."""
+    verb.formatter_class = argparse.RawDescriptionHelpFormatter
+    verb.epilog = REWARD_EPILOG
+    rerun = verb.add_subparsers(dest="action", required=True, metavar="ACTION").add_parser(
+        "rerun", help="judge recorded sessions again", epilog=REWARD_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Judge the sessions of a run again, and write the dataset of token rows that it would have given.",
+    )  # fmt: skip
+    rerun.add_argument("out", nargs="?", type=Path, metavar="OUT", help="folder to make; it appears when it is whole")
+    rerun.add_argument("--verifier", default="", metavar="MODULE:NAME", help="who judges (default: the recipe's)")
+    rerun.add_argument("--dry-run", action="store_true", help="judge, say what would change, write nothing")
+    rerun.add_argument("--at-once", type=int, default=8, metavar="N", help="sessions judged at once (default 8)")
+    rerun.add_argument("--format", choices=("parquet", "arrow"), default="parquet", help="default parquet")
+    rerun.add_argument("--overwrite", action="store_true", help="replace the dataset that stands at OUT")
+    _source(rerun)
+
+
+def topics_arguments(verb: argparse.ArgumentParser) -> None:
+    """turnlog topics"""
+    verb.add_argument("action", choices=("apply", "check", "acls"), help="acls: print what each role may have to do")
+    verb.add_argument(
+        "--principal", action="append", default=[], metavar="ROLE=User:NAME", help="acls: who a role is (User:ROLE)"
+    )
+    verb.add_argument(
+        "--format", choices=("kafka-acls", "json"), default="kafka-acls", help="acls: commands (default), or a list"
+    )

@@ -142,9 +142,9 @@ async def follow(
     settings = resolved(settings or load(None, os.environ))
     check(topics, settings.kafka)
     async with AsyncExitStack() as stack:
-        kafka = KafkaLog(settings.kafka.bootstrap, prefix=settings.kafka.prefix)
+        kafka = KafkaLog.of(settings.kafka)
         stack.push_async_callback(kafka.close)
-        registry = HttpRegistry(settings.registry.url)
+        registry = HttpRegistry(settings.registry)
         stack.push_async_callback(registry.close)
         opened = follow_on(kafka, registry, topics, group=group, until_end=until_end, commit_s=commit_s)
         yield await stack.enter_async_context(opened)

@@ -6,6 +6,9 @@ autoscaling and alerts; it needs the broker alone, and is in none of the groups.
 Records wait when nobody has taken them, and when whoever took them has not said that they are over: `high` and
 `under_way` of the committed metadata say so (infra.log.Commit), the offset where there are none. They are counted by
 offsets, so an aborted record or a transaction's marker among many counts, too; the last few are looked at.
+
+Beside it is exported what no role can say of itself: for how long a transaction hangs, and until when the certificates
+that servers show are good.
 """
 
 from __future__ import annotations
@@ -14,39 +17,33 @@ import asyncio
 import contextlib
 import logging
 import os
+import ssl
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from urllib.parse import urlsplit
 
 from prometheus_client import Gauge
 
 from turnlog.infra.archive import archive_name
-from turnlog.infra.log import Log, LogUnavailable, Partition, TopicMissing
+from turnlog.infra.log import Log, LogUnavailable, Partition, TlsFailed, TopicMissing
 from turnlog.infra.roles.health import Health, QuietServer, application, configured, listening
 from turnlog.infra.roles.probe import served_at
 from turnlog.infra.roles.starting import asked
+from turnlog.infra.roles.tls import trusting
 from turnlog.infra.run_folder import kafka_of
+from turnlog.infra.topics_admin import ACCESS
 from turnlog.names import ConsumerGroup
-from turnlog.schemas import topics
 from turnlog.schemas.topics import CATALOGUE, Topic
+from turnlog.setting_types import SettingsError
 from turnlog.settings import Settings
 
 log = logging.getLogger(__name__)
 ROLES: Mapping[str, tuple[ConsumerGroup, tuple[Topic, ...]]] = {
-    "assembler": (ConsumerGroup.ASSEMBLER, (topics.SESSIONS, topics.TURNS, topics.SNAPSHOTS)),
-    "runner": (ConsumerGroup.RUNNER, (topics.TASKS, topics.TOOL_RESULTS)),
-    "sandbox": (ConsumerGroup.SANDBOX, (topics.TOOL_CALLS,)),
-    "batcher": (ConsumerGroup.BATCHER, (topics.SAMPLES,)),
-    "trainer": (ConsumerGroup.TRAINER, (topics.BATCHES,)),
-    "loader": (ConsumerGroup.LOADER, (topics.WEIGHTS,)),
-    "feeder": (
-        ConsumerGroup.FEEDER, (topics.GROUP_SCORES, topics.BATCHES, topics.STEPS, topics.WEIGHTS, topics.ENGINES),
-    ),
-    "views": (ConsumerGroup.VIEWS, (topics.SESSIONS, topics.STEPS, topics.WEIGHTS)),
-    "archive": (ConsumerGroup.ARCHIVE, CATALOGUE),
-}  # fmt: skip
+    role: (access.group, access.consumes) for role, access in ACCESS.items() if access.group is not None
+}
 """Every role that consumes: its group, and what it reads there."""
 FEW = 4
 """Offsets that are looked at: a transaction leaves one marker per partition."""
@@ -58,6 +55,16 @@ ROLE_RECORDS = Gauge("turnlog_role_lag_records", "turnlog_lag_records of the rol
 ROLE_SECONDS = Gauge(
     "turnlog_role_lag_seconds", "Age, at least, of the oldest record that the role has not taken", ["role"]
 )  # fmt: skip
+OPEN_SECONDS = Gauge(
+    "turnlog_log_open_transaction_seconds", "For how long an open transaction has hidden what lies behind it", ["topic"]
+)
+EXPIRES = Gauge(
+    "turnlog_certificate_expires_timestamp_seconds",
+    "End of the certificate that a server shows, in Unix time; 0: it is not trusted now", ["server"]
+)  # fmt: skip
+CERTIFICATES_S = 600.0
+"""Between two looks at certificates."""
+HANDSHAKE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,12 +188,66 @@ class Ages:
         return ages
 
 
+class Open:
+    """Since when what is committed ends where it does, of partitions that hold more behind that."""
+
+    def __init__(self) -> None:
+        self._since: dict[Partition, tuple[int, float]] = {}
+
+    def look(self, stable: Mapping[Partition, int], ends: Mapping[Partition, int], now: float) -> dict[str, float]:
+        """Topic -> seconds, of its worst partition, by last stable offsets and ends; 0 where all is readable."""
+        seconds = {place.topic: 0.0 for place in stable}
+        before, self._since = self._since, {}
+        for place, offset in stable.items():
+            if offset < ends[place]:
+                known = before.get(place, (-1, now))
+                self._since[place] = since = known if known[0] == offset else (offset, now)
+                seconds[place.topic] = max(seconds[place.topic], now - since[1])
+        return seconds
+
+
+def tls_servers(settings: Settings) -> list[tuple[str, str, int, ssl.SSLContext]]:
+    """(name, host, port, what it is trusted by) of each server of the settings that speaks TLS. Raises TlsFileUnusable,
+    TlsFailed."""
+    from turnlog.infra.kafka.security import Login
+
+    urls = [("registry", settings.registry.url, settings.registry.ca_file),
+            ("store", settings.store.endpoint, settings.store.ca_file),
+            ("gateway", settings.gateway.url, settings.gateway.ca_file)]  # fmt: skip
+    urls += [("engine", url, settings.engine.ca_file) for url in settings.engine.urls]
+    found = []
+    for name, url, ca_file in urls:
+        if (context := trusting(url, ca_file, name)) is not None:
+            address = urlsplit(url)
+            found.append((name, address.hostname or "", address.port or 443, context))
+    login = Login(settings.kafka)
+    if login.is_tls:
+        found += [("kafka", host, port, login.context()) for host, port in login.addresses]
+    return found
+
+
+async def expires(host: str, port: int, context: ssl.SSLContext) -> float | None:
+    """End of the certificate that the server shows, in Unix time; 0 when it is not trusted; None: no answer."""
+    try:
+        async with asyncio.timeout(HANDSHAKE_S):
+            _, writer = await asyncio.open_connection(host, port, ssl=context)
+    except ssl.SSLCertVerificationError as error:
+        log.warning("the certificate of %s:%d is not trusted: %s", host, port, error.verify_message)
+        return 0.0
+    except (OSError, TimeoutError):
+        return None  # whoever needs it says so
+    shown = writer.get_extra_info("peercert")
+    writer.close()
+    return float(ssl.cert_time_to_seconds(shown["notAfter"]))
+
+
 class Exporter:
     """The gauges. They hold what was true a moment ago, or nothing."""
 
     def __init__(self, client: Log, settings: Settings, health: Health) -> None:
         self._log, self._settings, self._health = client, settings, health
-        self._markers, self._ages = Markers(), Ages()
+        self._markers, self._ages, self._open = Markers(), Ages(), Open()
+        self._certificates_due = 0.0
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Look every [lag] every_s until `stopping`; while the broker or its topics are away, there are no gauges and
@@ -196,13 +257,14 @@ class Exporter:
             try:
                 await self.look()
             except (LogUnavailable, TopicMissing) as error:
-                for gauge in (RECORDS, ROLE_RECORDS, ROLE_SECONDS):
+                for gauge in (RECORDS, ROLE_RECORDS, ROLE_SECONDS, OPEN_SECONDS):
                     gauge.clear()
                 self._health.unmet("log", str(error))
                 log.warning("no lag is told: %s", error)
             else:
                 self._health.met("log")
                 self._health.started()
+            await self._look_at_certificates()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.lag.every_s):
                     await stopping.wait()
@@ -217,6 +279,23 @@ class Exporter:
             ROLE_RECORDS.labels(role).set(records)
         for role, seconds in self._ages.look(lags, time.monotonic()).items():
             ROLE_SECONDS.labels(role).set(seconds)
+        stable = {one.place: one.end for one in lags}
+        ends = await self._log.end_offsets(sorted(stable), committed=False)
+        for topic, seconds in self._open.look(stable, ends, time.monotonic()).items():
+            OPEN_SECONDS.labels(topic).set(seconds)
+
+    async def _look_at_certificates(self) -> None:
+        if time.monotonic() < self._certificates_due:
+            return
+        self._certificates_due = time.monotonic() + CERTIFICATES_S
+        try:
+            servers = tls_servers(self._settings)
+        except (SettingsError, TlsFailed) as error:
+            log.warning("no certificates are looked at: %s", error)
+            return
+        for name, host, port, context in servers:
+            if (found := await expires(host, port, context)) is not None:
+                EXPIRES.labels(f"{name} {host}:{port}").set(found)
 
 
 def serve_lag(settings: Settings) -> int:
@@ -229,7 +308,7 @@ def serve_lag(settings: Settings) -> int:
         address = served_at("lag", settings, os.environ) or (settings.lag.host, 0)
         async with AsyncExitStack() as stack:
             listener = stack.enter_context(closing(listening(*address, "[lag] host or port")))
-            client = KafkaLog(kafka_of(settings), prefix=settings.kafka.prefix)
+            client = KafkaLog.of(replace(settings.kafka, bootstrap=kafka_of(settings)))
             stack.push_async_callback(client.close)
             await stack.enter_async_context(QuietServer(configured(application(health))).running(listener))
             log.info("lag of run %s on http://%s:%d/metrics", settings.run.id, *listener.getsockname()[:2])

@@ -5,9 +5,9 @@ EngineSwapFailed   the engine died or cannot be resumed: EngineGone is on the lo
                    restarts engine and loader
 Fenced             another loader of this engine has started: the process ends, and says nothing more of the engine
 
-Files are fetched and verified before the engine hears of them; then pause(retract) -> load -> check the label ->
-resume, resumed whatever happens. When several versions wait, the newest that is good is loaded and the others are
-superseded. A refused version is not tried again: the old weights serve until the next one.
+Files are fetched and verified before the engine hears of them; then pause ([engine] update) -> load -> check the
+label -> resume, resumed whatever happens. When several versions wait, the newest that is good is loaded and the
+others are superseded. A refused version is not tried again: the old weights serve until the next one.
 
 Every report is a transaction under the engine's own id, and the fence is asked before the engine is touched and before
 it is resumed: a loader that wakes up behind its successor neither puts old weights back nor acknowledges them. What it
@@ -29,11 +29,9 @@ import contextlib
 import hashlib
 import json
 import logging
-import math
 import os
 import shutil
 import socket
-import struct
 import tempfile
 import time
 from collections import deque
@@ -45,12 +43,14 @@ from pathlib import Path
 from typing import Any
 
 from prometheus_client import Counter, Gauge
+from safetensors import SafetensorError, deserialize, safe_open
 
 from turnlog.infra.blobs import BlobCorrupt, BlobError, Blobs
 from turnlog.infra.engine import EngineControl, EngineDead, EngineError, EngineRefused, EngineUnreachable, SGLangControl
 from turnlog.infra.log import Commit, Partition, Reached, Reader, Transactor
 from turnlog.infra.roles.role import Role
 from turnlog.names import ConsumerGroup, TransactionalId
+from turnlog.processors.core.experts import routing_of_model
 from turnlog.schemas.events import (
     EngineDraining,
     EngineGone,
@@ -64,9 +64,6 @@ from turnlog.schemas.ids import digest
 from turnlog.schemas.topics import ENGINES, WEIGHTS
 from turnlog.settings import Settings
 
-HEADER_LENGTH = struct.Struct("<Q")
-MAX_HEADER_BYTES = 100 << 20
-ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "U8": 1}
 TORCH_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
 SUFFIX = ".safetensors"
 PART = ".part"
@@ -108,41 +105,16 @@ class TensorEntry:
 
     dtype: str
     shape: tuple[int, ...]
-    content: memoryview
+    content: bytearray
 
 
 def parse_safetensors(name: str, content: bytes) -> dict[str, TensorEntry]:
-    """Tensors of a file. Raises TruncatedSafetensors. Format: 8-byte little-endian header length, JSON header, data.
-
-    Offsets must tile the data without gaps, as the reference implementation (safetensors, Rust) demands.
-    """
-    if len(content) < HEADER_LENGTH.size:
-        raise TruncatedSafetensors(f"{name} has {len(content)} bytes")
-    (length,) = HEADER_LENGTH.unpack_from(content)
-    start = HEADER_LENGTH.size + length
-    if length > MAX_HEADER_BYTES or start > len(content):
-        raise TruncatedSafetensors(f"{name}: a header of {length} bytes in a file of {len(content)}")
+    """Tensors of a file. Raises TruncatedSafetensors, also for data that its header does not cover."""
     try:
-        header: dict[str, Any] = json.loads(content[HEADER_LENGTH.size : start])
-        entries = {key: value for key, value in header.items() if key != "__metadata__"}
-        return _entries(name, entries, memoryview(content)[start:])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TruncatedSafetensors(f"{name}: the header cannot be read ({error!r})") from error
-
-
-def _entries(name: str, header: Mapping[str, Any], data: memoryview) -> dict[str, TensorEntry]:
-    entries: dict[str, TensorEntry] = {}
-    position = 0
-    for key, value in sorted(header.items(), key=lambda item: int(item[1]["data_offsets"][0])):
-        begin, end = value["data_offsets"]
-        shape = tuple(int(size) for size in value["shape"])
-        if begin != position or end - begin != math.prod(shape) * ITEM_BYTES[value["dtype"]]:
-            raise TruncatedSafetensors(f"{name}: {key} of shape {shape} lies at {begin}..{end}, expected {position}")
-        entries[key] = TensorEntry(value["dtype"], shape, data[begin:end])
-        position = end
-    if position != len(data):
-        raise TruncatedSafetensors(f"{name} holds {len(data)} bytes of data, its header speaks of {position}")
-    return entries
+        found = deserialize(content)  # type: ignore[no-untyped-call]
+    except SafetensorError as error:
+        raise TruncatedSafetensors(f"{name} of {len(content)} bytes: {error}") from error
+    return {key: TensorEntry(value["dtype"], tuple(value["shape"]), value["data"]) for key, value in found}
 
 
 def model_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -152,11 +124,8 @@ def model_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         raise FileNotFoundError(f"{folder} has no {SUFFIX} file; [model] path must be the folder that engines serve")
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
-        with file.open("rb") as stream:
-            (length,) = HEADER_LENGTH.unpack(stream.read(HEADER_LENGTH.size))
-            header: dict[str, Any] = json.loads(stream.read(length))
-        header.pop("__metadata__", None)
-        shapes |= {name: tuple(value["shape"]) for name, value in header.items()}
+        with safe_open(file, "numpy") as tensors:
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
     return shapes
 
 
@@ -241,11 +210,22 @@ async def main(role: Role) -> None:
     """Keep one engine on the newest weight version until the role stops. Raises NoSuchEngine, EngineSwapFailed,
     LogError, BlobError."""
     engine = engine_of(role.settings, os.environ)
-    control = SGLangControl(engine.url)
+    update = update_of(role.settings)
+    log.info("running requests meet new weights by %s", update)
+    control = SGLangControl(engine.url, ca_file=role.settings.engine.ca_file, update=update)
     try:
         await Loader(role, control, engine.id, engine.url, drains=engine.alone).run()
     finally:
         await control.close()
+
+
+def update_of(settings: Settings) -> str:
+    """retract | in_place | abort: [engine] update, and what that is by itself of the model in [model] path."""
+    if settings.engine.update != "auto":
+        return settings.engine.update
+    config = json.loads((Path(settings.model.path) / "config.json").read_bytes())
+    recorded = settings.gateway.routed_experts != "off" and min(routing_of_model(config)) > 0
+    return "abort" if recorded else "retract"
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,7 +375,7 @@ class Loader:
 
     async def _take(self, reader: Reader, *, timeout_s: float) -> None:
         for record in await reader.poll(timeout_s=timeout_s):
-            event = await self._role.events.decode(record)
+            event = await self._role.events.known(record)
             if isinstance(event, WeightVersionPublished) and event.run_id == self._role.settings.run.id:
                 self._recent.append(event)
                 if event.version > self._version:

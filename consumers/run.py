@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import signal
 import sys
 import time
@@ -36,8 +37,8 @@ from turnlog.infra.embedded.process import Launch
 from turnlog.infra.embedded.supervisor import Member, State, Supervisor
 from turnlog.infra.embedded.up import status_processes
 from turnlog.infra.history import all_events, partitions
-from turnlog.infra.roles.role import Role, opened
-from turnlog.infra.roles.runs import Begun, begin
+from turnlog.infra.roles.role import Role, RunPhase, opened
+from turnlog.infra.roles.runs import Begun, RunClosed, begin
 from turnlog.infra.roles.terminal import Terminal, say
 from turnlog.infra.run_folder import LOGS, SETTINGS
 from turnlog.infra.topics_admin import WARNING, apply, check
@@ -48,6 +49,7 @@ from turnlog.schemas.events import (
     EngineRegistered,
     EngineWeightsLoaded,
     Event,
+    RunPlanned,
     SampleBatchFormed,
     SessionFinished,
     SessionStarted,
@@ -59,8 +61,8 @@ from turnlog.schemas.events import (
 from turnlog.schemas.topics import STEPS
 from turnlog.settings import Settings
 
-WATCHED = (topics.SESSIONS, topics.TURNS, topics.TOOL_RESULTS, topics.BATCHES, topics.STEPS, topics.WEIGHTS,
-           topics.ENGINES)  # fmt: skip
+WATCHED = (topics.RUNS, topics.SESSIONS, topics.TURNS, topics.TOOL_RESULTS, topics.BATCHES, topics.STEPS,
+           topics.WEIGHTS, topics.ENGINES)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -74,6 +76,8 @@ class Picture:
     output_tokens: int = 0
     tool_calls: dict[str, str] = field(default_factory=dict)
     batches: int = 0
+    phase: str = ""
+    """That RunPlanned names; empty: running."""
     lag: int = 0
     version: int = -1
     version_batch: int = -2
@@ -84,6 +88,8 @@ class Picture:
     def apply(self, event: Event) -> None:
         """Fold one event."""
         match event:
+            case RunPlanned():
+                self.phase = event.phase or self.phase
             case SessionStarted():
                 self.sessions_started += 1
             case SessionFinished():
@@ -237,11 +243,18 @@ def command(settings: Settings) -> int:
 
 
 def configure_command(settings: Settings) -> int:
-    """Do what a run needs on its servers before any role starts, once: a second call finds it done and says so. 1 when
-    a topic that exists is not as the catalogue says. Raises as `prepared`."""
+    """Do what a run needs on its servers before any role starts, once: a second call finds it done and says so. It
+    registers schemas and makes the bucket also where roles may not. 1 when a topic that exists is not as the catalogue
+    says. Raises as `prepared`."""
+    own = dataclasses.replace(
+        settings,
+        registry=dataclasses.replace(settings.registry, auto_register=True),
+        store=dataclasses.replace(settings.store, make_bucket=True),
+    )
 
     async def run() -> int:
-        async with opened("run", settings) as role:
+        async with opened("run", own) as role:
+            await role.blobs.names("none/")
             done = await prepared(role)
         say(*done.said())
         return ExitStatus.DIFFERS if done.wrong else ExitStatus.DONE
@@ -300,7 +313,10 @@ async def until_trained(settings: Settings, display: Display) -> None:
                 await asyncio.wait({watching}, timeout=LOOK_EVERY_S)  # states of processes are files, not events
                 if watching.done():
                     watching.result()
-                display.phase = "looping" if display.picture.sessions_started else display.phase
+                if display.picture.phase == RunPhase.PAUSED:
+                    display.phase = "paused"
+                elif display.picture.sessions_started:
+                    display.phase = "looping"
 
 
 @contextlib.asynccontextmanager
@@ -360,8 +376,10 @@ async def _watch(role: Role, display: Display) -> None:
 
 
 async def _over(role: Role, display: Display) -> bool:
-    """Every draw trained, every engine on the newest version. Raises RoleFailed, NotEveryDraw."""
+    """Every draw trained, every engine on the newest version. Raises RoleFailed, NotEveryDraw, RunClosed."""
     settings, picture = role.settings, display.picture
+    if picture.phase == RunPhase.CLOSED:
+        raise RunClosed(f"run {settings.run.id!r} was closed; what it recorded can be read")
     drawn = len({step.draw_index for step in picture.steps.values()})
     loaded = all(version >= picture.version for version in picture.engines.values())
     if drawn >= settings.feeder.draws and picture.published_after(max(picture.steps)) and loaded:

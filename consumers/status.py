@@ -20,11 +20,12 @@ from turnlog.infra.embedded.supervisor import SATISFIED
 from turnlog.infra.embedded.up import status_processes
 from turnlog.infra.history import all_events
 from turnlog.infra.log import LogUnavailable
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, RunPhase, opened
+from turnlog.infra.roles.runs import life
 from turnlog.infra.roles.terminal import Terminal, say_json
 from turnlog.names import ExitStatus
 from turnlog.schemas import topics
-from turnlog.schemas.events import RunPlanned, SampleBatchFormed, StepCompleted
+from turnlog.schemas.events import SampleBatchFormed, StepCompleted
 from turnlog.settings import Settings
 
 TIMEOUT_S = 2.0
@@ -108,7 +109,7 @@ async def _from_log(settings: Settings) -> dict[str, Any]:
 
 async def _progress(role: Role) -> dict[str, Any]:
     """How far the run is, by its control topics: draws trained of those planned, batches, the newest weights."""
-    planned = [event.draws for event in await all_events(role, topics.RUNS) if isinstance(event, RunPlanned)]
+    said = await life(role)
     steps: dict[int, StepCompleted] = {}
     for step in await all_events(role, topics.STEPS):
         assert isinstance(step, StepCompleted)
@@ -118,7 +119,8 @@ async def _progress(role: Role) -> dict[str, Any]:
     versions = [event.version for event in await all_events(role, topics.WEIGHTS)]
     last = steps[max(steps)] if steps else None
     return {
-        "draws_planned": planned[-1] if planned else None,
+        "phase": said.phase,
+        "draws_planned": said.plan and said.plan.draws,
         "draws_trained": len({step.draw_index for step in steps.values()}),
         "batches_formed": len({batch.batch_index for batch in batches}),
         "steps": len(steps),
@@ -166,6 +168,8 @@ def _tell_progress(found: dict[str, Any], console: Terminal) -> None:
     seen, progress = found["views"], found.get("progress")
     if progress:
         planned = "?" if progress["draws_planned"] is None else progress["draws_planned"]
+        if progress["phase"] != RunPhase.RUNNING:
+            console.print(f"the run is {progress['phase']}")
         console.print(
             f"draws trained: {progress['draws_trained']} of {planned}; batches formed {progress['batches_formed']}, "
             f"steps {progress['steps']}; newest weight version {progress['newest_version']}"

@@ -49,7 +49,7 @@ def payload(value: bytes | dict) -> bytes:
     """Bytes that stand in the record, or those that its BlobRef names."""
     if isinstance(value, bytes):
         return value
-    with store.get_object(bucket, f"blobs/{value['sha256'][:2]}/{value['sha256']}") as answer:
+    with store.get_object(bucket, f"{folder}blobs/{value['sha256'][:2]}/{value['sha256']}") as answer:
         content = answer.read()
     assert (len(content), hashlib.sha256(content).hexdigest()) == (value["size"], value["sha256"])
     return content
@@ -85,6 +85,8 @@ def rows_sha256(file: bytes) -> str:
     return hashed.hexdigest()
 
 
+folders = (event["blob_folder"] for kind, event in records("runs") if kind == "RunConfigured")
+folder = f"{name}/" if (name := next(folders, "")) else ""
 batches = 0
 for kind, manifest in records("sample-batches"):
     if kind == "SampleBatchFormed":

@@ -1,11 +1,17 @@
 """Immutable objects named by their sha256. `infra.s3` is the real store; MemoryBlobs passes the same contract.
 Payloads that are too large for an event are put here, and fetched where they are needed.
 
+  owned/CLUSTER/prefix=P/run=R/blobs/aa/SHA256     a blob that a role of the run has put; RunConfigured names the folder
+  owners/CLUSTER/prefix=P/run=R.json               an Owner: whose folder that is
+  blobs/aa/SHA256                                  of runs that an earlier release began, and of tools
+  trash/NAME                                       what `turnlog gc` found unreachable, for a grace
+
 BlobError
 ├── BlobMissing       nothing under that hash (yet): retried, then a typed end where it is needed
 ├── BlobCorrupt       the bytes do not hash to their name
 └── StoreUnavailable      credentials, quota
-    └── StoreUnreachable  transport or 5xx
+    ├── StoreUnreachable  transport, TLS or 5xx
+    └── BucketMissing     [store] make_bucket is false and nobody has made it yet: waited for
 """
 
 from __future__ import annotations
@@ -14,9 +20,16 @@ import asyncio
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable
+import json
+import logging
+import re
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, Protocol, Union, get_args, get_origin
+from urllib.parse import quote
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +40,12 @@ from turnlog.schemas.avsc import field_types
 from turnlog.schemas.events import Event, SegmentSample
 from turnlog.schemas.topics import INLINE_LIMIT_BYTES
 from turnlog.schemas.types import BlobRef
+
+log = logging.getLogger(__name__)
+OWNED, OWNERS, TRASH = "owned/", "owners/", "trash/"
+REUSED_S = 3600.0
+"""Seconds after its last put for which a writer may name a blob without putting it again: what lies for longer without
+a record that names it is garbage to `turnlog gc`."""
 
 
 class BlobError(Exception):
@@ -49,8 +68,83 @@ class StoreUnreachable(StoreUnavailable, Unreachable):
     """The store did not answer, or failed."""
 
 
+class BucketMissing(StoreUnavailable, Unreachable):
+    """Nobody has made it. Remedy: `turnlog run configure`, which does."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Owner:
+    """The one log whose roles put blobs into a folder."""
+
+    cluster: str
+    """Kafka's own id of it."""
+    prefix: str
+    """[kafka] prefix."""
+    run: str
+
+    @property
+    def folder(self) -> str:
+        """The run is part of it: clusters that earlier releases embedded share an id, and topics of a prefix may be
+        made anew."""
+        return (
+            f"{OWNED}{quote(self.cluster, safe='')}/prefix={quote(self.prefix, safe='')}/run={quote(self.run, safe='')}"
+        )
+
+    @property
+    def name(self) -> str:
+        """Of the object that says so."""
+        return f"{OWNERS}{self.folder.removeprefix(OWNED)}.json"
+
+    def json(self) -> bytes:
+        """What stands there."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True).encode()
+
+    @classmethod
+    def parsed(cls, name: str, content: bytes) -> Owner:
+        """Raises BlobCorrupt for what `json` did not write."""
+        try:
+            found = cls(**{key: str(value) for key, value in json.loads(content).items()})
+        except (ValueError, TypeError, AttributeError) as error:
+            raise BlobCorrupt(f"{name} says of no folder whose it is ({error}): restore it from a copy") from error
+        if found.name != name:
+            raise BlobCorrupt(f"{name} is about {found.folder}: restore it from a copy")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """An object as the store lists it."""
+
+    name: str
+    size: int
+    """Bytes."""
+    modified: float
+    """When it was last put, by the store's clock: seconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Objects, and what the store's clock said before they were listed: seconds since 1970."""
+
+    now: float
+    objects: tuple[Listed, ...]
+
+
+def key(sha256: str, folder: str = "") -> str:
+    """The object's key: the first two hex digits spread objects over folders. `folder`: of its owner, if it has one."""
+    return f"{folder}{'/' if folder else ''}blobs/{sha256[:2]}/{sha256}"
+
+
+KEY = re.compile(rf"({TRASH})?(?:({OWNED}[^/]+/prefix=[^/]*/run=[^/]*)/)?blobs/[0-9a-f]{{2}}/([0-9a-f]{{64}})")
+"""What `key` makes, also in the trash: (trash, folder, sha256)."""
+
+
 class Blobs(Protocol):
-    """Put always writes (so that a re-used blob becomes young); get always verifies length and hash."""
+    """Put always writes (so that a re-used blob becomes young); get always verifies length and hash, and looks
+    wherever a blob may lie."""
+
+    folder: str
+    """Where `put` writes: of the run's owner, as soon as the role knows it (`runs.claimed`); empty: `blobs/`."""
 
     async def put(self, content: bytes, *, media_type: str = "application/octet-stream") -> BlobRef:
         """Store `content`; its key is derived from its sha256. Raises StoreUnavailable."""
@@ -74,50 +168,154 @@ class Blobs(Protocol):
         """Names that begin with `prefix`, sorted; empty when there is none. Raises StoreUnavailable."""
         ...
 
+    async def listed(self, prefix: str) -> Listing:
+        """Objects whose names begin with `prefix`, with their ages. Raises StoreUnavailable."""
+        ...
+
+    async def copy(self, name: str, to: str) -> None:
+        """Put what is under `name` under another name, too, where it is as young as if it was put. Raises BlobMissing,
+        StoreUnavailable."""
+        ...
+
+    async def remove(self, name: str) -> None:
+        """Delete what is under a name; nothing is there: nothing happens. Raises StoreUnavailable."""
+        ...
+
     async def close(self) -> None:
         """Release connections."""
         ...
 
 
-class MemoryBlobs:
-    """See Blobs. `objects` maps sha256, `named` maps names to bytes, for tests that damage them."""
+class Folders(ABC):
+    """Where a blob is put, and where it is looked for: the same over every store. Calls block."""
 
     def __init__(self) -> None:
-        self.objects: dict[str, bytes] = {}
-        self.named: dict[str, bytes] = {}
-        self.point: Callable[[], None] = _nothing
-        """Called before and after each put of a named object: a place where a process may die (`MemoryLog.point`)."""
+        self.folder = ""
+        self._last = ""
+        """The folder in which a blob was found last: what is read together mostly lies together."""
 
-    async def put(self, content: bytes, *, media_type: str = "application/octet-stream") -> BlobRef:
+    @abstractmethod
+    def _read(self, name: str) -> bytes: ...
+
+    @abstractmethod
+    def _write(self, name: str, content: bytes, media_type: str) -> None: ...
+
+    @abstractmethod
+    def _names(self, prefix: str) -> list[str]: ...
+
+    def _put(self, content: bytes, media_type: str) -> BlobRef:
         sha256 = hashlib.sha256(content).hexdigest()
-        self.objects[sha256] = content
+        self._write(key(sha256, self.folder), content, media_type)
         return BlobRef(sha256, len(content), media_type)
 
+    def _get(self, ref: BlobRef) -> bytes:
+        missing: BlobMissing | None = None
+        for folder, name in self._places(ref.sha256):
+            try:
+                content = self._read(name)
+            except BlobMissing as error:
+                missing = missing or error
+                continue
+            if len(content) != ref.size or hashlib.sha256(content).hexdigest() != ref.sha256:
+                raise BlobCorrupt(
+                    f"{name}: {len(content)} bytes do not hash to its name (expected {ref.size}); restore the object "
+                    "from a copy, or remove it and let its writer put it again"
+                )
+            if name.startswith(TRASH):
+                log.warning("%s was in the trash and is needed: it is put back", name)
+                self._write(name.removeprefix(TRASH), content, ref.media_type)
+            self._last = folder
+            return content
+        assert missing is not None, "there is one place at least"
+        raise missing
+
+    def _places(self, sha256: str) -> Iterator[tuple[str, str]]:
+        """(folder, name) of every place where a blob may lie, the likely ones first: none of those needs a listing. A
+        recording, an archive, a fork may name what another owner has put."""
+        likely = dict.fromkeys((self._last, self.folder, ""))
+        yield from _both(sha256, likely)
+        owners = (name.removeprefix(OWNERS).removesuffix(".json") for name in self._names(OWNERS))
+        yield from _both(sha256, [folder for owner in owners if (folder := OWNED + owner) not in likely])
+
+
+def _both(sha256: str, folders: Iterable[str]) -> Iterator[tuple[str, str]]:
+    for trash in ("", TRASH):
+        yield from ((folder, trash + key(sha256, folder)) for folder in folders)
+
+
+class MemoryBlobs(Folders):
+    """See Blobs. `objects` maps the sha256 of what lies below `blobs/`, `named` all other names to bytes, for tests
+    that damage them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.objects: dict[str, bytes] = {}
+        self.named: dict[str, bytes] = {}
+        self.clock: Callable[[], float] = time.time
+        self.times: dict[str, float] = {}
+        """Name -> when it was last put."""
+        self.point: Callable[[], None] = _nothing
+        """Called before and after each put of a named object, copy, removal and listing: a place where a process may
+        die (`MemoryLog.point`)."""
+
+    async def put(self, content: bytes, *, media_type: str = "application/octet-stream") -> BlobRef:
+        return self._put(content, media_type)
+
     async def get(self, ref: BlobRef) -> bytes:
-        try:
-            content = self.objects[ref.sha256]
-        except KeyError:
-            raise BlobMissing(f"the store holds no object {ref.sha256}") from None
-        if len(content) != ref.size or hashlib.sha256(content).hexdigest() != ref.sha256:
-            raise BlobCorrupt(f"object {ref.sha256}: its {len(content)} bytes are not the {ref.size} that were put")
-        return content
+        return self._get(ref)
 
     async def put_named(self, name: str, content: bytes, *, media_type: str = "application/octet-stream") -> None:
         self.point()
-        self.named[name] = content
+        self._write(name, content, media_type)
         self.point()
 
     async def get_named(self, name: str) -> bytes:
-        try:
-            return self.named[name]
-        except KeyError:
-            raise BlobMissing(f"the store holds no object {name}") from None
+        return self._read(name)
 
     async def names(self, prefix: str) -> list[str]:
-        return sorted(name for name in self.named if name.startswith(prefix))
+        return self._names(prefix)
+
+    async def listed(self, prefix: str) -> Listing:
+        self.point()
+        now = self.clock()
+        names = self._names(prefix)
+        found = tuple(Listed(name, len(self._read(name)), self.times.get(name, now)) for name in names)
+        self.point()
+        return Listing(now, found)
+
+    async def copy(self, name: str, to: str) -> None:
+        self.point()
+        self._write(to, self._read(name), "")
+        self.point()
+
+    async def remove(self, name: str) -> None:
+        self.point()
+        held, at = self._held(name)
+        held.pop(at, None)
+        self.point()
 
     async def close(self) -> None:
         """Nothing to release."""
+
+    def _held(self, name: str) -> tuple[dict[str, bytes], str]:
+        """Where a name stands."""
+        sha256 = name.rpartition("/")[2]
+        return (self.objects, sha256) if name == key(sha256) else (self.named, name)
+
+    def _read(self, name: str) -> bytes:
+        held, at = self._held(name)
+        try:
+            return held[at]
+        except KeyError:
+            raise BlobMissing(f"the store holds no object {name}") from None
+
+    def _write(self, name: str, content: bytes, media_type: str) -> None:
+        held, at = self._held(name)
+        held[at] = content
+        self.times[name] = self.clock()
+
+    def _names(self, prefix: str) -> list[str]:
+        return sorted(name for name in (*self.named, *map(key, self.objects)) if name.startswith(prefix))
 
 
 def _nothing() -> None: ...

@@ -18,13 +18,14 @@ from collections.abc import AsyncIterable, AsyncIterator
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import aiohttp
 import httpx
 import orjson
 
 from turnlog.infra.roles import Unreachable
+from turnlog.infra.roles.tls import trusting
 
 KEEP_ALIVE_S = 3.0
 """Below uvicorn's 5 s, so that an idle connection is dropped by us and never by the engine in mid-request."""
@@ -49,7 +50,7 @@ class EngineRefused(EngineError):
 
 
 class EngineAborted(EngineError):
-    """Resubmitted as often as is sensible. Remedy: update weights with pause mode `retract`."""
+    """Resubmitted as often as is sensible. Remedy: publish weights less often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,14 @@ class EngineImage:
     tokens: int
 
 
+class Grammar(NamedTuple):
+    """What an output is held to: log-probs are then not the policy's."""
+
+    kind: Literal["json_schema", "structural_tag"]
+    text: str
+    """JSON, as SGLang's sampling parameter of that name takes it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generate:
     """One request. Neutral sampling (top_p 1, top_k -1, min_p 0, no penalties) is fixed: the log-probs depend on it."""
@@ -72,10 +81,16 @@ class Generate:
     temperature: float
     max_new_tokens: int
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    """Texts at which it ends; the tokens that hold one are given."""
+    grammar: Grammar | None = None
+    """Only output that fits it is sampled."""
     experts_from: int | None = None
     """Ask for the routed experts from this position on; None for none."""
     images: tuple[EngineImage, ...] = ()
     """Of the whole prompt, in order."""
+    cache_key: str = ""
+    """Only requests of one key share cached prompts; empty: all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +121,10 @@ class Engine(Protocol):
         """End the request: its pieces finish with `abort`. Raises EngineDead."""
         ...
 
+    async def alive(self, *, timeout_s: float) -> None:
+        """Return once the process has answered, paused or not. Raises EngineDead."""
+        ...
+
     async def close(self) -> None:
         """Release connections."""
         ...
@@ -114,8 +133,10 @@ class Engine(Protocol):
 class SGLang:
     """The real engine behind `url`. One connection pool for all requests."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, ca_file: str = "") -> None:
+        """Raises TlsFileUnusable."""
         self.url = url.rstrip("/")
+        self._trusted = trusting(url, ca_file, "engine")
         self._session: aiohttp.ClientSession | None = None
 
     async def generate(self, request: Generate, *, stream: bool, timeout_s: float) -> AsyncIterator[Piece]:
@@ -138,10 +159,15 @@ class SGLang:
 
     async def abort(self, rid: str) -> None:
         """See Engine. SGLang answers 200 whether it knew the rid or not."""
-        timeout = aiohttp.ClientTimeout(total=CONNECT_S)
+        await self._asked("POST", "/abort_request", orjson.dumps({"rid": rid}), CONNECT_S)
+
+    async def alive(self, *, timeout_s: float) -> None:
+        await self._asked("GET", "/model_info", None, timeout_s)
+
+    async def _asked(self, method: str, path: str, body: bytes | None, timeout_s: float) -> None:
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            body = orjson.dumps({"rid": rid})
-            async with self._http().post(f"{self.url}/abort_request", data=body, headers=JSON, timeout=timeout):
+            async with self._http().request(method, self.url + path, data=body, headers=JSON, timeout=timeout):
                 return
         except aiohttp.ClientConnectorError as error:
             raise EngineUnreachable(f"{self.url}: {type(error).__name__} {error}".rstrip()) from error
@@ -155,7 +181,7 @@ class SGLang:
     def _http(self) -> aiohttp.ClientSession:
         """Made in the loop that uses it."""
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, ssl=self._trusted or True)
             self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
         return self._session
 
@@ -190,6 +216,10 @@ def _body(request: Generate, stream: bool) -> dict[str, Any]:
     }
     if request.stop_token_ids:
         sampling["stop_token_ids"] = list(request.stop_token_ids)
+    if request.stop:
+        sampling["stop"] = list(request.stop)
+    if request.grammar is not None:
+        sampling[request.grammar.kind] = request.grammar.text
     body = {
         "rid": request.rid,
         "input_ids": request.input_ids,
@@ -199,6 +229,8 @@ def _body(request: Generate, stream: bool) -> dict[str, Any]:
     }
     if request.experts_from is not None:
         body |= {"return_routed_experts": True, "routed_experts_start_len": request.experts_from}
+    if request.cache_key:
+        body["extra_key"] = request.cache_key
     if request.images:
         body |= {
             "input_ids": _collapsed(request),
@@ -317,7 +349,7 @@ class EngineControl(Protocol):
         ...
 
     async def pause(self) -> None:
-        """Retract running requests; new ones wait without an answer until `resume`."""
+        """Stop running requests, as [engine] update says; new ones wait without an answer until `resume`."""
         ...
 
     async def load(self, folder: Path, version: int, *, timeout_s: float) -> None:
@@ -336,19 +368,24 @@ class EngineControl(Protocol):
 class SGLangControl:
     """The real one."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, ca_file: str = "", update: str = "retract") -> None:
+        """`update`: see [engine]. Raises TlsFileUnusable."""
         self.url = url.rstrip("/")
-        self._http = httpx.AsyncClient(base_url=self.url, timeout=QUICK_S, trust_env=False)
+        self._update = update
+        trusted = trusting(url, ca_file, "engine")
+        self._http = httpx.AsyncClient(base_url=self.url, timeout=QUICK_S, trust_env=False, verify=trusted or True)
 
     async def model_info(self) -> ModelInfo:
         info = await self._call("GET", "/model_info", None, QUICK_S)
         return ModelInfo(str(info.get("weight_version")), str(info.get("model_path")))
 
     async def pause(self) -> None:
-        await self._call("POST", "/pause_generation", {"mode": "retract"}, QUICK_S)
+        await self._call("POST", "/pause_generation", {"mode": self._update}, QUICK_S)
 
     async def load(self, folder: Path, version: int, *, timeout_s: float) -> None:
-        body = {"model_path": str(folder), "weight_version": str(version)}
+        body: dict[str, object] = {"model_path": str(folder), "weight_version": str(version)}
+        if self._update == "in_place":  # what runs holds the cache: 0.5.21 dies of a flush then
+            body["flush_cache"] = False
         answer = await self._call("POST", "/update_weights_from_disk", body, timeout_s)
         if not answer.get("success"):
             raise EngineRefused(f"{self.url}: {answer.get('message')}")

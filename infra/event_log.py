@@ -13,7 +13,7 @@ from turnlog.infra.blobs import Blobs, externalized
 from turnlog.infra.log import Appender, Headers, Log, Record, Transactor, partition_of
 from turnlog.infra.registry import Registry
 from turnlog.names import OUTPUT_TOKENS_HEADER, RECORD_HEADER, WRITER_HEADER
-from turnlog.schemas import UndecodableRecord, UnknownSchemaId
+from turnlog.schemas import LaterKind, UndecodableRecord, UnknownSchemaId
 from turnlog.schemas.avsc import stored_schema
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.events import ALL, DeadLetter, Event, TokenSnapshot, sampled_tokens
@@ -39,8 +39,7 @@ class EventLog:
         cls, log: Log, registry: Registry, *, writer: str, blobs: Blobs | None = None
     ) -> AsyncIterator[EventLog]:
         """Register every schema of the catalogue, start one producer. Raises SchemaIncompatible, LogUnavailable."""
-        ids = {name: await registry.register(name, stored_schema(name)) for name in ALL}
-        events = cls(log, registry, Codec(ids), writer, blobs=blobs)
+        events = cls(log, registry, Codec(await schema_ids(registry)), writer, blobs=blobs)
         async with log.appender() as appender:
             events._appender = appender
             yield events
@@ -93,7 +92,23 @@ class EventLog:
         return headers
 
     async def decode(self, record: Record) -> Event:
-        """The event of a record. Raises UndecodableRecord (park it) or RegistryUnavailable (retry, then end)."""
+        """The event of a record. Raises LaterKind, which is counted (pass it over), UndecodableRecord (park it) or
+        RegistryUnavailable (retry, then end)."""
+        try:
+            return await self._decoded(record)
+        except LaterKind as later:
+            passed_over(record, later)
+            raise
+
+    async def known(self, record: Record) -> Event | None:
+        """The event of a record; None for one of a kind that only a newer release knows. Raises UndecodableRecord,
+        RegistryUnavailable."""
+        try:
+            return await self.decode(record)
+        except LaterKind:
+            return None
+
+    async def _decoded(self, record: Record) -> Event:
         try:
             return self.codec.decode(record.value)
         except UnknownSchemaId as unknown:
@@ -112,7 +127,20 @@ class EventLog:
         return await self._registry.schema(schema_id)
 
 
+async def schema_ids(registry: Registry) -> dict[str, int]:
+    """Of every record of the catalogue, registered if need be. Raises SchemaIncompatible, RegistryUnavailable."""
+    return {name: await registry.register(name, stored_schema(name)) for name in ALL}
+
+
 PARKED = Counter("turnlog_dead_letters", "Records parked in dead-letters", ["role", "cause"])
+
+
+LATER = Counter("turnlog_later_records", "Records read of kinds that only a newer release knows", ["topic", "record"])
+
+
+def passed_over(record: Record, later: LaterKind) -> None:
+    """Count a record of a newer release: whoever wrote it can wait until this release is gone."""
+    LATER.labels(record.topic, later.name).inc()
 
 
 def where(record: Record) -> str:

@@ -82,11 +82,14 @@ async def events_of(
             yield record, event
 
 
-async def events(role: Role, topic: Topic) -> AsyncIterator[tuple[Record, Event]]:
-    """This run's events of a topic. Undecodable records are passed over: the role that owns the topic parked them."""
+async def events(
+    role: Role, topic: Topic, *, since: Mapping[Partition, int] | None = None
+) -> AsyncIterator[tuple[Record, Event]]:
+    """This run's events of a topic, not before the offsets `since`. Undecodable records are passed over: the role that
+    owns the topic parked them."""
     wanted = partitions(role, topic)
     ends = await role.log.end_offsets(wanted)
-    async for record in records(role, wanted, ends):
+    async for record in records(role, wanted, ends, since=since):
         try:
             event = await role.events.decode(record)
         except UndecodableRecord:

@@ -2,26 +2,39 @@
 
 LogError
 ├── LogUnavailable      the broker did not do it: retried by the caller, or the process ends uncommitted
-│   └── LogUnreachable  it gave no answer, or one that says to try again
+│   ├── LogUnreachable  it gave no answer, or one that says to try again
+│   │   ├── LoginRefused      it does not take who we say we are; waited for as an outage is: a secret may be rotated
+│   │   ├── TlsFailed         a certificate is missing, expired or not trusted, on either side
+│   │   └── TokenUnavailable  the token endpoint is away, or refuses a token
+│   ├── TransactionHanging  one that nobody will end is open: its markers are missing
+│   ├── LacksReplicas   it answers, and cannot keep what is appended on as many brokers as its topics ask for
+│   ├── ProducerDied    the client stopped sending: this process must end
+│   └── NotAuthorized   an ACL is missing: `turnlog topics acls` prints those that each role needs
+│       └── TopicNotAuthorized, GroupNotAuthorized, TransactionalIdNotAuthorized, ClusterNotAuthorized
 ├── Fenced              another owner started with the same transactional id: this process must end
 ├── TopicMissing        name it and say `turnlog topics apply`
 ├── OffsetOutOfRange    the log no longer holds what was asked for
 ├── Oversized           a record or commit metadata above the limit: refused before it is sent, never retried
 ├── BrokenAssignment    a group assigned less than whole units: this process must end
+├── OtherInputs         a group has commits of topics that its role does not read
+├── CommitsExpired      a unit's commits are gone, and so is input from before them
 └── TransactionFailed   never repaired in place: close the transactor, end the process
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from turnlog.infra.roles import Unreachable
 
+log = logging.getLogger(__name__)
 Headers = Sequence[tuple[str, bytes]]
 REACHED_EVERY_S = 1.0
 """Between two commits that nothing but lag is told from."""
@@ -37,6 +50,50 @@ class LogUnavailable(LogError):
 
 class LogUnreachable(LogUnavailable, Unreachable):
     """No broker answered in time."""
+
+
+class LoginRefused(LogUnreachable):
+    """The broker refused the login. Remedy: [kafka] sasl_mechanism, username, password, oauth_ settings."""
+
+
+class TlsFailed(LogUnreachable):
+    """No encrypted connection. Remedy: [kafka] security_protocol, ca_file, certificate_file, key_file."""
+
+
+class TokenUnavailable(LogUnreachable):
+    """No token to log in with. Remedy: [kafka] oauth_ settings."""
+
+
+class NotAuthorized(LogUnavailable):
+    """The principal may not do it. Remedy: the ACL that is named."""
+
+
+class TopicNotAuthorized(NotAuthorized):
+    """Of a topic."""
+
+
+class GroupNotAuthorized(NotAuthorized):
+    """Of a consumer group."""
+
+
+class TransactionalIdNotAuthorized(NotAuthorized):
+    """Of a transactional id."""
+
+
+class ClusterNotAuthorized(NotAuthorized):
+    """Of the cluster itself: making topics, or writing idempotently on an old broker."""
+
+
+class LacksReplicas(LogUnavailable, Unreachable):
+    """Fewer replicas are in sync, or answer, than `min.insync.replicas` says. Remedy: the brokers that are away."""
+
+
+class TransactionHanging(LogUnavailable, Unreachable):
+    """A transaction is open for longer than any of ours may be. Remedy: end it by Kafka's own tool, as is said."""
+
+
+class ProducerDied(LogUnavailable):
+    """Nothing that is handed to the producer is sent any more."""
 
 
 class Fenced(LogError):
@@ -57,6 +114,16 @@ class Oversized(LogError):
 
 class BrokenAssignment(LogError):
     """The group's assignment is not whole units. Remedy: `turnlog topics check`."""
+
+
+class OtherInputs(LogError):
+    """Another release of the role reads other topics under the same group. Remedy: use that release; a release that
+    changes the inputs of a role gives it a new group (docs/upgrades.md)."""
+
+
+class CommitsExpired(LogError):
+    """A unit began long ago, and nothing says how far it came. Remedy: restore its commits or its input; give brokers a
+    larger offsets.retention.minutes."""
 
 
 class TransactionFailed(LogError):
@@ -99,6 +166,15 @@ class Commit:
         """A restart begins at `offset`; `more` is for that restart alone."""
         return cls(offset, json.dumps({**more, "high": high, "under_way": under_way}, separators=(",", ":")))
 
+    def keeping(self, last: Commit | None) -> Commit:
+        """This, and whatever else the metadata of the commit before it says: a newer release may have put it there, and
+        is to find it again."""
+        more = _said(last)
+        own = _said(self) if self.metadata else {"high": self.offset, "under_way": 0}
+        if not more or not own or more.keys() <= own.keys():
+            return self
+        return Commit(self.offset, json.dumps({**more, **own}, separators=(",", ":")))
+
     def reached(self) -> tuple[int, int]:
         """`high` and `under_way`; the offset itself and 0 of a group that does not say them."""
         try:
@@ -106,6 +182,15 @@ class Commit:
             return int(said["high"]), int(said.get("under_way", 0))
         except (ValueError, TypeError, KeyError):
             return self.offset, 0
+
+
+def _said(commit: Commit | None) -> dict[str, object]:
+    """Metadata that is a JSON object; of any other, nothing."""
+    try:
+        said = json.loads(commit.metadata) if commit is not None else None
+    except ValueError:
+        return {}
+    return said if isinstance(said, dict) else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +247,7 @@ class Transactor(Protocol):
 
 
 class Reader(Protocol):
-    """Reads assigned partitions in offset order, read_committed."""
+    """Reads assigned partitions in offset order, read_committed unless it was made otherwise."""
 
     def assign(self, starts: Mapping[Partition, int]) -> None:
         """Read exactly these partitions from these offsets."""
@@ -201,8 +286,12 @@ class Log(Protocol):
         """Release every client made from here."""
         ...
 
-    async def topics(self) -> dict[str, TopicSpec]:
-        """Topics that exist."""
+    async def cluster(self) -> str:
+        """The cluster's own id, which it keeps for life; those that earlier releases embedded share one."""
+        ...
+
+    async def topics(self, *, configs: bool = False) -> dict[str, TopicSpec]:
+        """Topics that exist, with their configuration only if that is asked for: it takes a right of its own."""
         ...
 
     async def create_topics(self, specs: Sequence[TopicSpec]) -> None:
@@ -221,9 +310,10 @@ class Log(Protocol):
         """Entering fences. Leaving aborts an open transaction."""
         ...
 
-    def reader(self, *, patient: bool = False) -> AbstractAsyncContextManager[Reader]:
+    def reader(self, *, patient: bool = False, committed: bool = True) -> AbstractAsyncContextManager[Reader]:
         """A reader without a group. `patient`: what is new may come up to half a second later, at a fraction of the
-        broker's work (for displays and reports)."""
+        broker's work (for displays and reports). Not `committed`: records of open and of aborted transactions come,
+        too."""
         ...
 
     def group_reader(
@@ -243,6 +333,10 @@ class Log(Protocol):
         """Next offset after the last record (committed: after the last stable one)."""
         ...
 
+    async def offset_since(self, partition: Partition, since_ms: int) -> int:
+        """Offset of the first record that is no older than this, in ms since 1970; the end where every one is older."""
+        ...
+
     async def groups(self) -> frozenset[str]:
         """Groups that have committed anything, or have members."""
         ...
@@ -251,6 +345,98 @@ class Log(Protocol):
         """The group's commits; partitions without one are absent. Waits for an open transaction that commits one, so
         what is told is no older than any output of it that a reader can see."""
         ...
+
+    async def committed(self, group: str) -> frozenset[Partition]:
+        """Where the group has commits, of whatever topics. Waits for no transaction."""
+        ...
+
+
+class RemovableLog(Log, Protocol):
+    """What `turnlog run delete` needs of a log beside."""
+
+    async def delete_topics(self, names: Sequence[str]) -> None:
+        """Delete topics with all that they hold, for good, and wait until they are gone; what is not there is passed
+        over."""
+        ...
+
+    async def delete_groups(self, groups: Sequence[str]) -> None:
+        """Forget what groups without members have committed; what is not there is passed over."""
+        ...
+
+    async def members(self, group: str) -> tuple[str, ...]:
+        """Who is in a group now, each as people may look for it."""
+        ...
+
+    async def sizes(self, topics: Sequence[str]) -> dict[str, int]:
+        """Bytes of topics on the brokers' disks, all copies together; of those that it tells."""
+        ...
+
+    async def transactional_ids(self) -> frozenset[str]:
+        """Those that it remembers and this principal may see."""
+        ...
+
+
+async def check_commits(
+    client: Log, group: str, inputs: Sequence[Partition], missing: Collection[Partition], outputs: Sequence[Partition]
+) -> None:
+    """Whether the group may begin at the start of `missing`, those of its `inputs` of which it has no commit.
+
+    It may where it is new, and where nothing of its input is gone: what it wrote to `outputs` does not come out twice.
+    Raises OtherInputs; CommitsExpired where it has worked before and input is gone; LogUnavailable, TopicMissing.
+    """
+    held = await client.committed(group)
+    topics = {place.topic for place in inputs}
+    if others := sorted({place.topic for place in held} - topics):
+        raise OtherInputs(
+            f"group {group} has commits of {', '.join(others)}, this release reads {', '.join(sorted(topics))} under "
+            "it: start the release that made them, or wait until that one's roles have ended and delete these offsets "
+            "(docs/upgrades.md, Inputs of a role)"
+        )
+    if not missing or not (held or any((await client.end_offsets(outputs)).values())):
+        return
+    starts = await client.start_offsets(sorted(missing))
+    if pruned := [f"{topic}[{number}] begins at {start}" for (topic, number), start in starts.items() if start]:
+        raise CommitsExpired(
+            f"group {group} has worked before, but its commits are gone and {', '.join(pruned)}: brokers forget what a "
+            "group committed that stands still for offsets.retention.minutes; restore the topics from the archive or "
+            "start a new run, and set that above the longest pause of a run"
+        )
+    log.info("group %s has no commit of %s: it begins at the start", group, sorted(missing))
+
+
+HANGING_S = 30.0
+"""Ours last 10 s at most (`transaction.timeout.ms`), and brokers look for those that are over every 10 s."""
+LOOK_AGAIN_S = 0.05
+"""No end of a transaction can be awaited."""
+
+
+async def own_ends(client: Log, places: Sequence[Partition], *, patience_s: float = HANGING_S) -> dict[Partition, int]:
+    """Ends of partitions that the caller alone writes, by transactions, to be asked for after the fence: all that the
+    owner before has committed lies below them.
+
+    A coordinator skips the markers of partitions that have no leader when a transaction ends, and takes it for ended:
+    what it wrote there is hidden until somebody's later marker covers it, and an owner that cannot see it would write
+    it again. Raises TransactionHanging, TopicMissing, LogUnavailable."""
+    deadline = asyncio.get_running_loop().time() + patience_s
+    while True:
+        written = await client.end_offsets(places, committed=False)
+        ends = await client.end_offsets(places)
+        hidden = [
+            f"{place.topic}[{place.number}] from {ends[place]}" for place in places if ends[place] < written[place]
+        ]
+        if not hidden:
+            return ends
+        if asyncio.get_running_loop().time() > deadline:
+            raise hanging(f"{', '.join(hidden)} is hidden")
+        await asyncio.sleep(LOOK_AGAIN_S)
+
+
+def hanging(what: str) -> TransactionHanging:
+    """The error, with the remedy."""
+    return TransactionHanging(
+        f"{what} by a transaction that is open for longer than any of ours may be: its markers are missing; find it by "
+        "`kafka-transactions.sh find-hanging` and see docs/operations.md before you end it"
+    )
 
 
 _SEED = 0x9747B28C
@@ -272,6 +458,7 @@ def murmur2(key: bytes) -> int:
     return value ^ value >> 15
 
 
+@functools.lru_cache(maxsize=1 << 12)  # the records of a group come together, and all have its key
 def partition_of(key: bytes, partitions: int) -> int:
     """The partition of `key` among `partitions`."""
     return (murmur2(key) & 0x7FFFFFFF) % partitions
@@ -302,6 +489,7 @@ class Reached:
         """Commit them, if they are news and the `last`, or the news before are a second old. To be called again and
         again, between two transactions. Raises Fenced, TransactionFailed, LogUnavailable."""
         now = asyncio.get_running_loop().time()
+        commits = {place: commit.keeping(self._said.get(place)) for place, commit in commits.items()}
         if (last or now - self._said_at >= REACHED_EVERY_S) and not commits.items() <= self._said.items():
             self._said |= commits
             self._said_at = now

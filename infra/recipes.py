@@ -10,7 +10,10 @@ RecipeError
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+import itertools
+import json
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -21,6 +24,7 @@ from turnlog.infra.tools import BUILT_IN
 from turnlog.names import EntryPointGroup
 from turnlog.schemas.events.sessions import Environment, Outcome
 from turnlog.schemas.events.tools import SandboxSpec
+from turnlog.schemas.json_depth import deeper_than
 from turnlog.schemas.types import BlobRef
 
 P = ParamSpec("P")
@@ -56,6 +60,18 @@ class SandboxCall:
     arguments: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class CommandEnd:
+    """How an agent that is a program ended, and what it left."""
+
+    exit_code: int | None
+    """None: it did not end by itself. What it says of itself proves nothing: look at what it left."""
+    output: str
+    """What it printed, both streams in their order; of too much the middle is left out."""
+    workspace: BlobRef | None
+    """Its files (docs/sandbox.md, Workspaces)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
     """What a verifier judges."""
@@ -65,7 +81,9 @@ class Episode:
     """The whole conversation, the last assistant message included."""
     outcome: Outcome
     reason: str
-    """Which limit a truncated session hit; empty when it completed."""
+    """Which limit a truncated session hit; empty when it completed, but for a program's exit status."""
+    ended: CommandEnd | None = None
+    """Of an agent that is a program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +95,20 @@ class Verdict:
     evidence: dict[str, Any] = field(default_factory=dict)
 
 
+class Judged(Protocol):
+    """What every kind of verifier has: FunctionVerifier, and those of turnlog.infra.verifiers."""
+
+    @property
+    def name(self) -> str:
+        """Stands on the log with the verdict."""
+        ...
+
+    @property
+    def version(self) -> str:
+        """Change it when the same episode may be judged otherwise."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class FunctionVerifier:
     """A verifier that is a pure function. What it raises becomes a RewardFailed, never a reward of 0."""
@@ -84,6 +116,108 @@ class FunctionVerifier:
     name: str
     version: str
     judge: Callable[[Episode], Verdict]
+    timeout_s: float = 300.0
+    """Then it is left alone, and is a RewardFailed."""
+    late: bool = False
+    """The session is finished before the verdict is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What an action in a simulation came to."""
+
+    observation: Any
+    reward: float = 0.0
+    done: bool = False
+    """Nothing more can be done: the session is over when the model has been told."""
+
+
+class Simulation(Protocol):
+    """One episode of an environment that acts in the runner's process. The same task and the same actions give the same
+    steps, on any machine: a new owner of the session, and its verifier, come to where it stood by doing them again."""
+
+    def reset(self) -> Any:
+        """The first observation."""
+        ...
+
+    def step(self, name: str, arguments: dict[str, Any]) -> Step:
+        """A call of the tool `name`. What the model may do wrong is answered by an observation; what is raised is the
+        recipe's fault."""
+        ...
+
+    def format_observation(self, observation: Any) -> Any:
+        """Content of a chat message: text, or OpenAI's content blocks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxAnswer:
+    """What a call came to."""
+
+    ok: bool
+    """False: the tool failed, or met a limit."""
+    output: str
+    """Stdout, then stderr."""
+    exit_code: int | None = None
+    """Of the program; None where none ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentSession:
+    """What an agent's function is given: enough for any OpenAI or Anthropic client."""
+
+    base_url: str
+    """Ends with /v1, as OpenAI's clients take it; Anthropic's take `root_url`."""
+    api_key: str = field(repr=False)
+    """Speaks for this session alone, until it ends."""
+    model: str
+    """Name of the policy."""
+    task: TaskRow
+    tools: tuple[dict[str, Any], ...]
+    """As the recipe declares them."""
+    call: Callable[[SandboxCall], Awaitable[SandboxAnswer]]
+    """Runs a call in the session's sandbox. What it raises is no failure of the agent's: the session is tried again."""
+
+    @property
+    def root_url(self) -> str:
+        """Without /v1."""
+        return self.base_url.removesuffix("/v1")
+
+
+class AgentError(Exception):
+    """An agent's function raises it where the agent itself failed: it gets its verdict, as an agent that lived."""
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionAgent:
+    """An agent written with any framework, which runs in the runner's process and its event loop.
+
+    It returns None, for the recipe's verifier to judge, or the Verdict. What it raises, but for AgentError, is no
+    failure of the agent's: the session ends as `infra_failure` and is tried again, as after the death of its runner;
+    a limit that the gateway refused a turn for makes it `truncated`."""
+
+    name: str
+    version: str
+    run: Callable[[AgentSession], Awaitable[Verdict | None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandAgent:
+    """An agent that is a program (Claude Code, Codex, a script): it runs as one call in the session's sandbox, with the
+    gateway at GATEWAY_INSIDE (turnlog.infra.tools) and any word as its key, and reaches nothing else but what
+    `sandbox.allow` of the recipe names.
+
+    Its end is the session's. A program that ended without a turn of the policy's did not act: `infra_failure`, tried
+    again. A function in place of a value is given the task's row."""
+
+    name: str
+    version: str
+    argv: Sequence[str] | Callable[[TaskRow], Sequence[str]]
+    """The program, found on the sandbox's PATH, and its arguments. Its input is empty."""
+    env: Mapping[str, str] | Callable[[TaskRow], Mapping[str, str]] = field(default_factory=dict)
+    """Added to the sandbox's; no place for secrets, since the log keeps it."""
+    files: Mapping[str, str] | Callable[[TaskRow], Mapping[str, str]] = field(default_factory=dict)
+    """Path in the workspace -> text, written before it starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +306,9 @@ class WarmStart(Protocol):
 class Recipe(Protocol):
     """One kind of task, end to end. Implementations are stateless values: every method is a pure function.
 
-    Optional beside these: `sandbox_tools: tuple[str, ...]` and `workspace: BlobRef`, see the functions `sandbox_tools`
-    and `first_workspace`."""
+    Optional beside these: `sandbox_tools: tuple[str, ...]`, `workspace: BlobRef`, `agent`, a FunctionAgent or a
+    CommandAgent, and `simulation: Callable[[TaskRow], Simulation]`, see the functions `sandbox_tools`,
+    `first_workspace`, `agent_of` and `played`. Whoever inherits from PlainRecipe says what differs."""
 
     @property
     def name(self) -> str:
@@ -196,8 +331,8 @@ class Recipe(Protocol):
         ...
 
     @property
-    def verifier(self) -> FunctionVerifier:
-        """Judges an episode."""
+    def verifier(self) -> Judged:
+        """Judges an episode: a FunctionVerifier, or one of turnlog.infra.verifiers."""
         ...
 
     @property
@@ -225,6 +360,118 @@ class Recipe(Protocol):
     def write_dataset(self, path: Path, count: int, seed: int) -> None:
         """Write the first `count` tasks as JSON lines; the same bytes each time."""
         ...
+
+
+NO_OBJECT = "the arguments are no JSON object"
+"""What the model is told of a call whose arguments cannot be read."""
+
+
+def _object_of(arguments: str) -> dict[str, Any] | None:
+    """The arguments as the model wrote them; None where they are no JSON object."""
+    try:
+        values = None if deeper_than(arguments) else json.loads(arguments)
+    except ValueError:
+        return None
+    return values if isinstance(values, dict) else None
+
+
+class PlainRecipe:
+    """A recipe without tools, to inherit from: `name`, `verifier` and `tasks` are left to state."""
+
+    name: str
+    version = "1"
+    sandbox = SandboxSpec()
+    warm_start: WarmStart | None = None
+
+    @property
+    def tools(self) -> tuple[dict[str, Any], ...]:
+        """See Recipe."""
+        return ()
+
+    @property
+    def environment(self) -> Environment:
+        """See Recipe."""
+        return Environment(name=self.name, version=self.version)
+
+    def messages(self, task: TaskRow) -> list[Message]:
+        """The row's `prompt`: a user's message, or messages."""
+        prompt = task["prompt"]
+        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+
+    def tool_call(self, name: str, arguments: str) -> SandboxCall | str:
+        """A built-in tool under its own name; `arguments` are checked where it runs."""
+        if name not in BUILT_IN:
+            return f"there is no tool {name!r}"
+        values = _object_of(arguments)
+        return NO_OBJECT if values is None else SandboxCall(name, values)
+
+    def tool_answer(self, ok: bool, output: bytes) -> str:
+        """What was printed, as text."""
+        return output.decode(errors="replace")
+
+    def tasks(self, seed: int) -> Iterator[TaskRow]:
+        """See Recipe."""
+        raise NotImplementedError(f"recipe {self.name!r} has no tasks of its own: set [feeder] dataset")
+
+    def write_dataset(self, path: Path, count: int, seed: int) -> None:
+        """See Recipe."""
+        rows = itertools.islice(self.tasks(seed), count)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def agent_of(recipe: Recipe) -> FunctionAgent | CommandAgent | None:
+    """Who acts: what the recipe's attribute `agent` names; None, the built-in loop over its tools, without one."""
+    agent: FunctionAgent | CommandAgent | None = getattr(recipe, "agent", None)
+    return agent
+
+
+def sandbox_of(recipe: Recipe) -> SandboxSpec:
+    """Where its calls run: a program that acts has the way to the gateway, and what it leaves is kept to be judged."""
+    if not isinstance(agent_of(recipe), CommandAgent):
+        return recipe.sandbox
+    return dataclasses.replace(recipe.sandbox, network="allowlist", durable_workspace=True)
+
+
+OVER = "the episode is over"
+"""What a call after the last step is told."""
+
+
+class Played:
+    """A simulation, and what has been done in it."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self.first = simulation.format_observation(simulation.reset())
+        """What the model is told before it acts."""
+        self.rewards: list[float] = []
+        """Of each step."""
+        self.done = False
+
+    def call(self, name: str, arguments: str) -> Any:
+        """Content of the tool message for a call with these arguments, as the model wrote them."""
+        if self.done:
+            return OVER
+        values = _object_of(arguments)
+        if values is None:
+            return NO_OBJECT
+        step = self._simulation.step(name, values)
+        self.rewards.append(float(step.reward))
+        self.done = step.done
+        return self._simulation.format_observation(step.observation)
+
+
+def played(recipe: Recipe, task: TaskRow, messages: Sequence[Message]) -> Played | None:
+    """Where the recipe's attribute `simulation` stands after the calls in `messages` that have their answers; None
+    without one. Raises whatever the recipe raises."""
+    make: Callable[[TaskRow], Simulation] | None = getattr(recipe, "simulation", None)
+    if make is None:
+        return None
+    game = Played(make(task))
+    answered = {message.get("tool_call_id") for message in messages if message["role"] == "tool"}
+    for call in (call for message in messages for call in message.get("tool_calls") or ()):
+        if call["id"] in answered:
+            game.call(call["function"]["name"], call["function"]["arguments"])
+    return game
 
 
 def sandbox_tools(recipe: Recipe) -> tuple[str, ...]:

@@ -2,20 +2,26 @@
 
 RegistryError
 ├── RegistryUnavailable      it did not do what was asked: retried, then the process ends
-│   └── RegistryUnreachable  transport or 5xx
+│   ├── RegistryRefused      401 or 403: who asks is unknown, or may not; waited for, as secrets rotate
+│   ├── SchemaNotRegistered  [registry] auto_register is false and nobody has registered it yet: waited for
+│   └── RegistryUnreachable  transport, TLS or 5xx
 └── SchemaIncompatible       409: the change breaks BACKWARD_TRANSITIVE; names record, field and rule
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Protocol
+from urllib.parse import quote
 
 import httpx
 
 from turnlog.infra.roles import Unreachable
+from turnlog.infra.roles.tls import trusting
+from turnlog.infra.run_folder import present
 from turnlog.schemas.compatibility import Problem, Schema, incompatibilities
+from turnlog.settings import RegistrySettings
 
 MEDIA_TYPE = "application/vnd.schemaregistry.v1+json"
 
@@ -30,6 +36,14 @@ class RegistryUnavailable(RegistryError):
 
 class RegistryUnreachable(RegistryUnavailable, Unreachable):
     """The registry did not answer, or failed."""
+
+
+class RegistryRefused(RegistryUnavailable, Unreachable):
+    """The login is refused; check [registry] username, password, token. What files hold is read for each request."""
+
+
+class SchemaNotRegistered(RegistryUnavailable, Unreachable):
+    """Nobody has registered it. Remedy: `turnlog run configure`, which does."""
 
 
 class SchemaIncompatible(RegistryError):
@@ -64,12 +78,31 @@ class Registry(Protocol):
 class HttpRegistry:
     """The real client."""
 
-    def __init__(self, url: str, *, timeout_s: float = 10.0) -> None:
-        self._url = url
-        self._http = httpx.AsyncClient(base_url=url, timeout=timeout_s, headers={"content-type": MEDIA_TYPE})
+    def __init__(self, settings: RegistrySettings, *, timeout_s: float = 10.0) -> None:
+        """Raises TlsFileUnusable."""
+        self._settings = settings
+        self._url = settings.url
+        self._http = httpx.AsyncClient(
+            base_url=settings.url,
+            timeout=timeout_s,
+            headers={"content-type": MEDIA_TYPE},
+            auth=_Login(settings),
+            verify=trusting(settings.url, settings.ca_file, "registry") or True,
+        )
 
     async def register(self, subject: str, schema: Mapping[str, Any]) -> int:
-        answer = await self._call("POST", f"/subjects/{subject}/versions", {"schema": json.dumps(schema)})
+        """See Registry. Raises SchemaNotRegistered where it may only be looked up."""
+        subject = self._settings.subject_prefix + subject
+        where, body = f"/subjects/{quote(subject, safe='')}", {"schema": json.dumps(schema)}
+        if not self._settings.auto_register:
+            answer = await self._call("POST", where, body)
+            if answer.status_code == httpx.codes.NOT_FOUND:
+                raise SchemaNotRegistered(
+                    f"{self._url} has no such schema of {subject}, and [registry] auto_register is false: run `turnlog "
+                    "run configure` with the right to write there"
+                )
+            return int(self._body(answer)["id"])
+        answer = await self._call("POST", f"{where}/versions", body)
         if answer.status_code == httpx.codes.CONFLICT:
             problems = incompatibilities(dict(schema), await self._registered(subject))
             raise SchemaIncompatible(subject, problems, answer.text[:500])
@@ -82,14 +115,24 @@ class HttpRegistry:
         schema: Mapping[str, Any] = json.loads(self._body(answer)["schema"])
         return schema
 
+    async def config(self, record: str = "") -> httpx.Response:
+        """What it answers when it is asked for the compatibility of a record's subject, or without one its own. Raises
+        RegistryRefused for a login that it does not know, RegistryUnreachable."""
+        subject = f"/{quote(self._settings.subject_prefix + record, safe='')}" if record else ""
+        answer = await self._call("GET", f"/config{subject}")
+        if answer.status_code == httpx.codes.UNAUTHORIZED:
+            self._body(answer)
+        return answer
+
     async def close(self) -> None:
         """Release connections."""
         await self._http.aclose()
 
     async def _registered(self, subject: str) -> list[Schema]:
         """Every version of a subject: the answer to a refused one says why in words of its own."""
-        numbers = self._body(await self._call("GET", f"/subjects/{subject}/versions"))
-        answers = [await self._call("GET", f"/subjects/{subject}/versions/{number}") for number in numbers]
+        where = f"/subjects/{quote(subject, safe='')}/versions"
+        numbers = self._body(await self._call("GET", where))
+        answers = [await self._call("GET", f"{where}/{number}") for number in numbers]
         return [json.loads(self._body(answer)["schema"]) for answer in answers]
 
     async def _call(self, method: str, path: str, body: object = None) -> httpx.Response:
@@ -99,10 +142,33 @@ class HttpRegistry:
             raise RegistryUnreachable(f"{self._url}: {error or type(error).__name__}; check [registry] url") from error
 
     def _body(self, answer: httpx.Response) -> Any:
+        if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            raise RegistryRefused(
+                f"{self._url} refused {answer.request.method} {answer.request.url.path} with {answer.status_code}: "
+                "check [registry] username and password, or token, and what they may do there"
+            )
         if answer.status_code >= httpx.codes.BAD_REQUEST:
             kind = RegistryUnreachable if answer.is_server_error else RegistryUnavailable
             raise kind(f"{self._url} answered {answer.status_code}: {answer.text[:200]}")
         return answer.json()
+
+
+class _Login(httpx.Auth):
+    """Who asks, as the settings say at the moment of each request."""
+
+    def __init__(self, settings: RegistrySettings) -> None:
+        self._settings = settings
+
+    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response]:
+        """See httpx.Auth."""
+        username, token = self._settings.username, present(self._settings.token)
+        if token:
+            request.headers["authorization"] = f"Bearer {token}"
+            yield request
+        elif username:
+            yield from httpx.BasicAuth(username, present(self._settings.password)).auth_flow(request)
+        else:
+            yield request
 
 
 class MemoryRegistry:

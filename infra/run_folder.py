@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 GATEWAY_KEY = Path("gateway.key")
 """In the run's folder: signs session tokens."""
+CREDENTIAL_KEY = Path("credential.key")
+"""In the run's folder: seals the tokens of sessions whose agent is a program in a sandbox."""
 STORE_KEY = Path("store", "store.key")
 """In the run's folder: signs requests to the embedded store."""
 

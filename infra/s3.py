@@ -1,29 +1,41 @@
 """Blobs in any S3 store, over minio-py (synchronous, so calls run in a bounded thread pool).
 
-A blob's key is its hash, so that a repeated put is harmless and nothing rests on conditional puts or user metadata.
+A blob's key is its hash, so that a repeated put is harmless and nothing rests on conditional puts.
 aiobotocore was weighed: it pins botocore and brings ten packages for four calls.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import io
+import os
 import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from typing import TypeVar
 from urllib.parse import urlsplit
 
 import urllib3
 from minio import Minio
+from minio.commonconfig import REPLACE, CopySource
 from minio.credentials.credentials import Credentials
-from minio.credentials.providers import Provider
+from minio.credentials.providers import IamAwsProvider, Provider
 from minio.error import InvalidResponseError, MinioException, S3Error
 
-from turnlog.infra.blobs import BlobCorrupt, BlobError, BlobMissing, StoreUnavailable, StoreUnreachable
+from turnlog.infra.blobs import (
+    BlobError,
+    BlobMissing,
+    BucketMissing,
+    Folders,
+    Listed,
+    Listing,
+    StoreUnavailable,
+    StoreUnreachable,
+)
+from turnlog.infra.roles.tls import trusting
 from turnlog.infra.run_folder import present
 from turnlog.schemas.types import BlobRef
 from turnlog.settings import StoreSettings
@@ -41,20 +53,16 @@ SETTINGS = "check [store] endpoint, access_key, secret_key and bucket"
 T = TypeVar("T")
 
 
-def key(sha256: str) -> str:
-    """The object's key: the first two hex digits spread objects over folders."""
-    return f"blobs/{sha256[:2]}/{sha256}"
-
-
-class S3Blobs:
+class S3Blobs(Folders):
     """See Blobs. The bucket is made at the first call when it is missing."""
 
     def __init__(self, settings: StoreSettings, *, threads: int = THREADS, patient: bool = True) -> None:
         """Connects at the first call; not `patient`, it asks once and waits for seconds. Raises StoreUnavailable for an
-        endpoint that is no address."""
+        endpoint that is no address, TlsFileUnusable."""
+        super().__init__()
         self._settings = settings
-        self._http = _http(threads, patient)
-        self._client = _client(settings, self._http)
+        self._http = _http(settings, threads, patient)
+        self._client = client(settings, self._http)
         self._pool = ThreadPoolExecutor(threads, "s3")
         self._bucket_lock = threading.Lock()
         self._bucket_there = False
@@ -73,6 +81,19 @@ class S3Blobs:
 
     async def names(self, prefix: str) -> list[str]:
         return await self._run(lambda: self._names(prefix))
+
+    async def date(self) -> str | None:
+        """The store's clock, as HTTP writes it (RFC 9110, 6.6.1); None where its answers have none."""
+        return await self._run(self._date)
+
+    async def listed(self, prefix: str) -> Listing:
+        return await self._run(lambda: self._listed(prefix))
+
+    async def copy(self, name: str, to: str) -> None:
+        await self._run(lambda: self._copy(name, to))
+
+    async def remove(self, name: str) -> None:
+        await self._run(lambda: self._client.remove_object(self._settings.bucket, name))
 
     async def close(self) -> None:
         """See Blobs; waits for calls under way."""
@@ -97,6 +118,11 @@ class S3Blobs:
                 return
             bucket = self._settings.bucket
             if not self._client.bucket_exists(bucket):
+                if not self._settings.make_bucket:
+                    raise BucketMissing(
+                        f"{self._settings.endpoint} has no bucket {bucket}, and [store] make_bucket is false: make it, "
+                        "or run `turnlog run configure` with the right to"
+                    )
                 try:
                     self._client.make_bucket(bucket, self._settings.region)
                 except MinioException:
@@ -104,17 +130,40 @@ class S3Blobs:
                         raise
             self._bucket_there = True
 
-    def _put(self, content: bytes, media_type: str) -> BlobRef:
-        sha256 = hashlib.sha256(content).hexdigest()
-        self._write(key(sha256), content, media_type)
-        return BlobRef(sha256, len(content), media_type)
-
     def _write(self, name: str, content: bytes, media_type: str) -> None:
         self._client.put_object(self._settings.bucket, name, io.BytesIO(content), len(content), content_type=media_type)
 
     def _names(self, prefix: str) -> list[str]:
         found = self._client.list_objects(self._settings.bucket, prefix=prefix, recursive=True)
         return sorted(str(entry.object_name) for entry in found)
+
+    def _date(self) -> str | None:
+        return self._http.request("HEAD", self._settings.endpoint, retries=False).headers.get("date")
+
+    def _now(self) -> float:
+        """By the store's clock, in whole seconds and never ahead of it: any answer says it, a refusal too."""
+        said = self._date()
+        if said is None:
+            raise StoreUnavailable(f"{self._settings.endpoint}: its answers have no Date, so ages cannot be told")
+        return parsedate_to_datetime(said).timestamp()
+
+    def _listed(self, prefix: str) -> Listing:
+        now = self._now()
+        found = self._client.list_objects(self._settings.bucket, prefix=prefix, recursive=True)
+        ages = ((str(one.object_name), one.size or 0, one.last_modified) for one in found)
+        return Listing(now, tuple(Listed(name, size, at.timestamp()) for name, size, at in ages if at is not None))
+
+    def _copy(self, name: str, to: str) -> None:
+        """With a time of its own, of the store's clock: rclone, alone among stores, would keep that of what is copied,
+        and takes another by this convention."""
+        metadata: dict[str, str | list[str] | tuple[str]] = {"mtime": f"{self._now():.0f}"}
+        source = CopySource(self._settings.bucket, name)
+        try:
+            self._client.copy_object(self._settings.bucket, to, source, metadata=metadata, metadata_directive=REPLACE)
+        except MinioException as error:
+            if _status(error) == HTTPStatus.NOT_FOUND:
+                raise _missing(name, self._settings) from None
+            raise
 
     def _read(self, name: str) -> bytes:
         try:
@@ -129,15 +178,6 @@ class S3Blobs:
             answer.close()
             answer.release_conn()
 
-    def _get(self, ref: BlobRef) -> bytes:
-        content = self._read(key(ref.sha256))
-        if len(content) != ref.size or hashlib.sha256(content).hexdigest() != ref.sha256:
-            raise BlobCorrupt(
-                f"{self._settings.bucket}/{key(ref.sha256)}: {len(content)} bytes do not hash to their name "
-                f"(expected {ref.size}); restore the object from a copy, or remove it and let its writer put it again"
-            )
-        return content
-
 
 class _Present(Provider):
     """The keys as they are now: asked for each request, since files may change."""
@@ -146,28 +186,45 @@ class _Present(Provider):
         self._settings = settings
 
     def retrieve(self) -> Credentials:
-        return Credentials(present(self._settings.access_key), present(self._settings.secret_key))
+        settings = self._settings
+        keys = present(settings.access_key), present(settings.secret_key)
+        return Credentials(*keys, present(settings.session_token) or None)
 
 
-def _client(settings: StoreSettings, http: urllib3.PoolManager) -> Minio:
+def client(settings: StoreSettings, http: urllib3.PoolManager | None = None) -> Minio:
+    """Of minio-py, as the settings say. Raises StoreUnavailable."""
     address = urlsplit(settings.endpoint)
     if address.scheme not in ("http", "https") or not address.netloc:
         raise StoreUnavailable(f"[store] endpoint must be http(s)://host:port, got {settings.endpoint!r}")
-    if not settings.secret_key:
+    if settings.credentials == "keys" and not settings.secret_key:
         raise StoreUnavailable(
             f"[store] secret_key is empty: set that of {settings.endpoint} (TURNLOG_STORE_SECRET_KEY); an embedded "
             "store's is in store/store.key of its run's directory"
         )
-    return Minio(
+    made = Minio(
         address.netloc,
-        credentials=_Present(settings),
+        credentials=_Present(settings) if settings.credentials == "keys" else _role(settings),
         secure=address.scheme == "https",
         region=settings.region,
         http_client=http,
     )
+    if settings.address_style == "virtual":
+        made.enable_virtual_style_endpoint()  # type: ignore[no-untyped-call]
+    else:
+        made.disable_virtual_style_endpoint()  # type: ignore[no-untyped-call]
+    return made
 
 
-def _http(threads: int, patient: bool) -> urllib3.PoolManager:
+def _role(settings: StoreSettings) -> Provider:
+    """Keys of this machine's or pod's role, renewed before they expire. A store with a token service of its own says
+    where that is as for any AWS client (AWS_ENDPOINT_URL_STS)."""
+    identity = "AWS_WEB_IDENTITY_TOKEN_FILE" in os.environ
+    return IamAwsProvider(
+        region=settings.region, custom_endpoint=os.environ.get("AWS_ENDPOINT_URL_STS") if identity else None
+    )
+
+
+def _http(settings: StoreSettings, threads: int, patient: bool) -> urllib3.PoolManager:
     retries = urllib3.Retry(
         total=RETRIES if patient else 0,
         backoff_factor=BACKOFF_S,
@@ -176,7 +233,8 @@ def _http(threads: int, patient: bool) -> urllib3.PoolManager:
         raise_on_status=False,
     )
     timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=READ_TIMEOUT_S if patient else CONNECT_TIMEOUT_S)
-    return urllib3.PoolManager(maxsize=threads, retries=retries, timeout=timeout)
+    trusted = trusting(settings.endpoint, settings.ca_file, "store")
+    return urllib3.PoolManager(maxsize=threads, retries=retries, timeout=timeout, ssl_context=trusted)
 
 
 def _missing(name: str, settings: StoreSettings) -> BlobError:

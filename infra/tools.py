@@ -136,6 +136,29 @@ _TOOLS = (
 BUILT_IN: Final[Mapping[str, ToolSchema]] = {tool.name: tool for tool in _TOOLS}
 
 
+GATEWAY_INSIDE: Final = "http://127.0.0.1:3128"
+"""Base URL for a program in a sandbox that is an agent: its turns go to the gateway from there (docs/egress.md)."""
+KEY_INSIDE: Final = "turnlog"
+"""What such a program may show as its key: any word does."""
+AGENT: Final = ToolSchema(
+    "agent",
+    "1",
+    "The runner's own: a program that acts for a whole session. No model is offered it.",
+    _arguments(
+        {
+            "argv": {"type": "array", "items": {"type": "string"}, "minItems": 1},
+            "env": {"type": "object", "additionalProperties": {"type": "string"}},
+            "files": {"type": "object", "additionalProperties": {"type": "string"}},
+            "credential": _text("The session's token, sealed (turnlog.infra.roles.credentials)."),
+        },
+        "argv",
+        "env",
+        "files",
+        "credential",
+    ),
+)
+
+
 def declaration(name: str, about: str, arguments: Schema) -> dict[str, Any]:
     """A tool as OpenAI's `tools` takes it (chat completions, type function)."""
     function = {"name": name, "description": about, "parameters": copy.deepcopy(dict(arguments))}
@@ -172,7 +195,7 @@ class BrokenTool(ToolOfferError):
 def offered() -> dict[str, EntryPoint]:
     """Name -> entry point of tools that packages offer, nothing imported. Raises AmbiguousTool."""
     points = offers.offered(GROUP, "tool", AmbiguousTool)
-    for name in sorted(points.keys() & BUILT_IN.keys()):
+    for name in sorted(points.keys() & {*BUILT_IN, AGENT.name}):
         raise AmbiguousTool(f"{described(points[name])}: {name} is a built-in tool; give it another name")
     return points
 

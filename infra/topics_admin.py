@@ -1,25 +1,185 @@
-"""Topics of the catalogue on a cluster: what they should be, making them, checking them.
+"""Topics of the catalogue on a cluster: what they should be, making them, checking them, and who may do what there.
 
 TopicMismatch (LogError)   a topic exists with another partition count: keys would move, so nothing is changed
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 
+from turnlog.infra.archive import archive_name
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import Log, LogError, TopicSpec
 from turnlog.infra.roles.terminal import say
 from turnlog.infra.run_folder import resolved
-from turnlog.names import ExitStatus
-from turnlog.schemas.topics import CATALOGUE
-from turnlog.settings import Settings
+from turnlog.names import REGISTRY_TOPIC, ConsumerGroup, ExitStatus, TransactionalId
+from turnlog.processors.core.fold_versions import INPUTS, OUTPUTS
+from turnlog.schemas import topics
+from turnlog.schemas.topics import BY_NAME, CATALOGUE, CONTROL, Topic
+from turnlog.settings import Settings, SettingsError
 
 AT_LEAST = frozenset({"max.message.bytes", "min.insync.replicas"})
 """Configuration that may be above what the catalogue asks for."""
 WARNING = "warning:"
 DURABLE = ("min.insync.replicas", "unclean.leader.election.enable")
 CHECKED = ("cleanup.policy", "retention.ms", "retention.bytes", "max.message.bytes", "message.timestamp.type", *DURABLE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """What a role or a verb does on the log."""
+
+    group: ConsumerGroup | None = None
+    """It commits offsets there."""
+    consumes: tuple[Topic, ...] = ()
+    """Of these."""
+    reads: tuple[Topic, ...] = ()
+    """These, too, from where it likes."""
+    measures: tuple[Topic, ...] = ()
+    """It asks where these end."""
+    writes: tuple[Topic, ...] = ()
+    deletes: tuple[Topic, ...] = ()
+    """Records of these, or they themselves, for good."""
+    owner: TransactionalId | None = None
+    asks: tuple[ConsumerGroup, ...] = ()
+    """Groups of others whose commits it reads."""
+    forgets: tuple[ConsumerGroup, ...] = ()
+    """Groups that it deletes."""
+    makes: tuple[Topic, ...] = ()
+    examines: tuple[Topic, ...] = ()
+    """It compares their configuration with the catalogue's."""
+    follows: bool = True
+    """It reads `runs`, which says whose log it is."""
+    appends: bool = True
+    """It has a producer for events, whatever it writes."""
+
+
+AGENTS = (topics.SESSIONS, topics.TURNS, topics.SNAPSHOTS)
+PARKED = topics.DEAD_LETTERS
+REFUSABLE = tuple(topic for topic in CATALOGUE if topic not in (topics.RUNS, topics.TREES, PARKED))
+"""Who reads the others parks nothing of them."""
+PRUNED = tuple(topic for topic in CATALOGUE if topic not in CONTROL)
+FEEDER = Access(
+    group=ConsumerGroup.FEEDER,
+    consumes=(topics.GROUP_SCORES, topics.BATCHES, topics.STEPS, topics.WEIGHTS, topics.ENGINES),
+    reads=(topics.GROUP_REQUESTS, topics.TASKS, topics.SAMPLES),
+    measures=(topics.SESSIONS,),
+    writes=(topics.GROUP_REQUESTS, topics.TASKS, PARKED),
+    owner=TransactionalId.FEEDER,
+)
+CONFIGURE = Access(writes=(topics.RUNS,), makes=CATALOGUE, examines=CATALOGUE)
+ACCESS: Mapping[str, Access] = {
+    "feeder": FEEDER,
+    "gateway": Access(reads=(*AGENTS, topics.ENGINES), writes=AGENTS),
+    "runner": Access(
+        group=ConsumerGroup.RUNNER,
+        consumes=(topics.TASKS, topics.TOOL_RESULTS),
+        writes=(topics.SESSIONS, topics.TOOL_CALLS, PARKED),
+    ),
+    "sandbox": Access(
+        group=ConsumerGroup.SANDBOX,
+        consumes=(topics.TOOL_CALLS,),
+        reads=(topics.TOOL_RESULTS,),
+        writes=(topics.TOOL_RESULTS, PARKED),
+    ),
+    "assembler": Access(
+        group=ConsumerGroup.ASSEMBLER,
+        consumes=tuple(BY_NAME[name] for name in INPUTS),
+        reads=(*(BY_NAME[name] for name in OUTPUTS), topics.GROUP_SCORES),
+        writes=(*(BY_NAME[name] for name in OUTPUTS), topics.GROUP_SCORES, topics.SESSIONS, PARKED),
+        owner=TransactionalId.ASSEMBLER,
+    ),
+    "batcher": Access(
+        group=ConsumerGroup.BATCHER,
+        consumes=(topics.SAMPLES,),
+        reads=(topics.BATCHES, topics.STEPS, topics.WEIGHTS),
+        writes=(topics.BATCHES,),
+        owner=TransactionalId.BATCHER,
+    ),
+    "trainer": Access(
+        group=ConsumerGroup.TRAINER,
+        consumes=(topics.BATCHES,),
+        reads=(topics.WEIGHTS,),
+        writes=(topics.STEPS, topics.WEIGHTS),
+        owner=TransactionalId.TRAINER,
+    ),
+    "loader": Access(
+        group=ConsumerGroup.LOADER,
+        consumes=(topics.WEIGHTS,),
+        writes=(topics.ENGINES,),
+        owner=TransactionalId.LOADER,
+    ),
+    "views": Access(
+        group=ConsumerGroup.VIEWS,
+        consumes=(topics.SESSIONS, topics.STEPS, topics.WEIGHTS),
+        appends=False,
+    ),
+    "archive": Access(
+        group=ConsumerGroup.ARCHIVE,
+        consumes=CATALOGUE,
+        owner=TransactionalId.ARCHIVE,
+        asks=(ConsumerGroup.ASSEMBLER,),
+    ),
+    "lag": Access(reads=CATALOGUE, asks=tuple(ConsumerGroup), appends=False),
+    "reader": Access(reads=CATALOGUE, asks=tuple(ConsumerGroup)),
+    "prune": Access(
+        reads=(topics.BATCHES, topics.GROUP_REQUESTS, topics.TASKS),
+        asks=(ConsumerGroup.ASSEMBLER, ConsumerGroup.RUNNER, ConsumerGroup.SANDBOX, ConsumerGroup.VIEWS),
+        deletes=PRUNED,
+        follows=False,
+    ),
+    "dead-letters": Access(reads=(PARKED, *REFUSABLE), writes=REFUSABLE, follows=False),
+    "skip": Access(reads=AGENTS, writes=(topics.SESSIONS,), follows=False),
+    "gc": Access(reads=CATALOGUE, appends=False),
+    "run": replace(
+        FEEDER,
+        reads=(*FEEDER.reads, *AGENTS[:2], topics.TOOL_RESULTS),
+        writes=(*FEEDER.writes, *CONFIGURE.writes),
+        makes=CONFIGURE.makes,
+        examines=CONFIGURE.examines,
+    ),
+    "configure": CONFIGURE,
+    "apply": Access(makes=CATALOGUE, follows=False, appends=False),
+    "fork": replace(CONFIGURE, reads=(topics.WEIGHTS,)),
+    "pause": Access(writes=(topics.RUNS,)),
+    "delete": Access(reads=(topics.WEIGHTS,), writes=(topics.RUNS,), deletes=CATALOGUE, forgets=tuple(ConsumerGroup)),
+    "doctor": Access(examines=CATALOGUE, follows=False, appends=False),
+}
+"""Roles, and as if they were roles what people do (VERBS)."""
+VERBS: Mapping[str, str] = {
+    "archive": "archive, archive flush and status",
+    "lag": "lag",
+    "reader": "status, replay, fold, books, dataset, reward, report, session, dead-letters list and show, run list",
+    "prune": "archive prune",
+    "dead-letters": "dead-letters requeue",
+    "skip": "dead-letters skip",
+    "run": "run, its feeder included",
+    "configure": "run configure, topics apply and check",
+    "apply": "topics apply",
+    "fork": "run fork in the new run; of its parent it is a reader",
+    "pause": "run pause, resume and close",
+    "delete": "run delete; of everybody else who uses the bucket it is a gc",
+    "doctor": "doctor, topics check",
+    "registry": "registry, the embedded one; yours has rights of its own",
+}
+"""What is run with whose rights; every other role is its own verb alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Acl:
+    """One right of one role, as Kafka's `kafka-acls.sh` names it."""
+
+    role: str
+    principal: str
+    resource: str
+    """topic | group | transactional-id | cluster"""
+    name: str
+    pattern: str
+    """literal | prefixed"""
+    operation: str
 
 
 class TopicMismatch(LogError):
@@ -29,16 +189,14 @@ class TopicMismatch(LogError):
 def durability(settings: Settings) -> dict[str, str]:
     """An acknowledged record is on all replicas but one, and no replica that lacks it may lead: one broker may be away,
     and whichever comes back, nothing is lost (Kafka's documentation, "Replication")."""
-    return dict(zip(DURABLE, (str(max(1, settings.kafka.replication - 1)), "false"), strict=True))
+    return dict(zip(DURABLE, (str(max(1, settings.kafka.copies - 1)), "false"), strict=True))
 
 
 def specs(settings: Settings) -> list[TopicSpec]:
     """The catalogue's topics with the partition counts and the replication of the settings."""
     counts = {"groups": settings.kafka.groups, "rollouts": settings.kafka.rollouts, "one": 1}
     return [
-        TopicSpec(
-            topic.name, counts[topic.partitions], settings.kafka.replication, topic.config() | durability(settings)
-        )
+        TopicSpec(topic.name, counts[topic.partitions], settings.kafka.copies, topic.config() | durability(settings))
         for topic in CATALOGUE
     ]
 
@@ -60,7 +218,7 @@ async def apply(log: Log, settings: Settings) -> list[str]:
 async def check(log: Log, settings: Settings) -> list[str]:
     """What differs from the catalogue, a sentence each; warnings (topics that we do not know below our own prefix)
     begin with "warning:". Raises LogUnavailable."""
-    found = await log.topics()
+    found = await log.topics(configs=True)
     wanted = specs(settings)
     problems = [problem for spec in wanted for problem in _problems(spec, found)]
     problems += _counts_apart(settings, found)
@@ -78,7 +236,7 @@ def check_internal(found: Mapping[str, TopicSpec], settings: Settings) -> list[s
     return [
         problem
         for name, there in sorted(found.items())
-        for problem in _weak(TopicSpec(name, 0, settings.kafka.replication, durability(settings)), there, DURABLE)
+        for problem in _weak(TopicSpec(name, 0, settings.kafka.copies, durability(settings)), there, DURABLE)
     ]
 
 
@@ -100,7 +258,9 @@ def _weak(spec: TopicSpec, there: TopicSpec, keys: Sequence[str]) -> list[str]:
             f"{spec.name} has {there.replication} replicas, kafka.replication asks for {spec.replication}: "
             "kafka-reassign-partitions.sh adds some"
         )
-    for key in keys:
+    if not there.config:
+        problems.append(f"{spec.name} does not tell its configuration: give this principal DescribeConfigs on it")
+    for key in keys if there.config else ():
         if not _satisfies(key, there.config.get(key), spec.config[key]):
             problems.append(
                 f"{spec.name} has {key}={there.config.get(key)}, the catalogue asks for {spec.config[key]}: "
@@ -137,10 +297,93 @@ def _miscounted(spec: TopicSpec, there: TopicSpec) -> str:
     )
 
 
+def acls(settings: Settings, role: str, principal: str = "") -> list[Acl]:
+    """The least that the role can do its work with on this cluster, prefix and run; `principal`: else User:ROLE."""
+    access, prefix = ACCESS.get(role, Access()), settings.kafka.prefix
+    filled = {"run": settings.run.id, "archive": archive_name(settings)}
+
+    def on(resource: str, operation: str, name: str, **more: str) -> Acl:
+        """A name with a part that only its owner knows is a prefix."""
+        said = prefix + name.partition("{engine}")[0].partition("{unit}")[0].format(**filled)
+        pattern = "prefixed" if name.endswith(("{engine}", "{unit}")) else "literal"
+        return Acl(role, principal or f"User:{role}", resource, said, more.get("pattern", pattern), operation)
+
+    def of_topics(operation: str, wanted: Iterable[Topic]) -> Iterator[Acl]:
+        return (on("topic", operation, topic.name) for topic in dict.fromkeys(wanted))
+
+    def at_all(resource: str, operation: str, name: str) -> Acl:
+        """Of the cluster, whatever the prefix."""
+        return Acl(role, principal or f"User:{role}", resource, name, "literal", operation)
+
+    if role == "registry":
+        operations = ("Create", "Read", "Write")
+        return [*(on("topic", operation, REGISTRY_TOPIC) for operation in operations),
+                on("transactional-id", "Write", TransactionalId.REGISTRY)]  # fmt: skip
+    read = ((topics.RUNS,) if access.follows else ()) + access.consumes + access.reads
+    seen = {*read, *access.writes, *access.deletes}  # each of these rights brings Describe
+    found = [
+        *of_topics("Read", read),
+        *of_topics("Write", access.writes),
+        *of_topics("Delete", access.deletes),
+        *of_topics("Describe", (t for t in access.measures + access.examines + access.makes if t not in seen)),
+        *of_topics("Create", access.makes),
+        *of_topics("DescribeConfigs", access.examines),
+        *(on("group", "Read", group) for group in (access.group,) if group is not None),
+        *(on("group", "Describe", group) for group in access.asks),
+        *(on("group", "Delete", group) for group in access.forgets),
+        *(on("transactional-id", "Write", owner) for owner in (access.owner,) if owner is not None),
+    ]
+    if access.appends and not access.writes:
+        # Its events' producer asks for a producer id: whoever may write a topic gets one since Kafka 3.0 (KIP-679).
+        found.append(at_all("cluster", "IdempotentWrite", CLUSTER))
+    own = f"{ConsumerGroup.VIEWS}-"
+    if role == "delete":  # it asks who has a transactional id, and for sizes
+        found += [on("transactional-id", "Describe", one) for one in TransactionalId if one != TransactionalId.REGISTRY]
+        found += [on("topic", "Delete", own, pattern="prefixed"), at_all("cluster", "Describe", CLUSTER)]
+    if role == "views":  # Faust's changelogs
+        found += [on("topic", operation, own, pattern="prefixed") for operation in ("Create", "Read", "Write")]
+    if role in ("configure", "doctor"):  # `topics check`
+        both = ("Describe", "DescribeConfigs")
+        found += [at_all("topic", operation, name) for name in INTERNAL for operation in both]
+    if role == "doctor":  # of the brokers
+        found.append(at_all("cluster", "DescribeConfigs", CLUSTER))
+    return found
+
+
+CLUSTER = "kafka-cluster"
+INTERNAL = ("__consumer_offsets", "__transaction_state")
+ROLES = (*ACCESS, "registry")
+
+
+def acls_page(settings: Settings, principals: Sequence[str], form: str) -> list[str]:
+    """What `turnlog topics acls` prints; `principals`: ROLE=User:NAME each. Raises SettingsError."""
+    named = dict(one.split("=", 1) for one in principals if "=" in one)
+    strange = [one for one in principals if one.partition("=")[0] not in ROLES or ":" not in one.partition("=")[2]]
+    if strange:
+        raise SettingsError(f"--principal {strange[0]}: not ROLE=User:NAME, where ROLE is one of {', '.join(ROLES)}")
+    found = [acl for role in ROLES for acl in acls(settings, role, named.get(role, ""))]
+    if form == "json":
+        return [json.dumps([asdict(acl) for acl in found], indent=2)]
+    lines = ["# kafka-acls.sh is Apache Kafka's; admin.properties holds how its --bootstrap-server is spoken to."]
+    for role in ROLES:
+        lines.append(f"# {role}{': turnlog ' + VERBS[role] if role in VERBS else ''}")
+        lines += [_command(settings, acl) for acl in found if acl.role == role]
+    return lines
+
+
+def _command(settings: Settings, acl: Acl) -> str:
+    where = settings.kafka.bootstrap or "KAFKA:9092"
+    pattern = () if acl.resource == "cluster" else (acl.name, "--resource-pattern-type", acl.pattern)
+    return shlex.join([
+        "kafka-acls.sh", "--bootstrap-server", where, "--command-config", "admin.properties", "--add",
+        "--allow-principal", acl.principal, "--operation", acl.operation, f"--{acl.resource}", *pattern,
+    ])  # fmt: skip
+
+
 async def run(action: str, settings: Settings) -> int:
     """`turnlog topics apply|check`: say what was done or found; status 1 when a check found a problem."""
     settings = resolved(settings)
-    log = KafkaLog(settings.kafka.bootstrap, prefix=settings.kafka.prefix)
+    log = KafkaLog.of(settings.kafka)
     try:
         if action == "apply":
             created = await apply(log, settings)

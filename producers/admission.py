@@ -40,6 +40,13 @@ from turnlog.schemas.events import (
 )
 
 
+class Place(NamedTuple):
+    """One visit of one row: a task is drawn once per epoch, and again at the same place when its group fails."""
+
+    epoch: int
+    row: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionRules:
     """Settings that admission depends on."""
@@ -53,13 +60,10 @@ class AdmissionRules:
     """Of the dataset."""
     seed: int
     """Of the order of rows after the first epoch."""
-
-
-class Place(NamedTuple):
-    """One visit of one row: a task is drawn once per epoch, and again at the same place when its group fails."""
-
-    epoch: int
-    row: int
+    passed: int = 0
+    """Fresh places that lie behind the checkpoint that the run was forked from."""
+    left: frozenset[Place] = frozenset()
+    """Of them, those that it has not seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +103,7 @@ class Admission:
         self._open: set[str] = set()
         self._taken: set[str] = set()
         self._failed: set[str] = set()
-        self._again: set[Place] = set()
+        self._again: set[Place] = set(rules.left)
         self._draws: dict[int, _Parts] = {}
         """Draws that were formed and not yet trained."""
         self._stepped: set[int] = set()
@@ -125,6 +129,10 @@ class Admission:
     def asked(self) -> int:
         """Train groups asked for so far."""
         return len(self._places)
+
+    def knows(self, group_id: str) -> bool:
+        """Whether it was asked for."""
+        return group_id in self._places
 
     @property
     def draws_trained(self) -> int:
@@ -180,7 +188,8 @@ class Admission:
 
     def _candidates(self) -> Iterator[Place]:
         yield from sorted(self._again)
-        position = len(self._latest)  # fresh places are asked for in order, so their count is the next position
+        # fresh places are asked for in order, so their count is the next position
+        position = self._rules.passed + len(self._latest) - len(self._rules.left & self._latest.keys())
         while True:
             yield nth_place(position, self._rules.rows, self._rules.seed)
             position += 1

@@ -9,7 +9,7 @@ import asyncio
 import dataclasses
 import logging
 
-from turnlog.infra.recipes import Recipe, first_workspace, sandbox_tools
+from turnlog.infra.recipes import Recipe, first_workspace, sandbox_of, sandbox_tools
 from turnlog.infra.sandbox_root import RootError, root_sha256
 from turnlog.infra.tools import versions
 from turnlog.sandbox_settings import LOCAL, EgressSettings
@@ -37,7 +37,7 @@ class Environments:
             return self._known[recipe.name]
 
     async def _described(self, recipe: Recipe) -> Environment:
-        stated, spec, workspace = recipe.environment, recipe.sandbox, first_workspace(recipe)
+        stated, spec, workspace = recipe.environment, sandbox_of(recipe), first_workspace(recipe)
         return dataclasses.replace(
             stated,
             image=stated.image or spec.image,
@@ -58,7 +58,7 @@ class Environments:
 
 
 def policy_sha256(spec: SandboxSpec, egress: EgressSettings) -> str:
-    """Of backend, limits and network rules; of environment variables the names alone."""
+    """Of backend, limits and network rules; of environment variables the names alone, and of secrets nothing."""
     about = {
         "backend": spec.backend,
         "network": spec.network,
@@ -66,5 +66,5 @@ def policy_sha256(spec: SandboxSpec, egress: EgressSettings) -> str:
         "limits": dataclasses.asdict(spec.limits),
         "env": sorted(spec.env),
     }
-    rules = dataclasses.asdict(egress) if spec.network != "none" else None
+    rules = dataclasses.asdict(dataclasses.replace(egress, signing_key="")) if spec.network != "none" else None
     return environment_digest({**about, "egress": rules})

@@ -14,13 +14,13 @@ from prometheus_client import Counter, Gauge
 
 from turnlog.infra import recipes
 from turnlog.infra.blobs import externalized
-from turnlog.infra.history import events
+from turnlog.infra.history import events, partitions
 from turnlog.infra.log import Commit, Partition, Reached, Reader, Record, TopicMissing, Transactor, partition_of
-from turnlog.infra.roles.role import Role
+from turnlog.infra.roles.role import Role, RunPhase
 from turnlog.infra.roles.runs import Configured, configured
 from turnlog.names import RECORD_HEADER, ConsumerGroup, TransactionalId
 from turnlog.processors.core.fold_versions import scores_topic
-from turnlog.producers.admission import Admission, AdmissionRules, DueGroup, Readiness
+from turnlog.producers.admission import Admission, AdmissionRules, DueGroup, Place, Readiness
 from turnlog.producers.tasks import Dataset, checked_sampling, provided_dataset, read_dataset
 from turnlog.schemas import UndecodableRecord, ids, topics
 from turnlog.schemas.events import Event, GroupRequested, Limits, Purpose, RolloutRequested, Sampling, SegmentSample
@@ -30,6 +30,8 @@ FOLLOWED = (topics.GROUP_REQUESTS, topics.BATCHES, topics.STEPS, topics.WEIGHTS,
 """And one for the scores of groups, by the fold version: from 2 on all are control topics, small and never pruned."""
 PASSED_OVER = SegmentSample.__name__.encode()
 """The bulk of segment-samples, which admission has no use for."""
+LOOK_BACK = 64
+"""Records of each partition of tasks that a start looks at: more, while no group among them is noted."""
 DATASET_FILE = "tasks.jsonl"
 ADMITTED = Counter("turnlog_feeder_groups_admitted", "Groups asked for", ["drawn"])
 OPEN = Gauge("turnlog_feeder_groups_open", "Groups asked for that did not fail and that no draw has taken")
@@ -44,16 +46,18 @@ class DatasetChanged(Exception):
 async def main(role: Role) -> None:
     """Admit groups until every draw is trained, then wait for the role to stop.
 
-    Order of effects: 1. read what the run recorded, fence the last feeder; 2. read the log to its end; 3. per
-    admission: read the floors of agent.sessions, then write the requests of all due groups in one transaction.
-    Raises BadSampling, DatasetError, DatasetChanged, TopicMissing, NotConfigured, OtherRun, OtherSettings.
+    Order of effects: 1. read what the run recorded, as soon as somebody has configured it, fence the last feeder; 2.
+    read the log to its end; 3. per admission: read the floors of agent.sessions, then write the requests of all due
+    groups in one transaction.
+    Raises BadSampling, DatasetError, DatasetChanged, TopicMissing, OtherRun, OtherSettings.
     """
     settings = role.settings
     sampling, limits = checked_sampling(settings)
     dataset = await asyncio.to_thread(_dataset, role)
     counts = await _partition_counts(role)
-    run = await configured(role, wait=False)
-    assert run is not None, "it does not wait"
+    run = await configured(role)
+    if run is None:
+        return
     followed = (*FOLLOWED, scores_topic(run.fold_version))
     partitions = [Partition(topic.name, number) for topic in followed for number in range(counts[topic.name])]
     async with (
@@ -97,6 +101,7 @@ class Feeder:
         self._limits = limits
         self._told = False
         self._readiness = Readiness()
+        passed, left = _behind(run, dataset)
         self.admission = Admission(
             AdmissionRules(
                 prompts_per_draw=run.batcher.prompts_per_draw,
@@ -105,6 +110,8 @@ class Feeder:
                 publish_every=settings.trainer.publish_every,
                 rows=len(dataset.rows),
                 seed=settings.feeder.seed,
+                passed=passed,
+                left=left,
             )
         )
 
@@ -126,18 +133,27 @@ class Feeder:
             self._report()
 
     async def remember(self) -> None:
-        """Note the groups of a run that was fed before there was group-requests, all at once: its first record says
-        that every group is there. Raises DatasetChanged."""
-        if self.admission.asked:
-            return
-        groups: dict[str, GroupRequested] = {}
-        async for _, request in events(self._role, topics.TASKS):
-            self._role.health.beat()  # a long history takes longer than a round of work may
-            if request.group_id not in groups:
-                groups[request.group_id] = _group(request)
+        """Note the groups that a feeder without group-requests has asked for, before this release or after a step back
+        from it, all at once. Whatever is noted nowhere stands at the end of its partition of tasks: every feeder of
+        ours notes it before it asks for more. Raises DatasetChanged."""
+        role, reach = self._role, LOOK_BACK
+        places = partitions(role, topics.TASKS)
+        starts, ends = await role.log.start_offsets(places), await role.log.end_offsets(places)
+        behind = set(places)
+        while behind:
+            since = {place: max(starts[place], ends[place] - reach) for place in places}
+            groups: dict[str, GroupRequested] = {}
+            behind = {place for place in places if since[place] > starts[place]}
+            async for record, request in events(role, topics.TASKS, since=since):
+                role.health.beat()  # a long history takes longer than a round of work may
+                if self.admission.knows(request.group_id):
+                    behind.discard(Partition(record.topic, record.partition))
+                elif request.group_id not in groups:
+                    groups[request.group_id] = _group(request)
+            reach *= 8
         if groups:
-            log.info("noting %d groups that were asked for before group-requests was kept", len(groups))
-            await self._role.events.transact(self._transactor, list(groups.values()))
+            log.info("noting %d groups that were asked for by a feeder that keeps no group-requests", len(groups))
+            await role.events.transact(self._transactor, list(groups.values()))
         for group in groups.values():
             self._apply(group)
 
@@ -150,7 +166,12 @@ class Feeder:
         self.admission.apply(event)
 
     async def admit(self) -> None:
-        """Ask for the groups that are due, unless weights are on their way that they must be sampled with."""
+        """Ask for the groups that are due, unless the run is paused, or weights are on their way that they must be
+        sampled with."""
+        if self._role.phase is not RunPhase.RUNNING:
+            self._role.health.unmet("phase", f"the run is {self._role.phase}: `turnlog run resume` goes on with it")
+            return
+        self._role.health.met("phase")
         admission = self.admission
         due = admission.due()
         waits_for = due and self._readiness.waits_for(
@@ -228,6 +249,14 @@ def _dataset(role: Role) -> Dataset:
     count = settings.feeder.draws * settings.batcher.prompts_per_draw
     path = Path(settings.run.directory) / DATASET_FILE
     return read_dataset(provided_dataset(recipe, path, count=count, seed=settings.feeder.seed))
+
+
+def _behind(run: Configured, dataset: Dataset) -> tuple[int, frozenset[Place]]:
+    """How many places of the dataset the run's parent has passed, and those of them that are still to be asked for."""
+    parent = run.parent
+    if parent is None or parent.dataset != dataset.name:
+        return 0, frozenset()
+    return parent.places, frozenset(Place(place.epoch, place.row) for place in parent.left)
 
 
 def _group(request: RolloutRequested) -> GroupRequested:

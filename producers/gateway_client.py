@@ -2,7 +2,7 @@
 
 GatewayClientError
 ├── GatewayUnavailable   no answer for longer than runner.gateway_patience_s
-│   └── EnginesBusy      503; a completion is asked for again within that patience
+│   └── EnginesBusy      429, 503; a completion is asked for again within that patience
 ├── GatewayFailed        any other 5xx, an unknown session, an answer that is no completion: an infrastructure failure
 ├── GatewayRefused       401, 403: the key or token is wrong; the process must end
 ├── ContextExceeded      the conversation does not fit the context window: the session is truncated
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,11 +27,14 @@ from urllib.parse import urlsplit
 import httpcore
 import orjson
 
-from turnlog.infra.recipes import Message, Recipe
+from turnlog.infra.recipes import Message, Recipe, agent_of
 from turnlog.infra.roles import Unreachable
+from turnlog.infra.roles.credentials import CredentialKeys
+from turnlog.infra.roles.tls import trusting
 from turnlog.producers.environments import Environments
 from turnlog.producers.gateway.requests import SigningKeys
 from turnlog.schemas.events import Agent, Outcome, RolloutRequested
+from turnlog.schemas.events.turns import CUT_OFF
 from turnlog.schemas.types import TurnId
 from turnlog.settings import Settings
 
@@ -56,8 +60,9 @@ class Answer:
 class Connections:
     """As many connections as there were requests at once, each to one origin."""
 
-    def __init__(self, *, connect_s: float, answer_s: float) -> None:
-        """`answer_s`: the longest silence while an answer is awaited."""
+    def __init__(self, *, connect_s: float, answer_s: float, trusted: ssl.SSLContext | None = None) -> None:
+        """`answer_s`: the longest silence while an answer is awaited; `trusted`: what https origins are checked by."""
+        self._trusted = trusted
         self._timeout = {"connect": connect_s, "read": answer_s, "write": connect_s, "pool": connect_s}
         self._free: dict[str, list[httpcore.AsyncHTTPConnection]] = {}
         """By scheme and authority."""
@@ -75,7 +80,7 @@ class Connections:
         port = parts.port or (443 if parts.scheme == "https" else 80)
         origin = httpcore.Origin(parts.scheme.encode(), (parts.hostname or "").encode(), port)
         free = self._free.setdefault(f"{parts.scheme}://{parts.netloc}", [])
-        connection = await _usable(free) or httpcore.AsyncHTTPConnection(origin=origin)
+        connection = await _usable(free) or httpcore.AsyncHTTPConnection(origin=origin, ssl_context=self._trusted)
         try:
             response = await connection.request(
                 method, url, headers=list(headers.items()), content=content, extensions={"timeout": self._timeout}
@@ -114,7 +119,7 @@ class GatewayUnavailable(GatewayClientError, Unreachable):
 
 
 class EnginesBusy(GatewayUnavailable):
-    """No engine serves the weights that are asked for, or the log takes no record."""
+    """No engine serves the weights that are asked for, the log takes no record, or the session asks too often."""
 
 
 class GatewayFailed(GatewayClientError):
@@ -163,6 +168,14 @@ class SessionState:
     """Of the last turn; empty before the first."""
     last_turn: TurnId | None
     """None before the first."""
+    turns: int = 0
+    """Recorded, of whatever lineage."""
+    turn_ids: tuple[TurnId, ...] = ()
+    """Of those."""
+    reason: str = ""
+    """Of the end."""
+    refused: str = ""
+    """Code of the last request for a turn, if it was refused for what it asks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,12 +192,19 @@ class GatewayClient:
     """One per process. Use as an async context manager."""
 
     def __init__(self, settings: Settings) -> None:
-        self._url = settings.gateway.url.rstrip("/")
-        self._model = settings.model.name
+        self.url = settings.gateway.url.rstrip("/")
+        """Where any gateway is reached."""
+        self.model = settings.model.name
+        """Name of the policy."""
         self._environments = Environments(settings)
         self._patience_s = settings.runner.gateway_patience_s
+        self._credentials = settings.sandbox.credential_key, Path(settings.run.directory)
         self._keys = SigningKeys(settings.gateway, Path(settings.run.directory))
-        self._http = Connections(connect_s=CONNECT_S, answer_s=settings.engine.request_timeout_s + 30.0)
+        self._http = Connections(
+            connect_s=CONNECT_S,
+            answer_s=settings.engine.request_timeout_s + 30.0,
+            trusted=trusting(self.url, settings.gateway.ca_file, "gateway"),
+        )
 
     async def __aenter__(self) -> GatewayClient:
         return self
@@ -196,6 +216,9 @@ class GatewayClient:
         """Open the session of this attempt, or get it again: idempotent per (rollout_id, attempt). Raises
         GatewayClientError, and UnknownTool or ToolOfferError for a recipe that names a tool nobody offers here."""
         environment = await self._environments.of(recipe)
+        agent, limits = agent_of(recipe), dataclasses.asdict(request.limits)
+        if agent is None:
+            del limits["max_turns"]  # the loop counts its own
         body = {
             "run_id": request.run_id,
             "group_id": request.group_id,
@@ -207,16 +230,20 @@ class GatewayClient:
             "purpose": request.purpose.value,
             "recipe": request.recipe,
             "floor": request.floor,
-            "agent": dataclasses.asdict(AGENT),
+            "agent": dataclasses.asdict(Agent(agent.name, agent.version) if agent else AGENT),
             "environment": dataclasses.asdict(environment),
             "sampling": dataclasses.asdict(request.sampling),
-            "limits": dataclasses.asdict(request.limits),
+            "limits": limits,
             "min_weight_version": request.min_weight_version,
             "pin_weight_version": request.pin_weight_version,
         }
-        answer = await self._send("POST", f"{self._url}/sessions", self._keys.first.decode(), body)
+        answer = await self._send("POST", f"{self.url}/sessions", self._keys.first.decode(), body)
         opened = orjson.loads(answer.content)
-        return Session(opened["session_id"], _root(opened.get("base_url") or self._url), opened["token"])
+        return Session(opened["session_id"], _root(opened.get("base_url") or self.url), opened["token"])
+
+    def sealed(self, session: Session, call_id: str) -> str:
+        """The session's token, for the sandbox worker of this call."""
+        return CredentialKeys(*self._credentials).sealed(session.token, call_id)
 
     async def state(self, session: Session) -> SessionState:
         """Where the session stands."""
@@ -229,28 +256,46 @@ class GatewayClient:
             messages=tuple(found["messages"]),
             finish_reason=reasons[last["epoch"], last["index"]] if last else "",
             last_turn=TurnId(last["epoch"], last["index"]) if last else None,
+            turns=len(found["turns"]),
+            turn_ids=tuple(TurnId(turn["epoch"], turn["index"]) for turn in found["turns"]),
+            reason=found["reason"] or "",
+            refused=found.get("refused", ""),  # release v4's gateways do not say it
         )
 
     async def complete(self, session: Session, messages: list[Message], tools: Any, *, step: int) -> Completion:
-        """The next turn. The same step of a session is the same turn, however often it is asked for. Raises
+        """The next turn. The same step of a session is the same turn, however often it is asked for. A gateway of
+        release v2 gives a turn that it cut off as an answer: another one is asked for, by another body. Raises
         GatewayClientError."""
-        body: dict[str, Any] = {"model": self._model, "messages": messages}
+        body: dict[str, Any] = {"model": self.model, "messages": messages}
         if tools:
             body["tools"] = tools
         patience = Patience(self._patience_s)
-        key = f"{session.session_id}:{step}"
+        key, parts = f"{session.session_id}:{step}", 0
         while True:
             try:
-                return _completion(await self._of(session, "POST", "/v1/chat/completions", body, idempotency_key=key))
+                answer = await self._of(session, "POST", "/v1/chat/completions", body, idempotency_key=key)
             except EnginesBusy as error:
                 await patience.after(str(error))
+                continue
+            if (turn := _completion(answer)).finish_reason not in CUT_OFF:
+                return turn
+            parts += 1
+            key, body["metadata"] = f"{session.session_id}:{step}:{parts}", {"again": parts}
 
     async def finish(
-        self, session: Session, outcome: Outcome, reason: str, *, final: bool, reward: bool, judged: TurnId | None
+        self,
+        session: Session,
+        outcome: Outcome,
+        reason: str,
+        *,
+        final: bool,
+        reward: bool,
+        judged: TurnId | None,
+        step_rewards: int = 0,
     ) -> None:
         """End the session; idempotent. `reward`: a verdict is on the log or will be; `judged`: the last turn of what
-        it is about, which the agent acted on whatever became of its transport."""
-        expects = {"reward": reward, "step_rewards": 0}
+        it is about, which the agent acted on whatever became of its transport; `step_rewards`: turns that have one."""
+        expects = {"reward": reward, "step_rewards": step_rewards}
         named = {"epoch": judged.epoch, "index": judged.index} if judged else None
         body = {"outcome": outcome.value, "reason": reason, "final": final, "expects": expects, "judged": named}
         await self._of(session, "POST", f"/sessions/{session.session_id}/finish", body)
@@ -265,21 +310,21 @@ class GatewayClient:
             try:
                 return await self._once(method, session.base_url + path, session.token, body, idempotency_key)
             except (NoAnswer, EpochLost) as error:
-                if isinstance(error, EpochLost) and session.base_url == self._url:
+                if isinstance(error, EpochLost) and session.base_url == self.url:
                     raise
                 await patience.after(str(error))
                 await self._find(session)
 
     async def _find(self, session: Session) -> None:
         """Learn where the session is now. Raises GatewayClientError."""
-        if session.base_url == self._url:
+        if session.base_url == self.url:
             return
         try:
-            answer = await self._once("GET", f"{self._url}/sessions/{session.session_id}", session.token)
+            answer = await self._once("GET", f"{self.url}/sessions/{session.session_id}", session.token)
         except (NoAnswer, EpochLost):
-            session.base_url = self._url
+            session.base_url = self.url
         else:
-            session.base_url = _root(orjson.loads(answer.content).get("base_url") or self._url)
+            session.base_url = _root(orjson.loads(answer.content).get("base_url") or self.url)
 
     async def _send(self, method: str, url: str, credential: str, body: Any) -> Answer:
         """One request, repeated while nobody answers: all of ours are idempotent. Raises GatewayClientError."""
@@ -344,7 +389,9 @@ def refusal(answer: Answer) -> GatewayClientError:
             return GatewayRefused(message)
         case 404, _:
             return GatewayFailed(message)
-        case 503, _:
+        case _, "weight_version_gone":
+            return GatewayFailed(message)
+        case ((429 | 503), _):
             return EnginesBusy(message)
         case status, _ if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             return GatewayFailed(message)

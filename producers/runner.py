@@ -14,12 +14,14 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import httpx
 from prometheus_client import Gauge
 
 from turnlog.infra import recipes
 from turnlog.infra.blobs import inlined
-from turnlog.infra.log import Commit, GroupReader, Partition, Record
+from turnlog.infra.log import Commit, GroupReader, Partition, Record, check_commits
 from turnlog.infra.roles.role import Role
+from turnlog.infra.verifiers import judges
 from turnlog.names import RECORD_HEADER, ConsumerGroup
 from turnlog.producers.gateway_client import GatewayClient
 from turnlog.producers.rollout import Rollout
@@ -114,8 +116,8 @@ async def main(role: Role) -> None:
     Raises what a rollout raised (GatewayUnavailable, GatewayRefused, LogUnavailable, a bug): the process ends with the
     low-water marks behind it.
     """
-    async with GatewayClient(role.settings) as gateway:
-        runner = Runner(role, gateway)
+    async with GatewayClient(role.settings) as gateway, judges.client() as http:
+        runner = Runner(role, gateway, http)
         async with role.log.group_reader(
             ConsumerGroup.RUNNER.format(run=role.settings.run.id),
             TOPICS,
@@ -129,9 +131,10 @@ async def main(role: Role) -> None:
 class Runner:
     """The units of this process and the rollouts in them."""
 
-    def __init__(self, role: Role, gateway: GatewayClient) -> None:
+    def __init__(self, role: Role, gateway: GatewayClient, http: httpx.AsyncClient) -> None:
         self._role = role
         self._gateway = gateway
+        self._http = http
         self._group = ConsumerGroup.RUNNER.format(run=role.settings.run.id)
         self._units: dict[int, Unit] = {}
         self._slots = asyncio.Semaphore(role.settings.runner.concurrency)
@@ -162,6 +165,10 @@ class Runner:
         partitions = [Partition(topic, number) for number in sorted(numbers) for topic in TOPICS]
         log_ = self._role.log
         commits = await log_.commits(self._group, partitions)
+        missing = [place for place in partitions if place not in commits]
+        spines = [Partition(topics.SESSIONS.name, number) for number in range(self._role.settings.kafka.groups)]
+        await check_commits(log_, self._group, partitions, missing, spines)
+        self._committed |= commits
         starts = await log_.start_offsets(partitions)
         ends = await log_.end_offsets(partitions)
         assert self._reader is not None
@@ -225,8 +232,11 @@ class Runner:
                 self._gateway,
                 role.events,
                 unit.results,
+                self._http,
             )
-            await rollout.run(resume=begun)
+            owed = await rollout.run(resume=begun)
+        if owed is not None:  # it stays open, without a slot: a slow judge holds no agent up
+            await rollout.settle(owed)
 
     def _over(self, unit: Unit, rollout_id: str, task: asyncio.Task[None]) -> None:
         OPEN.dec()
@@ -248,7 +258,7 @@ class Runner:
     async def _commit(self, units: Iterable[Unit]) -> None:
         """Low-water marks that moved."""
         assert self._reader is not None
-        marks = {p: mark for unit in units for p, mark in unit.low_water().items()}
+        marks = {p: mark.keeping(self._committed.get(p)) for unit in units for p, mark in unit.low_water().items()}
         moved = {p: mark for p, mark in marks.items() if self._committed.get(p) != mark}
         if moved:
             await self._reader.commit(moved)

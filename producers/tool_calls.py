@@ -11,7 +11,7 @@ import asyncio
 import json
 
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.recipes import SandboxCall
+from turnlog.infra.recipes import BrokenRecipe, SandboxCall
 from turnlog.schemas import ids
 from turnlog.schemas.events import (
     RolloutRequested,
@@ -63,10 +63,15 @@ class Results:
         """The effective answer, if it is there."""
         return self._answers.get(rollout_id, {}).get(call_id)
 
+    def of(self, rollout_id: str, session_id: str) -> list[ToolCallCompleted]:
+        """The answers of one session, in the order of its calls."""
+        calls = [call for call in self._answers.get(rollout_id, {}).values() if call.session_id == session_id]
+        return sorted(calls, key=lambda call: call.call_seq)
+
     def workspace(self, rollout_id: str, session_id: str) -> BlobRef | None:
         """What the last answered call of the session left behind."""
-        calls = [call for call in self._answers.get(rollout_id, {}).values() if call.session_id == session_id]
-        return max(calls, key=lambda call: call.call_seq).workspace if calls else None
+        calls = self.of(rollout_id, session_id)
+        return calls[-1].workspace if calls else None
 
     async def wait(self, rollout_id: str, call_id: str, timeout_s: float) -> ToolCallCompleted:
         """The effective answer. Raises TimeoutError."""
@@ -100,6 +105,8 @@ class ToolCalls:
         self._session_id = session_id
         self._sandbox = sandbox
         self._deadline_s = deadline_s
+        self.asked: dict[str, SandboxCall] = {}
+        """By call_id, those that were asked for here."""
         self._next = 0
         self._pending: ToolCallRequested | None = None
         self._workspace = workspace
@@ -113,21 +120,32 @@ class ToolCalls:
     async def call(self, call: SandboxCall, call_id: str) -> ToolCallCompleted:
         """Have a call run. Publishing again under the same call_id is harmless: a worker answers a repeated call from
         its stored result. Raises ToolUnanswered, LogUnavailable."""
+        self.asked[call_id] = call
         request = self._pending = self._requested(call, call_id)
         if self._results.answer(request.rollout_id, request.call_id) is None:
             await self._events.append(request)
-        try:
-            done = await self._results.wait(request.rollout_id, request.call_id, self._deadline_s)
-        except TimeoutError:
-            await self.cancel("unanswered")
-            raise ToolUnanswered(
-                f"call {request.call_id} ({call.tool}) got no answer in {self._deadline_s:g} s: are sandbox workers "
-                "running? See [runner] tool_deadline_s"
-            ) from None
+        done = await self._answered(request, self._deadline_s)
         self._pending = None
         self._next += 1
         self._workspace = done.workspace
         return done
+
+    async def ended(self, reason: str, within_s: float) -> ToolCallCompleted | None:
+        """Have the pending call ended, and what it came to; None: none is pending. Raises ToolUnanswered,
+        LogUnavailable."""
+        pending = self._pending
+        await self.cancel(reason)
+        return await self._answered(pending, within_s) if pending is not None else None
+
+    async def _answered(self, request: ToolCallRequested, within_s: float) -> ToolCallCompleted:
+        try:
+            return await self._results.wait(request.rollout_id, request.call_id, within_s)
+        except TimeoutError:
+            await self.cancel("unanswered")
+            raise ToolUnanswered(
+                f"call {request.call_id} ({request.tool}) got no answer in {within_s:g} s: are sandbox workers "
+                "running? See [runner] tool_deadline_s"
+            ) from None
 
     async def cancel(self, reason: str) -> None:
         """Say that nobody waits for the pending call, if there is one. Not for a session that moves to another runner:
@@ -169,8 +187,10 @@ class ToolCalls:
 
 def json_of(call: SandboxCall) -> bytes:
     """The arguments as UTF-8 JSON. Half of a surrogate pair, which a model may write as an escape, stays one: the
-    worker refuses it."""
+    worker refuses it. Raises BrokenRecipe for what is no JSON."""
     try:
         return json.dumps(call.arguments, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         return json.dumps(call.arguments).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BrokenRecipe(f"the arguments of a call of {call.tool!r} are no JSON: {error}") from error

@@ -10,9 +10,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from turnlog.sandbox_workers.attribution import Verdict
 from turnlog.sandbox_workers.inside.interpreter import ENDED
-from turnlog.sandbox_workers.protocol import Execution, FileRefused
+from turnlog.sandbox_workers.protocol import Execution, FileRefused, Verdict
 from turnlog.schemas.events import EgressRequest, ToolCallCompleted, ToolCallRequested, ToolCallStarted, ToolStatus
 from turnlog.schemas.ids import digest
 from turnlog.schemas.types import BlobRef

@@ -10,15 +10,18 @@ import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Histogram
 
 from turnlog.infra.blobs import BlobError
+from turnlog.infra.roles.credentials import CredentialKeys, CredentialUnusable
 from turnlog.infra.roles.role import Role
+from turnlog.infra.roles.tls import TlsFileUnusable
+from turnlog.infra.tools import AGENT
 from turnlog.sandbox_workers import answers
 from turnlog.sandbox_workers.answers import Outcome, unrun
-from turnlog.sandbox_workers.attribution import Verdict, attributed
 from turnlog.sandbox_workers.calls import Pending, Unit, noted
 from turnlog.sandbox_workers.placements import EnvironmentDigests, Placement, Scheduler
 from turnlog.sandbox_workers.pooling import Pools
@@ -31,18 +34,20 @@ from turnlog.sandbox_workers.protocol import (
     QuotaExceeded,
     SandboxDied,
     SandboxUnavailable,
+    Verdict,
     WorkspaceCorrupt,
     WorkspaceLost,
+    attributed,
 )
 from turnlog.sandbox_workers.tools import Refusal
 from turnlog.sandbox_workers.workspaces import SessionFiles, Workspaces
-from turnlog.schemas.events import EgressRequest, ToolCallCompleted, ToolCallStarted, ToolStatus
+from turnlog.schemas.events import EgressRequest, ToolCallCompleted, ToolCallRequested, ToolCallStarted, ToolStatus
 from turnlog.schemas.events.tools import UNISOLATED
 from turnlog.schemas.topics import INLINE_LIMIT_BYTES
 from turnlog.schemas.types import BlobRef
 
 if TYPE_CHECKING:
-    from turnlog.sandbox_workers.egress import Egress
+    from turnlog.sandbox_workers.egress import Egress, Gateway
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +76,7 @@ class CallRunner:
         self._events = role.events
         self._blobs = role.blobs
         self._scheduler = Scheduler(settings.sandbox, pools, egress=egress is not None)
-        self._egress = egress
+        self._egress, self._settings = egress, settings
         self._files = SessionFiles(Workspaces(role.blobs, trees=2 * settings.sandbox.slots * len(pools.served)))
         self._environments = EnvironmentDigests(settings.egress)
         self._park = role.park
@@ -117,6 +122,9 @@ class CallRunner:
             return unrun(ToolStatus.cancelled, "cancelled")
         if isinstance(placement, Refusal):
             return unrun(ToolStatus.refused, placement.reason, placement.text)
+        if attempts and placement.tool.tool.once:
+            text = f"{pending.request.tool} ran, and its sandbox or worker went away: it is not run again"
+            return unrun(ToolStatus.infra_error, "not_repeated", text)
         if attempts >= self._max_attempts:
             text = f"the sandbox went away {attempts} times; [sandbox] max_attempts is {self._max_attempts}"
             return unrun(ToolStatus.infra_error, "attempts", text)
@@ -253,20 +261,41 @@ class CallRunner:
             return unrun(*self._verdict(pending, error), "the call has ended its sandbox\n")
 
     async def _run_with_network(self, lease: Lease, pending: Pending, placement: Placement) -> Ran:
-        """Run it beside the proxy. Raises SandboxDied, also when the store failed one of its requests: what the call
-        has made of a wrong answer is not to be trusted."""
+        """Run it beside the proxy. Raises SandboxDied, also when the store, or [egress] proxy, failed one of its
+        requests: what the call has made of a wrong answer is not to be trusted."""
+        from turnlog.sandbox_workers.egress import Egress, EgressUnavailable, ProxyUnusable  # of such calls alone
+
         request, sandbox = pending.request, lease.sandbox
-        assert self._egress is not None  # else the placement is a refusal
+        if self._egress is None:  # then it is an agent: others are refused
+            self._egress = Egress.closed(self._settings.egress, self._blobs)
         assert sandbox.proxy is not None  # as the shape's network asks
         env = {**request.sandbox.env, **self._egress.environment_of(sandbox.proxy, placement.pool.provider.name)}
         try:
-            async with self._egress.serving(
-                sandbox.proxy, allow=request.sandbox.allow, call_seq=request.call_seq
-            ) as requests:
+            async with AsyncExitStack() as stack:
+                requests = await stack.enter_async_context(
+                    self._egress.serving(
+                        sandbox.proxy, allow=request.sandbox.allow, call_seq=request.call_seq, call_id=request.call_id,
+                        gateway=await self._gateway(stack, request, placement),
+                    )
+                )  # fmt: skip
                 execution = await self._ran(lease, pending, placement, env)
+        except (CredentialUnusable, EgressUnavailable, TlsFileUnusable) as error:
+            return unrun(ToolStatus.infra_error, "credential", str(error)), ()
         except BlobError as error:
             raise SandboxDied(f"its requests to the network could not be kept: {error}") from error
+        except ProxyUnusable as error:
+            raise SandboxDied(f"its requests to the network found no way out: {error}") from error
         return execution, requests.made()
+
+    async def _gateway(self, stack: AsyncExitStack, request: ToolCallRequested, placement: Placement) -> Gateway | None:
+        """An agent's way to it. Raises CredentialUnusable, EgressUnavailable, TlsFileUnusable."""
+        if request.tool != AGENT.name:
+            return None
+        from turnlog.sandbox_workers.egress import Gateway
+
+        keys = CredentialKeys(self._settings.sandbox.credential_key, Path(self._settings.run.directory))
+        token = keys.opened(placement.tool.arguments["credential"], request.call_id)
+        return await stack.enter_async_context(Gateway.opened(self._settings.gateway, token))
 
     async def _published(
         self, unit: Unit, pending: Pending, placement: Placement | Refusal, outcome: Outcome, queue_s: float

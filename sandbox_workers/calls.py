@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.log import Commit, Log, OffsetOutOfRange, Partition, Reader, Record
+from turnlog.infra.log import Commit, Log, OffsetOutOfRange, Partition, Reader, Record, check_commits
 from turnlog.infra.roles.role import Role
 from turnlog.sandbox_workers.placements import Placement
 from turnlog.sandbox_workers.protocol import Sandbox
@@ -71,8 +71,10 @@ class Pending:
 class Unit:
     """Partition `number` of agent.tool-calls, and the partition of agent.tool-results that holds its answers."""
 
-    def __init__(self, number: int, *, next_offset: int, next_result: int) -> None:
+    def __init__(self, number: int, *, next_offset: int, next_result: int, last: Commit | None = None) -> None:
+        """`last`: where the owner before stopped."""
         self.number = number
+        self._last = last
         self.next_offset = next_offset
         """Of agent.tool-calls: the first record that was not taken."""
         self.next_result = next_result
@@ -154,7 +156,8 @@ class Unit:
         needed = [position for call_id, position in self._begun_at.items() if call_id in self.pending]
         needed += [*self.strays, self.answers.recalled_from(self.next_result)]
         low = min(self._open, default=self.next_offset)
-        return Commit.low_water(low, high=self.next_offset, under_way=len(self._open), results=min(needed))
+        mark = Commit.low_water(low, high=self.next_offset, under_way=len(self._open), results=min(needed))
+        return mark.keeping(self._last)
 
 
 def results_from(commit: Commit | None) -> int | None:
@@ -276,6 +279,8 @@ class Recovery:
         calls = {number: Partition(TOOL_CALLS.name, number) for number in numbers}
         results = {number: Partition(TOOL_RESULTS.name, number) for number in numbers}
         commits = await log.commits(self._group, list(calls.values()))
+        missing = [place for place in calls.values() if place not in commits]
+        await check_commits(log, self._group, list(calls.values()), missing, list(results.values()))
         starts = await log.start_offsets([*calls.values(), *results.values()])
         ends = await log.end_offsets(list(results.values()))
         units = {}
@@ -285,6 +290,7 @@ class Recovery:
                 number,
                 next_offset=starts[calls[number]] if commit is None else commit.offset,
                 next_result=max(starts[results[number]], results_from(commit) or 0),
+                last=commit,
             )
         async with log.reader() as reader:
             reader.assign({results[number]: unit.next_result for number, unit in units.items()})

@@ -8,6 +8,7 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from turnlog.infra.tools import AGENT
 from turnlog.sandbox_settings import EgressSettings, SandboxSettings
 from turnlog.sandbox_workers.pooling import Pools
 from turnlog.sandbox_workers.pooling.pool import Pool
@@ -48,6 +49,7 @@ class Scheduler:
         self._egress = egress
         self._argument_bytes = settings.argument_bytes
         self._most = SandboxLimits(**{name: getattr(settings, name) for name in LIMITS})
+        self._most_of_agents = dataclasses.replace(self._most, wall_s=settings.agent_s, cpu_s=settings.agent_s)
 
     def placement(self, request: ToolCallRequested) -> Placement | Refusal:
         """How the call is run, or why it is not."""
@@ -58,9 +60,10 @@ class Scheduler:
         if pool is None:
             served = ", ".join(self._pools.served)
             return Refusal("backend", f"this worker does not serve backend {spec.backend[:80]!r}; it serves {served}")
-        if said := self._network_flaw(spec, pool):
+        agent = request.tool == AGENT.name
+        if said := self._network_flaw(spec, pool, agent=agent):
             return Refusal("network", said)
-        limits = at_most(spec.limits, self._most)
+        limits = at_most(spec.limits, self._most_of_agents if agent else self._most)
         tool = prepared(request.tool, request.arguments, spec, limits, argument_bytes=self._argument_bytes)
         if isinstance(tool, Refusal):
             return tool
@@ -70,14 +73,16 @@ class Scheduler:
             return Refusal("tool", f"{request.tool} needs a persistent interpreter; {pool.provider.name} has none")
         return placement
 
-    def _network_flaw(self, spec: SandboxSpec, pool: Pool) -> str:
+    def _network_flaw(self, spec: SandboxSpec, pool: Pool, *, agent: bool) -> str:
         networks = sorted(pool.provider.networks)
         if spec.network not in networks:
             return (
                 f"backend {pool.provider.name} does not serve network {spec.network[:80]!r}; "
                 f"it serves {', '.join(networks)}"
             )
-        if spec.network == "allowlist" and not self._egress:
+        if agent and pool.provider.name == "subprocess":
+            return "backend subprocess has the host's network, and an agent's program is to reach the gateway alone"
+        if spec.network == "allowlist" and not self._egress and not agent:
             return "this worker does not serve network 'allowlist', since its [egress] allow names nothing"
         return _rules_flaw(spec) if spec.network == "allowlist" else ""
 

@@ -6,7 +6,7 @@ snapshots) are made from `index`, `read_files` and `restore`, so that every back
 SandboxError
 ├── BackendUnavailable   this machine cannot use the backend: says why, names the setting and the remedy
 ├── SandboxUnavailable   a backend that works here could not start one more sandbox
-├── SandboxDied          the sandbox went away in the middle of a call: it may run again (attribution.py)
+├── SandboxDied          the sandbox went away in the middle of a call: it may run again (`attributed`)
 ├── ImageMissing         the backend has no such image: the call is refused, nothing is pulled while it waits
 ├── FileRefused          a path or a size that `read`, `write` or `restore` does not serve: the call is a tool error
 │   ├── FileMissing      nothing is there
@@ -25,8 +25,55 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from turnlog.sandbox_workers.attribution import UNKNOWN, Evidence
 from turnlog.schemas.events import SandboxLimits, ToolStatus
+
+DEATHS = 2
+"""New sandboxes that one call may take down before it is held to be the call's doing."""
+CHANGED, ENDED = "sandbox_changed", "sandbox_ended"
+"""Reasons of a tool_error, see below."""
+
+Verdict = tuple[ToolStatus, str]
+"""Status and reason of the call's answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What is known of a sandbox's end."""
+
+    limit: str = ""
+    """The kernel enforced a bound of the sandbox's own control group during the call: its name in SandboxLimits."""
+    changed: str = ""
+    """What the init found changed that nothing but a call can reach: limits (its own) | folders (the writable ones)."""
+    silent: bool = False
+    """The call was not answered within wall_s and some grace."""
+    stood: bool = False
+    """The worker itself stood still for longer than a sandbox waits for it."""
+    deaths: int = 0
+    """New sandboxes, alive just before, that have gone away under this call, the latest included."""
+    stateful: bool = False
+    """It went on in a persistent interpreter, which is gone: it cannot run again, and nobody may gain by that."""
+
+
+UNKNOWN = Evidence()
+
+
+def attributed(evidence: Evidence) -> Verdict | None:
+    """Whose doing it is that a sandbox went away under a call: the agent's on evidence, else ours (decision 18). The
+    answer of a call whose sandbox ended so; None: nothing says that it was the agent, and it can run again.
+
+    What is the agent's is answered, once, by a status that its model reads, and the session goes on to its verdict with
+    the files from before the call: an agent that could void its episode would learn to. What is ours runs again."""
+    if evidence.limit:
+        return ToolStatus.resource_limit, evidence.limit
+    if evidence.changed:
+        return ToolStatus.tool_error, CHANGED
+    if evidence.stood:
+        return None
+    if evidence.silent:
+        return ToolStatus.timeout, "wall_s"
+    if evidence.stateful or evidence.deaths >= DEATHS:
+        return ToolStatus.tool_error, ENDED
+    return None
 
 
 class SandboxError(Exception):
@@ -110,6 +157,10 @@ class Command:
     """Added to the sandbox's own environment."""
     cwd: str = ""
     """A folder of the workspace, relative to it; empty: the workspace itself."""
+    agent: bool = False
+    """A program that is an agent of its own. Both its streams are one, of which the middle is left out beyond
+    output_bytes, instead of its end; and what address space it reserves is not bounded, since engines of JavaScript
+    reserve far more than memory_bytes, which bounds what is used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +180,7 @@ class Execution:
     status: ToolStatus
     reason: str
     """Empty for ok and a command's own tool_error; else the limit that ended it, by its name in SandboxLimits, or what
-    became of its sandbox or interpreter (attribution.py)."""
+    became of its sandbox or interpreter (`attributed`)."""
     exit_code: int | None
     """128 + n after signal n; None when we ended it."""
     output: bytes

@@ -4,8 +4,10 @@ What the language refuses.
 
 SchemaError
 ├── UndecodableRecord    bytes that do not decode under a schema we hold: parked
+│   └── LaterKind        a record of a kind that a newer release writes: passed over and counted, never parked
 ├── UnknownSchemaId      an id that this process has not seen: ask the registry, then try again
-└── UnknownRecord        a class that is not in the catalogue: a bug of the caller
+├── UnknownRecord        a class that is not in the catalogue: a bug of the caller
+└── WrittenTooSoon       an event of a kind that this release reads and does not write yet: a bug of the caller
 """
 
 from __future__ import annotations
@@ -22,6 +24,15 @@ class UndecodableRecord(SchemaError):
     """The bytes are not a record of the catalogue. Remedy: inspect the dead letter; fix its producer."""
 
 
+class LaterKind(UndecodableRecord):
+    """The record is of a kind that this release knows nothing of, or does not act on yet. Remedy: none is needed during
+    an upgrade; afterwards, end the roles of the older release."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name} is a record of a newer release of turnlog, which this one passes over")
+        self.name = name
+
+
 class UnknownSchemaId(SchemaError):
     """No schema is held for `schema_id`."""
 
@@ -32,3 +43,7 @@ class UnknownSchemaId(SchemaError):
 
 class UnknownRecord(SchemaError):
     """The class is not an event record."""
+
+
+class WrittenTooSoon(SchemaError):
+    """The last release does not know what the event holds. Remedy: take it out of `UNWRITTEN` in the next release."""

@@ -174,11 +174,27 @@ def _read(code: _Code, kind: Any, target: str, depth: int) -> None:
         code.line(f"{record}.__class__ = {code.constant(kind)}; {target} = {record}", depth)
 
 
-SIZE = ("n = b[p]", "if n & 129: n, p = size(b, p)", "else: n >>= 1; p += 1")
+SIZE = (
+    "n = b[p]",
+    "if n & 129:",
+    "    m = b[p + 1]",
+    "    if n & 1 or m & 128: n, p = size(b, p)",
+    "    else: n = (n & 127) >> 1 | m << 6; p += 2",
+    "else: n >>= 1; p += 1",
+)
+"""Two bytes without a call: an id of ours has 64 characters, and every record has several."""
 SCALARS: dict[Any, tuple[str, ...]] = {
     str: (*SIZE, "q = p + n; {} = b[p:q].decode(); p = q"),
     bytes: (*SIZE, "q = p + n; {} = b[p:q]; p = q"),
-    int: ("n = b[p]", "if n & 128: n, p = varint(b, p)", "else: p += 1", "{} = (n >> 1) ^ -(n & 1)"),
+    int: (
+        "n = b[p]",
+        "if n & 128:",
+        "    m = b[p + 1]",
+        "    if m & 128: n, p = varint(b, p)",
+        "    else: n = n & 127 | m << 7; p += 2",
+        "else: p += 1",
+        "{} = (n >> 1) ^ -(n & 1)",
+    ),
     float: ("{} = double(b, p)[0]; p += 8",),
     bool: ("{} = BOOLEANS[b[p]]; p += 1",),
     NoneType: ("{} = None",),

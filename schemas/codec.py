@@ -12,7 +12,7 @@ import functools
 import io
 import operator
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from enum import StrEnum
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -22,9 +22,16 @@ from fastavro.read import SchemaResolutionError
 from fastavro.schema import SchemaParseException, UnknownType, fingerprint
 from fastavro.schema import to_parsing_canonical_form as canonical
 
-from turnlog.schemas import UndecodableRecord, UnknownRecord, UnknownSchemaId, binary
-from turnlog.schemas.avsc import avro_schema, field_types, stored_schema
-from turnlog.schemas.events import ALL, Event
+from turnlog.schemas import (
+    LaterKind,
+    UndecodableRecord,
+    UnknownRecord,
+    UnknownSchemaId,
+    WrittenTooSoon,
+    binary,
+)
+from turnlog.schemas.avsc import NAMESPACE, avro_schema, field_types, stored_schema
+from turnlog.schemas.events import ALL, UNWRITTEN, Event
 
 MAGIC = 0
 HEADER = struct.Struct(">bI")
@@ -36,18 +43,25 @@ BROKEN = (EOFError, ValueError, IndexError, KeyError, TypeError, OverflowError, 
 class Codec:
     """Encodes with the ids that the registry gave; decodes every id it holds. Not thread-safe."""
 
-    def __init__(self, ids: Mapping[str, int]) -> None:
-        """`ids`: record name -> schema id of its present schema."""
+    def __init__(self, ids: Mapping[str, int], *, unwritten: Set[str] = UNWRITTEN) -> None:
+        """`ids`: record name -> schema id of its present schema; `unwritten`: kinds and arms that are refused when
+        they are to be written, and kinds that are passed over when they are read."""
+        self._unwritten = unwritten
         self._present = {name: fastavro.parse_schema(stored_schema(name)) for name in ALL}
         self._headers = {name: HEADER.pack(MAGIC, schema_id) for name, schema_id in ids.items()}
         self._written = {schema_id: (name, self._present[name]) for name, schema_id in ids.items()}
         self._fingerprints: dict[int, str] = {}
         self._readers: dict[bytes, binary.Read | None] = {}
         """By header, made when its first record comes; None for ids of another layout than the present one."""
+        self._later: dict[int, str] = {}
+        """Schema id -> a kind of record that a newer release brought."""
 
     def hold(self, schema_id: int, schema: Mapping[str, Any]) -> None:
         """Hold one more writer's schema. Raises UndecodableRecord when it is not of a record of the catalogue."""
         name = str(schema.get("name", "")).rpartition(".")[2]
+        if name not in ALL and schema.get("namespace") == NAMESPACE:
+            self._later[schema_id] = name
+            return
         if name not in ALL:
             raise UndecodableRecord(f"schema id {schema_id} is of {name!r}, which is no record of turnlog")
         self._readers.pop(HEADER.pack(MAGIC, schema_id), None)
@@ -57,10 +71,16 @@ class Codec:
             raise UndecodableRecord(f"schema id {schema_id} of {name} is no Avro schema: {error}") from error
 
     def encode(self, event: Event) -> bytes:
-        """Raises UnknownRecord for a class outside the catalogue, ValueError for a field that does not fit."""
+        """Raises UnknownRecord for a class outside the catalogue, WrittenTooSoon, ValueError for a field that does not
+        fit."""
         name = type(event).__name__
         if name not in self._headers:
             raise UnknownRecord(f"{name} is not a record of the catalogue")
+        if self._unwritten and (held := self._unwritten & _types(event)):
+            raise WrittenTooSoon(
+                f"{name} holds {', '.join(sorted(held))}, which the last release cannot read: this release reads it, "
+                "the next one may write it (turnlog.schemas.events.UNWRITTEN)"
+            )
         if (write := binary.writer(name)) is not None:
             parts = [self._headers[name]]
             try:
@@ -74,7 +94,8 @@ class Codec:
         return out.getvalue()
 
     def decode(self, data: bytes) -> Event:
-        """Raises UnknownSchemaId (ask the registry, `hold`, try again) or UndecodableRecord (park it)."""
+        """Raises UnknownSchemaId (ask the registry, `hold`, try again), LaterKind (pass it over) or UndecodableRecord
+        (park it)."""
         read = self._readers.get(data[: HEADER.size])
         if read is not None:
             try:
@@ -120,14 +141,29 @@ class Codec:
         if len(data) < HEADER.size or data[0] != MAGIC:
             raise UndecodableRecord(f"no Confluent frame: starts with {data[:5].hex() or 'nothing'}")
         schema_id = HEADER.unpack_from(data)[1]
+        if schema_id in self._later:
+            raise LaterKind(self._later[schema_id])
         if schema_id not in self._written:
             raise UnknownSchemaId(schema_id)
-        return self._written[schema_id]
+        name, schema = self._written[schema_id]
+        if name in self._unwritten:
+            raise LaterKind(name)
+        return name, schema
 
 
 def plain(event: Event) -> Any:
     """The event as the dict that Avro writers take (enums as symbols, nested records as dicts)."""
     return _to_avro(ALL[type(event).__name__])(event)
+
+
+def _types(value: object) -> set[str]:
+    """Names of the records that an event is made of."""
+    if dataclasses.is_dataclass(value):
+        inner = (_types(getattr(value, field.name)) for field in dataclasses.fields(value))
+        return {type(value).__name__}.union(*inner)
+    if isinstance(value, tuple):
+        return set().union(*map(_types, value))
+    return set()
 
 
 @functools.cache

@@ -25,7 +25,7 @@ Schema = str | Mapping[str, Any] | list[Any]
 
 
 class Rule(StrEnum):
-    """What a change of a schema breaks. The first six are Avro's, the others the house's (evolution.py)."""
+    """What a change of a schema breaks. The first six are Avro's, the others the house's (releases.py)."""
 
     new_without_default = "new_without_default"
     type_changed = "type_changed"
@@ -38,6 +38,7 @@ class Rule(StrEnum):
     packing_changed = "packing_changed"
     field_removed = "field_removed"
     record_removed = "record_removed"
+    written_too_soon = "written_too_soon"
     golden_unreadable = "golden_unreadable"
     release_altered = "release_altered"
 

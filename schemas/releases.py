@@ -14,7 +14,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 from importlib import resources
@@ -28,7 +28,8 @@ from turnlog.schemas import SchemaError
 from turnlog.schemas.avsc import field_types, render, stored_schema
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.compatibility import Problem, Rule, Schema, incompatibilities, named_types
-from turnlog.schemas.events import ALL
+from turnlog.schemas.events import ALL, UNWRITTEN
+from turnlog.schemas.topics import TOPIC_OF
 from turnlog.schemas.types import Logical, pack_float32s, pack_int32s
 
 SUMS = "SHA256SUMS"
@@ -85,12 +86,15 @@ def changed(past: Sequence[Release]) -> list[str]:
     return [name for name in ALL if history(name, past)[-1:] != [stored_schema(name)]]
 
 
-def problems(present: Mapping[str, Schema], past: Sequence[Release]) -> list[Problem]:
+def problems(
+    present: Mapping[str, Schema], past: Sequence[Release], *, unwritten: Set[str] = UNWRITTEN
+) -> list[Problem]:
     """Why `present`, {record: schema}, must not be released after `past`; empty when it may.
 
-    Transitive: every release counts, not only the last. Beyond Avro's rules, which BACKWARD_TRANSITIVE asks for: an
-    enum has a default, keeps it and keeps its symbols, so that old readers read new data (FULL); packed arrays keep
-    their packing, which Avro does not look at; a record or a field that was released stays.
+    Transitive: every release counts, not only the last. Beyond Avro's rules, which FULL_TRANSITIVE asks for, today's
+    reader for what was written and the last release's for what is written today: an enum has a default, keeps it and
+    keeps its symbols; packed arrays keep their packing, which Avro does not look at; a record or a field that was
+    released stays; a new kind of record, or arm of a union, is `unwritten` for one release.
     """
     found = [problem for name in present for problem in _enum_defaults(present[name])]
     for release in past:
@@ -101,7 +105,44 @@ def problems(present: Mapping[str, Schema], past: Sequence[Release]) -> list[Pro
             old = release.schema(name)
             found += incompatibilities(present[name], [old])
             found += [*_fields(old, present[name]), *_enums(old, present[name]), *_packing(old, present[name])]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys([*found, *_too_soon(present, past, unwritten)]))
+
+
+def _too_soon(present: Mapping[str, Schema], past: Sequence[Release], unwritten: Set[str]) -> Iterator[Problem]:
+    """What roles of the last release cannot read while both releases are at work. A topic that is new has no reader of
+    that release."""
+    last = as_of(past[-1].name, past) if past else {}
+    topics = {TOPIC_OF[name].name for name in last if name in TOPIC_OF}
+    for name in present:
+        if name in last:
+            for problem in incompatibilities(last[name], [_written(present[name], unwritten)]):
+                if problem.rule is Rule.union_arm_lost:
+                    what = f"{past[-1].name}: {problem.what}; read it in this release (UNWRITTEN), write it in the next"
+                    yield Problem(problem.where, Rule.written_too_soon, what)
+                elif problem.rule is not Rule.enum_symbol_lost:  # `_enums` says that better
+                    yield Problem(problem.where, problem.rule, f"read by {past[-1].name}: {problem.what}")
+        elif name not in unwritten and name in TOPIC_OF and TOPIC_OF[name].name in topics:
+            what = (
+                f"a new kind on {TOPIC_OF[name].name}, which {past[-1].name} reads; pass it over in this release "
+                "(UNWRITTEN), write it in the next, or give it a topic of its own"
+            )
+            yield Problem(name, Rule.written_too_soon, what)
+
+
+def _written(schema: Any, unwritten: Set[str]) -> Any:
+    """The part of a schema that this release's writers use: unions without the arms that it only reads."""
+    if isinstance(schema, list):
+        return [_written(arm, unwritten) for arm in schema if _name(arm) not in unwritten]
+    if isinstance(schema, Mapping):
+        return {key: _written(value, unwritten) if key in INNER else value for key, value in schema.items()}
+    return schema
+
+
+INNER = ("type", "items", "values", "fields")
+
+
+def _name(arm: Any) -> str:
+    return str(arm.get("name", "") if isinstance(arm, Mapping) else arm)
 
 
 def altered(release: Release) -> list[Problem]:
@@ -207,7 +248,7 @@ def cut(folder: Path = FOLDER) -> tuple[str, list[str]]:
     number = int(past[-1].name[1:]) + 1 if past else 1
     release = folder / f"v{number}"
     release.mkdir(parents=True)
-    codec = Codec({name: 100 * number + place for place, name in enumerate(sorted(ALL))})
+    codec = Codec({name: 100 * number + place for place, name in enumerate(sorted(ALL))}, unwritten=frozenset())
     for name in names:
         event = example(ALL[name])
         (release / f"{name}.avsc").write_text(render(ALL[name]))
@@ -244,7 +285,7 @@ def told(value: Any) -> Any:
 
 def golden_codec(release: Release) -> Codec:
     """Holds the schemas of a release under the ids that stand in its golden bytes."""
-    codec = Codec({})
+    codec = Codec({}, unwritten=frozenset())
     for name in release.records:
         codec.hold(int.from_bytes(release.golden(name)[0][1:5], "big"), release.schema(name))
     return codec

@@ -20,7 +20,8 @@ class Logical:
 class BlobRef:
     """Immutable bytes in the object store, named by what they are; the object's key is derived from the hash.
 
-    Key in the run's bucket: "blobs/", the first two hex digits of sha256, "/", all of them.
+    Key in the run's bucket: RunConfigured.blob_folder and "/" where it names one, "blobs/", the first two hex digits of
+    sha256, "/", all of them. Who finds nothing there looks without the folder.
     """
 
     sha256: str

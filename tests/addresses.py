@@ -1,4 +1,4 @@
-"""Where a process of a test finds the test's servers."""
+"""Where a process of a test, or of a chaos case, finds the servers."""
 
 from __future__ import annotations
 
@@ -14,5 +14,6 @@ def variables(settings: Settings) -> dict[str, str]:
         "TURNLOG_KAFKA_PREFIX": settings.kafka.prefix,
         "TURNLOG_REGISTRY_URL": settings.registry.url,
         "TURNLOG_STORE_ENDPOINT": settings.store.endpoint,
+        "TURNLOG_STORE_BUCKET": settings.store.bucket,
         "TURNLOG_STORE_SECRET_KEY": settings.store.secret_key,
     }

@@ -25,12 +25,14 @@ import httpx
 import hypothesis
 import pytest
 
+from tests.secured import Secured, secured_broker
 from turnlog.infra.embedded import RegistryDied
 from turnlog.infra.embedded.broker import Broker
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.embedded.servers import Engine, ObjectStore
 from turnlog.infra.embedded.tiny_model import make_tiny_model
+from turnlog.infra.topics_admin import ROLES
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.settings import (
     EngineSettings,
@@ -47,6 +49,8 @@ LIMITS = Path(__file__).parents[1] / "docs/limits.md"
 ROOT = LIMITS.parents[1]
 MACHINE = tuple(Path(folder) for folder in ("/tmp", "/var/tmp", "/dev/shm") if Path(folder).is_dir())
 """Everybody's folders."""
+USERS = ("alice",)
+"""Of the secured broker, beside one of each role's name."""
 _unlisted: list[str] = []
 _of_workers: dict[str, list[str]] = {}
 """What the workers of pytest-xdist found at their ends, where the tests run in several."""
@@ -182,6 +186,14 @@ def kafka(servers: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
+def secured(servers: Path) -> Iterator[Secured]:
+    """A real Apache Kafka behind TLS, SASL and ACLs."""
+    broker, found = secured_broker(servers / "secured", (*USERS, *ROLES))
+    with broker:
+        yield found
+
+
+@pytest.fixture(scope="session")
 def store(servers: Path) -> Iterator[StoreSettings]:
     """Settings of a real S3 server on disk."""
     with ObjectStore(servers / "store", StoreSettings()) as server:
@@ -249,7 +261,7 @@ async def _create_topics(settings: Settings) -> None:
     from turnlog.infra.kafka import KafkaLog
     from turnlog.infra.topics_admin import apply
 
-    log = KafkaLog(settings.kafka.bootstrap, prefix=settings.kafka.prefix)
+    log = KafkaLog.of(settings.kafka)
     try:
         await apply(log, settings)
     finally:

@@ -38,6 +38,9 @@ COPIED = ("src", "tests", "docs", "pyproject.toml")
 PACKAGE = "turnlog.processors."
 KINDS = {"survived": "survived", "no tests": "not covered", "timeout": "timed out", "not checked": "not asked"}
 """mutmut's word -> ours; all others say that something broke, so the mutant was killed."""
+NOT_IMPORTED = 255
+"""Exit status of mutmut's worker where a test module cannot be imported with the mutant: pytest runs nothing. It was
+noticed, though mutmut says of this status that the time was out."""
 UNNOTICED = ("survived", "not covered")
 
 
@@ -178,7 +181,8 @@ def asked(sample: int, seed: int, only: Sequence[str]) -> tuple[list[Mutant], in
 
     def found() -> Iterator[tuple[Path, str, str]]:
         for data, name, status in mutmut.collect_source_file_mutation_data(mutant_names=chosen)[0]:
-            yield Path(data.path), name, KINDS.get(status_by_exit_code[status], "killed")
+            word = "killed" if status == NOT_IMPORTED else status_by_exit_code[status]
+            yield Path(data.path), name, KINDS.get(word, "killed")
 
     if open_ones := [name for _, name, kind in found() if kind == "not asked"]:
         mutmut._run(open_ones, None)

@@ -88,6 +88,8 @@ class Cursor:
     """Optimizer steps taken."""
     draws: int = 0
     """Draws trained to their last part."""
+    inherited: int = 0
+    """Of `step`, those of the run that this one was forked from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,15 +122,15 @@ class Checkpoints:
             )
         return folder
 
-    def claim(self, least: int) -> int:
-        """Become the incarnation that the checkpoints belong to, and start from the newest of them: `least`, or the
-        number above the highest that was ever claimed here. Older ones may no longer write."""
+    def claim(self, least: int, folder: str | None = None) -> int:
+        """Become the incarnation that the checkpoints belong to, and start from the newest of them, or from `folder`:
+        `least`, or the number above the highest that was ever claimed here. Older ones may no longer write."""
         self._directory.mkdir(parents=True, exist_ok=True)
         while True:
             self.newest()
             _, marker = self._marker()
             self._incarnation = max(least, marker.incarnation + 1)
-            if self._created(marker.folder):
+            if self._created(folder or marker.folder):
                 break  # else another one has just claimed it
         for part in self._directory.glob(f"*{PART}"):
             shutil.rmtree(part, ignore_errors=True)
@@ -201,8 +203,43 @@ class Checkpoints:
 
 
 def cursor_values(cursor: Cursor) -> dict[str, int | None]:
-    """Plain values for the checkpoint's common state."""
-    return dataclasses.asdict(cursor)
+    """Plain values for the checkpoint's common state; a key that earlier releases do not know only where it matters."""
+    values = dataclasses.asdict(cursor)
+    return values if cursor.inherited else {key: value for key, value in values.items() if key != "inherited"}
+
+
+def find(directory: Path, step: int | None) -> tuple[Path, dict[str, int | None]]:
+    """The checkpoint after `step` optimizer steps, of the newest incarnation that wrote one, and its cursor; None: the
+    one that training would go on from. Raises CheckpointUnusable, which names the steps that are there."""
+    there = sorted((path for path in directory.glob("step-*-i*") if path.suffix != PART), key=_age)
+    found = {_age(path)[1]: path for path in there}
+    folder = Checkpoints(directory, keep=1).newest() if step is None else found.get(step)
+    if folder is None:
+        held = ", ".join(map(str, sorted(found))) or "none"
+        wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
+        raise CheckpointUnusable(f"{directory} holds no {wanted}; there are those of steps: {held}")
+    return folder, dict(read_common(folder)["cursor"])
+
+
+def hand_on(source: Path, directory: Path) -> None:
+    """Copy a checkpoint to where another run's trainer finds it as the newest, with a cursor at that run's beginning.
+    Begun anew where it died. Raises CheckpointUnusable for a source that goes away meanwhile."""
+    step = Cursor(**read_common(source)["cursor"]).step
+    part = directory / f"step-{step:08}-i0{PART}"
+    folder = part.with_suffix("")
+    for path in (part, folder):
+        shutil.rmtree(path, ignore_errors=True)
+    try:
+        shutil.copytree(source, part)
+        mcore.rewrite_common(part, {**read_common(part), "cursor": cursor_values(Cursor(step=step, inherited=step))})
+        source.stat()
+    except (FileNotFoundError, shutil.Error) as error:
+        raise CheckpointUnusable(
+            f"{source} was removed while it was copied: take a newer step, or keep more ([trainer] checkpoints_kept)"
+        ) from error
+    part.rename(folder)
+    first = Checkpoints(directory, keep=1)
+    first.claim(0, folder.name)
 
 
 def _read(path: Path) -> Marker:

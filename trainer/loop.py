@@ -38,7 +38,7 @@ from prometheus_client import Counter, Gauge
 from turnlog.infra.batch_files import CorruptBatch, read_rows
 from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs, StoreUnavailable
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.log import Commit, Log, Partition, Reached, Reader, Transactor
+from turnlog.infra.log import Commit, Log, Partition, Reached, Reader, Transactor, own_ends
 from turnlog.infra.roles.health import count_tokens
 from turnlog.infra.roles.role import Role, opened
 from turnlog.names import ConsumerGroup, TransactionalId
@@ -60,15 +60,15 @@ VERSIONS = Partition(WEIGHTS.name, 0)
 
 
 async def read_past(log: Log, events: EventLog, run_id: str) -> WeightChain:
-    """What the incarnations before published. Call after entering the transactor."""
+    """What the incarnations before published. Call after entering the transactor. Raises TransactionHanging."""
     start = (await log.start_offsets([VERSIONS]))[VERSIONS]
-    end = (await log.end_offsets([VERSIONS]))[VERSIONS]
+    end = (await own_ends(log, [VERSIONS]))[VERSIONS]
     past = WeightChain()
     async with log.reader() as reader:
         reader.assign({VERSIONS: start})
         while reader.position(VERSIONS) < end:
             for record in await reader.poll():
-                event = await events.decode(record)
+                event = await events.known(record)
                 if isinstance(event, WeightVersionPublished) and event.run_id == run_id:
                     past.apply(event)
     return past
@@ -94,7 +94,7 @@ class Manifests:
         """The next manifest and the offset behind it; None when there is none yet. Raises BatchGap."""
         if not self._waiting:
             for record in await self._reader.poll(max_records=16, timeout_s=timeout_s):
-                event = await self._events.decode(record)
+                event = await self._events.known(record)
                 if isinstance(event, SampleBatchFormed | BatchSkipped) and event.run_id == self._run_id:
                     self._waiting.append((event, record.offset + 1))
         while self._waiting:
@@ -274,6 +274,7 @@ class Trainer:
         folder = self._checkpoints.newest()
         if folder is not None:
             self._saved = self._cursor = Cursor(**read_common(folder)["cursor"])
+            self._plan = self._plan.behind(self._cursor.inherited)
             await self._learner.call(Ranks.restore, folder)
         elif self._incarnation:
             log.warning("no checkpoint of the %d incarnations before: training starts over", self._incarnation)
@@ -311,7 +312,8 @@ class Trainer:
         return self._cursor.draws >= self._draws
 
     def _after(self, manifest: SampleBatchFormed, offset: int) -> Cursor:
-        return Cursor(
+        return dataclasses.replace(
+            self._cursor,
             next_batch=manifest.batch_index + 1,
             offset=offset,
             step=self._cursor.step + 1,
@@ -439,6 +441,7 @@ async def _losses(role: Role, everyone: Ranks, checkpoint: Path | None, until: i
     cursor = Cursor()
     if checkpoint is not None:
         cursor = Cursor(**read_common(checkpoint)["cursor"])
+        plan = plan.behind(cursor.inherited)
         everyone.restore(checkpoint)
     start = (await role.log.start_offsets([PARTITION]))[PARTITION]
     end = (await role.log.end_offsets([PARTITION]))[PARTITION]

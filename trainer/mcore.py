@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,6 +16,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it says at import that TransformerEngine and apex are absent
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
     from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
     from megatron.core.dist_checkpointing.strategies.torch import (
         TorchDistSaveShardedStrategy,
     )
@@ -39,6 +42,12 @@ with warnings.catch_warnings():
 DEVICE = torch.device("cpu") if ON_CPU else torch.device("cuda", torch.cuda.current_device())
 BACKEND = "gloo" if ON_CPU else "nccl"
 """By device: torch says that NCCL is available on machines without a GPU too."""
+
+
+def rewrite_common(directory: Path, common: Mapping[str, Any]) -> None:
+    """Replace what `common` of a checkpoint's common state says; shards are not touched."""
+    state = dist_checkpointing.load_common_state_dict(str(directory))
+    torch.save({**state, "common": dict(common)}, directory / COMMON_STATE_FNAME)  # as save_common does on rank 0
 
 
 @contextmanager
@@ -70,6 +79,7 @@ __all__ = [
     "get_megatron_optimizer",
     "parallel_state",
     "quiet",
+    "rewrite_common",
     "tensor_parallel",
     "vocab_parallel_cross_entropy",
 ]

@@ -7,6 +7,7 @@ the ratio taken against the log-probs recorded by the engine.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,6 +95,10 @@ class LearningPlan:
     """Planned optimizer steps of the run."""
     rate: float
     lowest_ratio: float
+
+    def behind(self, steps: int) -> LearningPlan:
+        """The same after `steps` steps of a run that this one was forked from: its schedule goes on from there."""
+        return dataclasses.replace(self, steps=self.steps + steps)
 
     def learning_rate(self, step: int) -> float:
         """Of the step after `step` steps: linear from `rate` to `lowest_ratio` x `rate` at the last planned step."""

@@ -32,7 +32,7 @@ from turnlog.infra.roles.runs import configure
 from turnlog.processors.core import FoldError
 from turnlog.processors.core.fold.low_water import Fold
 from turnlog.processors.runtime.assembler import assembler_plan
-from turnlog.processors.runtime.unit import Plan, records_between
+from turnlog.processors.runtime.unit import AssemblerPlan, records_between
 from turnlog.producers.recipes.calc import RECIPE
 from turnlog.schemas import ids
 from turnlog.schemas.events import (
@@ -197,17 +197,20 @@ def revive(processes: Processes, story: Story) -> None:
             processes.start(name)
 
 
+def registered(settings: Settings) -> EngineRegistered:
+    """What the scripted engine's loader would write."""
+    return EngineRegistered(
+        event_id="engine-0", run_id=settings.run.id, engine_id="engine-0", url=settings.engine.urls[0],
+        state="serving", version=0, model="scripted",
+    )  # fmt: skip
+
+
 async def torture(settings: Settings, *, kills: int, seed: int) -> int:
     """The whole run; the exit status."""
     processes, story = Processes(settings), Story()
     async with opened("chaos", settings) as role:
         plan = assembler_plan(await configure(role), settings.assembler)
-        await role.events.append(
-            EngineRegistered(
-                event_id="engine-0", run_id=settings.run.id, engine_id="engine-0", url=settings.engine.urls[0],
-                state="serving", version=0, model="scripted",
-            )
-        )  # fmt: skip
+        await role.events.append(registered(settings))
         for name in ("engine", "gateway", "runner"):
             processes.start(name)
         tasks = [asyncio.create_task(each) for each in (ask(role, story), work(role, story))]
@@ -252,7 +255,7 @@ def judged(records: list[tuple[str, int, Event]]) -> list[Judged]:
     return [Judged(session, text, finishes[session]) for session, text in said.items()]
 
 
-def trained(plan: Plan, records: list[tuple[str, int, Event]]) -> dict[str, Counter[tuple[str, int]]]:
+def trained(plan: AssemblerPlan, records: list[tuple[str, int, Event]]) -> dict[str, Counter[tuple[str, int]]]:
     """Session -> how often each of its turns trains, by the fold of the run."""
     groups: dict[str, Fold] = {}
     found: dict[str, Counter[tuple[str, int]]] = {}
@@ -268,7 +271,7 @@ def trained(plan: Plan, records: list[tuple[str, int, Event]]) -> dict[str, Coun
     return found
 
 
-def verdict(plan: Plan, story: Story, records: list[tuple[str, int, Event]]) -> int:
+def verdict(plan: AssemblerPlan, story: Story, records: list[tuple[str, int, Event]]) -> int:
     """Compare, print the line."""
     turns = [event for _, _, event in records if isinstance(event, TurnCompleted)]
     content = {(turn.session_id, inline(turn.response)["content"]): turn for turn in turns}
@@ -304,6 +307,22 @@ def verdict(plan: Plan, story: Story, records: list[tuple[str, int, Event]]) -> 
     )  # fmt: skip
 
 
+def with_model(settings: Settings) -> Settings:
+    """With a policy's folder without weights, and free addresses for a gateway and a scripted engine."""
+    model, (gateway, engine) = Path(settings.run.directory) / "model", free_ports(2)
+    model.mkdir()
+    RECIPE.warm_start.write_tokenizer(model)
+    config: Mapping[str, object] = RECIPE.warm_start.model.config()
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2048}))
+    replace = dataclasses.replace
+    return replace(
+        settings,
+        model=replace(settings.model, path=str(model)),
+        gateway=replace(settings.gateway, url=f"http://{HOST}:{gateway}", port=gateway),
+        engine=replace(settings.engine, urls=(f"http://{HOST}:{engine}",)),
+    )
+
+
 def main() -> int:
     """Parse and run."""
     parser = argparse.ArgumentParser(description="Kill what answers sessions.")
@@ -311,18 +330,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     with servers(f"chaos-{uuid4().hex[:8]}") as settings:
-        model, (gateway, engine) = Path(settings.run.directory) / "model", free_ports(2)
-        model.mkdir()
-        RECIPE.warm_start.write_tokenizer(model)
-        config: Mapping[str, object] = RECIPE.warm_start.model.config()
-        (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2048}))
-        replace = dataclasses.replace
-        settings = replace(
-            settings,
-            model=replace(settings.model, path=str(model)),
-            gateway=replace(settings.gateway, url=f"http://{HOST}:{gateway}", port=gateway),
-            engine=replace(settings.engine, urls=(f"http://{HOST}:{engine}",)),
-        )
+        settings = with_model(settings)
         return asyncio.run(torture(settings, kills=arguments.kills, seed=arguments.seed))
 
 

@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 from uuid import uuid4
 
 from servers import role, say, servers, told
@@ -33,7 +34,7 @@ from turnlog.processors.core.fold.low_water import Fold, decode_marks
 from turnlog.processors.core.fold.settlement import with_figures
 from turnlog.processors.core.fold_versions import INPUTS, outputs_of
 from turnlog.processors.runtime.assembler import assembler_plan
-from turnlog.processors.runtime.unit import Plan, records_between
+from turnlog.processors.runtime.unit import AssemblerPlan, records_between
 from turnlog.schemas.events import Event
 from turnlog.settings import Settings, load
 
@@ -53,6 +54,8 @@ class Story:
     exit_status: int | None = None
     between: list[int] = field(default_factory=list)
     """Input records folded when each kill struck."""
+    longest_s: float = 0.0
+    """Between two acknowledgements."""
 
 
 async def write(
@@ -68,7 +71,9 @@ async def write(
     )  # fmt: skip
     for day in days:
         for event in day:
+            began = time.monotonic()
             await events.append(event)
+            story.longest_s = max(story.longest_s, time.monotonic() - began)
             story.events += 1
             await asyncio.sleep(max(0.0, started + story.events / EVENTS_PER_S - time.monotonic()))
         if enough(story):
@@ -76,7 +81,9 @@ async def write(
     story.written = True
 
 
-async def kill(settings: Settings, log: Log, plan: Plan, story: Story, *, kills: int, rng: random.Random) -> Child:
+async def kill(
+    settings: Settings, log: Log, plan: AssemblerPlan, story: Story, *, kills: int, rng: random.Random
+) -> Child:
     """Kill at random moments once the process has begun to work; the process that is left alive."""
     child = role("assembler", settings, instance="assembler-0")
     while story.kills < kills:
@@ -93,7 +100,7 @@ async def kill(settings: Settings, log: Log, plan: Plan, story: Story, *, kills:
     return child
 
 
-async def works(log: Log, plan: Plan, settings: Settings, child: Child) -> None:
+async def works(log: Log, plan: AssemblerPlan, settings: Settings, child: Child) -> None:
     """Return when the process has folded something, or ended."""
     before = await folded(log, plan, settings)
     deadline = time.monotonic() + PATIENCE_S
@@ -103,7 +110,15 @@ async def works(log: Log, plan: Plan, settings: Settings, child: Child) -> None:
         await asyncio.sleep(0.05)
 
 
-async def folded(log: Log, plan: Plan, settings: Settings) -> int:
+async def progress(log: Log, plan: AssemblerPlan, settings: Settings) -> None:
+    """Return when something more has been folded. Raises TimeoutError after PATIENCE_S."""
+    before = await folded(log, plan, settings)
+    async with asyncio.timeout(PATIENCE_S):
+        while await folded(log, plan, settings) <= before:  # noqa: ASYNC110 - commits can only be asked for
+            await asyncio.sleep(0.1)
+
+
+async def folded(log: Log, plan: AssemblerPlan, settings: Settings) -> int:
     """Input records that committed transactions have folded."""
     total = 0
     for unit in range(settings.kafka.groups):
@@ -113,7 +128,7 @@ async def folded(log: Log, plan: Plan, settings: Settings) -> int:
     return total
 
 
-async def drained(log: Log, plan: Plan, settings: Settings, child: Child | None) -> Child | None:
+async def drained(log: Log, plan: AssemblerPlan, settings: Settings, child: Child | None) -> Child | None:
     """Wait until everything that was written is folded; a process of ours that ended is started again."""
     names = [Partition(topic, unit) for topic in INPUTS for unit in range(settings.kafka.groups)]
     end = sum((await log.end_offsets(names)).values())
@@ -136,7 +151,7 @@ async def committed(events: EventLog, topic: str, units: int) -> list[tuple[int,
     ]
 
 
-def offline(records: Iterable[tuple[str, int, Event]], plan: Plan) -> list[Event]:
+def offline(records: Iterable[tuple[str, int, Event]], plan: AssemblerPlan) -> list[Event]:
     """Outputs of folding whole topics one after the other."""
     groups: dict[str, Fold] = {}
     outputs: list[Event] = []
@@ -150,11 +165,11 @@ def offline(records: Iterable[tuple[str, int, Event]], plan: Plan) -> list[Event
     return outputs
 
 
-async def verdict(events: EventLog, plan: Plan, settings: Settings, story: Story) -> int:
-    """Compare what is on the log with the offline fold."""
+async def compared(events: EventLog, plan: AssemblerPlan, settings: Settings) -> dict[str, Any]:
+    """What is on the log against the offline fold."""
     units = settings.kafka.groups
     topics = outputs_of(plan.fold.version)
-    found = [value for topic in topics for _, _, value in await committed(events, topic, units)]
+    found = [events.codec.encode(event) for topic in topics for _, event, _ in await committed(events, topic, units)]
     inputs = {topic: await committed(events, topic, units) for topic in INPUTS}
     wanted: list[set[bytes]] = []
     for order in (INPUTS, INPUTS[::-1]):
@@ -166,15 +181,19 @@ async def verdict(events: EventLog, plan: Plan, settings: Settings, story: Story
     total = sum(len(records) for records in inputs.values())
     skipped = total - await folded(events.log, plan, settings)
     identical = not lost and not strange and wanted[0] == wanted[1]
-    ok = identical and not twice and not skipped and story.exit_status == 0
-    detail = {
-        "input_records": total, "outputs": len(found), "strange": strange, "deaths": story.deaths,
-        "exit_status": story.exit_status, "folded_at_kill": story.between,
-    }  # fmt: skip
-    return told(
-        id="assembler", kills=story.kills, lost=lost, twice=twice, skipped=skipped, identical=identical, ok=ok,
-        detail=detail,
-    )  # fmt: skip
+    detail = {"input_records": total, "outputs": len(found), "strange": strange}
+    return {"lost": lost, "twice": twice, "skipped": skipped, "identical": identical, "detail": detail}
+
+
+async def verdict(
+    events: EventLog, plan: AssemblerPlan, settings: Settings, story: Story, *, id: str = "assembler", **more: object
+) -> int:
+    """Say what was compared, and what happened; `more` is told beside."""
+    found = await compared(events, plan, settings)
+    ok = found["identical"] and not found["twice"] and not found["skipped"] and story.exit_status == 0
+    happened = {"deaths": story.deaths, "exit_status": story.exit_status, "folded_at_kill": story.between}
+    found["detail"] |= happened | more
+    return told(id=id, kills=story.kills, ok=ok, **found)
 
 
 async def torture(settings: Settings, *, kills: int, seed: int) -> int:

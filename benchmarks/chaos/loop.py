@@ -8,7 +8,7 @@ some at a time, each volley once a step was trained since the last one, or after
              restarts them
     zombie   SIGSTOP, a successor with the same name beside it, SIGCONT once that one has taken over
 
-Then the run is taken down, and up again to train what was formed and two draws more. One verdict is said of each that
+Then the run is taken down, and up again to train what was formed and some draws more. One verdict is said of each that
 was struck: every group that was asked for has its score and every draw its steps (lost), nothing stands twice in the
 history that counts (twice), no batch and no step is missing (skipped), the offline folds of topics and archive give
 every sample and batch (identical), the books balance, and no step that says lag 0 trained tokens of other weights.
@@ -30,7 +30,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from itertools import zip_longest
+from itertools import cycle, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +75,14 @@ VOLLEY = 4
 """Processes that are killed, or doubled, at a time."""
 ENDLESS = 5000
 """Draws of a run that shall not end while it is struck."""
-MORE = 2
-"""Draws that are trained undisturbed in the end."""
+MORE = 4
+"""Draws that are trained undisturbed in the end; those that are formed while the run is taken down are among them."""
 SETTINGS = """
 [run]
 id = "chaos-loop"
 directory = "{directory}"
+[kafka]
+brokers = {brokers}
 [feeder]
 draws = {draws}
 group_size = 4
@@ -126,15 +128,17 @@ class Story:
 class Loop:
     """A run that is up, reached as a user does."""
 
-    def __init__(self, directory: Path, *, role_s: float) -> None:
+    def __init__(self, directory: Path, *, role_s: float, brokers: int) -> None:
         self.directory = directory
         self.file = directory / "settings.toml"
-        self._role_s = role_s
+        self._role_s, self._brokers = role_s, brokers
+        self._struck = cycle([f"kafka-{number}" for number in range(1, brokers + 1)])
         self._run: Child | None = None
 
     def up(self, draws: int) -> None:
         """Start every process; `turnlog run` comes with the first look at it."""
-        self.file.write_text(SETTINGS.format(directory=self.directory, draws=draws, role_s=self._role_s))
+        values = {"directory": self.directory, "draws": draws, "role_s": self._role_s, "brokers": self._brokers}
+        self.file.write_text(SETTINGS.format(**values))
         started = self.turnlog("up")
         if started.returncode:
             raise SystemExit(started.stderr)
@@ -161,6 +165,10 @@ class Loop:
                             log=self.directory / "logs/run.log")  # fmt: skip
             self._run = Child(launch).start()
         return False
+
+    def process(self, victim: str) -> str:
+        """Who is struck as `victim`: of several brokers one after the other."""
+        return next(self._struck) if victim == "broker" and self._brokers > 1 else PROCESS[victim]
 
     def pid(self, name: str) -> int:
         """Of a process by its name; 0 when it is not there. The feeder is a child of `turnlog run`."""
@@ -251,7 +259,7 @@ async def settled(loop: Loop, story: Story) -> None:
 
 async def kill(loop: Loop, story: Story, victim: str) -> None:
     """SIGKILL to the process alone."""
-    pid = await there(loop, PROCESS[victim])
+    pid = await there(loop, loop.process(victim))
     if not pid:
         story.missed[victim] += 1
         return
@@ -263,7 +271,7 @@ async def kill(loop: Loop, story: Story, victim: str) -> None:
 async def hang(loop: Loop, story: Story, victims: list[str]) -> None:
     """SIGSTOP to all of them at once, until the watchdog has killed each."""
     await settled(loop, story)
-    pids = {victim: await there(loop, PROCESS[victim]) for victim in victims}
+    pids = {victim: await there(loop, loop.process(victim)) for victim in victims}
     for pid in filter(None, set(pids.values())):
         os.kill(pid, signal.SIGSTOP)
     for victim, pid in pids.items():
@@ -438,7 +446,8 @@ async def verdict(loop: Loop) -> dict[str, Any]:
                for event in found[topic.name]]  # fmt: skip
     numbers = Counter(event.version for event in found[topics.WEIGHTS.name])
     twice = sum(count - 1 for many in (used, Counter(derived), numbers) for count in many.values())
-    due = enumerate(sorted(batch.batch_index for batch in formed), start=1)
+    wanted = loop.settings.feeder.draws
+    due = enumerate(sorted(batch.batch_index for batch in formed if batch.draw_index < wanted), start=1)
     skipped = sum(have != want for have, want in zip_longest(((step.step, step.batch_index) for step in taken), due))
     back = went_back(found[topics.ENGINES.name])
     asked_of = (("replay", "--verify"), ("replay", "--verify", "--from", "archive"), ("books",))
@@ -458,7 +467,6 @@ async def verdict(loop: Loop) -> dict[str, Any]:
         "dead_letters": len(found[topics.DEAD_LETTERS.name]),
         "incarnations": 1 + max(step.incarnation for step in taken),
     }  # fmt: skip
-    wanted = loop.settings.feeder.draws
     lost = len(asked - scored) + max(0, wanted - detail["draws"])
     identical = not any(answer.returncode for answer in answers[:2])
     return {"lost": lost, "twice": twice + back, "skipped": skipped, "identical": identical, "detail": detail}
@@ -477,10 +485,10 @@ def went_back(reports: list[Any]) -> int:
 
 
 @contextlib.contextmanager
-def running(directory: Path, *, role_s: float) -> Iterator[Loop]:
+def running(directory: Path, *, role_s: float, brokers: int) -> Iterator[Loop]:
     """The run, up; gone afterwards, but for what it wrote."""
     directory.mkdir(parents=True)
-    loop = Loop(directory, role_s=role_s)
+    loop = Loop(directory, role_s=role_s, brokers=brokers)
     try:
         loop.up(ENDLESS)
         yield loop
@@ -489,11 +497,11 @@ def running(directory: Path, *, role_s: float) -> Iterator[Loop]:
 
 
 def struck(
-    directory: Path, victims: list[str], *, kinds: list[str], kills: int, seed: int
+    directory: Path, victims: list[str], *, kinds: list[str], kills: int, seed: int, brokers: int
 ) -> tuple[Story, dict[str, Any]]:
     """Strike a run of its own, train it to its end; what happened, and the verdict."""
     story = Story()
-    with running(directory, role_s=ROLE_S if "zombie" in kinds else ROLE_S / 2) as loop:
+    with running(directory, role_s=ROLE_S if "zombie" in kinds else ROLE_S / 2, brokers=brokers) as loop:
         formed = asyncio.run(violence(loop, story, victims, kinds=kinds, kills=kills, rng=random.Random(seed)))
         say(f"{formed} draws are formed; training {MORE} more in peace")
         loop.stop()
@@ -509,6 +517,7 @@ def asked() -> argparse.Namespace:
     parser.add_argument("--strikes", default=",".join(KINDS), metavar="KINDS", help=f"of {', '.join(KINDS)}")
     parser.add_argument("--kills", type=int, default=20, help="rounds: each kills, hangs and resurrects every victim")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--brokers", type=int, choices=(1, 3), default=1, help="of three, one is struck at a time")
     parser.add_argument("--keep", type=Path, default=None, metavar="FOLDER", help="leave the run's files there")
     arguments = parser.parse_args()
     for name, known in (("only", PROCESS), ("strikes", KINDS)):
@@ -528,8 +537,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="turnlog-chaos-") as folder:
         directory = (arguments.keep or Path(folder)).resolve() / "loop"
         story, found = struck(
-            directory, arguments.only, kinds=arguments.strikes, kills=arguments.kills, seed=arguments.seed
-        )
+            directory, arguments.only, kinds=arguments.strikes, kills=arguments.kills, seed=arguments.seed,
+            brokers=arguments.brokers,
+        )  # fmt: skip
     detail = found.pop("detail") | {"runs": story.runs, "seconds": round(time.monotonic() - began)}
     clean = not (found["lost"] or found["twice"] or found["skipped"]) and found["identical"] and detail["books"]
     clean = clean and bool(detail["calls"] and detail["learned_from"])  # else the strikes fell on nothing

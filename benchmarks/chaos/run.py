@@ -15,15 +15,18 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-SHARED = frozenset({"run", "servers", "sandbox_load", "sandbox_left", "scripted_engine", "loop"})
+SHARED = frozenset(
+    {"run", "servers", "sandbox_load", "sandbox_left", "scripted_engine", "deployed", "loop", "previous", "kept"}
+)
 LOOP = "loop"
 TIMEOUT_S = 12 * 3600.0
 
 
 def scripts(only: list[str]) -> dict[str, tuple[Path, list[str]]]:
-    """Name -> script and its arguments; `only` picks some: what has no script of its own is struck in the loop."""
+    """Name -> script and its arguments; `only` picks some (`upgrades` means upgrades_trainer, too). What has no script
+    of its own is struck in the loop."""
     found = {path.stem: path for path in sorted(HERE.glob("*.py")) if path.stem not in SHARED}
-    chosen = {name: (path, []) for name, path in found.items() if name in only or not only}
+    chosen = {name: (path, []) for name, path in found.items() if {name, name.partition("_")[0]} & {*only} or not only}
     in_loop = [name for name in only if name not in found]
     if in_loop or not only:
         chosen[LOOP] = HERE / "loop.py", ["--only", ",".join(in_loop)] if in_loop else []

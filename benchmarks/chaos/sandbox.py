@@ -248,7 +248,7 @@ def main() -> int:
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)  # it tells at length that the broker is away
     arguments = parser.parse_args()
     brokers: list[Broker] = []
-    with servers(f"chaos-{uuid4().hex[:8]}", started=brokers.append) as settings:
+    with servers(f"chaos-{uuid4().hex[:8]}", started=lambda kafka: brokers.extend(kafka.all)) as settings:
         broker = brokers[0] if brokers else None
         torn = torture(settings, broker, kills=arguments.kills, sessions=arguments.sessions, seed=arguments.seed)
         return asyncio.run(torn)

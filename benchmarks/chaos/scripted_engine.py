@@ -1,15 +1,18 @@
 """SGLang's HTTP contract over the engine in memory, as a process that can be killed: what the chaos run of answers
-samples from. `python benchmarks/chaos/scripted_engine.py PORT MODEL_FOLDER`.
+samples from. `python benchmarks/chaos/scripted_engine.py PORT MODEL_FOLDER [--host 0.0.0.0] [--right 0.5]`.
 
-Every final answer is another number, so that an answer tells which turn gave it. An abort is heard late, as SGLang
-hears one between two steps: what is nearly done is finished although nobody waits.
+Every final answer is another number, so that an answer tells which turn gave it; a share of them, if so wished, is what
+the tool said, so that groups differ within and are trained. An abort is heard late, as SGLang hears one between two
+steps: what is nearly done is finished although nobody waits. POST /version?of=3 stands for loading weights; POST
+/pace?of=0.5 is the time that a token takes from now on; GET /running tells which requests run.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import random
-import sys
+import re
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -22,10 +25,13 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from tests.fakes.memory_engine import MemoryEngine
-from turnlog.infra.engine import Generate, Piece
+from tests.fakes.memory_engine_control import MemoryEngineControl
+from turnlog.infra.engine import EngineRefused, Generate, Piece
 from turnlog.producers.gateway.prompts import TextTokens
 
-CALL = '<tool_call>{"name":"calc","arguments":{"expr":"3+5"}}</tool_call>'
+CALL = '<tool_call>{{"name":"calc","arguments":{{"expr":"{}"}}}}</tool_call>'
+ASKED = re.compile(r"(\d [-+*] \d) = ")
+SAID = re.compile(r"tool\n(-?\d+)")
 ANSWERED = "tool\n"
 TOKEN_S = 0.003
 HEARD_S = 0.15
@@ -36,10 +42,12 @@ CONTEXT = 2048
 class Slow(MemoryEngine):
     """Takes its time for each token, and to hear of an abort."""
 
+    token_s = TOKEN_S
+
     async def generate(self, request: Generate, *, stream: bool, timeout_s: float) -> AsyncIterator[Piece]:
         """See Engine."""
         async for piece in super().generate(request, stream=True, timeout_s=timeout_s):
-            await asyncio.sleep(TOKEN_S)
+            await asyncio.sleep(self.token_s)
             yield piece
 
     async def abort(self, rid: str) -> None:
@@ -48,18 +56,24 @@ class Slow(MemoryEngine):
         await super().abort(rid)
 
 
-def policy(tokens: TextTokens) -> MemoryEngine:
-    """Calls the tool, then answers with a number that nobody else gives."""
+def policy(tokens: TextTokens, *, right: float) -> Slow:
+    """Calls the tool, then answers with a number that nobody else gives, or in a share of `right` with the tool's."""
 
     def script(prompt: Sequence[int]) -> list[int]:
-        said = str(random.getrandbits(64)) if ANSWERED in tokens.literal(prompt) else CALL
+        text = tokens.literal(prompt)
+        if ANSWERED not in text:
+            (asked,) = ASKED.findall(text)
+            said = CALL.format(asked.replace(" ", ""))
+        else:
+            told = SAID.findall(text)
+            said = told[0] if told and random.random() < right else str(random.getrandbits(64))
         return tokens.encode(f"{said}<|im_end|>")
 
     return Slow(vocabulary=tokens.vocabulary, context=CONTEXT, script=script)
 
 
-def application(engine: MemoryEngine) -> Starlette:
-    """POST /generate and /abort_request. Source: sglang 0.5.23 `entrypoints/http_server.py`."""
+def application(engine: Slow, control: MemoryEngineControl) -> Starlette:
+    """POST /generate and /abort_request, and what a loader asks. Source: sglang 0.5.23 `entrypoints/http_server.py`."""
 
     async def generate(request: Request) -> Response:
         body = orjson.loads(await request.body())
@@ -84,13 +98,60 @@ def application(engine: MemoryEngine) -> Starlette:
         await engine.abort(orjson.loads(await request.body())["rid"])
         return Response()
 
+    async def version(request: Request) -> Response:
+        engine.version = request.query_params["of"]
+        return Response()
+
+    async def pace(request: Request) -> Response:
+        engine.token_s = float(request.query_params["of"])
+        return Response()
+
+    async def running(_: Request) -> Response:
+        return Response(orjson.dumps(list(engine.live)))
+
     return Starlette(
         routes=[
+            Route("/pace", pace, methods=["POST"]),
+            Route("/running", running),
+            Route("/version", version, methods=["POST"]),
             Route("/generate", generate, methods=["POST"]),
             Route("/abort_request", abort, methods=["POST"]),
             Route("/ready", lambda _: Response()),
+            *controls(engine, control),
         ]
     )
+
+
+def controls(engine: Slow, control: MemoryEngineControl) -> list[Route]:
+    """Weights, as a loader hands them over."""
+
+    async def model_info(_: Request) -> Response:
+        info = await control.model_info()
+        return Response(orjson.dumps({"weight_version": info.weight_version, "model_path": info.model_path}))
+
+    async def pause(_: Request) -> Response:
+        await control.pause()
+        return Response(b"{}")
+
+    async def resume(_: Request) -> Response:
+        await control.resume()
+        return Response(b"{}")
+
+    async def load(request: Request) -> Response:
+        body = orjson.loads(await request.body())
+        try:
+            await control.load(Path(body["model_path"]), int(body["weight_version"]), timeout_s=0.0)
+        except EngineRefused as refused:
+            return Response(orjson.dumps({"success": False, "message": str(refused)}))
+        engine.version = body["weight_version"]
+        return Response(orjson.dumps({"success": True}))
+
+    return [
+        Route("/model_info", model_info),
+        Route("/pause_generation", pause, methods=["POST"]),
+        Route("/continue_generation", resume, methods=["POST"]),
+        Route("/update_weights_from_disk", load, methods=["POST"]),
+    ]
 
 
 async def _answers(engine: MemoryEngine, wanted: Generate) -> AsyncIterator[dict[str, object]]:
@@ -113,6 +174,18 @@ async def _answers(engine: MemoryEngine, wanted: Generate) -> AsyncIterator[dict
         }
 
 
+def main() -> None:
+    """Parse and serve."""
+    parser = argparse.ArgumentParser(description="Answer as SGLang does, by a script.")
+    parser.add_argument("port", type=int)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--right", type=float, default=0.0, help="share of right answers")
+    arguments = parser.parse_args()
+    engine = policy(TextTokens(arguments.model), right=arguments.right)
+    app = application(engine, MemoryEngineControl(arguments.model))
+    uvicorn.run(app, host=arguments.host, port=arguments.port, log_level="warning")
+
+
 if __name__ == "__main__":
-    app = application(policy(TextTokens(Path(sys.argv[2]))))
-    uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
+    main()

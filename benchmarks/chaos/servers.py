@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from turnlog.infra.embedded.broker import Broker
+from turnlog.infra.embedded.brokers import Brokers
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.embedded.servers import ObjectStore
@@ -23,21 +23,25 @@ from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.topics_admin import apply
 from turnlog.settings import KafkaSettings, RegistrySettings, RunSettings, Settings, StoreSettings, load
 
-sys.path.append(str(Path(__file__).parents[2]))  # tests.fakes is found by whatever is imported after this
+sys.path.append(str(Path(__file__).parents[2]))  # tests is found by whatever is imported after this
+
+from tests.addresses import variables
 
 TURNLOG = (sys.executable, "-m", "turnlog.cli")
 
 
 @contextlib.contextmanager
-def servers(run_id: str, *, started: Callable[[Broker], None] = lambda _: None) -> Iterator[Settings]:
+def servers(
+    run_id: str, *, brokers: int = 1, started: Callable[[Brokers], None] = lambda _: None
+) -> Iterator[Settings]:
     """Settings of a run on servers of its own (gone afterwards), or on those of TURNLOG_KAFKA_BOOTSTRAP and the like;
-    its topics exist. `started` is given the broker, if it is ours, for whatever shall happen to it."""
+    its topics exist. `started` is given the brokers, if they are ours, for whatever shall happen to them."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="turnlog-chaos-")))
         given = load(None, os.environ)
-        settings = given if given.kafka.bootstrap else _started(stack, folder, given, started)
+        settings = given if given.kafka.bootstrap else _started(stack, folder, given, brokers, started)
         settings = dataclasses.replace(settings, run=RunSettings(id=run_id, directory=str(folder)))
-        asyncio.run(_topics(settings))
+        asyncio.run(make_topics(settings))
         yield settings
 
 
@@ -49,16 +53,7 @@ def role(name: str, settings: Settings, *, instance: str) -> Child:
 
 def environment(settings: Settings, instance: str) -> dict[str, str]:
     """Variables that give a role these addresses."""
-    return {
-        "TURNLOG_INSTANCE": instance,
-        "TURNLOG_RUN_ID": settings.run.id,
-        "TURNLOG_RUN_DIRECTORY": settings.run.directory,
-        "TURNLOG_KAFKA_BOOTSTRAP": settings.kafka.bootstrap,
-        "TURNLOG_KAFKA_PREFIX": settings.kafka.prefix,
-        "TURNLOG_REGISTRY_URL": settings.registry.url,
-        "TURNLOG_STORE_ENDPOINT": settings.store.endpoint,
-        "TURNLOG_STORE_SECRET_KEY": settings.store.secret_key,
-    }
+    return {"TURNLOG_INSTANCE": instance, **variables(settings)}
 
 
 def told(**line: Any) -> int:
@@ -72,9 +67,11 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _started(stack: contextlib.ExitStack, folder: Path, given: Settings, started: Callable[[Broker], None]) -> Settings:
-    broker = stack.enter_context(Broker(folder / "kafka"))
-    started(broker)
+def _started(
+    stack: contextlib.ExitStack, folder: Path, given: Settings, count: int, started: Callable[[Brokers], None]
+) -> Settings:
+    kafka = stack.enter_context(Brokers(folder, count=count, heap_mb=given.kafka.heap_mb))
+    started(kafka)
     store = stack.enter_context(ObjectStore(folder / "store", StoreSettings()))
     port = free_ports(1)[0]
     url = f"http://{HOST}:{port}"
@@ -82,7 +79,11 @@ def _started(stack: contextlib.ExitStack, folder: Path, given: Settings, started
         name="registry",
         argv=(*TURNLOG, "registry"),
         log=folder / "registry.log",
-        env={"TURNLOG_KAFKA_BOOTSTRAP": broker.bootstrap, "TURNLOG_REGISTRY_PORT": str(port)},
+        env={
+            "TURNLOG_KAFKA_BOOTSTRAP": kafka.bootstrap,
+            "TURNLOG_KAFKA_REPLICATION": str(count),
+            "TURNLOG_REGISTRY_PORT": str(port),
+        },
         ready=lambda: _answers(f"{url}/subjects"),
     )
     child = Child(registry).start()
@@ -90,13 +91,14 @@ def _started(stack: contextlib.ExitStack, folder: Path, given: Settings, started
     child.wait_ready()
     return dataclasses.replace(
         given,
-        kafka=KafkaSettings(bootstrap=broker.bootstrap),
+        kafka=KafkaSettings(bootstrap=kafka.bootstrap, replication=count),
         registry=RegistrySettings(url=url),
         store=store.settings,
     )
 
 
-async def _topics(settings: Settings) -> None:
+async def make_topics(settings: Settings) -> None:
+    """Those of the catalogue."""
     log = KafkaLog(settings.kafka.bootstrap, prefix=settings.kafka.prefix)
     try:
         await apply(log, settings)

@@ -45,6 +45,8 @@ class Story:
     exit_status: int | None = None
     after: list[int] = field(default_factory=list)
     """Steps on the log when each kill struck."""
+    faults: list[str] = field(default_factory=list)
+    """Whatever else was not to be."""
 
 
 def trainer(settings: Settings) -> Child:
@@ -124,8 +126,16 @@ async def torture(settings: Settings, *, kills: int, seed: int) -> tuple[Story, 
         return story, await everything(role, STEPS.name), await everything(role, WEIGHTS.name)
 
 
-def verdict(settings: Settings, story: Story, stepped: list[Event], published: list[Event]) -> int:
-    """Compare with a re-run, print the line."""
+def verdict(
+    settings: Settings,
+    story: Story,
+    stepped: list[Event],
+    published: list[Event],
+    *,
+    id: str = "trainer",
+    **more: object,
+) -> int:
+    """Compare with a re-run, print the line; `more` is told beside."""
     steps = [event for event in stepped if isinstance(event, StepCompleted)]
     versions = [event for event in published if isinstance(event, WeightVersionPublished)]
     batches = settings.feeder.draws
@@ -141,15 +151,15 @@ def verdict(settings: Settings, story: Story, stepped: list[Event], published: l
     for version in versions:
         of_batch.setdefault(version.batch_index, set()).add(version.files)
     identical = not strange and all(len(files) == 1 for files in of_batch.values())
-    ok = identical and not lost and not twice and not skipped and story.exit_status == 0
+    ok = identical and not lost and not twice and not skipped and not story.faults and story.exit_status == 0
     detail = {
         "batches": batches, "steps": len(steps), "versions": len(versions), "deaths": story.deaths,
         "incarnations": 1 + max(version.incarnation for version in versions), "exit_status": story.exit_status,
         "losses_that_differ": strange, "records_at_kill": story.after,
     }  # fmt: skip
     return told(
-        id="trainer", kills=story.kills, lost=lost, twice=twice, skipped=skipped, identical=identical, ok=ok,
-        detail=detail,
+        id=id, kills=story.kills, lost=lost, twice=twice, skipped=skipped, identical=identical, ok=ok,
+        detail=detail | more,
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from turnlog.consumers.datasets.manifest import Manifest, Provenance
 from turnlog.consumers.datasets.writer import DatasetWriter
@@ -205,6 +205,22 @@ async def refold(
     return 0
 
 
+class NewVerdicts(Protocol):
+    """Verdicts in the place of recorded ones."""
+
+    def placed(self, event: Event) -> Event:
+        """The event, or what stands for it."""
+        ...
+
+    def summary(self) -> dict[str, Any]:
+        """For the manifest."""
+        ...
+
+    def key(self) -> str:
+        """Equal for equal verdicts."""
+        ...
+
+
 class Refold:
     """One refold of the run of `role`."""
 
@@ -219,8 +235,10 @@ class Refold:
         until: str | None = None,
         overwrite: bool = False,
         save_every_s: float = 5.0,
+        verdicts: NewVerdicts | None = None,
     ) -> None:
         """`folder` keeps what a killed refold goes on from."""
+        self._verdicts = verdicts
         self._role = role
         self._changes = changes
         self._out = out
@@ -245,6 +263,8 @@ class Refold:
         )  # fmt: skip
         rules, draw_rules = now.rules(), now.draw_rules()
         question = asked(self._role, self._until_text, now) | {"refold": True}
+        if self._verdicts is not None:
+            question |= {"verdicts": self._verdicts.key()}
         state = ReplayState(self._folder, question, every_s=self._every_s)
         state.load(fresh=fresh)
         cuts = await cuts_of(self._role, state)
@@ -276,7 +296,9 @@ class Refold:
         skips: Skips = frozenset((topic, offset) for topic, offset in kept.get("skips", ()))
         unit_state = UnitState.from_json(kept["state"]) if kept else await fresh(self._role, cut)
         while True:
-            work = _UnitRefold(self._role, unit, rules, skips, unit_state, spool, state, progress)
+            placed = None if self._verdicts is None else self._verdicts.placed
+            inputs = Inputs(self._role, rules, unit, skips, placed)
+            work = _UnitRefold(self._role, unit, rules, inputs, unit_state, spool, state, progress)
             try:
                 await work.run(cut, until)
                 break
@@ -287,9 +309,13 @@ class Refold:
         state.sections["units"][str(unit)] = {"whole": True, "spool": spool.sync()}
         state.save()
 
+    @property
+    def _folds(self) -> bool:
+        return self._changes.folds or self._verdicts is not None
+
     def _check_free(self, state: ReplayState) -> None:
         """Refuse what could not be written, before hours of folding. Raises DatasetError, BadRefold."""
-        if self._changes.folds and "dataset" not in state.sections:
+        if self._folds and "dataset" not in state.sections:
             DatasetWriter(self._out, "rl", self._format, overwrite=self._overwrite).abort()
         batches = self._out / BATCHES
         if self._changes.batcher and batches.exists():
@@ -301,7 +327,7 @@ class Refold:
         self, draw_rules: DrawRules, until: Until | None, provenance: Provenance, state: ReplayState
     ) -> str:
         said: list[str] = []
-        if self._changes.folds:
+        if self._folds:
             if "dataset" not in state.sections:
                 counts = self._dataset(provenance).counts
                 state.sections["dataset"] = f"{counts.rows:,} rows, {counts.tokens:,} tokens in {self._out}"
@@ -335,6 +361,8 @@ class Refold:
     async def _provenance(self, cuts: dict[int, Cut], now: Configured) -> Provenance:
         changes = dataclasses.asdict(self._changes)
         query: dict[str, Any] = {"refold": {name: value for name, value in changes.items() if value is not None}}
+        if self._verdicts is not None:
+            query["rewards"] = self._verdicts.summary()
         if self._until_text is not None:
             query["until"] = self._until_text
         found = Provenance(
@@ -357,7 +385,7 @@ class _UnitRefold:
         role: Role,
         unit: int,
         rules: FoldRules,
-        skips: Skips,
+        inputs: Inputs,
         state: UnitState,
         spool: Spool,
         remembered: ReplayState,
@@ -365,7 +393,7 @@ class _UnitRefold:
     ) -> None:
         self._unit = unit
         self._log = role.log
-        self._inputs = Inputs(role, rules, unit, skips)
+        self._inputs = inputs
         self._state = state
         self._fold = HistoryFold(state, rules)
         self._spool = spool

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -84,20 +84,29 @@ class Merge:
         self._ends = dict(ends)
         self._until_ms = until_ms
         self._readers: dict[Partition, Reader] = {}
-        self._ready: dict[Partition, deque[tuple[int, Record]]] = {}
-        self._times: dict[Partition, int] = {}
+        self._ready: dict[Partition, deque[tuple[int, Record]]] = {place: deque() for place in starts}
+        self._times = dict.fromkeys(starts, 0)
         self._stack = AsyncExitStack()
         self.passed: dict[Partition, int] = dict(starts)
         """Next offset that no chunk has given."""
 
     async def __aenter__(self) -> Merge:
-        for place, start in self._starts.items():
-            reader = await self._stack.enter_async_context(self._log.reader())
-            reader.assign({place: start})
-            self._readers[place] = reader
-            self._ready[place] = deque()
-            self._times[place] = 0
+        opening = [asyncio.create_task(self._open(place)) for place in self._starts]
+        try:
+            await asyncio.gather(*opening)
+        except BaseException:
+            for task in opening:
+                task.cancel()
+            await asyncio.wait(opening)
+            await self._stack.aclose()
+            raise
         return self
+
+    async def _open(self, place: Partition) -> None:
+        """A reader for one partition; opening one is mostly waiting for the broker."""
+        reader = await self._stack.enter_async_context(self._log.reader())
+        reader.assign({place: self._starts[place]})
+        self._readers[place] = reader
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
@@ -189,6 +198,7 @@ async def _record(role: Role, place: Partition, offset: int) -> Until:
 
 PATIENCE_S = 30.0
 """For an assembler that still catches up; then what it has folded is the cut."""
+Placed = Callable[[Event], Event]
 Skips = frozenset[tuple[str, int]]
 """(topic, offset) of records that an operator asked to pass over."""
 
@@ -237,7 +247,11 @@ async def _whole(role: Role, unit: int) -> None:
 class Inputs:
     """Records to events as this fold takes them, with what an operator asked to skip."""
 
-    def __init__(self, role: Role, rules: FoldRules, unit: int, skips: Skips = frozenset()) -> None:
+    def __init__(
+        self, role: Role, rules: FoldRules, unit: int, skips: Skips = frozenset(), placed: Placed | None = None
+    ) -> None:
+        """`placed`: what stands in the place of an event, here alone."""
+        self._placed = placed
         self._role = role
         self._rules = rules
         self._unit = unit
@@ -259,6 +273,8 @@ class Inputs:
             return None
         if event.run_id != self._role.settings.run.id:
             return None
+        if self._placed is not None:
+            event = self._placed(event)
         payloads = payloads_read(event, self._rules.run_id, messages=self._rules.cutting.needs_messages)
         return await inlined(event, self._role.blobs) if BlobRef in map(type, payloads) else event
 

@@ -304,12 +304,17 @@ class ArchiveLog:
     async def close(self) -> None:
         """Nothing to release: the store belongs to who opened it."""
 
-    async def topics(self) -> dict[str, TopicSpec]:
+    async def cluster(self) -> str:
+        """Raises ReadOnlyArchive: it outlives its cluster."""
+        self._refuse()
+
+    async def topics(self, *, configs: bool = False) -> dict[str, TopicSpec]:
+        """See Log. An archive keeps no configuration."""
         return {name: TopicSpec(name, count, 1, {}) for name, count in self.index.topics.items()}
 
     @asynccontextmanager
-    async def reader(self, *, patient: bool = False) -> AsyncIterator[Reader]:
-        """See Log. A poll at the end waits: nothing new will come."""
+    async def reader(self, *, patient: bool = False, committed: bool = True) -> AsyncIterator[Reader]:
+        """See Log. A poll at the end waits: nothing new will come. Only committed records are archived."""
         yield ArchiveReader(self)
 
     async def start_offsets(self, partitions: Sequence[Partition]) -> dict[Partition, int]:
@@ -318,6 +323,10 @@ class ArchiveLog:
     async def end_offsets(self, partitions: Sequence[Partition], *, committed: bool = True) -> dict[Partition, int]:
         """See Log. Only committed records are archived."""
         return {place: (self.spans(place) or [Span(0, 0)])[-1].end for place in partitions}
+
+    async def offset_since(self, partition: Partition, since_ms: int) -> int:
+        """Raises ReadOnlyArchive: an archive is read from its spans, never from a moment on."""
+        self._refuse()
 
     async def groups(self) -> frozenset[str]:
         """See Log. Raises ReadOnlyArchive: of groups, only the assembler's marks are archived."""
@@ -331,6 +340,10 @@ class ArchiveLog:
             of_unit = {} if cut is None else {Partition(t, unit): Commit(*c) for t, c in cut.commits.items()}
             found |= {place: of_unit[place] for place in partitions if place in of_unit}
         return found
+
+    async def committed(self, group: str) -> frozenset[Partition]:
+        """See Log. Raises ReadOnlyArchive: nobody goes on from an archive."""
+        self._refuse()
 
     async def cut(self, group: str, unit: int) -> Cut | None:
         """The last cut of an assembler's unit that the archive covers; None when there is none."""

@@ -9,6 +9,7 @@ EmbeddedError
 │   ├── JarsUnavailable  the Maven repository did not answer: network, or TURNLOG_MAVEN_REPOSITORY
 │   └── JarMismatch      a jar is not the one that jars.lock pins
 ├── PortTaken          a port that a setting names is in use
+├── OtherBrokers       the run's log lies in another number of brokers than [kafka] brokers says
 ├── ServerDied         a server or role ended, with the tail of its log
 │   ├── LacksServer    ... since a server that it needs did not answer (status 75)
 │   ├── Hung           ... by us: it was alive and silent
@@ -53,6 +54,10 @@ class JarMismatch(JarError):
 
 class PortTaken(EmbeddedError):
     """Another process listens on the port; the message names the setting."""
+
+
+class OtherBrokers(EmbeddedError):
+    """A log keeps its number of brokers. Remedy: that number in [kafka] brokers, or another run."""
 
 
 class ServerDied(EmbeddedError):

@@ -1,4 +1,4 @@
-"""One small Apache Kafka (KRaft, broker and controller in one process) on 127.0.0.1, its Java and its jars.
+"""A small Apache Kafka (KRaft, broker and controller in one process) on 127.0.0.1, its Java and its jars.
 
 with Broker(directory) as broker:
     KafkaLog(broker.bootstrap)
@@ -10,11 +10,14 @@ group:artifact:version, sha256 and bytes of the whole runtime closure, so that n
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import functools
 import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -243,38 +246,34 @@ def _replace(path: Path, content: bytes) -> None:
         raise
 
 
-CLUSTER_ID = "dHVybmxvZy1lbWJlZGRlZA"
-"""16 bytes in url-safe base64 without padding ("turnlog-embedded")."""
+CLUSTER_FILE = "kafka.cluster"
+"""Beside the records of a cluster's brokers: its id."""
 FORMATTED = "formatted"
 REMEDY = "look at the lines below; give it another port by [kafka] port, or more memory by [kafka] heap_mb"
 READY_TIMEOUT_S = 120.0
 
 PROPERTIES = """\
 process.roles=broker,controller
-node.id=1
-controller.quorum.voters=1@{host}:{controller}
+node.id={node}
+controller.quorum.voters={voters}
 listeners=PLAINTEXT://{host}:{port},CONTROLLER://{host}:{controller}
 advertised.listeners=PLAINTEXT://{host}:{port}
 controller.listener.names=CONTROLLER
 inter.broker.listener.name=PLAINTEXT
 listener.security.protocol.map=PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT
 log.dirs={data}
-# One node: with the defaults (3) every group and every transaction would wait for replicas for ever.
-offsets.topic.replication.factor=1
+# As many as there are brokers: with more, every group and every transaction would wait for replicas for ever.
+offsets.topic.replication.factor={copies}
 offsets.topic.num.partitions=4
-transaction.state.log.replication.factor=1
-transaction.state.log.min.isr=1
+transaction.state.log.replication.factor={copies}
+transaction.state.log.min.isr={in_sync}
 transaction.state.log.num.partitions=4
-share.coordinator.state.topic.replication.factor=1
-share.coordinator.state.topic.min.isr=1
+share.coordinator.state.topic.replication.factor={copies}
+share.coordinator.state.topic.min.isr={in_sync}
 share.coordinator.state.topic.num.partitions=1
 group.initial.rebalance.delay.ms=0
 group.min.session.timeout.ms=1000
-# A restart after a kill waits until the old registration has expired: 9 s by default.
-broker.session.timeout.ms=1500
-broker.heartbeat.interval.ms=500
-controller.quorum.election.timeout.ms=200
-# The log is the state: nothing expires.
+{more}# The log is the state: nothing expires.
 log.retention.ms=-1
 offsets.retention.minutes=2147483647
 transactional.id.expiration.ms=2147483647
@@ -285,6 +284,61 @@ num.network.threads=2
 num.io.threads=4
 log.cleaner.dedupe.buffer.size=16777216
 """
+ALONE = """\
+# A restart after a kill waits until the old registration has expired: 9 s by default. A machine that stands still for
+# longer fences its only broker, and transactions that end just then lose their markers (infra.log.own_ends).
+broker.session.timeout.ms=4000
+broker.heartbeat.interval.ms=1000
+controller.quorum.election.timeout.ms=200
+"""
+AMONG_OTHERS = """\
+# What the controllers know of the cluster outlives the loss of a broker's records.
+metadata.log.dir={metadata}
+min.insync.replicas={in_sync}
+# Others lead its partitions so soon after it is gone; a pause of a busy machine is no death.
+broker.session.timeout.ms=4000
+broker.heartbeat.interval.ms=1000
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One broker's place in a cluster."""
+
+    home: Path
+    """What the brokers of the cluster share: its id is kept there."""
+
+    number: int
+    """From 1."""
+    controllers: tuple[int, ...]
+    """Ports on which the nodes elect their controller, in the order of their numbers."""
+
+    @property
+    def name(self) -> str:
+        """Of its process and log; a cluster of one has no numbers."""
+        return "kafka" if self.alone else f"kafka-{self.number}"
+
+    @property
+    def alone(self) -> bool:
+        """Whether nobody has a copy of what it holds."""
+        return len(self.controllers) == 1
+
+    def properties(self, directory: Path, port: int) -> str:
+        """The broker's configuration; its records lie in `directory`/data."""
+        count = len(self.controllers)
+        among_others = AMONG_OTHERS.format(metadata=directory / "metadata", in_sync=count - 1)
+        return PROPERTIES.format(
+            node=self.number,
+            voters=",".join(f"{number}@{HOST}:{at}" for number, at in enumerate(self.controllers, 1)),
+            host=HOST,
+            port=port,
+            controller=self.controllers[self.number - 1],
+            data=directory / "data",
+            copies=count,
+            in_sync=max(1, count - 1),
+            more=ALONE if self.alone else among_others,
+            max_message_bytes=MAX_MESSAGE_BYTES,
+        )
 
 
 class Broker(Server):
@@ -300,13 +354,20 @@ class Broker(Server):
         heap_mb: int = 256,
         log: Path | None = None,
         controller_port: int | None = None,
+        node: Node | None = None,
+        properties: str = "",
+        format_arguments: tuple[str, ...] = (),
     ) -> None:
-        """Port 0 picks a free one, kept for every start of this object. Raises PortTaken."""
+        """Port 0 picks a free one, kept for every start of this object. `node`: its place among others, with
+        `controller_port` in it; `properties`: lines of server.properties that win over ours; `format_arguments`: more
+        of them when the folder is formatted. Raises PortTaken."""
         self.directory = directory.resolve()
         self.port = claim(port, self.setting)
-        self._controller = controller_port or free_ports(1)[0]
+        self.node = node or Node(home=self.directory, number=1, controllers=(controller_port or free_ports(1)[0],))
         self._heap_mb = heap_mb
         self._log = log or self.directory / "broker.log"
+        self._properties = properties
+        self._format_arguments = format_arguments
 
     @property
     def address(self) -> str:
@@ -318,18 +379,11 @@ class Broker(Server):
         return f"{HOST}:{self.port}"
 
     def launch(self) -> Launch:
-        """How the broker is started; writes its properties and formats the folder when that was never done."""
+        """How the broker is started; writes its properties and formats the folder when that was never done. One among
+        others formats its own at each start that finds nothing there: it copies from them what it has lost."""
         self.directory.mkdir(parents=True, exist_ok=True)
         properties = self.directory / "server.properties"
-        properties.write_text(
-            PROPERTIES.format(
-                host=HOST,
-                port=self.port,
-                controller=self._controller,
-                data=self.directory / "data",
-                max_message_bytes=MAX_MESSAGE_BYTES,
-            )
-        )
+        properties.write_text(self.node.properties(self.directory, self.port) + self._properties)
         jvm = (
             java(),
             f"-Xmx{self._heap_mb}m",
@@ -341,10 +395,15 @@ class Broker(Server):
             "-cp",
             class_path(),
         )
-        self._format(jvm, properties)
+        serve: tuple[str, ...] = (*jvm, "kafka.Kafka", str(properties))
+        if self.node.alone:
+            self._format(jvm, properties)
+        else:
+            formatted, form = str(self.directory / "data" / "meta.properties"), shlex.join(self._form(jvm, properties))
+            serve = ("/bin/sh", "-c", f'[ -e "$0" ] || {form} || exit; exec {shlex.join(serve)}', formatted)
         return Launch(
-            name="kafka",
-            argv=(*jvm, "kafka.Kafka", str(properties)),
+            name=self.node.name,
+            argv=serve,
             log=self._log,
             ready=lambda: listens(self.port),  # the client port opens last
             ready_timeout_s=READY_TIMEOUT_S,
@@ -357,17 +416,36 @@ class Broker(Server):
         done = self.directory / FORMATTED
         if done.exists():
             return
-        argv = [
-            *jvm,
-            "kafka.tools.StorageTool",
-            "format",
-            "--ignore-formatted",
-            "-t",
-            CLUSTER_ID,
-            "-c",
-            str(properties),
-        ]
-        answer = subprocess.run(argv, capture_output=True, text=True, check=False)
+        answer = subprocess.run(self._form(jvm, properties), capture_output=True, text=True, check=False)
         if answer.returncode != 0:
             raise BrokerDied(f"{self.directory} cannot be formatted: {answer.stderr[-2000:] or answer.stdout[-2000:]}")
         done.touch()
+
+    def _form(self, jvm: tuple[str, ...], properties: Path) -> list[str]:
+        """The command that formats what of the broker's folders is not yet."""
+        tool = [*jvm, "kafka.tools.StorageTool", "format", "--ignore-formatted"]
+        return [*tool, "-t", cluster_id(self.node.home), "-c", str(properties), *self._format_arguments]
+
+
+def cluster_id(home: Path) -> str:
+    """Kafka's id of the cluster whose folder this is, made when nobody has formatted anything there: 16 random bytes in
+    url-safe base64 without padding, the first one no dash, which Kafka's tool would take for an option."""
+    file = home / CLUSTER_FILE
+    if not file.exists():
+        with tempfile.NamedTemporaryFile("w", dir=home) as part:
+            part.write(kept_cluster(home) or base64.urlsafe_b64encode(b"t" + os.urandom(15)).decode().rstrip("="))
+            part.flush()
+            with contextlib.suppress(FileExistsError):  # brokers are formatted side by side: the first one decides
+                os.link(part.name, file)
+    return file.read_text()
+
+
+def kept_cluster(home: Path) -> str:
+    """Kafka's id of the cluster whose folder this is, also of one that an earlier release made; empty: it has none."""
+    if (home / CLUSTER_FILE).exists():
+        return (home / CLUSTER_FILE).read_text()
+    for folder in ("data", "*/metadata", "*/data"):
+        for path in sorted(home.glob(f"{folder}/meta.properties")):
+            if found := re.search(r"^cluster\.id=(\S+)$", path.read_text(), re.MULTILINE):
+                return found[1]
+    return ""

@@ -10,10 +10,11 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from turnlog.infra.embedded import RegistryDied, RoleDied
-from turnlog.infra.embedded.broker import Broker
+from turnlog.infra.embedded.brokers import Brokers
 from turnlog.infra.embedded.liveness import (
     Liveness,
     answering,
@@ -63,7 +64,7 @@ class Slot:
         return f"{self.role}-{self.number}"
 
 
-class Plan:
+class LaunchPlan:
     """Members in no order, and where clients reach them. Ports are chosen, nothing runs."""
 
     def __init__(self, settings: Settings, roles: Sequence[str] = ROLES) -> None:
@@ -73,6 +74,7 @@ class Plan:
         self._directory = Path(settings.run.directory)
         self._ports = iter(free_ports(64))
         self.members: list[Member] = []
+        self._brokers: list[str] = []
         engines = self._engines()  # first: what is wrong with a model shows before Kafka's folder is made
         kafka, store = self._kafka(), self._store()
         registry = self._registry()
@@ -112,16 +114,15 @@ class Plan:
         wanted = self._settings.kafka
         if wanted.bootstrap:
             return wanted.bootstrap
-        broker = Broker(
-            self._directory / "kafka",
-            port=self._port(wanted.port, "[kafka] port"),
-            controller_port=next(self._ports),
-            heap_mb=wanted.heap_mb,
-            log=self._log("kafka"),
+        brokers = Brokers(
+            self._directory, count=wanted.brokers, port=wanted.port, heap_mb=wanted.heap_mb, logs=self._directory / LOGS
         )
-        liveness = Liveness(look=answering(lambda: broker_answers(broker.port)), within_s=self._live.broker_s)
-        self._serve(dataclasses.replace(broker.launch(), liveness=liveness), tier=LOG_AND_STORE)
-        return broker.bootstrap
+        for broker, launch in zip(brokers.all, brokers.launches(), strict=True):
+            look = answering(partial(broker_answers, broker.port))
+            liveness = Liveness(look=look, within_s=self._live.broker_s)
+            self._serve(dataclasses.replace(launch, liveness=liveness), tier=LOG_AND_STORE)
+            self._brokers.append(launch.name)
+        return brokers.bootstrap
 
     def _store(self) -> str:
         wanted = self._settings.store
@@ -172,7 +173,7 @@ class Plan:
             died=RegistryDied,
             liveness=Liveness(look=answering(lambda: http_answers(f"{url}/subjects")), within_s=self._live.registry_s),
         )
-        self._serve(launch, tier=ON_LOG, after=self._there("kafka"))
+        self._serve(launch, tier=ON_LOG, after=self._there(*self._brokers))
         return url
 
     def _topics(self) -> None:
@@ -184,7 +185,7 @@ class Plan:
             ready=lambda: False,
             died=RoleDied,
         )
-        self._serve(launch, tier=ROLE, after=self._there("kafka", "registry"))
+        self._serve(launch, tier=ROLE, after=self._there(*self._brokers, "registry"))
 
     def _slots(self, roles: Sequence[str], engines: int) -> list[Slot]:
         counts = Counter(roles)
@@ -198,7 +199,7 @@ class Plan:
     def _role(self, slot: Slot) -> Member:
         health = self.endpoints.health[slot.name]
         env = {"TURNLOG_INSTANCE": slot.name, "TURNLOG_HEALTH_PORT": _port_of(health)}
-        after = self._there("kafka", "store", "registry", "topics")
+        after = self._there(*self._brokers, "store", "registry", "topics")
         if slot.role not in THREADED:
             env["OMP_NUM_THREADS"] = "1"
         if slot.role == "trainer":

@@ -375,9 +375,9 @@ async def _life(settings: Settings, port: int, stopping: asyncio.Event, health: 
     async with AsyncExitStack() as stack:
         servers = await stack.enter_async_context(servers_of("registry", settings, health))
         await servers.there()
-        kafka = KafkaLog(settings.kafka.bootstrap, prefix=settings.kafka.prefix)
+        kafka = KafkaLog.of(settings.kafka)
         stack.push_async_callback(kafka.close)
-        opened = SchemaStore.opened(kafka, replication=settings.kafka.replication)
+        opened = SchemaStore.opened(kafka, replication=settings.kafka.copies)
         api = RegistryApi(await stack.enter_async_context(opened), settings.registry.max_body_bytes)
         listener = listening(settings.registry.host, port, "[registry] host or port")
         await stack.enter_async_context(QuietServer(configured(api.application())).running(listener))

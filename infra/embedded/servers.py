@@ -41,7 +41,7 @@ CPU_ARGUMENTS = (
     *("--sampling-backend", "pytorch"),
     *("--cuda-graph-backend-decode", "disabled"),
     *("--cuda-graph-backend-prefill", "disabled"),
-    *("--grammar-backend", "none"),
+    *("--grammar-backend", "xgrammar"),
     *("--mem-fraction-static", "0.3"),
     "--disable-overlap-schedule",
     "--sleep-on-idle",  # else its idle loop takes most of a core

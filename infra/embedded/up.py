@@ -21,11 +21,12 @@ from typing import Any, BinaryIO
 from turnlog.infra import embedded, run_folder
 from turnlog.infra.embedded import EmbeddedError, NotReady, NotUp, SupervisorDied
 from turnlog.infra.embedded.broker import class_path
-from turnlog.infra.embedded.plan import ROLES, Plan, waiting_for
+from turnlog.infra.embedded.plan import ROLES, LaunchPlan, waiting_for
 from turnlog.infra.embedded.process import log_tail, scope, sweep, swept_by_another
 from turnlog.infra.embedded.supervisor import SATISFIED, State, Supervisor, Watched
 from turnlog.infra.roles.terminal import aside
 from turnlog.infra.run_folder import (
+    CREDENTIAL_KEY,
     GATEWAY_KEY,
     LOGS,
     SETTINGS,
@@ -105,7 +106,8 @@ def supervise(settings: Settings, roles: Sequence[str] | None = None) -> int:
     with locked(directory), swept_by_another():
         try:
             write_settings(directory, settings)
-            kept_secret(directory / GATEWAY_KEY)
+            for key in (GATEWAY_KEY, CREDENTIAL_KEY):
+                kept_secret(directory / key)
             asyncio.run(_supervise(settings, [role for role in chosen if role], notify))
         except EmbeddedError as error:
             notify({"error": type(error).__name__, "message": str(error)})
@@ -159,7 +161,7 @@ def status_processes(settings: Settings) -> list[dict[str, Any]]:
 
 async def _supervise(settings: Settings, roles: Sequence[str], notify: Notify) -> None:
     directory = Path(settings.run.directory)
-    plan = await asyncio.to_thread(Plan, settings, roles)
+    plan = await asyncio.to_thread(LaunchPlan, settings, roles)
     pid, began = os.getpid(), time.time()
     run_folder.write_endpoints(directory, dataclasses.replace(plan.endpoints, supervisor_pid=pid))
 

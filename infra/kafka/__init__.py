@@ -2,150 +2,89 @@
 
 Ownership comes before reading: after a crash, enter the transactor of a unit first (it fences the last owner and waits
 for what that one left open), then read `commits`. Until then they may be older than what that owner committed.
-
-What a group committed is asked for as Kafka gives it to one who wants stable offsets (OffsetFetch 7, KIP-447).
-aiokafka's own request ends at version 3, whose answer may be older than what a reader of the topics sees already: the
-markers of a transaction go to each partition that it wrote to, that of the offsets among them, one after another.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
-from itertools import groupby
 from typing import Any
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic, RecordsToDelete
+from aiokafka.admin import NewTopic, RecordsToDelete
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
-from aiokafka.errors import KafkaError, TopicAlreadyExistsError, for_code
-from aiokafka.protocol.api import Request, RequestStruct, Response
-from aiokafka.protocol.types import Boolean, CompactArray, CompactString, Int16, Int32, Int64, Schema, TaggedFields
+from aiokafka.errors import KafkaError, TopicAlreadyExistsError, UnknownTopicOrPartitionError, for_code
+from aiokafka.protocol.metadata import MetadataRequest
 
 from turnlog.infra.kafka.connection import (
     ANSWER_TIMEOUT_S,
-    REQUEST_TIMEOUT_MS,
+    CLOSE_TIMEOUT_S,
+    RETRY_S,
+    UNSEEN,
+    Admin,
     Connection,
     Membership,
     typed,
     typed_error,
 )
-from turnlog.infra.kafka.producers import KafkaAppender, KafkaTransactor, producing
-from turnlog.infra.kafka.readers import KafkaGroupReader, KafkaReader, consuming
+from turnlog.infra.kafka.producers import KafkaAppender, KafkaTransactor, producing, while_it_sends
+from turnlog.infra.kafka.readers import KafkaGroupReader, KafkaReader, consuming, stable_commits
+from turnlog.infra.kafka.security import Login
 from turnlog.infra.log import (
+    HANGING_S,
     Appender,
     Assigned,
     BrokenAssignment,
     Commit,
     GroupReader,
+    LacksReplicas,
     Partition,
     Reader,
     TopicMissing,
     TopicSpec,
     Transactor,
 )
+from turnlog.kafka_settings import KafkaSettings
+from turnlog.schemas.topics import BY_NAME
 
-RETRY_S = 0.05
-"""Between two looks at a coordinator that loads, or at offsets of an open transaction: neither can be awaited."""
-OFFSET_FETCH = 9
-UNSTABLE_OFFSET_COMMIT = 88
-"""A transaction that commits offsets of the partition is not over."""
-TAGS = ("tags", TaggedFields)
-
-
-class _Answer(Response):  # type: ignore[misc]
-    API_KEY = OFFSET_FETCH
-    API_VERSION = 7
-    SCHEMA = Schema(
-        ("throttle_time_ms", Int32),
-        ("topics", CompactArray(
-            ("name", CompactString("utf-8")),
-            ("partitions", CompactArray(
-                ("partition", Int32), ("offset", Int64), ("leader_epoch", Int32), ("metadata", CompactString("utf-8")),
-                ("error_code", Int16), TAGS,
-            )),
-            TAGS,
-        )),
-        ("error_code", Int16),
-        TAGS,
-    )  # fmt: skip
-
-
-class _Question(RequestStruct):  # type: ignore[misc]
-    API_KEY = OFFSET_FETCH
-    API_VERSION = 7
-    FLEXIBLE_VERSION = True
-    RESPONSE_TYPE = _Answer
-    SCHEMA = Schema(
-        ("group", CompactString("utf-8")),
-        ("topics", CompactArray(("name", CompactString("utf-8")), ("partitions", CompactArray(Int32)), TAGS)),
-        ("require_stable", Boolean),
-        TAGS,
-    )
-
-
-class _StableOffsets(Request[_Question]):  # type: ignore[misc]
-    API_KEY = OFFSET_FETCH
-
-    def __init__(self, group: str, places: Sequence[TopicPartition]) -> None:
-        self._group = group
-        self._places = sorted(places)
-
-    def build(self, request_struct_class: type[_Question]) -> _Question:
-        topics: list[Any] = [(topic, [place.partition for place in places], {})
-                  for topic, places in groupby(self._places, key=lambda place: place.topic)]  # fmt: skip
-        return request_struct_class(self._group, topics, True, {})
-
-
-async def stable_commits(
-    admin: AIOKafkaAdminClient, group: str, places: Sequence[TopicPartition]
-) -> Mapping[TopicPartition, Commit]:
-    """The group's commits, once its coordinator has them and no transaction that commits one is under way."""
-    while True:
-        try:
-            answer = await admin._send_request(_StableOffsets(group, places), await admin.find_coordinator(group))
-            found, codes = _read(answer)
-        except KafkaError as error:
-            if not error.retriable:
-                raise
-        else:
-            if not codes:
-                return found
-            if UNSTABLE_OFFSET_COMMIT not in codes and not all(for_code(code).retriable for code in codes):
-                raise for_code(max(codes))(f"offsets of {group}")
-        await asyncio.sleep(RETRY_S)
-
-
-def _read(answer: Any) -> tuple[dict[TopicPartition, Commit], set[int]]:
-    """Commits, and the error codes of the group and of its partitions."""
-    found: dict[TopicPartition, Commit] = {}
-    codes = {answer.error_code}
-    for topic, partitions, _ in answer.topics:
-        for partition, offset, _, metadata, code, _ in partitions:
-            codes.add(code)
-            if offset >= 0:
-                found[TopicPartition(topic, partition)] = Commit(offset, metadata or "")
-    return found, codes - {0}
-
-
-"""Between two looks at a coordinator that loads or a topic that is being made: neither can be awaited."""
+INTERNAL = ("__consumer_offsets", "__transaction_state")
+LOOK_S = 3.0
+"""Within which a broker answers that is asked whether it does."""
 
 
 class KafkaLog:
     """See Log. One per event loop; clients are made when they are first needed, so making one costs nothing."""
 
-    def __init__(self, bootstrap: str, *, prefix: str = "", membership: Membership | None = None) -> None:
+    def __init__(
+        self,
+        bootstrap: str,
+        *,
+        prefix: str = "",
+        membership: Membership | None = None,
+        login: Login | None = None,
+        answer_s: float = ANSWER_TIMEOUT_S,
+        close_s: float = CLOSE_TIMEOUT_S,
+    ) -> None:
         """`bootstrap` is host:port[,host:port]; `prefix` goes before every topic, group and transactional id;
-        `membership`: time-outs of its group readers, if not the usual ones."""
-        self._connection = Connection(bootstrap, prefix, membership or Membership())
+        `membership`: time-outs of its group readers, if not the usual ones; `login`: none is PLAINTEXT. `answer_s`:
+        after that an acknowledgement counts as lost; `close_s`: closing takes no longer."""
+        self._connection = Connection(
+            bootstrap, prefix, membership or Membership(), login or Login(KafkaSettings()), answer_s, close_s
+        )
         self._shared = AsyncExitStack()
         self._making = asyncio.Lock()
-        self._admin: AIOKafkaAdminClient | None = None
+        self._looking = asyncio.Lock()
+        self._admin: Admin | None = None
         self._offsets: dict[bool, AIOKafkaConsumer] = {}
         self._partitions: dict[str, int] = {}
-        """Of topics that were seen; topics are never deleted, and their counts never change."""
+        """Of topics that were seen: their counts never change, and `run delete` alone deletes any."""
+
+    @classmethod
+    def of(cls, kafka: KafkaSettings, membership: Membership | None = None) -> KafkaLog:
+        """As the settings say, with the address filled in."""
+        return cls(kafka.bootstrap, prefix=kafka.prefix, membership=membership, login=Login(kafka))
 
     async def close(self) -> None:
         """Release the clients for topics, offsets and commits; appenders and readers are released by their blocks."""
@@ -153,28 +92,45 @@ class KafkaLog:
         self._admin = None
         self._offsets = {}
 
-    async def topics(self) -> dict[str, TopicSpec]:
-        """See Log. Each with its whole configuration, defaults of the broker included."""
-        described = await self._described(self._ours)
+    async def cluster(self) -> str:
+        """See Log. Raises LogUnavailable."""
+        admin = await self._admin_client()
+        with typed(self._connection, "ask for the cluster's id"):
+            async with asyncio.timeout(self._connection.answer_s):
+                return str((await admin._send_request(MetadataRequest([]))).to_object()["cluster_id"])
+
+    async def topics(self, *, configs: bool = False) -> dict[str, TopicSpec]:
+        """See Log. A configuration is whole, defaults of the broker included; empty where this principal has no
+        DescribeConfigs."""
+        described = await self._described(self._ours, configs=configs)
         specs = {(name := self._connection.short(full)): replace(spec, name=name) for full, spec in described.items()}
         self._partitions |= {name: spec.partitions for name, spec in specs.items()}
         return specs
 
     async def internal_topics(self) -> dict[str, TopicSpec]:
         """Where Kafka keeps offsets and transactions, as far as these were used. Raises LogUnavailable."""
-        return await self._described(lambda topic: bool(topic["is_internal"]))
+        return await self._described(lambda topic: bool(topic["is_internal"]), configs=True)
 
-    async def _described(self, wanted: Callable[[dict[str, object]], bool]) -> dict[str, TopicSpec]:
+    async def brokers(self) -> dict[int, dict[str, str]]:
+        """Configuration of every broker by its id, as far as this principal may see it. Raises LogUnavailable."""
+        admin = await self._admin_client()
+        with typed(self._connection, "describe brokers"):
+            async with asyncio.timeout(self._connection.answer_s):
+                names = [str(broker["node_id"]) for broker in (await admin.describe_cluster())["brokers"]]
+                found = await _configs(admin, names, ConfigResourceType.BROKER)
+        return {int(name): found[name] for name in names}
+
+    async def _described(self, wanted: Callable[[dict[str, object]], bool], *, configs: bool) -> dict[str, TopicSpec]:
         """By full name."""
         admin = await self._admin_client()
         with typed(self._connection, "describe topics"):
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            async with asyncio.timeout(self._connection.answer_s):
                 found = [topic for topic in await admin.describe_topics() if wanted(topic)]
-                configs = await _configs(admin, [topic["topic"] for topic in found])
+                known = await _configs(admin, [topic["topic"] for topic in found] if configs else ())
         return {
             (name := topic["topic"]): TopicSpec(
                 name, len(topic["partitions"]), min((len(one["replicas"]) for one in topic["partitions"]), default=0),
-                configs[name],
+                known.get(name, {}),
             )
             for topic in found
         }  # fmt: skip
@@ -189,7 +145,7 @@ class KafkaLog:
             for spec in specs
         ]
         with typed(self._connection, "create topics"):
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            async with asyncio.timeout(self._connection.answer_s):
                 answer = await admin.create_topics(wanted)
                 for name, code, *said in answer.topic_errors:
                     kind = for_code(code)
@@ -202,13 +158,60 @@ class KafkaLog:
         places = {place: offsets[name] for place, name in (await self._places(list(offsets))).items()}
         admin = await self._admin_client()
         with typed(self._connection, "delete records"):
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            async with asyncio.timeout(self._connection.answer_s):
                 await admin.delete_records({place: RecordsToDelete(offset) for place, offset in places.items()})
+
+    async def delete_topics(self, names: Sequence[str]) -> None:
+        """See RemovableLog. Raises LogUnavailable."""
+        admin, full = await self._admin_client(), {self._connection.full(name) for name in names}
+        with typed(self._connection, "delete topics"):
+            async with asyncio.timeout(self._connection.answer_s):
+                there = {topic["topic"] for topic in await admin.describe_topics()} & full
+                answer = await admin.delete_topics(sorted(there)) if there else None
+                for name, code in answer.topic_error_codes if answer else ():
+                    if code and for_code(code) is not UnknownTopicOrPartitionError:
+                        raise typed_error(self._connection, f"delete topic {name}", for_code(code)())
+                while full & {topic["topic"] for topic in await admin.describe_topics()}:  # noqa: ASYNC110
+                    await asyncio.sleep(RETRY_S)
+        for name in names:
+            self._partitions.pop(name, None)
+
+    async def delete_groups(self, groups: Sequence[str]) -> None:
+        """See RemovableLog. Raises LogUnavailable."""
+        admin = await self._admin_client()
+        for group in groups:
+            with typed(self._connection, f"delete group {group}"):
+                async with asyncio.timeout(self._connection.answer_s):
+                    await admin.forget(self._connection.full(group))
+
+    async def members(self, group: str) -> tuple[str, ...]:
+        """See RemovableLog. Raises LogUnavailable."""
+        admin = await self._admin_client()
+        with typed(self._connection, f"members of {group}"):
+            async with asyncio.timeout(self._connection.answer_s):
+                return await admin.members(self._connection.full(group))
+
+    async def sizes(self, topics: Sequence[str]) -> dict[str, int]:
+        """See RemovableLog. Raises LogUnavailable."""
+        counts = {self._connection.full(name): await self._known(name, None) for name in topics}
+        admin = await self._admin_client()
+        with typed(self._connection, "ask for sizes"):
+            async with asyncio.timeout(self._connection.answer_s):
+                found = await admin.sizes(counts)
+        return {self._connection.short(name): size for name, size in found.items()}
+
+    async def transactional_ids(self) -> frozenset[str]:
+        """See RemovableLog. Raises LogUnavailable."""
+        admin, prefix = await self._admin_client(), self._connection.prefix
+        with typed(self._connection, "list transactional ids"):
+            async with asyncio.timeout(self._connection.answer_s):
+                found = await admin.transactional_ids()
+        return frozenset(self._connection.short(name) for name in found if name.startswith(prefix))
 
     @asynccontextmanager
     async def appender(self) -> AsyncIterator[Appender]:
-        """See Log. Leaving flushes."""
-        async with producing(self._connection) as producer:
+        """See Log. Leaving flushes. Raises ProducerDied, cancelling the block, when nothing is sent any more."""
+        async with producing(self._connection) as producer, while_it_sends(self._connection, producer):
             yield KafkaAppender(self._connection, producer, self._known)
 
     @asynccontextmanager
@@ -221,8 +224,8 @@ class KafkaLog:
                 await transactor.leave()
 
     @asynccontextmanager
-    async def reader(self, *, patient: bool = False) -> AsyncIterator[Reader]:
-        async with consuming(self._connection, patient=patient) as consumer:
+    async def reader(self, *, patient: bool = False, committed: bool = True) -> AsyncIterator[Reader]:
+        async with consuming(self._connection, patient=patient, committed=committed) as consumer:
             yield KafkaReader(self._connection, consumer)
 
     @asynccontextmanager
@@ -263,29 +266,73 @@ class KafkaLog:
             found = await consumer.end_offsets(list(places))
         return {places[place]: offset for place, offset in found.items()}
 
+    async def offset_since(self, partition: Partition, since_ms: int) -> int:
+        """See Log. Raises TopicMissing, LogUnavailable."""
+        [place], consumer = await self._places([partition]), await self._offset_client(committed=True)
+        with typed(self._connection, "offsets by time"):
+            _ask_of_all(consumer, [place])
+            found = (await consumer.offsets_for_times({place: max(since_ms, 0)}))[place]
+        return found.offset if found else (await self.end_offsets([partition]))[partition]
+
     async def groups(self) -> frozenset[str]:
         """See Log. Raises LogUnavailable."""
         admin, prefix = await self._admin_client(), self._connection.prefix
         with typed(self._connection, "list groups"):
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            async with asyncio.timeout(self._connection.answer_s):
                 found = [str(name) for name, _ in await admin.list_consumer_groups()]
         return frozenset(self._connection.short(name) for name in found if name.startswith(prefix))
 
     async def commits(self, group: str, partitions: Sequence[Partition]) -> dict[Partition, Commit]:
-        """See Log. Raises LogUnavailable, also for a transaction that is open for longer than an answer may take."""
+        """See Log. Raises LogUnavailable; TransactionHanging for one that nobody will end."""
         places = {self._connection.place(name): name for name in partitions}
         admin = await self._admin_client()
         with typed(self._connection, f"commits of {group}"):
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                found = await stable_commits(admin, self._connection.full(group), list(places))
+            async with asyncio.timeout(self._connection.answer_s):
+                found = await stable_commits(
+                    admin, self._connection.full(group), list(places),
+                    patience_s=min(HANGING_S, self._connection.answer_s / 2),
+                )  # fmt: skip
         return {places[place]: commit for place, commit in found.items()}
 
-    async def _admin_client(self) -> AIOKafkaAdminClient:
+    async def committed(self, group: str) -> frozenset[Partition]:
+        """See Log. Raises LogUnavailable."""
+        admin = await self._admin_client()
+        with typed(self._connection, f"commits of {group}"):
+            async with asyncio.timeout(self._connection.answer_s):
+                found = await stable_commits(admin, self._connection.full(group), None)
+        return frozenset(Partition(self._connection.short(topic), number) for topic, number in found)
+
+    async def check_replicas(self, topic: str) -> None:
+        """Whether every partition of `topic`, of the catalogue's topics that are there, and of those in which Kafka
+        keeps offsets and transactions, takes appends now. Raises LacksReplicas, TopicMissing, LogUnavailable."""
+        await self._known(topic, None)
+        admin = await self._admin_client()
+        names = [self._connection.full(name) for name in self._partitions if name == topic or name in BY_NAME]
+        with typed(self._connection, "look at replicas"):
+            question = MetadataRequest([*names, *INTERNAL], allow_auto_topic_creation=False)
+            described = (await admin._send_request(question)).to_object()["topics"]
+            partitions = [(found["topic"], one) for found in described for one in found["partitions"]]
+            await admin._client.force_metadata_update()  # else who came back is not asked at all
+            brokers = sorted({broker for _, one in partitions for broker in one["isr"]})
+            answers = await asyncio.gather(*(_answers(admin, broker) for broker in brokers))
+            there = {broker for broker, answers_us in zip(brokers, answers, strict=True) if answers_us}
+            doubtful = [(name, one) for name, one in partitions if len(there & {*one["isr"]}) < len(one["replicas"])]
+            configs = await _configs(admin, sorted({name for name, _ in doubtful}))
+        short = [(name, one, have, want) for name, one in doubtful
+                 if (have := len(there & {*one["isr"]})) < (want := _in_sync(configs[name], one))]  # fmt: skip
+        if short:
+            name, one, have, want = short[0]
+            away = sorted({broker for _, one, *_ in short for broker in one["replicas"]} - there)
+            raise LacksReplicas(
+                f"{len(short)} partitions take no appends, {name}[{one['partition']}] among them: {have} of "
+                f"{len(one['replicas'])} replicas are in sync and answer, min.insync.replicas is {want}; brokers away "
+                f"or behind: {', '.join(map(str, away)) or 'none'}; bring them back"
+            )
+
+    async def _admin_client(self) -> Admin:
         async with self._making:
             if self._admin is None:
-                admin = AIOKafkaAdminClient(
-                    bootstrap_servers=self._connection.bootstrap, request_timeout_ms=REQUEST_TIMEOUT_MS
-                )
+                admin = Admin(**self._connection.options())
                 try:
                     with typed(self._connection, "connect"):
                         await admin.start()
@@ -309,31 +356,41 @@ class KafkaLog:
             await self._known(name.topic, name.number)
         return {self._connection.place(name): name for name in partitions}
 
-    async def _known(self, topic: str, partition: int | None) -> None:
-        """Raises TopicMissing, at once: the client itself would look for the topic until its request timed out."""
+    async def _known(self, topic: str, partition: int | None) -> int:
+        """How many partitions the topic has. Raises TopicMissing, at once: the client itself would look for the topic
+        until its request timed out."""
         if topic not in self._partitions:
-            admin = await self._admin_client()
-            with typed(self._connection, f"look up {topic}"):
-                async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                    found = await admin.describe_topics()
-            self._partitions |= {
-                self._connection.short(topic["topic"]): len(topic["partitions"]) for topic in found if self._ours(topic)
-            }
+            async with self._looking:  # hundreds may ask at once, and each answer is the whole cluster
+                if topic not in self._partitions:
+                    await self._look_up(topic)
         if topic not in self._partitions:
-            raise TopicMissing(f"{self._connection.full(topic)} does not exist: run `turnlog topics apply`")
+            raise TopicMissing(f"{self._connection.full(topic)} does not exist: {UNSEEN}")
         if partition is not None and not 0 <= partition < self._partitions[topic]:
             raise TopicMissing(f"{topic} has no partition {partition}: it has {self._partitions[topic]}")
+        return self._partitions[topic]
+
+    async def _look_up(self, topic: str) -> None:
+        admin = await self._admin_client()
+        with typed(self._connection, f"look up {topic}"):
+            async with asyncio.timeout(self._connection.answer_s):
+                found = await admin.describe_topics()
+        self._know(one for one in found if self._ours(one))
+
+    def _know(self, topics: Iterable[Mapping[str, Any]]) -> None:
+        self._partitions |= {self._connection.short(one["topic"]): len(one["partitions"]) for one in topics}
 
     def _ours(self, topic: dict[str, object]) -> bool:
         return not topic["is_internal"] and str(topic["topic"]).startswith(self._connection.prefix)
 
     async def _until_usable(self, names: set[str]) -> None:
-        """Wait until every partition of these topics (full names) has a leader."""
+        """Wait until every partition of these topics (full names) has a leader; know them, since the broker that is
+        asked next may not have heard of them."""
         admin = await self._admin_client()
         while True:
             topics = {topic["topic"]: topic for topic in await admin.describe_topics()}
             found = [topics[name] for name in names if name in topics and not topics[name]["error_code"]]
             if len(found) == len(names) and all(p["leader"] >= 0 for topic in found for p in topic["partitions"]):
+                self._know(found)
                 return
             await asyncio.sleep(RETRY_S)
 
@@ -345,11 +402,29 @@ def _ask_of_all(consumer: AIOKafkaConsumer, places: Iterable[TopicPartition]) ->
         consumer._client.add_topic(topic)
 
 
-async def _configs(admin: AIOKafkaAdminClient, names: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Configuration of topics by full name."""
+async def _answers(admin: Admin, broker: int) -> bool:
+    """Whether it does, now: one that is stopped, or that lost its controllers with the others, still counts as in
+    sync."""
+    with suppress(KafkaError, TimeoutError):
+        async with asyncio.timeout(LOOK_S):
+            await admin._send_request(MetadataRequest([]), broker)
+            return True
+    return False
+
+
+def _in_sync(config: Mapping[str, str], partition: Mapping[str, Any]) -> int:
+    """How many replicas an append needs. Who may not read the configuration goes by what `topics apply` makes."""
+    count = len(partition["replicas"])
+    return min(count, int(config.get("min.insync.replicas", max(1, count - 1))))
+
+
+async def _configs(
+    admin: Admin, names: Sequence[str], kind: ConfigResourceType = ConfigResourceType.TOPIC
+) -> dict[str, dict[str, str]]:
+    """Configuration of topics by full name, or of brokers by id."""
     if not names:
         return {}
-    answers = await admin.describe_configs([ConfigResource(ConfigResourceType.TOPIC, name) for name in names])
+    answers = await admin.describe_configs([ConfigResource(kind, name) for name in names])
     return {
         name: {str(entry[0]): str(entry[1]) for entry in entries}
         for answer in answers

@@ -7,32 +7,70 @@ callbacks on its own thread, and no asyncio consumer groups whose listeners can 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
+import aiokafka.client
 import aiokafka.producer.message_accumulator
 import aiokafka.producer.sender
 import aiokafka.producer.transaction_manager
 from aiokafka import TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.client import AIOKafkaClient, ConnectionGroup, CoordinationType
+from aiokafka.conn import AIOKafkaConnection, CloseReason
 from aiokafka.errors import (
+    ClusterAuthorizationFailedError,
     CommitFailedError,
+    CoordinatorNotAvailableError,
+    GroupAuthorizationFailedError,
+    GroupIdNotFound,
     InvalidProducerEpoch,
+    KafkaConnectionError,
     KafkaError,
     KafkaTimeoutError,
     MessageSizeTooLargeError,
+    NodeNotReadyError,
     OffsetMetadataTooLargeError,
     ProducerFenced,
     RecordTooLargeError,
+    RequestTimedOutError,
+    TopicAuthorizationFailedError,
+    TransactionalIdAuthorizationFailed,
     UnknownTopicOrPartitionError,
+    for_code,
 )
 from aiokafka.errors import OffsetOutOfRangeError as OutOfRange
+from aiokafka.protocol.admin import DeleteGroupsRequest, DescribeConfigsRequest
+from aiokafka.protocol.api import Request, RequestStruct, Response
+from aiokafka.protocol.coordination import FindCoordinatorRequest
+from aiokafka.protocol.fetch import FetchRequest
+from aiokafka.protocol.metadata import MetadataRequest
+from aiokafka.protocol.produce import ProduceRequest
+from aiokafka.protocol.types import (
+    Array,
+    Boolean,
+    CompactArray,
+    CompactString,
+    Int16,
+    Int32,
+    Int64,
+    Schema,
+    String,
+    TaggedFields,
+)
 from aiokafka.structs import OffsetAndMetadata
+from prometheus_client import Counter
 
+from turnlog.infra.kafka.security import Login
 from turnlog.infra.log import (
+    ClusterNotAuthorized,
     Commit,
     Fenced,
+    GroupNotAuthorized,
     LogError,
     LogUnavailable,
     LogUnreachable,
@@ -40,15 +78,29 @@ from turnlog.infra.log import (
     Oversized,
     Partition,
     TopicMissing,
+    TopicNotAuthorized,
+    TransactionalIdNotAuthorized,
 )
+from turnlog.kafka_settings import KafkaSettings
 from turnlog.schemas.topics import MAX_MESSAGE_BYTES
 
+T = TypeVar("T")
 METADATA_LIMIT_BYTES = 4096
 """Kafka's default `offset.metadata.max.bytes`. Above it a broker's refusal kills the whole transactional producer."""
 REQUEST_TIMEOUT_MS = 40_000
 """Of one request; the broker's long polls and the append of a large batch stay below."""
 ANSWER_TIMEOUT_S = 60.0
 """After that an acknowledgement counts as lost (LogUnavailable): a broker restart after kill -9 takes up to 12 s."""
+UNSEEN = "run `turnlog topics apply`, or give this principal Describe on it (`turnlog topics acls`)"
+"""Of a topic that is not there: Kafka hides those that one may not see."""
+DENIED = "this principal has no such ACL on {}; `turnlog topics acls` prints those that each role needs"
+CONNECT_S, QUICK_S = 5.0, 10.0
+"""Within which a broker that lives opens a connection, and says where leaders and coordinators are."""
+SILENT_S, GLANCE_S = 10.0, 0.5
+"""One that did not is given no more than a glance for so long: the clients of a process ask it one after another."""
+RETRY_S = 0.05
+"""Between two looks at a coordinator that loads, at offsets of an open transaction, at a topic that comes or goes: none
+can be awaited."""
 CLOSE_TIMEOUT_S = 10.0
 """Closing flushes; a broker that is gone must not hold a process up for longer."""
 
@@ -71,6 +123,212 @@ aiokafka.producer.message_accumulator.create_future = _retrieved
 aiokafka.producer.transaction_manager.create_future = _retrieved
 
 
+SECONDS = Counter("turnlog_kafka_throttled_seconds", "For how long a quota held this process back", ["request"])
+THROTTLED = {ProduceRequest: SECONDS.labels("produce"), FetchRequest: SECONDS.labels("fetch")}
+
+# What follows keeps one broker of several from taking a client down with it: aiokafka waits for a broker that accepts
+# connections and says nothing (stopped, cut off) as long as an append may take, with its only lock held.
+QUICK = (MetadataRequest, FindCoordinatorRequest, DescribeConfigsRequest)
+_connect, _request = aiokafka.client.create_conn, AIOKafkaConnection.send
+_ask, _look_up = AIOKafkaClient.send, AIOKafkaClient.coordinator_lookup
+_silent: dict[tuple[str, int], float] = {}
+"""Until when a broker counts as silent, by the monotonic clock."""
+
+
+async def _connected(host: str, port: int, **how: Any) -> AIOKafkaConnection:
+    """A connection, within CONNECT_S: the client opens no other one meanwhile."""
+    glance = time.monotonic() < _silent.get((host, port), 0.0)
+    try:
+        async with asyncio.timeout(GLANCE_S if glance else CONNECT_S):
+            return await _connect(host, port, **how)
+    except TimeoutError:
+        if not glance:
+            _silent[host, port] = time.monotonic() + SILENT_S
+        raise
+
+
+def _requested(connection: AIOKafkaConnection, request: Any, expect_response: bool = True) -> Awaitable[Any]:
+    """What every broker says at once: of one that does not, another is asked. And what a quota may hold back."""
+    answer: Awaitable[Any] = _request(connection, request, expect_response)
+    if isinstance(request, QUICK):
+        return _quick(connection, answer)
+    return _throttled(answer, THROTTLED[type(request)]) if type(request) in THROTTLED else answer
+
+
+async def _throttled(answer: Awaitable[Any], seconds: Counter) -> Any:
+    """The answer. Until its quota allows, the broker reads nothing more of this connection (KIP-219)."""
+    said = await answer
+    if milliseconds := getattr(said, "throttle_time_ms", 0):  # without acknowledgements there is no answer
+        seconds.inc(milliseconds / 1000)
+    return said
+
+
+async def _quick(connection: AIOKafkaConnection, answer: Awaitable[Any]) -> Any:
+    try:
+        async with asyncio.timeout(QUICK_S):
+            return await answer
+    except TimeoutError:
+        connection.close(reason=CloseReason.CONNECTION_TIMEOUT)  # or the next question takes the same way
+        raise
+
+
+async def _asked(
+    client: AIOKafkaClient, node_id: int, request: Any, *, group: ConnectionGroup = ConnectionGroup.DEFAULT
+) -> Any:
+    """When two requests of one connection time out, the second finds it gone: a KeyError, which ends the sender."""
+    try:
+        return await _ask(client, node_id, request, group=group)
+    except KeyError as gone:
+        if (node_id, group) in client._conns:
+            raise
+        raise RequestTimedOutError from gone
+
+
+async def _looked_up(client: AIOKafkaClient, kind: CoordinationType, key: str) -> int:
+    """The broker that was asked may go down over it. aiokafka's sender ends then; what it asks again after is this."""
+    try:
+        found: int = await _look_up(client, kind, key)
+    except KafkaConnectionError as gone:
+        raise CoordinatorNotAvailableError(str(gone)) from gone
+    return found
+
+
+aiokafka.client.create_conn = _connected
+AIOKafkaConnection.send = _requested
+AIOKafkaClient.send = _asked
+AIOKafkaClient.coordinator_lookup = _looked_up
+
+
+class _Sizes(Response):  # type: ignore[misc]
+    API_KEY = 35
+    API_VERSION = 1
+    SCHEMA = Schema(
+        ("throttle_time_ms", Int32),
+        ("results", Array(
+            ("error_code", Int16), ("folder", String("utf-8")),
+            ("topics", Array(("topic", String("utf-8")), ("partitions", Array(
+                ("partition", Int32), ("size", Int64), ("lag", Int64), ("is_future", Boolean),
+            )))),
+        )),
+    )  # fmt: skip
+
+
+class _AskSizes(RequestStruct):  # type: ignore[misc]
+    API_KEY = 35
+    API_VERSION = 1
+    RESPONSE_TYPE = _Sizes
+    SCHEMA = Schema(("topics", Array(("topic", String("utf-8")), ("partitions", Array(Int32)))))
+
+
+class _LogDirs(Request[_AskSizes]):  # type: ignore[misc]
+    """DescribeLogDirs 1 (KIP-113), which aiokafka has not."""
+
+    API_KEY = 35
+
+    def __init__(self, counts: Mapping[str, int]) -> None:
+        self._topics = [(name, list(range(count))) for name, count in counts.items()]
+
+    def build(self, request_struct_class: type[_AskSizes]) -> _AskSizes:
+        return request_struct_class(self._topics)
+
+
+class _Transactions(Response):  # type: ignore[misc]
+    API_KEY = 66
+    API_VERSION = 0
+    SCHEMA = Schema(
+        ("throttle_time_ms", Int32), ("error_code", Int16), ("unknown", CompactArray(CompactString("utf-8"))),
+        ("states", CompactArray(
+            ("id", CompactString("utf-8")), ("producer", Int64), ("state", CompactString("utf-8")),
+            ("tags", TaggedFields),
+        )),
+        ("tags", TaggedFields),
+    )  # fmt: skip
+
+
+class _AskTransactions(RequestStruct):  # type: ignore[misc]
+    API_KEY = 66
+    API_VERSION = 0
+    FLEXIBLE_VERSION = True
+    RESPONSE_TYPE = _Transactions
+    SCHEMA = Schema(
+        ("states", CompactArray(CompactString("utf-8"))), ("producers", CompactArray(Int64)), ("tags", TaggedFields)
+    )
+
+
+class _ListTransactions(Request[_AskTransactions]):  # type: ignore[misc]
+    """ListTransactions 0 (KIP-664), which aiokafka has not."""
+
+    API_KEY = 66
+
+    def build(self, request_struct_class: type[_AskTransactions]) -> _AskTransactions:
+        return request_struct_class([], [], {})
+
+
+class Admin(AIOKafkaAdminClient):  # type: ignore[misc]
+    """Puts a question that every broker answers to another one when the first is away: aiokafka's own asks one at
+    random, of those that were there when it last looked. Names are full ones."""
+
+    async def members(self, group: str) -> tuple[str, ...]:
+        """CLIENT at HOST of each. One group a question: aiokafka reads version 3 by the schema of version 2, which
+        loses its place behind the first."""
+
+        async def ask(coordinator: int) -> tuple[str, ...]:
+            (answer,) = await self.describe_consumer_groups([group], coordinator)
+            code, *_, members = answer.groups[0][:6]
+            if code:
+                raise for_code(code)(f"group {group}")
+            return tuple(f"{client} at {host.lstrip('/')}" for _, client, host, *_ in members)
+
+        return await self._of_coordinator(group, ask)
+
+    async def forget(self, group: str) -> None:
+        """Delete what a group has committed; of one that is not known, nothing happens."""
+
+        async def ask(coordinator: int) -> None:
+            for _, code in (await self._send_request(DeleteGroupsRequest([group]), coordinator)).results:
+                if code and for_code(code) is not GroupIdNotFound:
+                    raise for_code(code)(f"group {group}")
+
+        await self._of_coordinator(group, ask)
+
+    async def sizes(self, counts: Mapping[str, int]) -> dict[str, int]:
+        """Topic -> bytes of all its copies, of brokers that tell it to this principal. `counts`: of partitions."""
+        found: dict[str, int] = {}
+        for answer in await self._of_all(_LogDirs(counts)):
+            for _, _, topics in answer.results:
+                for name, partitions in topics:
+                    found[name] = found.get(name, 0) + sum(size for _, size, *_ in partitions)
+        return found
+
+    async def transactional_ids(self) -> set[str]:
+        """Those that a broker knows and this principal may see."""
+        return {found for answer in await self._of_all(_ListTransactions()) for found, *_ in answer.states}
+
+    async def _of_coordinator(self, group: str, ask: Callable[[int], Awaitable[T]]) -> T:
+        """Once it has loaded the group."""
+        while True:
+            try:
+                return await ask(await self.find_coordinator(group))
+            except KafkaError as error:
+                if not error.retriable:
+                    raise
+            await asyncio.sleep(RETRY_S)
+
+    async def _of_all(self, request: Any) -> list[Any]:
+        """What each broker answers."""
+        return [await self._send_request(request, broker.nodeId) for broker in self._client.cluster.brokers()]
+
+    async def _send_request(self, request: Any, node_id: int | None = None) -> Any:
+        if node_id is not None:
+            return await super()._send_request(request, node_id)
+        nodes = [broker.nodeId for broker in self._client.cluster.brokers()]
+        *others, last = random.sample(nodes, len(nodes))
+        for other in others:
+            with suppress(NodeNotReadyError, RequestTimedOutError, KafkaConnectionError, TimeoutError):
+                return await super()._send_request(request, other)
+        return await super()._send_request(request, last)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
     """Time-outs of a member of a consumer group, in milliseconds (KIP-62)."""
@@ -86,11 +344,29 @@ class Membership:
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """Where the cluster is, what our names are prefixed with there, and how patient groups are with their members."""
+    """Where the cluster is, what our names are prefixed with there, how patient groups are with their members, and how
+    we log in."""
 
     bootstrap: str
     prefix: str = ""
     membership: Membership = Membership()
+    login: Login = field(default_factory=lambda: Login(KafkaSettings()))
+    answer_s: float = ANSWER_TIMEOUT_S
+    close_s: float = CLOSE_TIMEOUT_S
+
+    def options(self) -> dict[str, Any]:
+        """What every aiokafka client of it is made with. Raises TlsFailed."""
+        return {"bootstrap_servers": self.bootstrap, "request_timeout_ms": REQUEST_TIMEOUT_MS, **self.login.options()}
+
+    def unanswered(self, doing: str, said: str = "no answer") -> LogUnreachable:
+        """The error of what no broker did: what the login was refused for, if it was."""
+        if self.login.refused is not None:
+            kind, why = self.login.refused
+            return kind(f"{doing}: {why}")
+        return LogUnreachable(
+            f"{doing}: {said}; check [kafka] bootstrap ({self.bootstrap}) and security_protocol "
+            f"({self.login.kafka.security_protocol})"
+        )
 
     def full(self, name: str) -> str:
         """The name on the cluster of a topic, group or transactional id."""
@@ -122,15 +398,16 @@ def typed(connection: Connection, doing: str) -> Iterator[None]:
     try:
         yield
     except TimeoutError as error:
-        raise LogUnreachable(f"{doing}: {connection.bootstrap} did not answer; check [kafka] bootstrap") from error
+        raise connection.unanswered(doing) from error
     except KafkaError as error:
         raise typed_error(connection, doing, error) from error
 
 
 def typed_error(connection: Connection, doing: str, error: KafkaError) -> LogError:
     """The error of our tree for one of aiokafka's; its cause decides where the client wrapped it in its base class."""
-    wrapped = type(error) is KafkaError and isinstance(error.__cause__, KafkaError)
-    reason = error.__cause__ if wrapped else error
+    reason = error
+    while type(reason) is KafkaError and isinstance(reason.__cause__, KafkaError):
+        reason = reason.__cause__
     said = f"{doing}: {type(reason).__name__} {reason}".rstrip()
     match reason:
         case ProducerFenced() | InvalidProducerEpoch():
@@ -138,7 +415,15 @@ def typed_error(connection: Connection, doing: str, error: KafkaError) -> LogErr
         case CommitFailedError():
             return Fenced(f"{doing}: the group went on without this member; this process must end")
         case UnknownTopicOrPartitionError():
-            return TopicMissing(f"{doing}: no such topic or partition; run `turnlog topics apply`")
+            return TopicMissing(f"{doing}: no such topic or partition; {UNSEEN}")
+        case TopicAuthorizationFailedError():
+            return TopicNotAuthorized(f"{doing}: {DENIED.format('this topic')}")
+        case GroupAuthorizationFailedError():
+            return GroupNotAuthorized(f"{doing}: {DENIED.format('this group')}")
+        case TransactionalIdAuthorizationFailed():
+            return TransactionalIdNotAuthorized(f"{doing}: {DENIED.format('this transactional id')}")
+        case ClusterAuthorizationFailedError():
+            return ClusterNotAuthorized(f"{doing}: {DENIED.format('the cluster')}")
         case OutOfRange():
             return OffsetOutOfRange(said)
         case MessageSizeTooLargeError() | RecordTooLargeError() | OffsetMetadataTooLargeError():
@@ -149,6 +434,6 @@ def typed_error(connection: Connection, doing: str, error: KafkaError) -> LogErr
         case _:
             # Its base class without a cause is what the client says when no broker gave it the metadata.
             bare = type(reason) is KafkaError and reason.__cause__ is None
-            silent = reason.retriable or bare or isinstance(reason, KafkaTimeoutError)
-            kind = LogUnreachable if silent else LogUnavailable
-            return kind(f"{said}; check [kafka] bootstrap ({connection.bootstrap})")
+            if reason.retriable or bare or isinstance(reason, KafkaTimeoutError):
+                return connection.unanswered(doing, f"{type(reason).__name__} {reason}".rstrip())
+            return LogUnavailable(f"{said}; check [kafka] bootstrap ({connection.bootstrap})")

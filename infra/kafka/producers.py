@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
 from typing import Any
 
 from aiokafka import AIOKafkaProducer
-from aiokafka.errors import KafkaError
+from aiokafka.errors import KafkaError, KafkaTimeoutError
 
 from turnlog.infra.kafka.connection import (
-    ANSWER_TIMEOUT_S,
-    CLOSE_TIMEOUT_S,
-    REQUEST_TIMEOUT_MS,
+    QUICK_S,
     Connection,
     typed,
     typed_error,
@@ -30,14 +29,19 @@ from turnlog.infra.log import (
     Headers,
     LogError,
     LogUnavailable,
-    LogUnreachable,
+    NotAuthorized,
     Oversized,
     Partition,
+    ProducerDied,
     TopicMissing,
     TransactionFailed,
+    partition_of,
 )
 from turnlog.schemas.topics import MAX_MESSAGE_BYTES
 
+log = logging.getLogger(__name__)
+ASK_ALL_S = 3 * QUICK_S
+"""Two brokers of three may take connections and say nothing."""
 BATCH_BYTES = 1 << 20
 """Of one partition in one request; a larger record travels alone. One batch per partition is open at a time, so a
 small limit would make every large record wait for the one before."""
@@ -50,8 +54,9 @@ TRANSACTION_RETRY_MS = 20
 written, waits so long (kafka_connection.py shortens only the wait of one that begins with a send). With 100 every group
 that ended meanwhile waited, too: p99 of G6 128 ms, with 20 about 55."""
 
-Known = Callable[[str, int | None], Awaitable[None]]
-"""Raises TopicMissing for a topic, or a partition of it, that does not exist; free once the topic is known."""
+Known = Callable[[str, int | None], Awaitable[int]]
+"""How many partitions the topic has. Raises TopicMissing for a topic, or a partition of it, that does not exist; free
+once the topic is known."""
 
 
 @contextlib.asynccontextmanager
@@ -59,38 +64,94 @@ async def producing(connection: Connection, transactional_id: str | None = None)
     """A started aiokafka producer. With a transactional id, starting it fences the last owner, aborts what that one
     left open and waits for its markers (KIP-98). Raises LogUnavailable."""
     producer = AIOKafkaProducer(
-        bootstrap_servers=connection.bootstrap,
+        **connection.options(),
         acks="all",
         enable_idempotence=True,
         linger_ms=0,
         max_batch_size=BATCH_BYTES,
         max_request_size=MAX_MESSAGE_BYTES,
-        request_timeout_ms=REQUEST_TIMEOUT_MS,
         retry_backoff_ms=RETRY_MS if transactional_id is None else TRANSACTION_RETRY_MS,
         transactional_id=None if transactional_id is None else connection.full(transactional_id),
         transaction_timeout_ms=TRANSACTION_TIMEOUT_MS,
     )
     try:
         with typed(connection, f"start producer {transactional_id or ''}".rstrip()):
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            async with asyncio.timeout(connection.answer_s):
                 await producer.start()
         yield producer
     finally:
         # A dead broker or a fenced producer must not hide the error that ends the block.
         with contextlib.suppress(KafkaError, TimeoutError):
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            async with asyncio.timeout(connection.close_s):
                 await asyncio.sleep(0)  # aiokafka's stop falls over tasks of its own that have not run yet
                 await producer.stop()
 
 
+@contextlib.asynccontextmanager
+async def while_it_sends(connection: Connection, producer: AIOKafkaProducer) -> AsyncIterator[None]:
+    """Raises ProducerDied, cancelling the block, when aiokafka's sender ends under it: the client tells nobody, and of
+    one that was cancelled nothing that waits for it ever fails."""
+    owner, ended = asyncio.current_task(), asyncio.Event()
+    sender: asyncio.Task[None] = producer._sender.sender_task
+    assert owner is not None
+
+    def end(_: asyncio.Task[None]) -> None:
+        ended.set()
+        owner.cancel()
+
+    sender.add_done_callback(end)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not ended.is_set():
+            raise
+        owner.uncancel()
+        cause = None if sender.cancelled() else sender.exception()
+        raise ProducerDied(
+            f"the producer on {connection.bootstrap} sends no more ({cause or 'without a reason'}): this process must "
+            "end, what it had not been acknowledged is open"
+        ) from cause
+    finally:
+        sender.remove_done_callback(end)
+
+
+Held = Callable[[], Awaitable[bool]]
+"""Whether an append that is not acknowledged in time is worth waiting on."""
+
+
+class Patience:
+    """Calls `fail` after `answer_s`, and so long again each time that `held` says so."""
+
+    def __init__(self, where: str, answer_s: float, fail: Callable[[], None], held: Held | None) -> None:
+        self._where, self._answer_s, self._fail, self._held = where, answer_s, fail, held
+        self._loop = asyncio.get_running_loop()
+        self._wait: asyncio.TimerHandle | asyncio.Task[None] = self._loop.call_later(self._answer_s, self._ended)
+
+    def over(self) -> None:
+        """It was answered."""
+        self._wait.cancel()
+
+    def _ended(self) -> None:
+        if self._held is None:
+            self._fail()
+        else:
+            self._wait = self._loop.create_task(self._asked(self._held))
+
+    async def _asked(self, held: Held) -> None:
+        if not await held():
+            self._fail()
+            return
+        log.warning("append to %s: no acknowledgement, but the log answers: waiting on", self._where)
+        self._wait = self._loop.call_later(self._answer_s, self._ended)
+
+
 def answered(
-    connection: Connection, sent: asyncio.Future[Any], where: str, *, quiet: bool = False
+    connection: Connection, sent: asyncio.Future[Any], where: str, *, quiet: bool = False, held: Held | None = None
 ) -> asyncio.Future[tuple[int, int]]:
-    """A future of (partition, offset) that follows aiokafka's `sent`, with errors of our tree and LogUnavailable after
-    ANSWER_TIMEOUT_S. A future, so that gathering thousands makes no tasks; cancelling it leaves `sent` alone. `quiet`:
-    somebody else raises its error, so asyncio need not report one that nobody retrieved."""
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[tuple[int, int]] = loop.create_future()
+    """A future of (partition, offset) that follows aiokafka's `sent`, with errors of our tree and LogUnreachable after
+    its `answer_s`, unless it is `held`. A future, so that gathering thousands makes no tasks; cancelling it leaves
+    `sent` alone. `quiet`: somebody else raises its error, so asyncio need not report one that nobody retrieved."""
+    answer: asyncio.Future[tuple[int, int]] = asyncio.get_running_loop().create_future()
 
     def fail(error: BaseException) -> None:
         if not answer.done():
@@ -99,7 +160,7 @@ def answered(
                 answer.exception()
 
     def settle(done: asyncio.Future[Any]) -> None:
-        timer.cancel()
+        patience.over()
         error = asyncio.CancelledError() if done.cancelled() else done.exception()
         if isinstance(error, KafkaError):
             fail(typed_error(connection, f"append to {where}", error))
@@ -109,19 +170,16 @@ def answered(
             placed = done.result()
             answer.set_result((placed.partition, placed.offset))
 
-    timer = loop.call_later(
-        ANSWER_TIMEOUT_S,
-        lambda: fail(
-            LogUnreachable(f"append to {where}: {connection.bootstrap} did not answer; check [kafka] bootstrap")
-        ),
-    )
+    unanswered = connection.unanswered
+    patience = Patience(where, connection.answer_s, lambda: fail(unanswered(f"append to {where}")), held)
     sent.add_done_callback(settle)
     return answer
 
 
 class KafkaAppender:
-    """See Appender. After LogUnavailable it is open whether the record is on the log; the same producer goes on trying
-    and cannot write it twice."""
+    """See Appender. It waits as long as some broker answers: what the log cannot take for want of replicas is held, and
+    so is who appends it. After LogUnavailable it is open whether the record is on the log; the same producer goes on
+    trying and cannot write it twice."""
 
     def __init__(self, connection: Connection, producer: AIOKafkaProducer, known: Known) -> None:
         self._connection = connection
@@ -140,13 +198,35 @@ class KafkaAppender:
         self, topic: str, key: bytes, value: bytes, *, headers: Headers = (), partition: int | None = None
     ) -> Awaitable[tuple[int, int]]:
         """See Appender. Raises Oversized, too. Waits while the partition's open batch is full: back-pressure."""
-        await self._known(topic, partition)
+        count = await self._known(topic, partition)
+        if partition is None:
+            partition = partition_of(key, count)
         async with self._order:
             with typed(self._connection, f"append to {topic}"):
-                future = await self._producer.send(
-                    self._connection.full(topic), value, key=key, partition=partition, headers=list(headers)
+                future = await self._sent(self._connection.full(topic), key, value, headers, partition)
+        return answered(self._connection, future, topic, held=self._log_answers)
+
+    async def _sent(
+        self, topic: str, key: bytes, value: bytes, headers: Headers, partition: int | None
+    ) -> asyncio.Future[Any]:
+        """aiokafka's future of the acknowledgement, once there is room. Raises KafkaTimeoutError where no broker
+        answers."""
+        while True:
+            try:
+                sent: asyncio.Future[Any] = await self._producer.send(
+                    topic, value, key=key, partition=partition, headers=list(headers)
                 )
-        return answered(self._connection, future, topic)
+                return sent
+            except KafkaTimeoutError:
+                if not await self._log_answers():
+                    raise
+
+    async def _log_answers(self) -> bool:
+        """Whether some broker does."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ASK_ALL_S):
+                return bool(await self._producer.client.force_metadata_update())
+        return False
 
 
 class KafkaTransactor:
@@ -190,7 +270,7 @@ class KafkaTransactor:
             self._require_open()
             places = self._connection.commits(commits)
             if places:
-                async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                async with asyncio.timeout(self._connection.answer_s):
                     await self._producer.send_offsets_to_transaction(places, self._connection.full(group))
 
     async def commit(self) -> None:
@@ -198,7 +278,7 @@ class KafkaTransactor:
         broker's answer did not come: the outcome is open until the next owner of the id has started."""
         with self._latched("commit"):
             self._require_open()
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            async with asyncio.timeout(self._connection.answer_s):
                 await asyncio.gather(*self._sent)
                 await self._producer.commit_transaction()
             self._open = False
@@ -206,7 +286,7 @@ class KafkaTransactor:
     async def abort(self) -> None:
         with self._latched("abort"):
             if self._open:
-                async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                async with asyncio.timeout(self._connection.answer_s):
                     await self._producer.abort_transaction()
             self._open = False
 
@@ -215,7 +295,7 @@ class KafkaTransactor:
         owner's start aborts it, or the transaction time-out does."""
         if self._open and not isinstance(self._failed, Fenced):
             with contextlib.suppress(KafkaError, TimeoutError, AssertionError):
-                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                async with asyncio.timeout(self._connection.close_s):
                     await self._producer.abort_transaction()
 
     def _require_open(self) -> None:
@@ -230,7 +310,7 @@ class KafkaTransactor:
         try:
             with typed(self._connection, f"{self._id}: {doing}"):
                 yield
-        except (Fenced, Oversized, TopicMissing, TransactionFailed) as error:
+        except (Fenced, NotAuthorized, Oversized, TopicMissing, TransactionFailed) as error:
             self._failed = error
             raise
         except LogUnavailable as error:

@@ -2,6 +2,10 @@
 
 A group member is two aiokafka consumers. One is in the group and fetches nothing; the other is in no group and fetches.
 So positions never come from the group protocol, and a rebalance cannot discard or deliver a record behind poll's back.
+
+What a group committed is asked for as Kafka gives it to one who wants stable offsets (OffsetFetch 7, KIP-447).
+aiokafka's own request ends at version 3, whose answer may be older than what a reader of the topics sees already: the
+markers of a transaction go to each partition that it wrote to, that of the offsets among them, one after another.
 """
 
 from __future__ import annotations
@@ -9,33 +13,131 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
 
 from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, TopicPartition
 from aiokafka.consumer.group_coordinator import GroupCoordinator
 from aiokafka.coordinator.assignors.range import RangePartitionAssignor
-from aiokafka.errors import IllegalStateError, KafkaError
+from aiokafka.errors import IllegalStateError, KafkaError, for_code
 from aiokafka.protocol.api import Request, RequestStruct, Response
-from aiokafka.protocol.types import Array, Int16, Int32, Schema, String
-
-from turnlog.infra.kafka.connection import (
-    ANSWER_TIMEOUT_S,
-    CLOSE_TIMEOUT_S,
-    REQUEST_TIMEOUT_MS,
-    Connection,
-    typed,
+from aiokafka.protocol.types import (
+    Array,
+    Boolean,
+    CompactArray,
+    CompactString,
+    Int16,
+    Int32,
+    Int64,
+    Schema,
+    String,
+    TaggedFields,
 )
-from turnlog.infra.log import Assigned, BrokenAssignment, Commit, Fenced, Partition, Record
+
+from turnlog.infra.kafka.connection import RETRY_S, Admin, Connection, typed
+from turnlog.infra.log import HANGING_S, Assigned, BrokenAssignment, Commit, Fenced, Partition, Record, hanging
 from turnlog.schemas.binary import constructor
 from turnlog.schemas.topics import MAX_MESSAGE_BYTES
 
 FETCH_WAIT_MS = 250
 """How long a fetch waits at the broker for data. A partition that is sought meanwhile waits for it to come back."""
 FETCH_BYTES = 4 * MAX_MESSAGE_BYTES
+METADATA_MS = 30_000
+"""A member that leads its group without knowing a topic's partitions assigns none of them, and says so in one warning:
+every member is idle until it asks again, which by default it does after five minutes. Seen where brokers were slow."""
 PATIENT_BYTES = 1 << 20
 PATIENT_WAIT_MS = 500
 make_record = constructor(Record)
 SLICE_S = 0.1
 """A rebalance waits at most this long for a poll() that waits for records."""
+
+OFFSET_FETCH = 9
+UNSTABLE_OFFSET_COMMIT = 88
+"""A transaction that commits offsets of the partition is not over."""
+TAGS = ("tags", TaggedFields)
+
+
+class _Answer(Response):  # type: ignore[misc]
+    API_KEY = OFFSET_FETCH
+    API_VERSION = 7
+    SCHEMA = Schema(
+        ("throttle_time_ms", Int32),
+        ("topics", CompactArray(
+            ("name", CompactString("utf-8")),
+            ("partitions", CompactArray(
+                ("partition", Int32), ("offset", Int64), ("leader_epoch", Int32), ("metadata", CompactString("utf-8")),
+                ("error_code", Int16), TAGS,
+            )),
+            TAGS,
+        )),
+        ("error_code", Int16),
+        TAGS,
+    )  # fmt: skip
+
+
+class _Question(RequestStruct):  # type: ignore[misc]
+    API_KEY = OFFSET_FETCH
+    API_VERSION = 7
+    FLEXIBLE_VERSION = True
+    RESPONSE_TYPE = _Answer
+    SCHEMA = Schema(
+        ("group", CompactString("utf-8")),
+        ("topics", CompactArray(("name", CompactString("utf-8")), ("partitions", CompactArray(Int32)), TAGS)),
+        ("require_stable", Boolean),
+        TAGS,
+    )
+
+
+class _StableOffsets(Request[_Question]):  # type: ignore[misc]
+    API_KEY = OFFSET_FETCH
+
+    def __init__(self, group: str, places: Sequence[TopicPartition] | None) -> None:
+        """`places`: None for all, of whatever transactions are under way."""
+        self._group = group
+        self._places = None if places is None else sorted(places)
+
+    def build(self, request_struct_class: type[_Question]) -> _Question:
+        if self._places is None:
+            return request_struct_class(self._group, None, False, {})
+        topics: list[Any] = [(topic, [place.partition for place in places], {})
+                  for topic, places in groupby(self._places, key=lambda place: place.topic)]  # fmt: skip
+        return request_struct_class(self._group, topics, True, {})
+
+
+async def stable_commits(
+    admin: Admin, group: str, places: Sequence[TopicPartition] | None, *, patience_s: float = HANGING_S
+) -> Mapping[TopicPartition, Commit]:
+    """The group's commits, once its coordinator has them and no transaction that commits one of `places` is under way;
+    None: all that are there. Raises TransactionHanging after `patience_s`."""
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + patience_s
+    while True:
+        try:
+            answer = await admin._send_request(_StableOffsets(group, places), await admin.find_coordinator(group))
+            found, codes = _read(answer)
+        except KafkaError as error:
+            if not error.retriable:
+                raise
+        else:
+            if not codes:
+                return found
+            if UNSTABLE_OFFSET_COMMIT not in codes and not all(for_code(code).retriable for code in codes):
+                raise for_code(max(codes))(f"offsets of {group}")
+            if UNSTABLE_OFFSET_COMMIT in codes and clock() > deadline:
+                raise hanging(f"an offset of group {group} is held back")
+        await asyncio.sleep(RETRY_S)
+
+
+def _read(answer: Any) -> tuple[dict[TopicPartition, Commit], set[int]]:
+    """Commits, and the error codes of the group and of its partitions."""
+    found: dict[TopicPartition, Commit] = {}
+    codes = {answer.error_code}
+    for topic, partitions, _ in answer.topics:
+        for partition, offset, _, metadata, code, _ in partitions:
+            codes.add(code)
+            if offset >= 0:
+                found[TopicPartition(topic, partition)] = Commit(offset, metadata or "")
+    return found, codes - {0}
 
 
 LEAVE_GROUP = 13
@@ -87,7 +189,7 @@ async def consuming(
 ) -> AsyncIterator[AIOKafkaConsumer]:
     """A started aiokafka consumer without subscription. Raises LogUnavailable."""
     consumer = AIOKafkaConsumer(
-        bootstrap_servers=connection.bootstrap,
+        **connection.options(),
         group_id=None if group is None else connection.full(group),
         group_instance_id=instance,
         enable_auto_commit=False,
@@ -97,21 +199,21 @@ async def consuming(
         fetch_max_bytes=FETCH_BYTES,
         fetch_min_bytes=PATIENT_BYTES if patient else 1,
         fetch_max_wait_ms=PATIENT_WAIT_MS if patient else FETCH_WAIT_MS,
-        request_timeout_ms=REQUEST_TIMEOUT_MS,
         partition_assignment_strategy=[RangePartitionAssignor],
         session_timeout_ms=connection.membership.session_ms,
         heartbeat_interval_ms=connection.membership.heartbeat_ms,
         rebalance_timeout_ms=connection.membership.rebalance_ms,
         max_poll_interval_ms=connection.membership.max_poll_interval_ms,
+        metadata_max_age_ms=METADATA_MS,
     )
     try:
         with typed(connection, "start consumer"):
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            async with asyncio.timeout(connection.answer_s):
                 await consumer.start()
         yield consumer
     finally:
         with contextlib.suppress(KafkaError, TimeoutError):
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            async with asyncio.timeout(connection.close_s):
                 await asyncio.sleep(0)  # aiokafka's stop falls over tasks of its own that have not run yet
                 await consumer.stop()
 
@@ -253,7 +355,7 @@ class KafkaGroupReader(KafkaReader):
         places = self._connection.commits(commits)
         with typed(self._connection, "commit offsets"):
             try:
-                async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                async with asyncio.timeout(self._connection.answer_s):
                     await self._member.commit(places)
             except IllegalStateError as error:
                 raise Fenced(f"commit offsets: {error}; another member owns them, this process must end") from error
@@ -277,7 +379,7 @@ class KafkaGroupReader(KafkaReader):
         """Of a static member, which aiokafka lets go without a word: its units would idle for the rest of its session
         (decision 28). A successor of the same name is not sent away: its member id is another."""
         with contextlib.suppress(KafkaError, TimeoutError):
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            async with asyncio.timeout(self._connection.close_s):
                 await coordinator._stop_heartbeat_task()
                 if coordinator.generation > 0:
                     member = (coordinator.member_id, coordinator._group_instance_id)
@@ -296,8 +398,9 @@ class KafkaGroupReader(KafkaReader):
                 if (new := self._rebalances.new) is not None:
                     self._rebalances.new = None
                     await self._take_up(new)
-            if not self._rebalances.rebalancing:  # during a rebalance this call would wait for its end
-                with typed(self._connection, "group"):
+            with typed(self._connection, "group"):
+                self._member._coordinator.check_errors()  # whoever may not join would wait for ever
+                if not self._rebalances.rebalancing:  # during a rebalance this call would wait for its end
                     await self._member.getmany(timeout_ms=0)
         except BaseException as error:
             self._failed = error

@@ -59,6 +59,7 @@ def drain_s(role: str, settings: Settings) -> float:
         "views": 0.0,
         "registry": 0.0,
         "lag": 0.0,
+        "egress": settings.egress.timeout_s,
     }[role]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, closing
@@ -21,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 WORK = "work"
 
@@ -131,9 +133,51 @@ def application(health: Health) -> Starlette:
     return Starlette(routes=[Route(path, answer) for path, answer in routes.items()])
 
 
-def configured(app: ASGIApp, **more: Any) -> uvicorn.Config:
-    """How every server of ours runs: what it has to say goes where the process's lines go, from WARNING on."""
-    return uvicorn.Config(app, log_config=None, log_level="warning", access_log=False, lifespan="off", **more)
+class HeadInTime(H11Protocol):
+    """Drops a connection whose next request's head is begun, or was never begun, and not whole after `head_s`: uvicorn
+    waits for ever for a client that sends it byte by byte."""
+
+    head_s: float
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See asyncio.Protocol."""
+        super().connection_made(transport)
+        self._look()
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        super().data_received(data)
+        self._look()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        super().connection_lost(exc)
+        self._forget()
+
+    def _look(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._forget()
+        elif self._late is None and not self.transport.is_closing():
+            self._late = self.loop.call_later(self.head_s, self.transport.abort)
+
+    def _forget(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+
+def configured(app: ASGIApp, *, tls: ssl.SSLContext | None = None, head_s: float = 60.0, **more: Any) -> uvicorn.Config:
+    """How every server of ours runs: what it has to say goes where the process's lines go, from WARNING on. With
+    `tls` it serves https alone; `head_s`: within which the head of a request must be there."""
+    http = type("HeadInTime", (HeadInTime,), {"head_s": head_s})
+    config = uvicorn.Config(
+        app, http=http, log_config=None, log_level="warning", access_log=False, lifespan="off", **more
+    )
+    if tls is not None:
+        config.load()  # which would make a context of its own, of files that it reads once
+        config.ssl = tls
+    return config
 
 
 class QuietServer(uvicorn.Server):
@@ -161,7 +205,8 @@ def listening(host: str, port: int, setting: str) -> socket.socket:
     """A bound socket, so that the address is known, and ours, before anything is written; `setting` chooses it. Raises
     CannotListen."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family)
+    # asyncio sends at once (TCP_NODELAY) only on a socket that says its protocol: else an answer takes 40 ms
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

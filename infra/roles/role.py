@@ -10,6 +10,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from turnlog.infra.blobs import Blobs
 from turnlog.infra.event_log import EventLog, dead_letter, where
@@ -17,12 +18,23 @@ from turnlog.infra.log import Log, Record
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.log_lines import instance_of
 from turnlog.infra.run_folder import resolved
+from turnlog.schemas import LaterKind
 from turnlog.schemas.topics import CATALOGUE
 from turnlog.settings import Settings
 
 log = logging.getLogger(__name__)
 GROUPED = frozenset(topic.name for topic in CATALOGUE if topic.key == "group_id")
 """Topics whose keys say which group a record is about."""
+
+
+class RunPhase(StrEnum):
+    """Of a run's life, as RunPlanned says it."""
+
+    RUNNING = "running"
+    PAUSED = "paused"
+    """Nothing new is admitted; what is under way ends."""
+    CLOSED = "closed"
+    """The run is over, for good."""
 
 
 @dataclass(slots=True)
@@ -38,9 +50,14 @@ class Role:
     blobs: Blobs
     health: Health
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    phase: RunPhase = RunPhase.RUNNING
+    """Of the run, as far as `runs.claimed` has read."""
 
     async def park(self, record: Record, cause: Exception) -> None:
-        """Append the record's dead letter, and wait until it is on the log. Raises LogUnavailable."""
+        """Append the record's dead letter, and wait until it is on the log. What a newer release wrote is not parked:
+        it can wait. Raises LogUnavailable."""
+        if isinstance(cause, LaterKind):
+            return
         about = {"group_id": record.key.decode(errors="replace")} if record.topic in GROUPED else {}
         log.warning("%s is parked: %s: %s", where(record), type(cause).__name__, cause, extra=about)
         await self.events.append(dead_letter(record, cause, run_id=self.settings.run.id, role=self.name))
@@ -77,9 +94,9 @@ async def _live(stack: AsyncExitStack, settings: Settings, blobs: Blobs, instanc
     from turnlog.infra.kafka import KafkaLog
     from turnlog.infra.registry import HttpRegistry
 
-    kafka = KafkaLog(settings.kafka.bootstrap, prefix=settings.kafka.prefix)
+    kafka = KafkaLog.of(settings.kafka)
     stack.push_async_callback(kafka.close)
-    registry = HttpRegistry(settings.registry.url)
+    registry = HttpRegistry(settings.registry)
     stack.push_async_callback(registry.close)
     return kafka, await stack.enter_async_context(EventLog.open(kafka, registry, writer=instance, blobs=blobs))
 

@@ -1,41 +1,47 @@
 """Whose log this is, and what it recorded for the run's life: the first RunConfigured on topic `runs` decides.
 
 One run per (cluster, prefix): two would score each other's groups and run each other's calls. So whoever configures a
-run reads back which record came first, and every role looks at its start, and until there is one (`claimed`).
+run reads back which record came first, and every role reads the topic for its whole life (`claimed`): it ends where
+another run has configured the log, and obeys when its own is paused, resumed or closed.
 
 RunError
 ├── OtherRun         the log belongs to another run
 ├── OtherSettings    the run was configured with other keys of [fold], [batcher] or [assembler]
-└── NotConfigured    nobody has configured the run, and the role does not wait for it
+├── NotConfigured    nobody has configured the run, and the role does not wait for it
+└── RunClosed        the run is over: nothing starts for it, resumes it or changes its plan
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
-import uvloop
+import msgspec
 
 from turnlog.fold_settings import FOLD_SECTIONS
+from turnlog.infra.blobs import BlobMissing, Owner
 from turnlog.infra.history import all_events
 from turnlog.infra.log import Partition
 from turnlog.infra.offers import installed
+from turnlog.infra.roles import event_loop
 from turnlog.infra.roles.health import Health, serve_health
 from turnlog.infra.roles.probe import health_address
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, RunPhase, opened
 from turnlog.infra.roles.starting import asked, lived, servers_of, watched
 from turnlog.infra.run_folder import resolved
 from turnlog.processors.core.batches.draws import DrawRules, draw_rules
 from turnlog.processors.core.fold.low_water import FoldName
-from turnlog.processors.core.fold_versions import FOLD_VERSION
+from turnlog.processors.core.fold_versions import FOLD_VERSION, fold_version
 from turnlog.processors.core.methods.rules import FoldRules, fold_rules, recorded_settings
 from turnlog.schemas import UndecodableRecord, ids, topics
-from turnlog.schemas.events import Event, RunConfigured, RunPlanned
+from turnlog.schemas.events import Event, RunConfigured, RunParent, RunPlanned
 from turnlog.settings import (
     AssemblerSettings,
     BatcherSettings,
@@ -49,7 +55,10 @@ from turnlog.settings import (
 log = logging.getLogger(__name__)
 PLACE = Partition(topics.RUNS.name, 0)
 POLL_S = 0.5
-STARTS_PROCESSES = frozenset({"sandbox"})
+PARENT_FILE = "parent.json"
+"""In the directory of a run that `turnlog run fork` made: what its RunConfigured says of its parent."""
+OUTLIVES = frozenset({"archive", "views"})
+"""Roles with work to do when the run is closed: what its last records say is copied and shown, too."""
 
 
 class RunError(Exception):
@@ -68,6 +77,10 @@ class NotConfigured(RunError):
     """The log does not say what the run's records mean. Remedy: `turnlog run configure`."""
 
 
+class RunClosed(RunError):
+    """Somebody closed the run. Remedy: `turnlog run fork` goes on from its checkpoint under another id."""
+
+
 @dataclass(frozen=True, slots=True)
 class Configured:
     """What RunConfigured recorded."""
@@ -80,11 +93,13 @@ class Configured:
     settings_sha256: str
     """As recorded: never computed again, since later releases record other keys."""
     fold_version: str
+    parent: RunParent | None = None
 
     @classmethod
     def of(cls, event: RunConfigured, own: Settings) -> Configured:
         """`own`: of the role that asks, for what old runs did not record. Raises RecordedSettingsError."""
-        return cls(event.run_id, *recorded_settings(event.settings, own), event.settings_sha256, event.fold_version)
+        sections = recorded_settings(event.settings, own)
+        return cls(event.run_id, *sections, event.settings_sha256, event.fold_version, event.parent)
 
     @classmethod
     def today(cls, settings: Settings) -> Configured:
@@ -132,7 +147,16 @@ def configuration(settings: Settings) -> RunConfigured:
         settings=body,
         settings_sha256=settings_sha256(body),
         fold_version=FOLD_VERSION,
+        parent=parent_of(settings),
     )
+
+
+def parent_of(settings: Settings) -> RunParent | None:
+    """What `turnlog run fork` left in the run's directory, if it made the run."""
+    try:
+        return msgspec.json.decode((Path(settings.run.directory) / PARENT_FILE).read_bytes(), type=RunParent)
+    except FileNotFoundError:
+        return None
 
 
 def serve(name: str, main: Callable[[Role], Awaitable[None]], settings: Settings) -> int:
@@ -145,9 +169,7 @@ def serve(name: str, main: Callable[[Role], Awaitable[None]], settings: Settings
         async with serve_health(health, health_address(os.environ)):
             await lived(_life(name, main, resolved(settings), health, stopping), stopping, health)
 
-    # A turn is mostly small socket reads and writes, where uvloop is leaner; its subprocesses cannot change their user.
-    drive = asyncio.run if name in STARTS_PROCESSES else uvloop.run
-    drive(run())
+    event_loop.run(name, run())
     return 0
 
 
@@ -178,18 +200,94 @@ class Begun:
     """What RunPlanned says otherwise than before: key -> (was, is)."""
 
 
+@dataclass(slots=True)
+class Life:
+    """The fold of topic `runs` for one run."""
+
+    run_id: str
+    configured: RunConfigured | None = None
+    """Whose log it is: the first one, of whatever run."""
+    plan: RunPlanned | None = None
+    """The run's latest."""
+    plans: int = 0
+    phase: RunPhase = RunPhase.RUNNING
+
+    @property
+    def parent(self) -> RunParent | None:
+        return None if self.configured is None else self.configured.parent
+
+    def apply(self, event: Event) -> None:
+        """Fold one record. A phase that this release does not know admits nothing: that is safe in every one."""
+        if isinstance(event, RunConfigured) and self.configured is None:
+            self.configured = event
+        elif isinstance(event, RunPlanned) and event.run_id == self.run_id:
+            self.plan, self.plans = event, self.plans + 1
+            if event.phase and self.phase is not RunPhase.CLOSED:
+                known = event.phase in set(RunPhase)
+                self.phase = RunPhase(event.phase) if known else RunPhase.PAUSED
+
+    def check_open(self) -> None:
+        """Raises RunClosed."""
+        if self.phase is RunPhase.CLOSED:
+            raise RunClosed(
+                f"run {self.run_id!r} is closed: nothing starts for it any more, what it recorded can be read; "
+                "`turnlog run fork --from` goes on from one of its checkpoints as another run"
+            )
+
+
+async def life(role: Role) -> Life:
+    """What topic `runs` says now. Raises LogUnavailable."""
+    found = Life(role.settings.run.id)
+    async for event in _events(role):
+        found.apply(event)
+    return found
+
+
+async def set_phase(role: Role, wanted: RunPhase) -> RunPhase:
+    """Say the run's phase, unless it is that already; the one before. Every role of the run obeys within a second or
+    two: see `claimed`. Raises NotConfigured, OtherRun, RunClosed."""
+    found = await life(role)
+    if found.configured is None:
+        raise _not_configured(role)
+    _same_run(found.configured, role)
+    if found.phase is wanted:
+        return wanted
+    found.check_open()
+    plan = found.plan
+    values = _planned(role.settings) if plan is None else {name: getattr(plan, name) for name in PLANNED}
+    await _append_plan(role, found.plans, values, wanted)
+    return found.phase
+
+
 async def begin(role: Role) -> Begun:
     """Record what the run's records mean, once for its life, and what of its plan changed since the last start. Of two
-    that configure a log at once, the one whose record came first stays. Raises OtherRun, OtherSettings."""
-    found = await _first(role)
-    news = found is None
-    if found is None:
-        await role.events.append(configuration(role.settings))
-        found = await _first(role)
-        assert found is not None, "an acknowledged record is on the log"
-    run = _ours(found, role)
+    that configure a log at once, the one whose record came first stays. The store is told whose folder the blobs lie
+    in. Raises OtherRun, OtherSettings, RunClosed, StoreUnavailable."""
+    found = await life(role)
+    news = found.configured is None
+    if found.configured is not None:
+        _same_run(found.configured, role)
+    folder = await _owned_folder(role)
+    if news:
+        await role.events.append(dataclasses.replace(configuration(role.settings), blob_folder=folder))
+        found = await life(role)
+    assert found.configured is not None, "an acknowledged record is on the log"
+    run = _ours(found.configured, role)
+    found.check_open()
     run.check(role.settings)
-    return Begun(run, news, await _plan(role))
+    return Begun(run, news, await _plan(role, found))
+
+
+async def _owned_folder(role: Role) -> str:
+    """Where the run's blobs would lie if it began now; the store says whose that is, also of a run whose blobs lie
+    elsewhere: `turnlog gc` must know every log that it would have to read."""
+    settings = role.settings
+    owner = Owner(await role.log.cluster(), settings.kafka.prefix, settings.run.id)
+    try:
+        Owner.parsed(owner.name, await role.blobs.get_named(owner.name))
+    except BlobMissing:
+        await role.blobs.put_named(owner.name, owner.json(), media_type="application/json")
+    return owner.folder
 
 
 async def configure(role: Role) -> Configured:
@@ -202,10 +300,7 @@ async def configured(role: Role, *, wait: bool = True) -> Configured | None:
     Raises OtherRun, OtherSettings, RecordedSettingsError; without `wait` NotConfigured."""
     found = await _first(role)
     if found is None and not wait:
-        raise NotConfigured(
-            f"run {role.settings.run.id!r} is not configured on this log (prefix {role.settings.kafka.prefix!r}): "
-            "`turnlog run configure`, with the settings that every role has, records what it means"
-        )
+        raise _not_configured(role)
     if found is None:
         log.info("run %s is not configured: waiting for `turnlog run configure`", role.settings.run.id)
         role.health.started()
@@ -219,24 +314,35 @@ async def configured(role: Role, *, wait: bool = True) -> Configured | None:
 
 @asynccontextmanager
 async def claimed(role: Role) -> AsyncIterator[None]:
-    """While the block runs, the log is this run's or nobody's. Raises OtherRun, at its start or, cancelling the block,
-    as soon as another run is configured."""
-
-    async def watched() -> None:
-        if (found := await _first(role, wait=True)) is not None:
-            _same_run(found, role)
-
+    """While the block runs, the log is this run's or nobody's, and the role knows the run's phase; when the run is
+    closed, it is asked to stop. Raises OtherRun, UnknownFoldVersion and RunClosed at its start, the first two also
+    later, cancelling the block, as soon as such a run is configured."""
+    read = asyncio.Event()
     try:
         async with asyncio.TaskGroup() as group:
-            found = await _first(role)
-            if found is not None:
-                _same_run(found, role)
-            watch = group.create_task(watched()) if found is None else None
+            watch = group.create_task(_obeyed(role, read))
+            await read.wait()
             yield
-            if watch is not None:
-                watch.cancel()
+            watch.cancel()
     except BaseExceptionGroup as errors:  # one is reported as itself, with what it was raised from
         raise errors.exceptions[0] from errors.exceptions[0].__cause__
+
+
+async def _obeyed(role: Role, read: asyncio.Event) -> None:
+    """Follow topic `runs` until the role is asked to stop; `read` is set when all that stands there now was folded."""
+    found = Life(role.settings.run.id)
+    async for event in _events(role, wait=True, read=read):
+        found.apply(event)
+        if found.configured is not None:
+            _same_run(found.configured, role)
+            role.blobs.folder = found.configured.blob_folder
+        if found.phase is not role.phase:
+            log.info("run %s is %s", found.run_id, found.phase)
+            role.phase = found.phase
+        if found.phase is RunPhase.CLOSED and role.name not in OUTLIVES:
+            if not read.is_set():
+                found.check_open()
+            role.stopping.set()
 
 
 async def recorded(role: Role) -> Configured | None:
@@ -246,32 +352,47 @@ async def recorded(role: Role) -> Configured | None:
     return next((Configured.of(event, role.settings) for event in own if isinstance(event, RunConfigured)), None)
 
 
-async def _plan(role: Role) -> dict[str, tuple[int | None, int]]:
-    """Append what lag and admission are counted by, unless the latest record says the same; what it said otherwise."""
-    settings, plans = role.settings, 0
-    values = {
-        "draws": settings.feeder.draws,
-        "publish_every": settings.trainer.publish_every,
-        "groups": settings.kafka.groups,
-        "rollouts": settings.kafka.rollouts,
-    }
-    said: dict[str, int] = {}
-    async for event in _events(role):
-        if isinstance(event, RunPlanned) and event.run_id == settings.run.id:
-            said, plans = {name: getattr(event, name) for name in values}, plans + 1
+PLANNED = ("draws", "publish_every", "groups", "rollouts")
+
+
+def _planned(settings: Settings) -> dict[str, int]:
+    """What lag and admission are counted by."""
+    kafka = settings.kafka
+    values = (settings.feeder.draws, settings.trainer.publish_every, kafka.groups, kafka.rollouts)
+    return dict(zip(PLANNED, values, strict=True))
+
+
+async def _plan(role: Role, found: Life) -> dict[str, tuple[int | None, int]]:
+    """Append the plan, unless the latest record says the same; what it said otherwise."""
+    values = _planned(role.settings)
+    said = {name: getattr(found.plan, name, None) for name in PLANNED}
     if said != values:
-        event_id = ids.digest("RunPlanned", settings.run.id, plans, *values.values())
-        await role.events.append(RunPlanned(event_id=event_id, run_id=settings.run.id, **values))
-    return {key: (said.get(key), value) for key, value in values.items() if said.get(key) != value}
+        await _append_plan(role, found.plans, values)
+    return {key: (said[key], value) for key, value in values.items() if said[key] != value}
+
+
+async def _append_plan(role: Role, plans: int, values: Mapping[str, int], phase: str = "") -> None:
+    run_id = role.settings.run.id
+    event_id = ids.digest("RunPlanned", run_id, plans, *values.values(), *([phase] if phase else ()))
+    await role.events.append(RunPlanned(event_id=event_id, run_id=run_id, phase=phase, **values))
+
+
+def _not_configured(role: Role) -> NotConfigured:
+    return NotConfigured(
+        f"run {role.settings.run.id!r} is not configured on this log (prefix {role.settings.kafka.prefix!r}): "
+        "`turnlog run configure`, with the settings that every role has, records what it means"
+    )
 
 
 def _ours(found: RunConfigured, role: Role) -> Configured:
     _same_run(found, role)
+    role.blobs.folder = found.blob_folder
     return Configured.of(found, role.settings)
 
 
 def _same_run(found: RunConfigured, role: Role) -> None:
-    """Raises OtherRun."""
+    """Raises OtherRun, and UnknownFoldVersion for a run that a later release began: whatever it does otherwise from one
+    fold version to the next, it does in every role."""
     ours, kafka = role.settings.run.id, role.settings.kafka
     if found.run_id != ours:
         raise OtherRun(
@@ -279,6 +400,7 @@ def _same_run(found: RunConfigured, role: Role) -> None:
             f"{found.run_id!r}, this is {ours!r}: one run per cluster and prefix; set [run] id to {found.run_id!r} to "
             "go on with it, or [kafka] prefix to another for a run of your own"
         )
+    fold_version(found.fold_version)
 
 
 async def _first(role: Role, *, wait: bool = False) -> RunConfigured | None:
@@ -290,12 +412,18 @@ async def _first(role: Role, *, wait: bool = False) -> RunConfigured | None:
     return None
 
 
-async def _events(role: Role, *, wait: bool = False) -> AsyncGenerator[Event, None]:
-    """Topic `runs` from its beginning. What does not decode is passed over: a dead letter of it would help nobody."""
+async def _events(role: Role, *, wait: bool = False, read: asyncio.Event | None = None) -> AsyncGenerator[Event, None]:
+    """Topic `runs` from its beginning; `read` is set when what stood there was told. What does not decode is passed
+    over: a dead letter of it would help nobody."""
     end = (await role.log.end_offsets([PLACE]))[PLACE]
     async with role.log.reader(patient=wait) as reader:
         reader.assign(await role.log.start_offsets([PLACE]))
-        while reader.position(PLACE) < end or (wait and not role.stopping.is_set()):
+        while True:
+            if reader.position(PLACE) >= end:
+                if read is not None:
+                    read.set()
+                if not wait or role.stopping.is_set():
+                    return
             for record in await reader.poll(timeout_s=POLL_S):
                 try:
                     event = await role.events.decode(record)

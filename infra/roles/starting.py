@@ -19,9 +19,19 @@ from datetime import UTC, datetime
 from http import HTTPStatus
 from typing import Any, TypeVar
 
-from turnlog.infra.log import LogUnreachable, Partition, TopicMissing
+from turnlog.infra.log import (
+    LacksReplicas,
+    LoginRefused,
+    LogUnreachable,
+    NotAuthorized,
+    Partition,
+    TlsFailed,
+    TokenUnavailable,
+    TopicMissing,
+)
 from turnlog.infra.roles import Unreachable, is_unreachable
 from turnlog.infra.roles.health import Health
+from turnlog.infra.roles.tls import trusting
 from turnlog.names import REGISTRY_TOPIC
 from turnlog.schemas import topics
 from turnlog.settings import Settings
@@ -75,7 +85,10 @@ class Server:
     setting: str
     """Where its address stands."""
     answers: Callable[[], Awaitable[object]]
-    """Raises Unreachable, or TopicMissing, while it is not there; anything else is a fault that no waiting mends."""
+    """Raises Unreachable while it is not there, or does not let us in; TopicMissing or NotAuthorized while the topics
+    job or an ACL is missing; anything else is a fault that no waiting mends."""
+    look_s: float = LOOK_S
+    """One look takes no longer."""
     lasting: bool = True
     """Needed after the start, too."""
     later: bool = False
@@ -113,8 +126,8 @@ class Servers:
         since, looks = "", 0
         while (trouble := await _look(server)) is not None:
             since, looks = since or datetime.now(UTC).isoformat(timespec="seconds"), looks + 1
-            self._health.unmet(server.name, f"{trouble}; {looks} looks since {since}; {_remedy(server)}")
-            log.warning("waiting for %s at %s: %s; %s", server.name, server.address, trouble, _remedy(server))
+            self._health.unmet(server.name, f"{trouble}; {looks} looks since {since}")
+            log.warning("waiting for %s at %s: %s", server.name, server.address, trouble)
             if looks > 1:  # the second look was made with new connections: it is not ours that is broken
                 self._health.excuse()
             await asyncio.sleep(pause_s * random.uniform(0.5, 1))
@@ -138,16 +151,16 @@ async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
 async def _look(server: Server) -> str | None:
     """What is wrong with it, in words; None: nothing. Raises what waiting will not mend."""
     try:
-        async with asyncio.timeout(LOOK_S):
+        async with asyncio.timeout(server.look_s):
             await server.answers()
     except TimeoutError:
-        return f"{server.name} at {server.address} gave no answer within {LOOK_S:g} s"
-    except TopicMissing as missing:
-        return str(missing)
+        return f"{server.name} at {server.address} gave no answer within {server.look_s:g} s; {_remedy(server)}"
+    except (TopicMissing, LacksReplicas, NotAuthorized, LoginRefused, TlsFailed, TokenUnavailable) as missing:
+        return str(missing)  # it says itself what to do, and brokers, secrets and ACLs change while roles wait
     except Exception as error:
         if not is_unreachable(error):
             raise
-        return f"{server.name} at {server.address} does not answer ({error})"
+        return f"{server.name} at {server.address} does not answer ({error}); {_remedy(server)}"
     return None
 
 
@@ -182,7 +195,8 @@ async def servers_of(role: str, settings: Settings, health: Health) -> AsyncIter
 
 
 def _kafka(stack: contextlib.AsyncExitStack, settings: Settings, place: Partition) -> Server:
-    """Its topics must be there too, but the registry's, which the registry makes."""
+    """Its topics must be there too, but the registry's, which the registry makes; and they must take appends: who finds
+    out by a transaction of his own loses a minute each time."""
     from turnlog.infra.kafka import KafkaLog
 
     held: list[KafkaLog] = []
@@ -195,8 +209,9 @@ def _kafka(stack: contextlib.AsyncExitStack, settings: Settings, place: Partitio
 
     async def answers() -> None:
         if not held:
-            held.append(KafkaLog(settings.kafka.bootstrap, prefix=settings.kafka.prefix))
+            held.append(KafkaLog.of(settings.kafka))
         try:
+            await held[0].check_replicas(place.topic)
             await held[0].end_offsets([place])
         except TopicMissing:
             if place == RUNS:
@@ -206,16 +221,25 @@ def _kafka(stack: contextlib.AsyncExitStack, settings: Settings, place: Partitio
             raise
 
     stack.push_async_callback(close)
-    return Server(name="Kafka", address=settings.kafka.bootstrap, setting="[kafka] bootstrap", answers=answers)
+    return Server(
+        name="Kafka",
+        address=settings.kafka.bootstrap,
+        setting="[kafka] bootstrap",
+        answers=answers,
+        look_s=3 * LOOK_S,  # brokers that take connections and say nothing are passed over one after another
+    )
 
 
 def _registry(stack: contextlib.AsyncExitStack, settings: Settings) -> Server:
+    from turnlog.infra.event_log import schema_ids
     from turnlog.infra.registry import HttpRegistry
 
-    registry = HttpRegistry(settings.registry.url, timeout_s=LOOK_S / 2)
+    registry = HttpRegistry(settings.registry, timeout_s=LOOK_S / 2)
     stack.push_async_callback(registry.close)
 
     async def answers() -> None:
+        if not settings.registry.auto_register:
+            await schema_ids(registry)  # else it would end, and start again, until somebody has registered them
         with contextlib.suppress(KeyError):  # an empty one is there, too
             await registry.schema(1)
 
@@ -244,7 +268,8 @@ class GatewayAway(Unreachable):
 def _gateway(stack: contextlib.AsyncExitStack, settings: Settings) -> Server:
     import httpx
 
-    url, http = settings.gateway.url.rstrip("/"), httpx.AsyncClient(timeout=LOOK_S / 2)
+    url = settings.gateway.url.rstrip("/")
+    http = httpx.AsyncClient(timeout=LOOK_S / 2, verify=trusting(url, settings.gateway.ca_file, "gateway") or True)
     stack.push_async_callback(http.aclose)
 
     async def answers() -> None:

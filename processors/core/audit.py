@@ -132,12 +132,12 @@ class Ledgers:
             found += group.imbalances(group_id, own)
             for session, account in own.items():
                 if account.trained:
-                    self._settle(account, by_session.get(session, []), draws)
+                    self._settle(account, by_session[session], draws)
             sessions |= own
             groups[group_id] = total(own.values())
         batches = {str(index): draws.batches[index] for index in sorted(draws.batches)}
         run = total(groups.values())
-        levels = dict(zip(LEVELS, (sessions, groups, batches, {self.run_id: run}), strict=True))
+        levels = {"session": sessions, "group": groups, "batch": batches, "run": {self.run_id: run}}
         found += [*draws.imbalances, *_unbalanced(levels), *self._check_run(run)]
         return Books(levels, tuple(sorted(found, key=lambda entry: LEVELS.index(entry.level))))
 

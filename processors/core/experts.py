@@ -14,6 +14,7 @@ ExpertsError                what a reader refuses
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,17 @@ class BrokenExperts(ExpertsError):
 
 class ExpertsDoNotCover(ExpertsError):
     """Rows that are missing, or that come twice."""
+
+
+EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
+"""How configurations of Qwen, DeepSeek and Mixtral models say how many experts a layer has."""
+
+
+def routing_of_model(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """(experts, of them per token, layers) by a model's config.json; without experts one of them is 0."""
+    text = config.get("text_config") or config
+    experts = max(int(text.get(name) or 0) for name in EXPERT_COUNTS)
+    return experts, int(text.get("num_experts_per_tok") or 0), int(text.get("num_hidden_layers") or 0)
 
 
 def own_rows(base_len: int, length: int) -> tuple[int, int]:

@@ -104,6 +104,8 @@ class Tokens:
     experts_layout: ExpertsLayout | None
     images: tuple[ImageRef, ...]
     """Every image in the prompt, by position."""
+    constrained: bool
+    """A grammar chose among the tokens."""
     hashed_base: _Hash
     """sha256 over the little-endian bytes of S[:base_len]."""
     hashed: _Hash
@@ -137,7 +139,8 @@ class Tokens:
     def hash_prefix(self, length: int) -> _Hash:
         """sha256 over S[:length], not to be updated in place. O(1) where a turn ends, else O(tokens of one turn)."""
         owner: Tokens = self
-        while length <= owner.base_len and owner.parent is not None:
+        while length < owner.base_len:
+            assert owner.parent is not None
             owner = owner.parent
         if length == owner.length:
             return owner.hashed
@@ -196,6 +199,7 @@ def tokens(event: TokenSnapshot, offset: int, parent: Tokens | None) -> Tokens:
     return Tokens(
         offset, parent, base_len, delta, output, logprobs, event.version_spans, event.temperature,
         event.logprob_kind, event.prompt_sha256, event.experts, event.experts_layout, images,
+        event.constrained,
         hashed_base, hashed, prompt_len, length,
     )  # fmt: skip
 

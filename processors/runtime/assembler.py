@@ -24,7 +24,7 @@ from turnlog.infra.roles.runs import Configured, configured
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.fold_versions import INPUTS, SPINE
 from turnlog.processors.runtime.reaper import Reaper
-from turnlog.processors.runtime.unit import Clock, Plan, Unit, UnitFailed, by_unit, requested_skips
+from turnlog.processors.runtime.unit import AssemblerPlan, Clock, Unit, UnitFailed, by_unit, requested_skips
 from turnlog.settings import AssemblerSettings
 
 log = logging.getLogger(__name__)
@@ -68,10 +68,10 @@ async def main(role: Role) -> None:
         await asyncio.wait((folding, reaping))
 
 
-def assembler_plan(run: Configured, settings: AssemblerSettings) -> Plan:
+def assembler_plan(run: Configured, settings: AssemblerSettings) -> AssemblerPlan:
     """What the units of a run share. Raises UnknownFoldVersion, SettingsError."""
     rules = run.rules()
-    return Plan(
+    return AssemblerPlan(
         run_id=run.run_id,
         fold=run.name,
         factory=lambda group_id, floor: GroupFold(group_id, floor, rules),
@@ -85,7 +85,7 @@ class Runner:
     """Folds the units that the group assigns to this process."""
 
     def __init__(
-        self, plan: Plan, client: Log, events: EventLog, blobs: Blobs, health: Health, *, clock: Clock
+        self, plan: AssemblerPlan, client: Log, events: EventLog, blobs: Blobs, health: Health, *, clock: Clock
     ) -> None:
         self.units: dict[int, Unit] = {}
         """Assigned and not stopped."""

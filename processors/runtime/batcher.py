@@ -17,7 +17,7 @@ from prometheus_client import Counter, Gauge
 
 from turnlog.infra.batch_files import MEDIA_TYPE, sealed
 from turnlog.infra.blobs import inlined
-from turnlog.infra.log import Commit, Partition, Reached, Reader, Record, Transactor
+from turnlog.infra.log import Commit, Partition, Reached, Reader, Record, Transactor, own_ends
 from turnlog.infra.roles.health import count_tokens
 from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.runs import Configured, configured
@@ -86,7 +86,8 @@ class Batcher:
         control = [Partition(topic, 0) for topic in self._followed]
         async with role.log.reader() as reader:
             reader.assign(dict.fromkeys(control, 0))
-            ends = await role.log.end_offsets(control)
+            own = [partition for partition in control if partition.topic == topics.BATCHES.name]
+            ends = await role.log.end_offsets(control) | await own_ends(role.log, own)
             while any(reader.position(partition) < ends[partition] for partition in control):
                 role.health.beat()
                 await self._take(await reader.poll())
@@ -112,7 +113,9 @@ class Batcher:
 
     async def _take(self, records: list[Record]) -> None:
         for record in records:
-            event = await self._role.events.decode(record)
+            event = await self._role.events.known(record)
+            if event is None:
+                continue
             if record.topic == topics.SAMPLES.name:
                 await self._sample(record, event)
             elif event.run_id == self._role.settings.run.id:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from prometheus_client import Counter, Gauge
 
 from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs, StoreUnavailable, externalized, inlined
-from turnlog.infra.event_log import EventLog, dead_letter, where
-from turnlog.infra.log import Commit, Log, Partition, Record, Transactor
+from turnlog.infra.event_log import EventLog, dead_letter, passed_over, where
+from turnlog.infra.log import Commit, Log, Partition, Record, Transactor, check_commits, own_ends
 from turnlog.infra.registry import RegistryUnavailable
 from turnlog.infra.roles.health import count_tokens
 from turnlog.names import RECORD_HEADER, ConsumerGroup, TransactionalId
@@ -35,7 +35,7 @@ from turnlog.processors.core.fold.low_water import (
 from turnlog.processors.core.fold.unit import DEFECTS, RecordSkipped, Taken, UnitFold, payloads_read
 from turnlog.processors.core.fold_versions import INPUTS, SPINE, outputs_of, score_record, scores_topic
 from turnlog.processors.runtime.watch import Watch
-from turnlog.schemas import UndecodableRecord, UnknownSchemaId
+from turnlog.schemas import LaterKind, UndecodableRecord, UnknownSchemaId
 from turnlog.schemas.events import Event, GroupScored, TurnTreeAssembled
 from turnlog.schemas.topics import TOPIC_OF, TREES
 from turnlog.schemas.types import BlobRef
@@ -69,6 +69,9 @@ async def decoded(
             found.append(events.codec.decode(record.value))
         except UnknownSchemaId:  # the registry has to be asked; no record of an id that we hold waits for anything
             found.append(await _decoded(record, events, pauses_s))
+        except LaterKind as later:
+            passed_over(record, later)
+            found.append(later)
         except UndecodableRecord as refusal:
             found.append(refusal)
     away = [at for at, event in enumerate(found) if _refers(event, run_id, messages)]
@@ -110,7 +113,7 @@ async def _inlined(event: Event, blobs: Blobs, pauses_s: Sequence[float]) -> Eve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class AssemblerPlan:
     """What all units of one assembler share."""
 
     run_id: str
@@ -148,17 +151,20 @@ class Restored:
 
     fold: UnitFold
     output_ends: dict[str, int]
+    commits: dict[Partition, Commit]
+    """As they stand."""
 
 
-async def restore(log: Log, events: EventLog, plan: Plan, unit: int) -> Restored:
-    """Raises MigrationNeeded, BrokenMetadata, LogTruncated, LogUnavailable."""
+async def restore(log: Log, events: EventLog, plan: AssemblerPlan, unit: int) -> Restored:
+    """Raises MigrationNeeded, BrokenMetadata, LogTruncated, OtherInputs, CommitsExpired, LogUnavailable."""
     inputs = [Partition(topic, unit) for topic in INPUTS]
     outputs = [Partition(topic, unit) for topic in outputs_of(plan.fold.version)]
     commits = await log.commits(plan.group, inputs)
+    await check_commits(log, plan.group, inputs, () if commits else inputs, outputs)
     found = decode_marks({name.topic: (at.offset, at.metadata) for name, at in commits.items()}, INPUTS, plan.fold)
     marks = found or Marks.start(INPUTS)
     starts = await log.start_offsets([*inputs, *outputs])
-    ends = await log.end_offsets([*inputs, *outputs])
+    ends = await log.end_offsets(inputs) | await own_ends(log, outputs)
     wanted = {**marks.low, TREES.name: marks.tree_low, plan.scores: marks.score_low}
     for name in (*inputs, *outputs):
         if starts[name] > wanted.get(name.topic, starts[name]):
@@ -172,13 +178,15 @@ async def restore(log: Log, events: EventLog, plan: Plan, unit: int) -> Restored
             )
     done = await _done(log, events, plan, marks, {name: ends[name] for name in outputs}, unit)
     fold = UnitFold(marks, done, plan.factory, run_id=plan.run_id, horizon_records=plan.horizon_records)
-    return Restored(fold, {name.topic: ends[name] for name in outputs})
+    return Restored(fold, {name.topic: ends[name] for name in outputs}, commits)
 
 
-async def _done(log: Log, events: EventLog, plan: Plan, marks: Marks, ends: dict[Partition, int], unit: int) -> Done:
+async def _done(
+    log: Log, events: EventLog, plan: AssemblerPlan, marks: Marks, ends: dict[Partition, int], unit: int
+) -> Done:
     done = Done()
     trees, scores = Partition(TREES.name, unit), Partition(plan.scores, unit)
-    async for record in records_between(log, trees, marks.tree_low, ends[trees]):
+    async for record in records_between(log, trees, marks.tree_low, ends[trees], only=(TurnTreeAssembled.__name__,)):
         done.trees[(await events.decode(record)).session_id] = record.offset
     async for record in records_between(log, scores, marks.score_low, ends[scores], only=(plan.score,)):
         scored = await events.decode(record)
@@ -236,7 +244,7 @@ class Unit:
     """Folds partition `number`. Use: `open`, then seek the inputs to `position`, then `step` for each poll, `close`."""
 
     def __init__(
-        self, number: int, plan: Plan, log: Log, events: EventLog, blobs: Blobs, *, clock: Clock,
+        self, number: int, plan: AssemblerPlan, log: Log, events: EventLog, blobs: Blobs, *, clock: Clock,
         skips: Mapping[tuple[str, int], str],
     ) -> None:  # fmt: skip
         """`skips`: {(topic, offset): reason} of records to pass over."""
@@ -256,6 +264,7 @@ class Unit:
         self._transactor: Transactor
         self._fold: UnitFold
         self._output_ends: dict[str, int]
+        self._commits: Mapping[Partition, Commit]
         self._start: dict[str, int] = {}
         self.opened = False
 
@@ -264,7 +273,7 @@ class Unit:
         transactional_id = self._plan.transactional_id(self.number)
         self._transactor = await self._stack.enter_async_context(self._log.transactor(transactional_id))
         restored = await restore(self._log, self._events, self._plan, self.number)
-        self._fold, self._output_ends = restored.fold, restored.output_ends
+        self._fold, self._output_ends, self._commits = restored.fold, restored.output_ends, restored.commits
         self._start = dict(self.position)
         self.opened = True
 
@@ -330,7 +339,8 @@ class Unit:
         sends = await self._events.begin(self._transactor, outputs, lambda _: self.number)
         for event in outputs:
             self._note(event, self._output_ends.get(TOPIC_OF[type(event).__name__].name, 0))
-        await self._transactor.offsets(self._plan.group, self._commits())
+        self._commits = self._marked()
+        await self._transactor.offsets(self._plan.group, self._commits)
         placed = await asyncio.gather(*sends)
         await self._transactor.commit()
         for event, (_, offset) in zip(outputs, placed, strict=True):
@@ -361,6 +371,8 @@ class Unit:
     def _taken(self, record: Record, event: Decoded) -> Taken:
         if (record.topic, record.offset) in self.skips:
             return Taken(refusal=RecordSkipped(f"{where(record)}: {self.skips[record.topic, record.offset]}"))
+        if isinstance(event, LaterKind):
+            return Taken()
         if isinstance(event, UndecodableRecord):
             return Taken(refusal=event)
         if isinstance(event, BlobMissing | BlobCorrupt):
@@ -376,12 +388,14 @@ class Unit:
         elif type(event).__name__ == self._plan.score:
             self._fold.low_water.note_score(event.group_id, offset)
 
-    def _commits(self) -> dict[Partition, Commit]:
+    def _marked(self) -> dict[Partition, Commit]:
         marks = self._fold.low_water.advance((self._output_ends[TREES.name], self._output_ends[self._plan.scores]))
         OPEN_SPAN.labels(str(self.number)).set(self._span.above(marks.low))
+        metadata = {topic: encode_marks(marks, self._plan.fold, topic) for topic in INPUTS}
+        places = {topic: Partition(topic, self.number) for topic in INPUTS}
         return {
-            Partition(topic, self.number): Commit(marks.low[topic], encode_marks(marks, self._plan.fold, topic))
-            for topic in INPUTS
+            place: Commit(marks.low[topic], metadata[topic]).keeping(self._commits.get(place))
+            for topic, place in places.items()
         }
 
 

@@ -11,16 +11,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import sqlite3
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import faust
+import faust.transport.drivers.aiokafka as driver
+from faust.assignor.client_assignment import ClientMetadata
+from faust.assignor.partition_assignor import PartitionAssignor
 from faust.exceptions import ConsumerNotStarted
 from faust.stores import STORES
 from faust.stores.base import SerializedStore
@@ -32,8 +36,9 @@ from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.kafka.connection import Connection, typed
+from turnlog.infra.kafka.security import Login
 from turnlog.infra.log import LogError
-from turnlog.infra.registry import HttpRegistry
+from turnlog.infra.registry import HttpRegistry, RegistryUnavailable
 from turnlog.infra.roles import log_lines
 from turnlog.infra.roles.ending import obey
 from turnlog.infra.roles.health import Health, serve_health
@@ -43,12 +48,15 @@ from turnlog.infra.roles.runs import claimed
 from turnlog.infra.roles.starting import asked, lived, servers_of
 from turnlog.infra.run_folder import resolved
 from turnlog.names import ConsumerGroup
-from turnlog.schemas import SchemaError, topics
+from turnlog.schemas import SchemaError, UnknownSchemaId, topics
 from turnlog.schemas.codec import Codec
-from turnlog.schemas.events import SessionFinished, SessionStarted, StepCompleted, WeightVersionPublished
+from turnlog.schemas.events import Event, SessionFinished, SessionStarted, StepCompleted, WeightVersionPublished
 from turnlog.schemas.topics import Topic
 from turnlog.settings import Settings
 
+log = logging.getLogger(__name__)
+RETRY_S = 1.0
+"""Between two questions to a registry that gives no answer."""
 URL = "sqlite://"
 SCHEMA = """
 PRAGMA journal_mode = WAL;
@@ -154,8 +162,8 @@ class SqliteStore(SerializedStore[Any, Any]):
 
     def _set(self, key: bytes, value: bytes | None) -> None:
         event = faust.current_event()
-        assert event is not None, "only agents write"
-        assert value is not None, "they delete by key"
+        assert event is not None  # only agents write
+        assert value is not None  # they delete by key
         self._put(key, event.message.partition, value)
 
     def _get(self, key: bytes) -> bytes | None:
@@ -205,11 +213,12 @@ def serve_views(settings: Settings) -> int:
     obey()  # the loop has taken its handlers with it, and Faust's come later
     if codec is None:
         return 0
+    connection = Connection(settings.kafka.bootstrap, login=Login(settings.kafka))
     with _folder(settings) as folder:
-        return _work(settings, make_app(settings, codec, folder))
+        return _work(settings, make_app(settings, codec, folder, connection), connection)
 
 
-def _work(settings: Settings, app: faust.App) -> int:
+def _work(settings: Settings, app: faust.App, connection: Connection) -> int:
     level = log_lines.level(os.environ, "WARNING")
     lines = {"version": 1, "disable_existing_loggers": False, "root": {"level": level}}
     worker = faust.Worker(app, loglevel=level, logging_config=lines, redirect_stdouts=False, quiet=True)
@@ -219,7 +228,7 @@ def _work(settings: Settings, app: faust.App) -> int:
         # Faust has printed it: here it gets its type, so that the end tells a broker that is away from a fault of ours.
         cause = worker.crash_reason or app.crash_reason or done.__context__
         if done.code and isinstance(cause, Exception):
-            with typed(Connection(settings.kafka.bootstrap), "views"):
+            with typed(connection, "views"):
                 raise cause from None
         return int(done.code or 0)
     return 0
@@ -235,8 +244,8 @@ async def _started(settings: Settings) -> Codec | None:
 async def _codec(settings: Settings, health: Health) -> Codec:
     """Of a log that is this run's or nobody's. Raises OtherRun, CannotListen."""
     log, registry = (
-        KafkaLog(settings.kafka.bootstrap, prefix=settings.kafka.prefix),
-        HttpRegistry(settings.registry.url),
+        KafkaLog.of(settings.kafka),
+        HttpRegistry(settings.registry),
     )
     async with AsyncExitStack() as stack:
         await (await stack.enter_async_context(servers_of("views", settings, health))).there()
@@ -260,9 +269,13 @@ def _folder(settings: Settings) -> Iterator[Path]:
         yield Path(folder)
 
 
-def make_app(settings: Settings, codec: Codec, folder: Path) -> faust.App:
+def make_app(settings: Settings, codec: Codec, folder: Path, connection: Connection | None = None) -> faust.App:
     """The application: three agents, three tables, four pages. `folder`: see _folder."""
+    connection = connection or Connection(settings.kafka.bootstrap, login=Login(settings.kafka))
+    # Faust's own credentials hold a password for life; ours are asked at each login.
+    driver.credentials_to_aiokafka_auth = lambda *_: connection.login.options()
     _mend_recovery()
+    _mend_rejoining()
     instance = os.environ.get("TURNLOG_INSTANCE")
     address = served_at("views", settings, os.environ)
     host, port = address or ("127.0.0.1", 6066)
@@ -272,7 +285,7 @@ def make_app(settings: Settings, codec: Codec, folder: Path) -> faust.App:
         store=install_store(),
         datadir=str(folder / (instance or "views")),
         topic_partitions=settings.kafka.groups,
-        topic_replication_factor=settings.kafka.replication,
+        topic_replication_factor=settings.kafka.copies,
         topic_disable_leader=True,
         consumer_auto_offset_reset="earliest",
         table_standby_replicas=0,
@@ -290,7 +303,7 @@ def make_app(settings: Settings, codec: Codec, folder: Path) -> faust.App:
     _agents(app, settings, codec, tables)
     health = Health("views", work_s=settings.liveness.work_s)
     health.started()  # the rest is Faust's to say
-    _beats(app, health, settings.kafka.bootstrap)
+    _beats(app, health, connection)
 
     async def watch() -> None:
         async with servers_of("views", settings, health) as servers:
@@ -307,18 +320,47 @@ def _tables(app: faust.App, settings: Settings) -> dict[str, Any]:
     return {name: app.Table(name, key_type=str, partitions=count, default=None) for name, count in counts.items()}
 
 
+async def event_of(raw: bytes, codec: Codec, ask: Callable[[int], Awaitable[Mapping[str, Any]]]) -> Event | None:
+    """The event, under whichever release's schema it was written; None for what is none that we know: the role that
+    owns the topic parks it. `ask`: as Registry.schema; while that gives no answer, this waits."""
+    try:
+        try:
+            return codec.decode(raw)
+        except UnknownSchemaId as unknown:
+            codec.hold(unknown.schema_id, await _asked(unknown.schema_id, ask))
+            return codec.decode(raw)
+    except (SchemaError, KeyError):
+        return None
+
+
+async def _asked(schema_id: int, ask: Callable[[int], Awaitable[Mapping[str, Any]]]) -> Mapping[str, Any]:
+    """Faust would pass over the record for an exception."""
+    while True:
+        try:
+            return await ask(schema_id)
+        except RegistryUnavailable as away:
+            log.warning("%s", away)
+            await asyncio.sleep(RETRY_S)
+
+
 def _agents(app: faust.App, settings: Settings, codec: Codec, tables: dict[str, Any]) -> None:
     def source(topic: Topic, partitions: int) -> Any:
         name = settings.kafka.prefix + topic.name
         return app.topic(name, key_serializer="raw", value_serializer="raw", partitions=partitions, internal=False)
 
+    async def ask(schema_id: int) -> Mapping[str, Any]:
+        registry = HttpRegistry(settings.registry)
+        try:
+            return await registry.schema(schema_id)
+        finally:
+            await registry.close()
+
     async def keep(stream: Any, table: Any) -> AsyncIterator[None]:
         """One key per record: applying it again, or an older one after a newer, changes nothing that counts."""
         async for raw in stream:
-            try:
-                event = codec.decode(raw)
-            except SchemaError:
-                yield  # the role that owns the topic parks it; an exception here would only skip it silently
+            event = await event_of(raw, codec, ask)
+            if event is None:
+                yield
                 continue
             update = view(event)
             if event.run_id == settings.run.id and update is not None:
@@ -370,7 +412,7 @@ def picture(outcomes: Mapping[str, int], steps: Any, versions: Any) -> dict[str,
     }
 
 
-def _beats(app: faust.App, health: Health, bootstrap: str) -> None:
+def _beats(app: faust.App, health: Health, connection: Connection) -> None:
     """The streams come round when they have got ahead since the last look, or nothing new has come that they could
     have read. (Positions in changelogs say nothing: what this worker writes there it does not read.)"""
     before: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}
@@ -387,7 +429,7 @@ def _beats(app: faust.App, health: Health, bootstrap: str) -> None:
 
     async def patiently() -> None:
         # In the middle of a rebalance, or without a broker: there is nothing to look at, and no round to speak of.
-        with contextlib.suppress(ConsumerNotStarted, LogError), typed(Connection(bootstrap), "views"):
+        with contextlib.suppress(ConsumerNotStarted, LogError), typed(connection, "views"):
             await look()
 
     app.timer(LOOK_EVERY_S)(patiently)
@@ -438,3 +480,21 @@ def _mend_recovery() -> None:
 
     on_recovery_completed.stops_flow_first = True  # type: ignore[attr-defined]
     Recovery.on_recovery_completed = on_recovery_completed  # type: ignore[method-assign]
+
+
+def _mend_rejoining() -> None:
+    """Let a static member come back under another address within its session. The group then hands it what was sent to
+    the one before it, whose address Faust 0.15.3 takes for a mistake: the consumer's coordinator dies, and the worker
+    waits for ever. The address is where others would ask for rows; here nobody does, so it keeps the one that is known.
+    """
+    original = PartitionAssignor.on_assignment
+    if getattr(original, "keeps_address", False):
+        return
+
+    def on_assignment(self: PartitionAssignor, assignment: Any) -> None:
+        known = ClientMetadata.loads(self._decompress(assignment.user_data))
+        self.app.conf.canonical_url = known.url
+        original(self, assignment)
+
+    on_assignment.keeps_address = True  # type: ignore[attr-defined]
+    PartitionAssignor.on_assignment = on_assignment  # type: ignore[method-assign]

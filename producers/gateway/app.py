@@ -10,10 +10,11 @@ import logging
 import math
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import orjson
 from prometheus_client import Counter
@@ -27,40 +28,84 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from turnlog.infra.blobs import BlobError
 from turnlog.infra.engine import Engine, SGLang
 from turnlog.infra.log import LogError, TopicMissing
+from turnlog.infra.offers import installed
 from turnlog.infra.roles.ending import drain_s
-from turnlog.infra.roles.health import BodyTooLarge, QuietServer, application, body_of, configured, listening
+from turnlog.infra.roles.health import (
+    BodyTooLarge,
+    QuietServer,
+    application,
+    body_of,
+    configured,
+    listening,
+)
 from turnlog.infra.roles.role import Role
-from turnlog.producers.gateway import ERRORS, GatewayError, ImagesNotServed, NotRecorded, TooLarge, Unauthorized
+from turnlog.infra.roles.tls import serving as tls_context
+from turnlog.processors.core.methods.rules import fold_rules
+from turnlog.producers.gateway import (
+    ERRORS,
+    GatewayError,
+    GroupTooSmall,
+    ImagesNotServed,
+    NotRecorded,
+    TooLarge,
+    TooSlow,
+    Unauthorized,
+)
 from turnlog.producers.gateway.conversation import Turn
-from turnlog.producers.gateway.dialects.dialect import Dialect, TurnRequest, TurnResponse
+from turnlog.producers.gateway.dialects.anthropic_messages import AnthropicMessages
+from turnlog.producers.gateway.dialects.dialect import (
+    Asked,
+    Dialect,
+    Endpoint,
+    TurnRequest,
+    TurnResponse,
+    retry_headers,
+)
 from turnlog.producers.gateway.dialects.openai_chat import OpenAIChat
-from turnlog.producers.gateway.engines import Engines, Sampler, follow, routing_of
-from turnlog.producers.gateway.images import Admitted, ImageTokens, Picture, image_tokens
+from turnlog.producers.gateway.dialects.openai_responses import OpenAIResponses
+from turnlog.producers.gateway.engines import Engines, Sampler, follow, routing_of, side_engines
+from turnlog.producers.gateway.images import ImageTokens, image_tokens
+from turnlog.producers.gateway.openapi import document
 from turnlog.producers.gateway.owners import OwnedElsewhere, Owners
+from turnlog.producers.gateway.parsers.formats import formats_of
+from turnlog.producers.gateway.parsers.parser import CallFormat, Marks
 from turnlog.producers.gateway.profiles import Harness, harness
 from turnlog.producers.gateway.prompts import ChatTemplate, Prompts, TextTokens
 from turnlog.producers.gateway.recovery import Recovery, SessionTail
 from turnlog.producers.gateway.requests import (
     Claims,
+    FinishRequest,
+    OpenRequest,
+    RewardRequest,
     SigningKeys,
     bearer,
     finish_request,
     open_request,
     require_key,
+    reward_request,
     sign,
     verify,
 )
-from turnlog.producers.gateway.sessions import Identity, Running, Session, Sessions
+from turnlog.producers.gateway.sessions import Identity, Limits, Running, Session, Sessions
 from turnlog.producers.gateway.turns import Planner, Turns
 from turnlog.schemas.events.sessions import SessionFinished
-from turnlog.schemas.events.tasks import Sampling
+from turnlog.schemas.events.tasks import Purpose, Sampling
 from turnlog.schemas.topics import SESSIONS
 from turnlog.schemas.types import TurnId
 
-DIALECTS: tuple[Dialect, ...] = (OpenAIChat(),)
-"""The APIs that are served."""
+
+def dialects(keys: SigningKeys) -> tuple[Dialect, ...]:
+    """The APIs that are served."""
+    return OpenAIChat(), OpenAIResponses(keys), AnthropicMessages(keys)
+
+
+ANTHROPIC = "anthropic-version"
+"""Header that tells Anthropic's clients where they ask for what other APIs have, too."""
+REFUSAL = OpenAIChat().refusal
+"""Of what belongs to no dialect: sessions."""
 REPEATS = Counter("turnlog_gateway_repeats", "Requests answered with a turn that was recorded before")
 
+T = TypeVar("T")
 RECORD_BYTES = 1 << 20
 """Of a request to open or finish a session: what it says goes into one record, which holds far less than 8 MiB."""
 
@@ -79,9 +124,12 @@ class Gateway:
     harness: Harness
     images: ImageTokens | None
     owners: Owners | None
+    dialects: tuple[Dialect, ...]
+    least_group: int
+    """Rollouts of a group that the run's estimator needs."""
 
     @classmethod
-    async def assembled(cls, role: Role, url: str, connect: Callable[[str], Engine] = SGLang) -> Gateway:
+    async def assembled(cls, role: Role, url: str, connect: Callable[[str], Engine] | None = None) -> Gateway:
         """From settings and clients; `url`: as records name it.
         Raises ModelMissing, TemplateMissing, TopicMissing, NoRouting, ProfileError."""
         settings = role.settings
@@ -98,37 +146,61 @@ class Gateway:
             tokenizer_sha256=tokens.sha256,
             chat_template_sha256=template.sha256,
         )
-        prompts, engines = Prompts(tokens, template), Engines(connect)
+        prompts = Prompts(tokens, template)
+        connect = connect or functools.partial(SGLang, ca_file=settings.engine.ca_file)
+        engines = Engines(connect)
         own, answer_s = settings.gateway.own_url, settings.engine.request_timeout_s + 30.0
-        owners = Owners(url, answer_s=answer_s) if own else None
+        owners = Owners(url, answer_s=answer_s, ca_file=settings.gateway.ca_file) if own else None
+        shown = settings.gateway
+        limits = Limits(
+            life_s=shown.session_s, turns=shown.session_turns, turns_per_minute=shown.session_turns_per_minute
+        )
         images = image_tokens(folder, settings.gateway.max_image_pixels)
+        calls, thinking = formats_of(template.source, settings.gateway.tool_calls, settings.gateway.reasoning)
+        log.info("%s", _of_the_model(prompts, calls, thinking))
+        keys = SigningKeys(settings.gateway, Path(settings.run.directory))
+        sampler = Sampler(
+            engines=engines,
+            timeout_s=settings.engine.request_timeout_s,
+            end_of_turn=prompts.end_of_turn,
+            eos=tokens.eos,
+            vocabulary=tokens.vocabulary,
+            keyed=settings.engine.update == "in_place",
+        )
+        sides = side_engines(shown.side_engines, connect)
         return cls(
             role=role,
             url=url,
-            keys=SigningKeys(settings.gateway, Path(settings.run.directory)),
+            keys=keys,
             tail=tail,
             engines=engines,
-            sessions=Sessions(role.events, tail, Recovery(role.log, role.events, role.blobs), identity, owners),
+            sessions=Sessions(role.events, tail, Recovery(role.log, role.events, role.blobs), identity, owners, limits),
             turns=Turns(
                 planner=Planner(
                     prompts=prompts,
                     window=min(settings.engine.context, tokens.window),
                     history=settings.gateway.history,
-                    routing=routing_of(tokens.config, settings.gateway.routed_experts),
+                    constraints=settings.gateway.constraints,
+                    routing=routing_of(tokens.config, settings.gateway.routed_experts, settings.engine.update),
                     image_token=images.token if images else None,
+                    calls=calls,
+                    thinking=thinking,
                 ),
-                sampler=Sampler(
-                    engines=engines,
-                    timeout_s=settings.engine.request_timeout_s,
-                    end_of_turn=prompts.end_of_turn,
-                    eos=tokens.eos,
-                ),
+                sampler=sampler,
                 events=role.events,
                 blobs=role.blobs,
+                sides={
+                    pattern: dataclasses.replace(sampler, engines=each, keyed=False, policy=False)
+                    for pattern, each in sides.items()
+                },
             ),
             harness=harness(settings.gateway.harness),
             images=images,
             owners=owners,
+            dialects=dialects(keys),
+            least_group=fold_rules(
+                settings.fold, run_id="", settings_sha256="", methods=installed(settings.fold)
+            ).least_valid,
         )
 
     @asynccontextmanager
@@ -157,7 +229,8 @@ class Gateway:
             ready.cancel()
             task.cancel()
             await asyncio.gather(ready, task, return_exceptions=True)
-            await self.engines.close()
+            for engines in (self.engines, *(side.engines for side in self.turns.sides.values())):
+                await engines.close()
             if self.owners is not None:
                 await self.owners.close()
 
@@ -168,31 +241,37 @@ class Gateway:
         try:
             session = await self.sessions.find(claims)
         except OwnedElsewhere as other:
-            return self._passed_on(other, request, body)
-        asked = dialect.request(body, session.conversation.messages.read)
-        if pictures := asked.pictures:
-            asked = dataclasses.replace(asked, images=await self._admitted(pictures, session))
+            return self._passed_on(other, request, body, dialect.refusal)
+        asked = dialect.request(body, session.conversation)
+        if asked.pictures:
+            asked = await self._with_images(asked, session)
             session = await self.sessions.find(claims)  # the store took its time
         return TurnResponse(
             self._turn(session, asked, claims, request.headers),
             asked,
             dialect,
             session_id=session.id,
-            model=self.role.settings.model.name,
+            model=asked.model if self.turns.side(asked) else self.role.settings.model.name,
+            decode=self.turns.prompts.tokens.decode,
             keep_alive_s=self.role.settings.gateway.keep_alive_s,
         )
 
     async def _body(self, request: Request, most: int | None = None) -> bytes:
-        """After the token was looked at. Raises TooLarge."""
+        """After the token was looked at. Raises TooLarge, TooSlow."""
         setting = self.role.settings.gateway.max_body_bytes
         whole = most is None or setting < most
         remedy = "send less, or raise [gateway] max_body_bytes" if whole else "that is one record of the log: send less"
+        patience_s = self.role.settings.gateway.request_s
         try:
-            return await body_of(request, min(setting, most or setting), remedy)
+            async with asyncio.timeout(patience_s):
+                return await body_of(request, min(setting, most or setting), remedy)
+        except TimeoutError:
+            raise TooSlow(f"the body did not come within {patience_s:g} s: [gateway] request_s") from None
         except BodyTooLarge as error:
             raise TooLarge(str(error)) from None
 
-    async def _admitted(self, pictures: list[Picture], session: Session) -> dict[str, Admitted]:
+    async def _with_images(self, asked: TurnRequest, session: Session) -> TurnRequest:
+        """Raises ImagesNotServed, NotRecorded."""
         if self.images is None:
             raise ImagesNotServed(
                 f"{self.role.settings.model.name} takes no images: its folder names no image token and no rule for how "
@@ -200,9 +279,28 @@ class Gateway:
                 param="messages",
             )
         try:
-            return await self.images.admitted(pictures, session.conversation.shown, self.role.blobs)
+            admitted = await self.images.admitted(asked.pictures, session.conversation.shown, self.role.blobs)
         except BlobError as error:
             raise NotRecorded(f"the images could not be stored or read: {error}") from error
+        return dataclasses.replace(asked, images=admitted)
+
+    async def beside(self, dialect: Dialect, endpoint: Endpoint, request: Request) -> Response:
+        """What a dialect serves beside turns."""
+        try:
+            claims = self._claims(request)
+            body = await self._body(request)
+            try:
+                session = await self.sessions.find(claims)
+            except OwnedElsewhere as other:
+                return self._passed_on(other, request, body, dialect.refusal)
+
+            async def prompt_tokens(asked: TurnRequest) -> int:
+                asked = await self._with_images(asked, session) if asked.pictures else asked
+                return self.turns.planner.prompt_tokens(session, asked)
+
+            return await endpoint.answer(Asked(request, body, session, prompt_tokens))
+        except (GatewayError, LogError) as error:
+            return _refused(error, dialect.refusal)
 
     def _turn(self, session: Session, asked: TurnRequest, claims: Claims, headers: Mapping[str, str]) -> Running | Turn:
         key = headers.get("idempotency-key")
@@ -225,6 +323,7 @@ class Gateway:
             fallback=Sampling(),
             fresh=f"adhoc-{secrets.token_hex(12)}",
         )
+        self._check_group(wanted)
         opened = await self.sessions.open(wanted)
         claims = Claims(
             session_id=opened.session_id,
@@ -233,6 +332,7 @@ class Gateway:
             min_weight_version=wanted.min_weight_version,
             pin_weight_version=wanted.pin_weight_version,
             max_context_tokens=wanted.max_context_tokens,
+            max_turns=wanted.max_turns,
         )
         return answered(
             {
@@ -245,35 +345,71 @@ class Gateway:
             201,
         )
 
+    def _check_group(self, wanted: OpenRequest) -> None:
+        """Raises GroupTooSmall."""
+        if wanted.purpose is Purpose.train and wanted.group_size < self.least_group:
+            raise GroupTooSmall(
+                f"estimator {self.role.settings.fold.estimator!r} compares at least {self.least_group} rollouts of a "
+                f"group, and this one has {wanted.group_size}: name group_id and group_size, take [fold] estimator = "
+                "'reinforce', or open it with another purpose than train",
+                param="group_size",
+            )
+
+    async def reward(self, request: Request) -> Response:
+        """POST /sessions/{id}/reward: the first verdict counts."""
+
+        async def rewarded(session: Session, wanted: RewardRequest) -> Response:
+            return answered({"event_id": (await self.sessions.reward(session, wanted)).event_id}, 201)
+
+        return await self._about(request, reward_request, rewarded)
+
     async def finish(self, request: Request) -> Response:
         """POST /sessions/{id}/finish: idempotent."""
+
+        async def finished(session: Session, wanted: FinishRequest) -> Response:
+            if wanted.reward is not None:
+                await self.sessions.reward(session, wanted.reward)
+            return answered(_finished(await self.sessions.finish(session, wanted)))
+
+        return await self._about(request, finish_request, finished)
+
+    async def describe(self, request: Request) -> Response:
+        """GET /sessions/{id}."""
+
+        async def told(session: Session, _: bytes) -> Response:
+            return answered(session.description() | {"base_url": f"{self.url}/v1"})
+
+        return await self._about(request, bytes, told)
+
+    async def _about(
+        self, request: Request, read: Callable[[bytes], T], answer: Callable[[Session, T], Awaitable[Response]]
+    ) -> Response:
+        """A request about the session that its path names: read before the session is looked for, so that a malformed
+        one takes nothing over."""
         claims = self._claims_of_path(request)
         body = await self._body(request, RECORD_BYTES)
-        wanted = finish_request(body)
+        wanted = read(body)
         try:
             session = await self.sessions.find(claims)
         except OwnedElsewhere as other:
             return self._passed_on(other, request, body)
-        return answered(_finished(await self.sessions.finish(session, wanted)))
-
-    async def describe(self, request: Request) -> Response:
-        """GET /sessions/{id}."""
-        try:
-            session = await self.sessions.find(self._claims_of_path(request))
-        except OwnedElsewhere as other:
-            return self._passed_on(other, request, b"")
-        return answered(session.description() | {"base_url": f"{self.url}/v1"})
+        return await answer(session, wanted)
 
     async def models(self, request: Request) -> Response:
-        """GET /v1/models."""
+        """GET /v1/models and /v1/models/NAME: whatever name a client has for it, it is the policy."""
         self._claims(request)
-        name = self.role.settings.model.name
-        return answered(
-            {"object": "list", "data": [{"id": name, "object": "model", "created": 0, "owned_by": "turnlog"}]}
-        )
+        policy = self.role.settings.model.name
+        name = request.path_params.get("name", policy)
+        one: dict[str, object] = {"id": name, "object": "model", "created": 0, "owned_by": "turnlog"}
+        page: dict[str, object] = {"object": "list"}
+        if ANTHROPIC in request.headers:
+            one = {"id": name, "type": "model", "display_name": policy, "created_at": "1970-01-01T00:00:00Z"}
+            page = {"has_more": False, "first_id": name, "last_id": name}
+        return answered(one if "name" in request.path_params else {"data": [one], **page})
 
     def _claims(self, request: Request) -> Claims:
-        return verify(bearer(request.headers.get("authorization")), *self.keys.accepted)
+        credential = bearer(request.headers.get("authorization")) or request.headers.get("x-api-key", "")
+        return verify(credential, *self.keys.accepted)
 
     def _claims_of_path(self, request: Request) -> Claims:
         claims = self._claims(request)
@@ -281,9 +417,16 @@ class Gateway:
             raise Unauthorized("the token belongs to another session")
         return claims
 
-    def _passed_on(self, other: OwnedElsewhere, request: Request, body: bytes) -> Response:
+    def _passed_on(
+        self, other: OwnedElsewhere, request: Request, body: bytes, refusal: Callable[[GatewayError], bytes] = REFUSAL
+    ) -> Response:
         assert self.owners is not None, "nobody else was asked"
-        return self.owners.passed_on(other, request, body)
+        return self.owners.passed_on(other, request, body, refusal)
+
+
+async def described(_: Request) -> Response:
+    """GET /openapi.json."""
+    return answered(document())
 
 
 def _finished(event: SessionFinished) -> dict[str, object]:
@@ -307,7 +450,7 @@ CLIENT_CLOSED = 499
 def front(gateway: Gateway) -> ASGIApp:
     """The ASGI application. Turns pass by routing and exception stacks, which cost half of what is left."""
     app = build(gateway)
-    dialects = {dialect.path: dialect for dialect in DIALECTS}
+    dialects = {dialect.path: dialect for dialect in gateway.dialects}
 
     async def served(scope: Scope, receive: Receive, send: Send) -> None:
         dialect = dialects.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
@@ -328,9 +471,9 @@ def front(gateway: Gateway) -> ASGIApp:
 def build(gateway: Gateway) -> Starlette:
     """Every endpoint."""
 
-    async def refused(_: Request, error: Exception) -> Response:
+    async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, GatewayError | LogError)
-        return _refused(error)
+        return _refused(error, AnthropicMessages.refusal if ANTHROPIC in request.headers else REFUSAL)
 
     async def left(_: Request, __: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED)
@@ -339,18 +482,40 @@ def build(gateway: Gateway) -> Starlette:
         assert isinstance(error, HTTPException)
         return JSONResponse({"detail": error.detail}, error.status_code, error.headers)
 
-    turns = (Route(each.path, functools.partial(gateway.turn, each), methods=["POST"]) for each in DIALECTS)
+    turns = (Route(each.path, functools.partial(gateway.turn, each), methods=["POST"]) for each in gateway.dialects)
+    beside = (
+        Route(one.path, functools.partial(gateway.beside, each, one), methods=[one.method])
+        for each in gateway.dialects
+        for one in each.endpoints()
+    )
     return Starlette(
         routes=[
             Route("/sessions", gateway.open, methods=["POST"]),
             Route("/sessions/{session_id}", gateway.describe, methods=["GET"]),
             Route("/sessions/{session_id}/finish", gateway.finish, methods=["POST"]),
+            Route("/sessions/{session_id}/reward", gateway.reward, methods=["POST"]),
+            Route("/openapi.json", described, methods=["GET"]),
             *turns,
+            *beside,
             Route("/v1/models", gateway.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", gateway.models, methods=["GET"]),
             *application(gateway.role.health).routes,
         ],
         exception_handlers={GatewayError: refused, LogError: refused, ClientDisconnect: left, HTTPException: unknown},
     )
+
+
+def _of_the_model(prompts: Prompts, calls: CallFormat | None, thinking: Marks | None) -> str:
+    """What a gateway makes of a chat template: a wrong guess, and what costs tokens, is seen at its start."""
+    kinds = prompts.appended()
+    told = {
+        "tool calls": [calls.marks.opening] if calls else [],
+        "reasoning": [thinking.opening] if thinking else [],
+        "appended": [kind for kind, appended in kinds.items() if appended],
+        "rendered anew": [kind for kind, appended in kinds.items() if not appended],
+    }
+    said = (f"{name}: {', '.join(found) or 'none'}" for name, found in told.items())
+    return f"chat template {prompts.template.sha256[:12]}: {'; '.join(said)}"
 
 
 async def main(role: Role) -> None:
@@ -358,7 +523,8 @@ async def main(role: Role) -> None:
     settings = role.settings.gateway
     with contextlib.closing(listening(settings.host, settings.port, "[gateway] host or port")) as listener:
         port = listener.getsockname()[1]
-        own = settings.own_url.rstrip("/") or settings.url or f"http://{settings.host}:{port}"
+        scheme = "https" if settings.certificate_file else "http"
+        own = settings.own_url.rstrip("/") or settings.url or f"{scheme}://{settings.host}:{port}"
         gateway = await Gateway.assembled(role, own)
         async with gateway.current() as following, serving(gateway, listener):
             role.health.started()
@@ -374,7 +540,10 @@ async def main(role: Role) -> None:
 async def serving(gateway: Gateway, listener: socket.socket) -> AsyncIterator[None]:
     """Serve on an open socket while the block runs; leaving waits for running turns."""
     longest = math.ceil(drain_s("gateway", gateway.role.settings))
-    server = QuietServer(configured(front(gateway), timeout_graceful_shutdown=longest))
+    shown = gateway.role.settings.gateway
+    tls = tls_context(shown.certificate_file, shown.key_file, "gateway")
+    served = configured(front(gateway), timeout_graceful_shutdown=longest, tls=tls, head_s=shown.request_s)
+    server = QuietServer(served)
     try:
         async with server.running(listener):
             yield
@@ -382,8 +551,9 @@ async def serving(gateway: Gateway, listener: socket.socket) -> AsyncIterator[No
         await gateway.sessions.drain()
 
 
-def _refused(error: GatewayError | LogError, body: Callable[[GatewayError], bytes] = DIALECTS[0].refusal) -> Response:
+def _refused(error: GatewayError | LogError, body: Callable[[GatewayError], bytes] = REFUSAL) -> Response:
     if isinstance(error, LogError):
         error = NotRecorded(f"the log could not be read or written: {error}")
     ERRORS.labels(error.code).inc()
-    return Response(body(error), error.status, media_type="application/json")
+    headers = {name.decode(): value.decode() for name, value in retry_headers(error)}
+    return Response(body(error), error.status, headers, media_type="application/json")

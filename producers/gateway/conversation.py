@@ -24,7 +24,7 @@ from turnlog.processors.core.token_tree import common
 from turnlog.processors.core.turns import Ids
 from turnlog.producers.gateway.images import within
 from turnlog.producers.gateway.messages import Message, joined, listed, message
-from turnlog.schemas.events.turns import FinishReason, ImageRef, TokenSnapshot, TurnCompleted
+from turnlog.schemas.events.turns import CUT_OFF, FinishReason, ImageRef, TokenSnapshot, TurnCompleted
 from turnlog.schemas.types import BlobRef, TurnId, pack_int32s
 
 if TYPE_CHECKING:
@@ -183,15 +183,16 @@ class MessageTree:
         self.start = Said(None, b"", None, None)
         self._said: dict[bytes, Said] = {}
 
-    def read(self, raw: Any) -> tuple[Message, ...]:
-        """The messages of a request. Raises BadRequest naming the message."""
+    def read(self, raw: Any, places: Sequence[str] | None = None) -> tuple[Message, ...]:
+        """The messages of a request. `places`: what the client calls each; else it is messages[N]. Raises BadRequest
+        naming the message."""
         read: list[Message] = []
         said: Said | None = self.start
         for index, one in enumerate(listed(raw)):
             after = said.next if said is not None else None
             # Only calls hold values that are equal in Python and not in JSON, as 1 and true.
             if after is None or one != after.raw or ("tool_calls" in one and _json(one) != _json(after.raw)):
-                this = message(one, f"messages[{index}]")
+                this = message(one, places[index] if places else f"messages[{index}]")
                 after = self._said.get(_link(said, this)) if said is not None else None
                 if said is not None and after is not None and not this.pictures:  # their bytes are kept in the store
                     said.next, after.raw, after.message = after, one, this
@@ -231,10 +232,6 @@ def _link(above: Said, one: Message) -> bytes:
     return hashlib.blake2b(above.chain + one.digest, digest_size=16).digest()
 
 
-CUT_OFF = frozenset({FinishReason.abort, FinishReason.error})
-"""Ends of turns that are not all of what the policy would have said."""
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class Turn:
     """One recorded turn. Its tokens are the first `total` ids of the line to its strand: prompt, then output."""
@@ -250,9 +247,13 @@ class Turn:
     response_raw: dict[str, Any]
     response: Message
     finish_reason: FinishReason
+    stopped_by: str | None
     aborted: bool
     cached_tokens: int
     output_tokens: int
+    reasoning_tokens: int = 0
+    logprobs: bytes
+    """Of the output, little-endian float32, as recorded."""
     versions: tuple[int, int]
     """Weight version of the first and of the last output token."""
     total: int
@@ -286,8 +287,10 @@ class Turn:
         new: tuple[Message, ...],
         response_raw: dict[str, Any],
     ) -> Turn:
-        """The turn that two records tell of, just written or read back. `parent`: what its tokens are stored against;
-        `hashed`: over prompt + output."""
+        """The turn that two records tell of, just written or read back, payloads inline. `parent`: what its tokens are
+        stored against; `hashed`: over prompt + output."""
+        logprobs = snapshot.output_logprobs
+        assert isinstance(logprobs, bytes)
         return cls(
             id=completed.turn,
             base=base,
@@ -299,9 +302,12 @@ class Turn:
             response_raw=response_raw,
             response=message(response_raw, "response"),
             finish_reason=completed.finish_reason,
+            stopped_by=completed.stopped_by,
             aborted=completed.aborted,
             cached_tokens=completed.cached_tokens,
             output_tokens=completed.output_tokens,
+            reasoning_tokens=completed.reasoning_tokens,
+            logprobs=logprobs,
             versions=(completed.weight_version_first, completed.weight_version_last),
             hashed=hashed,
             boundary_reason=snapshot.boundary_reason,
@@ -324,6 +330,11 @@ class Turn:
     def place(self) -> Place:
         """Where its tokens end."""
         return Place(self.strand, self.total)
+
+    @property
+    def output(self) -> Ids:
+        """The sampled ids."""
+        return line(self.place)[self.prompt_tokens :]
 
     @property
     def last(self) -> int:
@@ -364,19 +375,21 @@ class Conversation:
         self.strands = Strands()
         self.shown: dict[str, BlobRef] = {}
         """Every image of a recorded turn, by sha256."""
+        self.deleted: set[TurnId] = set()
+        """By a client: this gateway shows them no more."""
         self._requested: dict[str, list[Turn]] = {}
         """By sha256 of the request's body."""
         self._covered = False
 
-    def base_of(self, messages: Sequence[Message]) -> tuple[Turn | None, int]:
-        """The turn whose messages and response are a prefix of `messages`, longest first, then the latest; and that
-        prefix's length."""
+    def base_of(self, messages: Sequence[Message], named: TurnId | None = None) -> tuple[Turn | None, int]:
+        """The turn whose messages and response are a prefix of `messages`: the one that is named, else the longest
+        such, then the latest; and that prefix's length."""
         passed = [(said, length) for length, said in enumerate(self.messages.passed(messages), 1) if said.answers]
         for said, length in reversed(passed):
             for turn in reversed(said.answers):
-                if _reasoning_agrees(turn, messages[:length]):
+                if named in (None, turn.id) and _reasoning_agrees(turn, messages[:length]):
                     return turn, length
-        return None, 0
+        return self.base_of(messages) if named is not None else (None, 0)
 
     def tokens(self, turn: Turn) -> Ids:
         """Prompt + output."""

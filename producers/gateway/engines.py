@@ -15,7 +15,8 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence, Set
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,11 +24,21 @@ import numpy as np
 from numpy.typing import NDArray
 from prometheus_client import Counter, Histogram
 
-from turnlog.infra.engine import Engine, EngineAborted, EngineDead, EngineImage, EngineRefused, Generate, Piece, SGLang
+from turnlog.infra.engine import (
+    Engine,
+    EngineAborted,
+    EngineDead,
+    EngineImage,
+    EngineRefused,
+    Generate,
+    Grammar,
+    Piece,
+    SGLang,
+)
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Log, Partition
-from turnlog.processors.core.experts import own_rows
-from turnlog.producers.gateway import EngineFailed, NoEngine
+from turnlog.processors.core.experts import own_rows, routing_of_model
+from turnlog.producers.gateway import EngineFailed, NoEngine, VersionGone
 from turnlog.schemas import UndecodableRecord, ids
 from turnlog.schemas.events import Event
 from turnlog.schemas.events.tasks import Sampling
@@ -37,9 +48,6 @@ from turnlog.schemas.topics import ENGINES
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 ENGINE_S = Histogram("turnlog_gateway_engine_seconds", "One engine call", ("engine",), buckets=SECONDS)
 RESUBMITTED = Counter("turnlog_gateway_resubmitted", "Engine calls continued elsewhere or after an abort", ("cause",))
-
-EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
-"""How configurations of Qwen, DeepSeek and Mixtral models say how many experts a layer has."""
 
 
 class NoRouting(Exception):
@@ -99,11 +107,10 @@ class TurnRows:
             )
 
 
-def routing_of(config: Mapping[str, Any], wanted: str) -> Routing | None:
-    """The routing that [gateway] routed_experts asks for of a model with this config.json. Raises NoRouting."""
-    text = config.get("text_config") or config
-    experts = max(int(text.get(name) or 0) for name in EXPERT_COUNTS)
-    layers, top_k = int(text.get("num_hidden_layers") or 0), int(text.get("num_experts_per_tok") or 0)
+def routing_of(config: Mapping[str, Any], wanted: str, update: str) -> Routing | None:
+    """The routing that [gateway] routed_experts asks for of a model with this config.json; `update`: see [engine].
+    Raises NoRouting."""
+    experts, top_k, layers = routing_of_model(config)
     if min(experts, layers, top_k) < 1:
         if wanted == "on":
             raise NoRouting(
@@ -111,12 +118,15 @@ def routing_of(config: Mapping[str, Any], wanted: str) -> Routing | None:
                 f"{layers} layers: set it to auto or off, or [model] path to a mixture of experts"
             )
         return None
-    return None if wanted == "off" else Routing(layers, top_k, required=wanted == "on")
+    mixed = update in ("retract", "in_place")  # what meets new weights would have experts of both
+    return None if wanted == "off" or mixed else Routing(layers, top_k, required=wanted == "on")
 
 
 log = logging.getLogger(__name__)
 
 REST_S, LONGEST_REST_S = 0.5, 15.0
+SILENCE_S = 2.0
+"""After which an engine is asked for a sign of life, and within which it must give one."""
 OVERLOAD = 32
 """Requests in flight beyond the least loaded engine's at which a session leaves its own engine."""
 
@@ -135,6 +145,45 @@ class LiveEngine:
     failed_at: float = float("-inf")
     """When the breaker opened last, by the clock of Engines; requests that began before are of that outage."""
     rests_until: float = float("-inf")
+    heard: float = 0.0
+    """Event loop time of the last sign of life."""
+    calls: set[asyncio.Timeout] = field(default_factory=set)
+    """By which running requests are given up."""
+    listening: asyncio.Task[None] | None = None
+
+    @asynccontextmanager
+    async def heard_of(self) -> AsyncIterator[None]:
+        """Raises EngineDead in the block once the engine is silent: a process that is stopped, or a host that is gone,
+        keeps its connections."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(None) as call:
+                self.heard = loop.time()
+                self.calls.add(call)
+                self.in_flight += 1
+                if self.listening is None or self.listening.done():
+                    self.listening = asyncio.create_task(self._listen(loop))
+                try:
+                    yield
+                finally:
+                    self.in_flight -= 1
+                    self.calls.discard(call)
+        except TimeoutError:
+            raise EngineDead(f"{self.url} is silent: no answer to GET /model_info in {SILENCE_S:g} s") from None
+
+    async def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
+        """While requests run, ask for a sign of life after each silence."""
+        while self.calls:
+            if (left := self.heard + SILENCE_S - loop.time()) > 0:
+                await asyncio.sleep(left)
+                continue
+            try:
+                await self.client.alive(timeout_s=SILENCE_S)
+            except EngineDead:
+                for call in self.calls:
+                    call.reschedule(loop.time())
+                return
+            self.heard = loop.time()
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +197,17 @@ class Wanted:
         """Whether the engine serves, with weights that fit."""
         fits = engine.version >= self.least if self.pinned is None else engine.version == self.pinned
         return engine.state == "serving" and fits
+
+    def gone(self, engines: Collection[LiveEngine]) -> bool:
+        """Whether no engine will have them again: all have later ones."""
+        there = [engine.version for engine in engines if engine.state != "gone"]
+        return self.pinned is not None and bool(there) and min(there) > self.pinned
+
+    def check(self, piece: Piece) -> None:
+        """Raises VersionGone for tokens of other weights than the pinned: they were changed under the request."""
+        other = [label for label, _ in piece.versions if self.pinned is not None and label != str(self.pinned)]
+        if other:
+            raise VersionGone(f"the engine's weights became version {other[0]} in the middle of a turn of {self}")
 
     def __str__(self) -> str:
         return f"weight version >= {self.least}" if self.pinned is None else f"weight version {self.pinned} exactly"
@@ -183,6 +243,8 @@ class Engines:
             awake = [engine for engine in able if engine.rests_until <= now]
             if awake:
                 return self._preferred(session_id, awake)
+            if wanted.gone(self.live.values()):
+                raise VersionGone(f"{self._why(wanted, 0)}, and weights do not go back")
             if now >= deadline:
                 raise NoEngine(self._why(wanted, timeout_s))
             rest = min((engine.rests_until for engine in able), default=deadline)
@@ -206,6 +268,8 @@ class Engines:
     async def close(self) -> None:
         """Release every client."""
         for engine in self.live.values():
+            if engine.listening is not None:
+                engine.listening.cancel()
             await engine.client.close()
 
     def _preferred(self, session_id: str, engines: list[LiveEngine]) -> LiveEngine:
@@ -227,6 +291,16 @@ class Engines:
                 await self._changed.wait()
         except TimeoutError:
             return
+
+
+def side_engines(specs: Sequence[str], connect: Callable[[str], Engine]) -> dict[str, Engines]:
+    """[gateway] side_engines: those of each pattern. Nobody reports of them: they serve until they are found dead."""
+    found: dict[str, Engines] = {}
+    for pattern, _, url in (one.partition("=") for one in specs):
+        named = f"side/{url}"
+        engines = found.setdefault(pattern, Engines(connect))
+        engines.live[named] = LiveEngine(named, url, "serving", -1, connect(url))
+    return found
 
 
 async def follow(engines: Engines, log_: Log, events: EventLog, *, current: asyncio.Event) -> None:
@@ -285,6 +359,12 @@ class Sampler:
     end_of_turn: int | None
     eos: frozenset[int] = frozenset()
     """Ids at which engines stop unasked."""
+    vocabulary: int = 2**31
+    """Ids of the model: one from here on is no answer, and would be no prompt."""
+    keyed: bool = False
+    """Engines keep the cache of old weights ([engine] update = in_place): requests share it by weight version alone."""
+    policy: bool = True
+    """False: of side engines, whose weights have no version here."""
 
     async def sample(
         self,
@@ -299,8 +379,12 @@ class Sampler:
         progress: Callable[[list[int]], None],
         experts: TurnRows | None = None,
         images: tuple[EngineImage, ...] = (),
+        stop: tuple[str, ...] = (),
+        grammar: Grammar | None = None,
+        stopped: Callable[[list[int]], bool] = lambda _: False,
     ) -> Draft:
-        """The turn's output; `progress` is told of new ids. Raises EngineFailed, NoEngine when there is no token."""
+        """The turn's output; `progress` is told of new ids, `stopped` whether an output holds one of `stop`, also where
+        one call gave its beginning and another its end. Raises EngineFailed, NoEngine when there is no token."""
         loop = asyncio.get_running_loop()
         draft = Draft(loop.time())
         stops = dict.fromkeys((*sampling.stop_token_ids, *([] if self.end_of_turn is None else [self.end_of_turn])))
@@ -314,17 +398,22 @@ class Sampler:
                     temperature=sampling.temperature,
                     max_new_tokens=max_new_tokens - len(draft.ids),
                     stop_token_ids=tuple(stops),
+                    stop=stop,
+                    grammar=grammar,
                     experts_from=experts.next if experts is not None else None,
                     images=images,
+                    cache_key=str(engine.version) if self.keyed else "",
                 )
-                await self._call(engine, request, draft, stream, gone, progress, experts, max(1.0, left))
-                draft.finish = _ended(draft, self.eos.union(stops), max_new_tokens)
+                await self._call(engine, request, draft, wanted, stream, gone, progress, experts, max(1.0, left))
+                draft.finish = _ended(draft, self.eos.union(stops), max_new_tokens, stopped)
                 if draft.finish in ("stop", "length") and experts is not None:
                     experts.demand(len(prompt) + len(draft.ids))
                 if draft.finish in ("stop", "length") or (draft.finish == "abort" and gone.is_set()):
                     return draft
+                if grammar is not None and draft.ids:
+                    raise EngineAborted("cut off under a grammar, which engines begin anew: ask again")
                 RESUBMITTED.labels(draft.finish).inc()
-            raise EngineAborted(f"cut off {RESUBMISSIONS} times; do weight updates pause with mode `retract`?")
+            raise EngineAborted(f"cut off {RESUBMISSIONS} times: publish weights less often ([trainer] publish_every)")
         except (EngineRefused, EngineAborted, NoEngine) as error:
             failure = error if isinstance(error, NoEngine) else EngineFailed(f"engine {draft.engine_id}: {error}")
             if not draft.ids:
@@ -346,43 +435,57 @@ class Sampler:
         engine: LiveEngine,
         request: Generate,
         draft: Draft,
+        wanted: Wanted,
         stream: bool,
         gone: asyncio.Event,
         progress: Callable[[list[int]], None],
         experts: TurnRows | None,
         timeout_s: float,
     ) -> None:
-        """One engine call into the draft. Raises EngineRefused."""
+        """One engine call into the draft. Raises EngineRefused, VersionGone."""
         loop = asyncio.get_running_loop()
         begun, began, before = loop.time(), self.engines.clock(), len(draft.ids)
         labels: tuple[tuple[str, int], ...] = ()
         rows: bytes | None = None
         watch = asyncio.create_task(_abort_when_gone(gone, engine, request.rid))
-        engine.in_flight += 1
         try:
-            async for piece in engine.client.generate(request, stream=stream, timeout_s=timeout_s):
-                if len(draft.ids) - before + len(piece.ids) > request.max_new_tokens:
-                    raise EngineRefused(
-                        f"more than the {request.max_new_tokens} tokens that {engine.url} was asked for: it ignores "
-                        "sampling_params.max_new_tokens; serve with an engine that keeps it"
-                    )
-                _check_labels(piece, engine)
-                self._add(draft, piece, loop.time())
-                labels = piece.versions or labels
-                rows = piece.experts
-                progress(piece.ids)
-                draft.finish = piece.finish or ""
+            async with engine.heard_of():
+                async for piece in engine.client.generate(request, stream=stream, timeout_s=timeout_s):
+                    engine.heard = loop.time()
+                    self._check(piece, engine, request, len(draft.ids) - before)
+                    wanted.check(piece)
+                    self._add(draft, piece, loop.time())
+                    labels = piece.versions or labels
+                    rows = piece.experts
+                    progress(piece.ids)
+                    draft.finish = piece.finish or ""
             self.engines.served(engine)
         except EngineDead as error:
             draft.finish = "dead"
             self.engines.failed(engine, began, error)
         finally:
             watch.cancel()
-            engine.in_flight -= 1
             ENGINE_S.labels(engine.id).observe(loop.time() - begun)
-            _extend(draft.spans, _spans(labels, len(draft.ids) - before, engine))
+            kv = int(request.cache_key) if request.cache_key else None
+            if self.policy:
+                _extend(draft.spans, _spans(labels, len(draft.ids) - before, engine, kv))
         if experts is not None and rows is not None:
             experts.take(rows, len(request.input_ids) + len(draft.ids) - before)
+
+    def _check(self, piece: Piece, engine: LiveEngine, request: Generate, sampled: int) -> None:
+        """`sampled`: tokens of the request before the piece. Raises EngineRefused, EngineDead."""
+        if sampled + len(piece.ids) > request.max_new_tokens:
+            raise EngineRefused(
+                f"more than the {request.max_new_tokens} tokens that {engine.url} was asked for: it ignores "
+                "sampling_params.max_new_tokens; serve with an engine that keeps it"
+            )
+        if max(piece.ids, default=0) >= self.vocabulary:
+            raise EngineRefused(
+                f"token {max(piece.ids)} is outside the vocabulary of {self.vocabulary}: [model] path is not the model "
+                f"that {engine.url} serves"
+            )
+        if self.policy:
+            _check_labels(piece, engine)
 
     def _add(self, draft: Draft, piece: Piece, now: float) -> None:
         if piece.ids and not draft.ids:
@@ -392,10 +495,10 @@ class Sampler:
         draft.cached_tokens = max(draft.cached_tokens, piece.cached_tokens)
 
 
-def _ended(draft: Draft, ends: Set[int], max_new_tokens: int) -> str:
+def _ended(draft: Draft, ends: Set[int], max_new_tokens: int, stopped: Callable[[list[int]], bool]) -> str:
     """How the draft ended: what an abort or a death found finished is finished."""
     if draft.finish in ("abort", "dead"):
-        if draft.ids and draft.ids[-1] in ends:
+        if draft.ids and (draft.ids[-1] in ends or stopped(draft.ids)):
             return "stop"
         if len(draft.ids) >= max_new_tokens:
             return "length"
@@ -425,9 +528,14 @@ def _check_labels(piece: Piece, engine: LiveEngine) -> None:
     )
 
 
-def _spans(labels: Sequence[tuple[str, int]], count: int, engine: LiveEngine) -> list[VersionSpan]:
-    """Version spans of one call's tokens. Raises EngineRefused for an engine that never said."""
-    spans = [VersionSpan(int(label), length) for label, length in labels if length]
+def _spans(
+    labels: Sequence[tuple[str, int]], count: int, engine: LiveEngine, kv: int | None = None
+) -> list[VersionSpan]:
+    """Version spans of one call's tokens; `kv`: of the weights that computed what is cached. Raises EngineRefused for
+    an engine that never said."""
+    spans = [
+        VersionSpan(int(label), length, None if kv in (None, int(label)) else kv) for label, length in labels if length
+    ]
     missing = count - sum(span.length for span in spans)
     if missing < 0:
         raise EngineRefused(f"version spans {labels} cover more than the {count} tokens that were sampled")
@@ -440,7 +548,7 @@ def _spans(labels: Sequence[tuple[str, int]], count: int, engine: LiveEngine) ->
 
 def _extend(spans: list[VersionSpan], more: Sequence[VersionSpan]) -> None:
     for span in more:
-        if spans and spans[-1].version == span.version:
-            spans[-1] = VersionSpan(span.version, spans[-1].length + span.length)
+        if spans and (spans[-1].version, spans[-1].kv_version) == (span.version, span.kv_version):
+            spans[-1] = VersionSpan(span.version, spans[-1].length + span.length, span.kv_version)
         else:
             spans.append(span)

@@ -1,23 +1,26 @@
 """Chat messages made comparable: what a client echoes must be found again although its shape has changed.
 
-A string equals one text block; None, "" and [] are equal; tool arguments are compared parsed with sorted keys; call ids
-and indexes, cache marks and billing lines do not count. Reasoning that an echo leaves out matches any. A policy's text
-has its tool calls as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen).
+A string equals one text block; None, "" and [] are equal; tool arguments are compared parsed with sorted keys, numbers
+by value; call ids and indexes, cache marks and billing lines do not count. Reasoning that an echo leaves out matches
+any.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
 
 from turnlog.producers.gateway import BadRequest
 from turnlog.producers.gateway.images import Picture, picture
+from turnlog.producers.gateway.parsers.parser import Call, Part, Reasoning, Text
+from turnlog.schemas.ids import call_id
 from turnlog.schemas.json_depth import deeper_than
+from turnlog.schemas.types import TurnId
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 BILLING = "x-anthropic-billing-header:"
@@ -42,6 +45,29 @@ def listed(raw: Any) -> list[Any]:
     if not isinstance(raw, list) or not raw:
         raise BadRequest("messages must be a list of at least one message", param="messages")
     return raw
+
+
+def in_call_order(raw: list[Any]) -> list[Any]:
+    """Messages as they came, the results behind each assistant's message in the order of the calls that they answer:
+    most templates print no ids, so that their order alone tells a model which is whose. A result without an id, or
+    with one that is none of these calls', stays at its place."""
+    ordered = list(raw)
+    for at, one in enumerate(raw):
+        calls = one.get("tool_calls") if isinstance(one, dict) else None
+        if not isinstance(calls, list) or len(calls) < 2:
+            continue
+        ids = [call.get("id") if isinstance(call, dict) else None for call in calls]
+        order = {named: index for index, named in enumerate(ids) if isinstance(named, str)}
+        run = itertools.takewhile(lambda place: _is_result(raw[place]), range(at + 1, len(raw)))
+        answers = [(raw[place].get("tool_call_id"), place) for place in run]
+        found = [(order[named], place) for named, place in answers if isinstance(named, str) and named in order]
+        for (_, place), (_, result) in zip(found, sorted(found), strict=True):
+            ordered[place] = raw[result]
+    return ordered
+
+
+def _is_result(raw: Any) -> bool:
+    return isinstance(raw, dict) and raw.get("role") == "tool"
 
 
 def normalised(raw: Any) -> tuple[Message, ...]:
@@ -78,6 +104,22 @@ def joined(prefill: Message, response: Mapping[str, Any]) -> tuple[dict[str, Any
     if prefill.reasoning:
         raw["reasoning_content"] = prefill.reasoning
     return raw, message(raw, "response")
+
+
+def with_ids(messages: Sequence[Message], ids: Callable[[str, int, str], str]) -> list[Message]:
+    """Messages whose calls and results have the ids that a chat template is to show: see CallFormat."""
+    shown: dict[str, str] = {}
+    rewritten, before = [], itertools.count()
+    for one in messages:
+        template = dict(one.template)
+        if calls := template.get("tool_calls"):
+            new = [ids(call["function"]["name"], next(before), str(call.get("id", ""))) for call in calls]
+            shown |= {str(call.get("id")): named for call, named in zip(calls, new, strict=True)}
+            template["tool_calls"] = [{**call, "id": named} for call, named in zip(calls, new, strict=True)]
+        if given := str(template.get("tool_call_id", "")):
+            template["tool_call_id"] = shown.get(given) or ids("", 0, given)
+        rewritten.append(replace(one, template=template))
+    return rewritten
 
 
 def system_digest(messages: Sequence[Message]) -> str:
@@ -136,7 +178,16 @@ def _calls(raw: Any, where: str) -> list[dict[str, Any]]:
 
 def _canonical(function: dict[str, Any]) -> list[str]:
     """Name and arguments, these as a text of their own: so they may be as deep as a whole body."""
-    return [function["name"], orjson.dumps(function["arguments"], option=orjson.OPT_SORT_KEYS).decode()]
+    return [function["name"], orjson.dumps(_numbers(function["arguments"]), option=orjson.OPT_SORT_KEYS).decode()]
+
+
+def _numbers(value: Any) -> Any:
+    """A JSON value with 1.0 as 1: a client that parses arguments, as JavaScript does, cannot tell them apart."""
+    if isinstance(value, dict):
+        return {name: _numbers(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_numbers(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
 
 
 def _arguments(function: dict[str, Any]) -> Any:
@@ -150,59 +201,34 @@ def _arguments(function: dict[str, Any]) -> Any:
     return parsed if isinstance(parsed, dict) else arguments.strip()
 
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-BLOCK = re.compile(re.escape(OPEN) + r"(.*?)" + re.escape(CLOSE), re.DOTALL)
+def response_of(parts: Sequence[Part], named: Callable[[int], str]) -> dict[str, Any]:
+    """The assistant's message that an output's parts make; `named`: the id of its n-th call."""
+    calls = [one for one in parts if isinstance(one, Call)]
+    content = "".join(one.text for one in parts if isinstance(one, Text))
+    response: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
+    if reasoning := "".join(one.text for one in parts if isinstance(one, Reasoning)):
+        response["reasoning_content"] = reasoning
+    if calls:
+        response["tool_calls"] = [call_in(named(at), one) for at, one in enumerate(calls)]
+    return response
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call; `arguments` is compact JSON text."""
-
-    name: str
-    arguments: str
-
-
-def split_calls(text: str) -> tuple[str, tuple[Call, ...]]:
-    """(content, calls). What is not a well-formed call, or is nested too deeply, stays in the content: nothing that was
-    sampled is lost, or a failure."""
-    content, at = "", 0
-    calls: list[Call] = []
-    for match in BLOCK.finditer(text):
-        call = _call(match[1])
-        if call is None:
-            continue
-        outside = text[at : match.start()]
-        content += outside.strip() if calls else outside.rstrip()
-        calls.append(call)
-        at = match.end()
-    if not calls:
-        return text, ()
-    return content + text[at:].strip(), tuple(calls)
+def parts_of(response: Mapping[str, Any]) -> list[Part]:
+    """The parts of a recorded response."""
+    parts: list[Part] = []
+    if reasoning := response.get("reasoning_content"):
+        parts.append(Reasoning(reasoning))
+    if content := response.get("content"):
+        parts.append(Text(content))
+    calls = (call["function"] for call in response.get("tool_calls") or ())
+    return [*parts, *(Call(call["name"], call["arguments"]) for call in calls)]
 
 
-def settled(text: str) -> int:
-    """How many characters of a growing text are content, whatever comes: none of a call that may be beginning, nor
-    white space that a call would take away."""
-    at = text.find(OPEN)
-    if at < 0:
-        at = len(text)
-        for size in range(min(len(OPEN) - 1, at), 0, -1):
-            if text.endswith(OPEN[:size]):
-                at -= size
-                break
-    return len(text[:at].rstrip())
+def id_of_call(session_id: str, turn: TurnId, at: int) -> str:
+    """Of the at-th call of a turn's answer."""
+    return call_id(session_id, turn.epoch, turn.index, at, "agent")
 
 
-def _call(body: str) -> Call | None:
-    if deeper_than(body):
-        return None
-    try:
-        value = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return None
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
-    arguments = value.get("arguments", {})
-    if isinstance(arguments, str):
-        return Call(value["name"], arguments)
-    return Call(value["name"], orjson.dumps(arguments).decode()) if isinstance(arguments, dict) else None
+def call_in(named: str, call: Call) -> dict[str, Any]:
+    """A call as a message has it."""
+    return {"id": named, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
 import httpcore
@@ -17,7 +18,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from turnlog.producers.gateway import ERRORS, EpochLost
+from turnlog.infra.roles.tls import trusting
+from turnlog.producers.gateway import ERRORS, EpochLost, GatewayError
 
 LOOK_S = 2.0
 """An owner that gives no sign of life for so long is gone; a zombie's turns do not count (its epoch is over)."""
@@ -43,11 +45,15 @@ class OwnedElsewhere(Exception):
 class Owners:
     """Gateways by the addresses that they wrote into sessions."""
 
-    def __init__(self, own_url: str, *, answer_s: float) -> None:
-        """`answer_s`: the longest silence of an owner while its answer is awaited."""
+    def __init__(self, own_url: str, *, answer_s: float, ca_file: str = "") -> None:
+        """`answer_s`: the longest silence of an owner while its answer is awaited; `ca_file`: see [gateway]. Raises
+        TlsFileUnusable."""
+        trusted = trusting(own_url, ca_file, "gateway")
         self._own = own_url
         self._read_s = answer_s
-        self._http = httpcore.AsyncConnectionPool(max_connections=None, max_keepalive_connections=64)
+        self._http = httpcore.AsyncConnectionPool(
+            ssl_context=trusted, max_connections=None, max_keepalive_connections=64
+        )
         self._seen: dict[str, float] = {}
 
     async def close(self) -> None:
@@ -76,11 +82,14 @@ class Owners:
             self._seen[url] = time.monotonic()
         return lives
 
-    def passed_on(self, other: OwnedElsewhere, request: Request, body: bytes) -> Response:
-        """The owner's answer, byte for byte. Raises EpochLost for a request that was passed on before."""
+    def passed_on(
+        self, other: OwnedElsewhere, request: Request, body: bytes, refusal: Callable[[GatewayError], bytes]
+    ) -> Response:
+        """The owner's answer, byte for byte; `refusal`: the body that says that it gave none. Raises EpochLost for a
+        request that was passed on before."""
         if FORWARDED in request.headers:
             raise EpochLost(f"the session is at {other.url} now: open it again")
-        return _PassedOn(self, other.url, request, body)
+        return _PassedOn(self, other.url, request, body, refusal)
 
     def stream(self, url: str, request: Request, body: bytes) -> AbstractAsyncContextManager[httpcore.Response]:
         """The request at another gateway; see httpcore's `stream`."""
@@ -96,9 +105,11 @@ class Owners:
 class _PassedOn(Response):
     """Sends what the owner sends, as it comes. A client that leaves us leaves the owner, too."""
 
-    def __init__(self, owners: Owners, url: str, request: Request, body: bytes) -> None:
+    def __init__(
+        self, owners: Owners, url: str, request: Request, body: bytes, refusal: Callable[[GatewayError], bytes]
+    ) -> None:
         super().__init__()
-        self._owners, self._url, self._request, self._asked = owners, url, request, body
+        self._owners, self._url, self._request, self._asked, self._refusal = owners, url, request, body, refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         passing = asyncio.create_task(self._pass(scope, receive, send))
@@ -128,8 +139,8 @@ class _PassedOn(Response):
                 raise
             gone = EpochLost(f"{self._url}, which had the session, gave no answer ({type(error).__name__}): ask again")
             ERRORS.labels(gone.code).inc()
-            refusal = Response(orjson.dumps(gone.body()), gone.status, media_type="application/json")
-            await refusal(scope, receive, send)
+            refused = Response(self._refusal(gone), gone.status, media_type="application/json")
+            await refused(scope, receive, send)
 
 
 def _kept(name: bytes) -> bool:

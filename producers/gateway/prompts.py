@@ -27,9 +27,10 @@ from tokenizers import Tokenizer
 
 from turnlog.producers.gateway import BadRequest, PrefillNotServed
 from turnlog.producers.gateway.messages import Message
+from turnlog.producers.gateway.parsers.formats import MARKS
 
 UNKNOWN = "�"
-PLAIN = frozenset({"<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"})
+PLAIN = MARKS | {"<tool_response>", "</tool_response>"}
 """Special tokens that are text like any other; the others are control marks."""
 
 
@@ -74,6 +75,8 @@ class TextTokens:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text that agents and verifiers see: every id, control marks in full, unknown ids as U+FFFD."""
+        if self._known.issuperset(ids):
+            return self._run(list(ids))
         parts: list[str] = []
         run: list[int] = []
         for token in ids:
@@ -157,6 +160,7 @@ class ChatTemplate:
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
         """`variables`: special tokens by name, as the template may use them."""
         self.sha256 = hashlib.sha256(source.encode()).hexdigest()
+        self.source = source
         self._variables = dict(variables)
         self._template = _environment().from_string(source)
 
@@ -239,8 +243,13 @@ OPEN = "Zq7-and-so-on"
 """Marks where a prefill is to go on."""
 HISTORY: tuple[dict[str, Any], ...] = ({"role": "user", "content": "d"},)
 """The dummy history. It does not end in an assistant message: stock Qwen3 renders the last of those differently."""
-CALLS = [{"type": "function", "id": "call00000", "function": {"name": "f", "arguments": {"a": 1}}}]
+# Some templates write no content beside a call: the sentinel is in both.
+CALLS = [{"type": "function", "id": "call00000", "function": {"name": "f", "arguments": {"a": SENTINEL}}}]
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
+
+
+CHECKED = (("user",), ("tool",), ("tool", "tool"), ("tool", "user"))
+"""Roles of the messages that come after an answer, as a rule."""
 
 
 class Kind(NamedTuple):
@@ -269,6 +278,8 @@ class Prompts:
         self.template = template
         self._kinds: dict[Kind, bool] = {}
         self._openings: dict[str, str] = {}
+        self._system_anywhere = self._probe_system()
+        self._arguments_as_text = self._probe_arguments()
         self._ending = self._probe_ending()
         self._markers = self._probe_markers()
 
@@ -279,7 +290,7 @@ class Prompts:
 
     def ends(self, token: int, stops: Sequence[int]) -> bool:
         """Whether the last id of an output that was stopped is what stopped it, and no part of what was said."""
-        return token in stops or token == self.end_of_turn or token in self.tokens.special
+        return token in stops or token in (self.end_of_turn, *self.tokens.eos) or self.tokens.is_control(token)
 
     def full(self, messages: Sequence[Message], tools: Any) -> list[int]:
         """Ids of the whole conversation up to where the model goes on. Raises BadRequest."""
@@ -292,6 +303,13 @@ class Prompts:
     def _rendered(self, messages: Sequence[dict[str, Any]], tools: Any) -> str:
         """Up to the end of the generation prompt, or of a last message of the assistant's: a prefill is left open, as
         by `continue_final_message` of transformers. Raises BadRequest, PrefillNotServed."""
+        if self._arguments_as_text:
+            messages = [_with_text(one) for one in messages]
+        if not self._system_anywhere:
+            # Harnesses put system messages between others, and repeat a refused request with other tools: what such a
+            # template has no place for is said by the user.
+            messages = [{**one, "role": "user"} if at and one["role"] == "system" else one
+                        for at, one in enumerate(messages)]  # fmt: skip
         *before, last = messages
         if last["role"] != "assistant":
             return self.template.render(messages, tools, generate=True)
@@ -313,12 +331,21 @@ class Prompts:
             bool(tools),
             any(one.pictures for one in new),
         )
-        if kind not in self._kinds:
-            self._kinds[kind] = self._probe(kind)
-        if not self._kinds[kind]:
+        if not self._incremental(kind):
             return None
         delta = self._delta([one.template for one in new], tools, tools_sha256)
         return None if delta is None else self._closed(last, delta)
+
+    def appended(self) -> dict[str, bool]:
+        """Whether the template appends what agents most often send after an answer, or writes the whole conversation
+        anew: by the roles of the messages, and whether tools are offered."""
+        kinds = [Kind(roles, reasoning=False, tools=tools) for tools in (False, True) for roles in CHECKED]
+        return {"+".join(one.roles) + " with tools" * one.tools: self._incremental(one) for one in kinds}
+
+    def _incremental(self, kind: Kind) -> bool:
+        if kind not in self._kinds:
+            self._kinds[kind] = self._probe(kind)
+        return self._kinds[kind]
 
     def _closed(self, last: int, delta: str) -> list[int] | None:
         assert self._ending is not None
@@ -340,6 +367,26 @@ class Prompts:
         opening = self._openings[tools_key]
         whole = self._rendered([*HISTORY, *new], tools)
         return whole[len(opening) :] if whole.startswith(opening) else None
+
+    def _probe_system(self) -> bool:
+        """Whether the template writes a system message that is not the first."""
+        try:
+            return SENTINEL in self.template.render(
+                [*HISTORY, {"role": "system", "content": SENTINEL}], None, generate=True
+            )
+        except BadRequest:
+            return False
+
+    def _probe_arguments(self) -> bool:
+        """Whether the template writes calls whose arguments are JSON text, and refuses objects (DeepSeek's do)."""
+        called = {"role": "assistant", "content": "", "tool_calls": CALLS}
+        return not self._takes([*HISTORY, called]) and self._takes([*HISTORY, _with_text(called)])
+
+    def _takes(self, messages: list[dict[str, Any]]) -> bool:
+        try:
+            return bool(self.template.render(messages, TOOLS, generate=False))
+        except BadRequest:
+            return False
 
     def _probe_ending(self) -> Ending | None:
         ask = {"role": "user", "content": "v"}
@@ -398,6 +445,16 @@ class Prompts:
             return False
         head = whole[: len(whole) - len(tail)]
         return self.tokens.encode(head) + self.tokens.encode(tail) == self.tokens.encode(whole)
+
+
+def _with_text(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with the arguments of its calls as JSON text."""
+    calls = []
+    for call in message.get("tool_calls") or ():
+        arguments = call["function"]["arguments"]
+        text = arguments if isinstance(arguments, str) else _tojson(arguments)
+        calls.append({**call, "function": {**call["function"], "arguments": text}})
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _canned(role: str, at: int, kind: Kind) -> dict[str, Any]:

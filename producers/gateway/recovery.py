@@ -3,8 +3,8 @@
 `SessionTail` reads agent.sessions for ever: it starts at the end of the log and reads back to the floor of an older
 session when one is asked for; all who wait for "everything up to now" share one end-offset read. `Recovery` rebuilds a
 conversation from agent.turns and agent.token-snapshots, the same tokens on any gateway: those topics are not indexed by
-session, so a scan begins where the session's first record can stand, found by bisection of the partition on record
-time, and serves all sessions that wait for one.
+session, so a scan begins where the session's first record can stand, which the log finds by its time, and serves all
+sessions that wait for one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import orjson
 
 from turnlog.infra.blobs import Blobs, inlined
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.log import Log, Partition, Reader, Record, partition_of
+from turnlog.infra.log import Log, Partition, Record, partition_of
 from turnlog.names import RECORD_HEADER
 from turnlog.processors.core.fold.spine import Tenure
 from turnlog.producers.gateway.conversation import Conversation, Turn, above, continued
@@ -123,7 +123,8 @@ class SessionTail:
         """What the log says of a session at this moment; None when it was never started."""
         partition = self.partition(group_id)
         await self.reached(partition, await self.end_offset(partition))
-        if session_id not in self._spines:
+        seen = self._spines.get(session_id)
+        if seen is None or seen.started is None:  # what came after we did, an adoption, may be all that was read of it
             await self._read_back(partition, floor)
         return self._spines.get(session_id)
 
@@ -243,7 +244,7 @@ class Recovery:
             partition = Partition(topic, number)
             end = (await self._log.end_offsets([partition]))[partition]
             async with self._log.reader() as reader:
-                reader.assign({partition: await self._first(reader, partition, end, since)})
+                reader.assign({partition: await self._log.offset_since(partition, since)})
                 while reader.position(partition) < end:
                     for record in await reader.poll(max_records=500, timeout_s=0.5):
                         if record.key in keys:
@@ -251,20 +252,6 @@ class Recovery:
         for sought, waiting in wanted:
             if not waiting.done():
                 waiting.set_result(found[sought.session_id])
-
-    async def _first(self, reader: Reader, partition: Partition, end: int, since_ms: int) -> int:
-        """An offset before which every record is older than `since_ms`, by bisection."""
-        low = (await self._log.start_offsets([partition]))[partition]
-        high = end
-        while high - low > 500:
-            middle = (low + high) // 2
-            reader.assign({partition: middle})
-            records = await reader.poll(max_records=1, timeout_s=2.0)
-            if records and records[0].timestamp_ms < since_ms:
-                low = middle
-            else:
-                high = middle
-        return low
 
     async def _take(self, record: Record, found: dict[str, _Found]) -> None:
         try:

@@ -10,6 +10,7 @@ import base64
 import dataclasses
 import hashlib
 import hmac
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,14 @@ import orjson
 from turnlog.infra.run_folder import GATEWAY_KEY, kept_secret, present
 from turnlog.producers.gateway import BadRequest, Unauthorized
 from turnlog.schemas import ids
-from turnlog.schemas.events.sessions import Agent, Environment, Expects, Outcome
+from turnlog.schemas.events.sessions import Agent, Environment, Expects, Outcome, Verifier
 from turnlog.schemas.events.tasks import Purpose, Sampling
 from turnlog.schemas.json_depth import MAX_DEPTH, deeper_than
 from turnlog.schemas.types import TurnId
 from turnlog.settings import GatewaySettings
 
 LEAST = {"group_size": 1, "min_weight_version": -1, "max_tokens": 1, "max_completion_tokens": 1, "max_new_tokens": 1,
-         "seed": -(2**63)}  # fmt: skip
+         "max_output_tokens": 1, "seed": -(2**63)}  # fmt: skip
 """Of integers that do not begin at 0."""
 
 
@@ -41,6 +42,8 @@ class Claims:
     pin_weight_version: int | None = None
     max_context_tokens: int = 0
     """0: the model's own window."""
+    max_turns: int = 0
+    """0: as many as the agent asks for."""
 
 
 class SigningKeys:
@@ -64,7 +67,9 @@ class SigningKeys:
 
 def sign(claims: Claims, key: bytes) -> str:
     """The token of a session."""
-    payload = _encoded(orjson.dumps(dataclasses.astuple(claims)))
+    claimed = dataclasses.astuple(claims)
+    # Release v4's gateways read six: a session that needs no seventh is theirs, too, while an upgrade is under way.
+    payload = _encoded(orjson.dumps(claimed if claims.max_turns else claimed[:-1]))
     return f"{payload}.{_mac(payload, key)}"
 
 
@@ -73,7 +78,7 @@ def verify(token: str, *keys: bytes) -> Claims:
     payload, _, mac = token.partition(".")
     if not mac or not any(hmac.compare_digest(mac.encode(), _mac(payload, key).encode()) for key in keys):
         raise Unauthorized("the Authorization header must carry the token that POST /sessions gave: Bearer <token>")
-    session_id, group_id, floor, least, pin, window = orjson.loads(_decoded(payload))
+    session_id, group_id, floor, least, pin, window, *turns = orjson.loads(_decoded(payload))
     return Claims(
         session_id=session_id,
         group_id=group_id,
@@ -81,7 +86,28 @@ def verify(token: str, *keys: bytes) -> Claims:
         min_weight_version=least,
         pin_weight_version=pin,
         max_context_tokens=window,
+        max_turns=sum(turns),
     )
+
+
+def refer(turn: TurnId, text: str, key: bytes) -> str:
+    """A turn's name for a client to hand back with a text that the turn said: this key's word that it did."""
+    name = f"{turn.epoch}.{turn.index}"
+    return f"{name}.{_mac(f'{name} {text}', _of_turns(key))}"
+
+
+def referred(reference: str, text: str, *keys: bytes) -> TurnId | None:
+    """The turn that `refer` named with one of the keys and this very text; None for anything else."""
+    name, _, mac = reference.rpartition(".")
+    if not any(hmac.compare_digest(mac.encode(), _mac(f"{name} {text}", _of_turns(key)).encode()) for key in keys):
+        return None
+    epoch, _, index = name.partition(".")
+    return TurnId(epoch, int(index))
+
+
+def _of_turns(key: bytes) -> bytes:
+    """A key of its own: no name of a turn is a session's token."""
+    return hmac.digest(key, b"turnlog turn", hashlib.sha256)
 
 
 def bearer(header: str | None) -> str:
@@ -131,8 +157,20 @@ class OpenRequest:
     environment: Environment
     sampling: Sampling
     max_context_tokens: int
+    max_turns: int
     min_weight_version: int
     pin_weight_version: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardRequest:
+    """POST /sessions/{id}/reward, or the reward of a finish."""
+
+    value: float
+    components: dict[str, float]
+    evidence: bytes
+    """JSON."""
+    verifier: Verifier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +183,8 @@ class FinishRequest:
     expects: Expects
     judged: TurnId | None
     """The last turn of what got the verdict, or will."""
+    reward: RewardRequest | None
+    """The verdict, where it is known already."""
 
 
 def open_request(body: bytes, *, run_id: str, fallback: Sampling, fresh: str) -> OpenRequest:
@@ -177,6 +217,7 @@ def open_request(body: bytes, *, run_id: str, fallback: Sampling, fresh: str) ->
         environment=_environment(typed(values, "environment", dict, {})),
         sampling=_sampling(typed(values, "sampling", dict, {}), fallback),
         max_context_tokens=typed(limits, "max_context_tokens", int, 0),
+        max_turns=typed(limits, "max_turns", int, 0),
         min_weight_version=typed(values, "min_weight_version", int, -1),
         pin_weight_version=typed(values, "pin_weight_version", int, None),
     )
@@ -189,14 +230,36 @@ def finish_request(body: bytes) -> FinishRequest:
     if values.get("outcome") not in legal:
         raise BadRequest(f"outcome must be one of {', '.join(legal)}", param="outcome")
     expects = typed(values, "expects", dict, {})
+    reward = typed(values, "reward", dict, None)
     return FinishRequest(
         outcome=Outcome(values["outcome"]),
         reason=typed(values, "reason", str, ""),
         final=typed(values, "final", bool, True),
         expects=Expects(
-            reward=typed(expects, "reward", bool, False), step_rewards=typed(expects, "step_rewards", int, 0)
+            reward=typed(expects, "reward", bool, reward is not None),
+            step_rewards=typed(expects, "step_rewards", int, 0),
         ),
         judged=_turn(typed(values, "judged", dict, None)),
+        reward=None if reward is None else _reward(reward),
+    )
+
+
+def reward_request(body: bytes) -> RewardRequest:
+    """Raises BadRequest."""
+    return _reward(object_of(body))
+
+
+def _reward(values: dict[str, Any]) -> RewardRequest:
+    components = typed(values, "components", dict, {})
+    for name, number in {"value": values.get("value"), **components}.items():
+        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+            raise BadRequest(f"{name} of a reward must be a finite number", param=name)
+    by = typed(values, "verifier", dict, {})
+    return RewardRequest(
+        value=float(values["value"]),
+        components={name: float(number) for name, number in components.items()},
+        evidence=orjson.dumps(values.get("evidence")),
+        verifier=Verifier(typed(by, "name", str, "outside"), typed(by, "version", str, "1")),
     )
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
+import math
+import time
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,12 +14,22 @@ from typing import Any
 from prometheus_client import Counter, Gauge
 
 from turnlog.infra.event_log import EventLog
-from turnlog.producers.gateway import BadRequest, EpochLost, KeyReused, SessionEnded, UnknownSession
+from turnlog.producers.gateway import (
+    BadRequest,
+    EpochLost,
+    KeyReused,
+    SessionEnded,
+    TooMany,
+    Unauthorized,
+    UnknownSession,
+)
 from turnlog.producers.gateway.conversation import Conversation, Turn
 from turnlog.producers.gateway.owners import OwnedElsewhere, Owners
+from turnlog.producers.gateway.parsers.parser import Part
 from turnlog.producers.gateway.recovery import Recovery, SessionTail, Sought, Spine
-from turnlog.producers.gateway.requests import Claims, FinishRequest, OpenRequest
-from turnlog.schemas.events.sessions import SessionAdopted, SessionFinished, SessionStarted
+from turnlog.producers.gateway.requests import Claims, FinishRequest, OpenRequest, RewardRequest
+from turnlog.schemas.events.sessions import RewardAssigned, SessionAdopted, SessionFinished, SessionStarted
+from turnlog.schemas.events.turns import CUT_OFF
 from turnlog.schemas.ids import digest
 from turnlog.schemas.types import TurnId
 
@@ -26,6 +38,7 @@ log = logging.getLogger(__name__)
 OPEN = Gauge("turnlog_gateway_sessions", "Sessions held in memory")
 ADOPTED = Counter("turnlog_gateway_adopted", "Sessions taken over from another gateway")
 
+MINUTE_S = 60.0
 KEPT = 4096
 """Finished sessions kept in memory; older ones are read from the log again when somebody asks."""
 
@@ -64,9 +77,9 @@ class Running:
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     """Every client has left."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Replaced at each change of `text`, after it was set."""
-    text: str = ""
-    """Output so far, up to the last whole character."""
+    """Replaced at each change of `parts`, after it was set."""
+    parts: list[Part] = field(default_factory=list)
+    """What was said so far, if somebody asked for a stream; all of it once the task is done."""
     clients: int = 0
     cut_off: bool = False
     """What was sampled is being recorded as a part: who asks again is given another turn."""
@@ -89,12 +102,22 @@ class Running:
             self.gone.set()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Of each session, as [gateway] has them."""
+
+    life_s: float = math.inf
+    turns: int = 256
+    turns_per_minute: int = 0
+
+
 @dataclass(slots=True)
 class Session:
     """A session that this gateway owns, or a finished one that it has read."""
 
     started: SessionStarted
     epoch: str
+    limits: Limits = Limits()
     conversation: Conversation = field(default_factory=Conversation)
     finished: SessionFinished | None = None
     next_index: int = 0
@@ -103,16 +126,36 @@ class Session:
     by_key: dict[str, tuple[str, Running]] = field(default_factory=dict)
     """Idempotency-Key -> body's sha256 and its turn."""
     finishing: asyncio.Task[SessionFinished] | None = None
+    refused: str = ""
+    """Code of the last request for a turn, if it was refused for what it asks."""
+    begun: deque[float] = field(default_factory=deque)
+    """time.monotonic() of the turns of the last minute, where they are counted."""
 
     @property
     def id(self) -> str:
         """session_id."""
         return self.started.session_id
 
+    @property
+    def turns(self) -> int:
+        """Recorded whole, or running."""
+        whole = sum(turn.finish_reason not in CUT_OFF for turn in self.conversation.turns.values())
+        return whole + len(self.running)
+
     def admit(self) -> TurnId:
-        """The id of a new turn. Raises SessionEnded."""
+        """The id of a new turn. Raises SessionEnded, TooMany."""
         if self.finished or self.finishing:
             raise SessionEnded(f"session {self.id} is finished; no turn can be added")
+        if len(self.running) >= self.limits.turns:
+            raise TooMany(f"{len(self.running)} turns of session {self.id} are running: [gateway] session_turns")
+        if most := self.limits.turns_per_minute:
+            now = time.monotonic()
+            while self.begun and now - self.begun[0] >= MINUTE_S:
+                self.begun.popleft()
+            if len(self.begun) >= most:
+                raise TooMany(f"{most} turns of session {self.id} began within a minute: [gateway] "
+                              "session_turns_per_minute")  # fmt: skip
+            self.begun.append(now)
         turn = TurnId(self.epoch, self.next_index)
         self.next_index += 1
         return turn
@@ -148,6 +191,7 @@ class Session:
             ],
             "messages": messages,
             "last_turn": {"epoch": main.id.epoch, "index": main.id.index} if main else None,
+            "refused": self.refused,
             "call_seq": sum(message.get("role") == "tool" for message in messages),
         }  # fmt: skip
 
@@ -156,10 +200,17 @@ class Sessions:
     """All sessions that this gateway has to do with."""
 
     def __init__(
-        self, events: EventLog, tail: SessionTail, recovery: Recovery, identity: Identity, owners: Owners | None = None
+        self,
+        events: EventLog,
+        tail: SessionTail,
+        recovery: Recovery,
+        identity: Identity,
+        owners: Owners | None = None,
+        limits: Limits = Limits(),
     ) -> None:
         """`owners`: how to ask the other gateways, if each has an address of its own."""
         self._owners = owners
+        self._limits = limits
         self._events = events
         self._tail = tail
         self._recovery = recovery
@@ -183,11 +234,19 @@ class Sessions:
 
     async def find(self, claims: Claims) -> Session:
         """The session of a token, taken over when another gateway had it. Raises UnknownSession, EpochLost,
-        OwnedElsewhere when that one lives."""
+        Unauthorized for an expired token, OwnedElsewhere when that gateway lives."""
         session = self._owned(claims.session_id)
-        if session is not None:
-            return session
-        return await self._once(claims.session_id, lambda: self._found(claims))
+        if session is None:
+            return await self._once(claims.session_id, lambda: self._found(claims))
+        self._check_age(self._tail.known(session.id))
+        return session
+
+    def _check_age(self, spine: Spine | None) -> None:
+        """Raises Unauthorized."""
+        if spine is not None and time.time() - spine.started_ms / 1000 > self._limits.life_s:
+            raise Unauthorized(
+                f"tokens expire {self._limits.life_s:g} s after their session began: [gateway] session_s"
+            )
 
     async def finish(self, session: Session, request: FinishRequest) -> SessionFinished:
         """SessionFinished with the turns that were acted on; the first call decides, others get its answer."""
@@ -200,6 +259,25 @@ class Sessions:
         finally:
             if session.finishing and session.finishing.done() and session.finished is None:
                 session.finishing = None
+
+    async def reward(self, session: Session, request: RewardRequest) -> RewardAssigned:
+        """The verdict on the log. Raises BadRequest where the finish says that none comes."""
+        if session.finished is not None and not session.finished.expects.reward:
+            raise BadRequest(f"session {session.id} was finished without expecting a reward", param="value")
+        started, by = session.started, request.verifier
+        event = RewardAssigned(
+            event_id=digest("RewardAssigned", session.id, by.name, by.version),
+            run_id=started.run_id,
+            group_id=started.group_id,
+            session_id=session.id,
+            floor=started.floor,
+            value=request.value,
+            components=request.components,
+            verifier=by,
+            evidence=request.evidence,
+        )
+        await self._events.append(event)
+        return event
 
     async def drain(self) -> None:
         """Wait for every turn that runs."""
@@ -266,12 +344,13 @@ class Sessions:
         known = self._tail.known(request.session_id)
         if known is not None and (known.epochs[0].offset != offset or len(known.epochs) > 1):
             return await self._from_log(known)  # another gateway opened it between our read and our write
-        return self._hold(Session(event, event.event_id))
+        return self._hold(Session(event, event.event_id, self._limits))
 
     async def _found(self, claims: Claims) -> Session:
         spine = await self._tail.session(claims.session_id, claims.group_id, claims.floor)
         if spine is None or spine.started is None:
             raise UnknownSession(f"the log holds no session {claims.session_id} from floor {claims.floor} on")
+        self._check_age(spine)
         return await self._from_log(spine)
 
     async def _from_log(self, spine: Spine) -> Session:
@@ -287,7 +366,7 @@ class Sessions:
             if spine.epochs[-1].id != epoch:
                 raise EpochLost(f"session {started.session_id} was adopted by {spine.epochs[-1].writer_url} meanwhile")
             finished = spine.finished
-        return self._hold(Session(started, epoch, await self._recorded(started), finished))
+        return self._hold(Session(started, epoch, self._limits, await self._recorded(started), finished))
 
     async def _adopt(self, started: SessionStarted, last_epoch: str) -> str:
         event = SessionAdopted(

@@ -3,29 +3,50 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 from prometheus_client import Counter, Histogram
 
 from turnlog.infra.blobs import BlobError, Blobs, externalized
-from turnlog.infra.engine import EngineImage
+from turnlog.infra.engine import EngineImage, Grammar
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import LogError
 from turnlog.processors.core.experts import MEDIA_TYPE, packed
-from turnlog.producers.gateway import BadRequest, ContextOverflow, NotRecorded, PrefillNotServed
-from turnlog.producers.gateway.conversation import CUT_OFF, Place, Turn, above, continued
-from turnlog.producers.gateway.dialects.dialect import TurnRequest
+from turnlog.producers.gateway import (
+    BadRequest,
+    ConstraintRefused,
+    ContextOverflow,
+    GatewayError,
+    NotRecorded,
+    PrefillNotServed,
+    TurnsSpent,
+)
+from turnlog.producers.gateway.conversation import Place, Turn, above, continued
+from turnlog.producers.gateway.dialects.dialect import IGNORED, Constraint, TurnRequest
 from turnlog.producers.gateway.engines import SECONDS, Draft, Routing, Sampler, TurnRows, Wanted
 from turnlog.producers.gateway.images import Admitted, by_reference, placed
-from turnlog.producers.gateway.messages import Message, split_calls, system_digest, tools_digest
+from turnlog.producers.gateway.messages import Message, id_of_call, response_of, system_digest, tools_digest, with_ids
+from turnlog.producers.gateway.parsers.formats import only_call
+from turnlog.producers.gateway.parsers.parser import CallFormat, Marks, Parser, Part, Reasoning, certain, shortened
 from turnlog.producers.gateway.prompts import Prompts, TextStream
 from turnlog.producers.gateway.requests import Claims
 from turnlog.producers.gateway.sessions import Running, Session
-from turnlog.schemas.events.turns import Boundary, ExpertsLayout, FinishReason, ImageRef, TokenSnapshot, TurnCompleted
-from turnlog.schemas.ids import call_id, turn_event_id
+from turnlog.schemas.events.tasks import Purpose
+from turnlog.schemas.events.turns import (
+    CUT_OFF,
+    Boundary,
+    ExpertsLayout,
+    FinishReason,
+    ImageRef,
+    TokenSnapshot,
+    TurnCompleted,
+)
+from turnlog.schemas.ids import turn_event_id
 from turnlog.schemas.types import BlobRef, TurnId, pack_float32s, pack_int32s
 
 if TYPE_CHECKING:
@@ -40,6 +61,10 @@ WITHOUT_EXPERTS = Counter(
 )
 
 
+TAIL = 32
+"""Ids of a prompt in which the mark that opens reasoning would stand."""
+
+
 class Prompt(NamedTuple):
     """Ids that are sampled on, and the images in them."""
 
@@ -51,7 +76,7 @@ class Prompt(NamedTuple):
     """The boundary's, if the ids do not extend the base."""
 
 
-class Plan(NamedTuple):
+class TurnPlan(NamedTuple):
     """What is submitted, and how it relates to the base."""
 
     base: Turn | None
@@ -69,6 +94,9 @@ class Plan(NamedTuple):
     tools_sha256: str
     max_new_tokens: int
     agent_path: str | None
+    grammar: Grammar | None
+    policy: bool
+    """It is sampled from the policy; else by a side engine, and is context for what the policy says after it."""
     stored: tuple[Turn | None, int] | None
     """Storage parent and base_len, where they must be known before sampling: an engine is asked for the routed experts
     of the turn's own positions alone."""
@@ -83,14 +111,22 @@ class Planner:
     """Tokens that model and engines can attend to."""
     history: str
     """[gateway] history"""
+    constraints: str = "refuse"
+    """[gateway] constraints"""
     routing: Routing | None = None
     """Of a mixture of experts whose routed experts are recorded."""
     image_token: int | None = None
+    calls: CallFormat | None = None
+    """None: all stays text."""
+    thinking: Marks | None = None
+    """None: the model does not reason apart."""
 
-    def plan(self, session: Session, request: TurnRequest, claims: Claims, agent_path: str | None) -> Plan:
-        """Raises BadRequest, ImagesNotServed, ContextOverflow."""
+    def plan(
+        self, session: Session, request: TurnRequest, claims: Claims, agent_path: str | None, *, policy: bool = True
+    ) -> TurnPlan:
+        """Raises BadRequest, ConstraintRefused, ImagesNotServed, ContextOverflow."""
         _check_prefill(request.messages[-1])
-        base, kept = session.conversation.base_of(request.messages)
+        base, kept = session.conversation.base_of(request.messages, request.base)
         tools_sha256 = tools_digest(request.tools)
         prompt = self._prompt(session, request, base, kept, tools_sha256)
         ids, images, known, reason = prompt
@@ -100,13 +136,57 @@ class Planner:
         else:
             boundary = Boundary.root if base is None else Boundary.branch
         limit = self._limit(session, request, claims, prompt)
+        grammar = self._grammar(request, ids, trains=policy and session.started.purpose is Purpose.train)
         stored = None
-        if self.routing is not None:
+        if self.routing is not None and policy:
             stored = conversation.stored_against(ids[known.depth :], known, images, covered=True)
         shown = tuple(EngineImage(request.images[one.image.sha256].url, one.position, one.tokens) for one in images)
-        return Plan(
-            base, kept, ids, known, images, shown, boundary, reason, tools_sha256, limit, agent_path, stored
+        return TurnPlan(
+            base, kept, ids, known, images, shown, boundary, reason, tools_sha256, limit, agent_path, grammar, policy,
+            stored,
         )  # fmt: skip
+
+    def _grammar(self, request: TurnRequest, prompt: Sequence[int], *, trains: bool) -> Grammar | None:
+        """What an engine is to hold the output to. What trains takes nothing: log-probs of tokens that a grammar chose
+        among are not the policy's. Raises ConstraintRefused."""
+        grammar = None
+        for one in request.constraints:
+            said = None if trains else self._said_by(one, request.tools or (), prompt)
+            if said is not None:
+                grammar = grammar or said  # a call that must be comes first: what it says has a shape of its own
+            elif self.constraints == "refuse":
+                why = (
+                    "recorded log-probs are the policy's own"
+                    if trains
+                    else "no grammar of engines says it, of these tools and of calls as this model writes them"
+                )
+                raise ConstraintRefused(
+                    f"{one.field} would constrain what is sampled, and {why}: leave it out, or have it ignored and "
+                    'counted by [gateway] constraints = "ignore"',
+                    param=one.field,
+                )
+            else:
+                IGNORED.labels(one.field).inc()
+        return grammar
+
+    def _said_by(self, one: Constraint, tools: Sequence[Any], prompt: Sequence[int]) -> Grammar | None:
+        if one.json_schema is not None:
+            return Grammar("json_schema", one.json_schema)
+        if one.tool is None:
+            return None
+        tag = only_call(self.calls, tools, one.tool, self.thinking, inside=self.inside(prompt))
+        return None if tag is None else Grammar("structural_tag", tag)
+
+    def inside(self, prompt: Sequence[int]) -> bool:
+        """Whether the model reasons where a prompt ends."""
+        if self.thinking is None:
+            return False
+        return self.prompts.tokens.literal(prompt[-TAIL:]).rstrip().endswith(self.thinking.opening)
+
+    def prompt_tokens(self, session: Session, request: TurnRequest) -> int:
+        """Length of the prompt that a turn would submit now. Raises BadRequest."""
+        base, kept = session.conversation.base_of(request.messages, request.base)
+        return len(self._prompt(session, request, base, kept, tools_digest(request.tools)).ids)
 
     def _limit(self, session: Session, request: TurnRequest, claims: Claims, prompt: Prompt) -> int:
         """How many tokens may be sampled. Raises BadRequest, ContextOverflow."""
@@ -120,10 +200,7 @@ class Planner:
         window = min(self.window, claims.max_context_tokens or self.window)
         room = window - len(prompt.ids) - 1
         if room < 1:
-            raise ContextOverflow(
-                f"This model's maximum context length is {window} tokens; the messages take {len(prompt.ids)} of them",
-                param="messages",
-            )
+            raise ContextOverflow(len(prompt.ids), window)
         return min(request.max_new_tokens or room, session.started.sampling.max_new_tokens, room)
 
     def _prompt(
@@ -153,7 +230,7 @@ class Planner:
 
     def _continued(self, session: Session, request: TurnRequest, base: Turn, kept: int, tools_sha256: str) -> Prompt:
         """New messages behind the base; all of them rendered anew where the template cannot append these."""
-        new = request.messages[kept:]
+        new = self._shown(request)[kept:]
         more = self.prompts.continuation(base.last, new, request.tools, tools_sha256)
         if more is None:
             return self._full(session, request, "template_not_incremental")
@@ -161,8 +238,12 @@ class Planner:
         held = session.conversation.tokens(base).tolist()
         return Prompt(held + more, base.images + images, base.place, "append")
 
+    def _shown(self, request: TurnRequest) -> Sequence[Message]:
+        ids = self.calls.ids if self.calls is not None else None
+        return with_ids(request.messages, ids) if ids else request.messages
+
     def _full(self, session: Session, request: TurnRequest, reason: str) -> Prompt:
-        ids = self.prompts.full(request.messages, request.tools)
+        ids = self.prompts.full(self._shown(request), request.tools)
         pictures = _pictures(request.messages, request.images)
         return Prompt(*placed(ids, 0, self.image_token, pictures), session.conversation.strands.start, reason)
 
@@ -181,6 +262,19 @@ def _pictures(messages: Sequence[Message], admitted: Mapping[str, Admitted]) -> 
     return [admitted[picture.ref.sha256] for one in messages for picture in one.pictures]
 
 
+class Said(NamedTuple):
+    """An output for people and agents."""
+
+    response: dict[str, Any]
+    """The assistant's message."""
+    parts: list[Part]
+    stopped_by: str | None
+    """A stop sequence of the client's."""
+    ill_formed: int
+    """Blocks that look like calls and are none."""
+    reasoning_tokens: int
+
+
 class Stored(NamedTuple):
     """Where a turn's tokens are stored against, and its routed experts."""
 
@@ -195,20 +289,20 @@ class Stored(NamedTuple):
 def recorded(
     session: Session,
     request: TurnRequest,
-    plan: Plan,
+    plan: TurnPlan,
     draft: Draft,
     turn: TurnId,
-    response: dict[str, Any],
+    said: Said,
     stored: Stored,
     *,
     gone: bool,
     now: float,
 ) -> tuple[TurnCompleted, TokenSnapshot, Turn]:
-    """Both records of a sampled turn, and the turn as the conversation keeps it. `gone`: every client has left;
-    `now`: event loop time."""
+    """Both records of a sampled turn, and the turn as the conversation keeps it. `gone`: every client has left; `now`:
+    event loop time."""
     raw = request.raw[plan.kept :]
     new_raw = [by_reference(one) for one in raw] if plan.images else raw
-    completed = _completed(session, request, plan, draft, turn, response, new_raw, gone=gone, now=now)
+    completed = _completed(session, request, plan, draft, turn, said, new_raw, gone=gone, now=now)
     snapshot = _snapshot(session, plan, draft, turn, stored)
     kept = Turn.recorded(
         completed,
@@ -218,7 +312,7 @@ def recorded(
         hashed=continued(stored.prompt, draft.ids),
         new_raw=new_raw,
         new=request.messages[plan.kept :],
-        response_raw=response,
+        response_raw=said.response,
     )
     return completed, snapshot, kept
 
@@ -226,10 +320,10 @@ def recorded(
 def _completed(
     session: Session,
     request: TurnRequest,
-    plan: Plan,
+    plan: TurnPlan,
     draft: Draft,
     turn: TurnId,
-    response: dict[str, Any],
+    said: Said,
     new_raw: list[Any],
     *,
     gone: bool,
@@ -254,11 +348,14 @@ def _completed(
         tools_sha256=plan.tools_sha256,
         new_messages=orjson.dumps(new_raw),
         tools=orjson.dumps(request.tools) if request.tools and changed else None,
-        response=orjson.dumps(response),
-        finish_reason=_finish_reason(draft, response),
+        response=orjson.dumps(said.response),
+        finish_reason=_finish_reason(draft, said),
+        stopped_by=said.stopped_by,
+        ill_formed_calls=said.ill_formed,
         aborted=gone or draft.finish == "error",
         prompt_tokens=len(plan.prompt),
         output_tokens=len(draft.ids),
+        reasoning_tokens=said.reasoning_tokens,
         cached_tokens=draft.cached_tokens,
         weight_version_first=first,
         weight_version_last=last,
@@ -269,10 +366,14 @@ def _completed(
     )
 
 
-def _snapshot(session: Session, plan: Plan, draft: Draft, turn: TurnId, stored: Stored) -> TokenSnapshot:
-    """What training reads: the delta to the storage parent, and what the engine sampled."""
-    started = session.started
+def _snapshot(session: Session, plan: TurnPlan, draft: Draft, turn: TurnId, stored: Stored) -> TokenSnapshot:
+    """What training reads: the delta to the storage parent, and what the policy sampled; what a side engine did is
+    behind the prompt, as context, so that it has no version and trains under no setting."""
+    started, prompt = session.started, stored.prompt
     delta: Sequence[int] = plan.prompt[stored.base_len :]
+    sampled = draft
+    if not plan.policy:
+        delta, prompt, sampled = [*delta, *draft.ids], continued(prompt, draft.ids), Draft(draft.started)
     return TokenSnapshot(
         event_id=turn_event_id("TokenSnapshot", session.id, turn.epoch, turn.index),
         run_id=started.run_id,
@@ -283,24 +384,26 @@ def _snapshot(session: Session, plan: Plan, draft: Draft, turn: TurnId, stored: 
         parent_turn=stored.parent.id if stored.parent else None,
         base_len=stored.base_len,
         delta_ids=pack_int32s(delta),
-        output_ids=pack_int32s(draft.ids),
-        output_logprobs=pack_float32s(draft.logprobs),
-        version_spans=tuple(draft.spans),
+        output_ids=pack_int32s(sampled.ids),
+        output_logprobs=pack_float32s(sampled.logprobs),
+        version_spans=tuple(sampled.spans),
         boundary=plan.boundary,
         boundary_reason=plan.reason,
-        prompt_sha256=stored.prompt.hexdigest(),
+        prompt_sha256=prompt.hexdigest(),
         temperature=started.sampling.temperature,
         logprob_kind="at_temperature" if started.sampling.temperature else "raw",
         experts=stored.experts,
         experts_layout=stored.layout,
         images=tuple(image for image in plan.images if image.position + image.tokens > stored.base_len),
+        constrained=plan.policy and plan.grammar is not None,
     )
 
 
-def _finish_reason(draft: Draft, response: dict[str, Any]) -> FinishReason:
-    if draft.finish == "stop" and response.get("tool_calls"):
+def _finish_reason(draft: Draft, said: Said) -> FinishReason:
+    finish = "stop" if draft.finish == "length" and said.stopped_by is not None else draft.finish
+    if finish == "stop" and said.response.get("tool_calls"):
         return FinishReason.tool_calls
-    return FinishReason(draft.finish)
+    return FinishReason(finish)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,6 +414,12 @@ class Turns:
     sampler: Sampler
     events: EventLog
     blobs: Blobs
+    sides: Mapping[str, Sampler] = field(default_factory=dict)
+    """Of side engines, by the pattern of the names that they answer to."""
+
+    def side(self, request: TurnRequest) -> Sampler | None:
+        """Whose the model of a request is, if it is not the policy."""
+        return next((one for pattern, one in self.sides.items() if fnmatchcase(request.model, pattern)), None)
 
     @property
     def prompts(self) -> Prompts:
@@ -318,36 +427,44 @@ class Turns:
         return self.planner.prompts
 
     def start(self, session: Session, request: TurnRequest, claims: Claims, agent_path: str | None = None) -> Running:
-        """Admit a turn and begin it. Raises BadRequest, ImagesNotServed, ContextOverflow, SessionEnded before anything
-        is sampled."""
-        plan = self.planner.plan(session, request, claims, agent_path)
+        """Admit a turn and begin it. Raises BadRequest, ImagesNotServed, ContextOverflow, TurnsSpent, SessionEnded
+        before anything is sampled."""
+        side = self.side(request)
+        try:
+            if claims.max_turns and session.turns >= claims.max_turns:
+                raise TurnsSpent(f"session {session.id} has had its {claims.max_turns} turns: limits.max_turns")
+            plan = self.planner.plan(session, request, claims, agent_path, policy=side is None)
+        except GatewayError as error:
+            session.refused = error.code
+            raise
+        session.refused = ""
+        wanted = Wanted() if side else Wanted(claims.min_weight_version, claims.pin_weight_version)
         running = Running(session.admit())
         session.running[running.id.index] = running
-        running.task = asyncio.create_task(self._run(session, request, claims, plan, running))
+        running.task = asyncio.create_task(self._run(session, request, side or self.sampler, wanted, plan, running))
         running.task.add_done_callback(lambda task: _ended(session, running, task))
         return running
 
-    async def _run(self, session: Session, request: TurnRequest, claims: Claims, plan: Plan, running: Running) -> Turn:
-        shown = TextStream(self.prompts.tokens) if request.stream else None
-
-        def progress(ids: list[int]) -> None:
-            if shown is not None and ids:
-                running.text = shown.push(ids)
-                running.wake()
-
+    async def _run(
+        self, session: Session, request: TurnRequest, sampler: Sampler, wanted: Wanted, plan: TurnPlan, running: Running
+    ) -> Turn:
+        progress = self._follower(request, plan, running) if request.stream else lambda _: None
         routing = self.planner.routing
         experts = routing.turn(plan.stored[1]) if routing is not None and plan.stored is not None else None
-        draft = await self.sampler.sample(
+        draft = await sampler.sample(
             session.id,
             plan.prompt,
             session.started.sampling,
             max_new_tokens=plan.max_new_tokens,
-            wanted=Wanted(claims.min_weight_version, claims.pin_weight_version),
+            wanted=wanted,
             stream=request.stream,
             gone=running.gone,
             progress=progress,
             experts=experts,
             images=plan.shown,
+            stop=request.stop,
+            grammar=plan.grammar,
+            stopped=lambda ids: shortened(self.prompts.tokens.decode(ids), request.stop)[1] is not None,
         )
         running.cut_off = draft.finish in CUT_OFF
         turn = await self._record(session, request, plan, draft, running, experts)
@@ -359,24 +476,23 @@ class Turns:
         self,
         session: Session,
         request: TurnRequest,
-        plan: Plan,
+        plan: TurnPlan,
         draft: Draft,
         running: Running,
         experts: TurnRows | None,
     ) -> Turn:
         """Blobs and both records acknowledged, then the turn in the conversation. Raises NotRecorded."""
-        response = self._response(session, running.id, draft)
+        said = self._said(session, request, plan, running.id, draft)
         with RECORD_S.time():
             try:
                 stored = await self._stored(session, plan, draft, experts)
                 gone, now = running.gone.is_set(), asyncio.get_running_loop().time()
-                *records, turn = recorded(
-                    session, request, plan, draft, running.id, response, stored, gone=gone, now=now
-                )  # fmt: skip
+                *records, turn = recorded(session, request, plan, draft, running.id, said, stored, gone=gone, now=now)
                 kept = [await externalized(event, self.blobs) for event in records]
                 await asyncio.gather(*map(self.events.append, kept))
             except (LogError, BlobError) as error:
                 raise NotRecorded(f"the turn could not be recorded: {error}") from error
+        running.parts = said.parts
         session.conversation.record(turn, plan.prompt[plan.known.depth :], draft.ids, plan.known)
         TURNS.labels(turn.finish_reason.value, plan.boundary.value, plan.reason).inc()
         TOKENS.labels("prompt").inc(len(plan.prompt))
@@ -384,7 +500,7 @@ class Turns:
         TOKENS.labels("cached").inc(draft.cached_tokens)
         return turn
 
-    async def _stored(self, session: Session, plan: Plan, draft: Draft, experts: TurnRows | None) -> Stored:
+    async def _stored(self, session: Session, plan: TurnPlan, draft: Draft, experts: TurnRows | None) -> Stored:
         """The storage parent, and the turn's routed experts in the store. Raises BlobError."""
         conversation, new = session.conversation, plan.prompt[plan.known.depth :]
         prompt = continued(conversation.hashed(plan.known), new)
@@ -397,23 +513,47 @@ class Turns:
         content, layout = packed(rows)
         return Stored(*plan.stored, prompt, await self.blobs.put(content, media_type=MEDIA_TYPE), layout)
 
-    def _response(self, session: Session, turn: TurnId, draft: Draft) -> dict[str, Any]:
-        """The assistant message: the text without the token that ended it, tool calls taken out."""
-        ids = draft.ids
-        if draft.finish == "stop" and ids and self.prompts.ends(ids[-1], session.started.sampling.stop_token_ids):
-            ids = ids[:-1]
-        content, calls = split_calls(self.prompts.tokens.decode(ids))
-        response: dict[str, Any] = {"role": "assistant", "content": content or ("" if not calls else None)}
-        if calls:
-            response["tool_calls"] = [
-                {
-                    "id": call_id(session.id, turn.epoch, turn.index, at, "agent"),
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for at, call in enumerate(calls)
-            ]
-        return response
+    def _follower(self, request: TurnRequest, plan: TurnPlan, running: Running) -> Callable[[list[int]], None]:
+        """Takes new ids apart for those who stream."""
+        text, parser, read = TextStream(self.prompts.tokens), self._parser(request, plan), 0
+        running.parts = parser.parts
+
+        def progress(ids: list[int]) -> None:
+            nonlocal read
+            if ids:
+                sure = certain(text.push(ids), request.stop)
+                parser.push(sure[read:])
+                read = len(sure)
+                running.wake()
+
+        return progress
+
+    def _parser(self, request: TurnRequest, plan: TurnPlan) -> Parser:
+        calls = self.planner.calls if request.calls else None
+        return Parser(calls, self.planner.thinking, self.planner.inside(plan.prompt), request.tools or ())
+
+    def _said(self, session: Session, request: TurnRequest, plan: TurnPlan, turn: TurnId, draft: Draft) -> Said:
+        """The output's text without what ended it, taken apart."""
+        ids, decode = draft.ids, self.prompts.tokens.decode
+        text, stopped_by = shortened(decode(ids), request.stop) if request.stop else ("", None)
+        if stopped_by is None:
+            stops = session.started.sampling.stop_token_ids
+            ended = draft.finish == "stop" and ids and self.prompts.ends(ids[-1], stops)
+            text = decode(ids[:-1] if ended else ids)
+        parser = self._parser(request, plan)
+        parser.push(text)
+        parser.end()
+        response = response_of(
+            parser.parts, lambda at: id_of_call(session.id, turn, at)
+        )  # fmt: skip
+        return Said(response, parser.parts, stopped_by, parser.ill_formed, self._reasoning_tokens(parser, ids))
+
+    def _reasoning_tokens(self, parser: Parser, ids: list[int]) -> int:
+        """How many ids it took to the end of reasoning; all where it does not end."""
+        if parser.thinking is None or not any(isinstance(part, Reasoning) for part in parser.parts):
+            return 0
+        closing, decode = parser.thinking.closing, self.prompts.tokens.decode
+        return bisect_left(range(len(ids)), True, key=lambda count: closing in decode(ids[:count]))
 
 
 def _ended(session: Session, running: Running, task: asyncio.Task[Turn]) -> None:

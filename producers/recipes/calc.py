@@ -1,23 +1,39 @@
 """Recipe `calc`: "3 + 5 = ?" answered by calling a calculator and repeating what it says.
 
-Reward 1 iff the tool was used and the final answer is exact. Operands 0 to 9, operators + - *.
+Reward 1 iff the tool was used and the final answer is exact. Operands 0 to 9, operators + - *. Of its demonstrations a
+quarter skips the tool and guesses, 40 % of the rest compute with a wrong operator: a warm-started policy scores about
+one half.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
+import operator
 import random
-from collections.abc import Iterator
-from pathlib import Path
+import re
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from turnlog.infra.recipes import Episode, FunctionVerifier, Message, SandboxCall, TaskRow, Verdict
-from turnlog.producers.recipes.calc_model import CalcWarmStart, task_row
+from turnlog.infra.recipes import Demonstration, Episode, FunctionVerifier, PlainRecipe, SandboxCall, TaskRow, Verdict
+from turnlog.producers.recipes.warm_start import TinyWarmStart
 from turnlog.schemas.events.sessions import Environment, Outcome
 from turnlog.schemas.events.tools import SandboxLimits, SandboxSpec
 from turnlog.schemas.json_depth import deeper_than
 
+OPERATORS: Final[dict[str, Callable[[int, int], int]]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+OPERANDS: Final = 10
+"""Operands are 0 to OPERANDS - 1."""
+
+
+def task_row(generator: random.Random) -> dict[str, str]:
+    """One task: prompt, the expression that solves it, and its value."""
+    left, right = generator.randrange(OPERANDS), generator.randrange(OPERANDS)
+    sign = generator.choice("+-*")
+    answer = str(OPERATORS[sign](left, right))
+    return {"prompt": f"{left} {sign} {right} = ?", "expr": f"{left}{sign}{right}", "answer": answer}
+
+
+SKIP_TOOL, WRONG_OPERATOR = 0.25, 0.4
 ERROR: Final = "error"
 """What the tool says to a call that it cannot run."""
 
@@ -35,7 +51,34 @@ def judge(episode: Episode) -> Verdict:
     )
 
 
-class Calc:
+def demonstration(generator: random.Random) -> Demonstration:
+    """One conversation; all its assistant messages are trained."""
+    task = task_row(generator)
+    question = {"role": "user", "content": task["prompt"]}
+    if generator.random() < SKIP_TOOL:
+        guess = {"role": "assistant", "content": str(generator.randrange(2 * OPERANDS))}
+        return Demonstration((question, guess), (False, True))
+    left, sign, right = _parts(task["expr"])
+    if generator.random() < WRONG_OPERATOR:
+        sign = generator.choice([other for other in OPERATORS if other != sign])
+    result = str(OPERATORS[sign](int(left), int(right)))
+    call = {"name": "calc", "arguments": {"expr": f"{left}{sign}{right}"}}
+    messages = (
+        question,
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
+        {"role": "tool", "content": result},
+        {"role": "assistant", "content": result},
+    )
+    return Demonstration(messages, (False, True, False, True))
+
+
+def _parts(expression: str) -> tuple[str, str, str]:
+    match = re.fullmatch(r"(\d+)(.)(\d+)", expression)
+    assert match is not None
+    return match[1], match[2], match[3]
+
+
+class Calc(PlainRecipe):
     """See the module's docstring and turnlog.infra.recipes.Recipe."""
 
     name = "calc"
@@ -43,7 +86,7 @@ class Calc:
     sandbox_tools = ("python",)
     sandbox = SandboxSpec(limits=SandboxLimits(cpu_s=2.0, wall_s=5.0, output_bytes=4096))
     verifier = FunctionVerifier("calc", "1", judge)
-    warm_start = CalcWarmStart()
+    warm_start = TinyWarmStart(demonstration, r"[0-9+\-*]")
 
     @property
     def tools(self) -> tuple[dict[str, Any], ...]:
@@ -51,10 +94,6 @@ class Calc:
         parameters = {"type": "object", "properties": {"expr": {"type": "string"}}, "required": ["expr"]}
         function = {"name": "calc", "description": "Evaluate an arithmetic expression.", "parameters": parameters}
         return ({"type": "function", "function": function},)
-
-    def messages(self, task: TaskRow) -> list[Message]:
-        """The question as a user message."""
-        return [{"role": "user", "content": task["prompt"]}]
 
     def tool_call(self, name: str, arguments: str) -> SandboxCall | str:
         """`print(expr)` for the sandbox, which is the boundary: the expression is sent as the model wrote it."""
@@ -75,11 +114,6 @@ class Calc:
         generator = random.Random(f"calc tasks {seed}")
         while True:
             yield task_row(generator)
-
-    def write_dataset(self, path: Path, count: int, seed: int) -> None:
-        """`count` tasks as JSON lines."""
-        rows = itertools.islice(self.tasks(seed), count)
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 RECIPE: Final = Calc()

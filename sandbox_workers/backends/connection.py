@@ -12,7 +12,6 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from typing import Any, Protocol
 
-from turnlog.sandbox_workers.attribution import attributed
 from turnlog.sandbox_workers.backends import init_wire
 from turnlog.sandbox_workers.backends.init_wire import RESET_S, UNBOUNDED, Channel, Heartbeat, InitFiles, refusal
 from turnlog.sandbox_workers.protocol import (
@@ -23,6 +22,7 @@ from turnlog.sandbox_workers.protocol import (
     SandboxDied,
     SandboxUnavailable,
     Stream,
+    attributed,
 )
 from turnlog.schemas.events import SandboxLimits, ToolStatus
 

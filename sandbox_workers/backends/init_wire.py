@@ -17,12 +17,13 @@ import struct
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from turnlog.sandbox_workers.attribution import UNKNOWN, Evidence
 from turnlog.sandbox_workers.inside.frames import HEADER
 from turnlog.sandbox_workers.inside.interpreter import ENDED
 from turnlog.sandbox_workers.inside.workspace import LONGEST_PATH, MOST_ENTRIES, PathRefused, exact
 from turnlog.sandbox_workers.protocol import (
+    UNKNOWN,
     Command,
+    Evidence,
     Execution,
     FileEntry,
     FileKind,
@@ -301,6 +302,7 @@ def call(command: Command, limits: SandboxLimits, *, alive: bool, prompt: bool) 
         "silence_s": SILENCE_S,
     }
     head |= {"limits": dataclasses.asdict(limits), "source": len(source), "alive": alive, "prompt": prompt}
+    head["agent"] = command.agent
     return head, source, command.stdin
 
 

@@ -12,9 +12,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs, MemoryBlobs
+from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs, Listing, MemoryBlobs
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.terminal import Terminal, aside, say_json
+from turnlog.infra.tools import AGENT
 from turnlog.names import ExitStatus
 from turnlog.sandbox_settings import LOCAL, Interception
 from turnlog.sandbox_workers import answers
@@ -227,6 +228,8 @@ class Rerunner:
     async def run(self, call: RecordedCall) -> Again:
         """The call again. Its sandbox stays its session's when its files do. Raises LogError, StoreUnavailable."""
         request = call.request
+        if request.tool == AGENT.name:
+            return Again(result=None, notes=("is an agent, whose turns were the policy's: it cannot be had again",))
         placement = self._scheduler.placement(request)
         if isinstance(placement, Refusal):
             return Again(result=None, notes=(f"cannot run here: {placement.text}",))
@@ -333,6 +336,7 @@ class ScratchBlobs:
     def __init__(self, below: Blobs) -> None:
         self._below = below
         self._own = MemoryBlobs()
+        self.folder = ""
 
     async def put(self, content: bytes, *, media_type: str = "application/octet-stream") -> BlobRef:
         return await self._own.put(content, media_type=media_type)
@@ -354,6 +358,15 @@ class ScratchBlobs:
 
     async def names(self, prefix: str) -> list[str]:
         return sorted({*await self._own.names(prefix), *await self._below.names(prefix)})
+
+    async def listed(self, prefix: str) -> Listing:
+        return await self._below.listed(prefix)
+
+    async def copy(self, name: str, to: str) -> None:
+        await self._own.put_named(to, await self.get_named(name))
+
+    async def remove(self, name: str) -> None:
+        await self._own.remove(name)
 
     async def close(self) -> None:
         """Nothing to release: the store below is somebody else's."""

@@ -18,14 +18,18 @@ from pathlib import Path
 from typing import Self
 
 from turnlog.infra.blobs import Blobs
+from turnlog.infra.roles.tls import trusting
 from turnlog.sandbox_settings import EgressSettings
 from turnlog.sandbox_workers.backends.leftovers import owned_prefix
+from turnlog.sandbox_workers.egress.apart import Tokens
 from turnlog.sandbox_workers.egress.certificates import CertificateAuthority, public_roots, written
 from turnlog.sandbox_workers.egress.client import forget_waiting
+from turnlog.sandbox_workers.egress.gateway import Gateway
 from turnlog.sandbox_workers.egress.policy import (
     EgressError,
     EgressUnavailable,
     Policy,
+    ProxyUnusable,
     Reason,
     Rule,
     RuleInvalid,
@@ -36,6 +40,7 @@ from turnlog.sandbox_workers.egress.recordings import Recordings, Repeats, Reque
 from turnlog.sandbox_workers.egress.sources import (
     Addresses,
     Live,
+    Onwards,
     Recording,
     Repeating,
     Replaying,
@@ -52,6 +57,8 @@ __all__ = [
     "Egress",
     "EgressError",
     "EgressUnavailable",
+    "Gateway",
+    "ProxyUnusable",
     "Reason",
     "Requests",
     "RuleInvalid",
@@ -75,12 +82,12 @@ class Egress:
 
     def __init__(
         self, settings: EgressSettings, blobs: Blobs, *, operator: tuple[Rule, ...], addresses: Addresses,
-        trust: ssl.SSLContext, ca: Path | None, tls: Tls,
+        trust: ssl.SSLContext, ca: Path | None, tls: Tls, tokens: Tokens | None,
     ) -> None:  # fmt: skip
         self.ca = ca
         """PEM file for sandboxes: whom to trust; None: nobody, https is refused."""
         self._settings, self._blobs, self._operator = settings, blobs, operator
-        self._addresses, self._trust, self._tls = addresses, trust, tls
+        self._addresses, self._trust, self._tls, self._tokens = addresses, trust, tls, tokens
         self._recordings = Recordings(blobs, settings.cache)
 
     @classmethod
@@ -100,8 +107,19 @@ class Egress:
         elif settings.tls == "tunnel":
             tls, pem = Tls(addresses=addresses), public_roots() + _extra_roots(settings)
         ca = await asyncio.to_thread(written, folder, pem) if pem else None
-        trusted = await asyncio.to_thread(trust, settings.upstream_ca)
-        yield cls(settings, blobs, operator=operator, addresses=addresses, trust=trusted, ca=ca, tls=tls)
+        trusted = trusting(settings.proxy, settings.ca_file, "egress")
+        if trusted is None:
+            trusted = await asyncio.to_thread(trust, settings.upstream_ca)
+        tokens = Tokens(settings.signing_key) if settings.proxy and settings.mode != "replay" else None
+        yield cls(settings, blobs, operator=operator, addresses=addresses, trust=trusted, ca=ca, tls=tls, tokens=tokens)
+
+    @classmethod
+    def closed(cls, settings: EgressSettings, blobs: Blobs) -> Self:
+        """For workers whose [egress] allow names nothing: of the network a call gets the gateway, if it has one."""
+        return cls(
+            settings, blobs, operator=(), addresses=Addresses(()), trust=ssl.create_default_context(), ca=None,
+            tls=Tls(), tokens=None,
+        )  # fmt: skip
 
     @classmethod
     @asynccontextmanager
@@ -135,17 +153,23 @@ class Egress:
         *,
         allow: Iterable[str] = (),
         call_seq: int = 0,
+        call_id: str = "",
         answers: Iterable[EgressRequest] | None = None,
+        gateway: Gateway | None = None,
     ) -> AsyncIterator[Requests]:
         """Serve one call on the sandbox's listening socket, which stays the caller's. `allow`: the task's own rules;
-        `call_seq`: the call's place in its session, by which recordings tell repeated requests apart; `answers`: what a
-        recorded call got (ToolCallCompleted.requests), to be given again instead of anything else.
+        `call_seq`: the call's place in its session, by which recordings tell repeated requests apart; `call_id`: what
+        [egress] proxy calls it in its log; `answers`: what a recorded call got (ToolCallCompleted.requests), to be
+        given again instead of anything else; `gateway`: what an agent's program speaks with. Of the rest of the network
+        such a call gets what `allow` names, and nothing where it names nothing.
 
         Enter before the command starts; `made()` is complete after the block. Raises RuleInvalid on entry, and at the
-        end BlobError when the object store failed one of the requests: that call's output is not to be trusted."""
+        end BlobError when the object store failed one of the requests, or ProxyUnusable: that call's output is not to
+        be trusted."""
         requests = Requests(self._settings.requests)
-        async with self._source(requests, rules(allow) or None, call_seq, answers) as source:
-            proxy = Proxy(self._settings, source, requests, self._tls)
+        task = rules(allow) if gateway is not None else rules(allow) or None
+        async with self._source(requests, task, (call_id, call_seq), answers) as source:
+            proxy = Proxy(self._settings, source, requests, self._tls, gateway)
             with listener.dup() as own:  # a sandbox that dies closes its own while we accept
                 forget_waiting(own)
                 accepting = asyncio.create_task(proxy.accept(own))
@@ -161,16 +185,21 @@ class Egress:
 
     @asynccontextmanager
     async def _source(
-        self, requests: Requests, task: tuple[Rule, ...] | None, call_seq: int, answers: Iterable[EgressRequest] | None
-    ) -> AsyncIterator[Source]:
+        self, requests: Requests, task: tuple[Rule, ...] | None, call: tuple[str, int],
+        answers: Iterable[EgressRequest] | None,
+    ) -> AsyncIterator[Source]:  # fmt: skip
         settings, policy = self._settings, Policy(self._operator, task)
+        call_id, call_seq = call
         if answers is not None:
             yield Repeating(self._blobs, Repeats(answers))
             return
         if settings.mode == "replay":
             yield Replaying(policy, self._blobs, self._recordings, requests, call_seq=call_seq)
             return
-        upstream, most = Upstream(self._addresses, self._trust, connections=CONNECTIONS), settings.response_bytes
+        tokens, onwards, most = self._tokens, None, settings.response_bytes
+        if tokens is not None:
+            onwards = Onwards(settings.proxy, lambda: tokens.made(call_id, task))
+        upstream = Upstream(self._addresses, self._trust, connections=CONNECTIONS, onwards=onwards)
         try:
             if settings.mode == "record":
                 yield Recording(policy, upstream, self._recordings, requests, call_seq=call_seq, most=most)
@@ -186,6 +215,10 @@ def _consistent(settings: EgressSettings, operator: tuple[Rule, ...]) -> None:
         raise EgressUnavailable("[egress] mode is live, record or replay, and tls is intercept, tunnel or refuse")
     if settings.tls != "tunnel":
         return
+    if settings.proxy:
+        raise EgressUnavailable(
+            '[egress] tls = "tunnel" hides from [egress] proxy what it is to check: set tls = "intercept" or "refuse"'
+        )
     if settings.mode != "live":
         raise EgressUnavailable('[egress] tls = "tunnel" hides requests: record and replay need tls = "intercept"')
     for rule in operator:

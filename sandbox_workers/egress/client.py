@@ -164,6 +164,13 @@ class Client:
         await self._send(h11.Response(status_code=200, headers=[], reason=b"Connection established"))
         return self._http.trailing_data[0]
 
+    async def left(self) -> None:
+        """Until the sandbox has closed its side. What it sends ahead meanwhile is kept for its next request."""
+        while data := await self._receive():
+            self._buffer += data
+            if len(self._buffer) > HEAD_BYTES:  # it is nobody who waits for answers
+                return
+
     @property
     def begun(self) -> bool:
         """Some of an answer was sent."""

@@ -11,6 +11,7 @@ again: RFC 3986 3 and 6.2.2 (case, percent-encoding, dot segments), RFC 9112 3.2
 EgressError
 ├── EgressUnavailable  [egress] cannot be served here: names the setting and the remedy
 ├── RuleInvalid        a rule that is none: names the rule
+├── ProxyUnusable      the process that [egress] proxy names is away, or does not take our token
 └── RequestRefused     one request: becomes the answer that the sandbox gets
 """
 
@@ -58,6 +59,10 @@ class RuleInvalid(EgressError):
     """A rule of [egress] allow, or of a task, cannot be read."""
 
 
+class ProxyUnusable(EgressError):
+    """Nothing goes out just now, which is no doing of the call's: names the setting."""
+
+
 class Reason(StrEnum):
     """EgressRequest.reason."""
 
@@ -74,6 +79,8 @@ class Reason(StrEnum):
     malformed = "malformed"
     upgrade = "upgrade"
     call_ended = "call_ended"
+    token = "token"
+    """Said to workers alone, by the process that [egress] proxy names."""
 
 
 STATUS = {
@@ -90,6 +97,7 @@ STATUS = {
     Reason.timeout_s: HTTPStatus.GATEWAY_TIMEOUT,
     Reason.not_recorded: HTTPStatus.GATEWAY_TIMEOUT,
     Reason.call_ended: HTTPStatus.GATEWAY_TIMEOUT,
+    Reason.token: HTTPStatus.PROXY_AUTHENTICATION_REQUIRED,
 }
 """429 and 503 are never used: HTTP clients repeat such requests by themselves."""
 
@@ -108,6 +116,7 @@ _SAYS = {
     Reason.timeout_s: "it took longer than [egress] timeout_s",
     Reason.not_recorded: "[egress] mode = replay, and the recording holds no answer to it",
     Reason.call_ended: "the call ended first",
+    Reason.token: "it carries no token of a worker that shares [egress] signing_key, or an old one",
 }
 
 
@@ -295,6 +304,11 @@ def within(text: str, host: Authority) -> Target:
     if target.scheme != "https" or target.authority != host:
         raise RequestRefused(Reason.malformed, f"the target leads elsewhere than the tunnel to {host.text}")
     return target
+
+
+def relative(text: str) -> Target:
+    """A request target in origin form, which names no host. Raises RequestRefused(malformed)."""
+    return _target("http", Authority("", PORTS["http"]), text)
 
 
 def authority(text: str, port: int | None) -> Authority:

@@ -27,9 +27,19 @@ from turnlog.infra.blobs import BlobError
 from turnlog.sandbox_settings import EgressSettings
 from turnlog.sandbox_workers.egress.certificates import CertificateAuthority
 from turnlog.sandbox_workers.egress.client import READ_BYTES, Accepted, Client, Head
-from turnlog.sandbox_workers.egress.policy import Authority, Reason, RequestRefused, Target, absolute, authority, within
+from turnlog.sandbox_workers.egress.gateway import Gateway
+from turnlog.sandbox_workers.egress.policy import (
+    Authority,
+    ProxyUnusable,
+    Reason,
+    RequestRefused,
+    Target,
+    absolute,
+    authority,
+    within,
+)
 from turnlog.sandbox_workers.egress.recordings import Entry, Requests, request_key
-from turnlog.sandbox_workers.egress.sources import Addresses, Request, Source
+from turnlog.sandbox_workers.egress.sources import PROXY_STATUS, Addresses, Request, Source
 from turnlog.schemas.events import EgressSource
 
 CONNECTIONS = 64
@@ -55,19 +65,25 @@ class Tls:
 
     authority: CertificateAuthority | None = None
     addresses: Addresses | None = None
+    of_workers: bool = False
+    """Who asks is a proxy of ours: it names https URLs in absolute form, and is told a refusal in a header."""
 
 
 class Proxy:
-    """Serves one call. `failed`: what the object store said when a recording could not be read or written."""
+    """Serves one call. `failed`: what the object store said when a recording could not be read or written, or why
+    nothing goes out."""
 
-    def __init__(self, settings: EgressSettings, source: Source, requests: Requests, tls: Tls) -> None:
-        """`requests` gets an entry for everything that is asked."""
+    def __init__(
+        self, settings: EgressSettings, source: Source, requests: Requests, tls: Tls, gateway: Gateway | None = None
+    ) -> None:
+        """`requests` gets an entry for everything that is asked, but of `gateway`, which answers what names no host."""
         self._settings, self._source, self._requests, self._tls = settings, source, requests, tls
+        self._gateway = gateway
         self._connections: set[asyncio.Task[None]] = set()
         self._idle: dict[asyncio.Task[None], float] = {}
         """Connections kept alive between two requests, and since when; the longest idle first."""
         self._moved = asyncio.Event()
-        self.failed: BlobError | None = None
+        self.failed: BlobError | ProxyUnusable | None = None
 
     async def accept(self, listener: socket.socket) -> None:
         """Take connections until cancelled."""
@@ -115,8 +131,12 @@ class Proxy:
 
     async def _serve(self, connection: socket.socket) -> None:
         async with Accepted(connection) as stream:
-            with contextlib.suppress(*_GONE):
-                await self._exchanges(Client(stream), None)
+            await self.serve(stream)
+
+    async def serve(self, stream: ByteStream) -> None:
+        """Every request of a connection, which stays the caller's."""
+        with contextlib.suppress(*_GONE):
+            await self._exchanges(Client(stream), None)
 
     async def _exchanges(self, client: Client, inside: Authority | None) -> None:
         """Every request of a connection; `inside`: of the intercepted tunnel to that host."""
@@ -143,16 +163,24 @@ class Proxy:
             self._idle[task] = asyncio.get_running_loop().time()
             self._moved.set()
         try:
-            return await client.started()
+            async with asyncio.timeout(self._settings.timeout_s if self._tls.of_workers else None):
+                return await client.started()
+        except TimeoutError:
+            return False
         finally:
             self._idle.pop(task, None)
 
     async def _exchange(self, client: Client, inside: Authority | None, entry: Entry) -> _Tunnel | None:
         """One request, to the end of its answer; what a granted CONNECT opened."""
         try:
-            async with asyncio.timeout(self._settings.timeout_s):
+            async with asyncio.timeout(self._settings.timeout_s) as within:
                 head = await client.head()
                 entry.method = head.method
+                if self._gateway is not None and inside is None and head.target.startswith("/"):
+                    self._requests.disregard(entry)
+                    within.reschedule(None)
+                    await self._gateway.answer(head, client)
+                    return None
                 if head.method == "CONNECT":
                     return await self._connect(client, head, inside, entry)
                 await self._request(client, head, inside, entry)
@@ -163,7 +191,7 @@ class Proxy:
             refused = error
         except h11.LocalProtocolError:  # the origin's answer is none that may be passed on
             refused = RequestRefused(Reason.unreachable)
-        except BlobError as error:
+        except (BlobError, ProxyUnusable) as error:
             self.failed = self.failed or error
             return None
         entry.reason = refused.reason
@@ -185,7 +213,8 @@ class Proxy:
                     await client.drained(self._settings.request_bytes)
                 text = refused.text(entry.method, entry.url)
                 phrase = f"{HTTPStatus(refused.status).phrase} (turnlog egress: {refused.reason})"
-                await client.answer(refused.status, REFUSAL_HEADERS, text, phrase=phrase.encode())
+                told = ((PROXY_STATUS, refused.reason.encode()),) if self._tls.of_workers else ()
+                await client.answer(refused.status, (*REFUSAL_HEADERS, *told), text, phrase=phrase.encode())
 
     async def _request(self, client: Client, head: Head, inside: Authority | None, entry: Entry) -> None:
         target = _target(head, inside)
@@ -195,8 +224,8 @@ class Proxy:
             raise RequestRefused(Reason.requests)
         if _upgrades(head):
             raise RequestRefused(Reason.upgrade)
-        self._source.admit(head.method, target, entry)
-        if target.scheme == "https" and self._tls.authority is None:
+        self._source.admit(head, target, entry)
+        if target.scheme == "https" and self._tls.authority is None and not self._tls.of_workers:
             raise RequestRefused(Reason.tls)
         body = await client.body(self._settings.request_bytes)
         entry.request_bytes = len(body)

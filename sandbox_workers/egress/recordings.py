@@ -214,6 +214,11 @@ class Requests:
         self._tunnels += 1
         self._entries.remove(entry)
 
+    def disregard(self, entry: Entry) -> None:
+        """It was none to the network, and is counted nowhere."""
+        entry.over = False
+        self._entries = [one for one in self._entries if one is not entry]
+
     def ordinal(self, key: str) -> int:
         """How many times this was asked before in the call."""
         self._asked[key] += 1

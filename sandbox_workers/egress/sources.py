@@ -28,8 +28,10 @@ from turnlog.infra.blobs import Blobs
 from turnlog.sandbox_workers.egress.client import HEAD_BYTES, Client, Head
 from turnlog.sandbox_workers.egress.policy import (
     Authority,
+    EgressError,
     EgressUnavailable,
     Policy,
+    ProxyUnusable,
     Reason,
     RequestRefused,
     Target,
@@ -48,9 +50,11 @@ _HOP_BY_HOP = frozenset(
 """RFC 9110 7.6.1: between two neighbours only."""
 _NOT_ON = frozenset((b"host", b"content-length", b"expect", b"forwarded", b"via", b"x-real-ip"))
 """Of requests: written anew, answered here, or claims about who asks."""
-_NOT_BACK = frozenset((b"alt-svc", b"content-length"))
-"""Of answers: ways around this proxy; the length is written anew."""
-_AUTO = ("accept", "accept-encoding", "user-agent", "content-type")
+_NOT_BACK = frozenset((b"alt-svc", b"content-length", b"turnlog-egress"))
+"""Of answers: ways around this proxy; the length is written anew; what only our own proxies say."""
+PROXY_STATUS = b"turnlog-egress"
+"""In answers to workers: the reason of a refusal. Of an origin's answer it is dropped, as it says nothing of us."""
+AUTO_HEADERS = ("accept", "accept-encoding", "user-agent", "content-type")
 """aiohttp would add these."""
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
@@ -65,25 +69,55 @@ _SPECIAL = tuple(
 """Of no use as an origin, and not private to every version of `ipaddress`."""
 
 
-class Upstream:
-    """Connections of one call to origins."""
+@dataclass(frozen=True, slots=True)
+class Onwards:
+    """The process that connects to origins in a worker's place."""
 
-    def __init__(self, addresses: Addresses, trust: ssl.SSLContext, *, connections: int) -> None:
-        """`trust` decides which origins' certificates are believed."""
-        self._addresses = addresses
+    url: str
+    """[egress] proxy"""
+    token: Callable[[], str]
+    """Says whose request it is, and is good for a while."""
+
+    def refusal(self, said: bytes) -> EgressError:
+        """What it meant by PROXY_STATUS."""
+        reason = next((reason for reason in Reason if reason.encode() == said), Reason.unreachable)
+        if reason is not Reason.token:
+            return RequestRefused(reason)
+        return ProxyUnusable(
+            f"{self.url} takes no token of ours: workers and `turnlog egress` share [egress] signing_key, and clocks "
+            "that agree within a minute"
+        )
+
+
+class _Absolute(aiohttp.ClientRequest):
+    """https in absolute form, too (RFC 9112 3.2.2), with no tunnel: the proxy is to see method and path."""
+
+    def is_ssl(self) -> bool:
+        return False
+
+
+class Upstream:
+    """Connections of one call to origins, or to who connects to them in our place."""
+
+    def __init__(
+        self, addresses: Addresses, trust: ssl.SSLContext, *, connections: int, onwards: Onwards | None = None
+    ) -> None:
+        """`trust` decides which origins' certificates are believed, or which are of the process in our place."""
+        self._addresses, self._way = addresses, onwards
         connector = aiohttp.TCPConnector(
             ssl=trust,
             limit=connections,
             keepalive_timeout=IDLE_S,
-            resolver=CheckedResolver(addresses),
+            resolver=CheckedResolver(addresses) if onwards is None else None,
             use_dns_cache=False,
         )
         self._session = aiohttp.ClientSession(
             connector=connector,
+            request_class=aiohttp.ClientRequest if onwards is None else _Absolute,
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None),  # the proxy's own covers the client's side too
             auto_decompress=False,
-            skip_auto_headers=_AUTO,
+            skip_auto_headers=AUTO_HEADERS,
             max_line_size=HEAD_BYTES,
             max_field_size=HEAD_BYTES,
         )
@@ -91,23 +125,30 @@ class Upstream:
     @asynccontextmanager
     async def asked(self, head: Head, target: Target, body: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
         """The origin's answer, its body still to be read. Raises RequestRefused (private_address, unreachable,
-        certificate); so does reading the body."""
-        if _is_address(target.authority.host):  # aiohttp asks its resolver for names alone
+        certificate, and what the process in our place refuses), ProxyUnusable; so does reading the body."""
+        headers, way = [("Host", target.netloc), *onwards(head)], self._way
+        if way is not None:
+            headers.append(("Proxy-Authorization", f"Bearer {way.token()}"))
+        elif _is_address(target.authority.host):  # aiohttp asks its resolver for names alone
             await self._addresses.checked(target.authority)
         request = self._session.request(
             head.method,
             _url(target),
-            headers=_onwards(head, target),
+            headers=headers,
             data=body or None,
             allow_redirects=False,
+            proxy=None if way is None else way.url,
         )
         try:
             async with request as response:
+                if way is not None and (said := dict(response.raw_headers).get(PROXY_STATUS)) is not None:
+                    raise way.refusal(said)
                 yield response
-        except aiohttp.ClientConnectorCertificateError as error:
-            raise RequestRefused(Reason.certificate) from error
         except aiohttp.ClientError as error:
-            raise RequestRefused(Reason.unreachable) from error
+            if way is not None and isinstance(error, aiohttp.ClientConnectionError):
+                raise ProxyUnusable(f"[egress] proxy at {way.url}: {error}") from error
+            believed = not isinstance(error, aiohttp.ClientConnectorCertificateError)
+            raise RequestRefused(Reason.unreachable if believed else Reason.certificate) from error
 
     async def close(self) -> None:
         """Drop every connection."""
@@ -158,10 +199,11 @@ def backwards(headers: Iterable[tuple[bytes, bytes]]) -> tuple[tuple[bytes, byte
     return tuple((name, value) for name, value in lowered if name not in dropped)
 
 
-def _onwards(head: Head, target: Target) -> list[tuple[str, str]]:
-    dropped = _HOP_BY_HOP | _NOT_ON | _named(head.headers)
+def onwards(head: Head, without: frozenset[bytes] = frozenset()) -> list[tuple[str, str]]:
+    """What of a request's headers goes on; Host, which is written anew, and those of `without` do not."""
+    dropped = _HOP_BY_HOP | _NOT_ON | _named(head.headers) | without
     kept = [(name, value) for name, value in head.headers if name not in dropped and not _claims(name)]
-    return [("Host", target.netloc), *((name.decode("latin-1"), _text(value)) for name, value in kept)]
+    return [(name.decode("latin-1"), _text(value)) for name, value in kept]
 
 
 def _claims(name: bytes) -> bool:
@@ -269,7 +311,7 @@ class Request:
 class Source(Protocol):
     """What admits a request by its head or refuses it, and answers it."""
 
-    def admit(self, method: str, target: Target, entry: Entry) -> None:
+    def admit(self, head: Head, target: Target, entry: Entry) -> None:
         """Raises RequestRefused for a request that nobody shall answer."""
         ...
 
@@ -289,8 +331,8 @@ class Ruled:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
 
-    def admit(self, method: str, target: Target, entry: Entry) -> None:
-        if not self.policy.grants(method, target):
+    def admit(self, head: Head, target: Target, entry: Entry) -> None:
+        if not self.policy.grants(head.method, target):
             raise RequestRefused(Reason.rule)
 
     def admit_tunnel(self, host: Authority, entry: Entry, *, blind: bool) -> None:
@@ -311,7 +353,7 @@ class Live(Ruled):
     async def answer(self, request: Request, client: Client) -> None:
         async with self._upstream.asked(request.head, request.target, request.body) as response:
             headers = backwards(response.raw_headers)
-            if (declared := _declared(response)) is not None:
+            if (declared := declared_length(response)) is not None:
                 if declared > self._most and request.head.method != "HEAD":
                     raise RequestRefused(Reason.response_bytes)
                 headers = (*headers, (b"content-length", b"%d" % declared))
@@ -351,7 +393,7 @@ class Recording(Ruled):
         entry, head = request.entry, request.head
         async with self._upstream.asked(head, request.target, request.body) as response:
             status, headers = response.status, backwards(response.raw_headers)
-            if (declared := _declared(response)) is not None and head.method == "HEAD":
+            if (declared := declared_length(response)) is not None and head.method == "HEAD":
                 headers = (*headers, (b"content-length", b"%d" % declared))
             content = b"".join([chunk async for chunk in _bounded(response, self._most)])
         place = self._call_seq, self._requests.ordinal(entry.key)
@@ -388,7 +430,7 @@ class Repeating:
         self._blobs, self._repeats = blobs, repeats
         self._room = asyncio.Semaphore(HELD)
 
-    def admit(self, method: str, target: Target, entry: Entry) -> None:
+    def admit(self, head: Head, target: Target, entry: Entry) -> None:
         self._refuse_again(entry)
 
     def admit_tunnel(self, host: Authority, entry: Entry, *, blind: bool) -> None:
@@ -418,7 +460,8 @@ async def _replay(answer: Answer, ref: BlobRef, blobs: Blobs, entry: Entry, clie
     await client.answer(answer.status, answer.headers, content)
 
 
-def _declared(response: aiohttp.ClientResponse) -> int | None:
+def declared_length(response: aiohttp.ClientResponse) -> int | None:
+    """Bytes of its body, where its head says."""
     lengths = [value for name, value in response.raw_headers if name.lower() == b"content-length"]
     return int(lengths[0]) if lengths else None
 

@@ -30,6 +30,10 @@ Become = Callable[[Place, dict[str, Any], bytes, int, list[int], int], None]
 """What the forked child of a call does; see child.become."""
 
 NOTE_BYTES = 64
+CUT_BYTES = 64
+"""Room for the line that stands where output was left out."""
+MOST_PARTS = 64
+"""Read from one pipe before anything else is looked at; more than a pipe holds."""
 STREAMS = ("stdout", "stderr")
 
 MOST_ROUNDS = 2000
@@ -60,7 +64,7 @@ class Call:
         self.code: int | None = None
         """What a session call's source has left; None while it runs and when the interpreter went with it."""
         self.reaped = Reaped()
-        self.output = Output(control, self.limits["output_bytes"], prompt=head["prompt"])
+        self.output = Output(control, self.limits["output_bytes"], prompt=head["prompt"], cuts=head["agent"])
         self.began = self.looked = time.monotonic()
         self.unheard_s = 0.0
         self.unclaimed = Unclaimed()
@@ -99,7 +103,7 @@ class Call:
         quick = self.become is become and self.head["kind"] in ("program", "shell") and len(source) <= ARGUMENT_BYTES
         if not quick:
             return 0
-        limits = pairs(self.place, self.limits, standing, cpu=True)
+        limits = pairs(self.place, self.limits, standing, cpu=True, reserves=self.head["agent"])
         try:
             argv, env = command_line(self.head, source), self.head["env"]
             return spawned(argv, env, folder, streams, limits) if spawnable(argv, env, folder) else 0
@@ -217,6 +221,7 @@ class Call:
         status, reason = verdict or self._judge(cpu)
         if self.session and self.interpreter is None and status in ("ok", "tool_error"):
             self.output.add("stderr", ENDED)
+        self.output.end()
         self.output.forward(wait=True)
         self.output.close()
         os.close(self.handle)
@@ -251,11 +256,16 @@ class Call:
 
 class Output:
     """Never holds more than `most` bytes, however much is printed. `prompt`: it is sent as it comes, else when a part
-    is full, at every look at the call, and at its end: a frame for every line costs more than most calls."""
+    is full, at every look at the call, and at its end: a frame for every line costs more than most calls. `cuts`: too
+    much is no limit met; the first and the last half of `most` are given, all of it as stdout, in the order it came."""
 
-    def __init__(self, control: Control, most: int, *, prompt: bool) -> None:
+    def __init__(self, control: Control, most: int, *, prompt: bool, cuts: bool = False) -> None:
         self.control = control
-        self.most = most
+        self.cuts = cuts
+        self.last = bytearray()
+        self.left_out = 0
+        self.most = most // 2 if cuts else most
+        self.kept = most // 2 - CUT_BYTES
         self.prompt = prompt
         self.written = 0
         self.exceeded = False
@@ -276,7 +286,9 @@ class Output:
     def drain(self, descriptor: int) -> bool:
         """Take what is there, up to one byte beyond the limit; False at its end."""
         name = self.reads[descriptor]
-        while not self.exceeded:
+        for _ in range(MOST_PARTS):
+            if self.exceeded:
+                break
             try:
                 part = os.read(descriptor, PART_BYTES)
             except BlockingIOError:
@@ -292,11 +304,24 @@ class Output:
     def add(self, name: str, part: bytes) -> None:
         """Count it, and send it, when it is due, as soon as there is room."""
         room = self.most - self.written
-        self.exceeded = self.exceeded or len(part) > room
+        if self.cuts:
+            name = "stdout"
+            self.last += part[room:]
+            over = max(0, len(self.last) - self.kept)
+            self.left_out += over
+            del self.last[:over]
+        else:
+            self.exceeded = self.exceeded or len(part) > room
         self.written += min(len(part), room)
         self.pending[name] += part[:room]
         if self.due:
             self.forward()
+
+    def end(self) -> None:
+        """Nothing more will be printed: what was kept of the end is due."""
+        if self.left_out:
+            self.pending["stdout"] += b"\n[%d bytes left out]\n" % self.left_out
+        self.pending["stdout"] += self.last
 
     @property
     def due(self) -> bool:

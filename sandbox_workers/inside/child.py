@@ -91,7 +91,7 @@ def become(place: Place, head: dict[str, Any], source: bytes, folder: int, strea
         wear(streams)
         os.closerange(FIRST_OTHER, NOTE_FD)
         os.umask(0o022)
-        limit(place, head["limits"], standing)
+        limit(place, head["limits"], standing, reserves=head["agent"])
         expendable()
         if head["kind"] == "python":
             defaults(signal.SIG_IGN)
@@ -191,15 +191,19 @@ def bounds(place: Place, limits: dict[str, Any], standing: int) -> dict[int, int
     }
 
 
-def limit(place: Place, limits: dict[str, Any], standing: int = 0, *, cpu: bool = True) -> None:
-    """Put them on, for good. `cpu`: without, for a process that lives longer than a call."""
-    for name, pair in pairs(place, limits, standing, cpu=cpu).items():
+def limit(place: Place, limits: dict[str, Any], standing: int = 0, *, cpu: bool = True, reserves: bool = False) -> None:
+    """Put them on, for good. `cpu`: without, for a process that lives longer than a call; `reserves`: see `pairs`."""
+    for name, pair in pairs(place, limits, standing, cpu=cpu, reserves=reserves).items():
         put(0, name, pair)
 
 
-def pairs(place: Place, limits: dict[str, Any], standing: int, *, cpu: bool) -> dict[int, tuple[int, int]]:
-    """All of them, soft and hard, none above what we may set."""
+def pairs(
+    place: Place, limits: dict[str, Any], standing: int, *, cpu: bool, reserves: bool = False
+) -> dict[int, tuple[int, int]]:
+    """All of them, soft and hard, none above what we may set. `reserves`: address space is not bounded."""
     wanted = {name: (bound, bound) for name, bound in bounds(place, limits, standing).items()}
+    if reserves:
+        del wanted[resource.RLIMIT_AS]
     wanted[resource.RLIMIT_CORE] = (0, 0)
     wanted[resource.RLIMIT_MSGQUEUE] = (0, 0)  # POSIX queues outlive processes, and nothing inside can list them
     wanted[resource.RLIMIT_NOFILE] = (MOST_DESCRIPTORS, MOST_DESCRIPTORS)

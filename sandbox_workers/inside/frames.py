@@ -3,7 +3,8 @@
 A request is answered by one frame, an `exec` by any number of `output` frames before it. One request at a time.
 
 exec        {"op", "kind", "argv", "env", "cwd", "limits", "source" (bytes of the body that are the source), "alive"
-            (an interpreter is expected), "prompt" (send output as it comes), "silence_s"} + source, then stdin
+            (an interpreter is expected), "prompt" (send output as it comes), "agent" (see Command),
+            "silence_s"} + source, then stdin
             -> {"output": "stdout" | "stderr"} + part, while it runs; every byte that counts against output_bytes
             -> {"status", "reason", "exit_code", "duration_s", "cpu_s", "interpreter"}
             -> {"lost": true} when the expected interpreter has ended between calls: nothing was run

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from turnlog.infra.tools import BUILT_IN, BrokenTool, described, loaded, offered
+from turnlog.infra.tools import AGENT, BUILT_IN, BrokenTool, described, loaded, offered
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.protocol import (
     Execution,
@@ -26,6 +26,8 @@ from turnlog.sandbox_workers.protocol import (
     SandboxError,
 )
 from turnlog.sandbox_workers.tools.built_in import (
+    agent,
+    at_the_gateway,
     edit_file,
     env_step,
     kept_interpreter,
@@ -66,7 +68,9 @@ RUN = {
     "write_file": (write_file, (), always),
     "edit_file": (edit_file, (), always),
     "env_step": (env_step, {Kind.session}, needs),
+    AGENT.name: (agent, {Kind.program}, at_the_gateway),
 }
+OURS = {**BUILT_IN, AGENT.name: AGENT}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +87,7 @@ class Prepared:
         SandboxError but for FileRefused."""
         call = Call(arguments=self.arguments, sandbox=sandbox, limits=limits, env=env, on_output=on_output)
         try:
-            return _bounded(await (self.tool.run(call) if self.tool.name in BUILT_IN else self._foreign(call)), limits)
+            return _bounded(await (self.tool.run(call) if self.tool.name in OURS else self._foreign(call)), limits)
         except CallEnded as end:
             return end.execution
         except ToolFailed as failure:
@@ -120,7 +124,7 @@ class Prepared:
 @cache
 def tools() -> Mapping[str, Tool]:
     """Every tool by name, the built-in ones first; looked up once. Raises ToolOfferError."""
-    found = {name: _built_in(name) for name in RUN}
+    found = {name: _built_in(name) for name in OURS}
     for name, point in offered().items():
         tool = loaded(point)
         if not isinstance(tool, Tool):
@@ -143,7 +147,8 @@ def prepared(
     known = tools() if among is None else among
     tool = known.get(name)
     if tool is None:
-        return Refusal("tool", f"there is no tool {shown(name)}; tools are {', '.join(known)}")
+        offered_ones = ", ".join(one for one in known if one != AGENT.name)
+        return Refusal("tool", f"there is no tool {shown(name)}; tools are {offered_ones}")
     if len(arguments) > argument_bytes:
         text = f"the arguments are {len(arguments)} bytes; they may be {argument_bytes} ([sandbox] argument_bytes)"
         return Refusal("argument_bytes", text)
@@ -157,10 +162,10 @@ def prepared(
 
 
 def _built_in(name: str) -> Tool:
-    known, (run, kinds, legal) = BUILT_IN[name], RUN[name]
+    known, (run, kinds, legal) = OURS[name], RUN[name]
     return Tool(
         name=name, version=known.version, about=known.about, schema=known.arguments,
-        run=run, kinds=frozenset(kinds), legal=legal,
+        run=run, kinds=frozenset(kinds), legal=legal, once=known is AGENT,
     )  # fmt: skip
 
 

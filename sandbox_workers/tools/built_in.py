@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from turnlog.infra.tools import GATEWAY_INSIDE, KEY_INSIDE
 from turnlog.sandbox_workers.protocol import Command, Execution, Kind, QuotaExceeded, Stream
 from turnlog.sandbox_workers.tools.tool import Call, ToolFailed
 from turnlog.schemas.events import SandboxLimits, SandboxSpec, ToolStatus
@@ -114,6 +115,31 @@ def _answer(line: bytes) -> str:
     if error is not None:
         raise ToolFailed(str(error).rstrip("\n"))
     return answer
+
+
+SPOKEN_TO: Final = {
+    "OPENAI_BASE_URL": f"{GATEWAY_INSIDE}/v1",
+    "OPENAI_API_KEY": KEY_INSIDE,
+    "ANTHROPIC_BASE_URL": GATEWAY_INSIDE,
+    "ANTHROPIC_AUTH_TOKEN": KEY_INSIDE,
+}
+"""What clients of the gateway's dialects read, for a program that is told nothing else."""
+
+
+async def agent(call: Call) -> Execution:
+    """A program that is the whole agent: its files, then itself."""
+    given = call.arguments
+    for path, content in given["files"].items():
+        await call.sandbox.write(in_workspace(path), content.encode())
+    return await call.exec(
+        Command(kind=Kind.program, argv=tuple(given["argv"]), env={**SPOKEN_TO, **given["env"]}, agent=True)
+    )
+
+
+def at_the_gateway(arguments: Mapping[str, Any], spec: SandboxSpec, limits: SandboxLimits) -> str:
+    """It speaks with the gateway through the proxy, and what it leaves is judged."""
+    serves = spec.network == "allowlist" and spec.durable_workspace
+    return "" if serves else "an agent needs a sandbox with the network allowlist and durable_workspace"
 
 
 LONGEST = 64 * 2**20

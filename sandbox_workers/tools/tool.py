@@ -115,6 +115,8 @@ class Tool:
     run: Callable[[Call], Awaitable[Execution]]
     kinds: frozenset[Kind] = frozenset()
     """Of the commands that it runs: a backend that does not serve one of them does not serve the tool."""
+    once: bool = False
+    """What it does outside its sandbox cannot be undone: a run that ended without an answer is not repeated."""
     legal: Callable[[Mapping[str, Any], SandboxSpec, SandboxLimits], str] = always
     """What the schema cannot say: the text of a refusal, else empty. Called before anything runs."""
     validator: Validator = field(init=False, repr=False, compare=False)

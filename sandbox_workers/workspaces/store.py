@@ -13,6 +13,7 @@ import asyncio
 import dataclasses
 import hashlib
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from typing import ParamSpec, Protocol, TypeVar
 
 from prometheus_client import Counter
 
-from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs
+from turnlog.infra.blobs import REUSED_S, BlobCorrupt, BlobMissing, Blobs
 from turnlog.sandbox_workers.protocol import (
     FileEntry,
     FileKind,
@@ -77,6 +78,8 @@ class Workspaces:
         self._known = Known(pieces)
         self._looks = Looks(trees)
         self._manifests: OrderedDict[BlobRef, Manifest] = OrderedDict()
+        self._since: dict[BlobRef, float] = {}
+        """When each of them was put or read."""
         self._entries = 0
 
     async def snapshot(
@@ -170,9 +173,11 @@ class Workspaces:
 
     def _cache(self, ref: BlobRef, manifest: Manifest) -> Manifest:
         self._manifests[ref] = manifest
+        self._since.setdefault(ref, time.monotonic())
         self._entries += len(manifest.files) + CACHED_ENTRIES // CACHED_MANIFESTS
         while self._entries > CACHED_ENTRIES and len(self._manifests) > 1:
-            _, gone = self._manifests.popitem(last=False)
+            old, gone = self._manifests.popitem(last=False)
+            del self._since[old]
             self._entries -= len(gone.files) + CACHED_ENTRIES // CACHED_MANIFESTS
         return manifest
 
@@ -213,9 +218,10 @@ class Workspaces:
             return before
         content = await _aside(len(manifest.files), manifest.encode)
         ref = BlobRef(_sha256(content), len(content), MEDIA_TYPE)
-        if ref not in self._manifests:
+        if ref not in self._manifests or time.monotonic() - self._since[ref] > REUSED_S:  # as pieces: see Known
             ref = await self._blobs.put(content, media_type=MEDIA_TYPE)
             WRITTEN.inc(ref.size)
+            self._since[ref] = time.monotonic()
         return self._cache(ref, dataclasses.replace(manifest, ref=ref))
 
     # -- and back
@@ -294,24 +300,29 @@ def _sha256(content: bytes | memoryview) -> str:
 
 class Known:
     """Pieces whose place this worker has seen or made itself, the latest `most` of them. A place is taken in only
-    when the bytes there were hashed here: nobody can pass other bytes off under a hash."""
+    when the bytes there were hashed here: nobody can pass other bytes off under a hash. It is forgotten after REUSED_S,
+    since `turnlog gc` may take a pack that nobody has named for so long."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._most = most
-        self._places: OrderedDict[str, Piece] = OrderedDict()
+        self._clock = clock
+        self._places: OrderedDict[str, tuple[Piece, float]] = OrderedDict()
 
     def add(self, piece: Piece) -> None:
         """Remember where these bytes lie."""
-        self._places[piece.sha256] = piece
+        self._places[piece.sha256] = piece, self._clock()
         self._places.move_to_end(piece.sha256)
         if len(self._places) > self._most:
             self._places.popitem(last=False)
 
     def find(self, sha256: str) -> Piece | None:
         """Where these bytes lie, if it is known."""
-        if sha256 in self._places:
-            self._places.move_to_end(sha256)
-        return self._places.get(sha256)
+        piece, since = self._places.get(sha256, (None, 0.0))
+        if self._clock() - since > REUSED_S:
+            self._places.pop(sha256, None)
+            return None
+        self._places.move_to_end(sha256)
+        return piece
 
 
 class Packer:

@@ -16,7 +16,7 @@ from turnlog.schemas.events.batches import (
     StepCompleted,
     Weighting,
 )
-from turnlog.schemas.events.runs import DeadLetter, RunConfigured, RunPlanned
+from turnlog.schemas.events.runs import DeadLetter, RunConfigured, RunParent, RunPlace, RunPlanned
 from turnlog.schemas.events.samples import (
     ExpertRows,
     GroupEmitted,
@@ -97,9 +97,13 @@ ALL: dict[str, type] = {
         DeadLetter,
     )
 }  # fmt: skip
+UNWRITTEN: frozenset[str] = frozenset()
+"""Kinds, and records that are a new arm of a union, which this release reads and does not write: the release before it,
+which may run beside it, knows nothing of them. The next release takes them out and writes them."""
 
 __all__ = [
     "ALL",
+    "UNWRITTEN",
     "Agent",
     "BatchSample",
     "BatchSkipped",
@@ -134,6 +138,8 @@ __all__ = [
     "RolloutRequested",
     "RolloutScore",
     "RunConfigured",
+    "RunParent",
+    "RunPlace",
     "RunPlanned",
     "SampleBatchFormed",
     "SampleScored",

@@ -7,6 +7,36 @@ from dataclasses import dataclass
 from turnlog.schemas.types import Json
 
 
+@dataclass(frozen=True, slots=True)
+class RunPlace:
+    """One visit of one row of a dataset."""
+
+    epoch: int
+    """Passes through the dataset before this one."""
+    row: int
+    """From 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunParent:
+    """The checkpoint of another run that a run begins from, and what its feeder finds behind it."""
+
+    run_id: str
+    """Of the parent."""
+    checkpoint: str
+    """Name of its folder."""
+    step: int
+    """Optimizer steps behind it; those of the run go on from there."""
+    draws: int
+    """Draws of the parent that it has seen; the run's own begin at 0."""
+    dataset: str
+    """Of the parent's tasks, as in RolloutRequested; the rest is about no other. Empty: it asked for none."""
+    places: int
+    """Places of the dataset that were passed, in the feeder's order: the first fresh one of the run is behind them."""
+    left: tuple[RunPlace, ...]
+    """Of them, those that the checkpoint has not seen: the run's feeder asks for them first."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfigured:
     """The settings that folds depend on, as canonical JSON, and their hash, which stands in every derived record.
@@ -22,12 +52,17 @@ class RunConfigured:
     """Hex sha256 of `settings`."""
     fold_version: str
     """Of the rules by which every role and every reader folds this run."""
+    parent: RunParent | None = None
+    """Null of a run that begins with first weights."""
+    blob_folder: str = ""
+    """Of the bucket: below it lie the blobs that roles of the run put. Empty of runs that an earlier release began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlanned:
     """What lag and admission are counted by, beside the recorded settings. Written when the run is configured and at
-    each later `turnlog run` with other values; the latest counts."""
+    each later `turnlog run` with other values; the latest counts. `turnlog run pause`, `resume` and `close` write it,
+    too: a phase holds until a later record names another."""
 
     event_id: str
     run_id: str
@@ -39,6 +74,8 @@ class RunPlanned:
     """Partitions of the topics keyed by group_id ([kafka] groups)."""
     rollouts: int
     """Partitions of the topics keyed by rollout_id ([kafka] rollouts)."""
+    phase: str = ""
+    """running | paused | closed, which is the last; empty leaves it as it was, running at first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

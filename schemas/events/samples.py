@@ -32,6 +32,7 @@ class MaskReason(StrEnum):
     realigned = "realigned"
     rewritten = "rewritten"
     unrouted = "unrouted"
+    constrained = "constrained"
 
 
 class GroupStatus(StrEnum):

@@ -18,6 +18,10 @@ class FinishReason(StrEnum):
     abort = "abort"
 
 
+CUT_OFF = frozenset({FinishReason.abort, FinishReason.error})
+"""Of turns that are not all of what the policy would have said."""
+
+
 class Boundary(StrEnum):
     """Kinship of a turn's prompt to its base: extends it exactly, diverges from it, or has none."""
 
@@ -57,12 +61,18 @@ class TurnCompleted:
     """The assistant message as sent. Each of its tool_calls has as `id` the call_id of its ToolCallRequested."""
     finish_reason: FinishReason
     """Why the engine stopped."""
+    stopped_by: str | None = None
+    """The client's stop sequence before which its text ends; the tokens go on to where the engine stopped."""
+    ill_formed_calls: int = 0
+    """Blocks of the output that look like tool calls and are none: they stay text."""
     aborted: bool
     """The client was seen gone, or the engine failed, before the end."""
     prompt_tokens: int
     """Of the whole prompt."""
     output_tokens: int
     """Sampled."""
+    reasoning_tokens: int = 0
+    """Of the output, up to the end of its reasoning."""
     cached_tokens: int
     """Of the prompt, from the engine's cache."""
     weight_version_first: int
@@ -158,6 +168,8 @@ class TokenSnapshot:
     """Images in the prompt that the storage parent does not give whole, by position in the whole prompt."""
     experts_layout: ExpertsLayout | None = None
     """Of `experts`."""
+    constrained: bool = False
+    """An engine's grammar chose among the tokens: their log-probs are not those of what was sampled from."""
 
 
 def sampled_tokens(snapshot: TokenSnapshot) -> int:

@@ -110,17 +110,14 @@ def parser() -> argparse.ArgumentParser:
         _verb(verbs, name, _role(name, module), f"role: {what}")
     _verb(verbs, "views", _views, "role: the Faust live views behind `turnlog status`")
     _verb(verbs, "lag", _lag, "role: how far every role is behind the log, as Prometheus metrics")
+    _verb(verbs, "egress", _egress, "role: the way out of sandbox workers, as a process of its own")
     _verb(verbs, "engine", _engine, "role: one SGLang engine of [model] path, in the foreground")
     _verb(verbs, "registry", _registry, "role: the embedded schema registry")
     _verb(verbs, "supervise", _supervise, "run the servers and roles of a run in the foreground")
     _verb(verbs, "up", _up, "start servers and roles, leave them running, print the endpoints")
     _verb(verbs, "down", _down, "stop what `up` started")
     _askers(verbs)
-    run = _verb(verbs, "run", _run, "configure the run, feed tasks and train until the draws of [feeder] are trained")
-    run.add_argument(
-        "action", nargs="?", choices=("configure",),
-        help="only configure: topics, schemas and what the run records of its settings; again, it only compares",
-    )  # fmt: skip
+    _lives(_verb(verbs, "run", _run, "configure the run, feed tasks and train until the draws of [feeder] are trained"))
     warm = _verb(verbs, "warm-start", _warm_start, "make the recipe's tiny model by supervised fine-tuning")
     warm.add_argument("--out", type=Path, metavar="DIR", help="copy it to this folder, unless it is there")
     demo = _verb(verbs, "demo", _demo, "everything at once, with a live display and a verdict")
@@ -130,6 +127,26 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _lives(run: argparse.ArgumentParser) -> None:
+    """The actions of `turnlog run`; without one it is the loop."""
+    actions = run.add_subparsers(dest="action", metavar="ACTION")
+    for name, what in (
+        ("configure", "topics, schemas and what the run records of its settings; again, it only compares"),
+        ("pause", "ask for no more groups; what is under way ends, and every role stays up"),
+        ("resume", "go on with a paused run"),
+        ("close", "end the run for good: its roles end, and none starts for it again"),
+    ):
+        actions.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".")
+    from turnlog.consumers.arguments import delete_arguments, fork_arguments  # argparse alone
+
+    fork_arguments(actions.add_parser("fork", help="begin another run from a checkpoint of one"))
+    delete_arguments(
+        actions.add_parser("delete", help="everything that a run has left: show it, or let it go for good")
+    )
+    known = actions.add_parser("list", help="runs below every prefix of the cluster, and of the directories here")
+    known.add_argument("--json", action="store_true")
+
+
 def _askers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """The verbs that ask what runs how it is."""
     status = _verb(verbs, "status", _status, "roles, lag, engines, versions")
@@ -137,8 +154,10 @@ def _askers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     status.add_argument(
         "--health", default="", metavar="URL,...", help="roles to ask where no supervisor runs them ([status] health)"
     )
+    doctor = _verb(verbs, "doctor", _doctor, "check brokers, topics, registry and store, and say what to change")
+    doctor.add_argument("--json", action="store_true")
     health = _verb(verbs, "health", _health, "ask a role of this container whether it is ready, for probes")
-    health.add_argument("role", choices=(*ROLES, "sandbox", "archive", "views", "lag", "registry"))
+    health.add_argument("role", choices=(*ROLES, "sandbox", "archive", "views", "lag", "egress", "registry"))
     asked = health.add_mutually_exclusive_group()
     asked.add_argument("--ready", action="store_true", help="whether it does its work (the default)")
     asked.add_argument("--live", action="store_true", help="whether its loops come round")
@@ -154,12 +173,13 @@ def _readers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     sandbox_arguments(_verb(verbs, "sandbox", _sandbox, "role: run tool calls in sandboxes; pool, check, exec"))
     of.replay_arguments(_verb(verbs, "replay", _replay, "fold the log again: compare, travel in time, refold"))
     of.archive_arguments(_verb(verbs, "archive", _archive, "role: copy topics into the object store; flush, prune"))
+    of.gc_arguments(_verb(verbs, "gc", _gc, "what nothing names any more in the store: show it, or let it go"))
     schemas = _verb(verbs, "schemas", _schemas, "check today's schemas against every release, or release them")
     schemas.add_argument("action", choices=("check", "release"))
     schemas.add_argument("--against", type=Path, metavar="DIR", help="a folder of releases (default: the package's)")
-    topics = _verb(verbs, "topics", _topics, "create or check the topics of the catalogue")
-    topics.add_argument("action", choices=("apply", "check"))
+    of.topics_arguments(_verb(verbs, "topics", _topics, "create or check the catalogue's topics; print ACLs"))
     of.dataset_arguments(_verb(verbs, "dataset", _dataset, "build rows of a run as Parquet or Arrow, or verify them"))
+    of.reward_arguments(_verb(verbs, "reward", _reward, "judge recorded sessions again, and write the dataset"))
     of.fold_arguments(_verb(verbs, "fold", _fold, "fold recorded sessions by two policies and compare; write nothing"))
     of.dead_letters_arguments(_verb(verbs, "dead-letters", _dead_letters, "refused records: list, show, requeue, skip"))
     session_arguments(_verb(verbs, "session", _session, "a session's tool calls: show, or run again and compare"))
@@ -217,6 +237,12 @@ def _lag(settings: Settings, _: argparse.Namespace) -> int:
     return serve_lag(settings)
 
 
+def _doctor(settings: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.consumers.life.doctor import command
+
+    return command(settings, as_json=arguments.json)
+
+
 def _health(settings: Settings, arguments: argparse.Namespace) -> int:
     from turnlog.infra.roles.probe import probe
 
@@ -229,6 +255,12 @@ def _engine(settings: Settings, _: argparse.Namespace) -> int:
     from turnlog.infra.embedded.servers import serve_engine
 
     return serve_engine(settings)
+
+
+def _egress(settings: Settings, _: argparse.Namespace) -> int:
+    from turnlog.sandbox_workers.egress.apart import serve_egress
+
+    return serve_egress(settings)
 
 
 def _registry(settings: Settings, _: argparse.Namespace) -> int:
@@ -266,9 +298,26 @@ def _status(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 def _run(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.consumers.run import command, configure_command
+    if arguments.action in (None, "configure"):
+        from turnlog.consumers.run import command, configure_command
 
-    return configure_command(settings) if arguments.action == "configure" else command(settings)
+        return configure_command(settings) if arguments.action else command(settings)
+    if arguments.action == "fork":
+        from turnlog.consumers.life.fork import fork
+        from turnlog.trainer.checkpoint import find, hand_on
+
+        return fork(settings, arguments, find, hand_on)
+    if arguments.action == "delete":
+        from turnlog.consumers.life.delete import command as delete
+
+        return delete(settings, arguments)
+    from turnlog.consumers import life
+    from turnlog.infra.roles.role import RunPhase
+
+    if arguments.action == "list":
+        return life.list_command(settings, as_json=arguments.json)
+    phases = {"pause": RunPhase.PAUSED, "resume": RunPhase.RUNNING, "close": RunPhase.CLOSED}
+    return life.phase_command(settings, phases[arguments.action])
 
 
 def _warm_start(settings: Settings, arguments: argparse.Namespace) -> int:
@@ -288,13 +337,21 @@ def _demo(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 def _replay(settings: Settings, arguments: argparse.Namespace) -> int:
+    import uvloop  # as the assembler that it repeats
+
     from turnlog.consumers.replay.refold import command
 
-    return _finished(command(settings, arguments))
+    return uvloop.run(command(settings, arguments))
 
 
 def _archive(settings: Settings, arguments: argparse.Namespace) -> int:
     from turnlog.consumers.archive import command
+
+    return command(settings, arguments)
+
+
+def _gc(settings: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.consumers.life.gc import command
 
     return command(settings, arguments)
 
@@ -312,8 +369,11 @@ def _schemas(_: Settings, arguments: argparse.Namespace) -> int:
 
 
 def _topics(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.infra.topics_admin import run
+    from turnlog.infra.topics_admin import acls_page, run
 
+    if arguments.action == "acls":
+        print(*acls_page(settings, arguments.principal, arguments.format), sep="\n")
+        return ExitStatus.DONE
     return _finished(run(arguments.action, settings))
 
 
@@ -321,6 +381,12 @@ def _dataset(settings: Settings, arguments: argparse.Namespace) -> int:
     from turnlog.consumers.datasets.build import run
 
     return run(settings, arguments)
+
+
+def _reward(settings: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.consumers.replay.rejudge import command
+
+    return _finished(command(settings, arguments))
 
 
 def _fold(settings: Settings, arguments: argparse.Namespace) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal, get_args
 
 from msgspec import Meta
 
 from turnlog.names import EntryPointGroup
-from turnlog.setting_types import Amount, Bytes, Count, Offered, Seconds
+from turnlog.setting_types import Amount, Bytes, Count, Offered, Port, Seconds
 
 Interception = Literal["intercept", "tunnel", "refuse"]
 Local = Literal["bubblewrap", "subprocess"]
@@ -43,6 +43,11 @@ class SandboxSettings:
     """Processor time of one call, all its processes together."""
     wall_s: Seconds = 30.0
     """From a call's start to its end."""
+    agent_s: Seconds = 3600.0
+    """In place of cpu_s and wall_s for a call that is a whole agent (docs/agents.md)."""
+    credential_key: str = field(default="", repr=False)
+    """Shared by runners and sandbox workers: the first seals the tokens of sessions whose agent is a program; more,
+    with white space between them, open, too, while keys are rotated. Empty: that of the run's directory."""
     memory_bytes: Annotated[int, Meta(ge=2**20, le=2**63 - 1)] = 512 * 2**20
     """Of one call."""
     pids: Annotated[int, Meta(ge=1, le=4_194_304)] = 64
@@ -96,3 +101,19 @@ class EgressSettings:
     """Longest body of an answer."""
     requests: Amount = 100
     """Of one call."""
+    proxy: str = ""
+    """http(s)://host:port of `turnlog egress`, which connects to origins in the workers' place; empty: each itself."""
+    signing_key: str = field(default="", repr=False)
+    """Shared by workers and `turnlog egress`: the first signs the tokens of calls; more, with white space between them,
+    are accepted, too, while keys are rotated."""
+    host: str = "127.0.0.1"
+    """Where `turnlog egress` listens for workers."""
+    port: Port = 3128
+    """There."""
+    certificate_file: str = ""
+    """What `turnlog egress` shows to workers, PEM, with its chain; it then serves https alone. Read again when swapped.
+    Without it requests of sandboxes, https ones too, cross the network between the two as they are."""
+    key_file: str = ""
+    """The certificate's private key, PEM, without a password; empty: certificate_file holds it, too."""
+    ca_file: str = ""
+    """Authorities that workers check an https `proxy` by, PEM; empty trusts those of this machine."""

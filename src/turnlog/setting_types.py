@@ -106,9 +106,10 @@ def from_text(hint: Any, text: str) -> Any:
             return json.loads(text)
         except json.JSONDecodeError:
             return text
-    if plain in (bool, int, float):
+    numbers = get_origin(plain) is Literal and isinstance(get_args(plain)[0], int)
+    if numbers or plain in (bool, int, float):
         try:
-            return msgspec.convert(text, plain, strict=False)
+            return msgspec.convert(text, int if numbers else plain, strict=False)
         except msgspec.ValidationError:
             return text
     return text

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from turnlog.fold_settings import OPERATIONAL
 from turnlog.fold_settings import AssemblerSettings as AssemblerSettings
 from turnlog.fold_settings import BatcherSettings as BatcherSettings
 from turnlog.fold_settings import FoldSettings as FoldSettings
+from turnlog.kafka_settings import KafkaSettings as KafkaSettings
+from turnlog.kafka_settings import check_kafka
 from turnlog.sandbox_settings import EgressSettings, SandboxSettings
 from turnlog.secret_files import FileSecret
 from turnlog.setting_types import (
@@ -29,7 +32,6 @@ from turnlog.setting_types import (
     Bytes,
     Count,
     Decay,
-    Partitions,
     Port,
     Rate,
     Seconds,
@@ -76,27 +78,9 @@ class RunSettings:
     """Names the run on every record."""
     directory: str = "runs/local"
     """Logs, endpoints.json, report.json and, for embedded servers, their data."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KafkaSettings:
-    """[kafka] The log."""
-
-    bootstrap: str = ""
-    """host:port[,host:port]; empty starts the embedded broker."""
-    prefix: str = ""
-    """Prepended to every topic, group and transactional id, so that several runs share one cluster."""
-    groups: Partitions = 4
-    """Partitions of every topic keyed by group_id; never changes."""
-    rollouts: Partitions = 4
-    """Partitions of tasks, agent.tool-calls and agent.tool-results; never changes."""
-    replication: Annotated[int, Meta(ge=1, le=32767)] = 1
-    """Copies of every topic that `turnlog topics apply` makes, of which an acknowledged record is on all but one; 3
-    where the cluster has as many brokers."""
-    port: Port = 0
-    """Of the embedded broker; 0 picks a free one."""
-    heap_mb: Annotated[int, Meta(ge=64, le=1_048_576)] = 256
-    """Java heap of the embedded broker."""
+    longest_pause_s: Seconds = 604_800.0
+    """For how long the run may stand still with every role down; `turnlog doctor` asks whether the brokers keep the
+    positions of groups for as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +89,19 @@ class RegistrySettings:
 
     url: str = ""
     """Empty starts the embedded registry."""
+    ca_file: str = ""
+    """Authorities of an https url, PEM, read again when it is swapped; empty trusts those of this machine."""
+    username: str = ""
+    """Who logs in there (HTTP basic authentication); empty is nobody."""
+    password: str = field(default="", repr=False)
+    """Of username."""
+    token: str = field(default="", repr=False)
+    """Sent as a bearer token, in place of username and password."""
+    subject_prefix: str = ""
+    """Before each subject, where several teams share a registry; never changes."""
+    auto_register: bool = True
+    """Roles register schemas that the registry lacks. false: they only look them up, and wait for `turnlog run
+    configure`, which registers them."""
     host: str = "127.0.0.1"
     """Address that the embedded registry listens on."""
     port: Port = 0
@@ -119,12 +116,23 @@ class StoreSettings:
 
     endpoint: str = ""
     """http(s)://host:port; empty starts the embedded server on disk."""
+    ca_file: str = ""
+    """Authorities of an https endpoint, PEM, read again when it is swapped; empty trusts those of this machine."""
     bucket: str = "turnlog"
-    """Made when it is missing."""
+    """Made when it is missing, if make_bucket says so."""
+    make_bucket: bool = True
+    """Roles make a bucket that is missing. false: they wait for `turnlog run configure`, which makes it."""
+    address_style: Literal["path", "virtual"] = "path"
+    """path: endpoint/bucket/key; virtual: bucket.endpoint/key, as AWS wants it."""
+    credentials: Literal["keys", "role"] = "keys"
+    """keys: access_key and secret_key. role: of the machine or the pod, renewed by themselves: a web identity
+    (AWS_WEB_IDENTITY_TOKEN_FILE and AWS_ROLE_ARN), a container's or an instance's role."""
     access_key: str = field(default="turnlog", repr=False)
     """Who signs requests."""
     secret_key: str = field(default="", repr=False)
     """What requests are signed with; empty is the embedded server's own, made in the run's directory, mode 0600."""
+    session_token: str = field(default="", repr=False)
+    """Of temporary keys."""
     region: str = "us-east-1"
     """As signatures name it."""
     port: Port = 0
@@ -137,6 +145,8 @@ class EngineSettings:
 
     urls: tuple[str, ...] = ()
     """Engines that run already; empty starts embedded ones."""
+    ca_file: str = ""
+    """Authorities of https urls, PEM, read again when it is swapped; empty trusts those of this machine."""
     count: Count = 1
     """How many embedded engines."""
     host: str = "127.0.0.1"
@@ -157,6 +167,11 @@ class EngineSettings:
     """From an engine's start to its first answer."""
     request_timeout_s: Seconds = 120.0
     """Of one generation; then another engine is asked."""
+    update: Literal["auto", "retract", "in_place", "abort"] = "auto"
+    """How running requests meet new weights. retract: their cache is computed again. in_place: they go on with the
+    cache of the old ones, which their spans say (kv_version), and no later request shares it. abort: they are submitted
+    again, so that the routed experts of each token are of the weights that sampled it. auto: abort of a mixture of
+    experts, unless gateway.routed_experts is off, else retract."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +186,7 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySettings:
-    """[gateway] Sessions and OpenAI chat completions."""
+    """[gateway] Sessions, and the APIs that agents speak."""
 
     host: str = "127.0.0.1"
     """Address to listen on."""
@@ -182,6 +197,12 @@ class GatewaySettings:
     own_url: str = ""
     """Where runners and other gateways reach this replica alone: http://POD_IP:port. With it, requests of a session go
     to the replica that opened it, and another takes over only when that is gone. Empty: there is one, at url."""
+    certificate_file: str = ""
+    """What the gateway shows to clients, PEM, with its chain; it then serves https alone. Read again when swapped."""
+    key_file: str = ""
+    """The certificate's private key, PEM, without a password; empty: certificate_file holds it, too."""
+    ca_file: str = ""
+    """Authorities that runners and other gateways check an https url by, PEM; empty trusts those of this machine."""
     signing_key: str = field(default="", repr=False)
     """Signs session tokens; empty makes one in the run's directory, mode 0600."""
     accepted_signing_keys: str = field(default="", repr=False)
@@ -189,14 +210,37 @@ class GatewaySettings:
     the previous one, while keys are rotated."""
     keep_alive_s: Seconds = 10.0
     """Silence of a stream after which a comment is sent, so that no proxy closes it."""
+    side_engines: tuple[str, ...] = ()
+    """PATTERN=URL each: a request whose `model` fits the pattern (`*haiku*`; the first counts) is answered by the
+    SGLang engine there, which has the policy's tokenizer, and never trains. Every other name is the policy."""
+    constraints: Literal["refuse", "ignore"] = "refuse"
+    """Requests that would constrain what is sampled (a required or named tool_choice, a JSON response_format), where
+    recorded log-probs are the policy's own: refuse them by name, or ignore that field and count it."""
     history: Literal["sampled", "template"] = "sampled"
     """sampled: a base's ids stay; template: strip as the chat template does."""
+    tool_calls: Literal[
+        "auto", "none", "hermes", "qwen3_coder", "seed", "glm45", "glm4", "llama3", "mistral", "deepseek", "kimi_k2"
+    ] = "auto"
+    """How the model writes tool calls: auto, as its chat template shows it, else hermes; none: all stays text."""
+    reasoning: Literal[
+        "auto", "none", "think", "thinking", "thought", "reasoning", "seed", "mistral", "kimi", "cohere"
+    ] = "auto"
+    """Between which marks the model reasons (think: <think> and </think>): auto, those of which the closing one stands
+    in its chat template; none: what it reasons stays text."""
     harness: str = "auto"
     """Whose marks tell agents of a session apart: auto (by User-Agent, else the session's agent name) | none |
     claude_code | codex | opencode | qwen_code | an entry point of turnlog.harness_profiles."""
     routed_experts: Literal["auto", "on", "off"] = "auto"
-    """Ask engines for routed experts (R3): auto, for a mixture of experts whose engine returns them; on, or refuse the
-    turn; off."""
+    """Ask engines for routed experts (R3): auto, for a mixture of experts whose engine returns them, where
+    engine.update is auto or abort; on, or refuse the turn; off."""
+    session_s: Seconds = 7 * 24 * 3600.0
+    """How long a session's token opens it, from its start on."""
+    session_turns: Count = 256
+    """Turns of one session at a time; whoever asks for more is told to come again (429)."""
+    session_turns_per_minute: Amount = 0
+    """Turns that one session may begin in a minute, the same way; 0: any number."""
+    request_s: Seconds = 60.0
+    """Within which the head of a request must be there, and then its body (408)."""
     max_body_bytes: Bytes = 32 * 2**20
     """Of one request, images in it included; a longer one is refused (413) while it comes."""
     max_image_pixels: Count = 32 * 2**20
@@ -361,7 +405,7 @@ class Settings:
     """Everything. A role reads its own section and the clients' sections."""
 
     run: RunSettings = RunSettings()
-    kafka: KafkaSettings = KafkaSettings()
+    kafka: KafkaSettings = field(default_factory=KafkaSettings)
     registry: RegistrySettings = RegistrySettings()
     store: StoreSettings = StoreSettings()
     engine: EngineSettings = EngineSettings()
@@ -407,7 +451,41 @@ def changed(settings: Settings, tables: Mapping[str, Any], env: Mapping[str, str
     for name in tables:
         if name not in sections:
             raise SettingsError(f"{source}: unknown section [{name}]; sections are {', '.join(sections)}")
-    return Settings(**{name: _section(name, was, tables.get(name, {}), env, source) for name, was in sections.items()})
+    found = Settings(**{name: _section(name, was, tables.get(name, {}), env, source) for name, was in sections.items()})
+    check_kafka(found.kafka, source)
+    _check_http(found, source)
+    if found.gateway.routed_experts == "on" and found.engine.update in ("retract", "in_place"):
+        raise SettingsError(
+            f"{source}: gateway.routed_experts is on and engine.update is {found.engine.update}: what meets new "
+            "weights would have experts of both; set engine.update to abort, or leave it out"
+        )
+    return found
+
+
+def _check_http(settings: Settings, source: str) -> None:
+    """Raises SettingsError for ways to log in, or certificates, that contradict each other."""
+    registry, store, gateway = settings.registry, settings.store, settings.gateway
+    both = "{}: {} and {} are both set: unset one of them"
+    if registry.token and registry.username:
+        raise SettingsError(both.format(source, "registry.token", "registry.username"))
+    if bool(registry.username) != bool(registry.password):
+        raise SettingsError(f"{source}: registry.username and registry.password go together: set both, or neither")
+    if store.credentials == "role" and (store.secret_key or store.session_token):
+        key = "secret_key" if store.secret_key else "session_token"
+        raise SettingsError(f"{source}: store.credentials is role and store.{key} is set: unset it, or set keys")
+    if gateway.key_file and not gateway.certificate_file:
+        raise SettingsError(f"{source}: gateway.key_file is set without gateway.certificate_file: set both")
+    for one in gateway.side_engines:
+        pattern, _, url = one.partition("=")
+        if not pattern or not re.fullmatch(r"https?://[^/?#@]+/?", url):
+            raise SettingsError(
+                f"{source}: gateway.side_engines must be PATTERN=http(s)://host:port each, the address of an SGLang "
+                f"server (one that speaks OpenAI's API alone gives no tokens, and is none), got {one!r}"
+            )
+    if gateway.certificate_file and gateway.own_url.startswith("http://"):
+        raise SettingsError(
+            f"{source}: gateway.own_url is {gateway.own_url}, and gateway.certificate_file has it serve https"
+        )
 
 
 def declarations(section: type) -> dict[str, Any]:

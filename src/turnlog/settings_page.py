@@ -1,5 +1,5 @@
 """Generated from the settings classes: docs/settings.md, every setting with its default, and what the chart takes as
-`settings` (values.schema.json).
+`settings` (values.schema.json). Generated from the chart's values: its README.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import inspect
 import json
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import msgspec
+import yaml  # type: ignore[import-untyped]
 
 from turnlog.fold_settings import OPERATIONAL, OWN, Since
 from turnlog.setting_types import legal, notes
@@ -55,6 +57,70 @@ def chart_schema(schema: dict[str, Any]) -> dict[str, Any]:
     settings = {"type": "object", "additionalProperties": False, "properties": everything}
     kept = {name: part for name, part in schema["$defs"].items() if not name.endswith("Settings")}
     return schema | {"properties": schema["properties"] | {"settings": settings}, "$defs": kept | parts}
+
+
+CHART_HEAD = """\
+# The Helm chart of turnlog {version}
+
+{description}. Kubernetes {kubernetes}. [docs/kubernetes.md](../../../../docs/kubernetes.md)
+installs, changes and strikes it. An unknown value is refused (`values.schema.json`), and so are values that contradict
+each other. This page is generated from [values.yaml](values.yaml) (`make docs`).
+
+```console
+helm install turnlog infra/deploy/helm/turnlog --namespace rl --values values.yaml --wait
+```
+
+Begin with one of these:
+
+{examples}
+"""
+
+
+def chart_page(chart: Path) -> str:
+    """The README of a chart's folder: every value with its default, and what values.yaml says of it."""
+    about, text = yaml.safe_load((chart / "Chart.yaml").read_text()), (chart / "values.yaml").read_text()
+    examples = "\n".join(
+        f"* [{path.stem}](examples/{path.name}): {_above(yaml.compose(said), said.splitlines())}"
+        for path in sorted((chart / "examples").glob("*.yaml"))
+        if (said := path.read_text())
+    )
+    head = CHART_HEAD.format(
+        version=about["version"], description=about["description"], kubernetes=about["kubeVersion"], examples=examples
+    )
+    return head + "".join(_values(key, value, text.splitlines()) for key, value in yaml.compose(text).value)
+
+
+def _values(key: yaml.Node, value: yaml.Node, lines: list[str]) -> str:
+    """A section of a value at the top, with a table of those in it."""
+    rows = "".join(
+        f"| `{path}` | {default} | {_cell(said)} |\n" for path, default, said in _leaves(key.value, key, value, lines)
+    )
+    return f"\n## {key.value}\n\n{_above(key, lines)}\n\n| value | default | |\n|---|---|---|\n{rows}"
+
+
+def _leaves(path: str, key: yaml.Node, value: yaml.Node, lines: list[str]) -> Iterator[tuple[str, str, str]]:
+    """(path, default, comment) of each value in a node, and of the comments between; what stands on one line is one
+    value."""
+    above = _above(key, lines) if "." in path else ""
+    if isinstance(value, yaml.MappingNode) and not value.flow_style:
+        if above:
+            yield path, "", above
+        for inner, found in value.value:
+            yield from _leaves(f"{path}.{inner.value}", inner, found, lines)
+        return
+    source = lines[value.start_mark.line][value.start_mark.column : value.end_mark.column]
+    behind = lines[value.end_mark.line][value.end_mark.column :].strip().removeprefix("#").strip()
+    yield path, f"`{source}`", " ".join(filter(None, (above, behind)))
+
+
+def _above(key: yaml.Node, lines: list[str]) -> str:
+    """The comment over a key."""
+    said: list[str] = []
+    for line in reversed(lines[: key.start_mark.line]):
+        if not line.strip().startswith("#"):
+            break
+        said.insert(0, line.strip().removeprefix("#").strip())
+    return " ".join(" ".join(said).split())
 
 
 def _section(name: str, kind: type) -> str:
@@ -106,6 +172,8 @@ def _toml(value: object) -> str:
 
 if __name__ == "__main__":
     for chart in map(Path, sys.argv[1:]):
-        chart.write_text(json.dumps(chart_schema(json.loads(chart.read_text())), indent=2) + "\n")
+        schema = chart / "values.schema.json"
+        schema.write_text(json.dumps(chart_schema(json.loads(schema.read_text())), indent=2) + "\n")
+        (chart / "README.md").write_text(chart_page(chart))
     if not sys.argv[1:]:
         print(settings_page(), end="")

@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import io
 import os
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from uuid import uuid4
@@ -17,13 +18,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from minio import Minio
 
-from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs, MemoryBlobs, StoreUnavailable
+from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs, MemoryBlobs, Owner, StoreUnavailable, key
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.servers import ObjectStore
-from turnlog.infra.s3 import S3Blobs, key
+from turnlog.infra.s3 import S3Blobs
 from turnlog.schemas.types import BlobRef
 from turnlog.settings import StoreSettings, load
 
+DAY_S = 86400.0
 USERS_OWN = "TURNLOG_S3_ENDPOINT"
 STORES = ["memory", "embedded", *(["users_own"] if USERS_OWN in os.environ else [])]
 
@@ -85,6 +87,80 @@ async def test_named_objects_are_replaced_and_listed_by_prefix_in_order(blobs: B
     assert [await blobs.get_named(name) for name in names] == [name.encode() for name in names]
     with pytest.raises(BlobMissing, match=r"absent"):
         await blobs.get_named(f"{folder}/absent")
+
+
+async def test_a_blob_is_found_in_ones_own_folder_in_none_in_that_of_another_owner_and_in_the_trash(
+    blobs: Blobs,
+) -> None:
+    ours, theirs, nobody = (Owner("cluster", "team.", uuid4().hex) for _ in range(3))
+    first = await blobs.put(f"of an earlier release {ours.run}".encode())
+    blobs.folder = ours.folder
+    second = await blobs.put(f"ours {ours.run}".encode())
+    assert await blobs.names(ours.folder) == [key(second.sha256, ours.folder)]
+    assert await blobs.get(first)
+    blobs.folder = nobody.folder
+    await blobs.put(f"by nobody {ours.run}".encode())
+    blobs.folder = theirs.folder
+    await blobs.put(f"theirs {ours.run}".encode())
+    with pytest.raises(BlobMissing, match=second.sha256):
+        await blobs.get(second)
+    await blobs.put_named(ours.name, ours.json())
+    assert Owner.parsed(ours.name, await blobs.get_named(ours.name)) == ours
+    assert await blobs.get(second) == f"ours {ours.run}".encode()
+    third = BlobRef(hashlib.sha256(b"thrown away").hexdigest(), 11)
+    await blobs.put_named(f"trash/{key(third.sha256, theirs.folder)}", b"thrown away")
+    assert await blobs.get(third) == b"thrown away"
+    assert key(third.sha256, theirs.folder) in await blobs.names(theirs.folder), "who needs it puts it back"
+
+
+async def test_an_object_is_as_young_as_its_last_put_or_copy_by_the_clock_of_the_store(blobs: Blobs) -> None:
+    folder = f"ages/{uuid4().hex}"
+    first, second = f"{folder}/first", f"{folder}/second"
+    assert (await blobs.listed(folder)).objects == ()
+    await blobs.put_named(first, b"one")
+    put = await blobs.listed(f"{folder}/")
+    assert [(one.name, one.size) for one in put.objects] == [(first, 3)]
+    assert abs(put.now - put.objects[0].modified) < 60
+    if isinstance(blobs, S3Blobs):  # as if it had lain there for a day
+        aged(blobs._settings, first, b"one")
+    else:
+        blobs.times[first] -= DAY_S  # type: ignore[attr-defined]
+    (old,) = (await blobs.listed(first)).objects
+    assert put.now - old.modified > DAY_S / 2
+    await blobs.copy(first, second)
+    await blobs.put_named(first, b"two")
+    listing = await blobs.listed(folder)
+    assert [(one.name, one.size) for one in listing.objects] == [(first, 3), (second, 3)]
+    assert all(listing.now - one.modified < DAY_S / 2 for one in listing.objects)
+    assert (await blobs.get_named(first), await blobs.get_named(second)) == (b"two", b"one")
+
+
+async def test_what_was_removed_is_gone_and_what_is_not_there_is_no_error_to_remove_and_one_to_copy(
+    blobs: Blobs,
+) -> None:
+    name = f"removed/{uuid4().hex}"
+    await blobs.put_named(name, b"one")
+    for _ in range(2):
+        await blobs.remove(name)
+        assert await blobs.names(name) == []
+    with pytest.raises(BlobMissing, match=name):
+        await blobs.copy(name, f"{name}-copy")
+
+
+def aged(store: StoreSettings, name: str, content: bytes) -> None:
+    """An object of yesterday: rclone takes the time of one from the metadata in which its own clients keep a file's."""
+    at: dict[str, str | list[str] | tuple[str]] = {"mtime": f"{time.time() - DAY_S:.0f}"}
+    _client(store).put_object(store.bucket, name, io.BytesIO(content), len(content), metadata=at)
+
+
+def test_owners_whose_names_would_run_together_have_folders_apart() -> None:
+    names = [("a", "", "b"), ("a", "b", ""), ("a/prefix=", "", "b"), ("a", "/run=b", ""), ("a", "", "b/c")]
+    assert len({Owner(*name).folder for name in names}) == len(names)
+    owner = Owner("a", "team.", "run")
+    assert Owner.parsed(owner.name, owner.json()) == owner
+    for content in (b"", b"[]", b'{"cluster": "a"}', Owner("b", "team.", "run").json()):
+        with pytest.raises(BlobCorrupt, match="owners/a"):
+            Owner.parsed(owner.name, content)
 
 
 async def test_a_reference_of_another_size_is_corrupt(blobs: Blobs) -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import uuid
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.fakes.memory_engine import MemoryEngine, joined
-from turnlog.infra.engine import Engine, EngineDead, EngineRefused, EngineUnreachable, Generate, Piece, SGLang
+from turnlog.infra.engine import Engine, EngineDead, EngineRefused, EngineUnreachable, Generate, Grammar, Piece, SGLang
+from turnlog.producers.gateway.parsers.formats import FORMATS, only_call
+from turnlog.producers.gateway.parsers.parser import Call, Marks, Parser, Reasoning
+from turnlog.producers.gateway.prompts import UNKNOWN, TextTokens
 
 PROMPT = [10, 20, 30, 40]
 CONTEXT = 512
@@ -55,6 +60,74 @@ async def test_a_stop_id_ends_the_output_and_stays_in_it(engine: Engine) -> None
     for stream in (False, True):
         whole = joined(await _pieces(engine, _request(stop_token_ids=every), stream=stream))
         assert (whole.finish, len(whole.ids), len(whole.logprobs)) == ("stop", 1, 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_text_ends_the_output_with_the_token_that_completes_it(
+    engine: Engine, tiny_model: Path, stream: bool
+) -> None:
+    tokens = TextTokens(tiny_model)
+    if isinstance(engine, MemoryEngine):
+        engine.decode = tokens.decode
+    free = joined(await _pieces(engine, _request(temperature=0.0), stream=False)).ids
+    pairs = (tokens.decode(free[at : at + 2]) for at in range(len(free) - 1))
+    text = next(pair for pair in pairs if len(pair) > 1 and UNKNOWN not in pair)
+    end = next(at for at in range(len(free) + 1) if text in tokens.decode(free[:at]))
+    whole = joined(await _pieces(engine, _request(temperature=0.0, stop=(text,)), stream=stream))
+    assert (whole.finish, whole.ids, len(whole.logprobs)) == ("stop", free[:end], end)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_output_under_a_grammar_fits_it(engine: Engine, tiny_model: Path, stream: bool) -> None:
+    tokens = TextTokens(tiny_model)
+    if isinstance(engine, MemoryEngine):
+        engine.decode, engine.fitting = tokens.decode, lambda _: tokens.encode('{"a":true}')
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    request = _request(grammar=Grammar("json_schema", json.dumps(schema)), max_new_tokens=64)
+    whole = joined(await _pieces(engine, request, stream=stream))
+    end = len(whole.ids) - (whole.finish == "stop" and whole.ids[-1] in tokens.special)
+    assert json.loads(tokens.decode(whole.ids[:end])) in ({"a": True}, {"a": False})
+    assert len(whole.ids) == len(whole.logprobs)
+
+
+CALLS = {
+    "hermes": '<tool_call>\n{"name": "set", "arguments": {"a":true}}\n</tool_call>',
+    "llama3": '{"name": "set", "parameters": {"a":true}}',
+    "mistral": '[TOOL_CALLS][{"name": "set", "arguments": {"a":true}}]',
+    "glm4": 'set\n{"a":true}',
+}
+SET = {"type": "object", "properties": {"a": {"const": True}}, "required": ["a"], "additionalProperties": False}
+OFFERED = [{"function": {"name": "other", "parameters": {}}}, {"function": {"name": "set", "parameters": SET}}]
+
+
+SOON = Marks("<think>", "r")
+"""Reasoning that also a model which knows nothing brings to an end."""
+
+
+@pytest.mark.parametrize(
+    ("family", "thinking"), [("hermes", None), ("hermes", SOON), ("llama3", None), ("mistral", None), ("glm4", None)]
+)
+async def test_an_output_that_must_be_a_call_is_one_for_the_parser_of_its_family(
+    engine: Engine, tiny_model: Path, family: str, thinking: Marks | None
+) -> None:
+    tokens, calls, inside = TextTokens(tiny_model), FORMATS[family], thinking is not None
+    if isinstance(engine, MemoryEngine):
+        said = f"her {CALLS[family]}" if inside else CALLS[family]
+        engine.decode, engine.fitting = tokens.decode, lambda _: tokens.encode(said)
+    tag = only_call(calls, OFFERED, "set", thinking, inside=inside)
+    assert tag is not None
+    request = _request(grammar=Grammar("structural_tag", tag), max_new_tokens=CONTEXT - len(PROMPT) - 1)
+    whole = joined(await _pieces(engine, request, stream=False))
+    ended = whole.finish == "stop" and tokens.is_control(whole.ids[-1])
+    parser = Parser(calls, thinking, inside, OFFERED)
+    parser.push(text := tokens.decode(whole.ids[: len(whole.ids) - ended]))
+    parser.end()
+    assert [part for part in parser.parts if not isinstance(part, Reasoning)] == [Call("set", '{"a":true}')], text
 
 
 async def test_what_does_not_fit_the_window_is_refused(engine: Engine) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,7 +12,16 @@ import pytest
 
 from tests.fakes.memory_engine_control import MemoryEngineControl
 from turnlog.infra.embedded.tiny_model import make_tiny_model
-from turnlog.infra.engine import EngineControl, EngineDead, EngineRefused, EngineUnreachable, SGLangControl
+from turnlog.infra.engine import (
+    EngineControl,
+    EngineDead,
+    EngineRefused,
+    EngineUnreachable,
+    Generate,
+    Piece,
+    SGLang,
+    SGLangControl,
+)
 
 
 @pytest.fixture(params=["memory", pytest.param("sglang", marks=pytest.mark.engine)])
@@ -34,6 +45,40 @@ async def test_a_load_changes_the_label(control: EngineControl, model: Path) -> 
     assert (await control.model_info()).version == 7
     await control.resume()
     assert (await control.model_info()).version == 7
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("update", ["retract", "in_place", "abort"])
+async def test_a_running_request_meets_new_weights_as_the_setting_says(
+    engine_url: str, model: Path, update: str
+) -> None:
+    engine, control = SGLang(engine_url), SGLangControl(engine_url, update=update)
+    before = (await control.model_info()).version
+    for version in itertools.count(before + 1):
+        pieces = [piece async for piece in under_an_update(engine, control, model, version)]
+        labels = [label for label, _ in pieces[-1].versions]
+        if (pieces[-1].finish, labels) != ("stop", [str(version - 1)]):  # it did not end of itself before the update
+            break
+    if update == "abort":
+        assert (pieces[-1].finish, labels) == ("abort", [str(version - 1)])
+    else:
+        assert pieces[-1].finish in ("length", "stop")
+        assert labels == [str(version - 1), str(version)]
+    assert (await control.model_info()).version == version
+    await engine.close()
+    await control.close()
+
+
+async def under_an_update(engine: SGLang, control: SGLangControl, model: Path, version: int) -> AsyncIterator[Piece]:
+    # A name of its own: SGLang aborts whatever has the name of a stream that ended two seconds ago.
+    request = Generate(rid=uuid.uuid4().hex, input_ids=[10, 20, 30], temperature=1.0, max_new_tokens=500, cache_key="k")
+    answer = engine.generate(request, stream=True, timeout_s=60)
+    yield await anext(answer)
+    await control.pause()
+    await control.load(model, version, timeout_s=60)
+    await control.resume()
+    async for piece in answer:
+        yield piece
 
 
 async def test_a_missing_folder_is_refused_and_the_label_stays(control: EngineControl, tmp_path: Path) -> None:

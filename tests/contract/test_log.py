@@ -7,6 +7,7 @@ import gc
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
@@ -20,6 +21,7 @@ from turnlog.infra.archive import ArchiveLog, ReadOnlyArchive
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.kafka import KafkaLog
+from turnlog.infra.kafka.security import Login
 from turnlog.infra.log import (
     Commit,
     Fenced,
@@ -34,13 +36,15 @@ from turnlog.infra.log import (
     TopicMissing,
     TopicSpec,
     TransactionFailed,
+    TransactionHanging,
+    own_ends,
 )
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.topics import MAX_MESSAGE_BYTES
-from turnlog.settings import ArchiveSettings, Settings
+from turnlog.settings import ArchiveSettings, KafkaSettings, Settings
 
 UNITS = 4
 ALL_UNITS = frozenset(range(UNITS))
@@ -263,10 +267,11 @@ class LogContract(ReadingContract):
     # -- topics
 
     async def test_created_topics_exist_with_their_partitions_and_configuration(self, log: Log) -> None:
-        topics = await log.topics()
+        topics = await log.topics(configs=True)
         assert set(topics) == {"in", "side", "out"}
         assert (topics["in"].name, topics["in"].partitions, topics["in"].replication) == ("in", UNITS, 1)
         assert CONFIG.items() <= topics["in"].config.items()
+        assert {not topic.config for topic in (await log.topics()).values()} == {True}, "not asked for"
 
     async def test_creating_a_topic_again_leaves_it_as_it_is(self, log: Log) -> None:
         await log.create_topics([TopicSpec("in", UNITS + 1, 1, {})])
@@ -325,6 +330,18 @@ class LogContract(ReadingContract):
         for committed in (True, False):
             assert await log.end_offsets(both, committed=committed) == {IN: 1, both[1]: 0}
 
+    async def test_the_first_record_since_a_moment_and_the_end_after_the_last_moment(self, log: Log) -> None:
+        async with log.appender() as appender:
+            assert await log.offset_since(IN, 0) == 0
+            await appender.append("in", b"k", b"v", partition=1)
+            [first] = await read_to_end(log, IN)
+            while (await read_to_end(log, IN))[-1].timestamp_ms == first.timestamp_ms:
+                await appender.append("in", b"k", b"v", partition=1)
+        records = await read_to_end(log, IN)
+        assert await log.offset_since(IN, first.timestamp_ms) == 0
+        assert await log.offset_since(IN, first.timestamp_ms + 1) == records[-1].offset
+        assert await log.offset_since(IN, records[-1].timestamp_ms + 1) == len(records)
+
     async def test_records_below_an_offset_are_deleted_and_the_rest_keeps_its_offsets(self, log: Log) -> None:
         async with log.appender() as appender:
             for number in range(5):
@@ -351,6 +368,19 @@ class LogContract(ReadingContract):
             await transactor.commit()
             found = await read(reader, 2)
         assert [(r.key, r.value, r.headers) for r in found] == [(b"k", b"one", ()), (b"k", b"two", (("h", b"1"),))]
+
+    async def test_ends_of_ones_own_are_told_once_nothing_below_them_is_hidden(self, log: Log) -> None:
+        async with log.transactor("t") as transactor:
+            await transactor.begin()
+            await (await transactor.send("out", 1, b"k", b"one"))
+            with pytest.raises(TransactionHanging, match=r"out\[1\] from 0 .* find-hanging"):
+                await own_ends(log, [OUT], patience_s=0.0)
+            asking = asyncio.create_task(own_ends(log, [IN, OUT]))
+            await asyncio.wait({asking}, timeout=0.3)
+            assert not asking.done()
+            await transactor.commit()
+            async with asyncio.timeout(PATIENCE_S):
+                assert await asking == await log.end_offsets([IN, OUT])
 
     async def test_a_call_outside_a_transaction_fails_and_the_transactor_stays_failed(self, log: Log) -> None:
         async with log.transactor("t") as transactor:
@@ -391,6 +421,18 @@ class LogContract(ReadingContract):
             await transactor.commit()
         assert (await log.commits("alone", [IN]))[IN] == Commit(1)  # its markers are written, so the group is listed
         assert await log.groups() == {"alone"}
+
+    async def test_all_commits_of_a_group_are_told_whatever_is_under_way(self, log: Log) -> None:
+        async with log.transactor("t") as transactor:
+            await transactor.begin()
+            await transactor.offsets("g", {IN: Commit(5, ""), Partition("side", 1): Commit(1, "")})
+            await transactor.commit()
+            await transactor.begin()
+            await transactor.offsets("g", {IN: Commit(6, ""), OUT: Commit(6, "")})
+            async with asyncio.timeout(PATIENCE_S):
+                assert await log.committed("g") == {IN, Partition("side", 1)}
+            assert await log.committed("another") == frozenset()
+            await transactor.abort()
 
     async def test_offsets_of_an_aborted_transaction_are_not_committed(self, log: Log) -> None:
         async with log.transactor("t") as transactor:
@@ -695,17 +737,34 @@ class TestArchiveLog(ReadingContract):
 @pytest.mark.kafka
 class TestKafkaLog(LogContract):
     @pytest.fixture
-    async def connect(self, kafka: str) -> AsyncIterator[Connect]:
+    def wanted(self, kafka: str) -> KafkaSettings:
+        return KafkaSettings(bootstrap=kafka)
+
+    @pytest.fixture
+    async def connect(self, wanted: KafkaSettings) -> AsyncIterator[Connect]:
         prefix = f"t{uuid4().hex[:8]}-"
         logs: list[KafkaLog] = []
 
         def make() -> Log:
-            logs.append(KafkaLog(kafka, prefix=prefix))
+            logs.append(KafkaLog.of(replace(wanted, prefix=prefix)))
             return logs[-1]
 
         yield make
         for log in logs:
             await log.close()
+
+    async def test_a_commit_that_is_held_back_for_long_is_told_with_the_remedy(
+        self, log: KafkaLog, wanted: KafkaSettings
+    ) -> None:
+        impatient = KafkaLog(
+            wanted.bootstrap, prefix=log._connection.prefix, login=Login(wanted), answer_s=6.0, close_s=3.0
+        )
+        async with log.transactor("t") as transactor:
+            await transactor.begin()
+            await transactor.offsets("g", {IN: Commit(1, "")})
+            with pytest.raises(TransactionHanging, match=r"group .*g is held back .* find-hanging"):
+                await impatient.commits("g", [IN])
+        await impatient.close()
 
     @pytest.mark.parametrize("sends", [1, 12])
     async def test_a_fenced_owner_leaves_no_error_that_nobody_retrieves(

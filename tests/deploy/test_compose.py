@@ -14,6 +14,24 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1800)]
 SCRIPT = "/repo/benchmarks/chaos/assembler.py"
 HEALTHY_S = 60
 LOAD_S = 40
+OUT = """
+import os, socket, sys, urllib.error, urllib.request
+from turnlog.sandbox_workers.egress.apart import Tokens
+try:
+    socket.create_connection((sys.argv[1], 8080), 5).close()
+    print("answered")
+except OSError:
+    print("no way")
+token = Tokens(open(os.environ["TURNLOG_EGRESS_SIGNING_KEY_FILE"]).read()).made("call", None)
+request = urllib.request.Request("http://store:7070/", headers={"Proxy-Authorization": f"Bearer {token}"})
+request.set_proxy("egress:3128", "http")
+try:
+    urllib.request.urlopen(request, timeout=20)
+except urllib.error.HTTPError as error:
+    print(error.headers["turnlog-egress"])
+"""
+"""Of a worker that somebody has taken over: to a role that is not on its network, and to an address inside by the way
+out."""
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +96,25 @@ def test_the_loop_trains_and_its_topics_fold_to_what_was_trained(compose: Compos
     compose(
         "--profile", "data", "down", "--volumes"
     )  # a run of its own: the chaos case wrote groups that nobody trains
-    compose("--profile", "loop", "up", "--detach", timeout_s=400)
+    compose("--profile", "loop", "up", "--detach", timeout_s=900)
     (trainer,) = compose.containers("trainer")
     assert run("docker", "wait", trainer, timeout_s=600, env=compose.env).strip() == "0", compose("logs", "trainer")
     said = compose("exec", "-T", "assembler", "turnlog", "replay", "--verify")
     print(f"{DRAWS} draws, from nothing to trained and replayed, in {time.monotonic() - begun:.0f} s")
     assert f"{DRAWS} batches" in said
     assert "identical" in said
+    networks = {service: networks_of(compose, service) for service in ("assembler", "egress", "sandbox")}
+    inside = f"{compose.project}_inside"
+    assert set(networks["sandbox"]) == {inside}
+    assert run("docker", "network", "inspect", inside, "--format", "{{.Internal}}", env=compose.env).strip() == "true"
+    ((_, beyond),) = networks["assembler"].items()
+    for service, reached in (("egress", "answered"), ("sandbox", "no way")):
+        told = compose("exec", "-T", service, "python", "-c", OUT, beyond)
+        assert told.split("\n")[:2] == [reached, "private_address"], (service, told)
+
+
+def networks_of(compose: Compose, service: str) -> dict[str, str]:
+    """Those of its one container, and its address on each."""
+    (container,) = compose.containers(service)
+    found = run("docker", "inspect", "--format", "{{json .NetworkSettings.Networks}}", container, env=compose.env)
+    return {name: network["IPAddress"] for name, network in json.loads(found).items()}

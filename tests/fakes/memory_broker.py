@@ -100,13 +100,14 @@ class Group:
 class MemoryBroker:
     """Topics, transactions and groups, shared by every connection made to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, since_ms: int = 1_700_000_000_000) -> None:
+        """`since_ms`: time of the first record, of which each other one is a millisecond later."""
         self.specs: dict[str, TopicSpec] = {}
         self.logs: dict[Partition, PartitionLog] = {}
         self.owners: dict[str, Owner] = {}
         self.groups: dict[str, Group] = {}
         self._member_ids = itertools.count()
-        self._clock_ms = itertools.count(1_700_000_000_000)
+        self._clock_ms = itertools.count(since_ms)
         self._waiters: set[asyncio.Future[None]] = set()
 
     # -- topics ------------------------------------------------------------------------------------------------
@@ -117,6 +118,13 @@ class MemoryBroker:
             if spec.name not in self.specs:
                 self.specs[spec.name] = spec
                 self.logs |= {Partition(spec.name, number): PartitionLog() for number in range(spec.partitions)}
+
+    def delete(self, name: str) -> None:
+        """A topic, and what groups have committed of it."""
+        self.specs.pop(name, None)
+        self.logs = {place: log for place, log in self.logs.items() if place.topic != name}
+        for group in self.groups.values():
+            group.commits = {place: commit for place, commit in group.commits.items() if place.topic != name}
 
     def partitions(self, topic: str) -> int:
         """Raises TopicMissing."""
@@ -163,19 +171,20 @@ class MemoryBroker:
         self.notify()
         return offset
 
-    def read(self, name: Partition, offset: int, limit: int) -> tuple[list[Record], int]:
-        """At most `limit` committed records from `offset` on, and the next position. Raises OffsetOutOfRange."""
+    def read(self, name: Partition, offset: int, limit: int, *, committed: bool = True) -> tuple[list[Record], int]:
+        """At most `limit` records from `offset` on, and the next position. Raises OffsetOutOfRange."""
         log = self.log_of(name)
         if not log.start <= offset <= log.end:
             raise OffsetOutOfRange(
                 f"{name.topic}[{name.number}]: offset {offset} was asked for, the log holds {log.start} to {log.end}"
             )
         found: list[Record] = []
-        stable = log.stable(name)
-        while offset < stable and len(found) < limit:
+        end = log.stable(name) if committed else log.end
+        while offset < end and len(found) < limit:
             entry = log.entries[offset - log.start]
             offset += 1
-            if entry.record is not None and (entry.transaction is None or entry.transaction.fate is Fate.committed):
+            settled = entry.transaction is None or entry.transaction.fate is Fate.committed
+            if entry.record is not None and (settled or not committed):
                 found.append(entry.record)
         return found, offset
 

@@ -18,10 +18,16 @@ Script = Callable[[Sequence[int]], list[int]]
 class MemoryEngine:
     """See Engine. Without a script the ids are a hash of (prompt, position), so equal prompts give equal outputs."""
 
-    def __init__(self, *, vocabulary: int, context: int, script: Script | None = None, version: str = "0") -> None:
+    def __init__(
+        self, *, vocabulary: int, context: int, script: Script | None = None, version: str = "0",
+        decode: Callable[[Sequence[int]], str] = lambda _: "",
+    ) -> None:  # fmt: skip
         self.vocabulary = vocabulary
         self.context = context
         self.script = script
+        self.decode = decode
+        self.fitting: Callable[[str], list[int]] = lambda _: []
+        """Ids of an output that fits a grammar."""
         self.version = version
         self.requests: list[Generate] = []
         """Everything that was asked, in order."""
@@ -35,7 +41,12 @@ class MemoryEngine:
         self.routing: tuple[int, int, int] | None = None
         """(layers, experts per token, experts) of a mixture of experts that returns its routing."""
         self._dead = False
-        self._live: dict[str, asyncio.Event] = {}
+        self.silent = False
+        """As SIGSTOP: connections stay, nothing is answered; give `holds_after`, too."""
+        self.looked_at = 0
+        """How often a sign of life was asked for."""
+        self.live: dict[str, asyncio.Event] = {}
+        """rid of each request that runs -> set when it is to end."""
 
     def kill(self) -> None:
         """As kill -9: running requests lose their connection, new ones are refused."""
@@ -44,13 +55,13 @@ class MemoryEngine:
 
     def abort_all(self) -> None:
         """As pause(abort): running requests answer what they have with `abort`."""
-        for event in self._live.values():
+        for event in self.live.values():
             event.set()
 
     async def generate(self, request: Generate, *, stream: bool, timeout_s: float) -> AsyncIterator[Piece]:
         self._check(request)
         self.requests.append(request)
-        stop = self._live[request.rid] = asyncio.Event()
+        stop = self.live[request.rid] = asyncio.Event()
         try:
             if stream:
                 async for piece in self._pieces(request, stop, timeout_s):
@@ -58,15 +69,20 @@ class MemoryEngine:
             else:
                 yield joined([piece async for piece in self._pieces(request, stop, timeout_s)])
         finally:
-            del self._live[request.rid]
+            del self.live[request.rid]
 
     async def abort(self, rid: str) -> None:
         if self._dead:
             raise EngineUnreachable("the engine was killed")
         self.aborted.append(rid)
-        for live, event in self._live.items():
+        for live, event in self.live.items():
             if live.startswith(rid):
                 event.set()
+
+    async def alive(self, *, timeout_s: float) -> None:
+        self.looked_at += 1
+        if self._dead or self.silent:
+            raise EngineDead("no sign of life")
 
     async def close(self) -> None:
         """Nothing to release."""
@@ -123,12 +139,17 @@ class MemoryEngine:
             raise EngineDead(f"silent for {timeout_s} s")
 
     def _output(self, request: Generate) -> tuple[list[int], str]:
+        if request.grammar is not None:
+            ids = self.fitting(request.grammar.text)
+            return ids[: request.max_new_tokens], "stop" if len(ids) <= request.max_new_tokens else "length"
         if self.script is not None:
             ids = self.script(request.input_ids)
         else:
             ids = [token_of(request.input_ids, at, self.vocabulary) for at in range(request.max_new_tokens)]
         for position, token in enumerate(ids[: request.max_new_tokens]):
-            if token in request.stop_token_ids:
+            if token in request.stop_token_ids or any(
+                stop in self.decode(ids[: position + 1]) for stop in request.stop
+            ):
                 return ids[: position + 1], "stop"
         return ids[: request.max_new_tokens], "length"
 

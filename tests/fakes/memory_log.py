@@ -11,8 +11,9 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
-from tests.fakes.memory_broker import Fate, Member, MemoryBroker, Owner, Transaction
+from tests.fakes.memory_broker import Fate, Group, Member, MemoryBroker, Owner, Transaction
 from tests.fakes.memory_readers import MemoryGroupReader, MemoryReader, check_metadata
 from turnlog.infra.log import (
     Appender,
@@ -22,6 +23,7 @@ from turnlog.infra.log import (
     GroupReader,
     Headers,
     LogError,
+    LogUnavailable,
     Partition,
     Reader,
     TopicSpec,
@@ -89,9 +91,13 @@ class MemoryLog:
                 self.broker.leave(group, member)
         self._memberships = []
 
-    async def topics(self) -> dict[str, TopicSpec]:
+    async def cluster(self) -> str:
         self.alive()
-        return dict(self.broker.specs)
+        return "memory"
+
+    async def topics(self, *, configs: bool = False) -> dict[str, TopicSpec]:
+        self.alive()
+        return {name: spec if configs else replace(spec, config={}) for name, spec in self.broker.specs.items()}
 
     async def create_topics(self, specs: Sequence[TopicSpec]) -> None:
         self.alive()
@@ -101,6 +107,34 @@ class MemoryLog:
         self.alive()
         for place, offset in offsets.items():
             self.broker.truncate(place, offset)
+
+    async def delete_topics(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.point()
+            self.broker.delete(name)
+
+    async def delete_groups(self, groups: Sequence[str]) -> None:
+        for name in groups:
+            self.point()
+            if self.broker.groups.get(name, Group()).members:
+                raise LogUnavailable(f"group {name} has members")
+            self.broker.groups.pop(name, None)
+
+    async def members(self, group: str) -> tuple[str, ...]:
+        self.alive()
+        return tuple(member.id for member in self.broker.groups.get(group, Group()).members)
+
+    async def sizes(self, topics: Sequence[str]) -> dict[str, int]:
+        self.alive()
+        found = dict.fromkeys(topics, 0)
+        for place, log in self.broker.logs.items():
+            if place.topic in found:
+                found[place.topic] += sum(len(entry.record.value) for entry in log.entries if entry.record)
+        return found
+
+    async def transactional_ids(self) -> frozenset[str]:
+        self.alive()
+        return frozenset(self.broker.owners)
 
     @asynccontextmanager
     async def appender(self) -> AsyncIterator[Appender]:
@@ -117,9 +151,9 @@ class MemoryLog:
             transactor.leave()
 
     @asynccontextmanager
-    async def reader(self, *, patient: bool = False) -> AsyncIterator[Reader]:
+    async def reader(self, *, patient: bool = False, committed: bool = True) -> AsyncIterator[Reader]:
         self.alive()
-        yield MemoryReader(self)
+        yield MemoryReader(self, committed=committed)
 
     @asynccontextmanager
     async def group_reader(
@@ -146,6 +180,12 @@ class MemoryLog:
         logs = {name: self.broker.log_of(name) for name in partitions}
         return {name: log.stable(name) if committed else log.end for name, log in logs.items()}
 
+    async def offset_since(self, partition: Partition, since_ms: int) -> int:
+        self.alive()
+        log = self.broker.log_of(partition)
+        records, _ = self.broker.read(partition, log.start, log.end - log.start)
+        return next((one.offset for one in records if one.timestamp_ms >= since_ms), log.stable(partition))
+
     async def groups(self) -> frozenset[str]:
         self.alive()
         return frozenset(name for name, group in self.broker.groups.items() if group.commits or group.members)
@@ -156,6 +196,10 @@ class MemoryLog:
             await self.broker.changed(timeout_s=1.0)
         held = self.broker.group(group).commits
         return {name: held[name] for name in partitions if name in held}
+
+    async def committed(self, group: str) -> frozenset[Partition]:
+        self.alive()
+        return frozenset(self.broker.group(group).commits)
 
 
 class MemoryAppender:

@@ -32,8 +32,9 @@ class Process(Protocol):
 class MemoryReader:
     """See Reader."""
 
-    def __init__(self, log: Process) -> None:
+    def __init__(self, log: Process, *, committed: bool = True) -> None:
         self._log = log
+        self._committed = committed
         self._positions: dict[Partition, int] = {}
         self._turn = 0
 
@@ -71,7 +72,7 @@ class MemoryReader:
         found: list[Record] = []
         for name in names:
             records, self._positions[name] = self._log.broker.read(
-                name, self._positions[name], max_records - len(found)
+                name, self._positions[name], max_records - len(found), committed=self._committed
             )
             found += records
         return found

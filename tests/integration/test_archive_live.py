@@ -14,6 +14,7 @@ import sys
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient
 
+from tests.addresses import variables
 from tests.fakes.sessions import bad_days
 from turnlog.consumers import archive
 from turnlog.consumers.archive import prunable
@@ -81,12 +82,7 @@ async def killed_archiver(settings: Settings, role: Role) -> None:
     """`turnlog archive` as a process of its own, killed -9 once it has written a few files."""
     environment = {
         **os.environ,
-        "TURNLOG_RUN_ID": settings.run.id,
-        "TURNLOG_KAFKA_BOOTSTRAP": settings.kafka.bootstrap,
-        "TURNLOG_KAFKA_PREFIX": settings.kafka.prefix,
-        "TURNLOG_REGISTRY_URL": settings.registry.url,
-        "TURNLOG_STORE_ENDPOINT": settings.store.endpoint,
-        "TURNLOG_STORE_SECRET_KEY": settings.store.secret_key,
+        **variables(settings),
         "TURNLOG_ARCHIVE_MAX_RECORDS": "40",
     }
     process = subprocess.Popen([sys.executable, "-m", "turnlog.cli", "archive"], env=environment)  # noqa: ASYNC220

@@ -175,7 +175,7 @@ async def undecodable(tool: Role, written: Written) -> None:
 async def newer_symbols(tool: Role, written: Written) -> None:
     """A newer release ends a session with an outcome that this one does not know; a broken one does so without having
     registered its schema."""
-    name, registry = "SessionFinished", HttpRegistry(tool.settings.registry.url)
+    name, registry = "SessionFinished", HttpRegistry(tool.settings.registry)
     newer = copy.deepcopy(stored_schema(name))
     (outcome,) = (member for member in newer["fields"] if member["name"] == "outcome")
     outcome["type"]["symbols"].append("preempted")

@@ -64,6 +64,25 @@ def test_a_benchmark_runs_at_its_smallest_size_and_prints_its_line(name: str, en
     checked(json.loads(printed(environment, "--smallest", "--only", name)), name)
 
 
+@pytest.mark.kafka
+@pytest.mark.timeout(1900)
+@pytest.mark.parametrize(
+    "rows",
+    ["ending", pytest.param("leader,group,begin,offsets,markers,stop,wipe,rolling", marks=pytest.mark.long)],
+)
+def test_a_broker_of_three_is_struck_and_everything_is_folded_once(rows: str) -> None:
+    """The suite strikes over a commit; that one that is stopped or wiped loses nothing is in test_three_brokers.py."""
+    command = [sys.executable, str(BENCHMARKS / "chaos/brokers.py"), "--kills", "1", "--only", rows]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["id"] for line in lines] == [f"brokers-{row}" for row in rows.split(",")], done.stderr[-4000:]
+    for line in lines:
+        found = {name: line[name] for name in ("lost", "twice", "skipped", "identical", "ok")}
+        wanted = {"lost": 0, "twice": 0, "skipped": 0, "identical": True, "ok": True}
+        assert found == wanted, (line, done.stderr[-4000:])
+        assert line["kills"] == len(line["detail"]["strikes"]) == (3 if line["id"] == "brokers-rolling" else 1)
+
+
 def test_a_benchmark_that_does_not_exist_is_named_with_those_that_do() -> None:
     command = [sys.executable, str(BENCHMARKS / "run.py"), "--only", "G99"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -7,30 +7,46 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from turnlog.settings import Settings
 
-CHAOS = Path(__file__).resolve().parents[2] / "benchmarks" / "chaos" / "answers.py"
+CHAOS = Path(__file__).resolve().parents[2] / "benchmarks" / "chaos"
 
 
-@pytest.mark.kafka
-@pytest.mark.chaos
-def test_what_was_judged_trains_whoever_was_killed_meanwhile(live_settings: Settings) -> None:
+pytestmark = [pytest.mark.kafka, pytest.mark.chaos]
+
+
+def told(settings: Settings, script: str, *arguments: str) -> dict[str, Any]:
+    """The line of a chaos run on these servers."""
     addresses = {
-        "TURNLOG_KAFKA_BOOTSTRAP": live_settings.kafka.bootstrap,
-        "TURNLOG_KAFKA_PREFIX": live_settings.kafka.prefix,
-        "TURNLOG_REGISTRY_URL": live_settings.registry.url,
-        "TURNLOG_STORE_ENDPOINT": live_settings.store.endpoint,
-        "TURNLOG_STORE_SECRET_KEY": live_settings.store.secret_key,
+        "TURNLOG_KAFKA_BOOTSTRAP": settings.kafka.bootstrap,
+        "TURNLOG_KAFKA_PREFIX": settings.kafka.prefix,
+        "TURNLOG_REGISTRY_URL": settings.registry.url,
+        "TURNLOG_STORE_ENDPOINT": settings.store.endpoint,
+        "TURNLOG_STORE_SECRET_KEY": settings.store.secret_key,
     }
-    ran = subprocess.run(
-        [sys.executable, str(CHAOS), "--kills", "3"],
-        env={**os.environ, **addresses}, stdout=subprocess.PIPE, check=False, timeout=250,
-    )  # fmt: skip
-    line = json.loads(ran.stdout)
+    command = [sys.executable, str(CHAOS / script), *arguments]
+    ran = subprocess.run(command, env={**os.environ, **addresses}, stdout=subprocess.PIPE, check=False, timeout=250)
+    line: dict[str, Any] = json.loads(ran.stdout)
+    return line
+
+
+def test_what_was_judged_trains_whoever_was_killed_meanwhile(live_settings: Settings) -> None:
+    line = told(live_settings, "answers.py", "--kills", "3")
     assert line["kills"] == 3
     assert (line["lost"], line["twice"], line["skipped"], line["identical"]) == (0, 0, 0, True)
     assert line["detail"]["sessions"]
+    assert line["ok"], line
+
+
+def test_a_gateway_killed_under_a_hundred_streams_loses_none_and_leaves_nothing_running(
+    live_settings: Settings,
+) -> None:
+    line = told(live_settings, "takeover.py", "--kills", "1")
+    assert (line["lost"], line["twice"], line["skipped"], line["identical"]) == (0, 0, 0, True)
+    assert line["detail"]["adoptions"] == line["detail"]["of_the_victims"] > 0
+    assert line["detail"]["slowest_end_s"] < 5
     assert line["ok"], line

@@ -23,6 +23,7 @@ from tests.fakes.sessions import GroupName, SessionStory, Shape
 from turnlog import cli
 from turnlog.infra.blobs import externalized
 from turnlog.infra.history import partitions, records
+from turnlog.infra.recipes import FunctionVerifier, Verdict
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.runs import configure
 from turnlog.processors.runtime.assembler import main as assemble
@@ -129,8 +130,25 @@ def test_the_command_makes_every_view_of_a_run_in_both_formats(
     said = capsys.readouterr().out
     assert "6 rows of rl" in said
     assert "removed by no_pair: 1" in said
+    judge_again(tmp_path / "judged", capsys)
     refuse(tmp_path, capsys)
     interrupt(tmp_path / "stopped")
+
+
+SECOND = FunctionVerifier("second", "1", lambda episode: Verdict(float(" 1 " in str(episode.messages[-1]["content"]))))
+"""Prefers the second session of each group."""
+
+
+def judge_again(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another verifier's rewards, shown and written."""
+    rerun = ["reward", "rerun", "--verifier", f"{__name__}:SECOND"]
+    assert cli.main([*rerun, "--dry-run"]) == 0
+    assert "6 sessions judged by second:1: 5 rewards change (2 up, 3 down), 0 have none" in capsys.readouterr().out
+    assert cli.main(rerun) == 2
+    assert cli.main([*rerun, str(out)]) == 0
+    assert cli.main(["dataset", "verify", str(out)]) == 0
+    rows = pyarrow.dataset.dataset(out / "data", format="parquet").to_table().to_pylist()
+    assert {(row["rollout_index"], row["reward"]) for row in rows} == {(0, 0.0), (1, 1.0)}
 
 
 def interrupt(out: Path) -> None:

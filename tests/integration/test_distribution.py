@@ -39,7 +39,7 @@ def distributions(tmp_path_factory: pytest.TempPathFactory, repository: list[Pat
     return out
 
 
-@pytest.mark.parametrize("kind", ["*.whl", "*.tar.gz"])
+@pytest.mark.parametrize("kind", ["*.whl", pytest.param("*.tar.gz", marks=pytest.mark.long)])
 def test_a_fresh_environment_imports_every_module(distributions: Path, tmp_path: Path, kind: str) -> None:
     archive = next(distributions.glob(kind))
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "fresh"], check=True)

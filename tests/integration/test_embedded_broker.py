@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from turnlog.infra.embedded import BrokerDied, PortTaken
-from turnlog.infra.embedded.broker import Broker
+from turnlog.infra.embedded.broker import CLUSTER_FILE, Broker, cluster_id
 from turnlog.infra.embedded.ports import HOST, free_ports, listens
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import Partition, TopicSpec
@@ -53,9 +53,31 @@ async def test_what_was_acknowledged_is_there_after_a_kill_a_stop_and_on_another
         assert broker.start() == address
         assert await _values(address) == list(range(COUNT))
         await _append(address, COUNT)
+        cluster = await _cluster(address)
         assert broker.stop() == 143
     with Broker(tmp_path / "kafka") as reopened:
         assert await _values(reopened.bootstrap) == list(range(2 * COUNT))
+        assert await _cluster(reopened.bootstrap) == cluster == (tmp_path / "kafka" / CLUSTER_FILE).read_text()
+
+
+async def _cluster(address: str) -> str:
+    log = KafkaLog(address)
+    try:
+        return await log.cluster()
+    finally:
+        await log.close()
+
+
+def test_each_cluster_has_an_id_of_its_own_and_one_of_an_earlier_release_keeps_its(tmp_path: Path) -> None:
+    (tmp_path / "ours").mkdir()
+    ours = cluster_id(tmp_path / "ours")
+    assert cluster_id(tmp_path / "ours") == ours
+    assert cluster_id(tmp_path) != ours
+    assert (len(ours), ours[0]) == (22, "d")
+    metadata = tmp_path / "three" / "kafka-2" / "metadata"
+    metadata.mkdir(parents=True)
+    (metadata / "meta.properties").write_text("#\nversion=1\ncluster.id=dHVybmxvZy1lbWJlZGRlZA\nnode.id=2\n")
+    assert cluster_id(tmp_path / "three") == "dHVybmxvZy1lbWJlZGRlZA"
 
 
 def test_a_taken_port_is_told_before_anything_is_started(tmp_path: Path) -> None:

@@ -23,7 +23,15 @@ from turnlog.infra.embedded.process import marked
 from turnlog.infra.embedded.up import down, status_processes, up
 from turnlog.infra.registry import HttpRegistry
 from turnlog.infra.run_folder import read_state, write_settings
-from turnlog.settings import EngineSettings, KafkaSettings, LivenessSettings, ModelSettings, RunSettings, Settings
+from turnlog.settings import (
+    EngineSettings,
+    KafkaSettings,
+    LivenessSettings,
+    ModelSettings,
+    RegistrySettings,
+    RunSettings,
+    Settings,
+)
 
 pytestmark = pytest.mark.kafka
 SCHEMA = {"type": "record", "name": "Kept", "fields": []}
@@ -51,7 +59,7 @@ async def test_a_run_goes_up_and_down_and_up_again_with_what_it_held(settings: S
     assert run_folder.read_endpoints(directory) == first
     states = {child["name"]: child["state"] for child in status_processes(settings)}
     assert states == {"kafka": "ready", "store": "ready", "registry": "ready", "topics": "done"}
-    registry = HttpRegistry(first.registry)
+    registry = HttpRegistry(RegistrySettings(url=first.registry))
     schema_id = await registry.register("kept", SCHEMA)
     await registry.close()
     with pytest.raises(AlreadyUp, match="turnlog down"):
@@ -65,7 +73,7 @@ async def test_a_run_goes_up_and_down_and_up_again_with_what_it_held(settings: S
         down(settings, say=_silent)
 
     again = up(settings, (), say=_silent)
-    registry = HttpRegistry(again.registry)
+    registry = HttpRegistry(RegistrySettings(url=again.registry))
     assert await registry.schema(schema_id) == SCHEMA
     await registry.close()
 

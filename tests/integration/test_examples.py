@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.addresses import variables
 from tests.fakes.sessions import GroupName, SessionStory, Shape, whole_group
 from turnlog.consumers.archiver import flush
 from turnlog.infra.event_log import EventLog
@@ -65,11 +66,7 @@ async def told(settings: Settings, *groups: tuple[str, str, list[float]]) -> Non
 def environment(settings: Settings) -> dict[str, str]:
     return {
         **os.environ,
-        "TURNLOG_KAFKA_BOOTSTRAP": settings.kafka.bootstrap,
-        "TURNLOG_KAFKA_PREFIX": settings.kafka.prefix,
-        "TURNLOG_REGISTRY_URL": settings.registry.url,
-        "TURNLOG_STORE_ENDPOINT": settings.store.endpoint,
-        "TURNLOG_STORE_SECRET_KEY": settings.store.secret_key,
+        **variables(settings),
     }
 
 

@@ -27,6 +27,7 @@ import httpx
 import pytest
 from confluent_kafka.schema_registry import Schema, SchemaRegistryClient
 
+from tests.addresses import variables
 from tests.fakes.sessions import bad_days
 from turnlog.infra.embedded import RegistryDied
 from turnlog.infra.embedded.ports import HOST, free_ports
@@ -116,7 +117,7 @@ async def log_only(settings: Settings) -> AsyncIterator[Any]:
 
     log, registry = (
         KafkaLog(settings.kafka.bootstrap, prefix=settings.kafka.prefix),
-        HttpRegistry(settings.registry.url),
+        HttpRegistry(settings.registry),
     )
     try:
         yield log, registry
@@ -217,7 +218,7 @@ def incompatible(name: str) -> dict[str, Any]:
 
 
 async def test_the_registry_refuses_an_incompatible_schema_and_says_why(registry_url: str) -> None:
-    registry, name = HttpRegistry(registry_url), "EngineGone"
+    registry, name = HttpRegistry(RegistrySettings(url=registry_url)), "EngineGone"
     await registry.register(name, stored_schema(name))
     body = {"schema": json.dumps(incompatible(name))}
     answer = send("POST", f"{registry_url}/subjects/{name}/versions", body)
@@ -237,7 +238,7 @@ async def test_the_registry_refuses_an_incompatible_schema_and_says_why(registry
 async def test_a_registry_that_is_stricter_than_ours_is_quoted(registry_url: str) -> None:
     subject = f"subject-{uuid4().hex[:8]}"
     send("PUT", f"{registry_url}/config/{subject}", {"compatibility": "FULL_TRANSITIVE"})
-    registry = HttpRegistry(registry_url)
+    registry = HttpRegistry(RegistrySettings(url=registry_url))
     await registry.register(subject, incompatible("EngineGone"))
     with pytest.raises(SchemaIncompatible, match=r"EngineGone\.mood: new without a default"):
         await registry.register(subject, stored_schema("EngineGone"))
@@ -252,11 +253,7 @@ def test_a_role_whose_schema_the_registry_refuses_ends_with_field_and_rule(setti
     send("POST", f"{settings.registry.url}/subjects/BatchSkipped/versions", body).raise_for_status()
     env = {
         **os.environ,
-        "TURNLOG_KAFKA_BOOTSTRAP": settings.kafka.bootstrap,
-        "TURNLOG_KAFKA_PREFIX": settings.kafka.prefix,
-        "TURNLOG_REGISTRY_URL": settings.registry.url,
-        "TURNLOG_STORE_ENDPOINT": settings.store.endpoint,
-        "TURNLOG_STORE_SECRET_KEY": settings.store.secret_key,
+        **variables(settings),
     }
     command = [sys.executable, "-m", "turnlog.cli", "assembler"]
     ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,16 +16,17 @@ from tests.fakes.memory_broker import MemoryBroker, PartitionLog
 from tests.fakes.memory_log import Died, MemoryLog
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.log import Fenced, Partition, TopicMissing, partition_of
+from turnlog.infra.log import Commit, Fenced, Partition, TopicMissing, partition_of
+from turnlog.infra.recipes import recipe
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health
-from turnlog.infra.roles.role import Role
+from turnlog.infra.roles.role import Role, RunPhase
 from turnlog.infra.roles.runs import configuration, configured
 from turnlog.infra.topics_admin import specs
 from turnlog.processors.core.fold.settlement import figures
 from turnlog.processors.core.fold_versions import FOLD_VERSION
 from turnlog.producers import feeder
-from turnlog.producers.tasks import BadSampling, RowWithoutPrompt, checked_sampling, read_dataset
+from turnlog.producers.tasks import BadSampling, RowWithoutPrompt, checked_sampling, provided_dataset, read_dataset
 from turnlog.schemas import topics
 from turnlog.schemas.events import (
     EngineRegistered,
@@ -33,6 +35,8 @@ from turnlog.schemas.events import (
     GroupStatus,
     Purpose,
     RolloutRequested,
+    RunParent,
+    RunPlace,
     SampleBatchFormed,
     StepCompleted,
     TreeBooks,
@@ -420,6 +424,48 @@ async def test_a_run_that_was_fed_before_there_was_group_requests_goes_on_and_is
     assert again == {0, 1}
 
 
+async def test_what_a_newer_release_says_in_a_commit_stays_there(bench: Bench) -> None:
+    """As it does where batcher, trainer and loader say how far they came."""
+    commits = bench.broker.group("r.feeder").commits
+    await bench.started()
+    async with bench.feeding():
+        asked = await bench.until(PROMPTS)
+    before = {place: commit.offset for place, commit in commits.items()}
+    for place, commit in commits.items():
+        commits[place] = Commit(commit.offset, json.dumps({"later": place.topic}))
+    async with bench.feeding():
+        await bench.train(0, list({request.group_id for request in asked}))
+        await bench.publish(1, 0)
+        await bench.until(2 * PROMPTS)
+    assert {json.loads(commit.metadata)["later"] for commit in commits.values()} == {place.topic for place in before}
+    assert any(commit.offset > before[place] for place, commit in commits.items())
+
+
+@pytest.mark.parametrize("bench", ["1"], indirect=True)
+@pytest.mark.parametrize("size", [GROUP, feeder.LOOK_BACK])
+async def test_what_an_older_feeder_asked_for_after_a_step_back_is_noted_and_not_asked_for_again(
+    bench: Bench, size: int
+) -> None:
+    """Also where it asked for so much that no noted group is near the end of tasks."""
+    bench.settings = dataclasses.replace(bench.settings, feeder=FeederSettings(group_size=size, draws=DRAWS))
+    await bench.started()
+    async with bench.feeding():
+        before = await bench.until(PROMPTS)
+        noted = bench.broker.logs[Partition(topics.GROUP_REQUESTS.name, 0)]
+        first_half = noted.end
+        await bench.train(0, list({request.group_id for request in before}))
+        await bench.publish(1, 0)
+        both = await bench.until(2 * PROMPTS)
+    del noted.entries[first_half:]  # the second came of a feeder that keeps none
+    for _ in range(2):
+        async with bench.feeding():
+            for _ in range(3):
+                await bench.broker.changed(0.05)
+        assert await bench.asked() == both
+        keys = Counter(entry.record.value for entry in noted.entries if entry.record is not None)
+        assert len(keys) == keys.total() == 2 * PROMPTS
+
+
 @pytest.mark.parametrize("bench", ["1"], indirect=True)
 async def test_a_look_at_a_long_past_is_work_and_no_hang(bench: Bench) -> None:
     await bench.started()
@@ -449,6 +495,20 @@ async def test_missing_topics_are_named_with_the_remedy(settings: Settings) -> N
                 await task
 
 
+async def test_a_feeder_waits_until_somebody_has_configured_the_run(settings: Settings) -> None:
+    log, registry = MemoryLog(), MemoryRegistry()
+    await log.create_topics(specs(settings))
+    async with EventLog.open(log, registry, writer="test") as events:
+        bench = Bench(settings, log.broker, registry, events)
+        async with bench.feeding() as task:
+            await bench.started()
+            for _ in range(3):
+                await bench.broker.changed(0.05)
+            assert (task.done(), await bench.asked()) == (False, [])
+            await events.append(configuration(settings))
+            await bench.until(PROMPTS)
+
+
 async def test_a_poison_record_is_parked_and_the_feeder_goes_on(bench: Bench) -> None:
     await bench.started()
     bench.broker.write(Partition(topics.STEPS.name, 0), b"r", b"not avro", ())
@@ -459,3 +519,52 @@ async def test_a_poison_record_is_parked_and_the_feeder_goes_on(bench: Bench) ->
     assert [(letter.topic, letter.offset, letter.cause) for letter in letters] == [
         ("train-steps", 0, "UndecodableRecord")
     ]
+
+
+class Held(Health):
+    """Tells when the phase stands in the way."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__(role)
+        self.held = asyncio.Event()
+
+    def unmet(self, condition: str, why: str) -> None:
+        super().unmet(condition, why)
+        if condition == "phase":
+            self.held.set()
+
+
+async def test_a_paused_feeder_asks_for_nothing_and_says_why_until_the_run_is_resumed(bench: Bench) -> None:
+    await bench.started()
+    log = MemoryLog(bench.broker)
+    async with EventLog.open(log, bench.registry, writer="feeder-1") as events:
+        role = await bench.role(log, events)
+        role.phase, role.health = RunPhase.PAUSED, (health := Held("feeder"))
+        feeding = asyncio.create_task(feeder.main(role))
+        async with asyncio.timeout(20):
+            await health.held.wait()
+        assert role.health.waiting["phase"] == "the run is paused: `turnlog run resume` goes on with it"
+        assert await bench.asked() == []
+        role.phase = RunPhase.RUNNING
+        await bench.until(PROMPTS)
+        assert "phase" not in role.health.waiting
+        role.stopping.set()
+        await feeding
+
+
+async def test_a_forked_run_is_fed_from_where_the_checkpoint_is_in_the_dataset(settings: Settings) -> None:
+    registry = MemoryRegistry()
+    path = provided_dataset(recipe("calc"), Path(settings.run.directory) / "tasks.jsonl", count=12, seed=0)
+    parent = RunParent(
+        run_id="p", checkpoint="c", step=2, draws=2, dataset=read_dataset(path).name, places=4, left=(RunPlace(0, 1),)
+    )
+    for dataset, rows in ((parent.dataset, {1, 4, 5}), ("another", {0, 1, 2})):
+        log = MemoryLog()
+        await log.create_topics(specs(settings))
+        async with EventLog.open(log, registry, writer="test") as events:
+            said = dataclasses.replace(parent, dataset=dataset)
+            await events.append(dataclasses.replace(configuration(settings), parent=said))
+            bench = Bench(settings, log.broker, registry, events)
+            await bench.started()
+            async with bench.feeding():
+                assert {request.index for request in await bench.until(PROMPTS)} == rows

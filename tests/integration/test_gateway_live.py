@@ -108,7 +108,8 @@ class Agent:
     async def opened(cls, http: httpx.AsyncClient, rollout: str = "rollout-0", **more: Any) -> Agent:
         """POST /sessions."""
         body = {
-            "group_id": "group-0", "rollout_id": rollout, "purpose": "train", "floor": 0, "min_weight_version": 0,
+            "group_id": "group-0", "group_size": 2, "rollout_id": rollout, "purpose": "train", "floor": 0,
+            "min_weight_version": 0,
             "sampling": {"temperature": 1.0, "max_new_tokens": 12}, **more,
         }  # fmt: skip
         answer = await http.post("/sessions", json=body, headers={"authorization": f"Bearer {KEY}"})

@@ -63,7 +63,7 @@ async def gauges(url: str) -> Gauges:
         (sample.name, *(sample.labels[label] for label in sorted(sample.labels))): sample.value
         for family in text_string_to_metric_families(page)
         for sample in family.samples
-        if "lag" in sample.name
+        if sample.name.startswith("turnlog_")
     }
 
 
@@ -119,6 +119,21 @@ async def test_the_lag_of_an_assembler_is_there_without_it_and_falls_when_it_com
         assert caught_up["turnlog_role_lag_seconds", "assembler"] == 0
         assert caught_up["turnlog_role_lag_records", "runner"] == 0
         assert ("turnlog_role_lag_records", "archive") not in caught_up, "nobody has switched it on"
+
+
+async def test_a_transaction_that_hangs_is_seen_for_as_long_as_it_does(live_settings: Settings) -> None:
+    port = free_ports(1)[0]
+    url = f"http://{HOST}:{port}/metrics"
+    hangs = ("turnlog_log_open_transaction_seconds", "agent.tool-calls")
+    looks = environment(live_settings, TURNLOG_LAG_PORT=str(port), TURNLOG_LAG_EVERY_S="0.1")
+    async with process("lag", looks), opened("test", live_settings) as tool:
+        await seen(url, lambda now: now.get(hangs) == 0)
+        async with tool.log.transactor("hangs") as transactor:
+            await transactor.begin()
+            await (await transactor.send(hangs[1], 0, b"key", b"unseen"))
+            await seen(url, lambda now: now.get(hangs, 0) > 0.3)
+            await transactor.abort()
+        await seen(url, lambda now: now.get(hangs) == 0)
 
 
 async def test_every_role_is_told_of_and_one_that_never_committed_waits_for_all_that_is_held(

@@ -12,10 +12,11 @@ from uuid import uuid4
 import pytest
 
 from tests.addresses import variables
+from turnlog.infra.blobs import Owner, key
 from turnlog.infra.history import all_events
 from turnlog.infra.log import Partition
 from turnlog.infra.roles.role import opened
-from turnlog.infra.roles.runs import Configured, recorded
+from turnlog.infra.roles.runs import Configured, claimed, recorded
 from turnlog.infra.topics_admin import check, specs
 from turnlog.schemas.events import (
     EngineWeightsLoaded,
@@ -53,7 +54,12 @@ async def started(settings: Settings, *verb: str, **more: str) -> asyncio.subpro
 async def done(settings: Settings, *verb: str, **more: str) -> tuple[int | None, str, str]:
     """Exit status, what it said, and the last line of what it said aside."""
     process = await started(settings, *verb, **more)
-    out, err = await asyncio.wait_for(process.communicate(), PATIENCE_S)
+    try:
+        out, err = await asyncio.wait_for(process.communicate(), PATIENCE_S)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
     return process.returncode, out.decode(), err.decode().strip().rpartition("\n")[2]
 
 
@@ -70,6 +76,11 @@ async def test_a_run_is_configured_once_from_nothing_and_a_second_call_says_so(f
         assert await check(role.log, fresh) == []
         kinds = [type(event) for event in await all_events(role, RUNS)]
         assert kinds == [RunConfigured, RunPlanned]
+        owner = Owner(await role.log.cluster(), fresh.kafka.prefix, fresh.run.id)
+        assert Owner.parsed(owner.name, await role.blobs.get_named(owner.name)) == owner
+        async with claimed(role):
+            blob = await role.blobs.put(fresh.run.id.encode())
+        assert await role.blobs.names(owner.folder) == [key(blob.sha256, owner.folder)]
         assert await recorded(role) == Configured.today(fresh), "replay finds the run"
 
 
@@ -92,18 +103,18 @@ async def test_other_settings_are_refused_key_by_key_and_a_new_plan_is_noted(fre
     assert "OtherRun" in why
 
 
-async def test_a_feeder_by_itself_refuses_a_run_that_nobody_configured_and_feeds_one_that_somebody_did(
+async def test_a_feeder_by_itself_waits_until_somebody_has_configured_its_run_and_feeds_it(
     live_settings: Settings,
 ) -> None:
-    status, _, why = await done(live_settings, "feeder")
-    assert status == 2
-    assert f"NotConfigured: run {live_settings.run.id!r} is not configured" in why
-    assert "`turnlog run configure`" in why
-    status, said, _ = await done(live_settings, "run", "configure")
-    assert status == 0
-    assert "created" not in said
     feeder = await started(live_settings, "feeder")
     try:
+        assert feeder.stderr is not None
+        async with asyncio.timeout(PATIENCE_S):
+            while b"is not configured: waiting" not in await feeder.stderr.readline():
+                assert feeder.returncode is None
+        status, said, _ = await done(live_settings, "run", "configure")
+        assert status == 0
+        assert "created" not in said
         async with opened("test", live_settings) as role:
             await serve_weights(role.events.append, live_settings)
             requests: list[RolloutRequested] = []

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.fakes.memory_engine import MemoryEngine
+from tests.secured import Authority
 from turnlog.infra.log import Fenced, Partition
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.runs import configure
@@ -56,14 +57,21 @@ def acts(prompt: str) -> str:
 
 @pytest.fixture
 def settings(live_settings: Settings, tmp_path: Path) -> Settings:
-    model = tmp_path / "model"
+    """The gateway is spoken to over TLS."""
+    model, authority = tmp_path / "model", Authority(tmp_path)
     RECIPE.warm_start.write_tokenizer(model)
     (model / "config.json").write_text(json.dumps(RECIPE.warm_start.model.config()))
     replace = dataclasses.replace
     return replace(
         live_settings,
         model=ModelSettings(path=str(model)),
-        gateway=replace(live_settings.gateway, port=int(live_settings.gateway.url.rpartition(":")[2])),
+        gateway=replace(
+            live_settings.gateway,
+            url=live_settings.gateway.url.replace("http:", "https:"),
+            port=int(live_settings.gateway.url.rpartition(":")[2]),
+            certificate_file=str(authority.issue("gateway")),
+            ca_file=str(authority.file),
+        ),
         feeder=replace(live_settings.feeder, group_size=GROUP, draws=1),
         batcher=replace(live_settings.batcher, prompts_per_draw=PROMPTS),
         sandbox=replace(live_settings.sandbox, backend="subprocess", slots=2, prewarm=1),
@@ -82,8 +90,8 @@ async def started(name: str, main: Callable[[Role], Awaitable[None]], settings: 
             await asyncio.gather(task, return_exceptions=True)
 
 
-async def gateway(role: Role) -> None:
-    """The gateway role with an engine in memory behind it."""
+async def gateway(role: Role, acts: Callable[[str], str] = acts) -> None:
+    """The gateway role with an engine in memory behind it, whose policy `acts`."""
     engine = MemoryEngine(vocabulary=384, context=512)
     tokens = TextTokens(Path(role.settings.model.path))
     engine.script = lambda prompt: tokens.encode(acts(tokens.literal(prompt)) + "<|im_end|>")

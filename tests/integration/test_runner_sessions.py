@@ -6,74 +6,38 @@ The policy is scripted on the text of its prompt; a stand-in answers tool calls 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import json
-import socket
-from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.fakes.memory_broker import MemoryBroker
 from tests.fakes.memory_engine import MemoryEngine
 from tests.fakes.memory_log import Died, MemoryLog
-from turnlog.infra.blobs import MemoryBlobs
-from turnlog.infra.event_log import EventLog
-from turnlog.infra.log import Partition
-from turnlog.infra.registry import MemoryRegistry
-from turnlog.infra.roles.health import Health
-from turnlog.infra.roles.role import Role
-from turnlog.infra.topics_admin import specs
+from tests.integration.conftest import CALL, Policy, Stage
+from turnlog.infra.log import Commit, CommitsExpired, OtherInputs, Partition
+from turnlog.infra.recipes import SandboxCall
 from turnlog.processors.core.fold.group import FoldRules, GroupFold
 from turnlog.producers import runner
-from turnlog.producers.gateway.app import Gateway, serving
-from turnlog.producers.gateway.prompts import TextTokens
 from turnlog.producers.recipes.calc import RECIPE
 from turnlog.schemas import ids, topics
 from turnlog.schemas.events import (
-    EngineRegistered,
-    Event,
     FinishReason,
-    Limits,
     Outcome,
-    Purpose,
     RewardAssigned,
-    RolloutRequested,
-    Sampling,
     SessionAdopted,
     SessionFinished,
     SessionStarted,
     TokenSnapshot,
     ToolCallCancelled,
-    ToolCallCompleted,
     ToolCallRequested,
     ToolStatus,
     TurnCompleted,
     TurnTreeAssembled,
 )
 from turnlog.schemas.types import TurnId
-from turnlog.settings import GatewaySettings, KafkaSettings, ModelSettings, RunnerSettings, RunSettings, Settings
-
-CALL = '<tool_call>{"name":"calc","arguments":{"expr":"3+5"}}</tool_call>'
-QUESTION = "3 + 5 = ?"
-Policy = Callable[[str], str]
-Answerer = Callable[[ToolCallRequested, int], ToolStatus | None]
-
-
-def uses_the_tool(prompt: str) -> str:
-    return "8" if "tool\n8" in prompt else CALL
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    RECIPE.warm_start.write_tokenizer(folder)
-    (folder / "config.json").write_text(json.dumps(RECIPE.warm_start.model.config()))
-    return folder
 
 
 class LateAborts(MemoryEngine):
@@ -87,159 +51,6 @@ class LateAborts(MemoryEngine):
         """See Engine."""
         self.asked_to_abort.set()
         await self.released.wait()
-
-
-@dataclasses.dataclass
-class Stage:
-    """Everything around the runner."""
-
-    settings: Settings
-    broker: MemoryBroker
-    registry: MemoryRegistry
-    events: EventLog
-    engine: MemoryEngine
-    policy: Policy = uses_the_tool
-    answers: Answerer = lambda request, count: ToolStatus.ok
-    executed: Counter[str] = dataclasses.field(default_factory=Counter)
-
-    async def request(self, group: str = "g", index: int = 0, **limits: Any) -> str:
-        """Ask for a rollout; its id."""
-        rollout = ids.rollout_id(group, index)
-        await self.events.append(
-            RolloutRequested(
-                event_id=rollout,
-                run_id="r",
-                group_id=group,
-                floor=0,
-                task_id="t",
-                rollout_id=rollout,
-                rollout_index=index,
-                group_size=2,
-                draw=0,
-                dataset="d",
-                dataset_epoch=0,
-                index=0,
-                recipe="calc",
-                purpose=Purpose.train,
-                task=json.dumps({"prompt": QUESTION, "answer": "8"}).encode(),
-                sampling=Sampling(max_new_tokens=24),
-                min_weight_version=0,
-                limits=Limits(**{"max_turns": 4, "max_context_tokens": 512, "deadline_s": 30.0, **limits}),
-            )
-        )
-        return rollout
-
-    async def said(self, *kinds: type) -> list[Any]:
-        """Events of these kinds, in log order per topic."""
-        found: list[Event] = []
-        for topic in dict.fromkeys(topics.TOPIC_OF[kind.__name__].name for kind in kinds):
-            for number in range(self.broker.partitions(topic)):
-                records, _ = self.broker.read(Partition(topic, number), 0, 10**6)
-                found += [e for record in records if isinstance(e := await self.events.decode(record), kinds)]
-        return found
-
-    async def finished(self, sessions: int, seconds: float = 20) -> list[SessionFinished]:
-        """Wait for so many SessionFinished."""
-        async with asyncio.timeout(seconds):
-            while len(found := await self.said(SessionFinished)) < sessions:
-                await self.broker.changed(1)
-        return found
-
-    @asynccontextmanager
-    async def gateway(self) -> AsyncIterator[None]:
-        """A real gateway on the address of the settings."""
-        log = MemoryLog(self.broker)
-        async with EventLog.open(log, self.registry, writer="gateway") as events:
-            role = Role("gateway", "gateway-1", self.settings, log, events, MemoryBlobs(), Health("gateway"))
-            url = self.settings.gateway.url
-            listener = socket.socket()
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(("127.0.0.1", int(url.rpartition(":")[2])))
-            with contextlib.closing(listener):
-                gateway = await Gateway.assembled(role, url, connect=lambda _: self.engine)
-                async with gateway.current(), serving(gateway, listener):
-                    yield
-
-    @asynccontextmanager
-    async def running(
-        self, settings: Settings | None = None, instance: str = "r-1"
-    ) -> AsyncIterator[tuple[asyncio.Task[None], MemoryLog]]:
-        """A runner; stopped at the end, unless it is dead."""
-        log = MemoryLog(self.broker)
-        async with EventLog.open(log, self.registry, writer="runner") as events:
-            role = Role("runner", instance, settings or self.settings, log, events, MemoryBlobs(), Health("runner"))
-            task = asyncio.create_task(runner.main(role))
-            try:
-                yield task, log
-            finally:
-                role.stopping.set()
-                if not task.done():
-                    await task
-
-    async def work(self) -> None:
-        """A stand-in sandbox worker: the first request of a call is executed once, repeats get the stored answer."""
-        stored: dict[str, ToolCallCompleted] = {}
-        position = dict.fromkeys(range(self.settings.kafka.rollouts), 0)
-        while True:
-            for number in position:
-                records, position[number] = self.broker.read(
-                    Partition(topics.TOOL_CALLS.name, number), position[number], 99
-                )
-                for record in records:
-                    event = await self.events.decode(record)
-                    if not isinstance(event, ToolCallRequested):
-                        continue
-                    if event.call_id not in stored:
-                        status = self.answers(event, sum(self.executed.values()))
-                        self.executed[event.call_id] += 1
-                        if status is None:
-                            continue
-                        stored[event.call_id] = self._completed(event, status)
-                    await self.events.append(stored[event.call_id])
-            await self.broker.changed(0.2)
-
-    def _completed(self, event: ToolCallRequested, status: ToolStatus) -> ToolCallCompleted:
-        expression = json.loads(event.arguments)["code"].removeprefix("print(").removesuffix(")")
-        return ToolCallCompleted(
-            event_id=event.call_id, run_id="r", group_id=event.group_id, session_id=event.session_id,
-            floor=event.floor, rollout_id=event.rollout_id, call_id=event.call_id, call_seq=event.call_seq,
-            status=status, reason="", exit_code=0, output=f"{eval(expression)}\n".encode(), full_output=None,
-            duration_s=0.0, queue_s=0.0, workspace=None, attempt=0, worker="w", cached=False,
-        )  # fmt: skip
-
-    def script(self, tokens: TextTokens) -> Callable[[Any], list[int]]:
-        """The policy on token ids."""
-        return lambda prompt: tokens.encode(self.policy(tokens.literal(prompt)) + "<|im_end|>")
-
-
-@pytest.fixture
-async def stage(model: Path, tmp_path: Path) -> AsyncIterator[Stage]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
-    settings = Settings(
-        run=RunSettings(id="r", directory=str(tmp_path)),
-        kafka=KafkaSettings(groups=2, rollouts=2),
-        model=ModelSettings(path=str(model)),
-        gateway=GatewaySettings(url=url),
-        runner=RunnerSettings(concurrency=8, max_attempts=2, tool_deadline_s=20.0, gateway_patience_s=5.0),
-    )
-    log, registry = MemoryLog(), MemoryRegistry()
-    await log.create_topics(specs(settings))
-    async with AsyncExitStack() as stack:
-        events = await stack.enter_async_context(EventLog.open(log, registry, writer="test"))
-        engine = MemoryEngine(vocabulary=384, context=512)
-        stage = Stage(settings, log.broker, registry, events, engine)
-        engine.script = stage.script(TextTokens(model))
-        await events.append(
-            EngineRegistered(
-                event_id="e", run_id="r", engine_id="e", url="http://e", state="serving", version=0, model="m"
-            )
-        )
-        worker = asyncio.create_task(stage.work())
-        yield stage
-        worker.cancel()
-        await asyncio.gather(worker, return_exceptions=True)
 
 
 async def rewards(stage: Stage) -> list[float]:
@@ -262,7 +73,7 @@ async def test_a_rollout_uses_its_tool_through_the_log_and_is_rewarded_before_it
     assert await rewards(stage) == [1.0]
 
 
-async def test_tokens_of_a_live_rollout_are_a_row_of_the_warm_start(stage: Stage, model: Path) -> None:
+async def test_tokens_of_a_live_rollout_are_a_row_of_the_warm_start(stage: Stage, calc_model: Path) -> None:
     await stage.request()
     async with stage.gateway(), stage.running():
         [finish] = await stage.finished(1)
@@ -273,7 +84,7 @@ async def test_tokens_of_a_live_rollout_are_a_row_of_the_warm_start(stage: Stage
         (len(first.delta_ids) + len(first.output_ids)) // 4,
     )
     lived = first.delta_ids + first.output_ids + second.delta_ids + second.output_ids
-    rows = RECIPE.warm_start.rows(model, 0)
+    rows = RECIPE.warm_start.rows(calc_model, 0)
     assert any(
         b"".join(token.to_bytes(4, "little") for token in row.token_ids) == lived
         for row, _ in zip(rows, range(4000), strict=False)
@@ -361,6 +172,17 @@ async def test_a_recipe_that_falls_over_fails_the_attempt_by_name_and_the_runner
     assert (third.outcome, third.final) == (Outcome.completed, True)
     assert first.reason == f"BrokenRecipe: recipe 'calc': {method} raises RecursionError: too deep"
     assert await rewards(stage) == [1.0]
+
+
+async def test_a_recipe_whose_call_is_no_json_fails_the_attempt_by_name(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(RECIPE), "tool_call", lambda *_: SandboxCall("python", {"code": {1, 2}}))
+    await stage.request()
+    async with stage.gateway(), stage.running():
+        first, last = await stage.finished(2)
+    assert (first.outcome, last.outcome, last.final) == (Outcome.infra_failure, Outcome.infra_failure, True)
+    assert "a call of 'python' are no JSON: Object of type set" in first.reason
 
 
 async def test_the_last_attempt_of_a_rollout_is_final_even_when_it_fails(stage: Stage) -> None:
@@ -533,6 +355,29 @@ async def test_commits_are_low_water_marks_and_reach_the_end_when_everything_is_
         ends = await log.end_offsets(names)
         while {name: commit.offset for name, commit in (await log.commits("r.runner", names)).items()} != ends:
             await stage.broker.changed(0.1)
+
+
+async def test_a_commit_keeps_what_a_newer_release_says_and_one_that_expired_is_told_from_none(stage: Stage) -> None:
+    commits = stage.broker.group("r.runner").commits
+    for rounds in (1, 2):
+        await stage.request(index=rounds)
+        async with stage.gateway(), stage.running():
+            await stage.finished(rounds)
+        said = [json.loads(commit.metadata) for commit in commits.values()]
+        assert sum(each["high"] for each in said) > 0
+        assert {each.get("later") for each in said} == {None if rounds == 1 else "kept"}
+        for place, commit in commits.items():
+            commits[place] = Commit(commit.offset, json.dumps({**json.loads(commit.metadata), "later": "kept"}))
+    commits[Partition("agent.more", 0)] = Commit(1)
+    async with stage.running() as (task, _):
+        with pytest.raises(OtherInputs, match=r"r\.runner has commits of agent\.more"):
+            await asyncio.wait_for(task, 20)
+    commits.clear()
+    for number in range(2):
+        stage.broker.truncate(Partition(topics.TASKS.name, number), 1)
+    async with stage.running() as (task, _):
+        with pytest.raises(CommitsExpired, match=r"tasks\[\d\] begins at 1: .*offsets\.retention\.minutes"):
+            await asyncio.wait_for(task, 20)
 
 
 async def test_an_open_rollout_holds_the_commit_back(stage: Stage) -> None:

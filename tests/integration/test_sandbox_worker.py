@@ -21,8 +21,27 @@ import pytest
 
 from tests.addresses import variables
 from turnlog.infra.log import Partition
+from turnlog.infra.recipes import Episode, SandboxCall
 from turnlog.infra.roles.role import Role, opened
-from turnlog.schemas.events import SandboxSpec, ToolCallCompleted, ToolCallRequested, ToolCallStarted, ToolStatus
+from turnlog.infra.verifiers import SandboxVerifier
+from turnlog.infra.verifiers.judges import client
+from turnlog.producers import tool_calls
+from turnlog.producers.gateway_client import GatewayClient, Session
+from turnlog.producers.recipes.calc import RECIPE
+from turnlog.producers.verdicts import Bench
+from turnlog.schemas.events import (
+    Limits,
+    Outcome,
+    Purpose,
+    RewardAssigned,
+    RolloutRequested,
+    Sampling,
+    SandboxSpec,
+    ToolCallCompleted,
+    ToolCallRequested,
+    ToolCallStarted,
+    ToolStatus,
+)
 from turnlog.schemas.ids import digest
 from turnlog.schemas.topics import TOOL_RESULTS
 from turnlog.settings import Settings
@@ -134,6 +153,53 @@ class Results:
                     event = await self._role.events.decode(record)
                     (self.started if isinstance(event, ToolCallStarted) else self.completed).append(event)  # type: ignore[arg-type]
             self._position = {place: reader.position(place) for place in self._position}
+
+
+async def feed(role: Role, known: tool_calls.Results) -> None:
+    """As the runner's reader does."""
+    async with role.log.reader() as reader:
+        reader.assign({Partition(TOOL_RESULTS.name, number): 0 for number in range(role.settings.kafka.rollouts)})
+        while True:
+            for record in await reader.poll():
+                event = await role.events.decode(record)
+                if isinstance(event, ToolCallCompleted):
+                    known.feed(event)
+
+
+async def test_a_verifier_judges_the_files_that_the_agent_left_and_nothing_that_it_left_running(role: Role) -> None:
+    def calls(episode: Episode) -> list[SandboxCall]:
+        seen = "cat answer; touch seen; ps ax | grep -c '[s]leep 300'; true"
+        return [SandboxCall("shell", {"command": seen}), SandboxCall("shell", {"command": episode.task["check"]})]
+
+    verifier = SandboxVerifier(name="tests", version="1", calls=calls, sandbox=DURABLE, timeout_s=90.0)
+    results, known = Results(role), tool_calls.Results()
+    acted = call("verified", 0, "echo 8 > answer; nohup sleep 300 >/dev/null 2>&1 &", sandbox=DURABLE)
+    request = RolloutRequested(
+        event_id="e", run_id="run", group_id="g", floor=0, task_id="t", rollout_id="verified", rollout_index=0,
+        group_size=1, draw=0, dataset="d", dataset_epoch=0, index=0, recipe="calc", purpose=Purpose.train, task=b"{}",
+        sampling=Sampling(), limits=Limits(), min_weight_version=0,
+    )  # fmt: skip
+
+    known.expect("verified")
+    feeding = asyncio.create_task(feed(role, known))
+    with worker(role.settings):
+        assert (await results.answer(acted)).status is ToolStatus.ok
+        async with GatewayClient(role.settings) as gateway, client() as http:
+            bench = Bench(
+                http=http, events=role.events, gateway=gateway, results=known, request=request, recipe=RECIPE,
+                session=Session("verified", "", ""), asked={},
+            )  # fmt: skip
+            found = []
+            for check, version in (("test $(cat answer) = 8 && ls", "1"), ("test $(cat answer) = 9", "2")):
+                episode = Episode(task={"check": check}, messages=(), outcome=Outcome.completed, reason="")
+                found.append(await bench.verdict(dataclasses.replace(verifier, version=version), episode))
+    feeding.cancel()
+    await asyncio.gather(feeding, return_exceptions=True)
+    assert [getattr(record, "value", record) for record in found] == [1.0, 0.0]
+    assert isinstance(found[0], RewardAssigned)
+    first, second = json.loads(found[0].evidence)["calls"]
+    assert first["end"] == "8\n0\n"
+    assert second["end"].split() == ["answer", "seen"]  # files go from call to call
 
 
 async def test_sessions_are_served_in_order_by_isolated_sandboxes(role: Role) -> None:

@@ -44,7 +44,7 @@ async def test_topics_outlive_a_broker_and_check_says_where_they_would_not(log: 
     three = dataclasses.replace(configured, kafka=dataclasses.replace(configured.kafka, replication=3))
     assert all(spec.config.items() >= wanted.items() for spec in specs(three))
     await apply(log, configured)
-    assert (await log.topics())["agent.turns"].config["unclean.leader.election.enable"] == "false"
+    assert (await log.topics(configs=True))["agent.turns"].config["unclean.leader.election.enable"] == "false"
     async with log.transactor("t") as transactor:
         await transactor.begin()
         await transactor.offsets("g", {Partition("agent.turns", 0): Commit(0)})

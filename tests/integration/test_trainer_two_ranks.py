@@ -10,7 +10,14 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 1), (1, 2)], ids=["tensor", "data", "pipeline"])
+@pytest.mark.parametrize(
+    ("tensor", "pipeline"),
+    [
+        pytest.param(2, 1, id="tensor"),
+        pytest.param(1, 1, id="data", marks=pytest.mark.long),
+        pytest.param(1, 2, id="pipeline", marks=pytest.mark.long),
+    ],
+)
 async def test_loss_and_gradient_norm_are_those_of_the_reference(tensor: int, pipeline: int) -> None:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),

@@ -6,7 +6,6 @@ function of it, so replay recomputes rows, weights and hashes from the manifest 
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -247,9 +246,8 @@ def _dropped(row: TrimmedSample, reason: MaskReason) -> DroppedSample:
 
 def _parts(groups: list[list[TrimmedSample]], updates: int) -> list[list[list[TrimmedSample]]]:
     """At most `updates` runs of whole groups, sizes as equal as can be, none empty."""
-    count = min(updates, len(groups))
-    edges = [len(groups) * part // count for part in range(count + 1)] if count else [0]
-    return [groups[low:high] for low, high in itertools.pairwise(edges)]
+    whole, count = len(groups), min(updates, len(groups))
+    return [groups[whole * part // count : whole * (part + 1) // count] for part in range(count)]
 
 
 def _rows(ordered: Sequence[TrimmedSample], weights: Weights, white: Whitening | None) -> BatchRows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -108,7 +108,7 @@ def assemble(
     assert session.finish is not None
     undelivered = {key_of(turn) for turn in session.finish.undelivered}
     segments = rules.cutting.cut(turns, tree, undelivered, rules)
-    masked = dict(segments.masked) | _masked(session.finish.outcome, tree, segments, rules)
+    masked = dict(segments.masked) | _masked(session.finish.outcome, turns, tree, segments, rules)
     return SessionTree(session, records, turns, tree, segments, masked, refused, records.end(keys))
 
 
@@ -143,14 +143,16 @@ def _turn(records: SessionRecords, dialogues: Dialogues | None, turn: TurnId, ke
     return make_turn(turn, tokens, kinship, None if dialogues is None else dialogues[key])
 
 
-def _masked(outcome: Outcome, tree: Lineages, segments: Segments, rules: FoldRules) -> dict[int, MaskReason]:
-    """Turns of segments that the settings keep as context."""
+def _masked(
+    outcome: Outcome, turns: Sequence[Turn], tree: Lineages, segments: Segments, rules: FoldRules
+) -> dict[int, MaskReason]:
+    """Turns of segments that the settings keep as context, or whose log-probs are not those of what was sampled."""
     trains = {MAIN: True, SUB_AGENT: rules.train_sub_agents, SIDE_CALL: rules.train_side_calls}
     kept = [order for run in segments.runs for order in run]
     masked = {order: MaskReason.side_call for order in kept if not trains[tree.kinds[tree.of[order]]]}
     if kept and outcome is Outcome.truncated and rules.truncated == "mask_last_turn":
         masked.setdefault(max(kept), MaskReason.excluded_outcome)
-    return masked
+    return masked | {order: MaskReason.constrained for order in kept if turns[order].tokens.constrained}
 
 
 def _node(tree: SessionTree, order: int) -> TreeNode:

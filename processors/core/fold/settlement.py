@@ -209,8 +209,8 @@ def score(
     """
     assert spine.members is not None
     members = sorted((trees[member] for member in spine.members), key=_rollout)
-    reasons = [excluded(tree, rules) for tree in members]
-    valid = [tree for tree, reason in zip(members, reasons, strict=True) if reason is None]
+    judged = [(tree, excluded(tree, rules)) for tree in members]
+    valid = [tree for tree, reason in judged if reason is None]
     purpose = spine.task.purpose if spine.task else Purpose.other
     transforms = rules.transforms
     settlement = settle(purpose, [trajectory(tree, transforms) for tree in valid], rules)
@@ -228,9 +228,7 @@ def score(
         floor=floor,
         task_id=spine.task.task_id if spine.task else "",
         purpose=purpose,
-        rollouts=tuple(
-            _rollout_score(tree, reason, worth, rules) for tree, reason in zip(members, reasons, strict=True)
-        ),
+        rollouts=tuple(_rollout_score(tree, reason, worth, rules) for tree, reason in judged),
         baseline=settlement.advantages.baseline if settlement.advantages else None,
         std=settlement.advantages.std if settlement.advantages else None,
         estimator=rules.formula.label,

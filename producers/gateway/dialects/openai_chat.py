@@ -7,120 +7,182 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import orjson
-from prometheus_client import Counter
 
 from turnlog.producers.gateway import BadRequest, GatewayError
-from turnlog.producers.gateway.conversation import Turn
-from turnlog.producers.gateway.dialects.dialect import TurnRequest
-from turnlog.producers.gateway.messages import Message, normalised
+from turnlog.producers.gateway.conversation import Conversation, Turn
+from turnlog.producers.gateway.dialects.dialect import (
+    MODEL,
+    Constraint,
+    Endpoint,
+    Fields,
+    TurnRequest,
+    about,
+    count_ignored,
+    logprobs_of,
+    offered,
+    openai_constraints,
+    stop_sequences,
+)
+from turnlog.producers.gateway.messages import call_in, id_of_call, in_call_order, listed
+from turnlog.producers.gateway.parsers.parser import Call, Part, Reasoning
 from turnlog.producers.gateway.requests import object_of, typed
 from turnlog.schemas.events.turns import FinishReason
 from turnlog.schemas.types import TurnId
 
-IGNORED = Counter("turnlog_gateway_ignored_fields", "Request fields that were not honoured", ("field",))
-HONOURED = frozenset(
-    {"model", "messages", "tools", "max_tokens", "max_completion_tokens", "stream", "stream_options"}
-)  # fmt: skip
-COUNTED = frozenset(
-    {
-        "temperature", "top_p", "top_k", "min_p", "n", "stop", "seed", "logprobs", "top_logprobs", "logit_bias",
-        "frequency_penalty", "presence_penalty", "response_format", "tool_choice", "parallel_tool_calls", "user",
-        "store", "metadata", "reasoning_effort", "service_tier", "chat_template_kwargs",
-    }
-)  # fmt: skip
-"""Ignored fields that have a label of their own; the rest count as "other", since a label must not be a client's."""
+FIELDS: Fields = {
+    "model": MODEL,
+    "messages": ("honoured", "text and images; results of parallel calls in the order of their calls, by id"),
+    "tools": ("honoured", ""),
+    "max_tokens": ("honoured", "up to the limit that the task's sampling sets"),
+    "max_completion_tokens": ("honoured", "the smaller of the two"),
+    "stream": ("honoured", ""),
+    "stream_options": ("honoured", "`include_usage`"),
+    "n": ("honoured", "1; more is refused: a session is one line of turns, ask again for another answer"),
+    "stop": (
+        "honoured",
+        "up to 4 texts; the client's text ends before them, their tokens stay on the log and train",
+    ),
+    "logprobs": ("honoured", "of every sampled token, as recorded"),
+    "top_logprobs": ("limited", "of the sampled token alone"),
+    "return_token_ids": ("honoured", "`token_ids` of the choice, as on the log"),
+    "tool_choice": ("honoured", "`auto`, `none`; others are constraints"),
+    "response_format": ("honoured", "`text`; JSON and its schemas are constraints"),
+    "parallel_tool_calls": ("limited", "the policy decides how many calls it makes"),
+    "temperature": ("limited", "the task's sampling decides, so that recorded log-probs are of one distribution"),
+    "top_p": ("limited", "as temperature"),
+    "top_k": ("limited", "as temperature"),
+    "min_p": ("limited", "as temperature"),
+    "seed": ("limited", "as temperature"),
+    "logit_bias": ("limited", "as temperature"),
+    "frequency_penalty": ("limited", "as temperature"),
+    "presence_penalty": ("limited", "as temperature"),
+    "reasoning_effort": ("limited", "the model's template decides"),
+    "chat_template_kwargs": ("limited", "the model's template decides"),
+    "user": ("without effect", ""),
+    "store": ("without effect", "every turn is on the log"),
+    "metadata": ("without effect", ""),
+    "service_tier": ("without effect", ""),
+}
+STOPS = 4
+NOT_LAST: Mapping[str, Any] = {"finish_reason": None}
 SHOWN = {FinishReason.stop: "stop", FinishReason.tool_calls: "tool_calls", FinishReason.length: "length"}
 """Those of whole turns, the only ones that are answers."""
 DONE = b"data: [DONE]\n\n"
 
 
+@dataclass(frozen=True, slots=True)
 class OpenAIChat:
     """See Dialect."""
 
-    path = "/v1/chat/completions"
+    path: ClassVar[str] = "/v1/chat/completions"
+    fields: ClassVar[Fields] = FIELDS
 
-    def request(self, body: bytes, read: Callable[[Any], tuple[Message, ...]] = normalised) -> TurnRequest:
+    def request(self, body: bytes, conversation: Conversation) -> TurnRequest:
         values = object_of(body)
-        for name in values.keys() - HONOURED:
-            IGNORED.labels(name if name in COUNTED else "other").inc()
-        tools = values.get("tools") or None
-        if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-            raise BadRequest("tools must be a list of objects", param="tools")
+        count_ignored(values, FIELDS)
+        tools = offered(values.get("tools")) or None
+        if typed(values, "n", int, 1) != 1:
+            raise BadRequest("n must be 1: ask again for another answer", param="n")
+        raw = in_call_order(listed(values.get("messages")))
         limits = [typed(values, name, int, None) for name in ("max_completion_tokens", "max_tokens")]
         options = values.get("stream_options")
         return TurnRequest(
             api="chat",
-            raw=values.get("messages") or [],
-            messages=read(values.get("messages")),
+            model=str(values.get("model") or ""),
+            raw=raw,
+            messages=conversation.messages.read(raw),
             tools=tools,
             max_new_tokens=min((limit for limit in limits if limit is not None), default=None),
             stream=values.get("stream") is True,
             include_usage=isinstance(options, dict) and options.get("include_usage") is True,
+            stop=stop_sequences(values.get("stop"), "stop", STOPS),
+            constraints=_constraints(values),
+            calls=values.get("tool_choice") != "none",
+            logprobs=values.get("logprobs") is True,
+            token_ids=values.get("return_token_ids") is True,
             sha256=hashlib.sha256(body).hexdigest(),
         )
 
-    def answer(self, request: TurnRequest, turn: TurnId, *, session_id: str, model: str) -> ChatCompletion:
-        return ChatCompletion(turn, session_id, model, request.include_usage)
+    def answer(
+        self, request: TurnRequest, turn: TurnId, *, session_id: str, model: str, decode: Callable[[Sequence[int]], str]
+    ) -> ChatCompletion:
+        return ChatCompletion(turn, session_id, model, request, decode)
 
     def refusal(self, error: GatewayError) -> bytes:
         return orjson.dumps(error.body())
 
+    def endpoints(self) -> Sequence[Endpoint]:
+        return ()
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class ChatCompletion:
     """See Answer."""
 
     id: TurnId
     session_id: str
     model: str
-    include_usage: bool
+    request: TurnRequest
+    decode: Callable[[Sequence[int]], str]
     created: int = field(default_factory=lambda: int(time.time()))
+    calls: int = 0
+    """That have gone out."""
 
     def whole(self, turn: Turn) -> bytes:
         choice = {
             "index": 0,
             "message": turn.response_raw,
-            "logprobs": None,
+            "logprobs": self._logprobs(turn),
             "finish_reason": SHOWN[turn.finish_reason],
         }
+        if self.request.token_ids:
+            choice["token_ids"] = turn.output.tolist()
         return orjson.dumps(
             {
                 **self._envelope("chat.completion"),
                 "choices": [choice],
                 "usage": _usage(turn),
-                "turnlog": self._about(turn),
+                "turnlog": about(self.session_id, turn),
             }
         )
 
     def beginning(self) -> bytes:
         return self._chunk({"role": "assistant", "content": ""})
 
-    def text(self, text: str) -> bytes:
-        return self._chunk({"content": text})
+    def part(self, part: Part) -> bytes:
+        if isinstance(part, Call):
+            named = id_of_call(self.session_id, self.id, self.calls)
+            call = {"index": self.calls, **call_in(named, part)}
+            self.calls += 1
+            return self._chunk({"tool_calls": [call]})
+        return self._chunk({"reasoning_content" if isinstance(part, Reasoning) else "content": part.text})
 
-    def ending(self, turn: Turn, sent: str) -> bytes:
-        """The rest of the content, tool calls, finish reason, usage, [DONE]."""
-        response = turn.response_raw
+    def ending(self, turn: Turn) -> bytes:
+        """Finish reason, usage, [DONE]."""
         parts = []
-        if rest := (response["content"] or "")[len(sent) :]:
-            parts.append(self.text(rest))
-        if calls := response.get("tool_calls"):
-            parts.append(self._chunk({"tool_calls": [{"index": at, **call} for at, call in enumerate(calls)]}))
-        parts.append(self._chunk({}, finish_reason=SHOWN[turn.finish_reason], turnlog=self._about(turn)))
-        if self.include_usage:
+        last: dict[str, Any] = {"finish_reason": SHOWN[turn.finish_reason]}
+        if self.request.logprobs:
+            last["logprobs"] = self._logprobs(turn)
+        if self.request.token_ids:
+            last["token_ids"] = turn.output.tolist()
+        parts.append(self._chunk({}, last, turnlog=about(self.session_id, turn)))
+        if self.request.include_usage:
             parts.append(self._chunk(None, usage=_usage(turn)))
         return b"".join([*parts, DONE])
 
     def failed(self, error: GatewayError) -> bytes:
         return b"data: " + orjson.dumps(error.body()) + b"\n\n" + DONE
 
-    def _chunk(self, delta: dict[str, Any] | None, *, finish_reason: str | None = None, **more: Any) -> bytes:
-        choices = [] if delta is None else [{"index": 0, "delta": delta, "finish_reason": finish_reason}]
+    def _logprobs(self, turn: Turn) -> dict[str, Any] | None:
+        return {"content": logprobs_of(turn, self.decode), "refusal": None} if self.request.logprobs else None
+
+    def _chunk(self, delta: dict[str, Any] | None, last: Mapping[str, Any] = NOT_LAST, **more: Any) -> bytes:
+        choices = [] if delta is None else [{"index": 0, "delta": delta, **last}]
         return (
             b"data: " + orjson.dumps({**self._envelope("chat.completion.chunk"), "choices": choices, **more}) + b"\n\n"
         )
@@ -133,16 +195,12 @@ class ChatCompletion:
             "model": self.model,
         }
 
-    def _about(self, turn: Turn) -> dict[str, Any]:
-        """The turn's id, how it really ended, its weight versions."""
-        return {
-            "session_id": self.session_id,
-            "epoch": turn.id.epoch,
-            "index": turn.id.index,
-            "finish_reason": turn.finish_reason.value,
-            "weight_version_first": turn.versions[0],
-            "weight_version_last": turn.versions[1],
-        }
+
+def _constraints(values: Mapping[str, Any]) -> tuple[Constraint, ...]:
+    shape = values.get("response_format")
+    named = shape.get("json_schema") if isinstance(shape, dict) else None
+    schema = named.get("schema") if isinstance(named, dict) else None
+    return openai_constraints(values.get("tool_choice"), "response_format", shape, schema)
 
 
 def _usage(turn: Turn) -> dict[str, Any]:
@@ -151,4 +209,5 @@ def _usage(turn: Turn) -> dict[str, Any]:
         "completion_tokens": turn.output_tokens,
         "total_tokens": turn.total,
         "prompt_tokens_details": {"cached_tokens": turn.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": turn.reasoning_tokens},
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from turnlog.consumers.lag import LOOKS, Ages, Lag
+from turnlog.consumers.lag import LOOKS, Ages, Lag, Open
 from turnlog.infra.log import Partition
 
 PLACE = Partition("tasks", 0)
@@ -34,3 +34,13 @@ def test_a_role_that_never_comes_costs_no_more_memory_than_its_looks() -> None:
         found = ages.look([lag(0, look + 1)], float(look))
     assert found == {"runner": LOOKS - 1}
     assert sum(map(len, ages._seen.values())) == LOOKS
+
+
+def test_a_transaction_hangs_for_as_long_as_what_is_committed_ends_at_one_place() -> None:
+    held = Open()
+    other = Partition("runs", 0)
+    assert held.look({PLACE: 5, other: 1}, {PLACE: 9, other: 1}, 10.0) == {"tasks": 0.0, "runs": 0.0}
+    assert held.look({PLACE: 5, other: 1}, {PLACE: 9, other: 1}, 14.0) == {"tasks": 4.0, "runs": 0.0}
+    assert held.look({PLACE: 7, other: 1}, {PLACE: 9, other: 1}, 15.0)["tasks"] == 0.0, "it ended, another began"
+    assert held.look({PLACE: 9, other: 1}, {PLACE: 9, other: 1}, 16.0)["tasks"] == 0.0
+    assert held.look({PLACE: 9, other: 1}, {PLACE: 12, other: 1}, 20.0)["tasks"] == 0.0

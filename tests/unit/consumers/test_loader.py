@@ -4,30 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save, save_file
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
+from tests.contract.test_https import served
 from tests.fakes.memory_engine_control import MemoryEngineControl
 from tests.fakes.memory_log import MemoryLog
+from tests.secured import Authority
 from turnlog.consumers.lag import by_role, lag_of
-from turnlog.consumers.loader import EngineSwapFailed, Loader, NamedEngine, NoSuchEngine, engine_of
+from turnlog.consumers.loader import EngineSwapFailed, Loader, NamedEngine, NoSuchEngine, engine_of, main, update_of
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Fenced, Partition
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role
+from turnlog.infra.roles.tls import serving
 from turnlog.infra.topics_admin import apply
 from turnlog.schemas.events import EngineGone, EngineRegistered, EngineWeightsLoaded, EngineWeightsRefused, Event
 from turnlog.schemas.events.weights import WeightFile
 from turnlog.schemas.topics import ENGINES
 from turnlog.schemas.types import BlobRef
-from turnlog.settings import EngineSettings, ModelSettings, RunSettings, Settings
+from turnlog.settings import EngineSettings, GatewaySettings, ModelSettings, RunSettings, Settings
 from turnlog.trainer.checkpoint import Cursor
 from turnlog.trainer.weights import published
 
@@ -39,6 +46,7 @@ async def role(tmp_path: Path) -> AsyncIterator[Role]:
     model = tmp_path / "model"
     model.mkdir()
     save_file(tensors(0), str(model / "model.safetensors"))
+    (model / "config.json").write_text("{}")
     settings = Settings(
         run=RunSettings(id="run", directory=str(tmp_path / "run")), model=ModelSettings(path=str(model))
     )
@@ -125,6 +133,46 @@ async def test_versions_that_the_engine_has_are_no_lag_of_its_loader(role: Role,
     await running
     await publish(role, 2)
     assert by_role(await lag_of(role.log, settings))["loader"] == 1
+
+
+@pytest.mark.parametrize(
+    ("update", "experts", "routed", "chosen"),
+    [
+        ("auto", 8, "auto", "abort"),
+        ("auto", 8, "on", "abort"),
+        ("auto", 8, "off", "retract"),
+        ("auto", 0, "auto", "retract"),
+        ("retract", 8, "auto", "retract"),
+        ("in_place", 0, "auto", "in_place"),
+    ],
+)
+def test_requests_whose_experts_are_recorded_do_not_go_on_over_two_versions(
+    role: Role, update: Any, experts: int, routed: Any, chosen: str
+) -> None:
+    config = {"num_hidden_layers": 2, "num_experts": experts, "num_experts_per_tok": 2}
+    (Path(role.settings.model.path) / "config.json").write_text(json.dumps(config))
+    settings = dataclasses.replace(
+        role.settings, engine=EngineSettings(update=update), gateway=GatewaySettings(routed_experts=routed)
+    )
+    assert update_of(settings) == chosen
+
+
+async def test_an_engine_over_tls_is_loaded_by_a_loader_that_knows_its_authority(
+    role: Role, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answer(_: Request) -> Response:
+        return JSONResponse({"weight_version": "7", "model_path": "/m"})
+
+    authority = Authority(tmp_path)
+    async with served(answer, tls=serving(str(authority.issue("engine")), "", "engine")) as url:
+        monkeypatch.setenv("TURNLOG_ENGINE_URL", url)
+        role.settings = dataclasses.replace(role.settings, engine=EngineSettings(ca_file=str(authority.file)))
+        loading = asyncio.create_task(main(role))
+        (registered,) = await said(role, 1)
+        assert isinstance(registered, EngineRegistered)
+        assert (registered.url, registered.version) == (url, 7)
+        role.stopping.set()
+        await loading
 
 
 def test_an_engine_is_named_by_its_url_and_its_pod_or_by_an_index() -> None:

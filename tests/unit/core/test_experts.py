@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import zlib
 from dataclasses import dataclass, replace
 
@@ -201,6 +202,20 @@ def test_bytes_that_are_no_rows_are_refused(content) -> None:
         unpacked(content)
     with pytest.raises(BrokenExperts, match="from 0 on"):
         packed(np.full((1, 1, 1), -1, np.int32))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "says"),
+    [
+        (np.zeros((4, 2), np.uint8), r"shape \(4, 2\) and dtype uint8"),
+        (np.zeros((4, 2, 3), np.float32), r"shape \(4, 2, 3\) and dtype float32"),
+    ],
+)
+def test_an_array_of_something_else_is_refused_with_what_it_is(numbers, says) -> None:
+    file = io.BytesIO()
+    np.save(file, numbers)
+    with pytest.raises(BrokenExperts, match=says):
+        unpacked(file.getvalue())
 
 
 @pytest.mark.parametrize("damage", [{"row_count": 1}, {"row_start": 1}, {"target_start": 1}, {"row_count": 3}])

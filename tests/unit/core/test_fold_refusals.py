@@ -338,7 +338,7 @@ def test_a_record_in_a_topic_of_others_is_refused(story, folded):
 def test_a_payload_that_was_not_fetched_is_a_defect_of_the_shell_and_parks_nothing(story):
     s = story()
     s.turn("a", 0, "sq", "A", delta_ids=BlobRef("0" * 64, 8))
-    with pytest.raises(core.PayloadNotFetched, match="delta_ids"):
+    with pytest.raises(core.PayloadNotFetched, match="session a: delta_ids is a BlobRef"):
         s.fold(RULES)
 
 
@@ -347,6 +347,6 @@ def test_books_that_do_not_balance_stop_the_unit():
     ledger.enter(3, None)
     ledger.enter(2, MaskReason.side_call)
     assert ledger.close("x", 5).masked == {"side_call": 2}
-    with pytest.raises(core.BooksDoNotBalance, match="sampled 6 != trained 3"):
+    with pytest.raises(core.BooksDoNotBalance, match=r"books of x: sampled 6 != trained 3 \+ masked {'side_call': 2}"):
         ledger.close("x", 6)
     assert not issubclass(core.BooksDoNotBalance, core.FoldError)

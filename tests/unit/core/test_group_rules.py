@@ -170,6 +170,8 @@ def test_under_step_equal_verdicts_with_other_steps_are_no_zero_variance(story):
         (("all_solved:1",), (1.0, 0.5), ""),
         (("mean_outside:0.25:0.75",), (0.0, 0.25), "mean_outside"),
         (("mean_outside:0.25:0.75",), (0.0, 0.5), ""),
+        (("mean_outside:0.25:0.75",), (1.0, 0.5), ""),
+        (("mean_outside:0.25:0.75",), (1.0, 0.75), "mean_outside"),
         (("mean_outside:0.25:0.75", "all_failed:0"), (0.0, 0.0), "mean_outside"),
         (("zero_variance",), (0.5, 0.5), "zero_variance"),
     ],
@@ -243,6 +245,15 @@ def test_a_session_that_expects_no_verdict_is_valid_by_its_step_rewards_under_st
     assert [(sample.reward, sample.advantage) for sample in folded.samples] == [(3.0, 1.0), (1.0, -1.0)]
     reasons = {rollout.excluded_reason for rollout in s.fold(RULES).score.rollouts}
     assert reasons == {"verifier_failure"}
+
+
+def test_a_session_that_expects_no_verdict_and_earned_nothing_is_not_valid(story):
+    s = story(size=2)
+    for session in "ab":
+        s.turn(session, 0, "q", "A")
+        s.finish(session, expects=Expects(reward=False))
+    score = s.fold(replace(STEP, min_valid=1)).score
+    assert {(rollout.reward, rollout.excluded_reason) for rollout in score.rollouts} == {(None, "verifier_failure")}
 
 
 def test_step_rewards_do_not_stand_in_for_a_verdict_that_failed(story):

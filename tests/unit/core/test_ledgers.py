@@ -255,10 +255,27 @@ def lying_step(history: Told) -> Told:
 )
 def test_a_record_that_disagrees_is_named_with_its_level(lie: Callable[[Told], Told], level: str, says: str) -> None:
     history = told(3)
-    assert history.books().balance
+    before = history.books()
+    assert before.balance
     books = lie(history).books()
     assert not books.balance
-    assert any(entry.level == level and says in entry.says for entry in books.imbalances), books.imbalances
+    named = [entry for entry in books.imbalances if entry.level == level and says in entry.says]
+    assert named, books.imbalances
+    told_of = {getattr(event, f"{level}_id", "") for event in history.events}
+    assert {entry.id for entry in named} <= told_of | before.levels[level].keys()
+
+
+def test_a_draw_that_lies_is_named_by_its_first_batch() -> None:
+    history = told(3)
+    formed = [event for event in history.events if isinstance(event, SampleBatchFormed)]
+    second = next(nth for nth, batch in enumerate(formed) if batch.part == 1)
+
+    def lie(batch: SampleBatchFormed) -> list[Event]:
+        return [dataclasses.replace(batch, masked={"version_mask": 3})]
+
+    found = history.change(SampleBatchFormed, lie, second).books().imbalances
+    (draw,) = [entry for entry in found if "says that it masks" in entry.says]
+    assert (draw.id, draw.says.split()[1]) == (str(formed[second - 1].batch_index), str(formed[second].draw_index))
 
 
 def test_a_draw_that_loses_tokens_leaves_the_run_short() -> None:
@@ -336,3 +353,15 @@ def test_a_session_that_was_refused_as_a_whole_disagrees_with_nothing(
     assert books.levels["session"]["b"].sampled == 3
     account = books.levels["session"].get("a")
     assert account is None or account.masked.keys() <= {"refused", "late"}
+
+
+def test_a_turn_that_nobody_named_is_refused_if_its_snapshot_was_parked(story: Any) -> None:
+    s = story(size=2)
+    s.turn("a", 0, "sq", "AB")
+    s.turn("a", 1, "sqABr", "X", base=0, prompt_sha256="0")
+    s.end("a", reward=1.0, turns=[s.id("a", 0)])
+    s.turn("b", 0, "sq", "CCC")
+    s.end("b", reward=0.0)
+    books = books_of(s)
+    assert books.imbalances == ()
+    assert books.levels["session"]["a"].masked == {"refused": 1, "unused": 2}

@@ -132,9 +132,18 @@ def test_reasoning_that_is_left_out_matches_any_and_present_it_must_match():
     assert message({"role": "assistant", "content": redacted}).echoes(own)
 
 
-@pytest.mark.parametrize("payload", [b"", b"\xff", b"{}", b"[1]", b'["hi"]'])
-def test_what_is_no_list_of_messages_is_named(payload):
-    with pytest.raises(NotMessages):
+@pytest.mark.parametrize(
+    ("payload", "says"),
+    [
+        (b"", "not JSON: "),
+        (b"\xff", "not JSON: "),
+        (b"{}", "a dict, not a list"),
+        (b"[1]", "a int, not an object"),
+        (b'["hi"]', "a str, not an object"),
+    ],
+)
+def test_what_is_no_list_of_messages_is_named(payload, says):
+    with pytest.raises(NotMessages, match=says):
         messages(payload)
 
 
@@ -164,6 +173,11 @@ BAD = {
     "no base": ("BaseUnknown", {}),
 }
 
+REMEDIES = {
+    "BrokenMessages": "; new_messages is a JSON list, response a JSON object",
+    "BaseUnknown": "; a base's TurnCompleted stands before its continuation's in agent.turns",
+}
+
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_turn_whose_messages_cannot_be_known_is_refused_under_slime_alone(story, folded, name):
@@ -185,6 +199,7 @@ def test_a_turn_whose_messages_cannot_be_known_is_refused_under_slime_alone(stor
     assert (topic, type(error).__name__) == ("agent.turns", refusal)
     assert "session a turn (start/a, 1)" in str(error)
     assert ("has no readable record before it" in str(error)) == (name == "no base")
+    assert str(error).endswith(REMEDIES[refusal])
     assert result.trees["a"].books.masked == {"refused": 2}
     assert result.score.status is GroupStatus.discarded
     prefix = folded(broken, replace(RULES, policy="prefix"))

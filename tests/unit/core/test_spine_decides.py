@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 
 from turnlog.processors.core.fold.group import offline
+from turnlog.processors.core.fold.spine import Spine
+from turnlog.processors.core.fold_versions import LATEST
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.processors.runtime.watch import Watch
 from turnlog.schemas.events import Expects, GroupStatus, Outcome, Purpose, RewardFailed, StepRewardAssigned, Verifier
@@ -179,6 +181,18 @@ def test_a_closed_group_without_members_is_discarded(story):
     s.close()
     folded = s.fold(RULES)
     assert (folded.score.status, folded.score.reason, folded.samples) == (GroupStatus.discarded, "too_few_valid", [])
+
+
+def test_a_group_that_was_closed_before_anybody_started_is_of_no_task(story):
+    s = story()
+    s.reward("a", 1.0)
+    s.close(reason="orphan")
+    spine = Spine(LATEST)
+    for _, offset, event in s.arrivals:
+        spine.fold(offset, event)
+    assert spine.task is None
+    score = s.fold(RULES).score
+    assert (score.task_id, score.purpose, score.status) == ("", Purpose.other, GroupStatus.not_training)
 
 
 def test_facts_after_the_settlement_change_nothing(story):

@@ -147,6 +147,18 @@ def test_sub_agents_are_trained_and_side_calls_are_not(story, drawn):
     """)
 
 
+def test_a_turn_that_a_grammar_held_is_context_and_never_trained(story, drawn):
+    s = story()
+    s.turn("a", 0, "sq", "A")
+    s.turn("a", 1, "sqAr", "BB", base=0, constrained=True)
+    s.turn("a", 2, "sqArBBt", "C", base=1)
+    s.end("a", reward=1.0)
+    assert drawn(s.fold(RULES)) == picture("""
+        a0* main 0,1,2: sq<A>r{BB}t<C>
+        a 4 = 2 trained + 2 constrained
+    """)
+
+
 def test_a_root_with_mains_system_prompt_is_a_compaction_and_holds_the_anchor(story, drawn):
     s = story()
     s.turn("a", 0, "sq", "A")
@@ -538,6 +550,15 @@ def test_one_story_under_each_policy(story, drawn):
         a2* main 2: sqArBBt<C>
         a 8 = 8 trained
     """)
+
+
+def test_a_turn_stored_against_one_that_gives_it_no_token_is_a_root(story, drawn):
+    s = story()
+    s.turn("a", 0, "sq", "A")
+    s.turn("a", 1, "t", "B", parent=(None, 0), parent_turn=s.id("a", 0))
+    s.end("a", reward=1.0)
+    folded = s.fold()
+    assert (folded.refused, folded.trees["a"].books.trained) == ([], 2)
 
 
 def test_a_forgotten_session_leaves_nothing_for_the_collector_of_garbage(story) -> None:

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Awaitable, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tests.fakes.memory_broker import MemoryBroker
 from tests.fakes.memory_engine import MemoryEngine
 from tests.fakes.memory_log import MemoryLog
 from turnlog.infra.blobs import MemoryBlobs
+from turnlog.infra.engine import Engine
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Appender, Log, LogUnavailable, Partition, TopicSpec
 from turnlog.infra.registry import MemoryRegistry
@@ -29,7 +31,7 @@ from turnlog.producers.recipes.calc import RECIPE
 from turnlog.schemas import ids
 from turnlog.schemas.events import EngineRegistered, Event
 from turnlog.schemas.topics import CATALOGUE
-from turnlog.settings import EngineSettings, GatewaySettings, ModelSettings, RunSettings, Settings
+from turnlog.settings import EngineSettings, FoldSettings, GatewaySettings, ModelSettings, RunSettings, Settings
 
 WINDOW = 512
 PARTITIONS = 2
@@ -42,6 +44,12 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     RECIPE.warm_start.write_tokenizer(folder)
     (folder / "config.json").write_text(json.dumps(RECIPE.warm_start.model.config()))
     return folder
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait for what another task does; pytest's timeout ends a wait in vain."""
+    while not condition():  # noqa: ASYNC110 - what is waited for is a state of the gateway
+        await asyncio.sleep(0.005)
 
 
 class Script:
@@ -118,13 +126,20 @@ class Rig:
         self.script = Script(self.tokens)
         self.engines = {"e0": self.new_engine("http://e0")}
         self._stack = stack
+        self.connect: Callable[[str], Engine] | None = lambda url: self.engines[url.removeprefix("http://")]
+        """None: as a gateway of its own has it."""
         self.url = ""
         self.gateway: Gateway
         self.events: EventLog
 
     def new_engine(self, url: str) -> MemoryEngine:
         """An engine that plays the script."""
-        return MemoryEngine(vocabulary=self.tokens.vocabulary, context=WINDOW, script=self.script)
+        return MemoryEngine(
+            vocabulary=self.tokens.vocabulary,
+            context=self.settings.engine.context,
+            script=self.script,
+            decode=self.tokens.decode,
+        )
 
     async def start(self, instance: str = "gateway-0") -> AsyncExitStack:
         """Start a gateway and make it the one that requests go to; closing the stack stops it."""
@@ -134,9 +149,7 @@ class Rig:
         role = Role("gateway", instance, self.settings, log, self.events, self.blobs, Health("gateway"))
         listener = stack.enter_context(contextlib.closing(listening("127.0.0.1", 0, "[gateway] port")))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        self.gateway = await Gateway.assembled(
-            role, self.url, connect=lambda url: self.engines[url.removeprefix("http://")]
-        )
+        self.gateway = await Gateway.assembled(role, self.url, connect=self.connect)
         await stack.enter_async_context(self.gateway.current())
         await stack.enter_async_context(serving(self.gateway, listener))
         self.http = await stack.enter_async_context(httpx.AsyncClient(base_url=self.url, timeout=30))
@@ -162,7 +175,7 @@ class Rig:
             "rollout_index": 0, "attempt": 0, "purpose": "train", "recipe": "calc", "floor": 0,
             "agent": {"name": "white-box", "version": "1"}, "environment": {"name": "calc", "version": "1"},
             "sampling": {"temperature": 1.0, "max_new_tokens": 40},
-            "limits": {"max_turns": 4, "max_context_tokens": WINDOW, "deadline_s": 60.0}, "min_weight_version": 0,
+            "limits": {"max_context_tokens": WINDOW}, "min_weight_version": 0,
             **more,
         }  # fmt: skip
         answer = await self.http.post(
@@ -212,26 +225,39 @@ class Rig:
         return found
 
 
-@pytest.fixture
-def settings(tmp_path: Path, model_folder: Path) -> Settings:
-    """Of a gateway on the fakes."""
+def settings_of(folder: Path, directory: Path, context: int = WINDOW) -> Settings:
+    """Of a gateway on the fakes, for the model in `folder`."""
     return dataclasses.replace(
         Settings(),
-        run=RunSettings(id="r", directory=str(tmp_path)),
-        model=ModelSettings(path=str(model_folder)),
-        engine=EngineSettings(context=WINDOW, request_timeout_s=20.0),
+        run=RunSettings(id="r", directory=str(directory)),
+        model=ModelSettings(path=str(folder)),
+        engine=EngineSettings(context=context, request_timeout_s=20.0),
+        fold=FoldSettings(estimator="reinforce"),  # which takes groups of one
         gateway=GatewaySettings(signing_key="test-key", keep_alive_s=0.2),
     )
 
 
-@pytest.fixture
-async def rig(settings: Settings, model_folder: Path) -> AsyncIterator[Rig]:
+@asynccontextmanager
+async def rigged(settings: Settings, folder: Path) -> AsyncIterator[Rig]:
     """A gateway with one engine that serves version 0."""
-    log = MemoryLog()
+    log = MemoryLog(MemoryBroker(time.time_ns() // 10**6))  # sessions are as old as their records say
     counts = {"one": 1, "groups": PARTITIONS, "rollouts": PARTITIONS}
     await log.create_topics([TopicSpec(each.name, counts[each.partitions], 1, {}) for each in CATALOGUE])
     async with AsyncExitStack() as stack:
-        rig = Rig(settings, model_folder, log, stack)
+        rig = Rig(settings, folder, log, stack)
         await rig.start()
         await rig.engine_says()
+        yield rig
+
+
+@pytest.fixture
+def settings(tmp_path: Path, model_folder: Path) -> Settings:
+    """Of a gateway on the fakes."""
+    return settings_of(model_folder, tmp_path)
+
+
+@pytest.fixture
+async def rig(settings: Settings, model_folder: Path) -> AsyncIterator[Rig]:
+    """See rigged."""
+    async with rigged(settings, model_folder) as rig:
         yield rig

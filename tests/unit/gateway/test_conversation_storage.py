@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import gc
+import json
+import shutil
+import sys
 from hashlib import sha256
+from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.gateway.conftest import rigged
 from turnlog.producers.gateway.conversation import Conversation, MessageTree, Place, Turn, continued
 from turnlog.producers.gateway.messages import message, normalised
 from turnlog.schemas.events import FinishReason, ImageRef
 from turnlog.schemas.types import BlobRef, TurnId, int32s, pack_int32s
+from turnlog.settings import Settings
 
 QUESTION = {"role": "user", "content": "3 + 5 = ?"}
 PAD = 9
@@ -32,7 +42,8 @@ def turn_of(
     turn = Turn(
         id=TurnId("e", number), base=None, request_sha256=f"{number}", tools_sha256="", system_sha256="", new_raw=raw,
         new=normalised(raw), response_raw=response, response=message(response, "response"), aborted=False,
-        finish_reason=FinishReason.stop, cached_tokens=0, output_tokens=len(output), versions=(0, 0),
+        finish_reason=FinishReason.stop, stopped_by=None, logprobs=b"", cached_tokens=0, output_tokens=len(output),
+        versions=(0, 0),
         hashed=continued(conversation.hashed(known), [*new, *output]), boundary_reason="first",
         total=len(prompt) + len(output), **more,
     )  # fmt: skip
@@ -53,7 +64,7 @@ HISTORIES = st.lists(
 
 
 @given(HISTORIES)
-@settings(deadline=None)
+@hypothesis.settings(deadline=None)
 def test_every_prompt_is_stored_against_the_longest_prefix_and_every_token_is_held_once(steps: Any) -> None:
     conversation, lines = Conversation(), list[tuple[Turn, list[int]]]()
     for number, (of, share, tail, output, knows) in enumerate(steps):
@@ -75,7 +86,7 @@ def test_every_prompt_is_stored_against_the_longest_prefix_and_every_token_is_he
 
 
 @given(st.lists(st.lists(st.tuples(st.sampled_from([0, 1, None]), st.booleans()), min_size=1, max_size=4), max_size=8))
-@settings(deadline=None)
+@hypothesis.settings(deadline=None)
 def test_prompts_part_at_an_image_that_differs_and_covered_turns_are_found_wherever_they_are(steps: Any) -> None:
     conversation, lines = Conversation(), list[tuple[Turn, list[Any]]]()
     for number, step in enumerate(steps):
@@ -108,7 +119,7 @@ SHAPES = st.sampled_from(
 
 
 @given(st.lists(st.tuples(st.lists(SHAPES, min_size=1, max_size=6), st.booleans()), max_size=8))
-@settings(deadline=None)
+@hypothesis.settings(deadline=None)
 def test_reading_by_what_is_known_gives_what_reading_anew_gives(requests: Any) -> None:
     tree = MessageTree()
     for raw, recorded in requests:
@@ -132,6 +143,49 @@ async def test_a_retry_of_the_first_turn_is_stored_against_the_whole_prompt_that
     first, again = await rig.written("TokenSnapshot")
     assert (again.parent_turn, again.base_len) == (first.turn, len(int32s(first.delta_ids)))
     assert again.delta_ids == b""
+
+
+def reached(root: Any) -> int:
+    """Bytes of everything that an object leads to, but types and what they stand in."""
+    seen, waiting, total = set[int](), [root], 0
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen or isinstance(one, type | ModuleType | FunctionType):
+            continue
+        seen.add(id(one))
+        total += sys.getsizeof(one)
+        waiting += gc.get_referents(one)
+    return total
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
+async def test_a_session_takes_memory_in_proportion_to_what_is_new(
+    settings: Settings, model_folder: Path, tmp_path: Path, path: str
+) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_bytes()) | {"max_position_embeddings": 1 << 20}
+    (folder / "config.json").write_text(json.dumps(config))
+    wide = dataclasses.replace(
+        settings,
+        model=dataclasses.replace(settings.model, path=str(folder)),
+        engine=dataclasses.replace(settings.engine, context=1 << 20),
+    )
+    messages, sizes = [], {}
+    async with rigged(wide, folder) as rig:
+        session = await rig.open(limits={})
+        for number in range(1, 101):
+            messages.append({"role": "user", "content": f"{number:03}" * 100})
+            body = {"input" if path == "responses" else "messages": messages, "max_tokens": 40}
+            headers = {"authorization": f"Bearer {session['token']}"}
+            answer = await rig.http.post(f"/v1/{path}", json=body, headers=headers)
+            assert answer.status_code == 200, answer.text
+            messages.append({"role": "assistant", "content": f"{number}"})
+            if number in (10, 50, 100):
+                sizes[number] = reached(rig.gateway.sessions._held[session["session_id"]])
+        [*_, last] = await rig.written("TurnCompleted")
+    early, late = (sizes[50] - sizes[10]) / 40, (sizes[100] - sizes[50]) / 50
+    assert late < 1.25 * early, "a turn costs the same wherever it stands in the conversation"
+    assert sizes[100] < 40 * last.prompt_tokens, "less than the prompts of a hundred turns would take"
 
 
 @pytest.mark.parametrize("restarted", [False, True])

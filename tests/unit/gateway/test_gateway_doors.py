@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import dataclasses
 import io
 import itertools
@@ -20,9 +21,11 @@ from hypothesis import HealthCheck, Phase, given
 from hypothesis import settings as fuzzing
 from hypothesis import strategies as st
 
+from tests.unit.gateway.conftest import until
 from turnlog.producers.gateway import BadRequest
-from turnlog.producers.gateway.dialects.openai_chat import COUNTED, HONOURED
+from turnlog.producers.gateway.dialects.openai_chat import FIELDS
 from turnlog.producers.gateway.images import ImageTokens, picture
+from turnlog.producers.gateway_client import Answer, EnginesBusy, refusal
 from turnlog.schemas.events import Outcome
 from turnlog.settings import Settings
 
@@ -43,7 +46,7 @@ def settings(settings: Settings) -> Settings:
 
 # Arbitrary JSON, with the words of the API often in the places where the API has them.
 WORDS = sorted({
-    *HONOURED, *COUNTED, "role", "content", "user", "assistant", "tool", "system", "tool_calls", "function", "name",
+    *FIELDS, "role", "content", "user", "assistant", "tool", "system", "tool_calls", "function", "name",
     "arguments", "id", "tool_call_id", "type", "text", "image_url", "url", "reasoning", "outcome", "reason", "final",
     "expects", "reward", "step_rewards", "judged", "epoch", "index", "rollout_id", "group_id", "run_id", "floor",
     "purpose", "agent", "environment", "sampling", "limits", "max_context_tokens", "stop_token_ids", "version", "image",
@@ -143,6 +146,71 @@ async def test_no_byte_of_a_body_is_awaited_before_its_token_is_good(rig: Any, d
     assert b" 401 " in await reader.readline()  # the body never comes
     writer.close()
     await writer.wait_closed()
+
+
+@pytest.fixture
+async def impatient(rig: Any) -> Any:
+    """A gateway that waits a moment for a request, lets a session live as long, and run two turns, three a minute."""
+    rig.settings = dataclasses.replace(
+        rig.settings,
+        gateway=dataclasses.replace(
+            rig.settings.gateway, request_s=0.3, session_s=2.0, session_turns=2, session_turns_per_minute=3
+        ),
+    )
+    await rig.start("gateway-1")
+    return rig
+
+
+@pytest.mark.parametrize("part", [b"POST /v1/chat/compl", b"POST / HTTP/1.1\r\nhost: x\r\n", b""])
+async def test_a_client_that_does_not_finish_its_head_is_dropped(impatient: Any, part: bytes) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(impatient.url.rpartition(":")[2]))
+    writer.write(part)
+    async with asyncio.timeout(20):
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+    writer.close()
+
+
+async def test_a_body_that_does_not_come_is_refused(impatient: Any) -> None:
+    session = await impatient.open()
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(impatient.url.rpartition(":")[2]))
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {session['token']}\r\n"
+    writer.write(head.encode() + b"content-length: 100\r\n\r\n{")
+    async with asyncio.timeout(20):
+        assert b" 408 " in await reader.readline()
+    writer.close()
+
+
+async def test_a_token_opens_nothing_when_its_session_is_too_old(impatient: Any) -> None:
+    session = await impatient.open()
+    assert (await impatient.chat(session, [QUESTION])).status_code == 200
+    for instance in ("", "gateway-2"):
+        if instance:
+            await impatient.start(instance)
+        async with asyncio.timeout(20):
+            while (answer := await impatient.chat(session, [QUESTION])).status_code != 401:
+                assert answer.status_code in (200, 429)
+                await asyncio.sleep(0.1)  # until the clock has moved on
+        assert "session_s" in answer.json()["error"]["message"]
+    assert not await impatient.written("SessionAdopted")
+
+
+async def test_a_session_has_so_many_turns_at_a_time_and_in_a_minute(impatient: Any) -> None:
+    session, engine = await impatient.open(), impatient.engines["e0"]
+    engine.holds_after = 1
+    asks = [asyncio.create_task(impatient.chat(session, [QUESTION])) for _ in range(2)]
+    await until(lambda: len(engine.live) == 2)
+    third = await impatient.chat(session, [QUESTION])
+    assert (third.status_code, third.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert third.json()["error"]["message"].endswith("[gateway] session_turns")
+    assert third.headers["x-should-retry"] == "true"
+    engine.released.set()
+    assert {(await ask).status_code for ask in asks} == {200}
+    assert (await impatient.chat(session, [QUESTION])).status_code == 200
+    fourth = await impatient.chat(session, [QUESTION])
+    assert (fourth.status_code, "session_turns_per_minute" in fourth.text) == (429, True)
+    assert isinstance(refusal(Answer("u", 429, fourth.content)), EnginesBusy)
+    assert (await impatient.chat(await impatient.open("rollout-1"), [QUESTION])).status_code == 200
 
 
 def png_head(width: int, height: int) -> bytes:

@@ -5,21 +5,67 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
+from tests.contract.test_https import served
 from tests.fakes.memory_engine import MemoryEngine
+from tests.secured import Authority
+from tests.unit.gateway.conftest import WINDOW, until
 from turnlog.infra.engine import EngineDead, Generate, Piece
+from turnlog.infra.roles import tls
 from turnlog.infra.run_folder import GATEWAY_KEY
 from turnlog.producers.gateway import NoEngine, Unauthorized
-from turnlog.producers.gateway.engines import Engines, Wanted
+from turnlog.producers.gateway.engines import SILENCE_S, Engines, Wanted
 from turnlog.producers.gateway.requests import Claims, SigningKeys, sign, verify
+from turnlog.producers.gateway_client import Answer, GatewayFailed, refusal
 from turnlog.schemas.events import EngineRegistered, FinishReason
 from turnlog.schemas.types import int32s
 from turnlog.settings import GatewaySettings
 
 QUESTION = {"role": "user", "content": "3 + 5 = ?"}
+
+
+async def test_clients_are_told_whether_to_ask_again_and_after_how_long(rig: Any) -> None:
+    session = await rig.open()
+    refused = await rig.chat(session, [{"role": "user", "content": "3" * 2 * WINDOW}])
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert (refused.headers["x-should-retry"], refused.headers.get("retry-after-ms")) == ("false", None)
+    rig.held.down = True
+    away = await rig.chat(session, [QUESTION])
+    rig.held.down = False
+    assert (away.status_code, away.json()["error"]["code"]) == (503, "log_unavailable")
+    assert (away.headers["x-should-retry"], int(away.headers["retry-after-ms"]) > 0) == ("true", True)
+    await rig.finish(session)
+    over = await rig.chat(session, [QUESTION])
+    assert (over.status_code, over.headers["x-should-retry"]) == (400, "false")
+
+
+async def test_an_engine_over_tls_is_sampled_of_by_a_gateway_that_knows_its_authority(rig: Any, tmp_path: Path) -> None:
+    meta = {"completion_tokens": 2, "finish_reason": {"type": "length"}, "weight_version": "0"}
+    meta["output_token_logprobs"] = [[-0.5, token, None] for token in (3, 2)]
+
+    async def answer(_: Request) -> Response:
+        return JSONResponse({"output_ids": [3, 2], "meta_info": meta})
+
+    authority = Authority(tmp_path)
+    async with served(answer, tls=tls.serving(str(authority.issue("engine")), "", "engine")) as url:
+        replace = dataclasses.replace
+        rig.settings = replace(rig.settings, engine=replace(rig.settings.engine, ca_file=str(authority.file)))
+        rig.connect = None
+        await rig.engine_says(state="draining")
+        await rig.start("gateway-1")
+        await rig.events.append(
+            EngineRegistered(event_id="t", run_id="r", engine_id="t", url=url, state="serving", version=0, model="m")
+        )
+        said = await rig.chat(await rig.open(), [QUESTION])
+        assert said.status_code == 200, said.text
+        assert said.json()["usage"]["completion_tokens"] == 2
 
 
 @pytest.mark.parametrize(
@@ -144,6 +190,15 @@ async def test_an_engine_that_gives_more_tokens_than_asked_is_refused_by_name(ri
     assert {turn.aborted for turn in turns} <= {True}
 
 
+async def test_an_engine_that_samples_what_the_model_has_not_is_refused_by_name(rig: Any) -> None:
+    session = await rig.open()
+    rig.script.answers.append([400, 2])
+    answer = await rig.chat(session, [QUESTION])
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "engine_failed")
+    assert "token 400 is outside the vocabulary of 384" in answer.json()["error"]["message"]
+    assert not await rig.written("TokenSnapshot")
+
+
 async def test_a_turn_waits_for_its_weights_and_says_so_when_they_do_not_come(rig: Any) -> None:
     session = await rig.open(min_weight_version=3)
     with pytest.raises(NoEngine, match="weight version >= 3"):
@@ -232,10 +287,94 @@ async def test_weights_without_a_version_are_refused_where_none_was_ever_publish
 
 async def test_a_pinned_session_is_sampled_by_that_version_alone(rig: Any) -> None:
     rig.engines["e1"] = rig.new_engine("http://e1")
+    rig.engines["e1"].version = "4"
     await rig.engine_says("e1", version=4)
     session = await rig.open(pin_weight_version=4)
     await rig.chat(session, [QUESTION])
     assert [turn.engine_id for turn in await rig.written("TurnCompleted")] == ["e1"]
+
+
+async def test_a_version_that_every_engine_has_left_is_refused_at_once(rig: Any) -> None:
+    session = await rig.open(pin_weight_version=4)
+    await rig.engine_says(version=5)
+    rig.engines["e1"] = rig.new_engine("http://e1")
+    await rig.engine_says("e1", state="gone", version=3)
+    began = asyncio.get_running_loop().time()
+    answer = await rig.chat(session, [QUESTION])
+    assert asyncio.get_running_loop().time() - began < rig.settings.engine.request_timeout_s
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "weight_version_gone")
+    assert answer.headers["x-should-retry"] == "false"
+    assert isinstance(refusal(Answer("u", 503, answer.content)), GatewayFailed)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_weights_that_change_under_a_pinned_turn_end_it(rig: Any, stream: bool) -> None:
+    session = await rig.open(pin_weight_version=0)
+    engine = rig.engines["e0"]
+    rig.script.says("1234567")
+    engine.holds_after = 3
+    asked = asyncio.create_task(rig.chat(session, [QUESTION], stream=stream))
+    await engine.reached.wait()
+    engine.version = "1"
+    engine.released.set()
+    answer = await asked
+    assert "weight_version_gone" in answer.text
+    assert [turn.output_tokens for turn in await rig.written("TurnCompleted")] == ([3] if stream else [])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_engine_that_goes_silent_in_mid_turn_is_left_within_seconds(rig: Any, stream: bool) -> None:
+    session = await rig.open()
+    engine = rig.engines["e0"]
+    rig.script.says("123")
+    rig.script.says("3" if stream else "123")
+    engine.holds_after, engine.silent = 2, True
+    ask = asyncio.create_task(rig.chat(session, [QUESTION], stream=stream))
+    await engine.reached.wait()
+    rig.engines["e1"] = rig.new_engine("http://e1")
+    await rig.engine_says("e1")
+    assert (await ask).status_code == 200
+    assert engine.looked_at == 1
+    assert [turn.engine_id for turn in await rig.written("TurnCompleted")] == ["e1"]
+    assert SILENCE_S * 2 < 5
+
+
+async def test_an_engine_that_is_slow_and_alive_is_waited_for(rig: Any) -> None:
+    session = await rig.open()
+    engine = rig.engines["e0"]
+    rig.script.says("123")
+    engine.holds_after = 2
+    ask = asyncio.create_task(rig.chat(session, [QUESTION]))
+    await until(lambda: engine.looked_at == 2)
+    engine.released.set()
+    assert (await ask).status_code == 200
+    assert [turn.engine_id for turn in await rig.written("TurnCompleted")] == ["e0"]
+    assert engine.looked_at == 2
+
+
+async def test_after_200_clients_have_left_nothing_of_them_is_left(rig: Any) -> None:
+    session = await rig.open()
+    engine = rig.engines["e0"]
+    await rig.chat(session, [QUESTION])
+    before = len(asyncio.all_tasks())
+    engine.holds_after = 1
+    path, headers = "/v1/chat/completions", {"authorization": f"Bearer {session['token']}"}
+    async with httpx.AsyncClient(base_url=rig.url, limits=httpx.Limits(max_connections=None)) as http:
+        asks = [
+            asyncio.create_task(http.post(path, json={"messages": [QUESTION], "stream": bool(n % 2)}, headers=headers))
+            for n in range(200)
+        ]
+        await until(lambda: len(engine.live) == 200)
+        for ask in asks:
+            ask.cancel()
+        await asyncio.gather(*asks, return_exceptions=True)
+    async with asyncio.timeout(10):
+        await until(lambda: not engine.live and len(asyncio.all_tasks()) <= before)
+    held = await rig.gateway.sessions.find(verify(session["token"], *rig.gateway.keys.accepted))
+    assert not held.running
+    assert rig.gateway.engines.live["e0"].in_flight == 0
+    assert len(engine.aborted) == 200
+    assert {turn.aborted for turn in (await rig.written("TurnCompleted"))[1:]} == {True}
 
 
 def test_a_token_is_good_for_its_claims_and_its_key_alone() -> None:

@@ -190,10 +190,14 @@ def test_the_routing_is_read_from_the_configurations_of_several_families() -> No
     dense = {"num_hidden_layers": 28}
     shapes = []
     for config in (qwen, deepseek, mixtral, {"text_config": qwen}):
-        routing = routing_of(config, "auto")
+        routing = routing_of(config, "auto", "auto")
         assert routing is not None
         shapes.append((routing.layers, routing.top_k, routing.required))
     assert shapes == [(48, 8, False), (61, 8, False), (32, 2, False), (48, 8, False)]
-    assert routing_of(dense, "auto") is routing_of(qwen, "off") is None
+    assert routing_of(dense, "auto", "auto") is routing_of(qwen, "off", "auto") is None
+    assert routing_of(qwen, "auto", "abort") is not None
+    assert routing_of(qwen, "auto", "retract") is routing_of(qwen, "auto", "in_place") is None, (
+        "experts of both weights"
+    )
     with pytest.raises(NoRouting, match="0 experts"):
-        routing_of(dense, "on")
+        routing_of(dense, "on", "auto")

@@ -219,7 +219,11 @@ async def test_a_request_that_was_passed_on_is_not_passed_on_again(replicas: Rep
     headers = {"authorization": f"Bearer {session.token}", "turnlog-forwarded": "1"}
     async with httpx.AsyncClient(base_url=replicas.other(session.base_url), headers=headers) as other:
         refused: Any = await other.get(f"/sessions/{session.session_id}")
+        paths = ("/v1/messages", "/v1/messages/count_tokens")
+        theirs = [await other.post(path, json={"messages": [QUESTION]}) for path in paths]
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "epoch_lost")
+    for answer in theirs:  # in the shape of the API that was asked
+        assert (answer.status_code, answer.json()["error"]["type"]) == (409, "api_error")
 
 
 async def test_a_client_that_leaves_the_one_it_asked_leaves_the_owner_too(

@@ -9,16 +9,12 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.memory_log import MemoryLog
+from tests.unit.gateway.conftest import until
 from turnlog.schemas.events import Boundary, Outcome
 from turnlog.settings import load
 
 QUESTION = {"role": "user", "content": "3 + 5 = ?"}
-
-
-async def _until(condition: Any) -> None:
-    """Wait for what another task does; pytest's timeout ends a wait in vain."""
-    while not condition():  # noqa: ASYNC110 - what is waited for is a state of the gateway
-        await asyncio.sleep(0.005)
 
 
 async def test_opening_is_idempotent_also_when_many_ask_at_once(rig: Any) -> None:
@@ -51,7 +47,7 @@ async def test_finish_names_the_delivered_turns_and_is_idempotent(rig: Any) -> N
     [finished] = await rig.written("SessionFinished")
     assert (finished.outcome, finished.epoch, finished.undelivered) == (Outcome.completed, session["epoch"], ())
     late = await rig.chat(session, [QUESTION])
-    assert (late.status_code, late.json()["error"]["code"]) == (409, "session_finished")
+    assert (late.status_code, late.json()["error"]["code"]) == (400, "session_finished")
     assert (await rig.describe(session))["finished"] is True
 
 
@@ -107,6 +103,26 @@ async def test_after_a_kill_another_gateway_continues_with_the_same_tokens(rig: 
     assert [turn["epoch"] for turn in finished["turns"]] == [session["epoch"], described["epoch"]]
 
 
+async def test_opening_and_adopting_take_a_scan_a_partition_and_not_one_a_session(rig: Any, monkeypatch: Any) -> None:
+    opened = list[str]()
+    reader = MemoryLog.reader
+
+    def counted(log: MemoryLog, *more: Any, **named: Any) -> Any:
+        opened.append("reader")
+        return reader(log, *more, **named)
+
+    monkeypatch.setattr(MemoryLog, "reader", counted)
+    sessions = await asyncio.gather(*(rig.open(f"rollout-{n}", group_id=f"group-{n}") for n in range(40)))
+    assert not opened
+    await asyncio.gather(*(rig.chat(session, [QUESTION]) for session in sessions))
+    await rig.start("gateway-1")
+    opened.clear()
+    await asyncio.gather(*(rig.describe(session) for session in sessions))
+    scans = len(opened)
+    assert len(await rig.written("SessionAdopted")) == 40
+    assert scans < 40, "back to the floor once for each partition, then turns and snapshots of all who wait at a time"
+
+
 async def test_a_runner_that_opens_again_after_a_kill_gets_the_session_in_a_new_epoch(rig: Any) -> None:
     session = await rig.open()
     rig.script.says("5")
@@ -131,9 +147,20 @@ async def test_a_gateway_that_lost_its_session_does_not_end_it(rig: Any) -> None
     await rig.describe(session)
     headers = {"authorization": f"Bearer {session['token']}"}
     held = zombie.sessions._held[session["session_id"]]
-    await _until(lambda: zombie.sessions._owned(session["session_id"]) is not held)
+    await until(lambda: zombie.sessions._owned(session["session_id"]) is not held)
     assert (await http.get(f"/sessions/{session['session_id']}", headers=headers)).status_code == 200
     assert len(await rig.written("SessionAdopted")) == 2
+
+
+async def test_a_session_is_found_by_a_gateway_that_came_between_its_start_and_its_adoption(rig: Any) -> None:
+    session = await rig.open()
+    await rig.start("gateway-1")
+    between = rig.http
+    await rig.start("gateway-2")
+    await rig.describe(session)
+    headers = {"authorization": f"Bearer {session['token']}"}
+    assert (await between.get(f"/sessions/{session['session_id']}", headers=headers)).status_code == 200
+    assert len(await rig.written("SessionStarted")) == 1
 
 
 async def test_a_finished_session_is_described_by_another_gateway_without_an_adoption(rig: Any) -> None:
@@ -153,7 +180,7 @@ async def test_the_last_byte_waits_for_both_acknowledgements(rig: Any, stream: b
     session = await rig.open()
     rig.held.acknowledging.clear()
     ask = asyncio.create_task(rig.chat(session, [QUESTION], stream=stream))
-    await _until(lambda: rig.held.handed_over == ["agent.turns", "agent.token-snapshots"])
+    await until(lambda: rig.held.handed_over == ["agent.turns", "agent.token-snapshots"])
     done, _ = await asyncio.wait([ask], timeout=0.3)
     assert not done
     rig.held.acknowledging.set()

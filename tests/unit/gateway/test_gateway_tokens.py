@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import string
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from turnlog.producers.gateway.messages import Call, normalised, settled, split_calls
+from turnlog.producers.gateway.messages import normalised, parts_of, response_of
+from turnlog.producers.gateway.parsers.formats import HERMES, THINK
+from turnlog.producers.gateway.parsers.parser import Call, Parser, Part, Reasoning, Text
 from turnlog.producers.gateway.prompts import (
     ChatTemplate,
     ModelMissing,
@@ -44,53 +45,7 @@ CONVERSATIONS: tuple[list[dict[str, Any]], ...] = (
         {"role": "user", "content": "g"},
     ],
 )
-QWEN3_LIKE = """\
-{%- if tools %}
-    {{- '<|im_start|>system\\n' }}
-    {%- if messages[0].role == 'system' %}
-        {{- messages[0].content + '\\n\\n' }}
-    {%- endif %}
-    {{- "# Tools" }}
-    {%- for tool in tools %}
-        {{- "\\n" }}
-        {{- tool | tojson }}
-    {%- endfor %}
-    {{- "<|im_end|>\\n" }}
-{%- elif messages[0].role == 'system' %}
-    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
-{%- endif %}
-{%- set ns = namespace(searching=true, last_query=messages|length - 1) %}
-{%- for message in messages[::-1] %}
-    {%- set index = (messages|length - 1) - loop.index0 %}
-    {%- if ns.searching and message.role == "user" %}
-        {%- set ns.searching = false %}
-        {%- set ns.last_query = index %}
-    {%- endif %}
-{%- endfor %}
-{%- for message in messages %}
-    {%- if (message.role == "user") or (message.role == "system" and not loop.first) %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-    {%- elif message.role == "assistant" %}
-        {%- set reasoning = message.reasoning_content if message.reasoning_content is string else '' %}
-        {%- if loop.index0 > ns.last_query and (loop.last or reasoning) %}
-            {{- '<|im_start|>assistant\\n<think>\\n' + reasoning.strip('\\n') + '\\n</think>\\n\\n' + message.content }}
-        {%- else %}
-            {{- '<|im_start|>assistant\\n' + message.content }}
-        {%- endif %}
-        {%- for call in message.tool_calls or [] %}
-            {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
-            {%- if call.function.arguments is string %}{{ call.function.arguments }}
-            {%- else %}{{ call.function.arguments | tojson }}{% endif %}
-            {{- '}\\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\\n' }}
-    {%- elif message.role == "tool" %}
-        {%- if loop.first or (messages[loop.index0 - 1].role != "tool") %}{{- '<|im_start|>user' }}{%- endif %}
-        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
-        {%- if loop.last or (messages[loop.index0 + 1].role != "tool") %}{{- '<|im_end|>\\n' }}{%- endif %}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+QWEN3_LIKE = (Path(__file__).parent / "templates/qwen3.jinja").read_text().rstrip("\n")
 """What matters of a stock Qwen3 template: merged tool results, reasoning of the last query only."""
 NEXT_ROLE_ENDS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}"
@@ -179,6 +134,21 @@ def test_a_kind_that_the_template_refuses_falls_back_alone(model_folder: Path) -
     assert prompts.continuation(2, normalised([{"role": "user", "content": "8"}]), None, "t") is not None
 
 
+def test_a_template_that_joins_arguments_as_text_gets_text(model_folder: Path) -> None:
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}"
+        "{{ call.function.name + '\n' + call.function.arguments }}{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )  # as DeepSeek's
+    prompts = _prompts(model_folder, source)
+    for arguments in ('{"expr": "1<2"}', "no json"):
+        call = {"id": "c1", "type": "function", "function": {"name": "calc", "arguments": arguments}}
+        said = {"role": "assistant", "content": "", "tool_calls": [call]}
+        asked = normalised([{"role": "user", "content": "q"}, said, {"role": "tool", "content": "8"}])
+        assert f"<|im_start|>assistant\ncalc\n{arguments}<|im_end|>\n<|im_start|>tool\n8" in prompts.text(asked, TOOLS)
+    assert prompts.continuation(prompts.end_of_turn or -1, asked[2:], TOOLS, "t") is not None
+
+
 def test_a_template_that_rewrites_history_is_not_incremental(model_folder: Path) -> None:
     source = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
@@ -203,28 +173,42 @@ def test_a_stream_never_takes_back_what_it_gave(model_folder: Path, ids: list[in
     assert tokens.decode(ids).startswith(given_out)
 
 
-@given(st.text(alphabet=string.ascii_letters + " <>{}/\n", max_size=40), st.text(alphabet="ab \n", max_size=10))
-def test_what_is_settled_stays_content_whatever_follows(before: str, after: str) -> None:
-    whole = f'{before}<tool_call>{{"name":"f","arguments":{{}}}}</tool_call>{after}'
-    content, calls = split_calls(whole)
-    assert calls[-1:] == (Call("f", "{}"),)
-    for size in range(len(whole) + 1):
-        assert content.startswith(whole[: settled(whole[:size])])
+def parsed(*pieces: str, inside: bool = False) -> tuple[list[Part], int]:
+    parser = Parser(HERMES, THINK, inside)
+    for piece in pieces:
+        parser.push(piece)
+    parser.end()
+    return parser.parts, parser.ill_formed
 
 
 @pytest.mark.parametrize(
-    ("text", "content", "calls"),
+    ("text", "parts", "ill_formed"),
     [
-        ("plain", "plain", ()),
-        ('<tool_call>{"name":"f"}</tool_call>', "", (Call("f", "{}"),)),
-        ('a <tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>', "a", (Call("f", '{"x":1}'),)),
-        ("<tool_call>{broken</tool_call>", "<tool_call>{broken</tool_call>", ()),
-        ('<tool_call>{"name":"f"}', '<tool_call>{"name":"f"}', ()),
-        ("<tool_call>[1]</tool_call>x", "<tool_call>[1]</tool_call>x", ()),
+        ("plain ", [Text("plain ")], 0),
+        ('<tool_call>{"name":"f"}</tool_call>', [Call("f", "{}")], 0),
+        ('a <tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call> ', [Text("a"), Call("f", '{"x":1}')], 0),
+        ('<tool_call>{"name":"f"}</tool_call>\nb ', [Call("f", "{}"), Text("b")], 0),
+        ("<tool_call>{broken</tool_call>", [Text("<tool_call>{broken</tool_call>")], 1),
+        ('a <tool_call>{"name":"f"}', [Text('a <tool_call>{"name":"f"}')], 1),
+        ("<tool_call>[1]</tool_call>x", [Text("<tool_call>[1]</tool_call>x")], 1),
+        ("<think>\nwhy\n</think>\n\nso", [Reasoning("why"), Text("so")], 0),
+        ("<think>\n\n</think>\n\nso ", [Text("so ")], 0),
+        ("<think>why", [Reasoning("why")], 0),
+        ("so <think>why</think>", [Text("so <think>why</think>")], 0),
+        ("<think><tool_call></think>", [Reasoning("<tool_call>")], 0),
     ],
 )
-def test_only_well_formed_calls_leave_the_content(text: str, content: str, calls: tuple[Call, ...]) -> None:
-    assert split_calls(text) == (content, calls)
+def test_reasoning_and_well_formed_calls_leave_the_text(text: str, parts: list[Part], ill_formed: int) -> None:
+    assert parsed(text) == (parts, ill_formed)
+
+
+def test_reasoning_that_the_prompt_opened_goes_on_to_its_end() -> None:
+    assert parsed("why\n</think>\n\nso", inside=True) == ([Reasoning("why"), Text("so")], 0)
+
+
+def test_a_recorded_response_has_the_parts_that_made_it() -> None:
+    parts: list[Part] = [Reasoning("why"), Text("so"), Call("f", "{}"), Call("g", '{"x":1}')]
+    assert parts_of(response_of(parts, str)) == parts
 
 
 def test_a_folder_without_a_model_or_template_is_named(tmp_path: Path, model_folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from typing import Any
 
@@ -10,6 +11,11 @@ import orjson
 import pytest
 
 from turnlog.infra.recipes import Episode
+from turnlog.producers.gateway.conversation import Conversation
+from turnlog.producers.gateway.dialects.openai_chat import OpenAIChat
+from turnlog.producers.gateway.parsers.formats import THINK
+from turnlog.producers.gateway.parsers.parser import Call, Reasoning, Text
+from turnlog.producers.gateway.requests import verify
 from turnlog.producers.recipes.calc import judge
 from turnlog.schemas.events import Boundary, FinishReason, Outcome, TokenSnapshot, TurnCompleted
 from turnlog.schemas.types import float32s, int32s
@@ -56,6 +62,45 @@ async def test_a_conversation_with_a_tool_call_extends_the_sampled_tokens_exactl
     assert completed[1].base_turn == a.turn
     assert one["usage"]["prompt_tokens"] == len(asked[0])
     assert one["turnlog"]["index"] == 0
+
+
+CALLS = ["7+0", "8+0", "9+0"]
+
+
+@pytest.mark.parametrize(
+    ("sent", "read"),
+    [
+        ([("2", "9"), ("0", "7"), ("1", "8")], "789"),
+        ([("2", "9"), (None, "?"), ("0", "7")], "7?9"),  # the one without an id stays in the middle
+        ([("other", "?"), ("1", "8"), ("0", "7")], "?78"),
+        ([("1", "8"), ("0", "7"), ("1", "b")], "78b"),
+        ([({"a": 1}, "?"), ("2", "9"), ("", "!"), ("1", "8")], "?8!9"),
+    ],
+)
+async def test_results_of_parallel_calls_are_read_in_the_order_of_the_calls(
+    rig: Any, sent: list[tuple[Any, str]], read: str
+) -> None:
+    session = await rig.open()
+    rig.script.says(
+        "".join(f'<tool_call>{{"name":"calc","arguments":{{"expr":"{one}"}}}}</tool_call>' for one in CALLS)
+    )
+    message = (await rig.chat(session, [QUESTION])).json()["choices"][0]["message"]
+    ids = {str(at): call["id"] for at, call in enumerate(message["tool_calls"])}
+    results = [
+        {"role": "tool", "content": content, **({} if named is None else {"tool_call_id": ids.get(str(named), named)})}
+        for named, content in sent
+    ]
+    asked = [QUESTION, message, *results]
+    answer = (await rig.chat(session, asked)).json()["choices"][0]["message"]
+    await rig.start("gateway-1")  # what is read back from the log is found again by what the client sends
+    await rig.chat(session, [*asked, answer, {"role": "user", "content": "so?"}])
+    second, third = (rig.tokens.literal(one.input_ids) for one in rig.engines["e0"].requests[1:])
+    assert "".join(second.split("<|im_start|>tool\n")[1:]).startswith("<|im_end|>\n".join([*read, "<|im_start|>"]))
+    snapshots = await rig.written("TokenSnapshot")
+    assert [one.boundary for one in snapshots] == [Boundary.root, Boundary.append, Boundary.append]
+    assert third.startswith(second)
+    completed = (await rig.written("TurnCompleted"))[1]
+    assert "".join(one["content"] for one in orjson.loads(completed.new_messages)) == read
 
 
 async def test_a_turn_cut_by_length_is_closed_before_the_next_message(rig: Any) -> None:
@@ -184,7 +229,7 @@ async def test_the_session_writes_tokens_once(rig: Any) -> None:
 
 async def test_what_a_client_asks_may_only_lower_the_token_limit(rig: Any) -> None:
     session = await rig.open(sampling={"temperature": 0.7, "max_new_tokens": 5, "stop_token_ids": [9]})
-    answer = await rig.chat(session, [QUESTION], temperature=0.0, max_tokens=50, top_p=0.1, unheard_of={"x": 1}, n=3)
+    answer = await rig.chat(session, [QUESTION], temperature=0.0, max_tokens=50, top_p=0.1, unheard_of={"x": 1})
     assert answer.status_code == 200
     request = rig.engines["e0"].requests[0]
     assert (request.temperature, request.max_new_tokens, set(request.stop_token_ids)) == (0.7, 5, {9, 2})
@@ -220,3 +265,34 @@ async def test_control_marks_inside_an_output_are_shown_and_the_one_that_ended_i
     for said, exact in ((other, 0.0), ({**other, "content": "8"}, 1.0)):
         episode = Episode(task={"answer": "8"}, messages=(QUESTION, said), outcome=Outcome.completed, reason="")
         assert judge(episode).components["exact"] == exact
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_reasoning_is_told_apart_and_counted_where_the_template_has_it(rig: Any, stream: bool) -> None:
+    planner = dataclasses.replace(rig.gateway.turns.planner, thinking=THINK)
+    rig.gateway = dataclasses.replace(rig.gateway, turns=dataclasses.replace(rig.gateway.turns, planner=planner))
+    session = await rig.open(sampling={"max_new_tokens": 100})
+    rig.script.says(f"<think>\nof 3 and 5\n</think>\n\nlet me see {CALL}")
+    turn = rig.gateway.turns.start(
+        await rig.gateway.sessions.find(verify(session["token"], *rig.gateway.keys.accepted)),
+        OpenAIChat().request(orjson.dumps({"messages": [QUESTION], "stream": stream}), Conversation()),
+        verify(session["token"], *rig.gateway.keys.accepted),
+    )
+    recorded = await turn.task
+    assert recorded.response_raw["reasoning_content"] == "of 3 and 5"
+    assert recorded.response_raw["content"] == "let me see"
+    assert [type(part) for part in turn.parts] == [Reasoning, Text, Call]
+    [completed] = await rig.written("TurnCompleted")
+    output = int32s((await rig.written("TokenSnapshot"))[0].output_ids).tolist()
+    thought = completed.reasoning_tokens
+    assert rig.tokens.decode(output[:thought]).endswith("</think>")
+    assert "</think>" not in rig.tokens.decode(output[: thought - 1])
+    assert completed.ill_formed_calls == 0
+
+
+async def test_a_block_that_is_no_call_stays_text_and_is_counted(rig: Any) -> None:
+    session = await rig.open()
+    rig.script.says('<tool_call>{"name":</tool_call>')
+    answer = (await rig.chat(session, [QUESTION])).json()
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": '<tool_call>{"name":</tool_call>'}
+    assert [turn.ill_formed_calls for turn in await rig.written("TurnCompleted")] == [1]

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -23,12 +24,13 @@ from helm_python import Chart, HelmError
 from turnlog.cli import parser
 from turnlog.infra.embedded.plan import ROLES as UP
 from turnlog.infra.roles.ending import grace_s
+from turnlog.infra.topics_admin import ROLES as RIGHTS
 from turnlog.settings import Settings, load
-from turnlog.settings_page import chart_schema
+from turnlog.settings_page import chart_page, chart_schema
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "infra/deploy"
-COMPOSE = DEPLOY / "compose/compose.yaml"
+COMPOSE, EGRESS = DEPLOY / "compose/compose.yaml", DEPLOY / "compose/egress.yaml"
 CHART = DEPLOY / "helm/turnlog"
 RULES = DEPLOY / "monitoring/rules.yaml"
 EXAMPLES = sorted((CHART / "examples").glob("*.yaml"))
@@ -44,7 +46,7 @@ OF_PROCESSES = {
 }
 """What a process is told beside its settings."""
 OF_COMPOSE = {"TURNLOG_IMAGES", "TURNLOG_VERSION"}
-ROLES = {*UP, "feeder", "lag", "registry"}
+ROLES = {*UP, "feeder", "lag", "registry", "egress"}
 Document = dict[str, Any]
 
 
@@ -65,8 +67,9 @@ def variables() -> set[str]:
     )
 
 
-def test_compose_is_valid() -> None:
-    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(COMPOSE)]
+@pytest.mark.parametrize("file", [COMPOSE, EGRESS], ids=lambda path: path.stem)
+def test_compose_is_valid(file: Path) -> None:
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
@@ -74,13 +77,32 @@ def test_compose_is_valid() -> None:
 def test_compose_names_verbs_and_variables_that_exist() -> None:
     services = yaml.safe_load(COMPOSE.read_text())["services"]
     ours = {name: service for name, service in services.items() if "turnlog" in service["image"].split("/")[0].lower()}
+    beside = yaml.safe_load(EGRESS.read_text())["services"]
+    ours |= {"egress": beside["egress"]}
     assert {"assembler", "batcher", "archive", "views", "lag", "gateway", "runner", "sandbox", "trainer"} <= set(ours)
     assert {service["command"][0] for service in ours.values()} <= verbs()
-    named = {name for service in ours.values() for name in service["environment"] if name.startswith("TURNLOG_")}
+    told = [service["environment"] for service in (*ours.values(), beside["sandbox"])]
+    named = {name for environment in told for name in environment if name.startswith("TURNLOG_")}
     assert named <= variables()
     commented = re.findall(r"^#?(TURNLOG_\w+)=", (COMPOSE.parent / ".env.example").read_text(), re.MULTILINE)
     assert set(commented) <= variables() | OF_COMPOSE
-    assert set(commented) <= set(re.findall(r"TURNLOG_\w+", COMPOSE.read_text()))
+    assert set(commented) <= set(re.findall(r"TURNLOG_\w+", COMPOSE.read_text() + EGRESS.read_text()))
+
+
+def test_each_service_of_compose_logs_in_as_itself() -> None:
+    path = COMPOSE.with_name("principals.yaml")
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(path)]
+    subprocess.run(command, check=True, capture_output=True)
+    added, services = yaml.safe_load(path.read_text()), yaml.safe_load(COMPOSE.read_text())["services"]
+    speak = {name for name, one in services.items() if "TURNLOG_KAFKA_BOOTSTRAP" in one.get("environment", {})}
+    assert set(added["services"]) == speak - {"policy", "engine"}
+    for name, service in added["services"].items():
+        user = "configure" if name == "topics" else name
+        assert service["environment"]["TURNLOG_KAFKA_USERNAME"] == user
+        assert set(service["environment"]) <= variables()
+        assert service["secrets"] == ["kafka_ca", {"source": f"kafka_{user}", "target": "kafka_password"}]
+        assert user in RIGHTS
+        assert f"kafka_{user}" in added["secrets"]
 
 
 def rendered(values: Document) -> Iterator[Document]:
@@ -132,9 +154,68 @@ def test_the_chart_names_verbs_and_variables_that_exist(documents: list[Document
 
 
 def test_settings_of_the_chart_load(documents: list[Document], tmp_path: Path) -> None:
-    (settings,) = (document["data"]["settings.toml"] for document in documents if document["kind"] == "ConfigMap")
+    (settings,) = {document["data"]["settings.toml"] for document in documents if document["kind"] == "ConfigMap"}
     (tmp_path / "settings.toml").write_text(settings)
-    assert load(tmp_path / "settings.toml", {}).kafka.bootstrap
+    (tmp_path / "secret").write_text("a secret")
+    assert load(
+        tmp_path / "settings.toml", dict.fromkeys(secret_files(documents), str(tmp_path / "secret"))
+    ).kafka.bootstrap
+
+
+def secret_files(documents: list[Document]) -> dict[str, str]:
+    """Variable -> path, of every container."""
+    found = (one for _, pod in pods(documents) for each in pod["containers"] for one in each.get("env", ()))
+    folders = ("/etc/turnlog/secrets/", "/etc/turnlog/principal/")
+    return {one["name"]: one["value"] for one in found if str(one.get("value", "")).startswith(folders)}
+
+
+def test_the_companys_kafka_is_given_its_authority_and_its_password_as_files(tmp_path: Path) -> None:
+    documents = list(rendered(yaml.safe_load((CHART / "examples/company-kafka.yaml").read_text())))
+    (text,) = (document["data"]["settings.toml"] for document in documents if document["kind"] == "ConfigMap")
+    kafka = tomllib.loads(text)["kafka"]
+    assert (kafka["security_protocol"], kafka["sasl_mechanism"]) == ("SASL_SSL", "SCRAM-SHA-512")
+    assert "password" not in kafka
+    for name, pod in pods(documents):
+        for container in pod["containers"]:
+            mounts = {mount["mountPath"].rstrip("/") for mount in container["volumeMounts"]}
+            assert str(Path(kafka["ca_file"]).parent) in mounts, name
+
+
+def principals(documents: list[Document]) -> dict[str, str]:
+    """Role -> the Secret that it logs in by, of every container of ours."""
+    found: dict[str, str] = {}
+    for name, pod in pods(documents):
+        if name == "turnlog-egress":  # nobody to Kafka
+            assert {volume["name"] for volume in pod["volumes"]} == {"secrets", "settings", "tmp", "work"}
+            continue
+        (secret,) = (one["secret"]["secretName"] for one in pod["volumes"] if one["name"] == "principal")
+        for container in (*pod["containers"], *pod.get("initContainers", ())):
+            if "--settings" not in container["args"]:
+                continue
+            assert {"name": "principal", "mountPath": "/etc/turnlog/principal", "readOnly": True} in container[
+                "volumeMounts"
+            ]
+            env = {one["name"]: one.get("value") for one in container["env"]}
+            assert env["TURNLOG_KAFKA_USERNAME_FILE"] == "/etc/turnlog/principal/kafka_username"
+            assert env["TURNLOG_KAFKA_PASSWORD_FILE"] == "/etc/turnlog/principal/kafka_password"
+            role = container["name"] if pod.get("restartPolicy") != "Never" else name
+            found["sandbox" if role == "check" else role] = secret
+    return found
+
+
+EVERY = {role: {"secret": f"own-{role}"} for role in (*UP, "feeder", "lag", "configure")}
+
+
+def test_each_role_logs_in_as_itself() -> None:
+    company = list(rendered(yaml.safe_load((CHART / "examples/company-kafka.yaml").read_text())))
+    processors = {"configure", "assembler", "batcher", "archive", "views", "lag"}
+    test = {"turnlog-test": "turnlog-configure"}
+    assert principals(company) == {role: f"turnlog-{role}" for role in processors} | test
+    gpus = yaml.safe_load((CHART / "examples/eight-gpus.yaml").read_text())
+    named = EVERY | {"trainer": EVERY["trainer"] | {"serviceAccountName": "steps"}}
+    documents = list(rendered(gpus | {"principals": {"roles": named}}))
+    assert principals(documents) == {role: f"own-{role}" for role in EVERY} | {"turnlog-test": "own-configure"}
+    assert [name for name, pod in pods(documents) if pod.get("serviceAccountName") == "steps"] == ["turnlog-trainer"]
 
 
 def test_pods_are_restricted_but_for_those_that_make_sandboxes(documents: list[Document]) -> None:
@@ -151,6 +232,56 @@ def test_pods_are_restricted_but_for_those_that_make_sandboxes(documents: list[D
             assert own["readOnlyRootFilesystem"] is True, name
 
 
+def test_sandbox_workers_live_by_themselves_without_keys_of_others() -> None:
+    documents = list(rendered(LAPTOP | {"model": {"claim": "policy"}}))
+    spaces: dict[str, set[str]] = {}
+    for document in documents:
+        spaces.setdefault(document["metadata"].get("namespace", "rl"), set()).add(
+            f"{document['kind']} {document['metadata']['name']}"
+        )
+    kinds = ("ConfigMap turnlog", *(f"{kind} turnlog-sandbox" for kind in ("Deployment", "PodDisruptionBudget")))
+    assert spaces["turnlog-sandboxes"] == {*kinds, "NetworkPolicy turnlog-sandbox"}
+    (worker,) = (pod for name, pod in pods(documents) if name == "turnlog-sandbox")
+    (gateway,) = (pod for name, pod in pods(documents) if name == "turnlog-gateway")
+    for pod, signs, reads in ((worker, False, False), (gateway, True, True)):
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        every = {"store_access_key", "store_secret_key", "gateway_signing_key"}
+        keys = {item["key"] for item in volumes["secrets"]["secret"].get("items", ())} or every
+        assert ("gateway_signing_key" in keys, "model" in volumes) == (signs, reads)
+        for container in (*pod["containers"], *pod.get("initContainers", ())):
+            named = {entry["name"] for entry in container["env"]}
+            assert ("TURNLOG_GATEWAY_SIGNING_KEY_FILE" in named) is signs
+
+
+def test_sandboxes_go_out_by_a_pod_that_knows_one_key_and_reaches_no_address_inside() -> None:
+    documents = list(rendered(OUT))
+    (proxy,) = (pod for name, pod in pods(documents) if name == "turnlog-egress")
+    (own,) = proxy["containers"]
+    assert {entry["name"] for entry in own["env"] if entry["name"].endswith("_FILE")} == {
+        "TURNLOG_EGRESS_SIGNING_KEY_FILE"
+    }
+    (mounted,) = (volume["secret"]["items"] for volume in proxy["volumes"] if volume["name"] == "secrets")
+    assert [item["key"] for item in mounted] == ["egress_signing_key"]
+    (worker,) = (pod["containers"][0] for name, pod in pods(documents) if name == "turnlog-sandbox")
+    told = {entry["name"]: entry.get("value") for entry in worker["env"]}
+    assert told["TURNLOG_EGRESS_PROXY"] == "http://turnlog-egress.rl:3128"
+    assert "TURNLOG_EGRESS_SIGNING_KEY_FILE" in told
+    policies = {one["metadata"]["name"]: one["spec"] for one in documents if one["kind"] == "NetworkPolicy"}
+    reached = [to["ipBlock"] for rule in policies["turnlog-egress"]["egress"] for to in rule.get("to", ())]
+    for address in INSIDE:
+        (family,) = (one for one in reached if ip_address(address).version == ip_network(one["cidr"]).version)
+        holes = [ip_network(hole) for hole in family["except"]]
+        assert ip_address(address) not in ip_network(family["cidr"]) or any(
+            ip_address(address) in hole for hole in holes
+        ), address
+    (asks,) = (rule["from"] for rule in policies["turnlog-egress"]["ingress"] if "from" in rule)
+    assert [one["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for one in asks] == ["sandbox"]
+    ways = [to for rule in policies["turnlog-sandbox"]["egress"] for to in rule.get("to", ())]
+    assert all("podSelector" in way or way in OUT["networkPolicy"]["servers"] for way in ways)
+    assert all("to" in rule or {port["port"] for port in rule["ports"]} == {53}
+               for rule in policies["turnlog-sandbox"]["egress"])  # fmt: skip
+
+
 def test_single_roles_are_recreated_and_never_held_by_a_budget(documents: list[Document]) -> None:
     roles = {document["metadata"]["name"]: document for document in documents if document["kind"] == "Deployment"}
     budgets = {document["metadata"]["name"] for document in documents if document["kind"] == "PodDisruptionBudget"}
@@ -162,6 +293,7 @@ def test_single_roles_are_recreated_and_never_held_by_a_budget(documents: list[D
 
 def test_a_role_is_given_the_time_that_it_may_need_to_end(documents: list[Document]) -> None:
     services = yaml.safe_load(COMPOSE.read_text())["services"]
+    services["egress"] = yaml.safe_load(EGRESS.read_text())["services"]["egress"]
     compose = {
         name: float(service["stop_grace_period"].removesuffix("s"))
         for name, service in services.items()
@@ -178,6 +310,17 @@ def test_a_role_is_given_the_time_that_it_may_need_to_end(documents: list[Docume
 
 
 LAPTOP = yaml.safe_load((CHART / "examples/laptop.yaml").read_text())
+OUT = yaml.safe_load((CHART / "examples/eight-gpus.yaml").read_text())
+INSIDE = (
+    "10.1.2.3",
+    "172.16.0.1",
+    "192.168.1.1",
+    "127.0.0.1",
+    "169.254.169.254",
+    "100.64.0.1",
+    "fd00:ec2::254",
+    "fe80::1",
+)
 REFUSED = {
     "a misspelt value": ({"rolez": {}}, "rolez"),
     "a misspelt setting": ({"settings": LAPTOP["settings"] | {"kafka": {"bootstraps": "kafka:9092"}}}, "bootstraps"),
@@ -197,7 +340,21 @@ REFUSED = {
          "roles": {"lag": {"enabled": False}, "assembler": {"autoscale": {"enabled": True}}}},
         "roles.lag",
     ),
+    "a role that logs in as nobody": (
+        {"principals": {"roles": {"assembler": {"secret": "a"}}}},
+        "principals.roles.archive.secret is missing",
+    ),
+    "a login from two Secrets": (
+        {"principals": {"roles": EVERY}, "secrets": {"name": "turnlog", "keys": ["kafka_password"]}},
+        "both name kafka_password",
+    ),
     "gateways without a common key": ({"secrets": {"name": ""}, "roles": {}}, "signing key"),
+    "a way out without its key": (OUT | {"secrets": {"name": "turnlog"}}, "egress_signing_key"),
+    "a way out that sees nothing": (
+        OUT | {"settings": OUT["settings"] | {"egress": OUT["settings"]["egress"] | {"tls": "tunnel"}}},
+        "settings.egress.tls",
+    ),
+    "a way around the way out": (OUT | {"networkPolicy": {"servers": []}}, "networkPolicy.servers"),
     "a runtime class that is not named": ({"sandbox": {"profile": "runtime"}}, "sandbox.runtimeClassName"),
 }  # fmt: skip
 
@@ -212,6 +369,18 @@ def test_values_that_contradict_each_other_are_refused_by_name(case: str) -> Non
 def test_the_charts_schema_holds_todays_settings() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
     assert schema == json.loads(json.dumps(chart_schema(schema))), "make docs"
+
+
+def test_the_charts_page_says_of_every_value_what_the_file_says() -> None:
+    page = (CHART / "README.md").read_text()
+    assert page == chart_page(CHART), "make docs"
+    told = dict(re.findall(r"^\| `([^`]+)` \| `([^`]*)` \|", page, re.MULTILINE))
+    for path, default in told.items():
+        value = yaml.safe_load((CHART / "values.yaml").read_text())
+        for key in path.split("."):
+            value = value[key]
+        assert yaml.safe_load(default) == value, path
+    assert len(told) > 100
 
 
 def test_rules_and_dashboards_name_metrics_that_exist() -> None:
@@ -231,13 +400,12 @@ def test_rules_and_dashboards_name_metrics_that_exist() -> None:
     assert len(named) >= 30
 
 
-def test_each_alert_leads_to_a_page() -> None:
-    headings = re.findall(r"^## (.+)$", (ROOT / "docs/operations.md").read_text(), re.MULTILINE)
-    anchors = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
-    for group in yaml.safe_load(RULES.read_text())["groups"]:
-        for rule in group["rules"]:
-            page, _, anchor = rule["annotations"]["runbook"].partition("#")
-            assert (page, anchor in anchors) == ("docs/operations.md", True), rule["alert"]
+def test_each_alert_has_its_section_of_the_runbook() -> None:
+    headings = re.findall(r"^## (Turnlog\w+)$", (ROOT / "docs/runbook.md").read_text(), re.MULTILINE)
+    rules = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
+    assert [rule["alert"] for rule in rules] == headings
+    for rule in rules:
+        assert rule["annotations"]["runbook"] == f"docs/runbook.md#{rule['alert'].lower()}"
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")

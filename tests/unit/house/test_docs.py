@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import doctest
 import re
 import shlex
@@ -13,6 +14,8 @@ import pytest
 import yaml
 
 from turnlog import cli
+from turnlog.infra.topics_admin import ACCESS, VERBS
+from turnlog.producers.gateway.dialects import fields_page
 from turnlog.schemas.catalogue_page import catalogue_page
 from turnlog.settings import from_tables
 from turnlog.settings_page import settings_page
@@ -23,6 +26,7 @@ COMPOSE = yaml.safe_load((ROOT / "infra/deploy/compose/compose.yaml").read_text(
 SERVICES = set(COMPOSE["services"])
 PROFILES = {profile for service in COMPOSE["services"].values() for profile in service["profiles"]}
 SHELL = {"cd", "cp", "mkdir", "openssl", "chmod"}
+OF_A_CLUSTER = {"helm", "kubectl"}
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -64,9 +68,23 @@ def test_a_command_block_parses(text: str) -> None:
         elif program == "docker":
             assert arguments[0] == "compose", line
             assert set(arguments[1:]) & PROFILES or set(arguments[2:]) & SERVICES, line
+        elif program in OF_A_CLUSTER:
+            assert line in (ROOT / "docs/kubernetes.md").read_text(), line  # which tests/deploy/test_kube.py runs
         elif program not in SHELL:
             assert program == "turnlog", line
             assert cli.parser().parse_args(arguments).verb
+
+
+WITHOUT_A_LOG = {"up", "down", "demo", "supervise", "engine", "egress", "warm-start", "schemas", "health"}
+"""Verbs that ask no broker, or an embedded one, which asks nobody who they are."""
+
+
+def test_each_verb_is_named_with_those_whose_rights_it_needs() -> None:
+    (found,) = (action for action in cli.parser()._actions if isinstance(action, argparse._SubParsersAction))
+    named = {verb for said in VERBS.values() for verb in re.findall(r"[a-z-]+", said)}
+    assert set(found.choices) - WITHOUT_A_LOG - named <= set(ACCESS)
+    page = (ROOT / "docs/kafka.md").read_text()
+    assert [name for name, said in VERBS.items() if f"| `{name}` | {said} |" not in page] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -77,6 +95,10 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_the_settings_page_is_what_the_settings_say() -> None:
     assert (ROOT / "docs/settings.md").read_text() == settings_page(), "run `make docs`"
+
+
+def test_the_page_of_fields_is_what_the_dialects_do() -> None:
+    assert (ROOT / "docs/fields.md").read_text() == fields_page(), "make docs"
 
 
 def test_the_events_page_is_what_the_catalogue_says() -> None:

@@ -38,9 +38,15 @@ class Pair:
 def unreached(a: int) -> int:
     """Nobody calls it."""
     return a + 1
+
+def doubled(a: int) -> int:
+    """Needed at import."""
+    return a * 2
 '''
 TESTS = '''"""Its tests."""
-from turnlog.processors.core.pairs import Pair
+from turnlog.processors.core.pairs import Pair, doubled
+
+assert doubled(2) == 4
 
 def test_the_least_is_the_least() -> None:
     assert Pair(1, 2).least() == 1 and Pair(4, 3).least() == 3
@@ -130,5 +136,5 @@ def test_a_small_run_finds_the_survivor_and_what_nothing_reaches(tmp_path: Path)
     assert done.returncode == 1, done.stderr
     assert re.search(r"pairs.py:12: survived .*\n  - .*self.a < self.b.*\n  \+ .*self.a <= self.b", done.stdout)
     assert "pairs.py:16: not covered" in done.stdout
-    counted = "5 of 5 mutants: 2 killed, 1 survived, 0 timed out, 2 not covered, 0 not asked; 0 listed, 3 not"
+    counted = "7 of 7 mutants: 4 killed, 1 survived, 0 timed out, 2 not covered, 0 not asked; 0 listed, 3 not"
     assert counted in done.stdout

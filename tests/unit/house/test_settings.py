@@ -38,6 +38,13 @@ def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
     assert settings.engine.urls == ("http://a", "http://b")
 
 
+def test_there_are_as_many_copies_as_brokers_unless_something_else_is_asked_for() -> None:
+    assert load(None, {}).kafka.copies == 1
+    assert load(None, {"TURNLOG_KAFKA_BROKERS": "3"}).kafka.copies == 3
+    assert load(None, {"TURNLOG_KAFKA_BROKERS": "3", "TURNLOG_KAFKA_REPLICATION": "2"}).kafka.copies == 2
+    assert load(None, {"TURNLOG_KAFKA_BOOTSTRAP": "a:1", "TURNLOG_KAFKA_REPLICATION": "3"}).kafka.copies == 3
+
+
 def test_a_list_whose_parts_hold_commas_is_json_in_the_environment() -> None:
     rules = '["GET,HEAD https://a.example/*", "POST https://b.example/x"]'
     settings = load(None, {"TURNLOG_EGRESS_ALLOW": rules})
@@ -53,6 +60,9 @@ def test_a_list_whose_parts_hold_commas_is_json_in_the_environment() -> None:
         ({"kafka": {"botstrap": "x"}}, r"unknown key kafka.botstrap; \[kafka\] takes .*bootstrap"),
         ({"kafka": {"groups": "four"}}, r"kafka.groups must be a whole number from 1 to 100000, got 'four'"),
         ({"kafka": {"groups": True}}, r"kafka.groups must be a whole number .*, got True"),
+        ({"kafka": {"brokers": 2}}, r"settings.toml: kafka.brokers must be one of 1, 3, got 2"),
+        ({"kafka": {"brokers": 3, "replication": 1}}, r"kafka.replication = 1 contradicts kafka.brokers = 3: leave"),
+        ({"kafka": {"replication": 3}}, r"kafka.replication = 3 contradicts kafka.brokers = 1: .* cluster of your own"),
         ({"runner": {"concurrency": 0}}, r"settings.toml: runner.concurrency must be .* from 1 to 2\^31 - 1, got 0"),
         ({"trainer": {"checkpoint_every": 0}}, r"trainer.checkpoint_every must be a whole number from 1 .*, got 0"),
         ({"trainer": {"clip_low": math.nan}}, r"trainer.clip_low must be a number from 0 to 1, got nan"),
@@ -67,6 +77,10 @@ def test_a_list_whose_parts_hold_commas_is_json_in_the_environment() -> None:
         ({"sandbox": {"docker_runtime": "qemu"}}, r'docker_runtime must be one of "", runc, runsc, kata, got'),
         ({"fold": {"estimator": "gpro"}}, r"fold.estimator must be one of grpo, dr_grpo, .*got 'gpro'"),
         ({"engine": {"urls": "http://a"}}, r"engine.urls must be a list of strings"),
+        (
+            {"engine": {"update": "retract"}, "gateway": {"routed_experts": "on"}},
+            r"gateway.routed_experts is on and engine.update is retract: .* set engine.update to abort",
+        ),
         ({"run": 3}, r"\[run\] must be a table"),
     ],
 )
@@ -94,6 +108,52 @@ def test_the_text_of_the_environment_becomes_what_the_key_takes() -> None:
     given = {"TURNLOG_VIEWS_ENABLED": "FALSE", "TURNLOG_ASSEMBLER_COMMIT_INTERVAL_S": "2", "TURNLOG_RUN_ID": "7"}
     settings = load(None, given)
     assert (settings.views.enabled, settings.assembler.commit_interval_s, settings.run.id) == (False, 2.0, "7")
+
+
+SASL = {"bootstrap": "k:1", "security_protocol": "SASL_SSL"}
+SCRAM = SASL | {"sasl_mechanism": "SCRAM-SHA-512", "username": "u", "password": "p"}
+TOKEN = SASL | {"sasl_mechanism": "OAUTHBEARER"}
+
+
+@pytest.mark.parametrize(
+    ("kafka", "said"),
+    [
+        ({"security_protocol": "SSL"}, "kafka.bootstrap is empty: the embedded broker"),
+        (SASL, "SASL_SSL and kafka.sasl_mechanism is empty"),
+        (SCRAM | {"security_protocol": "SSL"}, "protocol is SSL and kafka.sasl_mechanism is SCRAM"),
+        (SCRAM | {"username": ""}, "SCRAM-SHA-512 and kafka.username is empty.* TURNLOG_KAFKA_USERNAME_FILE"),
+        (SCRAM | {"password": ""}, "kafka.password is empty"),
+        (TOKEN | {"oauth_token_file": "t", "password": "p"}, "kafka.password is set and .* OAUTHBEARER"),
+        (SCRAM | {"oauth_scope": "kafka"}, "kafka.oauth_scope is set and .* SCRAM-SHA-512: set OAUTHBEARER"),
+        (TOKEN, "kafka.oauth_token_url is empty: set it, or kafka.oauth_token_file"),
+        (TOKEN | {"oauth_token_url": "https://t", "oauth_client_id": "c"}, "kafka.oauth_client_secret is empty"),
+        (
+            TOKEN | {"oauth_token_file": "t", "oauth_client_id": "c"},
+            "oauth_token_file and kafka.oauth_client_id are",
+        ),
+        (SCRAM | {"key_file": "k"}, "kafka.key_file is set without kafka.certificate_file"),
+        ({"bootstrap": "k:1", "certificate_file": "c"}, "certificate_file is set and kafka.security_protocol is PLAIN"),
+        ({"bootstrap": "k:1", "ca_file": "c"}, "kafka.ca_file is set and kafka.security_protocol is PLAINTEXT"),
+    ],
+)
+def test_kafka_settings_that_contradict_each_other_are_refused(kafka: dict[str, object], said: str) -> None:
+    with pytest.raises(SettingsError, match=said) as refused:
+        from_tables({"kafka": kafka}, {}, source="settings.toml")
+    assert "'p'" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "kafka",
+    [
+        SCRAM,
+        TOKEN | {"oauth_token_file": "t"},
+        {"bootstrap": "k:1", "certificate_file": "c", "security_protocol": "SSL"},
+    ],
+)
+def test_kafka_settings_that_agree_are_taken_and_hide_their_secrets(kafka: dict[str, object]) -> None:
+    settings = from_tables({"kafka": kafka}, {}, source="settings.toml")
+    assert "password='p'" not in repr(settings)
+    assert "password" not in repr(settings.kafka).replace("key_password", "")
 
 
 LINKS = ("KAFKA", "REGISTRY", "STORE", "GATEWAY", "VIEWS")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from turnlog.infra.embedded.plan import Plan
+from turnlog.infra.embedded.plan import LaunchPlan
 from turnlog.infra.embedded.ports import HOST
 from turnlog.infra.embedded.servers import Engine
 from turnlog.settings import (
@@ -37,7 +37,7 @@ def own_servers(tmp_path: Path) -> Settings:
 
 
 def test_servers_of_the_users_own_are_used_and_not_started(own_servers: Settings) -> None:
-    plan = Plan(own_servers, ("gateway", "views"))
+    plan = LaunchPlan(own_servers, ("gateway", "views"))
     assert [member.launch.name for member in plan.members] == ["topics", "gateway-0"]
     assert plan.endpoints.kafka == "kafka.example:9092"
     assert plan.endpoints.store == "https://s3.example"
@@ -45,7 +45,7 @@ def test_servers_of_the_users_own_are_used_and_not_started(own_servers: Settings
 
 
 def test_each_engine_has_its_loader_and_each_process_its_own_name_and_port(own_servers: Settings) -> None:
-    plan = Plan(own_servers, ("runner", "runner", "loader"))
+    plan = LaunchPlan(own_servers, ("runner", "runner", "loader"))
     roles = {member.launch.name: member.launch.env for member in plan.members[1:]}
     assert list(roles) == ["runner-0", "runner-1", "loader-0", "loader-1"]
     assert [roles[f"loader-{number}"]["TURNLOG_ENGINE_INDEX"] for number in (0, 1)] == ["0", "1"]
@@ -66,7 +66,7 @@ def test_servers_listen_where_the_settings_say_and_are_reached_from_here(
         gateway=GatewaySettings(host="0.0.0.0"),
         views=ViewsSettings(host=there),
     )
-    plan = Plan(settings, ("gateway", "views", "runner"))
+    plan = LaunchPlan(settings, ("gateway", "views", "runner"))
     found = plan.endpoints
     assert {url.rpartition(":")[0] for url in (found.registry, found.views, *found.health.values())} == {
         f"http://{there}"
@@ -75,13 +75,13 @@ def test_servers_listen_where_the_settings_say_and_are_reached_from_here(
 
 
 def test_only_the_trainer_computes_with_more_than_one_thread(own_servers: Settings) -> None:
-    plan = Plan(own_servers, ("assembler", "trainer"))
+    plan = LaunchPlan(own_servers, ("assembler", "trainer"))
     threads = {member.launch.name: member.launch.env.get("OMP_NUM_THREADS") for member in plan.members[1:]}
     assert threads == {"assembler-0": "1", "trainer-0": None}
 
 
 def test_ranks_of_the_trainer_and_of_an_engine_meet_on_the_loopback(own_servers: Settings, tiny_model: Path) -> None:
-    trainer = Plan(own_servers, ("trainer",)).members[-1].launch
+    trainer = LaunchPlan(own_servers, ("trainer",)).members[-1].launch
     engine = Engine(tiny_model, EngineSettings(), log=tiny_model / "engine-0.log").launch()
     for launch in (trainer, engine):
         assert (launch.env["GLOO_SOCKET_IFNAME"], launch.env["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
@@ -93,5 +93,5 @@ def test_ranks_of_the_trainer_and_of_an_engine_meet_on_the_loopback(own_servers:
 
 def test_an_archiver_runs_where_the_settings_ask_for_one(own_servers: Settings) -> None:
     asked = dataclasses.replace(own_servers, archive=ArchiveSettings(enabled=True))
-    names = [[member.launch.name for member in Plan(settings).members] for settings in (own_servers, asked)]
+    names = [[member.launch.name for member in LaunchPlan(settings).members] for settings in (own_servers, asked)]
     assert set(names[1]) - set(names[0]) == {"archive-0"}

@@ -15,15 +15,27 @@ import pytest
 from tests.fakes.memory_broker import MemoryBroker
 from tests.fakes.memory_log import MemoryLog
 from turnlog.fold_settings import FOLD_SECTIONS, Since
-from turnlog.infra.blobs import MemoryBlobs
+from turnlog.infra.blobs import MemoryBlobs, Owner
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.history import EVERY_RUN, events_of
 from turnlog.infra.log import Partition
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles import Unreachable, is_unreachable
 from turnlog.infra.roles.health import Health
-from turnlog.infra.roles.role import Role
-from turnlog.infra.roles.runs import Configured, OtherRun, OtherSettings, claimed, configuration, configure, configured
+from turnlog.infra.roles.role import Role, RunPhase
+from turnlog.infra.roles.runs import (
+    Configured,
+    NotConfigured,
+    OtherRun,
+    OtherSettings,
+    RunClosed,
+    claimed,
+    configuration,
+    configure,
+    configured,
+    life,
+    set_phase,
+)
 from turnlog.infra.topics_admin import specs
 from turnlog.schemas.events import Event, RunConfigured, RunPlanned
 from turnlog.settings import (
@@ -75,6 +87,29 @@ async def test_a_run_is_configured_once_and_a_restart_finds_it_so(connect: Conne
     first = await configure(role)
     assert first == await configure(await connect(OURS)) == Configured.today(OURS)
     assert len(await written(role, RunConfigured)) == len(await written(role, RunPlanned)) == 1
+
+
+async def test_blobs_of_a_run_lie_in_its_folder_and_the_store_says_whose_that_is(connect: Connect) -> None:
+    one, other = await connect(OURS), await connect(OURS)
+    owner = Owner("memory", "team.", "ours")
+    async with claimed(other):
+        assert other.blobs.folder == "", "nobody has configured the run"
+        await configure(one)
+        await set_phase(one, RunPhase.CLOSED)
+        await other.stopping.wait()
+        assert {one.blobs.folder, other.blobs.folder} == {owner.folder}
+    assert await one.blobs.names("owners/") == [owner.name]
+    with pytest.raises(OtherRun):
+        await configure(role := await connect(THEIRS))
+    assert await role.blobs.names("") == [], "who is refused owns nothing"
+
+
+async def test_blobs_of_a_run_that_an_earlier_release_began_stay_where_they_are(connect: Connect) -> None:
+    role = await connect(OURS)
+    await role.events.append(configuration(OURS))
+    await configure(role)
+    assert role.blobs.folder == ""
+    assert await role.blobs.names("owners/") == [Owner("memory", "team.", "ours").name]
 
 
 async def test_another_run_on_the_prefix_is_refused_by_both_names_and_with_the_remedy(connect: Connect) -> None:
@@ -265,3 +300,70 @@ async def test_bytes_that_are_no_record_do_not_hide_whose_log_it_is(connect: Con
     await configure(await connect(THEIRS))
     with pytest.raises(OtherRun):
         await configure(role)
+
+
+async def test_a_phase_is_said_once_and_outlives_new_plans(connect: Connect) -> None:
+    role = await connect(OURS)
+    with pytest.raises(NotConfigured):
+        await set_phase(role, RunPhase.PAUSED)
+    await configure(role)
+    assert await set_phase(role, RunPhase.RUNNING) is RunPhase.RUNNING
+    assert await set_phase(role, RunPhase.PAUSED) is RunPhase.RUNNING
+    assert await set_phase(role, RunPhase.PAUSED) is RunPhase.PAUSED
+    await configure(await connect(dataclasses.replace(OURS, feeder=FeederSettings(draws=7))))
+    found = await life(role)
+    assert found.plan is not None
+    assert (found.phase, found.plan.draws, found.plans) == (RunPhase.PAUSED, 7, 3)
+    assert await set_phase(role, RunPhase.RUNNING) is RunPhase.PAUSED
+    found = await life(role)
+    assert found.plan is not None
+    assert (found.phase, found.plan.draws) == (RunPhase.RUNNING, 7), "a phase changes no plan"
+
+
+async def test_a_closed_run_is_over_for_good(connect: Connect) -> None:
+    role = await connect(OURS)
+    await configure(role)
+    assert await set_phase(role, RunPhase.CLOSED) is RunPhase.RUNNING
+    assert await set_phase(role, RunPhase.CLOSED) is RunPhase.CLOSED
+    for phase in (RunPhase.RUNNING, RunPhase.PAUSED):
+        with pytest.raises(RunClosed, match=r"run 'ours' is closed: nothing starts.*turnlog run fork --from"):
+            await set_phase(role, phase)
+    with pytest.raises(RunClosed):
+        await configure(await connect(OURS))
+    await role.events.append(RunPlanned(event_id="x", run_id="ours", draws=1, publish_every=1, groups=1, rollouts=1,
+                                        phase="running"))  # fmt: skip
+    assert (await life(role)).phase is RunPhase.CLOSED
+
+
+async def test_a_role_obeys_while_it_works_and_does_not_start_for_a_closed_run(connect: Connect) -> None:
+    role, owner = await connect(OURS), await connect(OURS)
+    await configure(owner)
+    await set_phase(owner, RunPhase.PAUSED)
+    async with asyncio.timeout(20), claimed(role):
+        assert role.phase is RunPhase.PAUSED, "it is known before the role begins"
+        await set_phase(owner, RunPhase.CLOSED)
+        await role.stopping.wait()
+    worked = False
+    with pytest.raises(RunClosed):
+        async with claimed(await connect(OURS)):
+            worked = True
+    assert not worked
+
+
+@pytest.mark.parametrize("name", ["archive", "views"])
+async def test_who_copies_and_who_shows_outlive_their_run(connect: Connect, name: str) -> None:
+    role = await connect(OURS)
+    await configure(role)
+    await set_phase(role, RunPhase.CLOSED)
+    role.name = name
+    async with claimed(role):
+        assert role.phase is RunPhase.CLOSED
+        assert not role.stopping.is_set()
+
+
+async def test_a_phase_of_a_later_release_admits_nothing(connect: Connect) -> None:
+    role = await connect(OURS)
+    await configure(role)
+    await role.events.append(RunPlanned(event_id="x", run_id="ours", draws=1, publish_every=1, groups=1, rollouts=1,
+                                        phase="dreaming"))  # fmt: skip
+    assert (await life(role)).phase is RunPhase.PAUSED

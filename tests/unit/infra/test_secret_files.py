@@ -26,6 +26,25 @@ SECRETS = [
     if not key.repr
 ]
 
+BY_NAME = {
+    "TURNLOG_KAFKA_BOOTSTRAP": "kafka:9093", "TURNLOG_KAFKA_SECURITY_PROTOCOL": "SASL_SSL",
+    "TURNLOG_KAFKA_SASL_MECHANISM": "PLAIN", "TURNLOG_KAFKA_USERNAME": "ada", "TURNLOG_KAFKA_PASSWORD": "p",
+}  # fmt: skip
+BY_TOKEN = {
+    "TURNLOG_KAFKA_BOOTSTRAP": "kafka:9093", "TURNLOG_KAFKA_SECURITY_PROTOCOL": "SASL_SSL",
+    "TURNLOG_KAFKA_SASL_MECHANISM": "OAUTHBEARER", "TURNLOG_KAFKA_OAUTH_TOKEN_URL": "https://tokens",
+    "TURNLOG_KAFKA_OAUTH_CLIENT_ID": "i", "TURNLOG_KAFKA_OAUTH_CLIENT_SECRET": "s",
+}  # fmt: skip
+BESIDE = {
+    ("kafka", "username"): BY_NAME,
+    ("kafka", "password"): BY_NAME,
+    ("kafka", "key_password"): BY_NAME | {"TURNLOG_KAFKA_CERTIFICATE_FILE": "/certificate.pem"},
+    ("kafka", "oauth_client_id"): BY_TOKEN,
+    ("kafka", "oauth_client_secret"): BY_TOKEN,
+    ("registry", "password"): {"TURNLOG_REGISTRY_USERNAME": "ada"},
+}
+"""What a secret goes with."""
+
 
 class Mounted:
     """A Secret as a kubelet mounts it: each key a link through `..data`, which is turned to a new folder at once."""
@@ -61,9 +80,10 @@ def test_a_secret_is_read_from_its_file_without_one_line_break_and_is_not_shown(
     tmp_path: Path, section: str, key: str
 ) -> None:
     variable, file = f"TURNLOG_{section}_{key}".upper(), tmp_path / "secret"
+    env = {name: text for name, text in BESIDE.get((section, key), {}).items() if name != variable}
     for text, value in (("hush", "hush"), ("hush\n", "hush"), ("hush\r\n", "hush"), (" hush\n\n", " hush\n")):
         file.write_text(text, newline="")
-        settings = load(None, {f"{variable}_FILE": str(file)})
+        settings = load(None, env | {f"{variable}_FILE": str(file)})
         assert getattr(getattr(settings, section), key) == value
     assert "hush" not in repr(settings)
     with pytest.raises(SettingsError, match=f"{variable} and {variable}_FILE are both set"):

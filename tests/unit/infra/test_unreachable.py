@@ -16,7 +16,7 @@ from turnlog.infra.registry import HttpRegistry, RegistryUnreachable
 from turnlog.infra.roles import is_unreachable
 from turnlog.infra.s3 import S3Blobs
 from turnlog.names import ExitStatus
-from turnlog.settings import StoreSettings
+from turnlog.settings import RegistrySettings, StoreSettings
 
 
 def test_the_cause_of_an_error_counts() -> None:
@@ -40,7 +40,7 @@ def test_a_verb_that_meets_no_broker_ends_with_a_status_of_its_own(monkeypatch: 
 
 
 async def test_a_registry_that_is_not_there_is_unreachable() -> None:
-    registry = HttpRegistry(f"http://{HOST}:{free_ports(1)[0]}")
+    registry = HttpRegistry(RegistrySettings(url=f"http://{HOST}:{free_ports(1)[0]}"))
     with pytest.raises(RegistryUnreachable):
         await registry.schema(1)
     await registry.close()

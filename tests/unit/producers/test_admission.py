@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import dataclass, field
 
@@ -290,3 +291,32 @@ def test_fresh_rows_are_asked_for_in_order(seed: int, max_lag: int, steps: int) 
     places = [Place(e.dataset_epoch, e.index) for e in world.history if isinstance(e, GroupRequested)]
     fresh = list(dict.fromkeys(places))
     assert fresh == [nth_place(n, world.rules.rows, world.rules.seed) for n in range(len(fresh))]
+
+
+def test_a_fork_asks_first_for_what_its_parent_left_and_goes_on_behind_what_it_passed() -> None:
+    rules = dataclasses.replace(RULES, rows=10, passed=4, left=frozenset({Place(0, 1)}))
+    admission = Admission(rules)
+    first = admission.due()
+    assert [due.place for due in first] == [Place(0, 1), Place(0, 4)]
+    for due in first:
+        admission.apply(requested(due))
+    admission.apply(scored("g0.1.0", GroupStatus.discarded))
+    assert [(due.place, due.draw) for due in admission.due()] == [(Place(0, 1), 1)], "what was left fails as any other"
+    wider = Admission(dataclasses.replace(rules, max_lag=1))
+    for due in first:
+        wider.apply(requested(due))
+    assert [due.place for due in wider.due()] == [Place(0, 5), Place(0, 6)]
+
+
+def test_groups_from_outside_take_no_slot_and_are_not_asked_for_again() -> None:
+    admission = Admission(dataclasses.replace(RULES, max_lag=1))
+    for event in (scored("outside", GroupStatus.trained), scored("other", GroupStatus.discarded)):
+        admission.apply(event)
+    due = admission.due()
+    assert len(due) == admission.limit == 4
+    for one in due:
+        admission.apply(requested(one))
+    before = admission.slots
+    admission.apply(scored("late", GroupStatus.discarded))
+    assert (admission.slots, admission.open, admission.due()) == (before, 4, [])
+    assert not admission.knows("outside")

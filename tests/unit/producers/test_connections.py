@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 import pytest
 
+from turnlog.infra.roles import event_loop
 from turnlog.producers.gateway_client import Connections, NoAnswer
 
 
@@ -97,3 +101,32 @@ async def test_silence_is_no_answer(server: Server) -> None:
     with pytest.raises(NoAnswer, match=r"/hold: ReadTimeout"):
         await impatient.request("GET", f"{server.url}/hold", {}, None)
     await impatient.close()
+
+
+def test_a_server_that_resets_what_it_accepts_is_no_answer_on_the_loop_of_the_roles() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=reset_all, args=(listening,), daemon=True).start()
+        found = set[type]()
+
+        async def asked() -> None:
+            connections = Connections(connect_s=5.0, answer_s=20.0)
+            url = f"http://127.0.0.1:{listening.getsockname()[1]}/"
+            for _ in range(100):  # many at a time: some are reset before the loop looks at what it connected
+                asking = (connections.request("GET", url, {}, None) for _ in range(20))
+                found.update(map(type, await asyncio.gather(*asking, return_exceptions=True)))
+            await connections.close()
+
+        event_loop.run("runner", asked())
+        listening.shutdown(socket.SHUT_RDWR)
+    assert found == {NoAnswer}
+
+
+def reset_all(listening: socket.socket) -> None:
+    """Accept and reset at once, until nothing listens."""
+    while True:
+        try:
+            accepted, _ = listening.accept()
+        except OSError:
+            return
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        accepted.close()

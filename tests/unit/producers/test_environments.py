@@ -154,6 +154,7 @@ def test_a_policy_is_equal_where_what_is_allowed_is() -> None:
         (open_ := dataclasses.replace(spec, network="allowlist")),
     ]
     digests = {base, *(policy_sha256(other, EGRESS) for other in changed)}
+    assert policy_sha256(open_, EgressSettings(signing_key="s3cret")) == policy_sha256(open_, EGRESS)
     digests.add(policy_sha256(open_, EgressSettings(allow=("GET https://a.test/*",))))
     assert len(digests) == 7
 

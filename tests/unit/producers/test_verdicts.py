@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from turnlog.infra.recipes import Episode, FunctionVerifier, Verdict
-from turnlog.producers.rollout import verdict
+from turnlog.infra.verifiers.judges import Means, client
+from turnlog.producers.verdicts import verdict
 from turnlog.schemas.events import Limits, Outcome, Purpose, RewardAssigned, RewardFailed, RolloutRequested, Sampling
 
 REQUEST = RolloutRequested(
@@ -34,7 +35,8 @@ def recursive() -> Any:
 
 
 async def judged(judge: Callable[[Episode], Any]) -> RewardAssigned | RewardFailed:
-    return await verdict(FunctionVerifier("v", "1", judge), EPISODE, REQUEST, "s")
+    async with client() as http:
+        return await verdict(FunctionVerifier("v", "1", judge), EPISODE, REQUEST, Means(http=http, session_id="s"))
 
 
 async def test_a_verdict_is_assigned_with_its_evidence() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from collections import Counter
 from contextlib import AbstractAsyncContextManager
 
@@ -16,7 +17,7 @@ from tests.fakes.memory_log import MemoryLog
 from tests.fakes.sessions import GroupName, SessionStory, Shape, whole_group
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.log import Fenced, GroupReader, Partition, TopicSpec
+from turnlog.infra.log import Commit, CommitsExpired, Fenced, GroupReader, OtherInputs, Partition, TopicSpec
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role
@@ -27,8 +28,8 @@ from turnlog.processors.core.fold.settlement import figures
 from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.core.methods.rules import fold_rules
 from turnlog.processors.runtime.assembler import Runner, assembler_plan, main
-from turnlog.processors.runtime.unit import REFOLD_SECONDS, Plan, decoded, records_between
-from turnlog.schemas.codec import Codec
+from turnlog.processors.runtime.unit import REFOLD_SECONDS, AssemblerPlan, decoded, records_between
+from turnlog.schemas.codec import HEADER, Codec
 from turnlog.schemas.events import (
     ALL,
     DeadLetter,
@@ -52,7 +53,7 @@ UNIT_OF = {"a": 0, "b": 0, "d": 1}
 """Where murmur2 places these group ids among two partitions."""
 
 
-def plan_of(version: str) -> Plan:
+def plan_of(version: str) -> AssemblerPlan:
     run = dataclasses.replace(Configured.today(SETTINGS), fold_version=version)
     return assembler_plan(run, SETTINGS.assembler)
 
@@ -82,12 +83,12 @@ class Cluster:
         async with log.appender() as appender:
             await appender.append(topic, key, value, headers=self.events(log).headers(event))
 
-    def runner(self, plan: Plan = PLAN) -> Runner:
+    def runner(self, plan: AssemblerPlan = PLAN) -> Runner:
         log = MemoryLog(self.broker)
         self.health = Health("assembler")
         return Runner(plan, log, self.events(log), self.blobs, self.health, clock=lambda: 0.0)
 
-    async def fold(self, plan: Plan = PLAN) -> dict[str, str]:
+    async def fold(self, plan: AssemblerPlan = PLAN) -> dict[str, str]:
         """One process until nothing is left to read, then a clean stop; what it says on /readyz before that."""
         runner = self.runner(plan)
         async with self.joined(runner) as reader:
@@ -207,7 +208,7 @@ class Defective(GroupFold):
         return super().apply(topic, offset, event)
 
 
-def defective_plan() -> Plan:
+def defective_plan() -> AssemblerPlan:
     rules = fold_rules(SETTINGS.fold, run_id=SETTINGS.run.id, settings_sha256=PLAN.fold.settings_sha256)
     return dataclasses.replace(PLAN, factory=lambda group_id, floor: Defective(group_id, floor, rules))
 
@@ -274,6 +275,62 @@ async def test_a_log_that_begins_after_its_commit_refuses_to_start(cluster: Clus
     cluster.broker.truncate(Partition("agent.sessions", UNIT_OF["a"]), 1)
     with pytest.raises(LogTruncated, match=r"agent.sessions\[0\] begins at 1, but the fold needs it from 0 on"):
         await cluster.fold()
+
+
+async def test_commits_that_expired_are_told_from_a_new_unit_where_input_is_gone(cluster: Cluster) -> None:
+    await cluster.append(*group("a"))
+    await cluster.fold()
+    commits = cluster.broker.group(PLAN.group).commits
+    commits.clear()
+    await cluster.append(*group("a"), *group("b"))
+    await cluster.fold()
+    assert await cluster.scored() == ["a", "b"], "nothing comes out twice"
+    commits.clear()
+    cluster.broker.truncate(Partition(TURNS, UNIT_OF["a"]), 3)
+    with pytest.raises(CommitsExpired, match=r"its commits are gone and agent\.turns\[0\] begins at 3: .*offsets\.ret"):
+        await cluster.fold()
+
+
+async def test_commits_of_topics_that_the_role_does_not_read_refuse_to_start(cluster: Cluster) -> None:
+    await cluster.append(*group("a"))
+    await cluster.fold()
+    commits = cluster.broker.group(PLAN.group).commits
+    commits[Partition("agent.more", 0)] = commits[Partition(TURNS, 0)]
+    with pytest.raises(
+        OtherInputs, match=r"assembler has commits of agent\.more, this release reads agent\.sessions, "
+    ):
+        await cluster.fold()
+
+
+async def test_what_a_newer_release_says_in_a_commit_stays_there(cluster: Cluster) -> None:
+    await cluster.append(*group("a"))
+    await cluster.fold()
+    commits = cluster.broker.group(PLAN.group).commits
+    for place, commit in commits.items():
+        commits[place] = Commit(
+            commit.offset, json.dumps({**json.loads(commit.metadata), "later": place.topic, "high": 1})
+        )
+    await cluster.append(*group("b"))
+    await cluster.fold()
+    said = {place: json.loads(commit.metadata) for place, commit in commits.items() if place.number == UNIT_OF["a"]}
+    assert {place.topic: each["later"] for place, each in said.items()} == {topic: topic for topic in INPUTS}
+    assert all(each["high"] > 1 for each in said.values()), "what it knows is its own"
+
+
+async def test_a_kind_of_a_newer_release_is_passed_over_and_counted(cluster: Cluster) -> None:
+    later = {"type": "record", "name": "SessionPaused", "namespace": "turnlog.v1", "fields": []}
+    cluster.registry._schemas[900] = later
+    labels = {"topic": "agent.sessions", "record": "SessionPaused"}
+    before = REGISTRY.get_sample_value("turnlog_later_records_total", labels) or 0
+    first, *rest = group("a")
+    await cluster.append(first)
+    await cluster.raw("agent.sessions", b"a", HEADER.pack(0, 900))
+    await cluster.raw("agent.sessions", b"d", HEADER.pack(0, 900))
+    await cluster.append(*rest)
+    assert await cluster.fold() == {}
+    assert await cluster.scored() == ["a"]
+    assert await cluster.read("dead-letters") == []
+    assert REGISTRY.get_sample_value("turnlog_later_records_total", labels) == before + 2
 
 
 async def test_a_truncated_log_without_any_commit_refuses_to_start(cluster: Cluster) -> None:
@@ -366,6 +423,9 @@ async def test_a_payload_that_the_store_lost_stops_its_unit_until_it_is_back_or_
     assert [letter.cause for letter in await cluster.read("dead-letters")] == ["RecordSkipped"]
 
 
+LATE = "turnlog_assembler_late_records_total"
+
+
 async def test_a_record_of_a_forgotten_group_is_dropped(cluster: Cluster) -> None:
     plan = dataclasses.replace(PLAN, horizon_records=0)
     await cluster.append(*group("a"))
@@ -373,9 +433,13 @@ async def test_a_record_of_a_forgotten_group_is_dropped(cluster: Cluster) -> Non
     later = GroupName("run", "c", 6, 1)
     await cluster.append(SessionStory(later, 0, np.random.default_rng(0)).started())
     await cluster.fold(plan)
-    await cluster.append(*group("a"))
+    counted = REGISTRY.get_sample_value(LATE)
+    again = group("a")
+    await cluster.append(*again)
+    await cluster.fold(plan)
     await cluster.fold(plan)
     assert await cluster.scored() == ["a"]
+    assert REGISTRY.get_sample_value(LATE) == counted + len(again), "once, although the second process reads them again"
 
 
 async def test_the_role_refuses_to_start_under_settings_other_than_the_run_was_configured_with(

@@ -23,6 +23,7 @@ from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.runs import configuration
 from turnlog.infra.topics_admin import specs
+from turnlog.names import ConsumerGroup
 from turnlog.processors.core.batches.progress import Progress
 from turnlog.processors.core.batches.rows import rows_sha256
 from turnlog.processors.runtime import batcher
@@ -366,6 +367,8 @@ async def test_what_a_batcher_has_read_is_no_lag_also_when_it_was_not_drawn_and_
     assert await waiting(here) == 3
     await idle(here)
     assert await waiting(here) == 0
+    (commit,) = here.log.broker.group(ConsumerGroup.BATCHER.format(run="local")).commits.values()
+    assert commit.offset == 0, "a restart needs the group again that was not drawn"
     await here.write(sample("later", 0), score("later"))
     assert await waiting(here) == 2
 

@@ -255,6 +255,20 @@ async def test_a_draw_that_leaves_nothing_to_train_is_skipped_and_uploads_nothin
     assert here.blobs.objects == {}
 
 
+async def test_the_first_batch_of_a_draw_says_what_was_lost_in_rows_that_trained_and_in_rows_that_fell_out() -> None:
+    here = World(replace(SETTINGS, batcher=replace(SETTINGS.batcher, max_tokens=4, version_mask="max_lag")))
+    turn = TurnId("e", 0)
+    old_and_new = (SampleSpan(1, 1, turn, VERSION - 2, True), SampleSpan(2, 1, turn, VERSION, True))
+    trains = replace(sample("a", advantage=1.0), spans=old_and_new)
+    falls_out = replace(
+        sample("b", advantage=0.0), token_ids=pack_int32s(range(6)), spans=(SampleSpan(4, 2, turn, VERSION, True),)
+    )
+    (manifest,) = await here.batches(trains, falls_out, expected=1)
+    assert isinstance(manifest, SampleBatchFormed)
+    assert manifest.masked == {"length_cut": 2, "version_mask": 1}
+    assert [(row.sample_id, row.reason) for row in manifest.dropped] == [("b/0", "length_cut")]
+
+
 @pytest.mark.parametrize(("order", "first"), [("oldest", ("a", "b")), ("freshest", ("c", "d"))])
 async def test_the_order_of_draws_is_a_setting(order: str, first: tuple[str, ...]) -> None:
     here = World(replace(SETTINGS, batcher=replace(SETTINGS.batcher, order=order)))

@@ -28,14 +28,14 @@ from turnlog.processors.core.fold.settlement import figures
 from turnlog.processors.core.fold_versions import FOLD_VERSION, INPUTS
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.processors.runtime.assembler import Runner
-from turnlog.processors.runtime.unit import Plan, Unit, records_between
+from turnlog.processors.runtime.unit import AssemblerPlan, Unit, records_between
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.events import ALL, Event, GroupScored, SegmentSample, TurnTreeAssembled
-from turnlog.schemas.topics import CATALOGUE, TOPIC_OF
+from turnlog.schemas.topics import CATALOGUE, TOPIC_OF, TREES
 
 CODEC = Codec({name: number for number, name in enumerate(ALL)})
 RULES = FoldRules(run_id="run", settings_sha256="0" * 64)
-PLAN = Plan(
+PLAN = AssemblerPlan(
     run_id="run",
     fold=FoldName(FOLD_VERSION, RULES.settings_sha256),
     factory=lambda group_id, floor: GroupFold(group_id, floor, RULES),
@@ -238,3 +238,18 @@ def test_the_torture_really_tortures() -> None:
     assert sum(world.probed for world in alone) >= 3
     together = [asyncio.run(tell(seed, partitions=3, processes=2, groups=20)) for seed in range(3)]
     assert sum(world.fenced for world in together) >= 1
+
+
+async def test_a_unit_opens_once_nothing_of_what_its_owner_before_wrote_is_hidden() -> None:
+    log = MemoryLog(World(random.Random(0), 1).broker)
+    unit = Unit(0, PLAN, log, events_of(log), MemoryBlobs(), clock=lambda: 0.0, skips={})
+    async with log.transactor("whose markers are missing") as before:
+        await before.begin()
+        await (await before.send(TREES.name, 0, b"g", b"a tree"))
+        opening = asyncio.create_task(unit.open())
+        await asyncio.wait({opening}, timeout=0.3)
+        assert not unit.opened
+        await before.abort()
+    await opening
+    assert unit.opened
+    await unit.close()

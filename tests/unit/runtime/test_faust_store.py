@@ -60,6 +60,18 @@ def test_the_store_is_made_known_once(tmp_path: Path) -> None:
     assert Recovery._build_offsets is build_offsets
 
 
+async def test_what_an_agent_keeps_stands_under_the_partition_of_its_record(tmp_path: Path) -> None:
+    app, table = sessions_of(tmp_path)
+    stream = app.stream(app.channel())
+    for number, key in enumerate(("a", "b")):
+        record = changed(app, table, key, "open", partition=number, offset=0)
+        stream._set_current_event(record)
+        table.data[key] = json.loads(record.value)
+    assert dict(table.items()) == {key: {"rank": 0, "outcome": "open"} for key in ("a", "b")}
+    await table.on_recovery_completed({place(table, 1)}, set())
+    assert list(table.keys()) == ["b"]
+
+
 async def test_what_another_worker_has_now_is_forgotten(tmp_path: Path) -> None:
     app, table = sessions_of(tmp_path)
     table.apply_changelog_batch([

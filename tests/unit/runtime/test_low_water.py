@@ -180,6 +180,15 @@ def test_a_tree_is_new_once_while_its_group_is_open() -> None:
     assert water.advance((7, 1)).tree_low == 7, "its group is done: a restart skips it by key"
 
 
+def test_marks_are_not_taken_before_an_output_was_sent() -> None:
+    water = low_water()
+    fold(water, "spine", "a", 0)
+    fold(water, "spine", "a", 0)
+    water.new_tree("session")
+    with pytest.raises(AssertionError, match="was not sent"):
+        water.advance((7, 0))
+
+
 def test_refolding_ends_when_every_topic_has_passed_what_was_folded() -> None:
     water = low_water(Marks({"spine": 0, "data": 0}, {"spine": 1, "data": 2}))
     fold(water, "spine", "a", 0)

@@ -169,9 +169,18 @@ async def test_a_straggling_group_is_closed_at_its_deadline_with_who_is_done(ass
     assert closed.reason == "deadline"
     assert set(closed.members) == {done.session_id, never.session_id}, "the fold keeps those that are settled"
     assert closed.seen == 5
+    assert closed.event_id == digest("GroupClosed", closed.group_id, "deadline", 5), "in every release"
     (score,) = await assembler.scores()
     assert [rollout.session_id for rollout in score.rollouts] == [done.session_id], "the other has no verdict"
     assert score.status is GroupStatus.discarded
+
+
+async def test_of_a_group_that_was_scored_time_decides_nothing(assembler: Assembler) -> None:
+    done = story("g")
+    await assembler.append(done.started(), *done.turn(Shape()), done.finished(), done.rewarded(1.0))
+    await assembler.fold()
+    assert len(await assembler.scores()) == 1
+    assert await assembler.after(DEADLINE_S + 1) == []
 
 
 async def test_a_session_whose_finish_was_refused_waits_for_none_of_the_turns_that_it_names(
@@ -229,6 +238,7 @@ def test_a_close_waits_for_the_turns_of_a_session_that_finished_a_moment_ago() -
         return [event.members for event in due if isinstance(event, GroupClosed)]
 
     assert closed(49.0) == [], "its snapshot is on the log, maybe not folded yet"
+    assert closed(50.0) == [()], "the finish was on the log by then, and all that stands before it was folded"
     assert closed(51.0) == [()], "the snapshot is not on the log"
 
 

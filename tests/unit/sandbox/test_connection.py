@@ -13,11 +13,18 @@ import psutil
 import pytest
 
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.attribution import attributed
 from turnlog.sandbox_workers.backends import connection, init_wire
 from turnlog.sandbox_workers.backends.connection import Account, Bounds, InitSandbox, started
 from turnlog.sandbox_workers.backends.subprocess_backend import Subprocess
-from turnlog.sandbox_workers.protocol import Command, FileRefused, Kind, SandboxDied, SandboxUnavailable, Shape
+from turnlog.sandbox_workers.protocol import (
+    Command,
+    FileRefused,
+    Kind,
+    SandboxDied,
+    SandboxUnavailable,
+    Shape,
+    attributed,
+)
 from turnlog.schemas.events import SandboxLimits, ToolStatus
 
 FIRST_UID = 262_500

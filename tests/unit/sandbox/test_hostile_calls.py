@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
-from turnlog.sandbox_workers.attribution import Evidence, attributed
 from turnlog.sandbox_workers.backends.bubblewrap import Bubblewrap
 from turnlog.sandbox_workers.backends.leftovers import remove_tree
 from turnlog.sandbox_workers.backends.subprocess_backend import Subprocess
+from turnlog.sandbox_workers.protocol import Evidence, attributed
 from turnlog.schemas.events import SandboxLimits, SandboxSpec, ToolStatus
 
 LIMITS = SandboxLimits(cpu_s=2.0, wall_s=5.0, memory_bytes=96 << 20, pids=24, disk_bytes=4 << 20)

@@ -8,8 +8,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from prometheus_client import REGISTRY
 
+from turnlog.infra.log import Commit, CommitsExpired, OtherInputs, Partition
 from turnlog.sandbox_settings import EgressSettings
 from turnlog.sandbox_workers import calls
 from turnlog.sandbox_workers.calls import Answered
@@ -132,6 +134,26 @@ async def test_everything_answered_is_committed_and_not_read_again(house: Any) -
     async with house.worker():
         await house.answer(house.call("last", session="s0"))
     assert len(await house.starts()) == 7
+
+
+async def test_a_commit_keeps_what_a_newer_release_says_and_one_that_expired_is_told_from_none(house: Any) -> None:
+    commits = house.log.broker.group("run.sandbox").commits
+    for number in range(2):
+        async with house.worker() as role:
+            await house.answer(house.call(f"c{number}"))
+        said = [json.loads(commit.metadata) for commit in commits.values()]
+        assert max(each["high"] for each in said) == number + 1
+        assert {each.get("later") for each in said} == {"kept" if number else None}
+        for place, commit in commits.items():
+            commits[place] = Commit(commit.offset, json.dumps({**json.loads(commit.metadata), "later": "kept"}))
+    commits[Partition("agent.more", 0)] = Commit(1)
+    with pytest.raises(OtherInputs, match=r"run\.sandbox has commits of agent\.more"):
+        await calls.Recovery(role, "run.sandbox").units([0, 1])
+    commits.clear()
+    for number in range(2):
+        house.log.broker.truncate(Partition(TOOL_CALLS.name, number), 1)
+    with pytest.raises(CommitsExpired, match=r"agent\.tool-calls\[\d\] begins at 1: .*offsets\.retention\.minutes"):
+        await calls.Recovery(role, "run.sandbox").units([0, 1])
 
 
 async def test_the_committed_offset_waits_for_the_oldest_unanswered_call(house: Any) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import struct
 from typing import Any
 
 import fastavro
 import pytest
 
-from turnlog.schemas import UndecodableRecord
+from turnlog.schemas import LaterKind, UndecodableRecord, WrittenTooSoon
 from turnlog.schemas.avsc import stored_schema
-from turnlog.schemas.codec import Codec, plain
-from turnlog.schemas.events import ALL, Boundary, FinishReason, TokenSnapshot, TurnCompleted, VersionSpan
+from turnlog.schemas.codec import HEADER, Codec, plain
+from turnlog.schemas.events import ALL, Boundary, EngineGone, FinishReason, TokenSnapshot, TurnCompleted, VersionSpan
+from turnlog.schemas.releases import as_of, contains, example, releases
 from turnlog.schemas.types import TurnId
 
 THEIRS = 77
@@ -80,6 +82,23 @@ def test_an_enum_symbol_of_a_newer_writer_reads_as_the_default() -> None:
     assert read(newer, {**plain(TURN), "finish_reason": "refusal"}).finish_reason is FinishReason.error
 
 
+LAST = as_of(releases()[-1].name, releases())
+
+
+@pytest.mark.parametrize("name", sorted(LAST))
+def test_the_last_release_reads_what_is_written_today(name: str) -> None:
+    """RunConfigured.parent, say, which came after v3: a reader of v3 passes it over."""
+    event = example(ALL[name])
+    body = io.BytesIO(Codec({name: THEIRS}).encode(event)[HEADER.size :])
+    writer, reader = (fastavro.parse_schema(copy.deepcopy(each)) for each in (stored_schema(name), LAST[name]))
+    found, said = (
+        json.loads(json.dumps(each, default=bytes.hex))
+        for each in (fastavro.schemaless_reader(body, writer, reader), plain(event))
+    )
+    assert not body.read()
+    assert contains(said, found)
+
+
 def test_a_missing_field_without_a_default_is_refused() -> None:
     with pytest.raises(UndecodableRecord, match="TurnCompleted: the Avro body is broken"):
         read(without(stored_schema("TurnCompleted"), "engine_id"), plain(TURN))
@@ -91,6 +110,26 @@ def test_a_field_of_another_type_is_refused() -> None:
     field["type"] = {"type": "map", "values": "long"}
     with pytest.raises(UndecodableRecord, match="TurnCompleted"):
         read(other, {**plain(TURN), "engine_id": {"a": 1}})
+
+
+def test_a_kind_of_a_newer_release_is_told_from_broken_bytes() -> None:
+    codec = Codec({})
+    codec.hold(THEIRS, {"type": "record", "name": "SessionPaused", "namespace": "turnlog.v1", "fields": []})
+    for _ in range(2):
+        with pytest.raises(LaterKind, match="SessionPaused is a record of a newer release"):
+            codec.decode(HEADER.pack(0, THEIRS))
+
+
+def test_what_the_last_release_cannot_read_is_passed_over_and_not_written() -> None:
+    event, ids = example(EngineGone), {"EngineGone": 1}
+    written = Codec(ids).encode(event)
+    codec = Codec(ids, unwritten={"EngineGone"})
+    with pytest.raises(LaterKind, match="EngineGone"):
+        codec.decode(written)
+    with pytest.raises(WrittenTooSoon, match="EngineGone holds EngineGone, which the last release cannot read"):
+        codec.encode(event)
+    with pytest.raises(WrittenTooSoon, match="TokenSnapshot holds VersionSpan"):
+        Codec({"TokenSnapshot": 1}, unwritten={"VersionSpan", "Sampling"}).encode(SNAPSHOT)
 
 
 def test_a_schema_of_no_record_of_ours_is_not_held() -> None:

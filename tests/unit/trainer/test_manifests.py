@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
 
@@ -17,7 +18,7 @@ from turnlog.schemas.events import SampleBatchFormed
 from turnlog.settings import Settings
 from turnlog.trainer import BatchGap
 from turnlog.trainer.checkpoint import Cursor
-from turnlog.trainer.loop import Manifests, fetch_rows
+from turnlog.trainer.loop import VERSIONS, Manifests, fetch_rows, read_past
 from turnlog.trainer.reference import append_batches, synthetic_manifest, synthetic_rows
 
 
@@ -48,6 +49,17 @@ async def test_each_manifest_comes_once_in_order(events: EventLog) -> None:
 async def test_reading_goes_on_behind_the_cursor(events: EventLog) -> None:
     await append_batches(events, MemoryBlobs(), "run", 4)
     assert await taken(events, Cursor(next_batch=2, offset=2), 9) == [(2, 3), (3, 4)]
+
+
+async def test_the_past_is_told_once_nothing_of_it_is_hidden(events: EventLog) -> None:
+    async with events.log.transactor("whose markers are missing") as before:
+        await before.begin()
+        await (await before.send(*VERSIONS, b"run", b"a version"))
+        asking = asyncio.create_task(read_past(events.log, events, "run"))
+        await asyncio.wait({asking}, timeout=0.3)
+        assert not asking.done()
+        await before.abort()
+    assert (await asking).incarnation == -1
 
 
 async def test_a_gap_ends_the_trainer(events: EventLog) -> None:

@@ -21,8 +21,33 @@
 {{- end }}
 {{- end }}
 {{- end }}
+{{- $own := dict }}
+{{- range $name, $of := .Values.principals.roles }}{{ if $of.secret }}{{ $_ := set $own $name $of.secret }}{{ end }}{{ end }}
+{{- if $own }}
+{{- $runs := dict "configure" .Values.configure.enabled "loader" .Values.engine.enabled "trainer" .Values.trainer.enabled }}
+{{- range $name, $role := .Values.roles }}{{ $_ := set $runs $name (and $role.enabled (ne $name "egress")) }}{{ end }}
+{{- range $name, $enabled := $runs }}
+{{- if and $enabled (not (hasKey $own $name)) }}
+{{- fail (printf "principals.roles.%s.secret is missing: every role that runs has a principal of its own, or none has" $name) }}
+{{- end }}
+{{- end }}
+{{- range .Values.principals.keys }}
+{{- if has . $.Values.secrets.keys }}{{ fail (printf "principals.keys and secrets.keys both name %s: a role would have two" .) }}{{ end }}
+{{- end }}
+{{- end }}
 {{- if and .Values.roles.gateway.enabled (gt (int .Values.roles.gateway.replicas) 1) (not .Values.secrets.name) }}
 {{- fail "roles.gateway.replicas is above 1 and secrets.name is empty: gateways must share a signing key" }}
+{{- end }}
+{{- if include "turnlog.egress" . }}
+{{- if not (and .Values.secrets.name (has "egress_signing_key" .Values.secrets.keys)) }}
+{{- fail "settings.egress.allow lets sandboxes out and secrets.keys has no egress_signing_key: add it to both Secrets, or set roles.egress.enabled to false, and each worker goes out itself" }}
+{{- end }}
+{{- if eq "tunnel" (dig "egress" "tls" "" $settings) }}
+{{- fail "settings.egress.tls is tunnel, which hides from roles.egress what it is to check: set intercept or refuse, or roles.egress.enabled to false" }}
+{{- end }}
+{{- if and .Values.networkPolicy.enabled (not .Values.networkPolicy.servers) }}
+{{- fail "networkPolicy.servers is empty: sandbox workers would reach everything beside roles.egress; name the peers of Kafka, registry and store" }}
+{{- end }}
 {{- end }}
 {{- if and (eq .Values.sandbox.profile "runtime") (not .Values.sandbox.runtimeClassName) }}
 {{- fail "sandbox.profile is runtime and sandbox.runtimeClassName is empty: name the RuntimeClass that isolates" }}

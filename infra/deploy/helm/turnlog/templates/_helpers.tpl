@@ -17,6 +17,12 @@ app.kubernetes.io/instance: {{ (index . 0).Release.Name }}
 app.kubernetes.io/component: {{ index . 1 }}
 {{- end }}
 
+{{/* (list root role): where its objects live */}}
+{{- define "turnlog.namespace" -}}
+{{- $root := index . 0 -}}
+{{- ternary (default $root.Release.Namespace $root.Values.sandbox.namespace) $root.Release.Namespace (eq (index . 1) "sandbox") }}
+{{- end }}
+
 {{/* (list root image) */}}
 {{- define "turnlog.image" -}}
 {{- $root := index . 0 -}}
@@ -24,19 +30,76 @@ image: {{ printf "%s/%s:%s" $root.Values.image.repository (index . 1) (default $
 imagePullPolicy: {{ $root.Values.image.pullPolicy }}
 {{- end }}
 
-{{/* What every process of ours is told: (list root) */}}
-{{- define "turnlog.env" -}}
+{{/* What every process of ours is told, but for keys of secrets. */}}
+{{- define "turnlog.told" -}}
 - {name: TURNLOG_INSTANCE, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
 - {name: TURNLOG_HEALTH_HOST, value: "0.0.0.0"}
 - {name: TURNLOG_LOG_FORMAT, value: {{ .Values.logs.format | quote }}}
 - {name: TURNLOG_LOG_LEVEL, value: {{ .Values.logs.level | quote }}}
+{{- if .Values.certificates.configMap }}
+- {name: SSL_CERT_FILE, value: /etc/turnlog/certificates/{{ .Values.certificates.key }}}
+{{- end }}
+{{- end }}
+
+{{- define "turnlog.env" -}}
+{{- include "turnlog.told" . }}
 {{- if .Values.secrets.name }}
 {{- range .Values.secrets.keys }}
 - {name: TURNLOG_{{ upper . }}_FILE, value: /etc/turnlog/secrets/{{ . }}}
 {{- end }}
 {{- end }}
-{{- if .Values.certificates.configMap }}
-- {name: SSL_CERT_FILE, value: /etc/turnlog/certificates/{{ .Values.certificates.key }}}
+{{- end }}
+
+{{/* (list root role), for sandbox and egress, as JSON: no key that signs for gateways is where agents' code runs, and the
+egress proxy has its own alone. */}}
+{{- define "turnlog.keys" -}}
+{{- $keys := list }}
+{{- range (index . 0).Values.secrets.keys }}
+{{- if ternary (hasPrefix "egress_" .) (not (hasPrefix "gateway_" .)) (eq (index $ 1) "egress") }}{{ $keys = append $keys . }}{{ end }}
+{{- end }}
+{{- toJson $keys }}
+{{- end }}
+
+{{- define "turnlog.fewEnv" -}}
+{{- include "turnlog.told" (index . 0) }}
+{{- if (index . 0).Values.secrets.name }}
+{{- range fromJsonArray (include "turnlog.keys" .) }}
+- {name: TURNLOG_{{ upper . }}_FILE, value: /etc/turnlog/secrets/{{ . }}}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Whether the egress proxy is made, and where workers find it. */}}
+{{- define "turnlog.egress" -}}
+{{- if and .Values.roles.egress.enabled .Values.roles.sandbox.enabled (dig "egress" "allow" list .Values.settings) }}
+{{- printf "%s://%s-egress.%s:%v" (ternary "https" "http" (ne "" (dig "egress" "certificate_file" "" .Values.settings))) (include "turnlog.name" .) .Release.Namespace .Values.roles.egress.port }}
+{{- end }}
+{{- end }}
+
+{{/* (list root role): who it is to the cluster, and to Kafka */}}
+{{- define "turnlog.serviceAccount" -}}
+{{- with dig (index . 1) "serviceAccountName" (index . 0).Values.serviceAccountName (index . 0).Values.principals.roles }}
+serviceAccountName: {{ . }}
+{{- end }}
+{{- end }}
+
+{{- define "turnlog.principalEnv" -}}
+{{- if dig (index . 1) "secret" "" (index . 0).Values.principals.roles }}
+{{- range (index . 0).Values.principals.keys }}
+- {name: TURNLOG_{{ upper . }}_FILE, value: /etc/turnlog/principal/{{ . }}}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "turnlog.principalMount" -}}
+{{- if dig (index . 1) "secret" "" (index . 0).Values.principals.roles }}
+- {name: principal, mountPath: /etc/turnlog/principal, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{- define "turnlog.principalVolume" -}}
+{{- with dig (index . 1) "secret" "" (index . 0).Values.principals.roles }}
+- {name: principal, secret: {secretName: {{ . }}, defaultMode: 0440}}
 {{- end }}
 {{- end }}
 
@@ -50,23 +113,49 @@ imagePullPolicy: {{ $root.Values.image.pullPolicy }}
 {{- if .Values.certificates.configMap }}
 - {name: certificates, mountPath: /etc/turnlog/certificates, readOnly: true}
 {{- end }}
+{{- end }}
+
+{{/* Of what reads the policy's folder. */}}
+{{- define "turnlog.modelMount" -}}
 {{- if .Values.model.claim }}
 - {name: model, mountPath: /model, readOnly: true}
 {{- end }}
 {{- end }}
 
+{{- define "turnlog.modelVolume" -}}
+{{- if .Values.model.claim }}
+- {name: model, persistentVolumeClaim: {claimName: {{ .Values.model.claim }}, readOnly: true}}
+{{- end }}
+{{- end }}
+
 {{/* `work` is the role's own: scratch, or a claim of its StatefulSet. */}}
 {{- define "turnlog.volumes" -}}
-- {name: settings, configMap: {name: {{ include "turnlog.name" . }}}}
-- {name: tmp, emptyDir: {}}
 {{- if .Values.secrets.name }}
 - {name: secrets, secret: {secretName: {{ .Values.secrets.name }}, defaultMode: 0440}}
 {{- end }}
+{{- include "turnlog.openVolumes" . }}
+{{- end }}
+
+{{- define "turnlog.fewVolumes" -}}
+{{- $root := index . 0 -}}
+{{- if $root.Values.secrets.name }}
+- name: secrets
+  secret:
+    secretName: {{ $root.Values.secrets.name }}
+    defaultMode: 0440
+    items:
+      {{- range fromJsonArray (include "turnlog.keys" .) }}
+      - {key: {{ . }}, path: {{ . }}}
+      {{- end }}
+{{- end }}
+{{- include "turnlog.openVolumes" $root }}
+{{- end }}
+
+{{- define "turnlog.openVolumes" }}
+- {name: settings, configMap: {name: {{ include "turnlog.name" . }}}}
+- {name: tmp, emptyDir: {}}
 {{- if .Values.certificates.configMap }}
 - {name: certificates, configMap: {name: {{ .Values.certificates.configMap }}}}
-{{- end }}
-{{- if .Values.model.claim }}
-- {name: model, persistentVolumeClaim: {claimName: {{ .Values.model.claim }}, readOnly: true}}
 {{- end }}
 {{- end }}
 
@@ -74,9 +163,6 @@ imagePullPolicy: {{ $root.Values.image.pullPolicy }}
 {{- define "turnlog.pod" -}}
 enableServiceLinks: false
 automountServiceAccountToken: false
-{{- with .Values.serviceAccountName }}
-serviceAccountName: {{ . }}
-{{- end }}
 {{- with .Values.priorityClassName }}
 priorityClassName: {{ . }}
 {{- end }}

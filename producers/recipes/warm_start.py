@@ -1,36 +1,21 @@
-"""The tasks of `calc` and its tiny policy: shape, tokenizer, chat template, sloppy demonstrations for its warm start.
+"""Tiny policies to begin with: shape, chat template, and a tokenizer and training rows made of demonstrations.
 
-A task is one-digit arithmetic, drawn at random. The demonstrations have the right format and often the wrong behaviour:
-a quarter skips the tool and guesses, 40 % of the rest compute with a wrong operator. So a warm-started policy scores
-about one half, every good behaviour has probability mass already, and reinforcement only has to re-weight it.
+A recipe brings its demonstrations: the right format, and often the wrong behaviour. A policy that was warm-started on
+them has some probability mass on every good behaviour, and reinforcement only has to re-weight it.
 """
 
 from __future__ import annotations
 
 import json
-import operator
 import random
-import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from turnlog.infra.recipes import Demonstration, TinyModel, WarmStartRow
 from turnlog.producers.gateway.prompts import ChatTemplate
-
-OPERATORS: Final[dict[str, Callable[[int, int], int]]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-OPERANDS: Final = 10
-"""Operands are 0 to OPERANDS - 1."""
-
-
-def task_row(generator: random.Random) -> dict[str, str]:
-    """One task: prompt, the expression that solves it, and its value."""
-    left, right = generator.randrange(OPERANDS), generator.randrange(OPERANDS)
-    sign = generator.choice("+-*")
-    answer = str(OPERATORS[sign](left, right))
-    return {"prompt": f"{left} {sign} {right} = ?", "expr": f"{left}{sign}{right}", "answer": answer}
-
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -40,8 +25,7 @@ SPECIAL_TOKENS: Final = ("<|endoftext|>", "<|im_start|>", END, "<tool_call>", "<
 """Ids 0 to 4, in this order."""
 TOKENIZER_FILE: Final = "tokenizer.json"
 TEMPLATE_FILE: Final = "chat_template.jinja"
-CORPUS_SEED, CORPUS_SIZE, VOCABULARY = 0, 300, 352
-SKIP_TOOL, WRONG_OPERATOR = 0.25, 0.4
+CORPUS_SEED, CORPUS_SIZE = 0, 300
 
 CHAT_TEMPLATE: Final = """\
 {%- for message in messages -%}
@@ -64,27 +48,37 @@ CHAT_TEMPLATE: Final = """\
 """ChatML; tool calls are compact JSON between <tool_call> marks, and no tool schemas stand in the prompt."""
 
 
-class CalcWarmStart:
+@dataclass(frozen=True, slots=True)
+class TinyWarmStart:
     """See turnlog.infra.recipes.WarmStart."""
 
-    model = TinyModel(
-        vocab_size=384,
-        hidden_size=64,
-        intermediate_size=128,
-        layers=2,
-        heads=4,
-        key_value_heads=2,
-        head_dim=16,
-        context=512,
-        eos_token_id=SPECIAL_TOKENS.index(END),
-        pad_token_id=SPECIAL_TOKENS.index("<|endoftext|>"),
-    )
-    rows_per_step = 32
+    demonstration: Callable[[random.Random], Demonstration]
+    alone: str
+    """Regular expression of what is a token, or tokens, of its own."""
+    vocabulary: int = 352
+    """Tokens that the tokenizer learns; the model has a few more, which nothing samples after the warm start."""
+    rows_per_step: int = 32
+
+    @property
+    def model(self) -> TinyModel:
+        """64 wide, two layers."""
+        return TinyModel(
+            vocab_size=self.vocabulary + 32,
+            hidden_size=64,
+            intermediate_size=128,
+            layers=2,
+            heads=4,
+            key_value_heads=2,
+            head_dim=16,
+            context=512,
+            eos_token_id=SPECIAL_TOKENS.index(END),
+            pad_token_id=SPECIAL_TOKENS.index("<|endoftext|>"),
+        )
 
     def write_tokenizer(self, folder: Path) -> None:
         """A Hugging Face tokenizer folder."""
         folder.mkdir(parents=True, exist_ok=True)
-        _trained_tokenizer().save(str(folder / TOKENIZER_FILE))
+        self._trained_tokenizer().save(str(folder / TOKENIZER_FILE))
         (folder / TEMPLATE_FILE).write_text(CHAT_TEMPLATE)
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -99,7 +93,7 @@ class CalcWarmStart:
         """Sloppy conversations, a function of the seed."""
         generator = random.Random(seed)
         while True:
-            yield demonstration(generator)
+            yield self.demonstration(generator)
 
     def rows(self, folder: Path, seed: int) -> Iterator[WarmStartRow]:
         """Token ids and loss mask of each demonstration, with the tokenizer and the template in `folder`."""
@@ -119,26 +113,28 @@ class CalcWarmStart:
                 known[key] = row_of(pieces(example, template), encoded)
             yield known[key]
 
+    def _trained_tokenizer(self) -> Tokenizer:
+        """Byte-level BPE trained on demonstrations."""
+        from tokenizers import Regex, Tokenizer, decoders, models, trainers
+        from tokenizers import pre_tokenizers as split
 
-def demonstration(generator: random.Random) -> Demonstration:
-    """One conversation; all its assistant messages are trained."""
-    task = task_row(generator)
-    question = {"role": "user", "content": task["prompt"]}
-    if generator.random() < SKIP_TOOL:
-        guess = {"role": "assistant", "content": str(generator.randrange(2 * OPERANDS))}
-        return Demonstration((question, guess), (False, True))
-    left, sign, right = _parts(task["expr"])
-    if generator.random() < WRONG_OPERATOR:
-        sign = generator.choice([other for other in OPERATORS if other != sign])
-    result = str(OPERATORS[sign](int(left), int(right)))
-    call = {"name": "calc", "arguments": {"expr": f"{left}{sign}{right}"}}
-    messages = (
-        question,
-        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
-        {"role": "tool", "content": result},
-        {"role": "assistant", "content": result},
-    )
-    return Demonstration(messages, (False, True, False, True))
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = split.Sequence(
+            [split.Split(Regex(self.alone), "isolated"), split.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
+        tokenizer.decoder = decoders.ByteLevel()
+        template, generator = ChatTemplate(CHAT_TEMPLATE, {}), random.Random(CORPUS_SEED)
+        corpus = [
+            "".join(text for text, _ in pieces(self.demonstration(generator), template)) for _ in range(CORPUS_SIZE)
+        ]
+        trainer = trainers.BpeTrainer(
+            vocab_size=self.vocabulary,
+            special_tokens=list(SPECIAL_TOKENS),
+            initial_alphabet=split.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(corpus, trainer)
+        return tokenizer
 
 
 def pieces(example: Demonstration, template: ChatTemplate) -> Iterator[tuple[str, int]]:
@@ -169,31 +165,3 @@ def row_of(parts: Iterator[tuple[str, int]], encoded: Callable[[str], tuple[int,
         token_ids += ids
         mask += [trained] * len(ids)
     return WarmStartRow(tuple(token_ids), tuple(mask))
-
-
-def _trained_tokenizer() -> Tokenizer:
-    """Byte-level BPE trained on demonstrations; digits and operators are tokens of their own."""
-    from tokenizers import Regex, Tokenizer, decoders, models, trainers
-    from tokenizers import pre_tokenizers as split
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = split.Sequence(
-        [split.Split(Regex(r"[0-9+\-*]"), "isolated"), split.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    template, generator = ChatTemplate(CHAT_TEMPLATE, {}), random.Random(CORPUS_SEED)
-    corpus = ["".join(text for text, _ in pieces(demonstration(generator), template)) for _ in range(CORPUS_SIZE)]
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=split.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(corpus, trainer)
-    return tokenizer
-
-
-def _parts(expression: str) -> tuple[str, str, str]:
-    match = re.fullmatch(r"(\d+)(.)(\d+)", expression)
-    assert match is not None
-    return match[1], match[2], match[3]

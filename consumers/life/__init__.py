@@ -1,0 +1,245 @@
+"""A run's life as its owner steers it: `turnlog run list`, `pause`, `resume`, `close`.
+
+A phase is a fact on the run's log (RunPlanned.phase), which every role follows (infra.roles.runs): there is nobody else
+to tell, and whoever starts later knows it, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from turnlog.infra import run_folder
+from turnlog.infra.blobs import BlobError
+from turnlog.infra.log import LogError, Partition, Record
+from turnlog.infra.registry import RegistryError
+from turnlog.infra.roles.role import Role, RunPhase, opened
+from turnlog.infra.roles.runs import Life, set_phase
+from turnlog.infra.roles.terminal import Terminal, say, say_json
+from turnlog.names import ExitStatus
+from turnlog.schemas import UndecodableRecord, topics
+from turnlog.schemas.events import StepCompleted
+from turnlog.settings import Settings, SettingsError, load
+
+SAID = {
+    RunPhase.PAUSED: "paused: no group is asked for any more, what is under way ends",
+    RunPhase.RUNNING: "running",
+    RunPhase.CLOSED: "closed: its roles end, and none starts for it again",
+}
+DOWN = "down"
+"""State of a run of this machine whose log cannot be read: its servers do not run, or are not reached."""
+FOLDED = (topics.RUNS.name, topics.STEPS.name)
+"""Read from their beginnings; of the others the last record is looked at."""
+LOOKED_AT = (topics.GROUP_REQUESTS, topics.SESSIONS, topics.TURNS, topics.BATCHES, topics.WEIGHTS, topics.ENGINES)
+LAST_FEW = 8
+"""Offsets before an end among which a record is looked for first: markers and aborted records have some, too."""
+
+
+def phase_command(settings: Settings, wanted: RunPhase) -> int:
+    """Say the run's phase on its log, and what came of it; 0. Raises NotConfigured, OtherRun, RunClosed."""
+
+    async def run() -> RunPhase:
+        async with opened("run", settings) as role:
+            return await set_phase(role, wanted)
+
+    before = asyncio.run(run())
+    again = " already" if before is wanted else ""
+    say(f"run {settings.run.id!r} is{again} {SAID[wanted]}")
+    return ExitStatus.DONE
+
+
+@dataclass(slots=True, kw_only=True)
+class Known:
+    """A run that was found."""
+
+    run: str
+    state: str
+    """configured | running | paused | finished | closed, by its log; down: a local one whose log is not served."""
+    last_step: int | None = None
+    """Optimizer steps behind the newest one that counts."""
+    draws_trained: int = 0
+    draws_planned: int | None = None
+    last_event: str | None = None
+    """ISO 8601, UTC, by the clock of who wrote it: of the newest of the topics that are looked at."""
+    parent: str | None = None
+    """RUN@STEP that it was forked from."""
+    kafka: str = ""
+    prefix: str = ""
+    directory: str = ""
+    """Of a run on this machine."""
+    why: str = ""
+    """It is down or unreadable."""
+
+
+def list_command(settings: Settings, *, as_json: bool) -> int:
+    """Print the runs of the cluster of `settings`, of every cluster that a run beside `[run] directory` serves, and of
+    those directories; 0. Raises LogUnavailable, RegistryUnavailable, StoreUnavailable for the cluster of `settings`."""
+    named = _served(settings)
+    found = {} if named is None else {named.kafka.bootstrap: asyncio.run(runs_of(named))}
+    for path in sorted(Path(settings.run.directory).parent.glob(f"*/{run_folder.SETTINGS}")):
+        _add_local(path, found)
+    runs = [run for cluster in found.values() for run in cluster]
+    if as_json:
+        say_json([dataclasses.asdict(run) for run in runs])
+    else:
+        _tell(runs)
+    return ExitStatus.DONE
+
+
+def _add_local(path: Path, found: dict[str, list[Known]]) -> None:
+    """The run of a directory, and what else its cluster holds. What is wrong with one hides none of the others."""
+    directory = str(path.parent)
+    try:
+        own = load(path, {})
+    except (SettingsError, OSError) as error:
+        found.setdefault("", []).append(
+            Known(run=path.parent.name, state="unreadable", directory=directory, why=str(error))
+        )
+        return
+    why, served = "its servers do not run", _served(own)
+    if served is not None and served.kafka.bootstrap not in found:
+        try:
+            found[served.kafka.bootstrap] = asyncio.run(runs_of(served))
+        except (LogError, RegistryError, BlobError) as error:
+            served, why = None, str(error)
+    there = {(run.run, run.prefix): run for run in (found[served.kafka.bootstrap] if served else ())}
+    if run := there.get((own.run.id, own.kafka.prefix)):
+        run.directory = directory
+    else:
+        down = Known(run=own.run.id, state=DOWN, directory=directory, prefix=own.kafka.prefix, why=why)
+        found.setdefault("", []).append(down)
+
+
+def _served(settings: Settings) -> Settings | None:
+    """With the address of its log; None where nothing serves it."""
+    try:
+        return run_folder.resolved(settings)
+    except run_folder.NoEndpoints:
+        return None
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What the topics below one prefix say."""
+
+    events: list[Any] = field(default_factory=list)
+    """Of topic `runs`, in order."""
+    steps: dict[tuple[str, int], StepCompleted] = field(default_factory=dict)
+    """(run, batch) -> the one of the highest incarnation."""
+    newest_ms: int = -1
+    asked: bool = False
+
+    def take(self, topic: str, record: Record, event: Any) -> None:
+        """Fold one record; `event` is None of a topic that is only looked at."""
+        self.newest_ms = max(self.newest_ms, record.timestamp_ms)
+        self.asked = self.asked or topic == topics.GROUP_REQUESTS.name
+        if topic == topics.RUNS.name:
+            self.events.append(event)
+        elif isinstance(event, StepCompleted):
+            place = event.run_id, event.batch_index
+            before = self.steps.get(place)
+            if before is None or before.incarnation <= event.incarnation:
+                self.steps[place] = event
+
+    def known(self, prefix: str, kafka: str) -> Known | None:
+        """The run, if these are topics of one."""
+        whose = Life("")
+        for event in self.events:
+            whose.apply(event)
+        if whose.configured is None:
+            return None
+        said = Life(whose.configured.run_id)
+        for event in self.events:
+            said.apply(event)
+        steps = [step for (run, _), step in self.steps.items() if run == said.run_id]
+        trained = len({step.draw_index for step in steps})
+        return Known(
+            run=said.run_id,
+            state=_state(said, trained, begun=self.asked or bool(steps)),
+            last_step=max((step.step for step in steps), default=None),
+            draws_trained=trained,
+            draws_planned=None if said.plan is None else said.plan.draws,
+            last_event=datetime.fromtimestamp(self.newest_ms / 1000, UTC).isoformat(timespec="seconds"),
+            parent=f"{said.parent.run_id}@{said.parent.step}" if said.parent else None,
+            kafka=kafka,
+            prefix=prefix,
+        )
+
+
+def _state(said: Life, trained: int, *, begun: bool) -> str:
+    if said.phase is RunPhase.CLOSED:
+        return said.phase
+    if said.plan is not None and trained >= said.plan.draws:
+        return "finished"
+    return said.phase if begun or said.phase is RunPhase.PAUSED else "configured"
+
+
+async def runs_of(settings: Settings) -> list[Known]:
+    """The runs of a cluster, below every prefix whose topics this login may see, by prefix. Raises LogUnavailable,
+    RegistryUnavailable."""
+    everything = dataclasses.replace(settings, kafka=dataclasses.replace(settings.kafka, prefix=""))
+    async with opened("run", everything) as role:
+        counts = {name: spec.partitions for name, spec in (await role.log.topics()).items()}
+        wanted = (*FOLDED, *(topic.name for topic in LOOKED_AT))
+        ends_so = [name.removesuffix(topics.RUNS.name) for name in counts if name.endswith(topics.RUNS.name)]
+        prefixes = [prefix for prefix in ends_so if all(prefix + topic in counts for topic in wanted)]
+        place_of = {
+            Partition(prefix + topic, number): (prefix, topic)
+            for prefix in prefixes
+            for topic in wanted
+            for number in range(counts[prefix + topic])
+        }
+        seen = await _seen(role, place_of)
+    runs = (seen[prefix].known(prefix, settings.kafka.bootstrap) for prefix in sorted(prefixes))
+    return [run for run in runs if run is not None]
+
+
+async def _seen(role: Role, place_of: Mapping[Partition, tuple[str, str]]) -> dict[str, _Seen]:
+    """By prefix."""
+    seen: defaultdict[str, _Seen] = defaultdict(_Seen)
+    starts, ends = await role.log.start_offsets(list(place_of)), await role.log.end_offsets(list(place_of))
+    few, wanted = LAST_FEW, [place for place in place_of if starts[place] < ends[place]]
+    while wanted:
+        begin = {
+            place: starts[place] if place_of[place][1] in FOLDED else max(starts[place], ends[place] - few)
+            for place in wanted
+        }
+        met = set()
+        async for record in _records(role, begin, ends):
+            prefix, topic = place_of[Partition(record.topic, record.partition)]
+            met.add(Partition(record.topic, record.partition))
+            try:
+                event = await role.events.decode(record) if topic in FOLDED else None
+            except UndecodableRecord:
+                continue  # of somebody else's topic of that name, or the role that owns the topic parks it
+            seen[prefix].take(topic, record, event)
+        few *= LAST_FEW
+        wanted = [place for place in wanted if place not in met and begin[place] > starts[place]]
+    return seen
+
+
+async def _records(role: Role, begin: Mapping[Partition, int], ends: Mapping[Partition, int]) -> AsyncIterator[Record]:
+    async with role.log.reader() as reader:
+        reader.assign(dict(begin))
+        while any(reader.position(place) < ends[place] for place in begin):
+            for record in await reader.poll(max_records=2000):
+                yield record
+
+
+def _tell(found: Iterable[Known]) -> None:
+    table = Table("run", "state", "step", "draws", "last event", "prefix", "kafka", "directory")
+    for run in found:
+        planned = "?" if run.draws_planned is None else run.draws_planned
+        step = "-" if run.last_step is None else str(run.last_step)
+        draws = "-" if run.state in (DOWN, "unreadable") else f"{run.draws_trained} of {planned}"
+        where = f"{run.directory} ({run.why})" if run.why else run.directory
+        table.add_row(run.run, run.state, step, draws, run.last_event or "-", run.prefix, run.kafka, where)
+    Terminal().print(table)

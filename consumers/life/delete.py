@@ -1,0 +1,509 @@
+"""`turnlog run delete`: what one run has left on its servers and in its directory goes, for good.
+
+It is found by names that are the run's alone: topics of the catalogue and Faust's changelogs below its prefix, its
+groups, its owner's folder and its archive in the store, its directory. Nothing of another prefix is touched. The rest
+of the bucket is read before, as `turnlog gc` reads it: what another log or archive names keeps the run, what recordings
+name is handed on to `blobs/`, which is nobody's.
+
+The order lets a call that was killed be said again: groups go first, since Kafka forgets their commits with the topics;
+then the store, whose folder the log's cluster names; topics, `runs` last, since it says whose they are; and the
+directory, settings.toml last, since it says where all that is.
+
+DeleteError
+├── RunIsUp         a supervisor holds the run, or members of its groups are at work
+├── StillNeeded     another run or archive names what would go
+├── NotConfirmed    nobody has typed the run's id
+└── NotRemoved      a file of the directory stays
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import os
+import re
+import shutil
+import sys
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rich.table import Table
+
+from turnlog.consumers.life import gc
+from turnlog.infra import run_folder
+from turnlog.infra.archive import archive_name
+from turnlog.infra.blobs import KEY, OWNED, TRASH, Blobs, Owner, key
+from turnlog.infra.embedded.broker import kept_cluster
+from turnlog.infra.kafka import KafkaLog
+from turnlog.infra.log import Partition, RemovableLog
+from turnlog.infra.roles.role import RunPhase, opened
+from turnlog.infra.roles.runs import OtherRun, set_phase
+from turnlog.infra.roles.terminal import Terminal, aside, say, say_json
+from turnlog.infra.s3 import S3Blobs
+from turnlog.names import ConsumerGroup, ExitStatus, TransactionalId
+from turnlog.schemas import topics
+from turnlog.settings import Settings, SettingsError, load
+
+RUNS = topics.RUNS.name
+HASH = re.compile(rb"[0-9a-f]{64}")
+KEPT_LAST = (run_folder.LOCK, run_folder.SETTINGS)
+ELSEWHERE = "what roles keep on other machines (checkpoints, tables of the views) goes with their volumes"
+SCHEMAS = "schemas in the registry are everybody's"
+
+
+class DeleteError(Exception):
+    """Base of the tree above."""
+
+
+class RunIsUp(DeleteError):
+    """Remedy: `turnlog down`, or stop its roles."""
+
+
+class StillNeeded(DeleteError):
+    """Remedy: delete first what needs it."""
+
+
+class NotConfirmed(DeleteError):
+    """Nothing was deleted. Remedy: type the id, or --yes."""
+
+
+class NotRemoved(DeleteError):
+    """Remedy: the rights on the file; then say it again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Whose things go, and where they lie."""
+
+    id: str
+    prefix: str
+    directory: Path
+    archive: str
+    cluster: str = ""
+    """Kafka's own id; empty: nothing says it."""
+    log: RemovableLog | None = None
+    """None: it lies in the directory, as the next."""
+    blobs: Blobs | None = None
+
+    @property
+    def owner(self) -> Owner:
+        """Of its folder in the store."""
+        return Owner(self.cluster, self.prefix, self.id)
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Something that goes."""
+
+    what: str
+    name: str
+    count: int
+    """Offsets of a topic (records and markers), objects, files; of the others 1."""
+    bytes: int | None
+    """None: nobody says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What goes, in the order in which it does."""
+
+    items: tuple[Item, ...]
+    groups: tuple[str, ...]
+    objects: tuple[str, ...]
+    """Names in the store."""
+    handed: tuple[tuple[str, str], ...]
+    """Objects that recordings need, and where they are copied to."""
+    topics: tuple[str, ...]
+    left: tuple[str, ...]
+    """What stays, and why."""
+
+
+Needed = Callable[[Collection[str]], Awaitable[Collection[str]]]
+"""Hashes of blobs -> those that recordings name. Raises StillNeeded for what others do."""
+
+
+async def planned(run: Run, needed: Needed) -> Plan:
+    """Look at everything and change nothing. Raises OtherRun, RunIsUp, StillNeeded, LogError, StoreUnavailable."""
+    _check_neighbours(run.directory)
+    items, left = _files(run.directory, run.id)
+    own: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
+    weights: Collection[str] = ()
+    if run.log is not None:
+        own, weights, said = await _topics(run, run.log)
+        groups = await _groups(run, run.log)
+        found = await _log_items(run, run.log, own, groups)
+        items, left = [*found, *items], [*said, *left]
+        left += [ELSEWHERE, SCHEMAS] if own else []
+        if ids := await _ids(run, run.log):
+            left.append(f"transactional ids {ids}: Kafka forgets them by itself (transactional.id.expiration.ms)")
+    objects: tuple[str, ...] = ()
+    handed: tuple[tuple[str, str], ...] = ()
+    if run.blobs is not None:
+        sure = bool(own) or any(item.what == "directory" for item in items)
+        stored, objects, handed, said = await _objects(run, run.blobs, weights, needed, sure=sure)
+        items += stored
+        left += [*said, *await _unclaimed(run, run.blobs)]
+        if handed:
+            left.append(f"{len(handed)} blobs that recordings name go to blobs/, where every reader looks")
+    return Plan(
+        items=tuple(items), groups=groups, objects=objects, handed=handed, topics=own, left=tuple(dict.fromkeys(left))
+    )
+
+
+async def _topics(run: Run, log: RemovableLog) -> tuple[tuple[str, ...], Collection[str], list[str]]:
+    """The run's topics, `runs` last, hashes that its weights name, and what stays. Raises OtherRun."""
+    there = await log.topics()
+    changelog = re.compile(
+        rf"{re.escape(ConsumerGroup.VIEWS.format(run=run.id))}-([a-z]+-changelog|__assignor-__leader)"
+    )
+    own = [name for topic in topics.CATALOGUE if (name := topic.name) in there]
+    own += sorted(name for name in there if changelog.fullmatch(name))
+    if not own:
+        return (), (), []
+    whose = None
+    if RUNS in there:
+        async for key_, _, kind in gc.values(log, [Partition(RUNS, 0)]):
+            if kind == b"RunConfigured":
+                whose = key_.decode()
+                break
+    if whose is None:
+        said = (
+            f"{len(own)} topics below prefix {run.prefix!r}: no run is configured there, so nothing says whose they are"
+        )
+        return (), (), [said]
+    if whose != run.id:
+        raise OtherRun(
+            f"the topics below prefix {run.prefix!r} belong to run {whose!r}, not to {run.id!r}: name that one, or "
+            "[kafka] prefix of the run that is meant"
+        )
+    weights: set[str] = set()
+    if topics.WEIGHTS.name in there:
+        async for _, value, _ in gc.values(log, [Partition(topics.WEIGHTS.name, 0)]):
+            weights.update(found.decode() for found in HASH.findall(value))
+    return (*(name for name in own if name != RUNS), RUNS), weights, []
+
+
+async def _groups(run: Run, log: RemovableLog) -> tuple[str, ...]:
+    """Groups of the run, none of which has members. Raises RunIsUp."""
+    names = {"run": run.id, "archive": run.archive}
+    exact = {group.format(**names) for group in ConsumerGroup if "{engine}" not in group}
+    loaders = ConsumerGroup.LOADER.format(run=run.id, engine="")
+    likely = sorted(name for name in await log.groups() if name in exact or name.startswith(loaders))
+    known = {topic.name for topic in topics.CATALOGUE}
+    own = []
+    for group in likely:
+        # Where prefixes and ids share their beginnings, a name may be made up in two ways: what it has read tells.
+        if {place.topic for place in await log.committed(group)} <= known:
+            own.append(group)
+    for group in own:
+        if members := await log.members(group):
+            raise RunIsUp(
+                f"group {run.prefix}{group} has {len(members)} members ({', '.join(members)}): stop them "
+                f"(`turnlog run close` ends every role of {run.id!r}), then say this again"
+            )
+    return tuple(own)
+
+
+async def _log_items(run: Run, log: RemovableLog, own: Sequence[str], groups: Iterable[str]) -> list[Item]:
+    there = await log.topics()
+    places = [Partition(name, number) for name in own for number in range(there[name].partitions)]
+    starts, ends = await log.start_offsets(places), await log.end_offsets(places, committed=False)
+    sizes = await log.sizes(own)
+    found = [
+        Item(
+            "topic", run.prefix + name, sum(ends[at] - starts[at] for at in places if at.topic == name), sizes.get(name)
+        )
+        for name in own
+    ]
+    return [*found, *(Item("group", run.prefix + group, 1, None) for group in groups)]
+
+
+async def _ids(run: Run, log: RemovableLog) -> str:
+    """Of the run's transactors."""
+    names = {"run": run.id, "archive": run.archive, "engine": "", "unit": ""}
+    exact = {one.format(**names) for one in TransactionalId if not one.endswith("}")} - {TransactionalId.REGISTRY}
+    more = tuple(one.format(**names) for one in TransactionalId if one.endswith("}"))
+    found = sorted(one for one in await log.transactional_ids() if one in exact or one.startswith(more))
+    return ", ".join(run.prefix + one for one in found)
+
+
+async def _objects(
+    run: Run, blobs: Blobs, weights: Collection[str], needed: Needed, *, sure: bool
+) -> tuple[list[Item], tuple[str, ...], tuple[tuple[str, str], ...], list[str]]:
+    """What goes from the store; its names, that of the owner last; blobs that are handed on; what stays. `sure`: the
+    run has topics or a directory here. Of one that has neither, nor an owner, the prefix may be mistaken: an archive's
+    name has none."""
+    folder = f"{run.owner.folder}/"
+    listed = [] if not run.cluster else [
+        one for prefix in (folder, TRASH + folder) for one in (await blobs.listed(prefix)).objects
+    ]  # fmt: skip
+    owner = await blobs.names(run.owner.name) if run.cluster else []
+    archive, left = (await blobs.listed(f"archive/{run.archive}/")).objects, []
+    if archive and not (sure or owner):
+        left.append(
+            f"archive/{run.archive}/: no topic below prefix {run.prefix!r}, no folder of the store and no directory "
+            "says that it is the run's: name its settings (--settings)"
+        )
+        archive = ()
+    hashes = {one.name: match[3] for one in listed if (match := KEY.fullmatch(one.name))}
+    keep = await needed(set(hashes.values())) if hashes else ()
+    handed = {name: key(sha256) for name, sha256 in hashes.items() if sha256 in keep}
+    kinds = {
+        "weights": [one for one in listed if hashes.get(one.name) in weights],
+        "blobs": [one for one in listed if hashes.get(one.name) not in weights],
+        "archive": archive,
+    }
+    where = {"archive": f"archive/{run.archive}/"}
+    items = [
+        Item(what, where.get(what, folder), len(some), sum(one.size for one in some))
+        for what, some in kinds.items()
+        if some
+    ]
+    names = [one.name for one in (*archive, *listed)]
+    return items, (*names, *owner), tuple(handed.items()), left
+
+
+async def _unclaimed(run: Run, blobs: Blobs) -> list[str]:
+    """Of folders that another cluster's log decides about."""
+    end = Owner("", run.prefix, run.id).name.partition("prefix=")[2]
+    others = [
+        name for name in await blobs.names("owners/") if name.endswith(f"/prefix={end}") and name != run.owner.name
+    ]
+    return [f"{name}: a folder of a run of this name on another cluster, whose log decides" for name in others]
+
+
+def _check_neighbours(directory: Path) -> None:
+    """Whether the settings of another run beside this one name a file in here. Raises StillNeeded."""
+    for path in sorted(directory.parent.glob(f"*/{run_folder.SETTINGS}")):
+        if path.parent == directory:
+            continue
+        try:
+            settings = load(path, {})
+        except SettingsError as error:
+            aside(f"{path} cannot be read, so it is not asked what it needs: {error}")
+            continue
+        for section, values in dataclasses.asdict(settings).items():
+            for name, value in values.items():
+                if "/" in str(value) and Path(str(value)).resolve().is_relative_to(directory.resolve()):
+                    raise StillNeeded(
+                        f"{value} is [{section}] {name} of run {settings.run.id!r} ({path}): delete that run first, or "
+                        "copy it elsewhere and name the copy there"
+                    )
+
+
+def _is_own(directory: Path, run_id: str) -> bool:
+    kept = directory / run_folder.SETTINGS
+    return kept.exists() and load(kept, {}).run.id == run_id
+
+
+def _files(directory: Path, run_id: str) -> tuple[list[Item], list[str]]:
+    """The run's directory, checkpoints apart, and what of it stays."""
+    if not directory.exists():
+        return [], []
+    if not _is_own(directory, run_id):
+        return [], [f"{directory}: no {run_folder.SETTINGS} there says that it is the run's"]
+    kinds: dict[str, list[int]] = {"checkpoints": [], "directory": []}
+    for folder, _, names in os.walk(directory):
+        inside = Path(folder).relative_to(directory).parts[:1]
+        kind = "checkpoints" if inside == ("checkpoints",) else "directory"
+        kinds[kind] += [(Path(folder) / name).lstat().st_size for name in names]
+    where = {"checkpoints": directory / "checkpoints", "directory": directory}
+    return [Item(kind, str(where[kind]), len(sizes), sum(sizes)) for kind, sizes in kinds.items() if sizes], []
+
+
+async def deleted(run: Run, plan: Plan, close: Callable[[], Awaitable[None]]) -> None:
+    """Do what `plan` says. `close`: says on the log that nothing starts for the run any more. Cut off anywhere, a new
+    plan has the rest. Raises RunIsUp, NotRemoved, LogError, StoreUnavailable."""
+    if run.log is not None:
+        if RUNS in plan.topics:
+            await close()
+        await _groups(run, run.log)  # who came meanwhile
+        await run.log.delete_groups(plan.groups)
+    if run.blobs is not None:
+        for name, to in plan.handed:
+            await run.blobs.copy(name, to)
+        *objects, last = plan.objects or ("",)
+        for at in range(0, len(objects), gc.AT_ONCE):
+            await asyncio.gather(*map(run.blobs.remove, objects[at : at + gc.AT_ONCE]))
+        if last:
+            await run.blobs.remove(last)
+    if run.log is not None and plan.topics:
+        *others, last = plan.topics
+        await run.log.delete_topics(others)
+        await run.log.delete_topics([last])
+    if any(item.what == "directory" for item in plan.items):
+        _remove(run.directory)
+
+
+def _remove(directory: Path) -> None:
+    """Raises NotRemoved."""
+    try:
+        for path in directory.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.name not in KEPT_LAST:
+                path.unlink()
+        for name in KEPT_LAST:
+            (directory / name).unlink(missing_ok=True)
+        directory.rmdir()
+    except OSError as error:
+        raise NotRemoved(
+            f"{error.filename or directory}: {error.strerror}; everything else of the run is gone"
+        ) from error
+
+
+async def needed_elsewhere(
+    hashes: Collection[str], *, blobs: Blobs, run: Run, clusters: Mapping[str, gc.Connect],
+    roots: Collection[tuple[str, str]], retired: Collection[str],
+) -> Collection[str]:  # fmt: skip
+    """Which of the run's blobs recordings name and nobody else holds. Raises StillNeeded for those that the log or
+    archive of another run does, UnknownOwner, LogError, StoreUnavailable."""
+    objects = [one.name for prefix in (OWNED, "blobs/") for one in (await blobs.listed(prefix)).objects]
+    places = [match for name in objects if (match := KEY.fullmatch(name))]
+    copied = {match[3] for match in places if match[2] != run.owner.folder}
+    if not (wanted := set(hashes) - copied):
+        return ()
+    folders = {match[2] for match in places if match[2]} - {run.owner.folder}
+    ours = [run.owner.folder] if await blobs.names(run.owner.name) else []
+    owners = await gc.owners_of(blobs, folders, clusters, [*ours, *retired])
+    logs = {*roots, *((owner.cluster, owner.prefix) for owner in owners if owner.folder not in retired)}
+
+    async def check(whose: str, marks: gc.Marks) -> None:
+        await gc.follow(blobs, [run.owner.folder, *(owner.folder for owner in owners)], marks)
+        if marks.seen:
+            raise StillNeeded(
+                f"{len(marks.seen)} blobs of run {run.id!r} are named by {whose} and lie nowhere else, "
+                f"{min(marks.seen)} among them: delete that first"
+            )
+
+    for cluster, prefix in sorted(logs - {(run.cluster, run.prefix)}):
+        marks, whose = gc.Marks(wanted), [one for one in owners if (one.cluster, one.prefix) == (cluster, prefix)]
+        await gc.mark_log(
+            clusters[cluster](prefix), prefix, [one for one in whose if one.folder not in retired], folders, marks
+        )
+        await check(f"the log below prefix {prefix!r} of cluster {cluster}", marks)
+    for archive in await gc.archives(blobs):
+        if archive != run.archive:
+            marks = gc.Marks(wanted)
+            await gc.mark_archive(blobs, archive, marks)
+            await check(f"archive {archive!r}", marks)
+    marks = gc.Marks(wanted)
+    await gc.mark_recordings(blobs, marks)
+    await gc.follow(blobs, [run.owner.folder], marks)
+    return marks.seen
+
+
+def command(settings: Settings, arguments: argparse.Namespace) -> int:
+    """Print what goes and what stays; with --delete let it go. 0. Raises DeleteError, OtherRun, GcError, LogError,
+    StoreUnavailable, SettingsError."""
+    own = _settings_of(settings, arguments)
+    directory = Path(own.run.directory)
+    if directory.exists() and run_folder.is_live(directory):
+        raise RunIsUp(f"{directory} is up: `turnlog --run {own.run.id} down` stops it; then say this again")
+    asyncio.run(_command(own, arguments))
+    return ExitStatus.DONE
+
+
+def _settings_of(settings: Settings, arguments: argparse.Namespace) -> Settings:
+    """Of the run that is named: those of --settings, of its directory, or else the environment's under its id."""
+    if arguments.settings is None:
+        directory = Path(settings.run.directory)
+        if settings.run.id != arguments.target:
+            directory = directory.parent / arguments.target
+        kept = directory / run_folder.SETTINGS
+        run = dataclasses.replace(settings.run, id=arguments.target, directory=str(directory))
+        settings = load(kept, os.environ) if kept.exists() else dataclasses.replace(settings, run=run)
+    if settings.run.id != arguments.target:
+        raise SettingsError(
+            f"the settings are about run {settings.run.id!r}, not {arguments.target!r}: --settings of the run that is "
+            "meant, or set [run] id (TURNLOG_RUN_ID) to it"
+        )
+    return settings
+
+
+async def _command(own: Settings, arguments: argparse.Namespace) -> None:
+    async with AsyncExitStack() as stack:
+        run, needed = await _reached(stack, own, arguments)
+        plan = await planned(run, needed)
+        if not arguments.json:
+            _tell(plan, run.id)
+        if arguments.delete and plan.items:
+            _confirm(run.id, yes=arguments.yes)
+            if any(item.what == "directory" for item in plan.items):
+                stack.enter_context(run_folder.locked(run.directory))
+            await deleted(run, plan, partial(_closed, own))
+    if arguments.json:
+        items = [dataclasses.asdict(item) for item in plan.items]
+        say_json({"run": run.id, "deleted": arguments.delete, "items": items, "left": plan.left})
+    elif not plan.items:
+        say(f"nothing of run {run.id!r} is there")
+    else:
+        say(
+            f"run {run.id!r} is gone"
+            if arguments.delete
+            else "nothing was changed: --delete lets all of it go, for good"
+        )
+
+
+async def _reached(stack: AsyncExitStack, own: Settings, arguments: argparse.Namespace) -> tuple[Run, Needed]:
+    """The run's log and store, where they are not in its directory, and how to ask everybody else of the bucket."""
+    directory, log, blobs = Path(own.run.directory), None, None
+    clusters: dict[str, gc.Connect] = {}
+    roots = set()
+    for one in (own, *(run_folder.resolved(load(path, {})) for path in arguments.also)):
+        if one.kafka.bootstrap:
+            client = KafkaLog.of(one.kafka)
+            stack.push_async_callback(client.close)
+            cluster = await client.cluster()
+            clusters[cluster] = partial(gc.log_of, one.kafka)
+            log = client if one is own else log
+            if one is not own and RUNS in await client.topics():
+                roots.add((cluster, one.kafka.prefix))
+    if own.store.endpoint:
+        blobs = S3Blobs(dataclasses.replace(own.store, make_bucket=False))
+        stack.push_async_callback(blobs.close)
+    run = Run(
+        id=own.run.id, prefix=own.kafka.prefix, directory=directory, archive=archive_name(own), log=log, blobs=blobs,
+        cluster=await log.cluster() if log else kept_cluster(directory),
+    )  # fmt: skip
+
+    async def needed(hashes: Collection[str]) -> Collection[str]:
+        assert blobs is not None, "what it holds is asked about"
+        return await needed_elsewhere(
+            hashes, blobs=blobs, run=run, clusters=clusters, roots=roots, retired=arguments.retired
+        )
+
+    return run, needed
+
+
+async def _closed(own: Settings) -> None:
+    """Nothing starts for the run any more, and what has no group ends. An embedded registry is down: so is the run."""
+    if own.registry.url:
+        async with opened("run", own) as role:
+            await set_phase(role, RunPhase.CLOSED)
+
+
+def _confirm(run_id: str, *, yes: bool) -> None:
+    """Raises NotConfirmed."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise NotConfirmed("there is no terminal to type the run's id on: --yes deletes without")
+    if (typed := input(f"type {run_id} to delete all of it for good: ").strip()) != run_id:
+        raise NotConfirmed(f"{typed!r} is not {run_id!r}: nothing was deleted")
+
+
+def _tell(plan: Plan, run_id: str) -> None:
+    table = Table("what", "name", "count", "bytes", title=f"run {run_id}")
+    for item in plan.items:
+        size = "?" if item.bytes is None else f"{item.bytes:,}"
+        table.add_row(item.what, item.name, f"{item.count:,}", size)
+    if plan.items:
+        Terminal().print(table)
+    for one in plan.left:
+        say(f"stays: {one}")

@@ -1,0 +1,213 @@
+"""`turnlog doctor`: whether an installation keeps what a run rests on, by asking its servers; what to change where not.
+
+Limits that a record meets first in the middle of a run are read from the brokers beforehand; a server that does not
+answer is a finding like any other, so that one call says everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from http import HTTPStatus
+
+import httpx
+from rich.table import Table
+
+from turnlog import __version__
+from turnlog.consumers.report import versions
+from turnlog.infra.blobs import BlobError
+from turnlog.infra.kafka import KafkaLog
+from turnlog.infra.kafka.connection import METADATA_LIMIT_BYTES, Membership
+from turnlog.infra.kafka.producers import TRANSACTION_TIMEOUT_MS
+from turnlog.infra.log import LogError
+from turnlog.infra.registry import HttpRegistry, RegistryError
+from turnlog.infra.roles.terminal import Terminal, say_json
+from turnlog.infra.roles.tls import TlsFileUnusable
+from turnlog.infra.run_folder import resolved
+from turnlog.infra.s3 import S3Blobs
+from turnlog.infra.topics_admin import WARNING, check, check_internal
+from turnlog.names import ExitStatus
+from turnlog.schemas.events import ALL
+from turnlog.schemas.topics import MAX_MESSAGE_BYTES
+from turnlog.settings import Settings
+
+SKEW_S = 5.0
+"""Clocks further apart make ages, lags in seconds and `--before` wrong by as much."""
+ANSWER_S = 10.0
+LEVELS = ("BACKWARD_TRANSITIVE", "FULL_TRANSITIVE")
+"""Of a registry: under each a reader of today reads what any release wrote."""
+PROBE = "doctor/probe"
+"""The one object that the doctor writes, again each time."""
+HIDDEN = "ask who runs it, or give this principal DescribeConfigs on the cluster (`turnlog topics acls`)"
+GOOD, WORTH_A_LOOK, WRONG = "good", "worth a look", "wrong"
+ROOM = 64 << 10
+"""Bytes of a produce request beside its records."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was looked at, and what came of it."""
+
+    state: str
+    """good | worth a look | wrong"""
+    where: str
+    what: str
+    remedy: str = ""
+
+
+Findings = Iterable[Finding]
+
+
+def command(settings: Settings, *, as_json: bool) -> int:
+    """Look at everything that the settings name and print what was found; 1 when something is wrong, else 0. Raises
+    NoEndpoints."""
+    found = asyncio.run(examined(resolved(settings)))
+    if as_json:
+        about = {"turnlog": __version__, "packages": versions()}
+        say_json({**about, "findings": [dataclasses.asdict(finding) for finding in found]})
+    else:
+        _tell(found)
+    return ExitStatus.DIFFERS if any(finding.state == WRONG for finding in found) else ExitStatus.DONE
+
+
+async def examined(settings: Settings) -> list[Finding]:
+    """Of servers whose addresses are filled in."""
+    looks: dict[str, Callable[[Settings], Awaitable[Findings]]] = {
+        f"[kafka] bootstrap {settings.kafka.bootstrap}": _kafka,
+        f"[registry] url {settings.registry.url}": _registry,
+        f"[store] endpoint {settings.store.endpoint}": _store,
+    }
+    answers = await asyncio.gather(*(_looked(where, look, settings) for where, look in looks.items()))
+    return [finding for answer in answers for finding in answer]
+
+
+async def _looked(where: str, look: Callable[[Settings], Awaitable[Findings]], settings: Settings) -> list[Finding]:
+    """What `look` finds; an answer that it did not get is what was found."""
+    try:
+        return list(await look(settings))
+    except (LogError, BlobError, RegistryError, TlsFileUnusable) as error:
+        return [Finding(WRONG, where, f"{type(error).__name__}: {error}", "start it, or correct the setting")]
+
+
+async def _kafka(settings: Settings) -> Findings:
+    log = KafkaLog.of(settings.kafka)
+    try:
+        brokers = await log.brokers()
+        problems = check_internal(await log.internal_topics(), settings) + await check(log, settings)
+    finally:
+        await log.close()
+    found = [_counted(len(brokers), settings)]
+    for broker, config in sorted(brokers.items()):
+        found += broker_findings(f"broker {broker}", config, settings)
+    found += [
+        Finding(WORTH_A_LOOK if problem.startswith(WARNING) else WRONG, "topics", problem) for problem in problems
+    ]
+    return found if problems else [*found, Finding(GOOD, "topics", "counts, replicas and limits are the catalogue's")]
+
+
+def _counted(brokers: int, settings: Settings) -> Finding:
+    wanted = settings.kafka.copies
+    what = f"{brokers} brokers, {wanted} copies of each topic (kafka.replication)"
+    if brokers < wanted:
+        return Finding(WRONG, "brokers", what, "add brokers, or lower kafka.replication")
+    if brokers > 1 and wanted == 1:
+        return Finding(WORTH_A_LOOK, "brokers", what, "kafka.replication = 3: one broker's disk holds all of a topic")
+    return Finding(GOOD, "brokers", what)
+
+
+def broker_findings(where: str, config: Mapping[str, str], settings: Settings) -> Iterator[Finding]:
+    """Of one broker, by its configuration. What it does not tell (managed clusters hide some) is worth a look."""
+    pause, member = settings.run.longest_pause_s, Membership()
+    why = (
+        f"run.longest_pause_s is {pause:g} s: a group's position is forgotten sooner, and a restart would miss records"
+    )
+    limits = (
+        ("offsets.retention.minutes", int(-(-pause // 60)), None, why),
+        ("transaction.max.timeout.ms", TRANSACTION_TIMEOUT_MS, None, "a broker refuses longer transactions"),
+        ("socket.request.max.bytes", MAX_MESSAGE_BYTES + ROOM, None, "the largest record is one request"),
+        ("offset.metadata.max.bytes", METADATA_LIMIT_BYTES, None, "low-water marks of a unit take as much"),
+        ("group.min.session.timeout.ms", None, member.session_ms, "members of groups ask for it"),
+        ("group.max.session.timeout.ms", member.session_ms, None, "members of groups ask for it"),
+    )
+    for key, least, most, reason in limits:
+        bound = f"at least {least}" if least is not None else f"at most {most}"
+        said = config.get(key)
+        if said is None or not said.lstrip("-").isdigit():
+            yield Finding(WORTH_A_LOOK, where, f"{key} is not told; it must be {bound}: {reason}", HIDDEN)
+        elif (least is not None and int(said) < least) or (most is not None and int(said) > most):
+            yield Finding(WRONG, where, f"{key}={said}, it must be {bound}: {reason}", f"set {key} on every broker")
+        else:
+            yield Finding(GOOD, where, f"{key}={said}, {bound}")
+
+
+async def _registry(settings: Settings) -> Findings:
+    url = settings.registry.url.rstrip("/")
+    registry = HttpRegistry(settings.registry, timeout_s=ANSWER_S)
+    try:
+        answer = await registry.config()
+        found = [_skew("registry", url, answer.headers.get("date")), _level(url, "", answer)]
+        for record in ALL:
+            own = await registry.config(record)
+            if own.status_code != HTTPStatus.NOT_FOUND:
+                found.append(_level(url, settings.registry.subject_prefix + record, own))
+    finally:
+        await registry.close()
+    return [finding for finding in found if finding.state != GOOD or not finding.where.startswith("subject")]
+
+
+def _level(url: str, subject: str, answer: httpx.Response) -> Finding:
+    where = f"subject {subject}" if subject else f"registry {url}"
+    if answer.is_error:
+        return Finding(WORTH_A_LOOK, where, f"its level is not told: {answer.status_code}", "ask who runs it")
+    said = answer.json()
+    level = said.get("compatibilityLevel") or said.get("compatibility")
+    if level in LEVELS:
+        return Finding(GOOD, where, f"compatibility {level}")
+    return Finding(
+        WRONG, where, f"compatibility {level}: a change that breaks readers of old records would pass",
+        f"PUT {url}/config{subject and '/' + subject} " + '{"compatibility": "BACKWARD_TRANSITIVE"}',
+    )  # fmt: skip
+
+
+def _skew(name: str, url: str, said: str | None) -> Finding:
+    """Of a server's clock, by the Date of its answer: whole seconds, so half a second is taken off."""
+    where = f"{name} {url}"
+    if said is None:
+        return Finding(WORTH_A_LOOK, where, "its answers have no Date: its clock is not known", "look at its clock")
+    apart = parsedate_to_datetime(said).timestamp() + 0.5 - time.time()
+    what = f"its clock is {apart:+.1f} s from this machine's"
+    if abs(apart) > SKEW_S:
+        return Finding(WRONG, where, f"{what}, {SKEW_S:g} s at most", "let NTP run on both")
+    return Finding(GOOD, where, what)
+
+
+async def _store(settings: Settings) -> Findings:
+    url, bucket = settings.store.endpoint, settings.store.bucket
+    blobs = S3Blobs(settings.store, patient=False)
+    try:
+        found = [_skew("store", url, await blobs.date())]
+        for look in ("written", "overwritten"):
+            content = secrets.token_bytes(32)
+            await blobs.put_named(PROBE, content)
+            read, named = await blobs.get_named(PROBE), PROBE in await blobs.names(PROBE)
+            good = read == content and named
+            what = f"an object that was {look} is {'read back and' if good else 'not at once read back or'} listed"
+            remedy = "" if good else "a store that is consistent after each write, as S3 is since 2020"
+            found.append(Finding(GOOD if good else WRONG, f"store {url}, bucket {bucket}", what, remedy))
+    finally:
+        await blobs.close()
+    return found
+
+
+def _tell(found: Iterable[Finding]) -> None:
+    console = Terminal()
+    table = Table("", "where", "what", "what to change")
+    for finding in found:
+        table.add_row(finding.state, finding.where, finding.what, finding.remedy)
+    console.print(table)
+    console.print(f"turnlog {__version__}; " + ", ".join(f"{name} {version}" for name, version in versions().items()))

@@ -1,0 +1,195 @@
+"""`turnlog run fork`: a checkpoint of one run becomes the beginning of another, on any cluster.
+
+Weights, optimizer and learning-rate schedule go on where the checkpoint stands; draws, batches and versions of the new
+run are its own and begin at 0. Its feeder begins behind what the checkpoint has seen of the dataset: that stands in the
+new run's RunConfigured, so that it needs the parent's log no more.
+
+ForkRefused   the new run has begun otherwise, or would lie where its parent lies
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+
+from turnlog.consumers.run import prepared
+from turnlog.infra import run_folder
+from turnlog.infra.history import all_events
+from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.runs import PARENT_FILE, life, parent_of
+from turnlog.infra.roles.terminal import say
+from turnlog.names import ExitStatus
+from turnlog.schemas import topics
+from turnlog.schemas.events import GroupRequested, Purpose, RunParent, RunPlace, SampleBatchFormed
+from turnlog.settings import Settings, SettingsError, load
+
+CHECKPOINTS, TASKS = "checkpoints", "tasks.jsonl"
+OWN = ("TURNLOG_RUN_", "TURNLOG_KAFKA_PREFIX", "TURNLOG_ARCHIVE_NAME")
+"""Variables that are about the new run where --from-settings is read."""
+Find = Callable[[Path, int | None], tuple[Path, Mapping[str, int | None]]]
+"""(checkpoints of the parent, step or None for the newest) -> the folder and its cursor (trainer.checkpoint)."""
+HandOn = Callable[[Path, Path], None]
+"""(folder, checkpoints of the new run): copy it there as what its first trainer starts from."""
+
+
+class ForkRefused(Exception):
+    """Says what stands where the new run would begin. Remedy: another --run, another [kafka] prefix."""
+
+
+def fork(settings: Settings, arguments: argparse.Namespace, find: Find, hand_on: HandOn) -> int:
+    """Make the run of `settings` from a checkpoint of --from, and say what to do next; 0. Again, it finds it made.
+    Raises ForkRefused, SettingsError, CheckpointUnusable, NoEndpoints, NoArchive, LogUnavailable."""
+    directory = _directory_of(arguments.parent, settings)
+    parent = _parent_settings(arguments, directory)
+    new = _new_settings(settings, arguments, parent)
+    _check_apart(parent, new)
+    folder, cursor = find(directory / CHECKPOINTS, arguments.step)
+    about = asyncio.run(_about(parent, folder, cursor, archive=arguments.archive))
+    if new.kafka.bootstrap:
+        asyncio.run(_check_unbegun(new, about))
+    _write(new, about, directory, lambda checkpoints: hand_on(folder, checkpoints), keep=arguments.settings is None)
+    say(f"run {new.run.id!r} begins at step {about.step} of {about.run_id!r} ({folder})")
+    if about.dataset:
+        say(
+            f"its feeder begins {about.places} tasks into {about.dataset}, and asks for {len(about.left)} of them first"
+        )
+    if new.kafka.bootstrap:
+        say(*asyncio.run(_configured(new, about)))
+    else:
+        say(f"next: turnlog --run {new.run.id} up, then turnlog --run {new.run.id} run")
+    return ExitStatus.DONE
+
+
+def _directory_of(name: str, settings: Settings) -> Path:
+    """A run id is that of a directory beside the new run's; anything with a slash is a directory."""
+    return Path(name) if "/" in name else Path(settings.run.directory).parent / name
+
+
+def _parent_settings(arguments: argparse.Namespace, directory: Path) -> Settings:
+    """As the parent's roles have them. Raises SettingsError."""
+    if arguments.from_settings is not None:
+        env = {key: value for key, value in os.environ.items() if not key.startswith(OWN)}
+        found = load(arguments.from_settings, env)
+    elif (kept := directory / run_folder.SETTINGS).exists():
+        found = load(kept, {})
+    else:
+        raise SettingsError(f"{kept} is missing: name the parent's own settings with --from-settings FILE")
+    return dataclasses.replace(found, run=dataclasses.replace(found.run, directory=str(directory)))
+
+
+def _new_settings(settings: Settings, arguments: argparse.Namespace, parent: Settings) -> Settings:
+    """Those of --settings or of the new run's directory, else the parent's under the new run's names."""
+    if arguments.settings is None and not (Path(settings.run.directory) / run_folder.SETTINGS).exists():
+        archive = dataclasses.replace(parent.archive, name="")
+        settings = dataclasses.replace(parent, run=settings.run, archive=archive)
+    if arguments.to_prefix is not None:
+        settings = dataclasses.replace(settings, kafka=dataclasses.replace(settings.kafka, prefix=arguments.to_prefix))
+    if arguments.draws is not None:
+        settings = dataclasses.replace(settings, feeder=dataclasses.replace(settings.feeder, draws=arguments.draws))
+    return settings
+
+
+def _check_apart(parent: Settings, new: Settings) -> None:
+    """Raises ForkRefused."""
+    if new.run.id == parent.run.id or Path(new.run.directory).resolve() == Path(parent.run.directory).resolve():
+        raise ForkRefused(f"run {parent.run.id!r} cannot be forked onto itself: give the new run an id with --run")
+    ours, theirs = new.kafka, parent.kafka
+    if ours.bootstrap and (ours.bootstrap, ours.prefix) == (theirs.bootstrap, theirs.prefix):
+        raise ForkRefused(
+            f"prefix {ours.prefix!r} of {ours.bootstrap} belongs to {parent.run.id!r}: give the new run one with "
+            "--to-prefix, or settings of its own"
+        )
+
+
+async def _about(parent: Settings, folder: Path, cursor: Mapping[str, int | None], *, archive: bool) -> RunParent:
+    """What the new run records of its parent, by the parent's log."""
+    async with opened("fork", parent, archive=archive) as role:
+        before = (await life(role)).parent
+        batches = [event for event in await all_events(role, topics.BATCHES) if isinstance(event, SampleBatchFormed)]
+        seen = {
+            sample.group_id
+            for batch in batches
+            if batch.batch_index < (cursor["next_batch"] or 0)
+            for sample in batch.samples
+        }
+        requests = await all_events(role, topics.GROUP_REQUESTS)
+    dataset, places, left = position(requests, seen, before)
+    return RunParent(
+        run_id=parent.run.id, checkpoint=folder.name, step=cursor["step"] or 0, draws=cursor["draws"] or 0,
+        dataset=dataset, places=places, left=left,
+    )  # fmt: skip
+
+
+def position(
+    requests: Iterable[object], seen: Collection[str], before: RunParent | None
+) -> tuple[str, int, tuple[RunPlace, ...]]:
+    """(dataset, how many of its places were passed, those of them that no group of `seen` was about). `requests`: of
+    the parent, in order; fresh places are asked for in order, so the order of their first groups is the dataset's.
+    `before`: what the parent had from its own parent."""
+    asked = [one for one in requests if isinstance(one, GroupRequested) and one.purpose is Purpose.train]
+    dataset = asked[0].dataset if asked else before.dataset if before else ""
+    known = before if before is not None and before.dataset == dataset else None
+    base, left = (known.places, set(known.left)) if known else (0, set())
+    at = {one.group_id: RunPlace(one.dataset_epoch, one.index) for one in asked}
+    trained = {place for group, place in at.items() if group in seen}
+    fresh = list(dict.fromkeys(place for place in at.values() if place not in left))
+    passed = max((number for number, place in enumerate(fresh, 1) if place in trained), default=0)
+    behind = (left | set(fresh[:passed])) - trained
+    return dataset, base + passed, tuple(sorted(behind, key=lambda place: (place.epoch, place.row)))
+
+
+async def _check_unbegun(new: Settings, about: RunParent) -> None:
+    """Nothing is on the new run's log, or what this fork has written there. Raises ForkRefused."""
+    async with opened("fork", new) as role:
+        if topics.RUNS.name not in await role.log.topics():
+            return
+        _same_parent(await _recorded_parent(role), about, new)
+
+
+async def _recorded_parent(role: Role) -> tuple[bool, RunParent | None]:
+    """(whether the log has begun, the parent that it names)."""
+    found = await life(role)
+    begun = found.configured is not None or bool(await all_events(role, topics.WEIGHTS))
+    return begun, found.parent
+
+
+def _same_parent(found: tuple[bool, RunParent | None], about: RunParent, new: Settings) -> None:
+    begun, parent = found
+    if begun and parent != about:
+        whose = f"from {parent.run_id!r} at step {parent.step}" if parent else "without a parent"
+        raise ForkRefused(
+            f"run {new.run.id!r} has begun already (prefix {new.kafka.prefix!r}), {whose}: choose another --run, and "
+            "on a shared cluster another --to-prefix"
+        )
+
+
+def _write(new: Settings, about: RunParent, parent: Path, hand_on: Callable[[Path], None], *, keep: bool) -> None:
+    """The new run's directory; its parent's name comes last, so that a fork that died is begun anew."""
+    directory = Path(new.run.directory)
+    found = parent_of(new)
+    if found is not None:
+        _same_parent((True, found), about, new)
+        return
+    run_folder.private_folder(directory)
+    hand_on(directory / CHECKPOINTS)
+    if not new.feeder.dataset and (parent / TASKS).exists():
+        shutil.copyfile(parent / TASKS, directory / TASKS)
+    if keep:
+        run_folder.write_settings(directory, new)
+    part = directory / f"{PARENT_FILE}.part"
+    part.write_text(json.dumps(dataclasses.asdict(about), indent=2) + "\n")
+    part.replace(directory / PARENT_FILE)
+
+
+async def _configured(new: Settings, about: RunParent) -> list[str]:
+    """Configure the new run at once, so that its first role knows where it comes from. Raises ForkRefused."""
+    async with opened("fork", new) as role:
+        done = await prepared(role)
+        _same_parent(await _recorded_parent(role), about, new)
+    return done.said()

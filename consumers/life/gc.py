@@ -1,0 +1,395 @@
+"""`turnlog gc`: objects of the store that nothing names any more go into its trash, and a grace later for good.
+
+References are collected over all owners of the bucket together (decision 34): every record of every log and archive is
+searched for what looks like a sha256, so that records of later releases, refused ones and those of open transactions
+count, too. What is younger than the grace is left alone: its writer may be about to name it.
+
+Nothing rests on a lock. Each step can be cut off or done twice: an object is copied into the trash before it is
+removed, looked at again before that, and put back when a later mark, or a reader, finds it needed.
+
+GcError
+├── UnknownOwner    somebody may need what lies there, and cannot be asked
+├── GraceTooShort   below what writers and transactions may take
+└── MarkTooOld      deletion came too late after the mark that it rests on
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import re
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import partial
+
+from rich.table import Table
+
+from turnlog.infra.archive import ArchiveLog
+from turnlog.infra.blobs import KEY, OWNED, OWNERS, REUSED_S, TRASH, BlobMissing, Blobs, Listed, Owner, key
+from turnlog.infra.kafka import KafkaLog
+from turnlog.infra.log import Log, Partition
+from turnlog.infra.roles.terminal import Terminal, aside, say_json
+from turnlog.infra.run_folder import resolved
+from turnlog.infra.s3 import S3Blobs
+from turnlog.kafka_settings import KafkaSettings
+from turnlog.names import RECORD_HEADER, ExitStatus
+from turnlog.schemas import topics
+from turnlog.settings import Settings, load
+
+LEAST_GRACE_S = 2 * REUSED_S
+"""A blob is named within REUSED_S of its put; so long again for the transaction that does it (10 s at most) and for
+what goes slowly."""
+AT_ONCE = 16
+"""Requests under way together."""
+HASHES = re.compile(rb"[0-9a-f]{64,}")
+NESTED = re.compile(rb"\x80\x01([0-9a-f]{64}).{2,12}application/[\w.+-]{1,80}\+json", re.DOTALL)
+"""A BlobRef in Avro: length and text of the hash, size, media type. What is JSON names other blobs: the packs of a
+workspace, the body of an answer."""
+TOPICS = "/topics.json"
+"""What the index of an archive's name ends with."""
+Connect = Callable[[str], Log]
+"""Prefix -> the log below it, on one cluster."""
+
+
+class GcError(Exception):
+    """Base of the tree above."""
+
+
+class UnknownOwner(GcError):
+    """Remedy: the settings of its log with --also, or --retired when its log is gone for good."""
+
+
+class GraceTooShort(GcError):
+    """Remedy: a longer --grace."""
+
+
+class MarkTooOld(GcError):
+    """Nothing is lost. Remedy: run it again."""
+
+
+class State(StrEnum):
+    """Of an object."""
+
+    REACHABLE = "reachable"
+    YOUNG = "young: nothing names it yet"
+    GARBAGE = "garbage: goes into the trash"
+    UNOWNED = "unowned: nothing known names it, nobody says whose it is"
+    WAITS = "in the trash"
+    NEEDED = "in the trash, and named: goes back"
+    DUE = "in the trash: goes for good"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A blob in the store."""
+
+    at: Listed
+    folder: str
+    sha256: str
+    trashed: bool
+    state: State
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """What one look at the store and at everything that names its objects says."""
+
+    now: float
+    """The store's clock when it was listed: before anything was marked."""
+    grace_s: float
+    found: tuple[Found, ...]
+    owners: tuple[Owner, ...]
+    read: Mapping[str, int]
+    """Records by where they were read."""
+    absent: int
+    """Lists of other blobs that are named and not there."""
+
+
+@dataclass(slots=True)
+class Marks:
+    """Names among `wanted` that were seen, as far as has been read."""
+
+    wanted: Collection[str]
+    seen: set[str] = field(default_factory=set)
+    lists: set[str] = field(default_factory=set)
+    """Seen, and to be read, since they name others."""
+    read: Counter[str] = field(default_factory=Counter)
+
+    def take(self, content: bytes, where: str = "") -> None:
+        """Whatever looks like a hash, in any place of a longer run of digits."""
+        for run in HASHES.finditer(content):
+            digits = run.group().decode()
+            self.seen.update(
+                digits[at : at + 64] for at in range(len(digits) - 63) if digits[at : at + 64] in self.wanted
+            )
+        self.lists.update(match.decode() for match in NESTED.findall(content))
+        if where:
+            self.read[where] += 1
+
+
+async def marked(
+    blobs: Blobs, clusters: Mapping[str, Connect], *, grace_s: float, roots: Collection[tuple[str, str]] = (),
+    retired: Collection[str] = (), unowned: bool = False, told: Callable[[str], None] = lambda _: None,
+) -> Marked:  # fmt: skip
+    """Look at everything and change nothing. `clusters`: by Kafka's id; `roots`: (cluster, prefix) of logs that may
+    have no owner in the store; `retired`: folders of owners whose log is gone for good; `unowned`: what lies in no
+    folder may go, too: every log that put it is known here. Raises UnknownOwner, LogError, StoreUnavailable."""
+    listings = [await blobs.listed(prefix) for prefix in (OWNED, "blobs/", TRASH)]
+    objects = [one for listing in listings for one in listing.objects]
+    matches = [(match, one) for one in objects if (match := KEY.fullmatch(one.name))]
+    folders = {match[2] for match, _ in matches if match[2]}
+    owners = await owners_of(blobs, folders, clusters, retired)
+    marks = Marks({match[3] for match, _ in matches})
+    logs = {*roots, *((owner.cluster, owner.prefix) for owner in owners if owner.folder not in retired)}
+    for cluster, prefix in sorted(logs):
+        whose = [owner for owner in owners if (owner.cluster, owner.prefix) == (cluster, prefix)]
+        await mark_log(clusters[cluster](prefix), prefix, [o for o in whose if o.folder not in retired], folders, marks)
+        told(f"read the log below prefix {prefix!r} of cluster {cluster}: {marks.read.total()} records so far")
+    for archive in await archives(blobs):
+        await mark_archive(blobs, archive, marks)
+        told(f"read archive {archive}: {marks.read[f'archive/{archive}{TOPICS}']} records")
+    await mark_recordings(blobs, marks)
+    absent = await follow(blobs, [owner.folder for owner in owners], marks)
+    now = min(listing.now for listing in listings)
+    live = {one.name: one for match, one in matches if not match[1]}
+    found = tuple(
+        Found(one, match[2] or "", match[3], bool(match[1]), _state(one, match, live, marks, now, grace_s, unowned))
+        for match, one in matches
+    )
+    return Marked(now, grace_s, found, tuple(owners), dict(marks.read), absent)
+
+
+def _state(
+    one: Listed, match: re.Match[str], live: Mapping[str, Listed], marks: Marks, now: float, grace_s: float,
+    unowned: bool,
+) -> State:  # fmt: skip
+    """Of one object. A copy in the trash of what is needed stays until what was put back has been there for a grace: by
+    then nobody acts any more on a mark from before."""
+    named, old = match[3] in marks.seen, now - one.modified >= grace_s
+    if match[1]:
+        there = live.get(one.name.removeprefix(TRASH))
+        if named and there is None:
+            return State.NEEDED
+        return State.DUE if old and (not named or (there and now - there.modified >= grace_s)) else State.WAITS
+    if named:
+        return State.REACHABLE
+    if not old:
+        return State.YOUNG
+    return State.GARBAGE if match[2] or unowned else State.UNOWNED
+
+
+async def owners_of(
+    blobs: Blobs, folders: Collection[str], clusters: Mapping[str, Connect], retired: Collection[str]
+) -> list[Owner]:
+    """Every owner, all of whom can be asked. Raises UnknownOwner, BlobCorrupt."""
+    owners = [Owner.parsed(name, await blobs.get_named(name)) for name in await blobs.names(OWNERS)]
+    if strange := sorted({*folders, *retired} - {owner.folder for owner in owners}):
+        raise UnknownOwner(
+            f"{strange[0]} is a folder without an owner: {OWNERS} holds no object about it; restore that from a copy, "
+            "or let `turnlog run configure` of the run write it again"
+        )
+    for owner in owners:
+        if owner.cluster not in clusters and owner.folder not in retired:
+            raise UnknownOwner(
+                f"{owner.folder} belongs to run {owner.run!r} (prefix {owner.prefix!r}) of Kafka cluster "
+                f"{owner.cluster}, these settings reach {', '.join(sorted(clusters))}: name that run's settings with "
+                f"--also FILE, or, if its log is gone for good and only its archive counts, --retired {owner.folder}"
+            )
+    return owners
+
+
+async def mark_log(log: Log, prefix: str, owners: Sequence[Owner], folders: Collection[str], marks: Marks) -> None:
+    """Every record below a prefix, those of open transactions included. Raises UnknownOwner, LogError."""
+    try:
+        there = await log.topics()
+        if lacking := sorted({topic.name for topic in topics.CATALOGUE} - there.keys()):
+            raise UnknownOwner(
+                f"of the topics below prefix {prefix!r}, {len(lacking)} are not seen, {lacking[0]} among them: "
+                "`turnlog topics apply` makes them, `turnlog topics acls` prints what a reader needs to see them, and "
+                f"--retired {owners[0].folder if owners else 'FOLDER'} is for a log that is gone for good"
+            )
+        run = None
+        for topic in topics.CATALOGUE:
+            places = [Partition(topic.name, number) for number in range(there[topic.name].partitions)]
+            async for key_, value, kind in values(log, places):
+                marks.take(value, f"{prefix}{topic.name}")
+                if run is None and topic is topics.RUNS and kind == b"RunConfigured":
+                    run = key_.decode()
+    finally:
+        await log.close()
+    for owner in owners:
+        if owner.run != run and owner.folder in folders:
+            raise UnknownOwner(
+                f"{owner.folder} belongs to run {owner.run!r}, but the log below prefix {prefix!r} is that of {run!r}: "
+                f"if the log of {owner.run!r} is gone for good, --retired {owner.folder}"
+            )
+
+
+async def values(log: Log, places: Sequence[Partition]) -> AsyncIterator[tuple[bytes, bytes, bytes]]:
+    """(key, value, kind) of every record that stands there now and was not aborted. What is above the stable end may
+    yet be committed."""
+    starts, stable = await log.start_offsets(places), await log.end_offsets(places)
+    ends = await log.end_offsets(places, committed=False)
+    for committed, begin, end in ((True, starts, stable), (False, stable, ends)):
+        begin = {place: offset for place, offset in begin.items() if offset < end[place]}
+        async with log.reader(committed=committed) as reader:
+            reader.assign(begin)
+            while any(reader.position(place) < end[place] for place in begin):
+                for record in await reader.poll(max_records=2000):
+                    yield record.key, record.value, dict(record.headers).get(RECORD_HEADER, b"")
+
+
+async def archives(blobs: Blobs) -> list[str]:
+    """Names of those in the bucket. Raises StoreUnavailable."""
+    found = [name.removeprefix("archive/") for name in await blobs.names("archive/") if name.endswith(TOPICS)]
+    return [name.removesuffix(TOPICS) for name in found]
+
+
+async def mark_archive(blobs: Blobs, archive: str, marks: Marks) -> None:
+    """Every record of an archive. Raises ArchiveError, StoreUnavailable."""
+    log = await ArchiveLog.open(blobs, archive)
+    for topic, spec in (await log.topics()).items():
+        async for _, value, _ in values(log, [Partition(topic, number) for number in range(spec.partitions)]):
+            marks.take(value, f"archive/{archive}{TOPICS}")
+
+
+async def mark_recordings(blobs: Blobs, marks: Marks) -> None:
+    """Every recording of the egress proxy. Raises StoreUnavailable."""
+    recordings = await blobs.names("egress/")
+    for some in _some(recordings):
+        for content in await asyncio.gather(*map(blobs.get_named, some)):
+            marks.take(content, "egress/")
+
+
+async def follow(blobs: Blobs, folders: Sequence[str], marks: Marks) -> int:
+    """Read what names other blobs; how many of those are not there."""
+    absent, read = 0, set[str]()
+
+    async def content(sha256: str) -> bytes | None:
+        for name in (trash + key(sha256, folder) for trash in ("", TRASH) for folder in ("", *folders)):
+            try:
+                return await blobs.get_named(name)
+            except BlobMissing:
+                continue
+        return None
+
+    while left := sorted(marks.lists - read):
+        read.update(left)
+        for some in _some(left):
+            for found in await asyncio.gather(*map(content, some)):
+                absent += found is None
+                marks.take(found or b"")
+    return absent
+
+
+def _some(everything: Sequence[str]) -> Iterator[Sequence[str]]:
+    return (everything[at : at + AT_ONCE] for at in range(0, len(everything), AT_ONCE))
+
+
+async def swept(blobs: Blobs, plan: Marked) -> Counter[State]:
+    """Do what `plan` says; how many objects of each kind. Raises MarkTooOld, StoreUnavailable."""
+    done: Counter[State] = Counter()
+    acts = {State.GARBAGE, State.NEEDED, State.DUE}
+    todo = [found for found in plan.found if found.state in acts]
+    for at in range(0, len(todo), AT_ONCE):
+        some = todo[at : at + AT_ONCE]
+        for found, did in zip(some, await asyncio.gather(*(_act(blobs, plan, one) for one in some)), strict=True):
+            done[found.state] += did
+    return done
+
+
+async def _act(blobs: Blobs, plan: Marked, found: Found) -> bool:
+    """False: somebody was there first, or has put it again."""
+    name, listing = found.at.name, await blobs.listed(found.at.name)
+    if listing.now - plan.now > plan.grace_s:
+        raise MarkTooOld(
+            f"{listing.now - plan.now:.0f} s have passed since the store was listed, more than the grace of "
+            f"{plan.grace_s:g} s: what it says may no longer hold; nothing more is moved, run `turnlog gc` again"
+        )
+    if found.at not in listing.objects:
+        return False
+    try:
+        if found.state is State.GARBAGE:
+            await blobs.copy(name, TRASH + name)
+        elif found.state is State.NEEDED:
+            await blobs.copy(name, name.removeprefix(TRASH))
+    except BlobMissing:
+        return False
+    if found.state is not State.NEEDED:
+        await blobs.remove(name)
+    return True
+
+
+def command(settings: Settings, arguments: argparse.Namespace) -> int:
+    """Print what is there and what would go; with --delete let it go. 0. Raises GcError, LogError, StoreUnavailable,
+    SettingsError."""
+    if arguments.grace < LEAST_GRACE_S:
+        raise GraceTooShort(
+            f"--grace {arguments.grace:g} s: writers name a blob up to {REUSED_S:g} s after they put it, so the least "
+            f"is {LEAST_GRACE_S:g} s"
+        )
+    everyone = [resolved(settings), *(resolved(load(path, {})) for path in arguments.also)]
+    plan, done = asyncio.run(_run(everyone, arguments))
+    rows = _rows(plan)
+    if arguments.json:
+        about = {"grace_s": plan.grace_s, "deleted": arguments.delete, "objects": rows, "done": dict(done)}
+        say_json({**about, "owners": [dataclasses.asdict(owner) for owner in plan.owners], "read": plan.read})
+    else:
+        _tell(plan, rows, done, delete=arguments.delete)
+    return ExitStatus.DONE
+
+
+async def _run(everyone: Sequence[Settings], arguments: argparse.Namespace) -> tuple[Marked, Counter[State]]:
+    clusters: dict[str, Connect] = {}
+    roots = set()
+    async with AsyncExitStack() as stack:
+        blobs = S3Blobs(dataclasses.replace(everyone[0].store, make_bucket=False))
+        stack.push_async_callback(blobs.close)
+        for one in everyone:
+            log = KafkaLog.of(one.kafka)
+            stack.push_async_callback(log.close)
+            cluster = await log.cluster()
+            clusters[cluster] = partial(log_of, one.kafka)
+            if topics.RUNS.name in await log.topics():
+                roots.add((cluster, one.kafka.prefix))
+        plan = await marked(
+            blobs, clusters, grace_s=arguments.grace, roots=roots, retired=arguments.retired, unowned=arguments.unowned,
+            told=aside,
+        )  # fmt: skip
+        return plan, await swept(blobs, plan) if arguments.delete else Counter()
+
+
+def log_of(kafka: KafkaSettings, prefix: str) -> Log:
+    """A Connect, once `kafka` is given."""
+    return KafkaLog.of(dataclasses.replace(kafka, prefix=prefix))
+
+
+def _rows(plan: Marked) -> list[dict[str, str | int | float]]:
+    """By folder and state."""
+    kinds: defaultdict[tuple[str, State], list[Listed]] = defaultdict(list)
+    for found in plan.found:
+        kinds[found.folder or "blobs", found.state].append(found.at)
+    return [
+        {"folder": folder, "state": state.name.lower(), "what": state.value, "objects": len(some),
+         "bytes": sum(one.size for one in some), "oldest_s": round(plan.now - min(one.modified for one in some), 1)}
+        for (folder, state), some in sorted(kinds.items())
+    ]  # fmt: skip
+
+
+def _tell(plan: Marked, rows: Iterable[Mapping[str, str | int | float]], done: Counter[State], *, delete: bool) -> None:
+    console, table = Terminal(), Table("folder", "what", "objects", "bytes", "oldest")
+    for row in rows:
+        oldest = f"{float(row['oldest_s']) / 3600:.1f} h"
+        table.add_row(str(row["folder"]), str(row["what"]), f"{row['objects']:,}", f"{row['bytes']:,}", oldest)
+    console.print(table)
+    if plan.absent:
+        console.print(f"{plan.absent} workspaces or answers are named by records and are not in the store")
+    if delete:
+        said = {State.GARBAGE: "into the trash", State.NEEDED: "back", State.DUE: "for good"}
+        console.print("; ".join(f"{done[state]} objects went {where}" for state, where in said.items()))
+    else:
+        console.print("nothing was changed: --delete moves garbage into the trash, and what is due out of it")

@@ -1,0 +1,269 @@
+"""`turnlog reward rerun`: recorded sessions judged again, and the dataset that a run would have had with those rewards.
+
+Two passes. The first judges every session that the log holds a verdict and a conversation of, and changes nothing. The
+second folds the records again with the new verdicts in the place of the old ones, so that advantages, filters and
+groups follow from them. Nothing is written to the log.
+
+RerunError
+├── NotRerunnable   the verifier needs what is over: a sandbox, an environment
+└── NoVerifier      --verifier, or a recipe of the run, leads to no verifier here
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import importlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from turnlog.consumers.datasets.conversations import Conversation, conversations
+from turnlog.consumers.datasets.manifest import Provenance
+from turnlog.consumers.datasets.query import Filters, Joined, Query
+from turnlog.consumers.datasets.source import Candidate, Source, candidates
+from turnlog.consumers.replay.refold import Changes, Refold
+from turnlog.consumers.replay.verify import FOLDER
+from turnlog.infra import recipes
+from turnlog.infra.history import partitions
+from turnlog.infra.log import Partition
+from turnlog.infra.recipes import Episode, Judged, Verdict
+from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.terminal import say
+from turnlog.infra.verifiers import EnvironmentVerifier, SandboxVerifier, WeightedSum
+from turnlog.infra.verifiers.judges import Means, NoVerdict, client, judge
+from turnlog.names import ExitStatus
+from turnlog.schemas import ids, topics
+from turnlog.schemas.events import Event, RewardAssigned, RewardFailed, RolloutRequested, SessionFinished, Verifier
+from turnlog.settings import Settings
+
+SAME = 1e-9
+"""Rewards that differ by less have not changed."""
+SHOWN = 10
+"""Sessions that are named, those that change most first."""
+
+
+class RerunError(Exception):
+    """Base of the tree above."""
+
+
+class NotRerunnable(RerunError):
+    """Remedy: functions, services and judge models can be asked about a recorded session, and sums of them."""
+
+
+class NoVerifier(RerunError):
+    """Remedy: --verifier MODULE:NAME of a module that can be imported here, or install the recipe's package."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejudged:
+    """One session and its two verdicts."""
+
+    session_id: str
+    by: Judged
+    before: float
+    after: Verdict | NoVerdict
+
+    @property
+    def difference(self) -> float | None:
+        """Of the rewards; None where there is no new one."""
+        return None if isinstance(self.after, NoVerdict) else self.after.value - self.before
+
+    @property
+    def changed(self) -> bool:
+        """Another reward, or none."""
+        return self.difference is None or abs(self.difference) > SAME
+
+
+@dataclass(slots=True)
+class Verdicts:
+    """Of all sessions that were judged again; the events of a log with them."""
+
+    found: dict[str, Rejudged] = field(default_factory=dict)
+    left: Counter[str] = field(default_factory=Counter)
+    """Why -> sessions that keep what was recorded."""
+
+    def placed(self, event: Event) -> Event:
+        """The event, or the new verdict where it is the old one of a session that was judged again."""
+        if not isinstance(event, RewardAssigned) or event.session_id not in self.found:
+            return event
+        new = self.found[event.session_id]
+        by, common = (
+            Verifier(new.by.name, new.by.version),
+            {name: getattr(event, name) for name in ("run_id", "group_id", "session_id", "floor")},
+        )
+        if isinstance(new.after, NoVerdict):
+            name = ids.digest("RewardFailed", event.session_id, by.name, by.version)
+            return RewardFailed(event_id=name, verifier=by, cause=str(new.after), **common)
+        after = new.after
+        return dataclasses.replace(event, value=after.value, components=after.components, verifier=by, evidence=b"{}")
+
+    def summary(self) -> dict[str, Any]:
+        """For the manifest: by whom, and what changed."""
+        scored = [each for each in self.found.values() if each.difference is not None]
+        moved = [each.difference or 0.0 for each in scored if each.changed]
+        count = max(len(scored), 1)
+        return {
+            "verifiers": sorted({f"{each.by.name}:{each.by.version}" for each in self.found.values()}),
+            "judged": len(self.found),
+            "changed": len(moved),
+            "raised": sum(difference > 0 for difference in moved),
+            "lowered": sum(difference < 0 for difference in moved),
+            "failed": len(self.found) - len(scored),
+            "mean_before": sum(each.before for each in scored) / count,
+            "mean_after": sum(each.before + (each.difference or 0.0) for each in scored) / count,
+            "kept": dict(sorted(self.left.items())),
+        }
+
+    def key(self) -> str:
+        """Of the verdicts: equal for equal ones."""
+        rows = ((each.session_id, repr(each.difference)) for each in self.found.values())
+        return ids.digest(*(part for row in sorted(rows) for part in row))
+
+    def lines(self) -> Iterator[str]:
+        """What people read."""
+        told = self.summary()
+        yield (
+            f"{told['judged']:,} sessions judged by {', '.join(told['verifiers']) or 'nobody'}: {told['changed']:,} "
+            f"rewards change ({told['raised']:,} up, {told['lowered']:,} down), {told['failed']:,} have none any more; "
+            f"mean {told['mean_before']:.4f} to {told['mean_after']:.4f}"
+        )
+        for why, count in told["kept"].items():
+            yield f"  {count:,} keep what was recorded: {why}"
+        changed = [each for each in self.found.values() if each.changed]
+        for each in sorted(changed, key=lambda one: -abs(one.difference or 0.0))[:SHOWN]:
+            now = each.after if isinstance(each.after, NoVerdict) else f"{each.after.value:g}"
+            yield f"  {each.session_id}  {each.before:g} -> {now}"
+
+
+def verifier_at(path: str) -> Judged:
+    """What `module:NAME` names: a verifier, or a recipe that has one. Raises NoVerifier, NotRerunnable."""
+    module, _, name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except Exception as error:  # a module may raise anything while it is imported
+        raise NoVerifier(f"--verifier {path}: {type(error).__name__}: {error}; write MODULE:NAME") from error
+    return rerunnable(getattr(found, "verifier", found))
+
+
+def rerunnable(verifier: Judged) -> Judged:
+    """The verifier. Raises NotRerunnable."""
+    if isinstance(verifier, SandboxVerifier | EnvironmentVerifier):
+        what = "sandboxes" if isinstance(verifier, SandboxVerifier) else "what an environment answered"
+        raise NotRerunnable(
+            f"{type(verifier).__name__} {verifier.name!r} judges by {what}, which a recorded session has no more: "
+            "rerun functions, services and judge models (`turnlog session rerun` runs a session's calls again)"
+        )
+    if isinstance(verifier, WeightedSum):
+        for part, _ in verifier.parts:
+            rerunnable(part)
+    if not isinstance(getattr(verifier, "name", None), str):
+        raise NoVerifier(f"{type(verifier).__name__} is no verifier: see docs/rewards.md")
+    return verifier
+
+
+class Rerun:
+    """The first pass, over the run of `role`."""
+
+    def __init__(self, role: Role, verifier: Judged | None, *, at_once: int = 8) -> None:
+        """`verifier`: None: each session's own recipe names it, as that is installed here."""
+        self._role = role
+        self._verifier = verifier
+        self._slots = asyncio.Semaphore(max(at_once, 1))
+        self.verdicts = Verdicts()
+
+    async def run(self) -> Verdicts:
+        """Judge again. Raises RerunError, RecipeError, MissingContent and what log and store raise."""
+        query, provenance = Query(purposes=()), Provenance()
+        plan = [topics.TASKS, topics.SAMPLES, topics.SESSIONS, topics.TREES, topics.SESSIONS, topics.TURNS]
+        source = await Source.open(self._role, query, provenance, plan, None)
+        rows = await self._tasks(source)
+        async with client() as http:
+            for unit in range(self._role.settings.kafka.groups):
+                filters = Filters(query, Joined(tasks={}, trained=set()), self.verdicts.left)
+                found = await candidates(source, unit, filters)
+                reasons = await self._reasons(source, unit)
+                judging: list[asyncio.Task[None]] = []
+                try:
+                    async for session, said in conversations(source, unit, found):
+                        if isinstance(said, str):
+                            self.verdicts.left[said] += 1
+                            continue
+                        each, means = found[session], Means(http=http, session_id=session)
+                        by = self._verifier or rerunnable(recipes.recipe(each.recipe).verifier)
+                        episode = _episode(each, said, rows.get(each.group_id, {}), reasons)
+                        await self._slots.acquire()
+                        judging.append(asyncio.create_task(self._judge(by, each, episode, means)))
+                    await asyncio.gather(*judging)
+                finally:
+                    for task in judging:
+                        task.cancel()
+                    await asyncio.gather(*judging, return_exceptions=True)
+        return self.verdicts
+
+    async def _judge(self, by: Judged, each: Candidate, episode: Episode, means: Means) -> None:
+        after: Verdict | NoVerdict
+        try:
+            found = await judge(by, episode, means)
+            after = Verdict(found.value, found.components)  # no row has evidence, and a run has many sessions
+        except NoVerdict as failed:
+            after = failed
+        finally:
+            self._slots.release()
+        self.verdicts.found[each.session_id] = Rejudged(each.session_id, by, each.reward, after)
+
+    async def _tasks(self, source: Source) -> dict[str, Mapping[str, Any]]:
+        """Group -> its row. Rows that are no JSON object are none."""
+        found: dict[str, Mapping[str, Any]] = {}
+        for place in partitions(self._role, topics.TASKS):
+            async for record, event in source.read(place, RolloutRequested.__name__):
+                assert isinstance(event, RolloutRequested)
+                if event.group_id not in found:
+                    whole = await source.inlined(event, f"{record.topic}[{record.partition}]@{record.offset}")
+                    assert isinstance(whole, RolloutRequested)
+                    assert isinstance(whole.task, bytes)
+                    row = orjson.loads(whole.task)
+                    found[event.group_id] = row if isinstance(row, dict) else {}
+        return found
+
+    async def _reasons(self, source: Source, unit: int) -> dict[tuple[str, str], str]:
+        """(session, outcome) -> why it ended so."""
+        found: dict[tuple[str, str], str] = {}
+        async for _, event in source.read(Partition(topics.SESSIONS.name, unit), SessionFinished.__name__):
+            assert isinstance(event, SessionFinished)
+            found.setdefault((event.session_id, event.outcome.value), event.reason)
+        return found
+
+
+def _episode(
+    each: Candidate, said: Conversation, task: Mapping[str, Any], reasons: Mapping[tuple[str, str], str]
+) -> Episode:
+    """As the live verifier had it, but for columns that the chat format adds."""
+    messages = tuple({key: value for key, value in message.items() if value is not None} for message in said.messages)
+    reason = reasons.get((each.session_id, each.outcome.value), "")
+    return Episode(task=task, messages=messages, outcome=each.outcome, reason=reason)
+
+
+async def command(settings: Settings, arguments: argparse.Namespace) -> int:
+    """Judge again, say what changes, and write the dataset unless only that was asked. Raises RerunError, ReplayError,
+    DatasetError and what log, store and registry raise."""
+    verifier = verifier_at(arguments.verifier) if arguments.verifier else None
+    if not arguments.dry_run and arguments.out is None:
+        raise RerunError("a rerun writes a dataset: say where (OUT), or --dry-run to see what would change")
+    async with opened("reward", settings, archive=arguments.source == "archive") as role:
+        verdicts = await Rerun(role, verifier, at_once=arguments.at_once).run()
+        for line in verdicts.lines():
+            say(line)
+        if not arguments.dry_run:
+            folder: Path = Path(settings.run.directory) / FOLDER
+            work = Refold(
+                role, Changes(), arguments.out, folder, format=arguments.format, overwrite=arguments.overwrite,
+                verdicts=verdicts,
+            )  # fmt: skip
+            say(await work.run(fresh=True))
+    return ExitStatus.DONE

@@ -1,0 +1,407 @@
+"""Who acts in a session: the built-in loop over tools, or a function or a program that a recipe brings.
+
+The loop decides from the session's messages alone, so that whoever owns the task continues it: the same step is the
+same turn, the same call has the same id. A function keeps what it likes in variables: under another runner it begins
+anew, in a session of its own. A program runs in the sandbox, whichever runner waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import traceback
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from prometheus_client import Counter
+
+from turnlog.infra.recipes import (
+    AgentError,
+    AgentSession,
+    CommandAgent,
+    CommandEnd,
+    FunctionAgent,
+    FunctionVerifier,
+    Judged,
+    Message,
+    Played,
+    Recipe,
+    SandboxAnswer,
+    SandboxCall,
+    TaskRow,
+    Verdict,
+    agent_of,
+    called,
+    played,
+)
+from turnlog.infra.tools import AGENT
+from turnlog.producers.gateway_client import EpochLost, GatewayClient, GatewayFailed, Session, SessionState
+from turnlog.producers.tool_calls import ToolCalls
+from turnlog.schemas.events import Outcome, RolloutRequested, ToolCallCompleted, ToolStatus
+from turnlog.schemas.ids import call_id
+from turnlog.schemas.types import TurnId
+
+log = logging.getLogger(__name__)
+TURNS = Counter("turnlog_runner_turns", "Turns taken by agents")
+TOOL_CALLS = Counter("turnlog_runner_tool_calls", "Tool calls answered", ["status"])
+STEP_REPEATS = 4
+"""Times that one step may be asked for: its session may move between gateways."""
+LIMITS = {"context_length_exceeded": "context", "turns_spent": "max_turns"}
+"""Code of a request that the gateway refused -> the limit that the session has hit."""
+NO_TOOL = f"there is no tool {AGENT.name!r}"
+"""It is the runner's own, by whatever way a model comes to its name."""
+OBEY_S = 5.0
+"""For a function that was cancelled to end; then it is left alone."""
+LAST_LINES = 2000
+"""Characters of a function's traceback, or of what a program printed, that stand in the reason of its session's end."""
+
+
+class ToolBroken(Exception):
+    """A tool call ended as infra_error or was cancelled: our failure, not the agent's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a session ended, and why."""
+
+    outcome: Outcome
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class Conversation:
+    """What was said so far, and why the last assistant message ended."""
+
+    messages: list[Message]
+    finish_reason: str = ""
+    last_turn: TurnId | None = None
+    steps: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.steps = sum(message["role"] == "assistant" for message in self.messages)
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One session of a rollout, and what may be used in it."""
+
+    number: int
+    request: RolloutRequested
+    task: TaskRow
+    recipe: Recipe
+    gateway: GatewayClient
+    session: Session
+    calls: ToolCalls
+    patience_s: float
+    """For the answer of a call that is to end at once."""
+
+    async def call(self, call: SandboxCall, name: str) -> ToolCallCompleted:
+        """A tool call that ran. Raises ToolUnanswered, ToolBroken."""
+        done = await self.calls.call(call, name)
+        TOOL_CALLS.labels(done.status.value).inc()
+        if done.status in (ToolStatus.infra_error, ToolStatus.cancelled):
+            raise ToolBroken(f"call {done.call_id} ended as {done.status.value}: {done.reason}")
+        return done
+
+
+class Actor(Protocol):
+    """Acts in one session."""
+
+    @property
+    def judged(self) -> TurnId | None:
+        """The last turn of what the verdict is about; None: of whatever was delivered."""
+        ...
+
+    @property
+    def verifier(self) -> Judged:
+        """Who judges."""
+        ...
+
+    async def act(self) -> Ending:
+        """Until the agent ends. Raises what a rollout makes outcomes of: GatewayClientError, ToolUnanswered,
+        ToolBroken, BrokenRecipe."""
+        ...
+
+    async def late(self) -> Ending:
+        """In place of `act`, which the session's deadline has cut off. Raises as that."""
+        ...
+
+    async def messages(self) -> list[Message]:
+        """What was said, for the verifier. Raises GatewayClientError."""
+        ...
+
+    @property
+    def ended(self) -> CommandEnd | None:
+        """How it ended, if it was a program."""
+        ...
+
+
+def acting(attempt: Attempt, state: SessionState | None) -> Actor:
+    """Who acts, as the recipe says. `state`: of a session that another runner may have begun."""
+    agent = agent_of(attempt.recipe)
+    if isinstance(agent, CommandAgent):
+        return CommandActor(attempt, agent)
+    return ToolLoop(attempt, state) if agent is None else FunctionActor(attempt, agent, state)
+
+
+async def _recorded(attempt: Attempt) -> list[Message]:
+    """What the gateway has of an agent that asks for its turns itself."""
+    return list((await attempt.gateway.state(attempt.session)).messages)
+
+
+async def _cut_off(attempt: Attempt) -> Ending:
+    await attempt.calls.cancel("deadline")
+    return Ending(Outcome.truncated, "deadline")
+
+
+class ToolLoop:
+    """The built-in agent: answer the model's tool calls, ask for the next turn, until it calls no more or a limit is
+    reached. See Actor."""
+
+    ended = None
+
+    def __init__(self, attempt: Attempt, state: SessionState | None) -> None:
+        self._attempt, self._state = attempt, state
+        self._conversation = Conversation([])
+        self._played: Played | None = None
+
+    @property
+    def judged(self) -> TurnId | None:
+        return self._conversation.last_turn
+
+    @property
+    def verifier(self) -> Judged:
+        return self._attempt.recipe.verifier
+
+    async def messages(self) -> list[Message]:
+        return self._conversation.messages
+
+    async def late(self) -> Ending:
+        return await _cut_off(self._attempt)
+
+    async def act(self) -> Ending:
+        await self._begin()
+        conversation, limits = self._conversation, self._attempt.request.limits
+        messages = conversation.messages
+        while True:
+            if self._played is not None and self._played.done:
+                return Ending(Outcome.completed)
+            if messages[-1]["role"] == "assistant":
+                if conversation.finish_reason == "length":
+                    return Ending(Outcome.truncated, "max_new_tokens")
+                if not messages[-1].get("tool_calls"):
+                    return Ending(Outcome.completed)
+                if conversation.steps >= limits.max_turns:
+                    return Ending(Outcome.truncated, "max_turns")
+                messages += [await self._answer(call) for call in messages[-1]["tool_calls"]]
+                continue
+            await self._step()
+
+    async def _begin(self) -> None:
+        """Where the log says that the session stands; calls answered under another runner count, so that call_seq goes
+        on, and what was done in a simulation is done again."""
+        recipe, state = self._attempt.recipe, self._state
+        if state is None or not state.messages:
+            self._conversation = Conversation(called(recipe, recipe.messages, self._attempt.task))
+        else:
+            self._conversation = Conversation(list(state.messages), state.finish_reason, state.last_turn)
+        task, messages = self._attempt.task, self._conversation.messages
+        self._played = await asyncio.to_thread(called, recipe, played, recipe, task, messages)
+        before = [call for said in messages[:-1] for call in said.get("tool_calls") or ()]
+        if self._played is None:
+            self._attempt.calls.resume(sum(isinstance(self._mapped(call), SandboxCall) for call in before))
+
+    async def _step(self) -> None:
+        """One turn. A session that moved to another gateway is opened again and goes on there."""
+        attempt, conversation = self._attempt, self._conversation
+        for _ in range(STEP_REPEATS):
+            try:
+                turn = await attempt.gateway.complete(
+                    attempt.session, conversation.messages, attempt.recipe.tools, step=conversation.steps
+                )
+                break
+            except EpochLost:
+                attempt.session = await attempt.gateway.open(attempt.request, attempt.recipe, attempt.number)
+        else:
+            raise GatewayFailed(
+                f"session {attempt.session.session_id}: no gateway keeps it for step {conversation.steps}"
+            )
+        conversation.messages.append(turn.message)
+        conversation.finish_reason, conversation.last_turn = turn.finish_reason, turn.turn
+        conversation.steps += 1
+        TURNS.inc()
+
+    async def _answer(self, call: Message) -> Message:
+        """The tool message of one call. Raises ToolUnanswered, ToolBroken, BrokenRecipe."""
+        recipe, name, arguments = self._attempt.recipe, call["function"]["name"], call["function"]["arguments"]
+        if self._played is not None:
+            content = await asyncio.to_thread(called, recipe, self._played.call, name, arguments)
+            TOOL_CALLS.labels("simulated").inc()
+        elif isinstance(mapped := self._mapped(call), str):
+            content = mapped
+            TOOL_CALLS.labels("unparsable").inc()
+        else:
+            done = await self._attempt.call(mapped, call["id"])
+            content = called(recipe, recipe.tool_answer, done.status is ToolStatus.ok, done.output)
+        return {"role": "tool", "tool_call_id": call["id"], "content": content}
+
+    def _mapped(self, call: Message) -> SandboxCall | str:
+        function, recipe = call["function"], self._attempt.recipe
+        mapped = called(recipe, recipe.tool_call, function["name"], function["arguments"])
+        return NO_TOOL if isinstance(mapped, SandboxCall) and mapped.tool == AGENT.name else mapped
+
+
+class FunctionActor:
+    """A recipe's function in this process, which asks the gateway for turns by itself. See Actor."""
+
+    judged = ended = None
+
+    def __init__(self, attempt: Attempt, agent: FunctionAgent, state: SessionState | None) -> None:
+        self._attempt, self._agent, self._state = attempt, agent, state
+        self._broken: Exception | None = None
+        self._calls, self._one_call = 0, asyncio.Lock()
+        self.verifier: Judged = attempt.recipe.verifier
+
+    async def messages(self) -> list[Message]:
+        return await _recorded(self._attempt)
+
+    async def late(self) -> Ending:
+        return await _cut_off(self._attempt)
+
+    async def act(self) -> Ending:
+        if self._state is not None and self._state.messages:
+            return Ending(Outcome.infra_failure, "its runner died: a function cannot be continued, and begins anew")
+        attempt = self._attempt
+        session = AgentSession(
+            base_url=f"{attempt.gateway.url}/v1",
+            api_key=attempt.session.token,
+            model=attempt.gateway.model,
+            task=attempt.task,
+            tools=attempt.recipe.tools,
+            call=self._call,
+        )
+        ending = await self._ended(session)
+        state = await attempt.gateway.state(attempt.session)
+        TURNS.inc(state.turns)
+        if self._broken is not None:  # whatever the function made of it: what we do is never its reward
+            raise self._broken
+        if ending.outcome is Outcome.infra_failure and state.refused in LIMITS:
+            return Ending(Outcome.truncated, LIMITS[state.refused])
+        if ending.outcome is not Outcome.infra_failure and not state.turns:
+            return Ending(Outcome.infra_failure, f"agent {self._agent.name} ended without a turn of the policy")
+        return ending
+
+    async def _ended(self, session: AgentSession) -> Ending:
+        """How the function ended."""
+        running = asyncio.create_task(
+            _contained(self._agent, session), name=f"agent of {self._attempt.session.session_id}"
+        )
+        try:
+            await asyncio.wait({running})
+        finally:
+            if not running.done():
+                running.cancel()
+                await asyncio.wait({running}, timeout=OBEY_S)
+                if not running.done():
+                    log.warning(
+                        "agent %s goes on %g s after it was cancelled: it is left alone", self._agent.name, OBEY_S
+                    )
+        said = running.result()
+        match said:
+            case AgentError():
+                return Ending(Outcome.agent_error, str(said))
+            case BaseException():
+                lines = "".join(traceback.format_exception(said))[-LAST_LINES:]
+                return Ending(Outcome.infra_failure, f"agent {self._agent.name}: {lines}")
+            case Verdict():
+                self.verifier = FunctionVerifier(self._agent.name, self._agent.version, lambda _: said)
+                return Ending(Outcome.completed)
+            case None:
+                return Ending(Outcome.completed)
+        return Ending(
+            Outcome.infra_failure,
+            f"agent {self._agent.name} returned {type(said).__name__}: it returns a Verdict or None",
+        )
+
+    async def _call(self, call: SandboxCall) -> SandboxAnswer:
+        """One after the other, however the function asks. Raises ToolUnanswered, ToolBroken."""
+        if call.tool == AGENT.name:
+            return SandboxAnswer(False, NO_TOOL)
+        async with self._one_call:
+            self._calls += 1
+            name = call_id(self._attempt.session.session_id, "", self._calls, 0, "agent")
+            try:
+                done = await self._attempt.call(call, name)
+            except Exception as error:
+                self._broken = error
+                raise
+        return SandboxAnswer(done.status is ToolStatus.ok, done.output.decode(errors="replace"), done.exit_code)
+
+
+async def _contained(agent: FunctionAgent, session: AgentSession) -> object:
+    """What the function returned or raised: foreign code must not end the process by an exit."""
+    try:
+        return await agent.run(session)
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:
+        return error
+
+
+class CommandActor:
+    """A program that is one call in the session's sandbox, and asks the gateway for turns from there. See Actor.
+
+    Another runner waits for the very call: the program knows nothing of runners, and its call_id is the session's, so
+    that it does not run twice. A call whose sandbox or worker goes away is never repeated in its session."""
+
+    judged = None
+
+    def __init__(self, attempt: Attempt, agent: CommandAgent) -> None:
+        self._attempt, self._agent = attempt, agent
+        self.verifier: Judged = attempt.recipe.verifier
+        self.ended: CommandEnd | None = None
+
+    async def messages(self) -> list[Message]:
+        return await _recorded(self._attempt)
+
+    async def act(self) -> Ending:
+        attempt = self._attempt
+        name = call_id(attempt.session.session_id, "", 1, 0, AGENT.name)
+        given = {part: self._given(getattr(self._agent, part)) for part in ("argv", "env", "files")}
+        sealed = attempt.gateway.sealed(attempt.session, name)
+        arguments = {"argv": list(given["argv"]), "env": dict(given["env"]), "files": dict(given["files"])}
+        return await self._ending(
+            await attempt.calls.call(SandboxCall(AGENT.name, {**arguments, "credential": sealed}), name)
+        )
+
+    async def late(self) -> Ending:
+        done = await self._attempt.calls.ended("deadline", self._attempt.patience_s)
+        if done is None:  # it had ended just before
+            return Ending(Outcome.truncated, "deadline")
+        return await self._ending(done)
+
+    def _given(self, part: Any) -> Any:
+        return called(self._attempt.recipe, part, self._attempt.task) if callable(part) else part
+
+    async def _ending(self, done: ToolCallCompleted) -> Ending:
+        """The exit status is no evidence of success, and none of failure. Raises ToolBroken, GatewayClientError."""
+        TOOL_CALLS.labels(done.status.value).inc()
+        said = done.output.decode(errors="replace")
+        if done.status in (ToolStatus.infra_error, ToolStatus.refused):
+            raise ToolBroken(f"agent {self._agent.name} ended as {done.status.value}: {done.reason}: {said}")
+        self.ended = CommandEnd(done.exit_code, said, done.workspace)
+        state = await self._attempt.gateway.state(self._attempt.session)
+        TURNS.inc(state.turns)
+        how = done.reason or f"exit {done.exit_code}"
+        if not state.turns:
+            last = said[-LAST_LINES:]
+            return Ending(
+                Outcome.infra_failure, f"agent {self._agent.name} ended without a turn of the policy ({how}): {last}"
+            )
+        if state.refused in LIMITS:
+            return Ending(Outcome.truncated, LIMITS[state.refused])
+        if done.status in (ToolStatus.timeout, ToolStatus.cancelled):
+            return Ending(Outcome.truncated, "deadline")
+        if done.reason:  # a limit of its sandbox, or the end of that
+            return Ending(Outcome.agent_error, how)
+        return Ending(Outcome.completed, "" if not done.exit_code else how)

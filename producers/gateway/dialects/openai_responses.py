@@ -1,0 +1,510 @@
+"""OpenAI responses: POST /v1/responses, and what becomes of a response after it.
+
+A response is a turn, and its id names that turn: any gateway finds it on the log. Items become messages in the shape of
+OpenAI's chat: reasoning, text and calls that stand beside each other are one message of the assistant's. In a stream
+items come as they are said; the finished response has them as the log has the turn: reasoning, text, calls.
+Sources: OpenAI's response object and streaming events; vLLM and gpt-oss for reasoning_text, which OpenAI's own models
+do not show. What turnlog adds stands under `turnlog`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import orjson
+from starlette.responses import Response
+
+from turnlog.producers.gateway import BadRequest, GatewayError, UnknownPrevious, UnknownResponse, WebSocketNotServed
+from turnlog.producers.gateway.conversation import Conversation, Turn
+from turnlog.producers.gateway.dialects.dialect import (
+    IGNORED,
+    MODEL,
+    Asked,
+    Constraint,
+    Endpoint,
+    Fields,
+    TurnRequest,
+    about,
+    count_ignored,
+    logprobs_of,
+    offered,
+    openai_constraints,
+)
+from turnlog.producers.gateway.messages import id_of_call, in_call_order
+from turnlog.producers.gateway.parsers.parser import Call, Part, Reasoning
+from turnlog.producers.gateway.requests import SigningKeys, object_of, refer, referred, typed
+from turnlog.schemas.events.turns import FinishReason
+from turnlog.schemas.types import TurnId
+
+FIELDS: Fields = {
+    "model": MODEL,
+    "input": ("honoured", "text, `message`, `reasoning`, `function_call`, `function_call_output`, `item_reference` to "
+                          "an output item of this session; others are refused"),
+    "instructions": ("honoured", "a system message of this response alone: the next one does not inherit it"),
+    "previous_response_id": ("honoured", "the turn that is continued, at any gateway; of this session"),
+    "tools": ("honoured", "functions; others are left out and counted"),
+    "max_output_tokens": ("honoured", "up to the limit that the task's sampling sets"),
+    "stream": ("honoured", ""),
+    "include": ("honoured", "`reasoning.encrypted_content`, `message.output_text.logprobs`; others are counted"),
+    "tool_choice": ("honoured", "`auto`, `none`; others are constraints"),
+    "text": ("honoured", "`format` of type `text`; others are constraints, `text.format`"),
+    "background": ("honoured", "false; true is refused: a turn is answered when it is on the log"),
+    "conversation": ("honoured", "null; more is refused: the session is the conversation"),
+    "prompt": ("honoured", "null; more is refused: no templates are kept here"),
+    "store": ("without effect", "every turn is on the log"),
+    "top_logprobs": ("limited", "of the sampled token alone"),
+    "parallel_tool_calls": ("limited", "the policy decides how many calls it makes"),
+    "temperature": ("limited", "the task's sampling decides, so that recorded log-probs are of one distribution"),
+    "top_p": ("limited", "as temperature"),
+    "reasoning": ("limited", "the model's template decides; reasoning is shown as it is, never as a summary"),
+    "truncation": ("limited", "nothing is left out: a prompt beyond the window is `context_length_exceeded`"),
+    "max_tool_calls": ("without effect", "it counts tools that run at OpenAI"),
+    **dict.fromkeys(
+        ("stream_options", "metadata", "client_metadata", "prompt_cache_key", "prompt_cache_retention",
+         "safety_identifier", "service_tier", "user"),
+        ("without effect", ""),
+    ),
+}  # fmt: skip
+REFUSED = ("background", "conversation", "prompt")
+UNTYPED = {"role": "message", "id": "item_reference"}
+"""What an item without a type is, by a field that it has."""
+SPEAKERS = ("user", "assistant", "system", "developer")
+ENCRYPTED, LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"
+BESIDE: Mapping[str, Mapping[str, Any]] = {"output_text": {"logprobs": []}, "reasoning_text": {}}
+"""What events about a text have beside it: log-probs stand in the finished response."""
+ID = re.compile(r"resp_(\w+)_(\d{1,18})", re.ASCII)
+OF_ITEM = re.compile(r"(?:rs|msg|fc)_([^\W_]+)_(\d{1,18})(?:_\d{1,18})?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAIResponses:
+    """See Dialect."""
+
+    keys: SigningKeys
+    path: ClassVar[str] = "/v1/responses"
+    fields: ClassVar[Fields] = FIELDS
+
+    def request(self, body: bytes, conversation: Conversation) -> TurnRequest:
+        values = object_of(body)
+        count_ignored(values, FIELDS)
+        for name in REFUSED:
+            if values.get(name):
+                raise BadRequest(f"{name}: {FIELDS[name][1]}", param=name)
+        include = typed(values, "include", list, [])
+        IGNORED.labels("include").inc(sum(one not in (ENCRYPTED, LOGPROBS) for one in include))
+        base, previous = None, typed(values, "previous_response_id", str, None)
+        if previous is not None and (base := _recorded(previous, conversation)) is None:
+            raise UnknownPrevious(
+                f"this session has no response {previous[:99]!r}, or it was deleted: send every item of it instead",
+                param="previous_response_id",
+            )
+        items = Items(lambda reference: self._recalled(reference, conversation), lambda name: _item(name, conversation))
+        items.take(values.get("input"))
+        raw = _behind(base, typed(values, "instructions", str, None), items.messages)
+        return TurnRequest(
+            api="responses",
+            model=str(values.get("model") or ""),
+            raw=raw,
+            messages=conversation.messages.read(raw, ["input"] * len(raw)),
+            tools=_tools(values.get("tools")),
+            max_new_tokens=typed(values, "max_output_tokens", int, None),
+            stream=values.get("stream") is True,
+            include_usage=True,
+            constraints=_constraints(values),
+            calls=values.get("tool_choice") != "none",
+            logprobs=LOGPROBS in include,
+            references=ENCRYPTED in include,
+            base=base.id if base is not None else None,
+            sha256=hashlib.sha256(body).hexdigest(),
+        )
+
+    def _recalled(self, reference: str, conversation: Conversation) -> str:
+        """The reasoning that a reference stands for; "", which agrees with any, for one that is none of the session."""
+        named = referred(reference, "", *self.keys.accepted)
+        turn = conversation.turns.get(named) if named is not None else None
+        return turn.response.reasoning if turn is not None else ""
+
+    def answer(
+        self, request: TurnRequest, turn: TurnId, *, session_id: str, model: str, decode: Callable[[Sequence[int]], str]
+    ) -> ResponseAnswer:
+        reference = refer(turn, "", self.keys.first) if request.references else None
+        return ResponseAnswer(turn, session_id, model, int(time.time()), reference, request, decode)
+
+    def refusal(self, error: GatewayError) -> bytes:
+        body = error.body()
+        if error.param == "messages":  # as what is no dialect's calls them
+            body["error"]["param"] = "input"
+        return orjson.dumps(body)
+
+    def endpoints(self) -> Sequence[Endpoint]:
+        one = f"{self.path}/{{response_id}}"
+        return (
+            Endpoint("GET", one, self._shown),
+            Endpoint("DELETE", one, self._deleted),
+            Endpoint("GET", self.path, self._upgraded),
+        )
+
+    async def _shown(self, asked: Asked) -> Response:
+        """The response as the log has it: what was asked is not told again, and no clock was kept (`created_at` 0)."""
+        turn, session, query = _asked_for(asked), asked.session, asked.request.query_params
+        if query.get("stream") == "true":
+            raise BadRequest("a response is streamed when it is made: ask without stream", param="stream")
+        wanted = any(value == ENCRYPTED for _, value in query.multi_items())
+        reference = refer(turn.id, "", self.keys.first) if wanted else None
+        shape = ResponseAnswer(turn.id, session.id, session.started.model, 0, reference)
+        return Response(shape.whole(turn), media_type="application/json")
+
+    async def _deleted(self, asked: Asked) -> Response:
+        """This gateway shows and continues it by name no more; the log keeps what was sampled."""
+        turn = _asked_for(asked)
+        asked.session.conversation.deleted.add(turn.id)
+        gone = {"id": _id("resp", turn.id), "object": "response", "deleted": True}
+        return Response(orjson.dumps(gone), media_type="application/json")
+
+    async def _upgraded(self, _: Asked) -> Response:
+        raise WebSocketNotServed(f"responses are not served over WebSockets: POST {self.path}, with stream if need be")
+
+
+@dataclass(slots=True)
+class Items:
+    """Input items made messages of OpenAI's chat, one after the other."""
+
+    recalled: Callable[[str], str]
+    """The reasoning that a client has by reference only."""
+    said: Callable[[str], dict[str, Any] | None]
+    """The output item of a name; None for a name of none."""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+    def take(self, given: Any) -> None:
+        """All of them. Raises BadRequest naming the item."""
+        items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        if not isinstance(items, list) or not items:
+            raise BadRequest("input must be text, or a list of at least one item", param="input")
+        read = {"message": self._message, "reasoning": self._reasoning, "function_call": self._call,
+                "function_call_output": self._result, "item_reference": self._reference}  # fmt: skip
+        for index, item in enumerate(items):
+            where = f"input[{index}]"
+            if not isinstance(item, dict):
+                raise BadRequest(f"{where} must be an object", param=where)
+            kind = item.get("type") or next((kind for name, kind in UNTYPED.items() if name in item), None)
+            if not isinstance(kind, str) or kind not in read:
+                raise BadRequest(f"{where} has type {str(kind)[:99]!r}; served are {', '.join(read)}", param=where)
+            read[kind](item, where)
+
+    def _message(self, item: Mapping[str, Any], where: str) -> None:
+        role, content = item.get("role"), _content(item.get("content"), where)
+        if role not in SPEAKERS:
+            raise BadRequest(f"{where}.role must be one of {', '.join(SPEAKERS)}", param=where)
+        if role != "assistant":
+            self.messages.append({"role": role, "content": content})
+            return
+        said = self._assistant()
+        said["content"] = (said["content"] or "") + _text(content, where)
+
+    def _reasoning(self, item: Mapping[str, Any], where: str) -> None:
+        """Text counts before a reference, and begins what is said."""
+        text = _text(_content(item.get("content") or item.get("summary"), where), where)
+        reference = item.get("encrypted_content")
+        if not text and isinstance(reference, str):
+            text = self.recalled(reference)
+        said = self._assistant()
+        if said["content"] is not None or "tool_calls" in said:
+            said = self._assistant(another=True)
+        if text:
+            said["reasoning_content"] = said.get("reasoning_content", "") + text
+
+    def _call(self, item: Mapping[str, Any], where: str) -> None:
+        name, named, arguments = _texts(item, where, "name", "call_id", "arguments")
+        call = {"id": named, "type": "function", "function": {"name": name, "arguments": arguments}}
+        self._assistant().setdefault("tool_calls", []).append(call)
+
+    def _result(self, item: Mapping[str, Any], where: str) -> None:
+        [named] = _texts(item, where, "call_id")
+        self.messages.append(
+            {"role": "tool", "tool_call_id": named, "content": _content(item.get("output"), where, "output")}
+        )
+
+    def _reference(self, item: Mapping[str, Any], where: str) -> None:
+        """The item's own content takes its place."""
+        [named] = _texts(item, where, "id")
+        if (said := self.said(named)) is None:
+            raise BadRequest(
+                f"{where} refers to {named[:99]!r}, which is no output item of this session, or its response was "
+                "deleted: send the item itself",
+                param=where,
+            )
+        read = {"message": self._message, "reasoning": self._reasoning, "function_call": self._call}
+        read[said["type"]](said, where)
+
+    def _assistant(self, *, another: bool = False) -> dict[str, Any]:
+        """The message of the assistant's that goes on, or a new one."""
+        if another or not self.messages or self.messages[-1]["role"] != "assistant":
+            self.messages.append({"role": "assistant", "content": None})
+        return self.messages[-1]
+
+
+@dataclass(slots=True)
+class ResponseAnswer:
+    """See Answer."""
+
+    turn: TurnId
+    session_id: str
+    model: str
+    created: int
+    reference: str | None
+    """To the turn, where reasoning is to carry one."""
+    request: TurnRequest | None = None
+    """None: it is not known any more."""
+    decode: Callable[[Sequence[int]], str] = str
+    sent: int = 0
+    """Events."""
+    items: int = 0
+    """That have begun."""
+    calls: int = 0
+    messages: int = 0
+    open: dict[str, Any] | None = None
+    """The item that goes on: text or reasoning."""
+
+    def whole(self, turn: Turn) -> bytes:
+        return orjson.dumps(self._finished(turn))
+
+    def beginning(self) -> bytes:
+        begun = self._response("in_progress")
+        return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+
+    def part(self, part: Part) -> bytes:
+        if isinstance(part, Call):
+            return self._closed("completed") + self._called(part)
+        kind, events = "reasoning" if isinstance(part, Reasoning) else "message", b""
+        if self.open is None or self.open["type"] != kind:
+            events = self._closed("completed") + self._opened(kind)
+        return events + self._more(part.text)
+
+    def ending(self, turn: Turn) -> bytes:
+        """The end of the item that goes on, and the whole response."""
+        rest = b"" if self.calls or self.messages else self._closed("completed") + self._opened("message")
+        rest += self._closed(_status(turn))
+        return rest + self._event(f"response.{_status(turn)}", response=self._finished(turn))
+
+    def failed(self, error: GatewayError) -> bytes:
+        said = {"code": error.code, "message": error.message}
+        return self._event("response.failed", response=self._response("failed", error=said))
+
+    def _opened(self, kind: str) -> bytes:
+        if kind == "reasoning":
+            self.open = self._reasoning("", "in_progress")
+        else:
+            self.open = self.message("", "in_progress", self.messages)
+            self.messages += 1
+        self.items += 1
+        begun = {name: value for name, value in self.open.items() if name != "encrypted_content"} | {"content": []}
+        return self._of_item("added", begun) + self._of_content("content_part.added", part=self.open["content"][0])
+
+    def _more(self, text: str) -> bytes:
+        assert self.open is not None
+        content = self.open["content"][0]
+        content["text"] += text
+        return self._of_content(f"{content['type']}.delta", delta=text, **BESIDE[content["type"]])
+
+    def _closed(self, status: str) -> bytes:
+        if (item := self.open) is None:
+            return b""
+        [content] = item["content"]
+        item["status"] = status
+        done = self._of_content(f"{content['type']}.done", text=content["text"], **BESIDE[content["type"]])
+        done += self._of_content("content_part.done", part=content)
+        self.open = None
+        return done + self._of_item("done", item)
+
+    def _called(self, call: Call) -> bytes:
+        item = self._call(self.calls, id_of_call(self.session_id, self.turn, self.calls), call)
+        self.calls += 1
+        self.items += 1
+        at = {"item_id": item["id"], "output_index": self.items - 1}
+        arguments = "response.function_call_arguments"
+        said = self._of_item("added", {**item, "arguments": "", "status": "in_progress"})
+        said += self._event(f"{arguments}.delta", **at, delta=call.arguments)
+        said += self._event(f"{arguments}.done", **at, name=call.name, arguments=call.arguments)
+        return said + self._of_item("done", item)
+
+    def _of_item(self, what: str, item: Mapping[str, Any]) -> bytes:
+        return self._event(f"response.output_item.{what}", output_index=self.items - 1, item=item)
+
+    def _of_content(self, kind: str, **fields: Any) -> bytes:
+        """About the only part of the item that goes on."""
+        assert self.open is not None
+        at = {"item_id": self.open["id"], "output_index": self.items - 1, "content_index": 0}
+        return self._event(f"response.{kind}", **at, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        data = orjson.dumps({"type": kind, "sequence_number": self.sent, **fields})
+        self.sent += 1
+        return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+
+    def _response(self, status: str, **more: Any) -> dict[str, Any]:
+        """What is the same from the beginning to the end, and `more`."""
+        asked = self.request
+        return {
+            "id": _id("resp", self.turn),
+            "object": "response",
+            "created_at": self.created,
+            "model": self.model,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "previous_response_id": _id("resp", asked.base) if asked and asked.base else None,
+            "parallel_tool_calls": True,
+            "tool_choice": "none" if asked and not asked.calls else "auto",
+            "tools": [{"type": "function", **tool["function"]} for tool in asked.tools or ()] if asked else [],
+            "output": [],
+            "usage": None,
+            **more,
+        }
+
+    def _finished(self, turn: Turn) -> dict[str, Any]:
+        return self._response(
+            _status(turn),
+            incomplete_details={"reason": "max_output_tokens"} if _status(turn) == "incomplete" else None,
+            output=list(self.output(turn)),
+            usage={
+                "input_tokens": turn.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": turn.cached_tokens},
+                "output_tokens": turn.output_tokens,
+                "output_tokens_details": {"reasoning_tokens": turn.reasoning_tokens},
+                "total_tokens": turn.total,
+            },
+            turnlog=about(self.session_id, turn),
+        )
+
+    def output(self, turn: Turn) -> Iterator[dict[str, Any]]:
+        """Items, as the log has what was said."""
+        said = turn.response_raw
+        calls = said.get("tool_calls") or ()
+        if thought := said.get("reasoning_content"):
+            yield self._reasoning(thought, "completed")
+        if said["content"] or not calls:
+            message = self.message(said["content"] or "", "completed" if calls else _status(turn))
+            if self.request is not None and self.request.logprobs:
+                message["content"][0]["logprobs"] = logprobs_of(turn, self.decode)
+            yield message
+        for at, call in enumerate(calls):
+            yield self._call(at, call["id"], Call(**call["function"]))
+
+    def _reasoning(self, text: str, status: str) -> dict[str, Any]:
+        item: dict[str, Any] = {"type": "reasoning", "id": _id("rs", self.turn), "summary": [], "status": status}
+        item["content"] = [{"type": "reasoning_text", "text": text}]
+        return item if self.reference is None else {**item, "encrypted_content": self.reference}
+
+    def message(self, text: str, status: str, at: int = 0) -> dict[str, Any]:
+        """The turn's text; in a stream the part of it that is `at` among those that calls interrupt."""
+        item = {"type": "message", "id": _id("msg", self.turn, at), "role": "assistant", "status": status}
+        return {**item, "content": [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]}
+
+    def _call(self, at: int, named: str, call: Call) -> dict[str, Any]:
+        item = {"type": "function_call", "id": _id("fc", self.turn, at), "call_id": named, "status": "completed"}
+        return {**item, "name": call.name, "arguments": call.arguments}
+
+
+def _id(kind: str, turn: TurnId, at: int = 0) -> str:
+    return f"{kind}_{turn.epoch}_{turn.index}" + (f"_{at}" if at else "")
+
+
+def _status(turn: Turn) -> str:
+    return "incomplete" if turn.finish_reason is FinishReason.length else "completed"
+
+
+def _recorded(named: str, conversation: Conversation, names: re.Pattern[str] = ID) -> Turn | None:
+    """The whole turn of that id, unless it was deleted."""
+    match = names.fullmatch(named)
+    turn = conversation.turns.get(TurnId(match[1], int(match[2]))) if match else None
+    return turn if turn is not None and turn.whole and turn.id not in conversation.deleted else None
+
+
+def _item(named: str, conversation: Conversation) -> dict[str, Any] | None:
+    """The output item of that name, as the log has it. A stream gives names to the pieces of a text that calls
+    interrupt: the first piece stands for all of it, the others add nothing."""
+    if (turn := _recorded(named, conversation, OF_ITEM)) is None:
+        return None
+    shape = ResponseAnswer(turn.id, "", "", 0, None)
+    pieces = range(1, 1 + len(turn.response_raw.get("tool_calls") or ()))
+    items = [*shape.output(turn), *(shape.message("", "completed", at) for at in pieces)]
+    return next((item for item in items if item["id"] == named), None)
+
+
+def _asked_for(asked: Asked) -> Turn:
+    """Raises UnknownResponse."""
+    named = asked.request.path_params["response_id"]
+    if (turn := _recorded(named, asked.session.conversation)) is None:
+        raise UnknownResponse(f"this session has no response {named[:99]!r}, or it was deleted", param="response_id")
+    return turn
+
+
+def _behind(base: Turn | None, instructions: str | None, new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All messages of a request. The base's own instructions are known by their mark: they are not inherited."""
+    raw: list[dict[str, Any]] = []
+    if instructions:
+        raw.append({"role": "system", "content": instructions, "instructions": True})
+    if base is None:
+        return raw + in_call_order(new)
+    *before, last = [one for one, _ in base.messages() if not one.get("instructions")]
+    return raw + before + in_call_order([last, *new])
+
+
+def _constraints(values: dict[str, Any]) -> tuple[Constraint, ...]:
+    shape = typed(values, "text", dict, {}).get("format")
+    schema = shape.get("schema") if isinstance(shape, dict) else None
+    return openai_constraints(values.get("tool_choice"), "text.format", shape, schema)
+
+
+def _tools(raw: Any) -> list[Any] | None:
+    """Functions in the shape of OpenAI's chat. Raises BadRequest."""
+    tools = []
+    for index, tool in enumerate(offered(raw)):
+        if tool.get("type") != "function":
+            IGNORED.labels("tools").inc()
+            continue
+        _texts(tool, f"tools[{index}]", "name")
+        known = {name: tool[name] for name in ("name", "description", "parameters", "strict") if name in tool}
+        tools.append({"type": "function", "function": known})
+    return tools or None
+
+
+def _texts(values: Mapping[str, Any], where: str, *names: str) -> list[str]:
+    """Fields that must be text. Raises BadRequest."""
+    for name in names:
+        if not isinstance(values.get(name), str):
+            raise BadRequest(f"{where}.{name} must be text", param=f"{where}.{name}")
+    return [values[name] for name in names]
+
+
+def _content(given: Any, where: str, name: str = "content") -> str | list[dict[str, Any]]:
+    """Text, or blocks as OpenAI's chat has them. Raises BadRequest."""
+    if isinstance(given, str):
+        return given
+    if not isinstance(given or [], list):
+        raise BadRequest(f"{where}.{name} must be text or a list of blocks", param=where)
+    content: list[dict[str, Any]] = []
+    for block in given or ():
+        if isinstance(block, dict) and block.get("type") == "input_image":
+            content.append({"type": "image_url", "image_url": {"url": block.get("image_url")}})
+        elif isinstance(block, dict) and isinstance(block.get("text"), str):
+            content.append({"type": "text", "text": block["text"]})
+        else:
+            kind = str(block.get("type"))[:99] if isinstance(block, dict) else type(block).__name__
+            raise BadRequest(
+                f"{where}.{name} has a block of type {kind!r}; text and input_image are served", param=where
+            )
+    return content
+
+
+def _text(content: str | list[dict[str, Any]], where: str) -> str:
+    """Of the assistant's content, which it said in one. Raises BadRequest."""
+    blocks = [{"text": content}] if isinstance(content, str) else content
+    if any("text" not in block for block in blocks):
+        raise BadRequest(f"{where} is the assistant's: text is all that it has", param=where)
+    return "".join(block["text"] for block in blocks)

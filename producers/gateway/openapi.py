@@ -1,0 +1,120 @@
+"""The description of /sessions for services that open them from outside. Source: OpenAPI 3.1.0."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+from turnlog.schemas.events.sessions import Outcome
+from turnlog.schemas.events.tasks import Purpose
+
+Schema = dict[str, Any]
+TEXT: Schema = {"type": "string"}
+WHOLE: Schema = {"type": "integer", "minimum": 0}
+
+
+def _object(properties: dict[str, Schema], *required: str, about: str = "") -> Schema:
+    return {"type": "object", "properties": properties, "required": list(required), "description": about}
+
+
+def _said(schema: Schema, about: str) -> Schema:
+    return {**schema, "description": about}
+
+
+TURN = _object({"epoch": TEXT, "index": WHOLE}, "epoch", "index", about="`turnlog.epoch` and `.index` of an answer.")
+VERIFIER = _object({"name": TEXT, "version": TEXT}, about="Who judged; two verdicts by one are one.")
+REWARD = _object(
+    {
+        "value": _said({"type": "number"}, "Finite."),
+        "components": _said({"type": "object", "additionalProperties": {"type": "number"}}, "Parts of it, for people."),
+        "evidence": _said({}, "What the verifier saw: any JSON."),
+        "verifier": VERIFIER,
+    },
+    "value",
+)
+OPEN = _object(
+    {
+        "group_id": _said(TEXT, "Rollouts of one task: compared with each other. Without it the session is its own."),
+        "group_size": _said({"type": "integer", "minimum": 1}, "Rollouts of the group; one that lacks some is closed "
+                                                               "[assembler] group_deadline_s after its first record."),
+        "rollout_id": _said(TEXT, "The same one, with the same attempt, is the same session. Needs group_id."),
+        "rollout_index": _said(WHOLE, "In the group, from 0."),
+        "attempt": _said(WHOLE, "Of the rollout, from 0."),
+        "purpose": _said({"enum": list(Purpose)}, "`train`: the group must be as large as the run's estimator needs."),
+        "task_id": TEXT,
+        "recipe": TEXT,
+        "run_id": _said(TEXT, "If it is given, it must be the run's."),
+        "floor": _said(WHOLE, "Offset of agent.sessions before the session; found if it is left out."),
+        "agent": _object({"name": TEXT, "version": TEXT}),
+        "environment": _object({"name": TEXT, "version": TEXT}),
+        "sampling": _object({"temperature": {"type": "number"}, "max_new_tokens": WHOLE, "seed": {"type": "integer"},
+                             "stop_token_ids": {"type": "array", "items": WHOLE}}),
+        "limits": _object({"max_context_tokens": WHOLE, "max_turns": WHOLE}),
+        "min_weight_version": _said({"type": "integer", "minimum": -1}, "Of engines that may sample its turns."),
+        "pin_weight_version": _said(WHOLE, "The only one that may."),
+    }
+)  # fmt: skip
+OPENED = _object(
+    {
+        "session_id": TEXT,
+        "epoch": TEXT,
+        "token": _said(TEXT, "The API key of the session's agent."),
+        "base_url": _said(TEXT, "The base URL of the session's agent: of the gateway that has it."),
+        "finished": {"type": "boolean"},
+    }
+)
+OUTCOMES = {"enum": [outcome for outcome in Outcome if outcome is not Outcome.unknown]}
+FINISH = _object(
+    {
+        "outcome": _said(OUTCOMES, "`infra_failure` and `cancelled` never train."),
+        "reason": TEXT,
+        "final": _said({"type": "boolean"}, "No other attempt of the rollout follows."),
+        "expects": _object({"reward": {"type": "boolean"}, "step_rewards": WHOLE}, about="What else will come."),
+        "judged": _said(TURN, "The last turn of what the verdict is about."),
+        "reward": _said(REWARD, "The verdict, if there is one already."),
+    },
+    "outcome",
+)
+TURNS = {"type": "array", "items": TURN}
+FINISHED = _object({"turns": _said(TURNS, "Acted on."), "undelivered": TURNS, "outcome": OUTCOMES})
+SESSION = _object({"session_id": TEXT, "epoch": TEXT, "finished": {"type": "boolean"}, "outcome": TEXT,
+                   "turns": {"type": "array", "items": {"type": "object"}}, "messages": {"type": "array"},
+                   "last_turn": TURN, "call_seq": WHOLE, "base_url": TEXT})  # fmt: skip
+REFUSED = {"description": "`error.code` and `error.message` say what and which setting; `x-should-retry` whether to "
+                          "ask again."}  # fmt: skip
+
+
+def document() -> dict[str, Any]:
+    """GET /openapi.json."""
+    named = {"name": "session_id", "in": "path", "required": True, "schema": TEXT}
+    one = {"parameters": [named]}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "turnlog: sessions from outside", "version": version("turnlog")},
+        "paths": {
+            "/sessions": {"post": _verb("Open a session, or get it again.", OPEN, OPENED, "201", "key")},
+            "/sessions/{session_id}": one | {"get": _verb("Where it stands.", None, SESSION, "200", "token")},
+            "/sessions/{session_id}/reward": one
+            | {"post": _verb("Its verdict: the first one counts.", REWARD, {}, "201", "token")},
+            "/sessions/{session_id}/finish": one
+            | {"post": _verb("End it: the first end counts.", FINISH, FINISHED, "200", "token")},
+        },
+        "components": {
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer", "description": "The gateway's signing key."},
+                "token": {"type": "http", "scheme": "bearer", "description": "The session's own."},
+            }
+        },
+    }
+
+
+def _verb(summary: str, asked: Schema | None, answered: Schema, status: str, by: str) -> dict[str, Any]:
+    body = {} if asked is None else {"requestBody": {"required": True, "content": _json(asked)}}
+    return {
+        "summary": summary, "security": [{by: []}], **body,
+        "responses": {status: {"description": summary, "content": _json(answered)}, "4XX": REFUSED, "5XX": REFUSED},
+    }  # fmt: skip
+
+
+def _json(schema: Schema) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}

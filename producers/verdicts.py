@@ -1,0 +1,257 @@
+"""Verdicts: what a verifier makes of an episode becomes a RewardAssigned with evidence or a RewardFailed.
+
+How each kind judges stands in turnlog.infra.verifiers.judges. Here is what it needs of a live session: sandboxes that
+are asked over the log, and what the session's environment answered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import httpx
+
+from turnlog.infra.event_log import EventLog
+from turnlog.infra.recipes import (
+    BrokenRecipe,
+    Episode,
+    Judged,
+    Recipe,
+    SandboxAnswer,
+    SandboxCall,
+    Verdict,
+    called,
+    first_workspace,
+)
+from turnlog.infra.verifiers import SandboxVerifier, rewarding_steps
+from turnlog.infra.verifiers.judges import Cause, EnvStep, Means, NoVerdict, foreign, judge, patiently, rewarded, tail
+from turnlog.producers.gateway_client import GatewayClient, Session
+from turnlog.producers.tool_calls import Results, ToolCalls, ToolUnanswered, json_of
+from turnlog.schemas import ids
+from turnlog.schemas.events import (
+    RewardAssigned,
+    RewardFailed,
+    RolloutRequested,
+    StepRewardAssigned,
+    ToolCallCompleted,
+    ToolStatus,
+    Verifier,
+)
+from turnlog.schemas.types import BlobRef, TurnId
+
+ARGUMENT_BYTES = 512 << 10
+"""Of a verifier's call: a record of the log must hold them."""
+ENVIRONMENT_TOOL = "env_step"
+
+
+async def verdict(
+    verifier: Judged, episode: Episode, request: RolloutRequested, means: Means
+) -> RewardAssigned | RewardFailed:
+    """The record of the verdict; its event_id depends on session and verifier alone, so that judging again repeats it.
+
+    Whatever foreign code raises, a reward that is not finite, and evidence that is no JSON become a RewardFailed."""
+    by, session_id = _by(verifier), means.session_id
+    try:
+        found = await judge(verifier, episode, means)
+    except NoVerdict as failed:
+        return RewardFailed(
+            event_id=ids.digest("RewardFailed", session_id, by.name, by.version),
+            run_id=request.run_id,
+            group_id=request.group_id,
+            session_id=session_id,
+            floor=request.floor,
+            verifier=by,
+            cause=str(failed),
+        )
+    return RewardAssigned(
+        event_id=ids.digest("RewardAssigned", session_id, by.name, by.version),
+        run_id=request.run_id,
+        group_id=request.group_id,
+        session_id=session_id,
+        floor=request.floor,
+        value=found.value,
+        components=found.components,
+        verifier=by,
+        evidence=json.dumps(found.evidence, sort_keys=True).encode(),
+    )
+
+
+def _by(verifier: Judged) -> Verifier:
+    return Verifier(str(getattr(verifier, "name", type(verifier).__name__)), str(getattr(verifier, "version", "")))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """What the verdict on one session is made with."""
+
+    http: httpx.AsyncClient
+    events: EventLog
+    gateway: GatewayClient
+    results: Results
+    request: RolloutRequested
+    recipe: Recipe
+    session: Session
+    asked: Mapping[str, SandboxCall]
+    """Sandbox calls of the session that this process asked for, by call_id."""
+
+    async def verdict(self, verifier: Judged, episode: Episode) -> RewardAssigned | RewardFailed:
+        """See the function. Raises GatewayClientError, LogUnavailable."""
+        return await verdict(verifier, episode, self.request, self._means(episode))
+
+    async def step_rewards(self, verifier: Judged, episode: Episode) -> list[StepRewardAssigned]:
+        """The reward of each turn whose steps the environment answered, where the verifier asks for them; none where
+        they cannot be read, which leaves the session without a verdict, too."""
+        asks = rewarding_steps(verifier)
+        if asks is None:
+            return []
+        environment, weight = asks
+        of_turn: dict[TurnId, float] = defaultdict(float)
+        try:
+            for step, answer in rewarded(await self._steps(episode)):
+                if step.turn is not None:
+                    of_turn[step.turn] += weight * float(answer["reward"])
+        except NoVerdict:
+            return []
+        by, request, session_id = _by(environment), self.request, self.session.session_id
+        return [
+            StepRewardAssigned(
+                event_id=ids.digest("StepRewardAssigned", session_id, turn.epoch, turn.index, by.name, by.version),
+                run_id=request.run_id,
+                group_id=request.group_id,
+                session_id=session_id,
+                floor=request.floor,
+                turn=turn,
+                value=value,
+                components={},
+                verifier=by,
+            )
+            for turn, value in of_turn.items()
+        ]
+
+    def _means(self, episode: Episode) -> Means:
+        return Means(
+            http=self.http,
+            session_id=self.session.session_id,
+            sandbox=self._in_sandbox,
+            steps=lambda: self._steps(episode),
+        )
+
+    async def _in_sandbox(self, verifier: SandboxVerifier, episode: Episode) -> Verdict:
+        """By the answers of its calls. Raises NoVerdict, LogUnavailable."""
+        calls = await foreign(verifier.timeout_s, _calls_of, verifier, episode)
+        found = await patiently(
+            lambda attempt: self._ran(verifier, calls, attempt), timeout_s=None, attempts=verifier.attempts
+        )
+        answers = [SandboxAnswer(*_read(done), done.exit_code) for done in found]
+        if verifier.judge is None:
+            return Verdict(float(answers[-1].ok), {}, _evidence(calls, found))
+        said = await foreign(verifier.timeout_s, verifier.judge, episode, answers)
+        if not isinstance(said, Verdict):
+            raise NoVerdict(Cause.garbage, f"judge of {verifier.name} returned {type(said).__name__}, not a Verdict")
+        return Verdict(said.value, said.components, {**_evidence(calls, found), "evidence": said.evidence})
+
+    async def _ran(
+        self, verifier: SandboxVerifier, calls: Sequence[SandboxCall], attempt: int
+    ) -> list[ToolCallCompleted]:
+        """The answers of one attempt, which is a session of its own to sandbox workers: nothing that the agent left
+        running is near it. Asked again by another runner, the calls have the same ids, and their stored answers."""
+        session_id, found = self.session.session_id, []
+        durable = len(calls) > 1 or verifier.sandbox.durable_workspace
+        alone = ToolCalls(
+            self.events,
+            self.results,
+            self.request,
+            ids.digest("verify", session_id, verifier.name, verifier.version, attempt),
+            dataclasses.replace(verifier.sandbox, fresh=True, durable_workspace=durable),
+            verifier.timeout_s,
+            self._workspace() if verifier.workspace else None,
+        )
+        for index, call in enumerate(calls):
+            name = ids.call_id(session_id, f"{verifier.name}:{verifier.version}", attempt, index, "verify")
+            try:
+                done = await alone.call(call, name)
+            except ToolUnanswered as error:
+                raise NoVerdict(Cause.timeout, f"{error}, or timeout_s of verifier {verifier.name}") from error
+            about = f"call {name} ({call.tool}) of verifier {verifier.name} ended as {done.status.value}: {done.reason}"
+            text = f"{about}: {tail(_read(done)[1], 1000)}"
+            if done.status in (ToolStatus.infra_error, ToolStatus.cancelled) or done.reason == "deadline_s":
+                raise NoVerdict(Cause.sandbox, text, again=True)
+            if done.status is ToolStatus.refused:
+                raise NoVerdict(Cause.refused, text)
+            found.append(done)
+        return found
+
+    def _workspace(self) -> BlobRef | None:
+        return self.results.workspace(self.request.rollout_id, self.session.session_id) or first_workspace(self.recipe)
+
+    async def _steps(self, episode: Episode) -> list[EnvStep]:
+        """What the environment answered, in the order of the calls, with the turn that asked. Raises NoVerdict,
+        GatewayClientError."""
+        session_id = self.session.session_id
+        said = [message.get("tool_calls") or () for message in episode.messages]
+        turns = (await self.gateway.state(self.session)).turn_ids
+        most = max(map(len, said), default=0)
+        turn_of = {
+            ids.call_id(session_id, turn.epoch, turn.index, index, "agent"): turn
+            for turn in turns
+            for index in range(most)
+        }
+        try:
+            mapped = {
+                call["id"]: called(self.recipe, self.recipe.tool_call, *_function(call))
+                for calls in said
+                for call in calls
+            }
+        except BrokenRecipe as error:
+            raise NoVerdict(Cause.crashed, str(error)) from error
+        found = []
+        for done in self.results.of(self.request.rollout_id, session_id):
+            call = self.asked.get(done.call_id) or mapped.get(done.call_id)
+            if not isinstance(call, SandboxCall):
+                raise NoVerdict(Cause.sandbox, f"call {done.call_id} was asked for by a runner that is gone")
+            if call.tool == ENVIRONMENT_TOOL and done.status is ToolStatus.ok:
+                found.append(EnvStep(call, done.output, turn_of.get(done.call_id)))
+        return found
+
+
+def _function(call: Mapping[str, Mapping[str, str]]) -> tuple[str, str]:
+    return call["function"]["name"], call["function"]["arguments"]
+
+
+def _calls_of(verifier: SandboxVerifier, episode: Episode) -> list[SandboxCall]:
+    """Raises ValueError for what no sandbox can run."""
+    if isinstance(verifier.calls, str):
+        return [SandboxCall("shell", {"command": verifier.calls})]
+    calls = list(verifier.calls(episode))
+    if not calls:
+        raise ValueError("calls of the verifier gives none: a verdict needs one")
+    for call in calls:
+        if not isinstance(call, SandboxCall) or not isinstance(call.tool, str):
+            raise ValueError(f"calls of the verifier gives {type(call).__name__}, not a SandboxCall")
+        if (size := len(json_of(call))) > ARGUMENT_BYTES:
+            raise ValueError(f"a call of {call.tool} has {size} bytes of arguments, {ARGUMENT_BYTES} at most")
+    return calls
+
+
+def _read(done: ToolCallCompleted) -> tuple[bool, str]:
+    return done.status is ToolStatus.ok, done.output.decode(errors="replace")
+
+
+def _evidence(calls: Sequence[SandboxCall], found: Sequence[ToolCallCompleted]) -> dict[str, object]:
+    return {
+        "calls": [
+            {
+                "call_id": done.call_id,
+                "tool": call.tool,
+                "asked": tail(json_of(call).decode(errors="replace"), 1000),
+                "status": done.status.value,
+                "reason": done.reason,
+                "exit_code": done.exit_code,
+                "end": tail(_read(done)[1], 2000),
+            }
+            for call, done in zip(calls, found, strict=True)
+        ]
+    }

@@ -1,0 +1,220 @@
+"""A runner at the real gateway over HTTP, with the log and the engine in memory; the policy is scripted on the text of
+its prompt, a stand-in answers tool calls on the log as a sandbox worker does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import socket
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes.memory_broker import MemoryBroker
+from tests.fakes.memory_engine import MemoryEngine
+from tests.fakes.memory_log import MemoryLog
+from turnlog.infra.blobs import MemoryBlobs
+from turnlog.infra.event_log import EventLog
+from turnlog.infra.log import Partition
+from turnlog.infra.registry import MemoryRegistry
+from turnlog.infra.roles.health import Health
+from turnlog.infra.roles.role import Role
+from turnlog.infra.topics_admin import specs
+from turnlog.producers import runner
+from turnlog.producers.gateway.app import Gateway, serving
+from turnlog.producers.gateway.prompts import TextTokens
+from turnlog.producers.recipes.calc import RECIPE
+from turnlog.schemas import ids, topics
+from turnlog.schemas.events import (
+    EngineRegistered,
+    Event,
+    Limits,
+    Purpose,
+    RolloutRequested,
+    Sampling,
+    SessionFinished,
+    ToolCallCompleted,
+    ToolCallRequested,
+    ToolStatus,
+)
+from turnlog.settings import GatewaySettings, KafkaSettings, ModelSettings, RunnerSettings, RunSettings, Settings
+
+CALL = '<tool_call>{"name":"calc","arguments":{"expr":"3+5"}}</tool_call>'
+QUESTION = "3 + 5 = ?"
+Policy = Callable[[str], str]
+Answerer = Callable[[ToolCallRequested, int], ToolStatus | None]
+
+
+def uses_the_tool(prompt: str) -> str:
+    return "8" if "tool\n8" in prompt else CALL
+
+
+@pytest.fixture(scope="module")
+def calc_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    RECIPE.warm_start.write_tokenizer(folder)
+    (folder / "config.json").write_text(json.dumps(RECIPE.warm_start.model.config()))
+    return folder
+
+
+@dataclasses.dataclass
+class Stage:
+    """Everything around the runner."""
+
+    settings: Settings
+    broker: MemoryBroker
+    registry: MemoryRegistry
+    events: EventLog
+    engine: MemoryEngine
+    policy: Policy = uses_the_tool
+    answers: Answerer = lambda request, count: ToolStatus.ok
+    executed: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    async def request(
+        self, group: str = "g", index: int = 0, recipe: str = "calc", new_tokens: int = 24, **limits: Any
+    ) -> str:
+        """Ask for a rollout; its id. `new_tokens`: of one turn."""
+        rollout = ids.rollout_id(group, index)
+        await self.events.append(
+            RolloutRequested(
+                event_id=rollout,
+                run_id="r",
+                group_id=group,
+                floor=0,
+                task_id="t",
+                rollout_id=rollout,
+                rollout_index=index,
+                group_size=2,
+                draw=0,
+                dataset="d",
+                dataset_epoch=0,
+                index=0,
+                recipe=recipe,
+                purpose=Purpose.train,
+                task=json.dumps({"prompt": QUESTION, "answer": "8"}).encode(),
+                sampling=Sampling(max_new_tokens=new_tokens),
+                min_weight_version=0,
+                limits=Limits(**{"max_turns": 4, "max_context_tokens": 512, "deadline_s": 30.0, **limits}),
+            )
+        )
+        return rollout
+
+    async def said(self, *kinds: type) -> list[Any]:
+        """Events of these kinds, in log order per topic."""
+        found: list[Event] = []
+        for topic in dict.fromkeys(topics.TOPIC_OF[kind.__name__].name for kind in kinds):
+            for number in range(self.broker.partitions(topic)):
+                records, _ = self.broker.read(Partition(topic, number), 0, 10**6)
+                found += [e for record in records if isinstance(e := await self.events.decode(record), kinds)]
+        return found
+
+    async def finished(self, sessions: int, seconds: float = 60) -> list[SessionFinished]:
+        """Wait for so many SessionFinished."""
+        async with asyncio.timeout(seconds):
+            while len(found := await self.said(SessionFinished)) < sessions:
+                await self.broker.changed(1)
+        return found
+
+    @asynccontextmanager
+    async def gateway(self) -> AsyncIterator[None]:
+        """A real gateway on the address of the settings."""
+        log = MemoryLog(self.broker)
+        async with EventLog.open(log, self.registry, writer="gateway") as events:
+            role = Role("gateway", "gateway-1", self.settings, log, events, MemoryBlobs(), Health("gateway"))
+            url = self.settings.gateway.url
+            listener = socket.socket()
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(("127.0.0.1", int(url.rpartition(":")[2])))
+            with contextlib.closing(listener):
+                gateway = await Gateway.assembled(role, url, connect=lambda _: self.engine)
+                async with gateway.current(), serving(gateway, listener):
+                    yield
+
+    @asynccontextmanager
+    async def running(
+        self, settings: Settings | None = None, instance: str = "r-1"
+    ) -> AsyncIterator[tuple[asyncio.Task[None], MemoryLog]]:
+        """A runner; stopped at the end, unless it is dead."""
+        log = MemoryLog(self.broker)
+        async with EventLog.open(log, self.registry, writer="runner") as events:
+            role = Role("runner", instance, settings or self.settings, log, events, MemoryBlobs(), Health("runner"))
+            task = asyncio.create_task(runner.main(role))
+            try:
+                yield task, log
+            finally:
+                role.stopping.set()
+                if not task.done():
+                    await task
+
+    async def work(self) -> None:
+        """A stand-in sandbox worker: the first request of a call is executed once, repeats get the stored answer."""
+        stored: dict[str, ToolCallCompleted] = {}
+        position = dict.fromkeys(range(self.settings.kafka.rollouts), 0)
+        while True:
+            for number in position:
+                records, position[number] = self.broker.read(
+                    Partition(topics.TOOL_CALLS.name, number), position[number], 99
+                )
+                for record in records:
+                    event = await self.events.decode(record)
+                    if not isinstance(event, ToolCallRequested):
+                        continue
+                    if event.call_id not in stored:
+                        status = self.answers(event, sum(self.executed.values()))
+                        self.executed[event.call_id] += 1
+                        if status is None:
+                            continue
+                        stored[event.call_id] = self._completed(event, status)
+                    await self.events.append(stored[event.call_id])
+            await self.broker.changed(0.2)
+
+    def _completed(self, event: ToolCallRequested, status: ToolStatus) -> ToolCallCompleted:
+        expression = json.loads(event.arguments)["code"].removeprefix("print(").removesuffix(")")
+        return ToolCallCompleted(
+            event_id=event.call_id, run_id="r", group_id=event.group_id, session_id=event.session_id,
+            floor=event.floor, rollout_id=event.rollout_id, call_id=event.call_id, call_seq=event.call_seq,
+            status=status, reason="", exit_code=0, output=f"{eval(expression)}\n".encode(), full_output=None,
+            duration_s=0.0, queue_s=0.0, workspace=None, attempt=0, worker="w", cached=False,
+        )  # fmt: skip
+
+    def script(self, tokens: TextTokens) -> Callable[[Any], list[int]]:
+        """The policy on token ids."""
+        return lambda prompt: tokens.encode(self.policy(tokens.literal(prompt)) + "<|im_end|>")
+
+
+@pytest.fixture
+async def stage(calc_model: Path, tmp_path: Path) -> AsyncIterator[Stage]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    settings = Settings(
+        run=RunSettings(id="r", directory=str(tmp_path)),
+        kafka=KafkaSettings(groups=2, rollouts=2),
+        model=ModelSettings(path=str(calc_model)),
+        gateway=GatewaySettings(url=url),
+        runner=RunnerSettings(concurrency=8, max_attempts=2, tool_deadline_s=20.0, gateway_patience_s=5.0),
+    )
+    # Sessions are as old as their records say.
+    log, registry = MemoryLog(MemoryBroker(time.time_ns() // 10**6)), MemoryRegistry()
+    await log.create_topics(specs(settings))
+    async with AsyncExitStack() as stack:
+        events = await stack.enter_async_context(EventLog.open(log, registry, writer="test"))
+        engine = MemoryEngine(vocabulary=384, context=512)
+        stage = Stage(settings, log.broker, registry, events, engine)
+        engine.script = stage.script(TextTokens(calc_model))
+        await events.append(
+            EngineRegistered(
+                event_id="e", run_id="r", engine_id="e", url="http://e", state="serving", version=0, model="m"
+            )
+        )
+        worker = asyncio.create_task(stage.work())
+        yield stage
+        worker.cancel()
+        await asyncio.gather(worker, return_exceptions=True)

@@ -1,0 +1,146 @@
+"""Recorded sessions judged again: new rewards, advantages and groups as they follow from them, and who is asked."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as parquet
+import pytest
+
+from tests.fakes.sessions import GroupName, Shape, whole_group
+from turnlog import cli
+from turnlog.consumers.replay.refold import Changes, Refold
+from turnlog.consumers.replay.rejudge import NotRerunnable, NoVerifier, Rerun, Verdicts, verifier_at
+from turnlog.infra.log import Partition, partition_of
+from turnlog.infra.recipes import Episode, FunctionVerifier, UnknownRecipe, Verdict
+from turnlog.infra.roles.role import Role
+from turnlog.infra.verifiers import EnvironmentVerifier, SandboxVerifier, WeightedSum
+from turnlog.schemas import ids, topics
+from turnlog.schemas.events import Limits, Purpose, RewardAssigned, RolloutRequested, Sampling, TurnCompleted
+
+Make = Callable[..., Any]
+SAYS = ("right", "wrong", "broken")
+EXACT = FunctionVerifier("exact", "2", lambda episode: judged(episode))
+TESTS = SandboxVerifier(name="tests", version="1", calls="true")
+BOTH = WeightedSum(name="both", version="1", parts=((EXACT, 1.0), (EnvironmentVerifier(name="env", version="1"), 1.0)))
+
+
+def judged(episode: Episode) -> Verdict:
+    """As a verifier sees it live."""
+    said = episode.messages[-1]
+    assert set(said) == {"role", "content"}
+    assert (episode.outcome.value, episode.reason) == ("completed", "")
+    if said["content"] == "broken":
+        raise ValueError("cannot read it")
+    return Verdict(float(said["content"] == episode.task["answer"]), {"exact": 1.0})
+
+
+async def recorded(made: Any, groups: int = 2) -> None:
+    """Groups in which every reward was 0, of sessions that end with each of SAYS."""
+    await made.configure()
+    for number in range(groups):
+        name = f"group-{number}"
+        floor = made.broker.log_of(
+            Partition(topics.SESSIONS.name, partition_of(name.encode(), made.settings.kafka.groups))
+        ).end
+        story = whole_group(
+            GroupName("run", name, floor, len(SAYS)), np.random.default_rng(number), turns=2, shape=Shape()
+        )
+        found = [
+            dataclasses.replace(event, value=0.0) if isinstance(event, RewardAssigned) else event for event in story
+        ]
+        sessions = list(dict.fromkeys(event.session_id for event in found))
+        await made.append(
+            dataclasses.replace(
+                event, response=json.dumps({"content": SAYS[sessions.index(event.session_id)]}).encode()
+            )
+            if isinstance(event, TurnCompleted)
+            else event
+            for event in found
+        )
+        await made.append(
+            [
+                RolloutRequested(
+                    event_id=f"asked {name}", run_id="run", group_id=name, floor=0, task_id="t",
+                    rollout_id=ids.rollout_id(name, 0), rollout_index=0, group_size=3, draw=0, dataset="d",
+                    dataset_epoch=0, index=0, recipe="example", purpose=Purpose.train,
+                    task=json.dumps({"answer": "right"}).encode(), sampling=Sampling(), limits=Limits(),
+                    min_weight_version=0,
+                )
+            ]
+        )  # fmt: skip
+    await made.fold()
+
+
+async def rerun(role: Role, out: Path, state: Path) -> tuple[Verdicts, list[dict[str, Any]], dict[str, Any]]:
+    verdicts = await Rerun(role, EXACT).run()
+    await Refold(role, Changes(), out, state, verdicts=verdicts).run(fresh=True)
+    rows = [row for file in sorted((out / "data").iterdir()) for row in parquet.read_table(file).to_pylist()]
+    return verdicts, rows, json.loads((out / "manifest.json").read_text())
+
+
+@pytest.mark.parametrize("source", ["topics", "archive"])
+async def test_a_rerun_gives_the_rows_that_the_new_rewards_would_have_given(
+    trained_run: Make, tmp_path: Path, source: str
+) -> None:
+    made = trained_run()
+    await recorded(made)
+    await made.archive()
+    role = made.role() if source == "topics" else await made.archived()
+    verdicts, rows, manifest = await rerun(role, tmp_path / "out", tmp_path / "state")
+    trained = {(row["reward"], float(np.sign(max(row["advantages"], key=abs)))) for row in rows if any(row["trained"])}
+    assert trained == {(1.0, 1.0), (0.0, -1.0)}  # those without a verdict are in no baseline
+    told = manifest["query"]["rewards"]
+    assert told == {
+        "verifiers": ["exact:2"], "judged": 6, "changed": 2, "raised": 2, "lowered": 0, "failed": 2,
+        "mean_before": 0.0, "mean_after": 0.5, "kept": {},
+    }  # fmt: skip
+    said = list(verdicts.lines())
+    assert "6 sessions judged by exact:2: 2 rewards change (2 up, 0 down), 2 have none any more" in said[0]
+    assert sum("0 -> 1" in line for line in said) == 2
+    assert sum("crashed: ValueError: cannot read it" in line for line in said) == 2
+    recorded_rewards = [event for event in await made.read(topics.SESSIONS) if isinstance(event, RewardAssigned)]
+    assert {event.value for event in recorded_rewards} == {0.0}  # the log is what it was
+
+
+async def test_the_same_reward_is_no_change_and_a_session_that_was_not_judged_keeps_its_own(trained_run: Make) -> None:
+    made = trained_run()
+    await recorded(made, groups=1)
+    role = made.role()
+    verdicts = await Rerun(role, FunctionVerifier("ok", "1", lambda _: Verdict(0.0))).run()
+    assert verdicts.summary()["changed"] == 0
+    other = next(event for event in await made.read(topics.SESSIONS) if isinstance(event, RewardAssigned))
+    unknown = dataclasses.replace(other, session_id="unknown")
+    assert verdicts.placed(unknown) == unknown
+    assert verdicts.placed(other).verifier.name == "ok"  # type: ignore[attr-defined]
+
+
+async def test_a_recipe_that_is_not_installed_here_is_named(trained_run: Make) -> None:
+    made = trained_run()
+    await recorded(made, groups=1)
+    with pytest.raises(UnknownRecipe, match="no recipe 'example'"):
+        await Rerun(made.role(), None).run()
+
+
+def test_who_judges_is_found_by_name_and_what_is_over_is_refused_by_name() -> None:
+    assert verifier_at(f"{__name__}:EXACT") is EXACT
+    assert verifier_at("turnlog.producers.recipes.calc:RECIPE").name == "calc"
+    for name, said in (("TESTS", "'tests' judges by sandboxes"), ("BOTH", "'env' judges by what an environment")):
+        with pytest.raises(NotRerunnable, match=said):
+            verifier_at(f"{__name__}:{name}")
+    for path in ("nowhere:X", f"{__name__}:NOTHING", f"{__name__}:SAYS", "calc"):
+        with pytest.raises(NoVerifier):
+            verifier_at(path)
+
+
+def test_the_command_line_says_what_is_judged_and_where_to(capsys: pytest.CaptureFixture[str]) -> None:
+    given = cli.parser().parse_args(["reward", "rerun", "out", "--verifier", "m:N", "--from", "archive", "--dry-run"])
+    assert (given.action, given.out, given.verifier, given.source) == ("rerun", Path("out"), "m:N", "archive")
+    with pytest.raises(SystemExit):
+        cli.parser().parse_args(["reward", "rerun", "--help"])
+    assert "Functions, services, judge models and sums" in capsys.readouterr().out

@@ -1,0 +1,376 @@
+"""Outputs of every family of models, however they are split: the same parts, nothing taken back, nothing lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any, get_args, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from turnlog.producers.gateway.parsers.formats import FORMATS, MARKS, THINKING, TOLD_BY, formats_of
+from turnlog.producers.gateway.parsers.parser import Call, Parser, Part, Reasoning, Text
+from turnlog.producers.gateway.prompts import TextStream, TextTokens
+from turnlog.settings import GatewaySettings
+
+PROPERTIES = {
+    "city": {"type": "string"},
+    "days": {"type": "integer"},
+    "share": {"type": ["number", "null"]},
+    "fine": {"type": "boolean"},
+    "where": {"type": "object"},
+    "either": {"anyOf": [{"type": "string"}, {"type": "integer"}]},
+    "kind": {"enum": [1, 2]},
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": PROPERTIES}}},
+    {"type": "function", "function": {"name": "stop", "parameters": {"type": "object", "properties": {}}}},
+]
+OSLO, FIVE = Call("weather", '{"city":"Oslo ü","days":5}'), Call("weather", '{"days":5}')
+STOP = Call("stop", "{}")
+
+
+def coder(body: str) -> str:
+    """A call of Qwen3-Coder's."""
+    return f"<tool_call>\n<function={body}\n</function>\n</tool_call>"
+
+
+WEATHER = "weather>\n<parameter=city>\nOslo ü\n</parameter>\n<parameter=days>\n5\n</parameter>"
+GLM = "<arg_key>city</arg_key>\n<arg_value>Oslo ü</arg_value>\n<arg_key>days</arg_key>\n<arg_value>5</arg_value>\n"
+ARGS = '{"city": "Oslo ü", "days": 5}'
+FIVE_DAYS, BROKEN = '{"days": 5}', "{"
+LISTED = f'{{"name": "weather", "arguments": {ARGS}}}'
+LLAMA = f'{{"name": "weather", "parameters": {ARGS}}}'
+V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n%s\n```<｜tool▁call▁end｜>"
+V31 = "<｜tool▁call▁begin｜>weather<｜tool▁sep｜>%s<｜tool▁call▁end｜>"
+KIMI = "<|tool_call_begin|>functions.%s:%d<|tool_call_argument_begin|>%s<|tool_call_end|>"
+
+WELL_FORMED: dict[str, dict[str, list[Part]]] = {
+    "hermes": {
+        f"<tool_call>\n{LISTED}\n</tool_call>": [OSLO],
+        f'so\n<tool_call>\n{LISTED}\n</tool_call>\n<tool_call>\n{{"name": "stop", "arguments": {{}}}}\n</tool_call>': [
+            Text("so"), OSLO, STOP,
+        ],
+    },
+    "qwen3_coder": {
+        coder(WEATHER): [OSLO],
+        f"so\n\n{coder(WEATHER)}\n{coder('stop>')}": [Text("so"), OSLO, STOP],
+    },
+    "glm45": {
+        f"<tool_call>weather\n{GLM}</tool_call>": [OSLO],
+        f"so\n<tool_call>weather\n{GLM}</tool_call>\n<tool_call>stop\n</tool_call>": [Text("so"), OSLO, STOP],
+    },
+    "llama3": {
+        LLAMA: [OSLO],
+        f"<|python_tag|>{LLAMA}": [OSLO],
+        f'<|python_tag|>{LLAMA};{{"name": "stop", "parameters": {{}}}}': [OSLO, STOP],
+    },
+    "mistral": {
+        f'[TOOL_CALLS] [{LISTED}, {{"name": "stop", "arguments": {{}}}}]': [OSLO, STOP],
+        f"so[TOOL_CALLS]weather[ARGS]{ARGS}[TOOL_CALLS]stop[ARGS]{{}}": [Text("so"), OSLO, STOP],
+    },
+    "deepseek": {
+        f"so<｜tool▁calls▁begin｜>{V31 % ARGS}{V31 % FIVE_DAYS}<｜tool▁calls▁end｜>": [Text("so"), OSLO, FIVE],
+    },
+    "deepseek_v3": {
+        f"<｜tool▁calls▁begin｜>{V3 % ARGS}\n{V3 % FIVE_DAYS}<｜tool▁calls▁end｜>": [OSLO, FIVE],
+    },
+    "kimi_k2": {
+        f"so<|tool_calls_section_begin|>{KIMI % ('weather', 0, ARGS)}{KIMI % ('stop', 1, '{}')}"
+        "<|tool_calls_section_end|>": [Text("so"), OSLO, STOP],
+    },
+}  # fmt: skip
+"""What the chat templates of these families write: every parser of them must agree."""
+OWN: list[tuple[str, str, list[Part], int]] = [
+    # Spellings that the families' own parsers take, and SGLang's do not or not alike.
+    ("qwen3_coder", f"<function={WEATHER}</function>\n</tool_call> then", [OSLO, Text("then")], 0),
+    ("qwen3_coder", f"so <function={WEATHER}</function>", [Text("so"), OSLO], 0),
+    ("seed", f"<seed:tool_call>\n<function={WEATHER}\n</function>\n</seed:tool_call>", [OSLO], 0),
+    ("glm45", f"<tool_call>weather{GLM}</tool_call>", [OSLO], 0),
+    ("glm4", f"\nweather\n{ARGS}", [OSLO], 0),
+    ("glm4", f"so<|assistant|>weather\n{ARGS}<|assistant|>stop\n{{}}", [Text("so"), OSLO, STOP], 0),
+    ("glm4", "\nweather is fine", [Text("\nweather is fine")], 0),
+    ("llama3", ' {"answer": 5} ', [Text(' {"answer": 5} ')], 0),
+    ("mistral", f"[TOOL_CALLS]weather[CALL_ID]abcdefghi[ARGS]{ARGS}", [OSLO], 0),
+    # Ill-formed blocks stay text, and each is counted once.
+    ("qwen3_coder", coder("weather>\n<parameter=city>\nOslo"), [Text(coder("weather>\n<parameter=city>\nOslo"))], 1),
+    ("qwen3_coder", "so <tool_call>\nnothing", [Text("so <tool_call>\nnothing")], 1),
+    ("qwen3_coder", f"{coder(WEATHER)}\n<tool_call>", [OSLO, Text("<tool_call>")], 1),
+    ("qwen3_coder", "a </tool_call> b", [Text("a </tool_call> b")], 0),
+    ("glm45", "<tool_call>two words</tool_call>", [Text("<tool_call>two words</tool_call>")], 1),
+    ("llama3", "<|python_tag|>print(1)", [Text("<|python_tag|>print(1)")], 1),
+    ("llama3", f"<|python_tag|>{LLAMA} so", [Text(f"<|python_tag|>{LLAMA} so")], 1),
+    ("glm4", f"so<|assistant|>other\n{ARGS}", [Text(f"so<|assistant|>other\n{ARGS}")], 1),
+    ("mistral", "[TOOL_CALLS]weather[ARGS]{", [Text("[TOOL_CALLS]weather[ARGS]{")], 1),
+    ("deepseek", f"<｜tool▁calls▁begin｜>{V31 % BROKEN}", [Text(f"<｜tool▁calls▁begin｜>{V31 % BROKEN}")], 1),
+    ("kimi_k2", KIMI % ("a b", 0, "{}"), [Text(KIMI % ("a b", 0, "{}"))], 1),
+]
+ALL = [
+    *((name.removesuffix("_v3"), text, parts, 0) for name, one in WELL_FORMED.items() for text, parts in one.items()),
+    *OWN,
+]
+
+
+def parsed(
+    name: str, pieces: Sequence[str], thinking: str = "think", *, inside: bool = False
+) -> tuple[list[Part], int]:
+    parser = Parser(FORMATS[name], THINKING[thinking], inside, TOOLS)
+    for piece in pieces:
+        parser.push(piece)
+    parser.end()
+    return parser.parts, parser.ill_formed
+
+
+@pytest.mark.parametrize(("name", "text", "parts", "ill_formed"), ALL)
+def test_calls_of_each_family_leave_the_text(name: str, text: str, parts: list[Part], ill_formed: int) -> None:
+    assert parsed(name, [text]) == (parts, ill_formed)
+    assert parsed(name, text) == (parts, ill_formed)  # a character at a time
+    reasoned = parsed(name, [*"<think>why</think>\n\n", *text])
+    assert reasoned == ([Reasoning("why"), *(dataclasses.replace(one) for one in stripped(parts))], ill_formed)
+
+
+def stripped(parts: list[Part]) -> list[Part]:
+    """White space behind reasoning belongs to nothing."""
+    first = parts[0]
+    return [Text(first.text.lstrip()), *parts[1:]] if isinstance(first, Text) else parts
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("city", "5", "5"), ("city", "null", "null"), ("city", " a\n b ", " a\n b "), ("city", "", ""),
+        ("days", "5", 5), ("days", " 5\n", 5), ("days", "five", "five"), ("days", "5.5", "5.5"),
+        ("days", "null", None),
+        ("share", "5", 5), ("share", "0.5", 0.5), ("share", "None", None), ("fine", "True", True),
+        ("fine", "false", False),
+        ("where", '{"a": [1, "b"]}', {"a": [1, "b"]}), ("where", "{a}", "{a}"), ("where", "[1]", "[1]"),
+        ("either", "5", 5), ("either", "five", "five"), ("either", "null", "null"), ("kind", "2", 2),
+        ("where", "[" * 254 + "]" * 254, "[" * 254 + "]" * 254),
+    ],
+)  # fmt: skip
+def test_a_value_without_json_has_the_type_that_its_schema_says(key: str, text: str, value: Any) -> None:
+    for name, call in (
+        ("qwen3_coder", f"<function=weather>\n<parameter={key}>\n{text}\n</parameter>\n</function>"),
+        ("glm45", f"<tool_call>weather\n<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>"),
+    ):
+        [found], _ = parsed(name, [call])
+        assert isinstance(found, Call)
+        assert json.loads(found.arguments) == {key: value}
+
+
+WORDS = {
+    name: sorted({
+        *(piece for each, text, *_ in ALL if each == name for piece in (text, text[: len(text) // 2])),
+        *FORMATS[name].marks, *(FORMATS[name].around or ()),
+        "<think>", "</think>", "a", "ü 😀", " ", "\n", "{", "weather\n", "[ARGS]", "<arg_key>",
+    } - {""})
+    for name in FORMATS
+}  # fmt: skip
+
+
+VALUES: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from([*"ab", "type", "anyOf", "enum", "properties", "name"]), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(data=st.data(), schema=VALUES, value=VALUES)
+def test_no_schema_and_no_output_ends_a_parser(name: str, data: st.DataObject, schema: Any, value: Any) -> None:
+    parser = Parser(FORMATS[name], tools=[schema, {"function": {"name": "weather", "parameters": schema}}])
+    for word in [*data.draw(st.lists(st.sampled_from(WORDS[name]), max_size=4)), json.dumps(value)]:
+        parser.push(word)
+    for body in (
+        "weather[ARGS]",
+        "weather\n",
+        "weather>",
+        "weather<|tool_call_argument_begin|>",
+        "weather<｜tool▁sep｜>",
+    ):
+        parser.push(f"{FORMATS[name].marks.opening}{body}{json.dumps(value)}")
+    parser.push("[" * 5000)
+    parser.end()
+    assert all(isinstance(json.loads(one.arguments), dict) for one in parser.parts if isinstance(one, Call))
+
+
+@pytest.mark.parametrize("schema", [None, 5, [], {"properties": 5}, {"properties": {"a": {"type": 5, "anyOf": {}}}}])
+def test_values_that_no_schema_tells_of_are_text_to_qwen_and_json_to_glm(schema: Any) -> None:
+    tools = [{"function": {"name": "f", "parameters": schema}}, {"function": 5}, 5]
+    for name, call, value in (
+        ("qwen3_coder", "<function=f><parameter=a>5</parameter></function>", "5"),
+        ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>5</arg_value></tool_call>", 5),
+    ):
+        parser = Parser(FORMATS[name], tools=tools)
+        parser.push(call)
+        parser.end()
+        [found] = parser.parts
+        assert isinstance(found, Call)
+        assert json.loads(found.arguments) == {"a": value}
+
+
+@pytest.mark.parametrize("name", THINKING)
+def test_reasoning_in_each_spelling_also_where_the_prompt_opened_it(name: str) -> None:
+    opening, closing = THINKING[name]
+    expected = ([Reasoning("why"), Text("so")], 0)
+    assert parsed("hermes", f"{opening}\nwhy\n{closing}\n\nso", name) == expected
+    parser = Parser(FORMATS["hermes"], THINKING[name], inside=True)
+    parser.push(f"why\n{closing}\n\nso")
+    parser.end()
+    assert parser.parts == expected[0]
+
+
+def outputs(name: str) -> st.SearchStrategy[str]:
+    return st.lists(st.sampled_from(WORDS[name]), max_size=8).map("".join)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(data=st.data(), cuts=st.randoms(use_true_random=False))
+def test_however_a_text_is_split_its_parts_are_the_same_and_stay(
+    name: str, data: st.DataObject, cuts: random.Random
+) -> None:
+    text, inside = data.draw(outputs(name)), data.draw(st.booleans())
+    places = sorted(cuts.randint(0, len(text)) for _ in range(cuts.randint(0, 9)))
+    parser, given_out = Parser(FORMATS[name], THINKING["think"], inside, TOOLS), list[Part]()
+    for start, end in itertools.pairwise([0, *places, len(text)]):
+        parser.push(text[start:end])
+        assert grown(given_out, parser.parts)
+        given_out = [dataclasses.replace(part) for part in parser.parts]
+    parser.end()
+    assert grown(given_out, parser.parts)
+    assert (parser.parts, parser.ill_formed) == parsed(name, [text], inside=inside)
+    if not any(isinstance(part, Call) for part in parser.parts):
+        kept = "".join(part.text for part in parser.parts if not isinstance(part, Call))
+        closed = text.replace("</think>", "", 1)
+        nothing_lost = [text, closed, closed.replace("<think>", "", 1)]
+        assert "".join(kept.split()) in ["".join(one.split()) for one in nothing_lost]
+
+
+def grown(before: list[Part], after: list[Part]) -> bool:
+    """Whether what was given out stays: only the last part of it may have grown."""
+    return len(before) <= len(after) and all(
+        old == new or (not isinstance(old, Call) and type(old) is type(new) and new.text.startswith(old.text))
+        for old, new in zip(before, after, strict=False)
+    )
+
+
+@pytest.fixture(scope="session", params=[True, False], ids=["special", "plain"])
+def byte_level(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TextTokens:
+    """A byte-level BPE tokenizer, the families' marks among its special tokens or in pieces as any other text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([text for _, text, *_ in ALL], trainer)
+    marks = sorted(MARKS) if request.param else []
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in ["<|end|>", *marks]])
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    end = tokenizer.token_to_id("<|end|>")
+    config = {"vocab_size": tokenizer.get_vocab_size() + 8, "eos_token_id": end}
+    (folder / "config.json").write_text(json.dumps(config))
+    return TextTokens(folder)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(data=st.data(), cuts=st.randoms(use_true_random=False))
+def test_however_tokens_come_their_parts_are_the_same_and_stay(
+    byte_level: TextTokens, name: str, data: st.DataObject, cuts: random.Random
+) -> None:
+    ids = byte_level.encode(data.draw(outputs(name)))
+    for _ in range(cuts.randint(0, 2)):  # a token out of place: parts of characters, marks, ids beyond the tokenizer
+        ids.insert(cuts.randint(0, len(ids)), cuts.randrange(byte_level.vocabulary))
+    stream, parser = TextStream(byte_level), Parser(FORMATS[name], THINKING["think"], tools=TOOLS)
+    given_out, read, at = list[Part](), 0, 0
+    while at < len(ids):
+        size = cuts.randint(1, 5)
+        text = stream.push(ids[at : at + size])
+        parser.push(text[read:])
+        assert grown(given_out, parser.parts)
+        given_out, read, at = [dataclasses.replace(part) for part in parser.parts], len(text), at + size
+    whole = byte_level.decode(ids)
+    assert grown(given_out, parsed(name, [whole])[0])
+    parser.push(whole[read:])
+    parser.end()
+    assert (parser.parts, parser.ill_formed) == parsed(name, [whole])
+
+
+def test_marks_of_calls_are_no_end_of_an_output_and_not_held_back(byte_level: TextTokens) -> None:
+    for mark in MARKS:
+        assert TextStream(byte_level).push(byte_level.encode(mark)) == mark
+        assert not any(byte_level.is_control(token) for token in byte_level.encode(mark))
+    assert byte_level.is_control(byte_level.encode("<|end|>")[0])
+
+
+@pytest.mark.parametrize(
+    ("template", "calls", "thinking"),
+    [
+        ("{{ '<tool_call>\\n' }}", "hermes", None),
+        ("{{ content }}", "hermes", None),
+        ("<tool_call>\n<function=example>\n<parameter=a>", "qwen3_coder", None),
+        ("<think></think><tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key><|observation|>", "glm45", "think"),
+        ("<|observation|>", "glm4", None),
+        ('Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.',
+         "llama3", None),
+        ("[THINK]{{ r }}[/THINK][TOOL_CALLS]", "mistral", "mistral"),
+        ("'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' </think>", "deepseek", "think"),
+        ("<|tool_calls_section_begin|><|tool_call_begin|>", "kimi_k2", None),
+        ("<seed:tool_call>\n<function=f>\n<parameter=a> </seed:think>", "seed", "seed"),
+    ],
+)  # fmt: skip
+def test_a_models_formats_are_found_in_its_chat_template(template: str, calls: str, thinking: str | None) -> None:
+    assert formats_of(template) == (FORMATS[calls], THINKING[thinking] if thinking else None)
+    assert formats_of(template, "llama3", "kimi") == (FORMATS["llama3"], THINKING["kimi"])
+    assert formats_of(template, "none", "none") == (None, None)
+
+
+def test_the_settings_name_every_format_and_no_other() -> None:
+    hints = get_type_hints(GatewaySettings)
+    assert set(get_args(hints["tool_calls"])) == {"auto", "none", *FORMATS}
+    assert set(get_args(hints["reasoning"])) == {"auto", "none", *THINKING}
+    assert TOLD_BY.keys() == FORMATS.keys()
+
+
+def test_a_gateway_imports_no_engine_and_no_torch() -> None:
+    program = "import sys, turnlog.producers.gateway.app\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert {"torch", "transformers", "sglang"}.isdisjoint(done.stdout.split())
+
+
+THEIRS = """
+import json, sys
+from sglang.srt.entrypoints.openai.protocol import Tool
+from sglang.srt.function_call.function_call_parser import FunctionCallParser
+corpus, tools = json.load(sys.stdin)
+tools = [Tool.model_validate(tool) for tool in tools]
+for name, text in corpus:
+    left, calls = FunctionCallParser(tools, name).parse_non_stream(text)
+    print(json.dumps([left.strip(), [[call.name, json.loads(call.parameters)] for call in calls]]))
+"""
+"""A process of its own: torch ends one that has run pytest by a segmentation fault."""
+
+
+@pytest.mark.long  # 15 to 28 s of import
+def test_parsers_of_sglang_read_the_same_calls() -> None:
+    named = {"hermes": "qwen25", "deepseek": "deepseekv31", "deepseek_v3": "deepseekv3"}
+    corpus = [(named.get(name, name), text) for name, one in WELL_FORMED.items() for text in one]
+    asked = json.dumps([corpus, TOOLS])
+    done = subprocess.run([sys.executable, "-c", THEIRS], input=asked, capture_output=True, text=True, check=True)
+    told = [line for line in done.stdout.splitlines() if line.startswith('["')]
+    expected = [parts for one in WELL_FORMED.values() for parts in one.values()]
+    for (name, _), line, parts in zip(corpus, told, expected, strict=True):
+        text = "".join(part.text for part in parts if not isinstance(part, Call))
+        calls = [[part.name, json.loads(part.arguments)] for part in parts if isinstance(part, Call)]
+        assert json.loads(line) == [text, calls], name
