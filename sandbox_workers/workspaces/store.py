@@ -317,9 +317,11 @@ class Known:
 
     def find(self, sha256: str) -> Piece | None:
         """Where these bytes lie, if it is known."""
-        piece, since = self._places.get(sha256, (None, 0.0))
+        if (found := self._places.get(sha256)) is None:
+            return None
+        piece, since = found
         if self._clock() - since > REUSED_S:
-            self._places.pop(sha256, None)
+            del self._places[sha256]
             return None
         self._places.move_to_end(sha256)
         return piece

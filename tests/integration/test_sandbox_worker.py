@@ -184,6 +184,7 @@ async def test_a_verifier_judges_the_files_that_the_agent_left_and_nothing_that_
     feeding = asyncio.create_task(feed(role, known))
     with worker(role.settings):
         assert (await results.answer(acted)).status is ToolStatus.ok
+        await known.wait("verified", acted.call_id, 90)  # its reader is another one
         async with GatewayClient(role.settings) as gateway, client() as http:
             bench = Bench(
                 http=http, events=role.events, gateway=gateway, results=known, request=request, recipe=RECIPE,

@@ -299,6 +299,7 @@ def test_a_worker_forgets_where_a_piece_lies_before_its_pack_may_be_collected() 
     now = 0.0
     known = Known(10, clock=lambda: now)
     piece = Piece("ab" * 32, BlobRef("cd" * 32, 10), 0, 10)
+    assert known.find(piece.sha256) is None, "a clock that has just begun makes nothing known"
     known.add(piece)
     now = REUSED_S
     assert known.find(piece.sha256) == piece
