@@ -23,7 +23,7 @@ from turnlog.infra.log import Commit, GroupReader, Partition, Record, check_comm
 from turnlog.infra.roles.role import Role
 from turnlog.infra.verifiers import judges
 from turnlog.names import RECORD_HEADER, ConsumerGroup
-from turnlog.producers.gateway_client import GatewayClient
+from turnlog.producers.gateway_client import GatewayClient, RequestRejected
 from turnlog.producers.rollout import Rollout
 from turnlog.producers.tool_calls import Results
 from turnlog.schemas import UndecodableRecord, topics
@@ -215,12 +215,12 @@ class Runner:
         if event.run_id != self._role.settings.run.id or event.rollout_id in unit.open:
             return
         begun = unit.take(event.rollout_id, record.offset)
-        task = asyncio.create_task(self._rollout(unit, event, begun), name=f"rollout {event.rollout_id}")
+        task = asyncio.create_task(self._rollout(unit, record, event, begun), name=f"rollout {event.rollout_id}")
         unit.running.add(task)
         task.add_done_callback(functools.partial(self._over, unit, event.rollout_id))
         OPEN.inc()
 
-    async def _rollout(self, unit: Unit, request: RolloutRequested, begun: bool) -> None:
+    async def _rollout(self, unit: Unit, record: Record, request: RolloutRequested, begun: bool) -> None:
         if begun:
             await unit.caught_up.wait()
         async with self._slots:
@@ -234,7 +234,11 @@ class Runner:
                 unit.results,
                 self._http,
             )
-            owed = await rollout.run(resume=begun)
+            try:
+                owed = await rollout.run(resume=begun)
+            except RequestRejected as cause:  # no session of it can be opened: the next owner would fare no better
+                await role.park(record, cause)
+                return
         if owed is not None:  # it stays open, without a slot: a slow judge holds no agent up
             await rollout.settle(owed)
 

@@ -78,7 +78,7 @@ class Stage:
     executed: Counter[str] = dataclasses.field(default_factory=Counter)
 
     async def request(
-        self, group: str = "g", index: int = 0, recipe: str = "calc", new_tokens: int = 24, **limits: Any
+        self, group: str = "g", index: int = 0, recipe: str = "calc", new_tokens: int = 24, size: int = 2, **limits: Any
     ) -> str:
         """Ask for a rollout; its id. `new_tokens`: of one turn."""
         rollout = ids.rollout_id(group, index)
@@ -91,7 +91,7 @@ class Stage:
                 task_id="t",
                 rollout_id=rollout,
                 rollout_index=index,
-                group_size=2,
+                group_size=size,
                 draw=0,
                 dataset="d",
                 dataset_epoch=0,

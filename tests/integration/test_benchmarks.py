@@ -59,7 +59,7 @@ def checked(line: dict[str, Any], name: str) -> None:
 @pytest.mark.kafka
 @pytest.mark.parametrize("name", NAMES)
 def test_a_benchmark_runs_at_its_smallest_size_and_prints_its_line(name: str, environment: dict[str, str]) -> None:
-    if name == "G15" and asyncio.run(unisolated(SandboxSettings())):
+    if name in {"G15", "P1"} and asyncio.run(unisolated(SandboxSettings())):
         pytest.skip("user namespaces are off")
     checked(json.loads(printed(environment, "--smallest", "--only", name)), name)
 

@@ -24,6 +24,7 @@ from turnlog.producers import runner
 from turnlog.producers.recipes.calc import RECIPE
 from turnlog.schemas import ids, topics
 from turnlog.schemas.events import (
+    DeadLetter,
     FinishReason,
     Outcome,
     RewardAssigned,
@@ -404,6 +405,16 @@ async def test_a_poison_task_is_parked_and_the_others_run(stage: Stage) -> None:
         ("tasks", 0, "runner"),
         ("tasks", 1, "runner"),
     }
+
+
+async def test_a_task_that_the_gateway_opens_no_session_for_is_parked_and_the_others_run(stage: Stage) -> None:
+    await stage.request("alone", size=1)  # GRPO compares the rollouts of a group
+    await stage.request()
+    async with stage.gateway(), stage.running():
+        await stage.finished(1)
+    [letter] = await stage.said(DeadLetter)
+    assert (letter.topic, letter.role, letter.cause) == ("tasks", "runner", "RequestRejected")
+    assert "compares at least 2 rollouts" in letter.message
 
 
 async def test_a_gateway_that_never_answers_ends_the_process_and_nothing_is_lost(stage: Stage) -> None:
