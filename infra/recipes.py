@@ -366,7 +366,7 @@ NO_OBJECT = "the arguments are no JSON object"
 """What the model is told of a call whose arguments cannot be read."""
 
 
-def _object_of(arguments: str) -> dict[str, Any] | None:
+def object_of(arguments: str) -> dict[str, Any] | None:
     """The arguments as the model wrote them; None where they are no JSON object."""
     try:
         values = None if deeper_than(arguments) else json.loads(arguments)
@@ -402,7 +402,7 @@ class PlainRecipe:
         """A built-in tool under its own name; `arguments` are checked where it runs."""
         if name not in BUILT_IN:
             return f"there is no tool {name!r}"
-        values = _object_of(arguments)
+        values = object_of(arguments)
         return NO_OBJECT if values is None else SandboxCall(name, values)
 
     def tool_answer(self, ok: bool, output: bytes) -> str:
@@ -451,7 +451,7 @@ class Played:
         """Content of the tool message for a call with these arguments, as the model wrote them."""
         if self.done:
             return OVER
-        values = _object_of(arguments)
+        values = object_of(arguments)
         if values is None:
             return NO_OBJECT
         step = self._simulation.step(name, values)

@@ -1,0 +1,178 @@
+"""Recipe `question`: questions of two or three hops over a small library, which is searched by BM25 (Robertson and
+Zaragoza, 2009) in the runner's process.
+
+Reward 1 iff the last message is the answer, or ends with it after `Answer:`. The library is generated, the same on
+every machine: what a model learned before it does not help, and each hop needs what the one before found. A model that
+exists already is needed ([model] path): there is no warm start.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, Final
+
+from turnlog.infra.recipes import Episode, FunctionVerifier, PlainRecipe, SandboxCall, TaskRow, Verdict, object_of
+from turnlog.schemas.events.sessions import Outcome
+
+PEOPLE: Final = 240
+TOWNS: Final = 60
+RIVERS: Final = 30
+FOUND: Final = 3
+"""Documents that a search answers with."""
+QUERY_CHARS: Final = 400
+"""Of a query that is looked at."""
+ASKS: Final = 'search takes {"query": "words"}'
+HOW: Final = (
+    "Search the library, one fact at a time. End with a line that holds `Answer:` and the name, and nothing else."
+)
+SYLLABLES: Final = ("bra", "dor", "fen", "gal", "hes", "kir", "lom", "mar", "nev", "ost", "pel", "run", "sil", "tor")
+ENDS: Final = ("a", "en", "is", "o", "um", "ia", "ar", "et")
+
+
+def _names(generator: random.Random, count: int, taken: set[str]) -> list[str]:
+    """Made up, all different."""
+    found: list[str] = []
+    while len(found) < count:
+        name = "".join(map(generator.choice, (SYLLABLES, ("", *SYLLABLES), ENDS))).capitalize()
+        if name not in taken:
+            taken.add(name)
+            found.append(name)
+    return found
+
+
+@dataclass(frozen=True)
+class Library:
+    """What is known: who was born where and taught whom, what they wrote, and which river a town lies on."""
+
+    town_of: dict[str, str]
+    author_of: dict[str, str]
+    teacher_of: dict[str, str]
+    river_of: dict[str, str]
+
+    @cached_property
+    def documents(self) -> tuple[str, ...]:
+        """One fact each."""
+        return (
+            *(f"{person} was born in the town of {town}." for person, town in self.town_of.items()),
+            *(f"The book '{book}' was written by {author}." for book, author in self.author_of.items()),
+            *(f"{person} was a pupil of {teacher}." for person, teacher in self.teacher_of.items()),
+            *(f"The town of {town} lies on the river {river}." for town, river in self.river_of.items()),
+        )
+
+    @cached_property
+    def _index(self) -> Any:
+        try:
+            import bm25s
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError("recipe 'question' needs its search: pip install turnlog[question]") from error
+        index = bm25s.BM25()
+        index.index([_words(document) for document in self.documents], show_progress=False)
+        return index
+
+    def search(self, query: str) -> list[str]:
+        """The documents that fit best, the best first; none that shares no word with the query."""
+        words = _words(query[:QUERY_CHARS])
+        if not any(word in self._index.vocab_dict for word in words):
+            return []
+        places, scores = self._index.retrieve([words], k=FOUND, show_progress=False)
+        return [self.documents[place] for place, score in zip(places[0], scores[0], strict=True) if score > 0]
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())
+
+
+@cache
+def library() -> Library:
+    """The one that every session searches."""
+    generator, taken = random.Random("question library"), set[str]()
+    people, towns = _names(generator, PEOPLE, taken), _names(generator, TOWNS, taken)
+    rivers, books = _names(generator, RIVERS, taken), _names(generator, PEOPLE, taken)
+    return Library(
+        town_of={person: generator.choice(towns) for person in people},
+        author_of={f"The {book} Letters": person for book, person in zip(books, people, strict=True)},
+        teacher_of={person: generator.choice([other for other in people if other != person]) for person in people},
+        river_of={town: generator.choice(rivers) for town in towns},
+    )
+
+
+def _born(known: Library, book: str) -> tuple[str, list[str]]:
+    author = known.author_of[book]
+    return f"In which town was the author of '{book}' born?", [author, known.town_of[author]]
+
+
+def _taught(known: Library, book: str) -> tuple[str, list[str]]:
+    author = known.author_of[book]
+    return f"Who was the teacher of the author of '{book}'?", [author, known.teacher_of[author]]
+
+
+def _river(known: Library, book: str) -> tuple[str, list[str]]:
+    author = known.author_of[book]
+    town = known.town_of[author]
+    asked = f"On which river lies the town where the author of '{book}' was born?"
+    return asked, [author, town, known.river_of[town]]
+
+
+def _teachers_town(known: Library, book: str) -> tuple[str, list[str]]:
+    author = known.author_of[book]
+    teacher = known.teacher_of[author]
+    return f"In which town was the teacher of the author of '{book}' born?", [author, teacher, known.town_of[teacher]]
+
+
+KINDS: Final[tuple[Callable[[Library, str], tuple[str, list[str]]], ...]] = (_born, _taught, _river, _teachers_town)
+
+
+def task_row(generator: random.Random) -> dict[str, Any]:
+    """One question, with the names that lead to its answer, which is the last of them."""
+    known = library()
+    asked, hops = generator.choice(KINDS)(known, generator.choice(list(known.author_of)))
+    return {"prompt": f"{asked}\n{HOW}", "answer": hops[-1], "hops": hops}
+
+
+def judge(episode: Episode) -> Verdict:
+    """1.0 iff the last message of a session that completed gives the answer; how many of the hops were found on the way
+    is a component, and counts nothing."""
+    last = episode.messages[-1]
+    said = str(last.get("content") or "") if last["role"] == "assistant" and not last.get("tool_calls") else ""
+    answer = said.rpartition("Answer:")[2].strip().rstrip(".")
+    right = episode.outcome is Outcome.completed and answer.casefold() == episode.task["answer"].casefold()
+    told = "\n".join(str(message["content"]) for message in episode.messages if message["role"] == "tool")
+    hops: list[str] = episode.task["hops"]
+    found = sum(re.search(rf"\b{re.escape(hop)}\b", told) is not None for hop in hops) / len(hops)
+    searches = sum(message["role"] == "tool" for message in episode.messages)
+    evidence = {"said": said[-400:], "answer": episode.task["answer"], "outcome": episode.outcome.value}
+    return Verdict(float(right), {"hops_found": found, "searches": float(searches)}, evidence)
+
+
+class Question(PlainRecipe):
+    """See the module's docstring and turnlog.infra.recipes.Recipe."""
+
+    name = "question"
+    verifier = FunctionVerifier("question", "1", judge)
+
+    @property
+    def tools(self) -> tuple[dict[str, Any], ...]:
+        """One function, `search(query)`."""
+        parameters = {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}
+        about = f"The {FOUND} documents of the library that fit the query best."
+        return ({"type": "function", "function": {"name": "search", "description": about, "parameters": parameters}},)
+
+    def tool_call(self, name: str, arguments: str) -> SandboxCall | str:
+        """Answered here: nothing of it needs a sandbox."""
+        query = (object_of(arguments) or {}).get("query")
+        if name != "search" or not isinstance(query, str):
+            return ASKS
+        return "\n".join(library().search(query)) or "nothing fits"
+
+    def tasks(self, seed: int) -> Iterator[TaskRow]:
+        """Fresh random questions for ever."""
+        generator = random.Random(f"question tasks {seed}")
+        while True:
+            yield task_row(generator)
+
+
+RECIPE: Final = Question()
