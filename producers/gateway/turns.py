@@ -31,7 +31,7 @@ from turnlog.producers.gateway.dialects.dialect import IGNORED, Constraint, Turn
 from turnlog.producers.gateway.engines import SECONDS, Draft, Routing, Sampler, TurnRows, Wanted
 from turnlog.producers.gateway.images import Admitted, by_reference, placed
 from turnlog.producers.gateway.messages import Message, id_of_call, response_of, system_digest, tools_digest, with_ids
-from turnlog.producers.gateway.parsers.formats import only_call
+from turnlog.producers.gateway.parsers.formats import only_call, only_json
 from turnlog.producers.gateway.parsers.parser import CallFormat, Marks, Parser, Part, Reasoning, certain, shortened
 from turnlog.producers.gateway.prompts import Prompts, TextStream
 from turnlog.producers.gateway.requests import Claims
@@ -171,7 +171,9 @@ class Planner:
 
     def _said_by(self, one: Constraint, tools: Sequence[Any], prompt: Sequence[int]) -> Grammar | None:
         if one.json_schema is not None:
-            return Grammar("json_schema", one.json_schema)
+            if self.thinking is None:
+                return Grammar("json_schema", one.json_schema)
+            return Grammar("structural_tag", only_json(one.json_schema, self.thinking, inside=self.inside(prompt)))
         if one.tool is None:
             return None
         tag = only_call(self.calls, tools, one.tool, self.thinking, inside=self.inside(prompt))

@@ -13,7 +13,7 @@ import pytest
 
 from tests.fakes.memory_engine import MemoryEngine, joined
 from turnlog.infra.engine import Engine, EngineDead, EngineRefused, EngineUnreachable, Generate, Grammar, Piece, SGLang
-from turnlog.producers.gateway.parsers.formats import FORMATS, only_call
+from turnlog.producers.gateway.parsers.formats import FORMATS, only_call, only_json
 from turnlog.producers.gateway.parsers.parser import Call, Marks, Parser, Reasoning
 from turnlog.producers.gateway.prompts import UNKNOWN, TextTokens
 
@@ -128,6 +128,19 @@ async def test_an_output_that_must_be_a_call_is_one_for_the_parser_of_its_family
     parser.push(text := tokens.decode(whole.ids[: len(whole.ids) - ended]))
     parser.end()
     assert [part for part in parser.parts if not isinstance(part, Reasoning)] == [Call("set", '{"a":true}')], text
+
+
+async def test_an_output_that_must_be_json_may_be_thought_of_first(engine: Engine, tiny_model: Path) -> None:
+    tokens = TextTokens(tiny_model)
+    if isinstance(engine, MemoryEngine):
+        engine.decode, engine.fitting = tokens.decode, lambda _: tokens.encode('her {"a":true}')
+    tag = only_json(json.dumps(SET), SOON, inside=True)
+    request = _request(grammar=Grammar("structural_tag", tag), max_new_tokens=CONTEXT - len(PROMPT) - 1)
+    whole = joined(await _pieces(engine, request, stream=False))
+    ended = whole.finish == "stop" and tokens.is_control(whole.ids[-1])
+    _, closing, said = tokens.decode(whole.ids[: len(whole.ids) - ended]).partition(SOON.closing)
+    assert closing
+    assert json.loads(said) == {"a": True}
 
 
 async def test_what_does_not_fit_the_window_is_refused(engine: Engine) -> None:

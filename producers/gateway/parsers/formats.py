@@ -204,7 +204,17 @@ def only_call(
         }
         for name, schema in offered.items()
     ]
-    elements: list[Any] = [{"type": "or", "elements": told}]
+    return _tag(thinking, {"type": "or", "elements": told}, inside=inside)
+
+
+def only_json(schema: str, thinking: Marks, *, inside: bool = False) -> str:
+    """The structural tag of an answer that is JSON which fits a schema, behind what the model thinks; see only_call."""
+    return _tag(thinking, {"type": "json_schema", "json_schema": orjson.loads(schema)}, inside=inside)
+
+
+def _tag(thinking: Marks | None, answer: dict[str, Any], *, inside: bool) -> str:
+    """As SGLang takes them (xgrammar, `structural_tag`)."""
+    elements = [answer]
     if thinking is not None:
         opening = "" if inside else thinking.opening
         thought = {"type": "tag", "begin": opening, "content": {"type": "any_text"}, "end": thinking.closing}

@@ -448,6 +448,19 @@ class TestThinking:
         assert (await boundaries(rig))[1:] == [(Boundary.append, "append")]
         assert unsigned() == before
 
+    async def test_an_answer_that_must_be_json_may_be_thought_of_first(self, rig: Any) -> None:
+        session = await rig.open(sampling=ROOM, purpose="eval")
+        rig.engines["e0"].fitting = lambda _: [*rig.tokens.encode('<think>\nthree\n</think>\n\n{"a":8}'), 2]
+        schema = {"type": "object", "required": ["a"]}
+        config = {"format": {"type": "json_schema", "schema": schema}}
+        thinking, spoken = (await said(rig, session, [ASK], output_config=config))["content"]
+        assert (thinking["thinking"], spoken) == ("three", text('{"a":8}'))
+        kind, tag = rig.engines["e0"].requests[-1].grammar
+        thought, _, answer = json.loads(tag)["format"]["elements"]
+        assert (kind, thought["type"], answer) == (
+            "structural_tag", "optional", {"type": "json_schema", "json_schema": schema}
+        )  # fmt: skip
+
     @pytest.mark.parametrize(
         "change",
         [
