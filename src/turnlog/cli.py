@@ -114,6 +114,16 @@ def parser() -> argparse.ArgumentParser:
     _verb(verbs, "engine", _engine, "role: one SGLang engine of [model] path, in the foreground")
     _verb(verbs, "registry", _registry, "role: the embedded schema registry")
     _verb(verbs, "supervise", _supervise, "run the servers and roles of a run in the foreground")
+    made = _verb(verbs, "recipe", _recipe, "begin a recipe of your own: a package that works as it is")
+    new = made.add_subparsers(dest="action", required=True, metavar="ACTION").add_parser(
+        "new",
+        help="write the package",
+        description="Write a package with a dataset, an environment, a verifier and a test.",
+    )
+    new.add_argument("name", metavar="NAME", help="of recipe and folder, such as my-game")
+    new.add_argument(
+        "--into", type=Path, default=Path(), metavar="DIR", help="where the folder is made (default: here)"
+    )
     _verb(verbs, "up", _up, "start servers and roles, leave them running, print the endpoints")
     _verb(verbs, "down", _down, "stop what `up` started")
     _askers(verbs)
@@ -326,6 +336,12 @@ def _warm_start(settings: Settings, arguments: argparse.Namespace) -> int:
     made = initial_weights(prepared(settings))
     print(copied(made, arguments.out) if arguments.out else made)
     return 0
+
+
+def _recipe(_: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.producers.recipes.new import command
+
+    return command(arguments)
 
 
 def _demo(settings: Settings, arguments: argparse.Namespace) -> int:

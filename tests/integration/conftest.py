@@ -78,7 +78,14 @@ class Stage:
     executed: Counter[str] = dataclasses.field(default_factory=Counter)
 
     async def request(
-        self, group: str = "g", index: int = 0, recipe: str = "calc", new_tokens: int = 24, size: int = 2, **limits: Any
+        self,
+        group: str = "g",
+        index: int = 0,
+        recipe: str = "calc",
+        new_tokens: int = 24,
+        size: int = 2,
+        task: dict[str, Any] | None = None,
+        **limits: Any,
     ) -> str:
         """Ask for a rollout; its id. `new_tokens`: of one turn."""
         rollout = ids.rollout_id(group, index)
@@ -98,7 +105,7 @@ class Stage:
                 index=0,
                 recipe=recipe,
                 purpose=Purpose.train,
-                task=json.dumps({"prompt": QUESTION, "answer": "8"}).encode(),
+                task=json.dumps(task or {"prompt": QUESTION, "answer": "8"}).encode(),
                 sampling=Sampling(max_new_tokens=new_tokens),
                 min_weight_version=0,
                 limits=Limits(**{"max_turns": 4, "max_context_tokens": 512, "deadline_s": 30.0, **limits}),

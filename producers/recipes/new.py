@@ -1,0 +1,103 @@
+"""`turnlog recipe new NAME`: a package that offers a recipe, to begin one's own with; it works as it is.
+
+NotCreated
+├── BadName      no name for a recipe and its package; says what is
+├── NameTaken    a recipe or a module of this name is installed
+└── FolderExists something stands where the package would
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import keyword
+import re
+import shutil
+import sys
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import Final
+
+from turnlog.infra.offers import offered
+from turnlog.infra.recipes import AmbiguousRecipe
+from turnlog.infra.roles.terminal import say
+from turnlog.names import EntryPointGroup, ExitStatus
+
+FILES: Final = {
+    "pyproject.toml": "pyproject.toml",
+    "README.md": "README.md",
+    "settings.toml": "settings.toml",
+    "init.py": "src/$package/__init__.py",
+    "game.py": "src/$package/game.py",
+    "recipe.py": "src/$package/recipe.py",
+    "test_recipe.py": "tests/test_recipe.py",
+}
+"""Template in the folder `template`, without its suffix -> path in the package."""
+NAME: Final = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+LONGEST: Final = 40
+
+
+class NotCreated(Exception):
+    """Base of the tree above."""
+
+
+class BadName(NotCreated):
+    """Remedy: words of lower-case letters and digits with `-` between them."""
+
+
+class NameTaken(NotCreated):
+    """Remedy: another name."""
+
+
+class FolderExists(NotCreated):
+    """Nothing is written over."""
+
+
+def create(name: str, parent: Path) -> Path:
+    """The folder `parent`/`name` with the package, whole or not at all. Raises NotCreated, AmbiguousRecipe."""
+    package = name.replace("-", "_")
+    _check(name, package)
+    folder = parent / name
+    if folder.exists() or folder.is_symlink():
+        raise FolderExists(f"{folder} is there already: nothing is written over")
+    if not parent.is_dir():
+        raise NotCreated(f"{parent} is no folder")
+    part = parent / f".{name}.part"
+    shutil.rmtree(part, ignore_errors=True)
+    values = {"name": name, "package": package, "title": "".join(map(str.capitalize, name.split("-")))}
+    try:
+        for template, path in FILES.items():
+            target = part / Template(path).substitute(values)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            text = resources.files(__package__).joinpath("template", f"{template}.txt").read_text()
+            target.write_text(Template(text).substitute(values))
+        part.rename(folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return folder
+
+
+def _check(name: str, package: str) -> None:
+    """Raises BadName, NameTaken."""
+    if not NAME.fullmatch(name) or len(name) > LONGEST:
+        raise BadName(
+            f"{name!r}: a recipe's name is words of lower-case letters and digits with - between them, at most "
+            f"{LONGEST} characters, such as my-game"
+        )
+    if keyword.iskeyword(package) or keyword.issoftkeyword(package) or package in sys.stdlib_module_names:
+        raise BadName(f"{name!r}: Python has a module or keyword of this name; take another, such as my-{name}")
+    if name in offered(EntryPointGroup.RECIPES, "recipe", AmbiguousRecipe):
+        raise NameTaken(f"{name!r}: an installed package offers a recipe of this name; take another")
+    if importlib.util.find_spec(package) is not None:
+        raise NameTaken(f"{name!r}: there is a module {package} here, which it would hide; take another")
+
+
+def command(arguments: argparse.Namespace) -> int:
+    """What the verb does, and what to do next."""
+    folder = create(arguments.name, arguments.into)
+    python, settings = sys.executable, folder / "settings.toml"
+    pip = f"{python} -m pip install" if importlib.util.find_spec("pip") else f"uv pip install --python {python}"
+    say(f"made {folder}; next:")
+    say(f"  {pip} --editable {folder}", f"  {python} -m pytest {folder}", f"  turnlog --settings {settings} demo")
+    return ExitStatus.DONE
