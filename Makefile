@@ -106,6 +106,8 @@ lock: $(UV)  ## resolve all locks again
 	@$(COMPILE) -c locks/all.lock --extra sandbox -o locks/sandbox.lock
 	@$(COMPILE) -c locks/all.lock --extra demo -o locks/demo.lock
 	@$(COMPILE) --extra gpu -o locks/gpu.lock
+	@sed -E '/^openai==/,/[^\\]$$/d' locks/all.lock >.cache/without-openai  # SGLang's pin, older than what frameworks want
+	@$(COMPILE) -c .cache/without-openai --group frameworks -o locks/frameworks.lock
 
 clean:  ## remove the environment and caches, keep runs
 	@rm -rf .venv .cache build dist *.egg-info src/*.egg-info

@@ -159,6 +159,16 @@ def test_the_cpu_lock_holds_no_cuda_kernels_and_the_others_follow_it() -> None:
             assert pins["all"].get(package.partition("[")[0], pins["all"].get(package)) == version, (lock, package)
 
 
+def test_the_lock_of_the_frameworks_follows_the_others_but_for_what_sglang_holds_back() -> None:
+    pins = {}
+    for lock in ("all", "frameworks"):
+        text = (ROOT / f"locks/{lock}.lock").read_text()
+        pins[lock] = dict(re.findall(r"^([A-Za-z0-9_.-]+)(?:\[[^]]*\])?==(\S+)", text, re.MULTILINE))
+    shared = pins["all"].keys() & pins["frameworks"].keys()
+    assert {name for name in shared if pins["all"][name] != pins["frameworks"][name]} == {"openai"}
+    assert {"openai-agents", "pydantic-ai-slim", "mini-swe-agent"} <= pins["frameworks"].keys()
+
+
 @pytest.mark.parametrize("command", ["ruff format --check .", "ruff check .", "mypy", "lint-imports"])
 def test_the_checks_pass(command: str) -> None:
     program, *arguments = command.split()

@@ -1,0 +1,49 @@
+"""Frameworks unchanged: the agents of docs/frameworks.md, in an environment of their own: its pins are not ours."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LOCK, KEPT, UV = ROOT / "locks/frameworks.lock", ROOT / ".cache/frameworks", ROOT / ".cache/bootstrap/bin/uv"
+QUIET = {"MSWEA_SILENT_STARTUP": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+
+
+@pytest.fixture(scope="module")
+def python() -> Path:
+    """The interpreter of that environment, which is made once."""
+    made = KEPT / hashlib.sha256(LOCK.read_bytes()).hexdigest()[:12]
+    if not made.exists():
+        shutil.rmtree(KEPT, ignore_errors=True)
+        part = KEPT / "part"
+        subprocess.run([UV, "venv", "--quiet", "--relocatable", "--python", sys.executable, part], check=True)
+        sync = [UV, "pip", "sync", "--quiet", "--require-hashes", "--python", part, LOCK]
+        if subprocess.run(sync).returncode:
+            pytest.skip("no registry gives the frameworks")
+        part.rename(made)
+    return made / "bin/python"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "openai-agents",
+        pytest.param("pydantic-ai", marks=pytest.mark.long),
+        pytest.param("mini-swe-agent", marks=pytest.mark.long),
+    ],
+)
+def test_an_agent_of_a_framework_does_a_task_by_turns_of_the_policy(python: Path, tmp_path: Path, name: str) -> None:
+    tests = [ROOT / "tests/frameworks/test_frameworks.py", "-k", name, "--basetemp", tmp_path / "pytest"]
+    # tests/conftest.py has servers in mind, whose clients are not there.
+    command = [python, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", *tests]
+    env = {**os.environ, **QUIET, "PYTHONPATH": str(ROOT / "src"), "MSWEA_GLOBAL_CONFIG_DIR": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
+    assert "1 passed" in done.stdout
