@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from orjson import dumps as _json
 
+from turnlog.processors.core.lineages import MAIN
 from turnlog.processors.core.token_tree import common
 from turnlog.processors.core.turns import Ids
 from turnlog.producers.gateway.images import within
@@ -258,6 +259,8 @@ class Turn:
     """Weight version of the first and of the last output token."""
     total: int
     boundary_reason: str
+    agent_path: str | None = None
+    """As its harness names the agent that asked."""
     images: tuple[ImageRef, ...] = ()
     """Every image in the prompt, by position."""
     covered: bool = False
@@ -311,6 +314,7 @@ class Turn:
             versions=(completed.weight_version_first, completed.weight_version_last),
             hashed=hashed,
             boundary_reason=snapshot.boundary_reason,
+            agent_path=completed.agent_path,
             total=completed.prompt_tokens + completed.output_tokens,
             images=(*within(snapshot.base_len, parent.images if parent else ()), *snapshot.images),
             covered=snapshot.experts is not None and (parent is None or parent.covered),
@@ -474,7 +478,11 @@ class Conversation:
         return next((turn for turn in turns if turn.whole and not turn.continued and not turn.handed_over), None)
 
     def main_line(self) -> Turn | None:
-        """The newest whole turn of the first root's lineage, or of a root that asked the same again."""
+        """The newest whole turn of the main agent, where a harness names it: also after a compaction. Else of the first
+        root's lineage, or of a root that asked the same again."""
+        named = [turn for turn in self.turns.values() if turn.whole and turn.agent_path in ("", MAIN)]
+        if named:
+            return named[-1]
         first = next(iter(self.turns.values()), None)
         for turn in reversed(self.turns.values()):
             if first is not None and turn.whole and turn.root.asked is first.root.asked:

@@ -1,31 +1,37 @@
-"""Agent CLIs from npm as a recipe's agent: each edits a file and runs a test in its bubblewrap."""
+"""Agent CLIs from npm as a recipe's agent in a bubblewrap: each edits a file and runs a test; sub-agents, side calls
+and compactions land in lineages of their own."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.agent_clis import IMAGES, PACKAGES, program
 from tests.integration.conftest import Stage
 from tests.integration.test_command_agents import left, offered, outcomes, stage, working  # noqa: F401
 from tests.unit.gateway.test_anthropic_messages import THINKS
 from turnlog.infra.recipes import CommandAgent
 from turnlog.infra.tools import GATEWAY_INSIDE, KEY_INSIDE
 from turnlog.producers.recipes.calc import RECIPE
-from turnlog.schemas.events import Outcome, SandboxLimits, SandboxSpec, ToolCallCompleted, TurnCompleted
+from turnlog.schemas.events import (
+    Boundary,
+    Outcome,
+    SandboxLimits,
+    SandboxSpec,
+    TokenSnapshot,
+    ToolCallCompleted,
+    TurnCompleted,
+)
 
 pytestmark = pytest.mark.long
 
 ROOM = 120_000
 """Tokens; most are system texts and tools."""
-KEPT = Path(__file__).parents[2] / ".cache" / "cli-agents"
 LIMITS = SandboxLimits(cpu_s=300.0, memory_bytes=4 << 30, pids=400, disk_bytes=512 << 20)
 FILES = {
     "adds.py": "def add(a, b):\n    return a - b\n",
@@ -51,9 +57,8 @@ OPENCODE = {
 
 @dataclasses.dataclass(frozen=True)
 class Cli:
-    """How one is had and started. `shell`: its tool's name, and the argument that is the command."""
+    """How one is started. `shell`: its tool's name, and the argument that is the command."""
 
-    packages: tuple[str, ...]
     argv: tuple[str, ...]
     env: dict[str, str]
     shell: tuple[str, str]
@@ -61,16 +66,14 @@ class Cli:
 
 CLIS = {
     "claude-code": Cli(
-        ("@anthropic-ai/claude-code@2.1.329",),
-        ("claude", "-p", TASK, "--permission-mode", "bypassPermissions", "--tools", "Bash,Read,Write,Edit",
+        ("-p", TASK, "--permission-mode", "bypassPermissions", "--tools", "Bash,Read,Write,Edit",
          "--strict-mcp-config", "--output-format", "json"),
         {"IS_SANDBOX": "1", "DISABLE_AUTOUPDATER": "1", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
          "CLAUDE_CODE_ATTRIBUTION_HEADER": "0", "ANTHROPIC_MODEL": "policy"},
         ("Bash", "command"),
     ),
     "codex": Cli(
-        ("@openai/codex@0.169.0",),
-        ("codex", "exec", "--json", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox",
+        ("exec", "--json", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox",
          "-c", "model=policy", "-c", "model_provider=turnlog", "-c", f"model_context_window={ROOM}",
          "-c", f'model_providers.turnlog={{name="turnlog",base_url="{GATEWAY_INSIDE}/v1",env_key="OPENAI_API_KEY",'
          'wire_api="responses"}', "-c", 'web_search="disabled"', "-c", "features.multi_agent=false",
@@ -79,49 +82,12 @@ CLIS = {
         ("exec_command", "cmd"),
     ),
     "opencode": Cli(
-        ("opencode-ai@1.18.33",),
-        ("opencode", "run", "--format", "json", "--title", "t1", "-m", "turnlog/policy", TASK),
+        ("run", "--format", "json", "--title", "t1", "-m", "turnlog/policy", TASK),
         {"PWD": "/workspace", "OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1",
          "OPENCODE_CONFIG_CONTENT": json.dumps(OPENCODE)},
         ("bash", "command"),
     ),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def images() -> Path:
-    """[sandbox] image_folder with the image `cli`: this machine's programs and libraries, and /opt for the CLIs."""
-    root = KEPT / "images/cli"
-    if not root.exists():
-        part = KEPT / f"part-{os.getpid()}"
-        (part / "opt").mkdir(parents=True)
-        (part / "usr/lib").mkdir(parents=True)
-        for source in ("bin", "lib64", "lib/x86_64-linux-gnu", "lib/python3.11"):
-            if Path("/usr", source).exists():
-                linked = subprocess.run(["cp", "-al", f"/usr/{source}", part / "usr" / source], capture_output=True)
-                if linked.returncode:
-                    subprocess.run(["cp", "-a", f"/usr/{source}", (part / "usr" / source).parent], check=True)
-        for name in ("bin", "lib", "lib64"):
-            (part / name).symlink_to(f"usr/{name}")
-        root.parent.mkdir(exist_ok=True)
-        part.rename(root)
-    return root.parent
-
-
-@pytest.fixture
-def installed(images: Path) -> Callable[[str], Cli]:
-    """Have one in the image, once."""
-
-    def install(name: str) -> Cli:
-        cli, folder = CLIS[name], images / "cli/opt" / name
-        command = ["npm", "install", "--prefix", str(folder), "--no-fund", "--no-audit", "--silent", *cli.packages]
-        there = (folder / "node_modules/.bin" / cli.argv[0]).exists()
-        if not there and (not shutil.which("npm") or subprocess.run(command).returncode):
-            shutil.rmtree(folder, ignore_errors=True)
-            pytest.skip(f"npm gives no {name}")
-        return cli
-
-    return install
 
 
 @pytest.fixture(scope="module")
@@ -135,43 +101,125 @@ def calc_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", CLIS)
-async def test_a_cli_edits_a_file_and_runs_a_test_by_turns_of_the_policy(
-    stage: Stage,  # noqa: F811
-    offered: Any,  # noqa: F811
-    installed: Callable[[str], Cli],
-    images: Path,
-    tmp_path: Path,
-    name: str,
-) -> None:
-    cli, recipe = installed(name), offered.a
-    folder = f"/opt/{name}/node_modules/.bin"
-    recipe.agent = CommandAgent(
-        name=name, version=cli.packages[0].rpartition("@")[2], argv=(f"{folder}/{cli.argv[0]}", *cli.argv[1:]),
-        env={"HOME": "/tmp", "PATH": f"{folder}:/usr/bin:/bin", **cli.env}, files=FILES,
-    )  # fmt: skip
-    recipe.sandbox = SandboxSpec(image="cli", limits=LIMITS)
-    tool, argument = cli.shell
+@pytest.fixture
+def started(stage: Stage, offered: Any) -> Callable[..., Any]:  # noqa: F811
+    """Has a CLI as the agent of the recipe, and lets it act until its session has ended."""
+
+    async def start(name: str, policy: Callable[[str], str], *arguments: str, context: int = ROOM) -> Any:
+        """`arguments` are in place of its own; `context`: max_context_tokens of the session."""
+        cli, recipe, inside = CLIS[name], offered.a, f"/opt/{name}/node_modules/.bin"
+        recipe.agent = CommandAgent(
+            name=name, version=PACKAGES[name][1], argv=(f"{inside}/{program(name).name}", *(arguments or cli.argv)),
+            env={"HOME": "/tmp", "PATH": f"{inside}:/usr/bin:/bin", **cli.env}, files=FILES,
+        )  # fmt: skip
+        recipe.sandbox = SandboxSpec(image="cli", limits=LIMITS)
+        stage.policy, stage.engine.context = policy, ROOM
+        stage.settings = dataclasses.replace(
+            stage.settings, engine=dataclasses.replace(stage.settings.engine, context=ROOM)
+        )
+        await stage.request(recipe="a", new_tokens=2000, max_turns=30, max_context_tokens=context, deadline_s=120.0)
+        limits = {limit: getattr(LIMITS, limit) for limit in ("memory_bytes", "pids", "disk_bytes")}
+        async with working(stage, image_folder=str(IMAGES), **limits), stage.gateway(), stage.running():
+            ended = await outcomes(stage, 1)
+            [call] = await stage.said(ToolCallCompleted)
+            assert ended == [(Outcome.completed, True, "")], call.output.decode()
+        return recipe.judged[0]
+
+    return start
+
+
+async def lines(stage: Stage) -> dict[str, list[Boundary]]:  # noqa: F811
+    """How each turn of an agent continues the one before, by the agent's path."""
+    turns = {turn.turn: str(turn.agent_path) for turn in await stage.said(TurnCompleted)}
+    found: dict[str, list[Boundary]] = {}
+    for one in await stage.said(TokenSnapshot):
+        found.setdefault(turns[one.turn], []).append(one.boundary)
+    return found
+
+
+def called(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def mends(name: str) -> Callable[[str], str]:
+    """The policy that edits, tests and says so, with the CLI's shell."""
+    tool, argument = CLIS[name].shell
 
     def policy(prompt: str) -> str:
         _, *answers = prompt.split("<|im_start|>assistant")
         if len(answers) > 2:
             return "Done: the test says OK." if "OK" in answers[-2] else "It fails."
-        line = EDIT if len(answers) == 1 else TEST
-        return f"<tool_call>{json.dumps({'name': tool, 'arguments': {argument: line}})}</tool_call>"
+        return called(tool, **{argument: EDIT if len(answers) == 1 else TEST})
 
-    stage.policy, stage.engine.context = policy, ROOM
-    stage.settings = dataclasses.replace(
-        stage.settings, engine=dataclasses.replace(stage.settings.engine, context=ROOM)
-    )
-    await stage.request(recipe="a", new_tokens=2000, max_turns=9, max_context_tokens=ROOM, deadline_s=120.0)
-    limits = {limit: getattr(LIMITS, limit) for limit in ("memory_bytes", "pids", "disk_bytes")}
-    async with working(stage, image_folder=str(images), **limits), stage.gateway(), stage.running():
-        ended = await outcomes(stage, 1)
-        [call] = await stage.said(ToolCallCompleted)
-        assert ended == [(Outcome.completed, True, "")], call.output.decode()
-    work = await left(tmp_path / "left", recipe.judged[0])
+    return policy
+
+
+@pytest.mark.parametrize("name", CLIS)
+async def test_a_cli_edits_a_file_and_runs_a_test_by_turns_of_the_policy(
+    stage: Stage,  # noqa: F811
+    started: Callable[..., Any],
+    tmp_path: Path,
+    name: str,
+) -> None:
+    episode = await started(name, mends(name))
+    work = await left(tmp_path / "left", episode)
     assert (work / "adds.py").read_text() == FILES["adds.py"].replace("-", "+")
     assert (work / "result").read_text() == "OK\n"
-    assert "Done: the test says OK." in str(recipe.judged[0].messages[-1]["content"])
-    assert [turn.agent_path for turn in await stage.said(TurnCompleted)] == ["main"] * 3
+    assert "Done: the test says OK." in str(episode.messages[-1]["content"])
+    assert await lines(stage) == {"main": [Boundary.root, Boundary.append, Boundary.append]}
+
+
+CLAUDE = ("--permission-mode", "bypassPermissions", "--strict-mcp-config", "--output-format", "json")
+
+
+async def test_a_sub_agent_in_a_sandbox_has_a_line_of_its_own_and_its_parents_goes_on(
+    stage: Stage,  # noqa: F811
+    started: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    task = {"description": "write", "prompt": "CHILD: write it", "subagent_type": "claude"}
+
+    def policy(prompt: str) -> str:
+        answers = prompt.count("<|im_start|>assistant")
+        if "PARENT: delegate it" in prompt:
+            return "all done" if answers > 1 else called("Agent", **task, run_in_background=False)
+        return "written" if answers > 1 else called("Bash", command="printf c >> c")
+
+    episode = await started("claude-code", policy, "-p", "PARENT: delegate it", *CLAUDE)
+    assert (await left(tmp_path / "left", episode) / "c").read_text() == "c"
+    assert "all done" in str(episode.messages[-1]["content"])
+    found = await lines(stage)
+    assert found.pop("main") == [Boundary.root, Boundary.append]
+    [(child, boundaries)] = found.items()
+    assert (child.partition("/")[0], boundaries) == ("agent", [Boundary.root, Boundary.append])
+
+
+async def test_a_compaction_in_a_sandbox_begins_the_main_line_anew(
+    stage: Stage,  # noqa: F811
+    started: Callable[..., Any],
+) -> None:
+    def policy(prompt: str) -> str:
+        if "<summary>" in prompt[-6000:] and "printed it" not in prompt:
+            return "<analysis>x</analysis><summary>It has printed it.</summary>"
+        return "done" if "printed it" in prompt else called("Bash", command="seq 1 900")
+
+    episode = await started("claude-code", policy, "-p", "Print it", *CLAUDE, context=24_000)
+    assert "done" in str(episode.messages[-1]["content"])
+    main = (await lines(stage))["main"]
+    assert main[:3] == [Boundary.root, Boundary.append, Boundary.append]
+    assert Boundary.root in main[3:]
+
+
+async def test_a_call_beside_the_conversation_in_a_sandbox_is_no_turn_of_it(
+    stage: Stage,  # noqa: F811
+    started: Callable[..., Any],
+) -> None:
+    """opencode asks for a title, unless it is given one."""
+    argv = [word for word in CLIS["opencode"].argv if word not in ("--title", "t1")]
+    mending = mends("opencode")
+    episode = await started("opencode", lambda prompt: "A title" if "title" in prompt[:600] else mending(prompt), *argv)
+    found = await lines(stage)
+    assert found.pop("main") == [Boundary.root, Boundary.append, Boundary.append]
+    [(side, boundaries)] = found.items()
+    assert (side.partition("/")[0], boundaries) == ("side", [Boundary.root])
+    assert "Done: the test says OK." in str(episode.messages[-1]["content"])

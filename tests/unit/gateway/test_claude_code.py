@@ -6,14 +6,13 @@ import asyncio
 import dataclasses
 import json
 import os
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.agent_clis import program
 from tests.unit.gateway.test_anthropic_messages import THINKS, boundaries, unsigned
 from tests.unit.gateway.test_gateway_retries import until
 from turnlog.producers.gateway import ERRORS
@@ -23,22 +22,15 @@ from turnlog.settings import Settings
 
 pytestmark = pytest.mark.long
 
-VERSION = "2.1.329"
 ROOM = 100_000
 """Tokens; most are its system text and tools."""
 OPENED = {"sampling": {"temperature": 1.0, "max_new_tokens": 2000}, "limits": {"max_context_tokens": ROOM}}
-KEPT = Path(__file__).parents[3] / ".cache" / f"claude-code-{VERSION}"
 
 
 @pytest.fixture(scope="session")
 def command() -> Path:
     """Claude Code, installed once."""
-    found = KEPT / "node_modules/.bin/claude"
-    package = f"@anthropic-ai/claude-code@{VERSION}"
-    install = ["npm", "install", "--prefix", str(KEPT), "--no-fund", "--no-audit", "--silent", package]
-    if not found.exists() and (not shutil.which("npm") or subprocess.run(install).returncode):
-        pytest.skip("npm gives no Claude Code")
-    return found
+    return program("claude-code")
 
 
 @pytest.fixture(scope="module")

@@ -140,3 +140,17 @@ async def test_a_side_engine_keeps_to_a_grammar_also_in_a_session_that_trains(be
 def test_a_side_engine_that_has_no_tokens_is_refused_where_it_is_set(spec: str) -> None:
     with pytest.raises(SettingsError, match=r"gateway\.side_engines must be PATTERN="):
         from_tables({"gateway": {"side_engines": [spec]}}, {}, source="a file")
+
+
+async def test_what_a_verifier_is_shown_is_the_main_agents_newest_turn(rig: Any) -> None:
+    """Not the title that was asked for first; after a compaction what came of that."""
+    session = await rig.open()
+    await asked(rig, session, MAIN, [TITLE, user("write")], tools=None)
+    said = await asked(rig, session, MAIN, [SYSTEM, user("write")])
+    await asked(rig, session, CHILD, [SYSTEM, user("read")])
+    described = await rig.describe(session)
+    assert [one["content"] for one in described["messages"]] == [SYSTEM["content"], "write", said["content"]]
+    said = await asked(rig, session, MAIN, [SYSTEM, user("It is written. Go on.")])
+    described = await rig.describe(session)
+    assert [one["content"] for one in described["messages"]][1:] == ["It is written. Go on.", said["content"]]
+    assert described["last_turn"]["index"] == 3
