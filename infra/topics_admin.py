@@ -77,6 +77,7 @@ ACCESS: Mapping[str, Access] = {
     "runner": Access(
         group=ConsumerGroup.RUNNER,
         consumes=(topics.TASKS, topics.TOOL_RESULTS),
+        reads=(topics.GROUP_SCORES,),
         writes=(topics.SESSIONS, topics.TOOL_CALLS, PARKED),
     ),
     "sandbox": Access(

@@ -206,7 +206,8 @@ class Feeder:
         group_id = ids.group_id(settings.run.id, task_id, group.draw)
         version = self._readiness.version_for(versions_ahead=group.versions_ahead, max_lag=settings.batcher.max_lag)
         requests = []
-        for index in range(settings.feeder.group_size):
+        size = settings.feeder.group_size + settings.feeder.oversample
+        for index in range(size):
             rollout_id = ids.rollout_id(group_id, index)
             request = RolloutRequested(
                 event_id=ids.digest("RolloutRequested", rollout_id),
@@ -216,7 +217,7 @@ class Feeder:
                 task_id=task_id,
                 rollout_id=rollout_id,
                 rollout_index=index,
-                group_size=settings.feeder.group_size,
+                group_size=size,
                 draw=group.draw,
                 dataset=self._dataset.name,
                 dataset_epoch=epoch,

@@ -53,6 +53,7 @@ log = logging.getLogger(__name__)
 SESSIONS = Counter("turnlog_runner_sessions", "Sessions ended", ["outcome"])
 REWARDS = Counter("turnlog_runner_rewards", "Verdicts", ["verdict"])
 REWARD_SUM = Counter("turnlog_runner_reward_sum", "Sum of the positive rewards assigned")
+CUT = "its group was scored without it"
 LIVE = (Outcome.completed, Outcome.truncated, Outcome.agent_error)
 """Outcomes of an agent that lived: they get a verdict."""
 
@@ -89,6 +90,19 @@ class Rollout:
         self._events = events
         self._results = results
         self._http = http
+        self._cut = self._ended_by_cut = False
+        self._acting: asyncio.Task[Ending] | None = None
+
+    @property
+    def was_cut(self) -> bool:
+        """Whether that ended it."""
+        return self._ended_by_cut
+
+    def cut(self) -> None:
+        """The group was scored without it: nobody needs it any more. Who acts is ended, and nothing begins anew."""
+        self._cut = True
+        if self._acting is not None:
+            self._acting.cancel()
 
     async def run(self, *, resume: bool) -> Owed | None:
         """Until the rollout has a final session; the verdict that is due on it, if it is a late one. `resume`: another
@@ -99,6 +113,9 @@ class Rollout:
         """
         log_lines.about(group_id=self._request.group_id)
         for attempt in range(self._settings.max_attempts):
+            if self._cut:
+                self._ended_by_cut = True
+                return None
             final = attempt + 1 == self._settings.max_attempts
             session = await self._gateway.open(self._request, self._recipe, attempt)
             log_lines.about(session_id=session.session_id)
@@ -147,8 +164,9 @@ class Rollout:
             ),
             state,
         )
-        ending = await self._guarded(actor)
+        ending = await self._until_cut(actor, calls)
         failed, owed, steps = ending.outcome not in LIVE, None, 0
+        final = final or not failed or ending.outcome is Outcome.cancelled
         if failed:
             log.warning("rollout %s, attempt %d: %s", self._request.rollout_id, number, ending.reason)
         else:
@@ -169,7 +187,7 @@ class Rollout:
             session,
             ending.outcome,
             ending.reason,
-            final=final or not failed,
+            final=final,
             reward=not failed,
             judged=None if failed else actor.judged,
             step_rewards=steps,
@@ -220,6 +238,23 @@ class Rollout:
             if not deadline.expired():
                 raise
             return await actor.late()
+
+    async def _until_cut(self, actor: Actor, calls: ToolCalls) -> Ending:
+        """Act, unless the group is scored meanwhile."""
+        self._acting = asyncio.create_task(self._guarded(actor), name=f"acting in {self._request.rollout_id}")
+        try:
+            return await self._acting
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not self._cut or (task is not None and task.cancelling()):  # the runner stops: its successor cuts
+                raise
+            self._ended_by_cut = True
+            await calls.cancel(CUT)
+            return Ending(Outcome.cancelled, CUT)
+        finally:
+            if not self._acting.done():
+                self._acting.cancel()
+            self._acting = None
 
     async def _guarded(self, actor: Actor) -> Ending:
         """Act within the deadline; every way to end has its outcome."""

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import httpx
-from prometheus_client import Gauge
+from prometheus_client import Counter, Gauge
 
 from turnlog.infra import recipes
 from turnlog.infra.blobs import inlined
@@ -27,7 +27,7 @@ from turnlog.producers.gateway_client import GatewayClient, RequestRejected
 from turnlog.producers.rollout import Rollout
 from turnlog.producers.tool_calls import Results
 from turnlog.schemas import UndecodableRecord, topics
-from turnlog.schemas.events import RolloutRequested, ToolCallCompleted
+from turnlog.schemas.events import GroupEmitted, RolloutRequested, ToolCallCompleted
 
 
 @dataclass(slots=True)
@@ -108,6 +108,11 @@ COMPLETED = (RECORD_HEADER, ToolCallCompleted.__name__.encode())
 COMMIT_EVERY_S = 1.0
 POLL_S = 0.1
 OPEN = Gauge("turnlog_runner_rollouts_open", "Rollouts taken and not over")
+CUT = Counter("turnlog_runner_rollouts_cut", "Rollouts that ended since their group was scored without them")
+LOOK_BACK = 64
+"""Records of each partition of group-scores that a start reads: of groups whose stragglers its predecessor had."""
+REMEMBERED = 4096
+"""Groups that are known to be scored; a rollout of one that was forgotten goes on to its own end."""
 
 
 async def main(role: Role) -> None:
@@ -125,7 +130,12 @@ async def main(role: Role) -> None:
             revoked=runner.revoked,
             instance=role.instance,
         ) as reader:
-            await runner.run(reader)
+            following = asyncio.create_task(runner.follow_scores())
+            try:
+                await runner.run(reader)
+            finally:
+                following.cancel()
+                await asyncio.wait({following})
 
 
 class Runner:
@@ -141,6 +151,43 @@ class Runner:
         self._reader: GroupReader | None = None
         self._failure: BaseException | None = None
         self._committed: dict[Partition, Commit] = {}
+        self._acting: dict[str, set[Rollout]] = {}
+        """By group."""
+        self._scored: dict[str, None] = {}
+        """The last groups that were scored."""
+
+    async def follow_scores(self) -> None:
+        """Cut what is open of groups that are scored, until cancelled: nobody trains on it any more."""
+        try:
+            await self._follow_scores()
+        except Exception as error:  # the process ends with it, as with what a rollout raises
+            self._failure = self._failure or error
+
+    async def _follow_scores(self) -> None:
+        log_ = self._role.log
+        spec = (await log_.topics()).get(topics.GROUP_SCORES.name)
+        places = [Partition(topics.GROUP_SCORES.name, number) for number in range(spec.partitions if spec else 0)]
+        if not places:
+            log.warning("no topic %s: stragglers go on to their own ends", topics.GROUP_SCORES.name)
+            return
+        starts, ends = await log_.start_offsets(places), await log_.end_offsets(places)
+        async with log_.reader() as reader:
+            reader.assign({place: max(starts[place], ends[place] - LOOK_BACK) for place in places})
+            while True:
+                for record in await reader.poll(timeout_s=1.0):
+                    try:
+                        event = await self._role.events.decode(record)
+                    except UndecodableRecord:  # the feeder parks it
+                        continue
+                    if isinstance(event, GroupEmitted):
+                        self._cut(event.group_id)
+
+    def _cut(self, group_id: str) -> None:
+        self._scored[group_id] = None
+        if len(self._scored) > REMEMBERED:
+            del self._scored[next(iter(self._scored))]
+        for rollout in self._acting.get(group_id, ()):
+            rollout.cut()
 
     async def run(self, reader: GroupReader) -> None:
         """Poll, feed, start, commit."""
@@ -224,6 +271,10 @@ class Runner:
         if begun:
             await unit.caught_up.wait()
         async with self._slots:
+            if request.group_id in self._scored:
+                CUT.inc()
+                log.info("rollout %s: its group was scored without it, before it began", request.rollout_id)
+                return
             role = self._role
             rollout = Rollout(
                 await inlined(request, role.blobs),
@@ -234,11 +285,18 @@ class Runner:
                 unit.results,
                 self._http,
             )
+            acting = self._acting.setdefault(request.group_id, set())
+            acting.add(rollout)
             try:
                 owed = await rollout.run(resume=begun)
             except RequestRejected as cause:  # no session of it can be opened: the next owner would fare no better
                 await role.park(record, cause)
                 return
+            finally:
+                acting.discard(rollout)
+                if not acting:
+                    self._acting.pop(request.group_id, None)
+                CUT.inc(rollout.was_cut)
         if owed is not None:  # it stays open, without a slot: a slow judge holds no agent up
             await rollout.settle(owed)
 

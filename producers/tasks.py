@@ -118,6 +118,13 @@ def checked_sampling(settings: Settings) -> tuple[Sampling, Limits]:
         "discarded and drawn again for ever",
     )
     _require(
+        not feeder.oversample or settings.assembler.stragglers == "cut",
+        "feeder.oversample",
+        feeder.oversample,
+        f'0 where assembler.stragglers is {settings.assembler.stragglers!r}: "cut" closes a group once '
+        f"feeder.group_size ({feeder.group_size}) of its rollouts can be trained on",
+    )
+    _require(
         feeder.max_context_tokens <= settings.engine.context,
         "feeder.max_context_tokens",
         feeder.max_context_tokens,

@@ -25,6 +25,7 @@ from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.fold_versions import INPUTS, SPINE
 from turnlog.processors.runtime.reaper import Reaper
 from turnlog.processors.runtime.unit import AssemblerPlan, Clock, Unit, UnitFailed, by_unit, requested_skips
+from turnlog.processors.runtime.watch import Limits
 from turnlog.settings import AssemblerSettings
 
 log = logging.getLogger(__name__)
@@ -45,8 +46,13 @@ async def main(role: Role) -> None:
         role.log,
         role.events,
         clock=time.monotonic,
-        silence_s=settings.reaper_silence_s,
-        deadline_s=settings.group_deadline_s,
+        limits=Limits(
+            silence_s=settings.reaper_silence_s,
+            deadline_s=settings.group_deadline_s,
+            stragglers=settings.stragglers,
+            quorum=role.settings.feeder.group_size,
+            truncated=run.fold.truncated != "exclude",
+        ),
         beat=functools.partial(role.health.beat, "reaper"),
     )
     reaping = asyncio.create_task(reaper.run(role.stopping))

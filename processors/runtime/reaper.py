@@ -17,6 +17,7 @@ from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Log, Partition
 from turnlog.processors.core.fold_versions import INPUTS, SPINE
 from turnlog.processors.runtime.unit import Clock, Unit
+from turnlog.processors.runtime.watch import Limits, Watch
 from turnlog.schemas.events import GroupClosed, SessionFinished
 
 EXPIRED = Counter("turnlog_assembler_expired_sessions", "SessionFinished(expired) written")
@@ -24,6 +25,8 @@ CLOSED = Counter("turnlog_assembler_closed_groups", "GroupClosed written", ["rea
 LAG = Gauge(
     "turnlog_assembler_lag_records", "turnlog_lag_records of this process's units, as it sees them", ["unit", "topic"]
 )
+QUORUM_S = 0.2
+"""Between two looks for a quorum."""
 
 
 @dataclass(slots=True)
@@ -41,25 +44,25 @@ class Reaper:
     """Watches the units of one process."""
 
     def __init__(
-        self, units: Mapping[int, Unit], client: Log, events: EventLog, *, clock: Clock, silence_s: float,
-        deadline_s: float, beat: Callable[[], None] = lambda: None,
+        self, units: Mapping[int, Unit], client: Log, events: EventLog, *, clock: Clock, limits: Limits,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """`silence_s`: of a session or an orphan; `deadline_s`: of a group since its first record; `beat` is called
-        at every look."""
+        """`beat` is called at every look."""
         self._beat = beat
         self._units = units
         self._log = client
         self._events = events
         self._clock = clock
-        self._silence_s = silence_s
-        self._deadline_s = deadline_s
+        self._limits = limits
         self._looks: dict[int, _Look] = {}
         self._written: dict[str, float] = {}
         """Subject -> when we wrote about it: it takes a moment to come back, and a GroupClosed may be void."""
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Look several times per limit, until `stopping`."""
-        pause_s = min(max(min(self._silence_s, self._deadline_s) / 10, 0.05), 5.0)
+        limits = self._limits
+        longest_s = QUORUM_S if limits.stragglers == "cut" else 5.0
+        pause_s = min(max(min(limits.silence_s, limits.deadline_s) / 10, 0.05), longest_s)
         while not stopping.is_set():
             self._beat()
             await self.look()
@@ -100,14 +103,14 @@ class Reaper:
         overdue = look.unit.watch.overdue(
             look.at,
             caught_up_at=caught_up_at,
-            silence_s=self._silence_s,
-            deadline_s=self._deadline_s,
+            limits=self._limits,
             seen=look.unit.position[SPINE],
         )
         now = self._clock()
-        self._written = {name: at for name, at in self._written.items() if now - at <= self._silence_s}
-        fresh = [event for event in overdue if _subject(event) not in self._written]
-        self._written |= dict.fromkeys(map(_subject, fresh), now)
+        self._written = {name: at for name, at in self._written.items() if now - at <= self._limits.silence_s}
+        named = [(event, _subject(event, look.unit.watch)) for event in overdue]
+        fresh = [event for event, subject in named if subject not in self._written]
+        self._written |= {subject: now for _, subject in named if subject not in self._written}
         return fresh
 
     async def _ends(self, number: int) -> dict[str, int]:
@@ -121,5 +124,8 @@ class Reaper:
             CLOSED.labels(event.reason).inc()
 
 
-def _subject(event: SessionFinished | GroupClosed) -> str:
-    return event.event_id if isinstance(event, SessionFinished) else f"{event.group_id} {event.reason}"
+def _subject(event: SessionFinished | GroupClosed, watch: Watch) -> str:
+    """What is written once: a close that came back and was void is asked for again."""
+    if isinstance(event, SessionFinished):
+        return event.event_id
+    return f"{event.group_id} {event.reason} {watch.groups[event.group_id].closes}"

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from turnlog.fold_settings import Stragglers
+from turnlog.processors.core.fold.settlement import VALID
 from turnlog.processors.core.fold.spine import Tenure
 from turnlog.processors.core.turns import TurnKey, key_of
 from turnlog.schemas.events import (
@@ -34,6 +36,9 @@ class WatchedSession(Tenure):
     """One session of an open group."""
 
     last_at: float = 0.0
+    started: SessionStarted | None = None
+    judged: bool = False
+    """It has a reward."""
     completed: set[TurnKey] = field(default_factory=set)
     snapshots: set[TurnKey] = field(default_factory=set)
 
@@ -47,6 +52,29 @@ class WatchedSession(Tenure):
         """It finished, and every turn that it names is there."""
         return self.finish is not None and set(map(key_of, self.finish.turns)) <= self.completed & self.snapshots
 
+    def usable(self, *, truncated: bool) -> bool:
+        """It will train, as far as can be said before the fold: it lived to its end and has its reward. `truncated`:
+        whether one that hit a limit does."""
+        if self.finish is None or not self.finish.final or not self.whole():
+            return False
+        lived = self.finish.outcome in VALID and (truncated or self.finish.outcome is not Outcome.truncated)
+        return lived and (self.judged or not self.finish.expects.reward)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What time and stragglers may cost."""
+
+    silence_s: float
+    """Of a session or an orphan."""
+    deadline_s: float
+    """Of a group since its first record; under `wait`, since its last one."""
+    stragglers: Stragglers = "close"
+    quorum: int = 0
+    """Under `cut`, the usable rollouts of a larger group that close it."""
+    truncated: bool = True
+    """Whether one that hit a limit is usable."""
+
 
 @dataclass(slots=True)
 class WatchedGroup:
@@ -57,6 +85,20 @@ class WatchedGroup:
     opened_at: float
     last_at: float
     sessions: dict[str, WatchedSession] = field(default_factory=dict)
+    closes: int = 0
+    """Closes that came back from the log, all void: the group is open."""
+
+    def has_quorum(self, limits: Limits) -> bool:
+        """Under `cut`: more were asked for than are needed, and so many are there. Not while a finished one lacks turns:
+        the fold waits for them, and the deadline alone decides that they are lost."""
+        started = next((session.started for session in self.sessions.values() if session.started), None)
+        if limits.stragglers != "cut" or started is None or started.group_size <= limits.quorum:
+            return False
+        if not all(session.whole() for session in self.sessions.values() if session.finish is not None):
+            return False
+        usable = {session.started.rollout_id for session in self.sessions.values()
+                  if session.started is not None and session.usable(truncated=limits.truncated)}  # fmt: skip
+        return len(usable) >= limits.quorum
 
     def in_flight(self, now: float) -> bool:
         """Some session finished after `now`, and not all of its turns were folded yet."""
@@ -72,9 +114,11 @@ class Watch:
     def saw(self, event: Event, at: float, *, refused: bool = False) -> None:
         """One record of an agent topic, after the fold took or `refused` it. Epochs and finishes count as they do in
         the spine: a session that the fold can assemble is whole here, so a close names it."""
-        if isinstance(event, GroupClosed):
-            return  # our own voice breaks no silence
         group = self.groups.get(event.group_id)
+        if isinstance(event, GroupClosed):  # our own voice breaks no silence
+            if group is not None:
+                group.closes += 1
+            return
         if group is None:
             group = self.groups[event.group_id] = WatchedGroup(event.run_id, event.floor, at, at)
         group.last_at = at
@@ -92,10 +136,13 @@ class Watch:
             case SessionStarted() | SessionAdopted():
                 if not refused:
                     session.open_epoch(event.event_id)
+                    session.started = event if isinstance(event, SessionStarted) else session.started
             case SessionFinished():
                 if session.counts(event):
                     session.finish = replace(event, turns=()) if refused else event
-            case RewardAssigned() | RewardFailed() | StepRewardAssigned():
+            case RewardAssigned():
+                session.judged = session.judged or not refused
+            case RewardFailed() | StepRewardAssigned():
                 pass  # a sign of life, no more
 
     def forget(self, group: str) -> None:
@@ -103,7 +150,7 @@ class Watch:
         self.groups.pop(group, None)
 
     def overdue(
-        self, now: float, *, caught_up_at: float, silence_s: float, deadline_s: float, seen: int
+        self, now: float, *, caught_up_at: float, limits: Limits, seen: int
     ) -> Iterator[SessionFinished | GroupClosed]:
         """What time has decided by `now`, as events to append; `seen` is the unit's position in agent.sessions.
 
@@ -115,11 +162,18 @@ class Watch:
             started = False
             for session_id, session in group.sessions.items():
                 started = started or bool(session.epochs)
-                if session.epochs and session.finish is None and now - max(session.last_at, caught_up_at) > silence_s:
+                silent_s = now - max(session.last_at, caught_up_at)
+                if session.epochs and session.finish is None and silent_s > limits.silence_s:
                     yield _expired(group_id, group, session_id, session)
-            if not started and now - max(group.last_at, caught_up_at) > silence_s:
-                yield _closed(group_id, group, "orphan", seen)
-            elif started and now - max(group.opened_at, caught_up_at) > deadline_s and not group.in_flight(now):
+            since = group.last_at if limits.stragglers == "wait" else group.opened_at
+            if not started:
+                if now - max(group.last_at, caught_up_at) > limits.silence_s:
+                    yield _closed(group_id, group, "orphan", seen)
+            elif group.in_flight(now):
+                continue
+            elif group.has_quorum(limits):
+                yield _closed(group_id, group, "quorum", seen)
+            elif now - max(since, caught_up_at) > limits.deadline_s:
                 yield _closed(group_id, group, "deadline", seen)
 
 

@@ -15,6 +15,7 @@ from msgspec import Meta
 from turnlog.names import EntryPointGroup
 from turnlog.setting_types import Amount, Count, Offered, Seconds, Share
 
+Stragglers = Literal["close", "wait", "cut"]
 OPERATIONAL = "operational"
 """Marks a key that no record's meaning depends on: neither recorded nor compared, it may change at a restart."""
 
@@ -114,7 +115,11 @@ class AssemblerSettings:
     reaper_silence_s: Annotated[Seconds, OPERATIONAL] = 600.0
     """A session silent for longer is expired."""
     group_deadline_s: Annotated[Seconds, OPERATIONAL] = 1800.0
-    """A group open for longer is closed with what it has."""
+    """A group open for longer is closed with what it has; under `wait`, one silent for longer."""
+    stragglers: Annotated[Stragglers, OPERATIONAL] = "close"
+    """Of a group whose slowest rollouts hold it up. close: it is closed at its deadline; wait: never while one of them
+    says something; cut: also as soon as feeder.group_size of its rollouts can be trained on. What is open then stops.
+    """
     commit_interval_s: Annotated[float, Meta(ge=0, le=3600), OPERATIONAL] = 1.0
     """Scores and their samples are committed at once, trees and progress this often."""
     horizon_records: Annotated[Amount, Since("v3")] = 20_000

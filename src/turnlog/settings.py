@@ -257,6 +257,9 @@ class FeederSettings:
     """A JSON-lines file, one task a line; empty lets the recipe write one."""
     group_size: Count = 16
     """Rollouts of one task; at least what the estimator needs."""
+    oversample: Amount = 0
+    """Rollouts that are asked for beyond group_size. The group is closed once group_size can be trained on, and the
+    rest is cut (assembler.stragglers = "cut")."""
     draws: Count = 30
     """Draws to train before the run ends."""
     seed: Seed = 0

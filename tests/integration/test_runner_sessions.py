@@ -26,7 +26,10 @@ from turnlog.schemas import ids, topics
 from turnlog.schemas.events import (
     DeadLetter,
     FinishReason,
+    GroupEmitted,
+    GroupStatus,
     Outcome,
+    Purpose,
     RewardAssigned,
     SessionAdopted,
     SessionFinished,
@@ -35,6 +38,7 @@ from turnlog.schemas.events import (
     ToolCallCancelled,
     ToolCallRequested,
     ToolStatus,
+    TreeBooks,
     TurnCompleted,
     TurnTreeAssembled,
 )
@@ -443,3 +447,56 @@ async def test_a_runner_with_another_signing_key_ends_with_the_setting_to_check(
         with pytest.raises(GatewayRefused, match="signing_key"):
             await task
     assert await stage.said(SessionFinished) == []
+
+
+async def scored(stage: Stage, group: str) -> None:
+    """As an assembler says it."""
+    await stage.events.append(
+        GroupEmitted(
+            event_id=f"scored {group}", run_id="r", group_id=group, floor=0, purpose=Purpose.train,
+            status=GroupStatus.trained, reason="", samples=1, books=TreeBooks(1, 1, {}), fold_version="2",
+            settings_sha256="",
+        )
+    )  # fmt: skip
+
+
+async def test_a_rollout_whose_group_was_scored_without_it_is_cut_and_frees_its_slot(stage: Stage) -> None:
+    stage.answers = lambda request, count: None if request.group_id == "slow" else ToolStatus.ok
+    settings = dataclasses.replace(stage.settings, runner=dataclasses.replace(stage.settings.runner, concurrency=1))
+    acting = await stage.request("slow")
+    waiting = await stage.request("slow", index=1)
+    async with stage.gateway(), stage.running(settings):
+        async with asyncio.timeout(30):
+            while not await stage.said(ToolCallRequested):
+                await stage.broker.changed(1)
+        other = await stage.request("quick")
+        await scored(stage, "slow")
+        finishes = {finish.session_id: finish for finish in await stage.finished(2)}
+    began = {ids.session_id(rollout, 0) for rollout in (acting, waiting)} & finishes.keys()
+    (cut,) = began
+    assert (finishes[cut].outcome, finishes[cut].final) == (Outcome.cancelled, True)
+    assert finishes[cut].reason == "its group was scored without it"
+    assert not finishes[cut].expects.reward
+    assert finishes[ids.session_id(other, 0)].outcome is Outcome.completed
+    [cancelled] = await stage.said(ToolCallCancelled)
+    assert cancelled.session_id == cut
+    assert len(await stage.said(SessionStarted)) == 2, "the one that waited for a slot never began"
+
+
+async def test_a_new_owner_cuts_what_was_scored_while_nobody_ran(stage: Stage) -> None:
+    stage.answers = lambda request, count: None if request.group_id == "slow" else ToolStatus.ok
+    settings = dataclasses.replace(stage.settings, runner=dataclasses.replace(stage.settings.runner, concurrency=1))
+    slow = await stage.request("slow")
+    async with stage.gateway():
+        async with stage.running(settings):
+            async with asyncio.timeout(30):
+                while not await stage.said(ToolCallRequested):
+                    await stage.broker.changed(1)
+        await scored(stage, "slow")
+        quick = await stage.request("quick")
+        async with stage.running(settings, instance="r-2"):
+            async with asyncio.timeout(30):
+                while ids.session_id(quick, 0) not in {one.session_id for one in await stage.said(SessionFinished)}:
+                    await stage.broker.changed(1)
+    ends = {finish.session_id: finish.outcome for finish in await stage.said(SessionFinished)}
+    assert ends.get(ids.session_id(slow, 0), Outcome.cancelled) is Outcome.cancelled, "or it was not begun again at all"

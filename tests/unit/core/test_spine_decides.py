@@ -11,7 +11,7 @@ from turnlog.processors.core.fold.group import offline
 from turnlog.processors.core.fold.spine import Spine
 from turnlog.processors.core.fold_versions import LATEST
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.processors.runtime.watch import Watch
+from turnlog.processors.runtime.watch import Limits, Watch
 from turnlog.schemas.events import Expects, GroupStatus, Outcome, Purpose, RewardFailed, StepRewardAssigned, Verifier
 
 RULES = FoldRules(run_id="r", settings_sha256="s" * 64, min_valid=1)
@@ -286,7 +286,7 @@ def reaped(s, folded):
         group = result.group
         watch.saw(record[2], 0.0, refused=bool(result.refused))
     spine = [offset for topic, offset, _ in records if topic == "agent.sessions"]
-    due = watch.overdue(9.0, caught_up_at=0.0, silence_s=99.0, deadline_s=1.0, seen=spine[-1] + 1)
+    due = watch.overdue(9.0, caught_up_at=0.0, limits=Limits(silence_s=99.0, deadline_s=1.0), seen=spine[-1] + 1)
     return records + [("agent.sessions", spine[-1] + 1, close) for close in due]
 
 

@@ -21,7 +21,7 @@ from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.runtime.assembler import Runner, assembler_plan
 from turnlog.processors.runtime.reaper import Reaper
 from turnlog.processors.runtime.unit import records_between
-from turnlog.processors.runtime.watch import Watch
+from turnlog.processors.runtime.watch import Limits, Watch
 from turnlog.schemas.events import Event, GroupClosed, GroupScored, GroupStatus, Outcome, SessionFinished
 from turnlog.schemas.ids import digest
 from turnlog.schemas.topics import CATALOGUE
@@ -30,18 +30,19 @@ from turnlog.settings import AssemblerSettings, Settings
 
 PLAN = assembler_plan(Configured.today(Settings()), AssemblerSettings(commit_interval_s=0.0))
 SILENCE_S, DEADLINE_S = 10.0, 100.0
+LIMITS = Limits(silence_s=SILENCE_S, deadline_s=DEADLINE_S)
 
 
 class Assembler:
     """One process on one partition, whose time is a number."""
 
-    def __init__(self, log: MemoryLog, events: EventLog) -> None:
+    def __init__(self, log: MemoryLog, events: EventLog, limits: Limits) -> None:
         self.log = log
         self.events = events
         self.now = 1000.0
         self.runner = Runner(PLAN, log, events, MemoryBlobs(), Health("assembler"), clock=self.clock)
         self.reaper = Reaper(
-            self.runner.units, log, events, clock=self.clock, silence_s=SILENCE_S, deadline_s=DEADLINE_S
+            self.runner.units, log, events, clock=self.clock, limits=limits
         )
         self.reader: GroupReader
 
@@ -74,11 +75,11 @@ class Assembler:
 
 
 @pytest.fixture
-async def assembler() -> AsyncIterator[Assembler]:
+async def assembler(request: pytest.FixtureRequest) -> AsyncIterator[Assembler]:
     log = MemoryLog()
     await log.create_topics([TopicSpec(topic.name, 1, 1, {}) for topic in CATALOGUE])
     async with EventLog.open(log, MemoryRegistry(), writer="test") as events:
-        process = Assembler(log, events)
+        process = Assembler(log, events, request.param if hasattr(request, "param") else LIMITS)
         member = log.group_reader(
             PLAN.group, INPUTS, assigned=process.runner._assigned, revoked=process.runner._revoked
         )
@@ -234,7 +235,7 @@ def test_a_close_waits_for_the_turns_of_a_session_that_finished_a_moment_ago() -
     watch.saw(done.finished(), 50.0)
 
     def closed(now: float) -> list[tuple[str, ...]]:
-        due = watch.overdue(now, caught_up_at=0.0, silence_s=99.0, deadline_s=10.0, seen=2)
+        due = watch.overdue(now, caught_up_at=0.0, limits=Limits(silence_s=99.0, deadline_s=10.0), seen=2)
         return [event.members for event in due if isinstance(event, GroupClosed)]
 
     assert closed(49.0) == [], "its snapshot is on the log, maybe not folded yet"
@@ -252,3 +253,97 @@ async def test_a_settled_group_whose_turn_was_lost_is_freed_at_its_deadline(asse
     await assembler.after(DEADLINE_S + 1)
     (score,) = await assembler.scores()
     assert [rollout.session_id for rollout in score.rollouts] == [whole.session_id]
+
+
+waits = pytest.mark.parametrize("assembler", [dataclasses.replace(LIMITS, stragglers="wait")], indirect=True)
+cuts = pytest.mark.parametrize("assembler", [dataclasses.replace(LIMITS, stragglers="cut", quorum=2)], indirect=True)
+
+
+def whole(session: SessionStory, reward: float) -> list[Event]:
+    """A session from its start to its reward."""
+    return [session.started(), *session.turn(Shape()), session.rewarded(reward), session.finished()]
+
+
+@waits
+async def test_a_group_waits_for_a_straggler_that_goes_on_and_not_for_one_that_has_gone(assembler: Assembler) -> None:
+    done, slow = story("g", size=3), story("g", size=3, index=1)
+    await assembler.append(*whole(done, 1.0), slow.started())
+    await assembler.fold()
+    await assembler.after(0.0)
+    for _ in range(int(2 * DEADLINE_S / SILENCE_S)):
+        assert await assembler.after(SILENCE_S - 1) == []
+        await assembler.append(*slow.turn(Shape()))
+    await assembler.append(slow.rewarded(0.0), slow.finished())
+    await assembler.fold()
+    assert await assembler.scores() == [], "its third rollout has said nothing yet"
+    (closed,) = await assembler.after(DEADLINE_S + 1)
+    assert isinstance(closed, GroupClosed)
+    (score,) = await assembler.scores()
+    assert (score.status, len(score.rollouts)) == (GroupStatus.trained, 2)
+
+
+@cuts
+async def test_a_group_is_closed_once_enough_of_its_rollouts_can_be_trained_on(assembler: Assembler) -> None:
+    first, failed, slow, last = (story("g", size=4, index=index) for index in range(4))
+    await assembler.append(*whole(first, 1.0), slow.started(), *slow.turn(Shape()))
+    await assembler.append(failed.started(), *failed.turn(Shape()))
+    await assembler.append(dataclasses.replace(failed.finished(), outcome=Outcome.infra_failure))
+    await assembler.append(last.started(), *last.turn(Shape()), last.finished())
+    await assembler.fold()
+    assert await assembler.after(1.0) == [], "one that failed is no use, one without its reward not yet"
+    await assembler.append(last.rewarded(0.0))
+    await assembler.fold()
+    (closed,) = await assembler.after(1.0)
+    assert isinstance(closed, GroupClosed)
+    assert (closed.reason, slow.session_id in closed.members) == ("quorum", False)
+    (score,) = await assembler.scores()
+    valid = [rollout.session_id for rollout in score.rollouts if rollout.excluded_reason is None]
+    assert (score.status, valid) == (GroupStatus.trained, [first.session_id, last.session_id])
+    assert score.books.masked["late"] > 0, "what the one that was cut has sampled"
+    books = score.books
+    assert books.sampled == books.trained + sum(books.masked.values())
+
+
+@cuts
+async def test_a_close_for_a_quorum_that_lost_a_race_is_asked_for_again_at_once(assembler: Assembler) -> None:
+    first, second, slow = (story("g", size=3, index=index) for index in range(3))
+    *most, finish = (*whole(first, 1.0), *whole(second, 0.0))
+    await assembler.append(*most)
+    await assembler.fold()
+    assert await assembler.reaper.look() == []
+    await assembler.append(finish)
+    await assembler.fold()
+    await assembler.append(slow.started())
+    (void,) = await assembler.reaper.look()
+    assert await assembler.reaper.look() == [], "it is on its way"
+    await assembler.fold()
+    assert await assembler.scores() == [], "a record of the group lies between what it had seen and the close"
+    (closed,) = await assembler.after(0.1)
+    assert void.event_id != closed.event_id
+    assert len(await assembler.scores()) == 1
+
+
+@cuts
+async def test_a_group_of_no_more_than_the_quorum_settles_by_itself(assembler: Assembler) -> None:
+    first, second = story("g", size=2), story("g", size=2, index=1)
+    await assembler.append(*whole(first, 1.0), second.started())
+    await assembler.fold()
+    assert await assembler.after(1.0) == []
+    await assembler.append(*second.turn(Shape()), second.rewarded(0.0), second.finished())
+    await assembler.fold()
+    assert await assembler.after(1.0) == []
+    assert len(await assembler.scores()) == 1
+
+
+@cuts
+async def test_no_quorum_closes_a_group_of_which_a_finished_session_lacks_a_turn(assembler: Assembler) -> None:
+    first, second, torn = (story("g", size=4, index=index) for index in range(3))
+    await assembler.append(*whole(first, 1.0), *whole(second, 0.0))
+    await assembler.append(torn.started(), torn.turn(Shape())[0], torn.rewarded(1.0), torn.finished())
+    await assembler.fold()
+    assert await assembler.after(1.0) == [], "the fold would wait for its turn"
+    (closed,) = await assembler.after(DEADLINE_S)
+    assert isinstance(closed, GroupClosed)
+    assert closed.reason == "deadline"
+    (score,) = await assembler.scores()
+    assert len(score.rollouts) == 2
