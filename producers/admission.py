@@ -7,8 +7,9 @@ that new rollouts must be sampled with are there.
 A group is open from its first request until a draw takes it or it fails: discarded by its score, or dropped whole by a
 manifest (stale). So the group that was admitted last is in draw number `draws trained + max_lag x publish_every` at the
 latest if none is slow, and no more than `max_lag` versions old there. The tasks of failed groups are drawn again as new
-groups, before any fresh task. A group that a draw trained without had its slot in that draw: it gives none back, or
-every drop would let one more group run ahead for ever. Facts may come in any order between topics, and more than once.
+groups, before any fresh task; fresh tasks come from the run's datasets by their weights. A group that a draw trained
+without had its slot in that draw: it gives none back, or every drop would let one more group run ahead for ever. Facts
+may come in any order between topics, and more than once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import random
 from bisect import bisect_left, insort
 from collections import ChainMap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -45,6 +46,23 @@ class Place(NamedTuple):
 
     epoch: int
     row: int
+    source: int = 0
+    """Which of the run's datasets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A dataset to draw from."""
+
+    dataset: str
+    """As on GroupRequested."""
+    count: int
+    weight: float = 1.0
+    """Of the fresh tasks it has a share of its weight over the sum of all weights."""
+    passed: int = 0
+    """Fresh places that lie behind the checkpoint that the run was forked from."""
+    left: frozenset[Place] = frozenset()
+    """Of them, those that it has not seen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,14 +74,10 @@ class AdmissionRules:
     """Draws to train in the whole run."""
     max_lag: int
     publish_every: int
-    rows: int
-    """Of the dataset."""
+    sources: tuple[Rows, ...]
+    """By Place.source."""
     seed: int
     """Of the order of rows after the first epoch."""
-    passed: int = 0
-    """Fresh places that lie behind the checkpoint that the run was forked from."""
-    left: frozenset[Place] = frozenset()
-    """Of them, those that it has not seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +108,11 @@ class Admission:
 
     def __init__(self, rules: AdmissionRules) -> None:
         self._rules = rules
-        self._drawn: dict[int, int] = {}
-        """Row index -> times drawn."""
+        self._source = {rows.dataset: number for number, rows in enumerate(rules.sources)}
+        self._positions = [rows.passed for rows in rules.sources]
+        """Fresh places asked for, by source: they are asked for in order, so that is the next one's position."""
+        self._drawn: dict[tuple[int, int], int] = {}
+        """(source, row index) -> times drawn."""
         self._latest: dict[Place, tuple[int, str]] = {}
         """Place -> (draw, group) of its latest group."""
         self._places: dict[str, Place] = {}
@@ -103,7 +120,8 @@ class Admission:
         self._open: set[str] = set()
         self._taken: set[str] = set()
         self._failed: set[str] = set()
-        self._again: set[Place] = set(rules.left)
+        self._left = frozenset(place for rows in rules.sources for place in rows.left)
+        self._again: set[Place] = set(self._left)
         self._draws: dict[int, _Parts] = {}
         """Draws that were formed and not yet trained."""
         self._stepped: set[int] = set()
@@ -182,23 +200,28 @@ class Admission:
         groups: list[DueGroup] = []
         for slot, place in zip(range(self.slots, self.limit), self._candidates(), strict=False):
             ahead = slot // rules.prompts_per_draw // rules.publish_every - published
-            groups.append(DueGroup(place, drawn.get(place.row, 0), ahead))
-            drawn[place.row] = drawn.get(place.row, 0) + 1
+            task = place.source, place.row
+            groups.append(DueGroup(place, drawn.get(task, 0), ahead))
+            drawn[task] = drawn.get(task, 0) + 1
         return groups
 
     def _candidates(self) -> Iterator[Place]:
         yield from sorted(self._again)
-        # fresh places are asked for in order, so their count is the next position
-        position = self._rules.passed + len(self._latest) - len(self._rules.left & self._latest.keys())
+        positions, sources = list(self._positions), self._rules.sources
         while True:
-            yield nth_place(position, self._rules.rows, self._rules.seed)
-            position += 1
+            source = next_source(positions, [rows.weight for rows in sources])
+            yield nth_place(positions[source], sources[source].count, self._rules.seed, source)
+            positions[source] += 1
 
     def _requested(self, event: GroupRequested) -> None:
         if event.group_id in self._places:
             return
-        place = self._places[event.group_id] = Place(event.dataset_epoch, event.index)
-        self._drawn[event.index] = max(self._drawn.get(event.index, 0), event.draw + 1)
+        source = self._source[event.dataset]
+        place = self._places[event.group_id] = Place(event.dataset_epoch, event.index, source)
+        task = source, event.index
+        self._drawn[task] = max(self._drawn.get(task, 0), event.draw + 1)
+        if place not in self._latest and place not in self._left:
+            self._positions[source] += 1
         self._latest[place] = max(self._latest.get(place, (-1, "")), (event.draw, event.group_id))
         if event.group_id not in self._failed and event.group_id not in self._taken:
             self._open.add(event.group_id)
@@ -242,13 +265,18 @@ class Admission:
         return place < len(self._trained) and self._trained[place][0] == draw_index
 
 
-def nth_place(position: int, rows: int, seed: int) -> Place:
+def next_source(positions: Sequence[int], weights: Sequence[float]) -> int:
+    """The source that is furthest behind its share when one more is drawn from it; of several, the first."""
+    return min(range(len(weights)), key=lambda source: ((positions[source] + 1) / weights[source], source))
+
+
+def nth_place(position: int, rows: int, seed: int, source: int = 0) -> Place:
     """The position-th fresh place: the first epoch in file order, later ones shuffled by (seed, epoch)."""
     epoch, rank = divmod(position, rows)
-    return Place(epoch, _order(epoch, rows, seed)[rank])
+    return Place(epoch, _order(epoch, rows, seed)[rank], source)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=16)
 def _order(epoch: int, rows: int, seed: int) -> tuple[int, ...] | range:
     if epoch == 0:
         return range(rows)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from pathlib import Path
+from dataclasses import replace
 
 from prometheus_client import Counter, Gauge
 
-from turnlog.infra import recipes
 from turnlog.infra.blobs import externalized
 from turnlog.infra.history import events, partitions
 from turnlog.infra.log import Commit, Partition, Reached, Reader, Record, TopicMissing, Transactor, partition_of
@@ -20,8 +19,9 @@ from turnlog.infra.roles.role import Role, RunPhase
 from turnlog.infra.roles.runs import Configured, configured
 from turnlog.names import RECORD_HEADER, ConsumerGroup, TransactionalId
 from turnlog.processors.core.fold_versions import scores_topic
-from turnlog.producers.admission import Admission, AdmissionRules, DueGroup, Place, Readiness
-from turnlog.producers.tasks import Dataset, checked_sampling, provided_dataset, read_dataset
+from turnlog.producers.admission import Admission, AdmissionRules, DueGroup, Place, Readiness, Rows
+from turnlog.producers.mix import Source, sources
+from turnlog.producers.tasks import checked_sampling
 from turnlog.schemas import UndecodableRecord, ids, topics
 from turnlog.schemas.events import Event, GroupRequested, Limits, Purpose, RolloutRequested, Sampling, SegmentSample
 
@@ -32,7 +32,6 @@ PASSED_OVER = SegmentSample.__name__.encode()
 """The bulk of segment-samples, which admission has no use for."""
 LOOK_BACK = 64
 """Records of each partition of tasks that a start looks at: more, while no group among them is noted."""
-DATASET_FILE = "tasks.jsonl"
 ADMITTED = Counter("turnlog_feeder_groups_admitted", "Groups asked for", ["drawn"])
 OPEN = Gauge("turnlog_feeder_groups_open", "Groups asked for that did not fail and that no draw has taken")
 ROOM = Gauge("turnlog_feeder_slots_free", "Groups that may be asked for now")
@@ -49,11 +48,11 @@ async def main(role: Role) -> None:
     Order of effects: 1. read what the run recorded, as soon as somebody has configured it, fence the last feeder; 2.
     read the log to its end; 3. per admission: read the floors of agent.sessions, then write the requests of all due
     groups in one transaction.
-    Raises BadSampling, DatasetError, DatasetChanged, TopicMissing, OtherRun, OtherSettings.
+    Raises BadSampling, BadMix, DatasetError, DatasetChanged, TopicMissing, OtherRun, OtherSettings.
     """
     settings = role.settings
     sampling, limits = checked_sampling(settings)
-    dataset = await asyncio.to_thread(_dataset, role)
+    drawn_from = await asyncio.to_thread(sources, settings)
     counts = await _partition_counts(role)
     run = await configured(role)
     if run is None:
@@ -64,7 +63,7 @@ async def main(role: Role) -> None:
         role.log.transactor(TransactionalId.FEEDER.format(run=settings.run.id)) as transactor,
         role.log.reader() as reader,
     ):
-        feeder = Feeder(role, run, transactor, dataset, sampling, limits)
+        feeder = Feeder(role, run, transactor, drawn_from, sampling, limits)
         reader.assign(await role.log.start_offsets(partitions))
         ends = await role.log.end_offsets(partitions)
         while any(reader.position(partition) < ends[partition] for partition in partitions):
@@ -91,27 +90,25 @@ class Feeder:
     """What the log says, and the requests that follow from it."""
 
     def __init__(
-        self, role: Role, run: Configured, transactor: Transactor, dataset: Dataset, sampling: Sampling, limits: Limits
-    ) -> None:
+        self, role: Role, run: Configured, transactor: Transactor, sources: tuple[Source, ...], sampling: Sampling,
+        limits: Limits,
+    ) -> None:  # fmt: skip
         settings = role.settings
         self._role = role
         self._transactor = transactor
-        self._dataset = dataset
+        self._sources = sources
         self._sampling = sampling
         self._limits = limits
         self._told = False
         self._readiness = Readiness()
-        passed, left = _behind(run, dataset)
         self.admission = Admission(
             AdmissionRules(
                 prompts_per_draw=run.batcher.prompts_per_draw,
                 draws=settings.feeder.draws,
                 max_lag=run.batcher.max_lag,
                 publish_every=settings.trainer.publish_every,
-                rows=len(dataset.rows),
+                sources=tuple(_rows(run, number, source) for number, source in enumerate(sources)),
                 seed=settings.feeder.seed,
-                passed=passed,
-                left=left,
             )
         )
 
@@ -158,9 +155,10 @@ class Feeder:
             self._apply(group)
 
     def _apply(self, event: Event) -> None:
-        if isinstance(event, GroupRequested) and event.dataset != self._dataset.name:
+        names = [source.dataset.name for source in self._sources]
+        if isinstance(event, GroupRequested) and event.dataset not in names:
             raise DatasetChanged(
-                f"run {event.run_id} has drawn from {event.dataset}, [feeder] dataset is {self._dataset.name} now: "
+                f"run {event.run_id} has drawn from {event.dataset}, [feeder] dataset is {', '.join(names)} now: "
                 "restore the file, or start another run ([run] id, and on a shared cluster [kafka] prefix)"
             )
         self.admission.apply(event)
@@ -201,8 +199,9 @@ class Feeder:
 
     async def _requests(self, group: DueGroup, floors: dict[int, int]) -> list[RolloutRequested]:
         """The group's requests: functions of the run, the task and the draw, but for floor and weight version."""
-        settings, (epoch, row) = self._role.settings, group.place
-        task_id = ids.digest("task", self._dataset.name, row)
+        settings, (epoch, row, number) = self._role.settings, group.place
+        source = self._sources[number]
+        task_id = ids.digest("task", source.dataset.name, row)
         group_id = ids.group_id(settings.run.id, task_id, group.draw)
         version = self._readiness.version_for(versions_ahead=group.versions_ahead, max_lag=settings.batcher.max_lag)
         requests = []
@@ -219,12 +218,12 @@ class Feeder:
                 rollout_index=index,
                 group_size=size,
                 draw=group.draw,
-                dataset=self._dataset.name,
+                dataset=source.dataset.name,
                 dataset_epoch=epoch,
                 index=row,
-                recipe=settings.feeder.recipe,
+                recipe=source.recipe,
                 purpose=Purpose.train,
-                task=self._dataset.rows[row],
+                task=source.dataset.rows[row],
                 sampling=self._sampling,
                 limits=self._limits,
                 min_weight_version=version,
@@ -241,23 +240,15 @@ class Feeder:
             log.info("all %d draws are trained", self.admission.draws_trained)
 
 
-def _dataset(role: Role) -> Dataset:
-    """The user's file, or the recipe's own in the run's directory. Raises DatasetError, RecipeError."""
-    settings = role.settings
-    recipe = recipes.recipe(settings.feeder.recipe)
-    if settings.feeder.dataset:
-        return read_dataset(Path(settings.feeder.dataset))
-    count = settings.feeder.draws * settings.batcher.prompts_per_draw
-    path = Path(settings.run.directory) / DATASET_FILE
-    return read_dataset(provided_dataset(recipe, path, count=count, seed=settings.feeder.seed))
-
-
-def _behind(run: Configured, dataset: Dataset) -> tuple[int, frozenset[Place]]:
-    """How many places of the dataset the run's parent has passed, and those of them that are still to be asked for."""
-    parent = run.parent
+def _rows(run: Configured, number: int, source: Source) -> Rows:
+    """What admission must know of it: the run's parent has passed places of the dataset, and left some of them."""
+    dataset, parent = source.dataset, run.parent
+    rows = Rows(dataset.name, len(dataset.rows), source.weight)
     if parent is None or parent.dataset != dataset.name:
-        return 0, frozenset()
-    return parent.places, frozenset(Place(place.epoch, place.row) for place in parent.left)
+        return rows
+    return replace(
+        rows, passed=parent.places, left=frozenset(Place(place.epoch, place.row, number) for place in parent.left)
+    )
 
 
 def _group(request: RolloutRequested) -> GroupRequested:

@@ -134,6 +134,7 @@ def position(
     `before`: what the parent had from its own parent."""
     asked = [one for one in requests if isinstance(one, GroupRequested) and one.purpose is Purpose.train]
     dataset = asked[0].dataset if asked else before.dataset if before else ""
+    asked = [one for one in asked if one.dataset == dataset]  # of several, the first goes on; the others begin anew
     known = before if before is not None and before.dataset == dataset else None
     base, left = (known.places, set(known.left)) if known else (0, set())
     at = {one.group_id: RunPlace(one.dataset_epoch, one.index) for one in asked}

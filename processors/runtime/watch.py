@@ -42,6 +42,25 @@ class WatchedSession(Tenure):
     completed: set[TurnKey] = field(default_factory=set)
     snapshots: set[TurnKey] = field(default_factory=set)
 
+    def saw(self, event: Event, *, refused: bool) -> None:
+        """One of its records, after the fold took or `refused` it."""
+        match event:
+            case TurnCompleted():
+                self.completed.add(key_of(event.turn))
+            case TokenSnapshot():
+                self.snapshots.add(key_of(event.turn))
+            case SessionStarted() | SessionAdopted():
+                if not refused:
+                    self.open_epoch(event.event_id)
+                    self.started = event if isinstance(event, SessionStarted) else self.started
+            case SessionFinished():
+                if self.counts(event):
+                    self.finish = replace(event, turns=()) if refused else event
+            case RewardAssigned():
+                self.judged = self.judged or not refused
+            case RewardFailed() | StepRewardAssigned():
+                pass  # a sign of life, no more
+
     def supplied(self) -> tuple[TurnId, ...]:
         """Turns with both records, in order of (epoch, index)."""
         both = [turn for turn in self.completed & self.snapshots if turn[0] in self.epochs]
@@ -89,8 +108,8 @@ class WatchedGroup:
     """Closes that came back from the log, all void: the group is open."""
 
     def has_quorum(self, limits: Limits) -> bool:
-        """Under `cut`: more were asked for than are needed, and so many are there. Not while a finished one lacks turns:
-        the fold waits for them, and the deadline alone decides that they are lost."""
+        """Under `cut`: more were asked for than are needed, and so many are there. Not while a finished one lacks
+        turns: the fold waits for them, and the deadline alone decides that they are lost."""
         started = next((session.started for session in self.sessions.values() if session.started), None)
         if limits.stragglers != "cut" or started is None or started.group_size <= limits.quorum:
             return False
@@ -128,22 +147,7 @@ class Watch:
         if session is None:
             session = group.sessions[event.session_id] = WatchedSession()
         session.last_at = at
-        match event:
-            case TurnCompleted():
-                session.completed.add(key_of(event.turn))
-            case TokenSnapshot():
-                session.snapshots.add(key_of(event.turn))
-            case SessionStarted() | SessionAdopted():
-                if not refused:
-                    session.open_epoch(event.event_id)
-                    session.started = event if isinstance(event, SessionStarted) else session.started
-            case SessionFinished():
-                if session.counts(event):
-                    session.finish = replace(event, turns=()) if refused else event
-            case RewardAssigned():
-                session.judged = session.judged or not refused
-            case RewardFailed() | StepRewardAssigned():
-                pass  # a sign of life, no more
+        session.saw(event, refused=refused)
 
     def forget(self, group: str) -> None:
         """The group is complete."""

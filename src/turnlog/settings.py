@@ -255,6 +255,9 @@ class FeederSettings:
     """Dataset, prompt, tools and verifier: an entry point of turnlog.recipes."""
     dataset: str = ""
     """A JSON-lines file, one task a line; empty lets the recipe write one."""
+    mix: tuple[str, ...] = ()
+    """Several recipes in place of `recipe` and `dataset`: RECIPE:WEIGHT or RECIPE:WEIGHT:FILE each. Fresh tasks come
+    from them by their weights; `recipe` still says how a tiny model begins."""
     group_size: Count = 16
     """Rollouts of one task; at least what the estimator needs."""
     oversample: Amount = 0

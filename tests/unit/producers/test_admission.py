@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnlog.producers.admission import Admission, AdmissionRules, DueGroup, Place, Readiness, nth_place
+from turnlog.producers.admission import Admission, AdmissionRules, DueGroup, Place, Readiness, Rows, nth_place
 from turnlog.schemas.events import (
     BatchSample,
     BatchSkipped,
@@ -27,13 +27,17 @@ from turnlog.schemas.events import (
 )
 from turnlog.schemas.types import BlobRef
 
-RULES = AdmissionRules(prompts_per_draw=2, draws=5, max_lag=0, publish_every=1, rows=3, seed=0)
+RULES = AdmissionRules(prompts_per_draw=2, draws=5, max_lag=0, publish_every=1, sources=(Rows("d", 3),), seed=0)
+
+
+DATASETS = ("d", "e", "f")
 
 
 def requested(due: DueGroup, purpose: Purpose = Purpose.train) -> GroupRequested:
-    group = f"g{due.place.epoch}.{due.place.row}.{due.draw}"
+    dataset = DATASETS[due.place.source]
+    group = f"{'g' if dataset == 'd' else dataset}{due.place.epoch}.{due.place.row}.{due.draw}"
     return GroupRequested(
-        event_id=group, run_id="r", group_id=group, draw=due.draw, dataset="d",
+        event_id=group, run_id="r", group_id=group, draw=due.draw, dataset=dataset,
         dataset_epoch=due.place.epoch, index=due.place.row, purpose=purpose, group_size=1,
     )  # fmt: skip
 
@@ -114,7 +118,9 @@ def test_a_trained_draw_makes_room_for_the_next() -> None:
 def test_lag_lets_groups_run_ahead_by_whole_draws_but_not_past_the_last(
     max_lag: int, publish_every: int, groups: int
 ) -> None:
-    rules = AdmissionRules(prompts_per_draw=2, draws=5, max_lag=max_lag, publish_every=publish_every, rows=3, seed=0)
+    rules = AdmissionRules(
+        prompts_per_draw=2, draws=5, max_lag=max_lag, publish_every=publish_every, sources=(Rows("d", 3),), seed=0
+    )
     admission = Admission(rules)
     ask(admission)
     assert admission.open == groups
@@ -141,7 +147,9 @@ def test_a_group_dropped_whole_by_a_manifest_is_drawn_again_for_the_next_draw() 
 
 @pytest.mark.parametrize("max_lag", [0, 1])
 def test_however_many_groups_draws_drop_no_more_run_ahead(max_lag: int) -> None:
-    rules = AdmissionRules(prompts_per_draw=2, draws=99, max_lag=max_lag, publish_every=1, rows=3, seed=0)
+    rules = AdmissionRules(
+        prompts_per_draw=2, draws=99, max_lag=max_lag, publish_every=1, sources=(Rows("d", 3),), seed=0
+    )
     admission = Admission(rules)
     running: list[str] = []
     for draw in range(50):
@@ -154,7 +162,7 @@ def test_however_many_groups_draws_drop_no_more_run_ahead(max_lag: int) -> None:
 
 def test_a_group_may_be_as_old_as_the_draw_allows_that_it_has_a_slot_in() -> None:
     """Two draws per version, lag 1: of three draws ahead, the third one meets the next version."""
-    rules = AdmissionRules(prompts_per_draw=1, draws=9, max_lag=1, publish_every=2, rows=9, seed=0)
+    rules = AdmissionRules(prompts_per_draw=1, draws=9, max_lag=1, publish_every=2, sources=(Rows("d", 9),), seed=0)
     admission = Admission(rules)
     assert [due.versions_ahead for due in admission.due()] == [0, 0, 1]
     groups = ask(admission)
@@ -214,10 +222,51 @@ def test_epochs_after_the_first_are_shuffled_by_the_seed_and_visit_every_row() -
 
 
 def test_a_row_that_comes_again_is_another_draw_of_the_same_task() -> None:
-    admission = Admission(AdmissionRules(prompts_per_draw=4, draws=1, max_lag=0, publish_every=1, rows=2, seed=0))
+    admission = Admission(
+        AdmissionRules(prompts_per_draw=4, draws=1, max_lag=0, publish_every=1, sources=(Rows("d", 2),), seed=0)
+    )
     assert sorted((d.place, d.draw) for d in admission.due()) == [
         (Place(0, 0), 0), (Place(0, 1), 0), (Place(1, 0), 1), (Place(1, 1), 1),
     ]  # fmt: skip
+
+
+MIXED = dataclasses.replace(
+    RULES, prompts_per_draw=8, max_lag=9, draws=10,
+    sources=(Rows("d", 7, weight=3.0), Rows("e", 5, weight=1.0), Rows("f", 50, weight=4.0)),
+)  # fmt: skip
+
+
+def test_fresh_tasks_come_from_several_datasets_by_their_weights_at_every_moment() -> None:
+    due = [one.place.source for one in Admission(MIXED).due()]
+    for end in range(1, len(due) + 1):
+        for source, rows in enumerate(MIXED.sources):
+            assert abs(due[:end].count(source) - end * rows.weight / 8) < 1.5
+    assert [due.count(source) for source in range(3)] == [30, 10, 40]
+
+
+def test_rows_of_the_same_number_in_two_datasets_are_two_tasks() -> None:
+    rules = dataclasses.replace(RULES, prompts_per_draw=4, sources=(Rows("d", 2), Rows("e", 2)))
+    admission = Admission(rules)
+    assert [(due.place, due.draw) for due in admission.due()] == [
+        (Place(0, 0, 0), 0), (Place(0, 0, 1), 0), (Place(0, 1, 0), 0), (Place(0, 1, 1), 0),
+    ]  # fmt: skip
+    groups = ask(admission)
+    admission.apply(scored(groups[1], GroupStatus.discarded))
+    assert admission.due() == [DueGroup(Place(0, 0, 1), 1)], "drawn again from the dataset that it came from"
+
+
+def test_what_is_drawn_again_changes_no_share_of_fresh_tasks() -> None:
+    rules = dataclasses.replace(RULES, prompts_per_draw=1, draws=99, sources=(Rows("d", 99), Rows("e", 99)))
+    admission, fresh = Admission(rules), []
+    for draw in range(20):
+        (group,) = ask(admission)
+        fresh.append(group[0])
+        admission.apply(scored(group, GroupStatus.discarded))
+        (again,) = ask(admission)
+        assert again[:-1] == group[:-1]
+        admission.apply(formed(draw, draw, [again], [again]))
+        admission.apply(stepped(draw, draw))
+    assert "".join(fresh) == "ge" * 10
 
 
 @dataclass
@@ -256,18 +305,21 @@ class World:
         return [formed(draw, draw, groups, live), stepped(draw, draw)]
 
 
-def lived(seed: int, max_lag: int, steps: int) -> tuple[World, Admission]:
-    rules = AdmissionRules(prompts_per_draw=3, draws=6, max_lag=max_lag, publish_every=1, rows=5, seed=seed)
+def lived(seed: int, max_lag: int, steps: int, *, mixed: bool = False) -> tuple[World, Admission]:
+    sources = (Rows("d", 5), Rows("e", 3, weight=0.4))[: 1 + mixed]
+    rules = AdmissionRules(
+        prompts_per_draw=3, draws=6, max_lag=max_lag, publish_every=1, sources=sources, seed=seed
+    )  # fmt: skip
     world, admission = World(rules, random.Random(seed)), Admission(rules)
     world.lives(admission, steps)
     return world, admission
 
 
-@given(st.integers(0, 10_000), st.integers(0, 2), st.integers(1, 150))
+@given(st.integers(0, 10_000), st.integers(0, 2), st.integers(1, 150), st.booleans())
 def test_a_new_feeder_knows_the_same_whatever_order_topics_come_in_and_however_often(
-    seed: int, max_lag: int, steps: int
+    seed: int, max_lag: int, steps: int, mixed: bool
 ) -> None:
-    world, admission = lived(seed, max_lag, steps)
+    world, admission = lived(seed, max_lag, steps, mixed=mixed)
     shuffled = [*world.history, *world.history]
     random.Random(seed).shuffle(shuffled)
     again = Admission(world.rules)
@@ -290,11 +342,11 @@ def test_fresh_rows_are_asked_for_in_order(seed: int, max_lag: int, steps: int) 
     world, _ = lived(seed, max_lag, steps)
     places = [Place(e.dataset_epoch, e.index) for e in world.history if isinstance(e, GroupRequested)]
     fresh = list(dict.fromkeys(places))
-    assert fresh == [nth_place(n, world.rules.rows, world.rules.seed) for n in range(len(fresh))]
+    assert fresh == [nth_place(n, world.rules.sources[0].count, world.rules.seed) for n in range(len(fresh))]
 
 
 def test_a_fork_asks_first_for_what_its_parent_left_and_goes_on_behind_what_it_passed() -> None:
-    rules = dataclasses.replace(RULES, rows=10, passed=4, left=frozenset({Place(0, 1)}))
+    rules = dataclasses.replace(RULES, sources=(Rows("d", 10, passed=4, left=frozenset({Place(0, 1)})),))
     admission = Admission(rules)
     first = admission.due()
     assert [due.place for due in first] == [Place(0, 1), Place(0, 4)]

@@ -41,9 +41,7 @@ class Assembler:
         self.events = events
         self.now = 1000.0
         self.runner = Runner(PLAN, log, events, MemoryBlobs(), Health("assembler"), clock=self.clock)
-        self.reaper = Reaper(
-            self.runner.units, log, events, clock=self.clock, limits=limits
-        )
+        self.reaper = Reaper(self.runner.units, log, events, clock=self.clock, limits=limits)
         self.reader: GroupReader
 
     def clock(self) -> float:

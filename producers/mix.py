@@ -1,0 +1,73 @@
+"""Where tasks come from: one recipe and its dataset, or several of them in one run, each with a weight."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from turnlog.infra import recipes
+from turnlog.producers.tasks import Dataset, provided_dataset, read_dataset
+from turnlog.settings import Settings
+
+DATASET_FILE = "tasks.jsonl"
+"""Of the one recipe of a run that brings its own tasks; of several, `tasks-RECIPE.jsonl`."""
+SHAPE = 'RECIPE:WEIGHT, or RECIPE:WEIGHT:FILE, such as "calc:3" or "household:1:tasks.jsonl"'
+
+
+class BadMix(Exception):
+    """[feeder] mix cannot be drawn from; the message names the entry and what is legal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A recipe, and the tasks that it is given."""
+
+    recipe: str
+    dataset: Dataset
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    recipe: str
+    weight: float
+    file: str
+
+
+def sources(settings: Settings) -> tuple[Source, ...]:
+    """What [feeder] mix names, else its recipe and dataset: the user's files, or the recipes' own in the run's
+    directory. Raises BadMix, DatasetError, RecipeError."""
+    feeder = settings.feeder
+    entries = [_entry(said) for said in feeder.mix] or [_Entry(feeder.recipe, 1.0, feeder.dataset)]
+    single = not feeder.mix
+    found = tuple(Source(one.recipe, _dataset(settings, one, single=single), one.weight) for one in entries)
+    names = [source.dataset.name for source in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise BadMix(
+                f"feeder.mix: two entries draw from {name}, so that a task would not tell whose it is: give each a "
+                "dataset of its own"
+            )
+    return found
+
+
+def _entry(said: str) -> _Entry:
+    recipe, _, rest = said.partition(":")
+    weight, _, file = rest.partition(":")
+    try:
+        value = float(weight)
+    except ValueError:
+        value = math.nan
+    if not recipe or not 0 < value < math.inf:
+        raise BadMix(f"feeder.mix: {said!r} must be {SHAPE}, its weight a number above 0")
+    return _Entry(recipe, value, file)
+
+
+def _dataset(settings: Settings, entry: _Entry, *, single: bool) -> Dataset:
+    recipe = recipes.recipe(entry.recipe)
+    if entry.file:
+        return read_dataset(Path(entry.file))
+    count = settings.feeder.draws * settings.batcher.prompts_per_draw
+    path = Path(settings.run.directory) / (DATASET_FILE if single else f"tasks-{entry.recipe}.jsonl")
+    return read_dataset(provided_dataset(recipe, path, count=count, seed=settings.feeder.seed))
