@@ -33,7 +33,7 @@ from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import LogError
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.topics_admin import apply
-from turnlog.producers.feeder import DATASET_FILE
+from turnlog.producers.mix import DATASET_FILE
 from turnlog.producers.tasks import provided_dataset, read_dataset
 from turnlog.schemas import topics
 from turnlog.schemas.events import WeightFile, WeightVersionPublished

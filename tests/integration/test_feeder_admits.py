@@ -26,6 +26,7 @@ from turnlog.infra.topics_admin import specs
 from turnlog.processors.core.fold.settlement import figures
 from turnlog.processors.core.fold_versions import FOLD_VERSION
 from turnlog.producers import feeder
+from turnlog.producers.mix import BadMix, sources
 from turnlog.producers.tasks import BadSampling, RowWithoutPrompt, checked_sampling, provided_dataset, read_dataset
 from turnlog.schemas import topics
 from turnlog.schemas.events import (
@@ -376,12 +377,45 @@ async def test_bad_input_ends_the_feeder_with_a_typed_error_before_anything_is_a
     for change, error in (
         ({"dataset": str(tmp_path / "bad.jsonl")}, RowWithoutPrompt),
         ({"group_size": 1}, BadSampling),
+        ({"mix": ("calc",)}, BadMix),
     ):
         bad = dataclasses.replace(bench.settings, feeder=dataclasses.replace(feeder_settings, **change))
         async with bench.feeding(bad) as task:
             with pytest.raises(error):
                 await task
     assert await bench.asked() == []
+
+
+async def test_a_restarted_feeder_goes_on_with_the_shares_of_its_recipes(bench: Bench) -> None:
+    mixed = dataclasses.replace(bench.settings.feeder, mix=("calc:2", "household:1"))
+    bench.settings = dataclasses.replace(bench.settings, feeder=mixed)
+    await bench.started()
+    async with bench.feeding():
+        first = {request.group_id: request for request in await bench.until(PROMPTS)}
+    assert Counter(request.recipe for request in first.values()) == {"calc": 2, "household": 1}
+    (other,) = (request for request in first.values() if request.recipe == "household")
+    await bench.score(other.group_id, GroupStatus.discarded)
+    await bench.train(0, [group for group in first if group != other.group_id])
+    async with bench.feeding():
+        later = {request.group_id: request for request in await bench.until(2 * PROMPTS)}
+    again = [request for request in later.values() if request.draw]
+    assert [(request.recipe, request.task) for request in again] == [("household", other.task)]
+    assert {request.dataset for request in later.values() if request.recipe == "calc"} == {
+        request.dataset for request in first.values() if request.recipe == "calc"
+    }
+
+
+async def test_more_rollouts_are_asked_for_than_a_group_needs(bench: Bench) -> None:
+    bench.settings = dataclasses.replace(
+        bench.settings,
+        feeder=dataclasses.replace(bench.settings.feeder, oversample=3),
+        assembler=dataclasses.replace(bench.settings.assembler, stragglers="cut"),
+    )
+    await bench.started()
+    async with bench.feeding():
+        requests = await bench.until(PROMPTS)
+    assert set((await bench.groups()).values()) == {GROUP + 3}
+    assert {request.group_size for request in requests} == {GROUP + 3}
 
 
 async def test_a_restarted_feeder_needs_neither_tasks_nor_samples(bench: Bench) -> None:
@@ -477,8 +511,7 @@ async def test_a_look_at_a_long_past_is_work_and_no_hang(bench: Bench) -> None:
         role = await bench.role(log, events)
         run = await configured(role)
         assert run is not None
-        dataset = read_dataset(Path(bench.settings.run.directory) / feeder.DATASET_FILE)
-        reading = feeder.Feeder(role, run, own, dataset, *checked_sampling(bench.settings))
+        reading = feeder.Feeder(role, run, own, sources(bench.settings), *checked_sampling(bench.settings))
         await reading.remember()
     assert reading.admission.asked == PROMPTS
     loops = role.health.living()[1]["loops"]

@@ -21,6 +21,7 @@ def test_the_defaults_are_legal() -> None:
     [
         ("group_size", 1),
         ("max_context_tokens", 513),
+        ("oversample", 2),
     ],
 )
 def test_what_could_not_be_trained_is_refused_by_name(key: str, value: Any) -> None:
@@ -45,6 +46,11 @@ def test_what_could_not_be_trained_is_refused_by_name(key: str, value: Any) -> N
 def test_what_could_never_be_sampled_is_no_setting(key: str, value: Any) -> None:
     with pytest.raises(SettingsError, match=rf"feeder\.{key} must be a .*number (from|above) "):
         from_tables({"feeder": {key: value}}, {}, source="settings.toml")
+
+
+def test_more_may_be_asked_for_than_is_needed_where_stragglers_are_cut() -> None:
+    cutting = dataclasses.replace(Settings().assembler, stragglers="cut")
+    assert checked_sampling(Settings(feeder=FeederSettings(oversample=2), assembler=cutting))
 
 
 @pytest.mark.parametrize("estimator", ["reinforce", "reinforce_pp", "none"])
