@@ -31,6 +31,7 @@ from turnlog.processors.core.batches.draws import (
     overtaken,
 )
 from turnlog.processors.core.batches.progress import HeldVersion, Progress
+from turnlog.processors.runtime.by_recipe import drawn
 from turnlog.schemas import ids, topics
 from turnlog.schemas.events import (
     BatchSkipped,
@@ -166,6 +167,8 @@ class Batcher:
         for group in groups:
             self._progress.forget(group.score.group_id)
         self._report(draw, held.number)
+        for placed in (placed for group in groups for placed in group.samples):
+            drawn(placed.sample, held)
         _count(draw, groups)
 
     def _composed(self, held: HeldVersion) -> list[ReadableGroup]:

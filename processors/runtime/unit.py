@@ -34,6 +34,7 @@ from turnlog.processors.core.fold.low_water import (
 )
 from turnlog.processors.core.fold.unit import DEFECTS, RecordSkipped, Taken, UnitFold, payloads_read
 from turnlog.processors.core.fold_versions import INPUTS, SPINE, outputs_of, score_record, scores_topic
+from turnlog.processors.runtime.by_recipe import SettledSessions
 from turnlog.processors.runtime.watch import Watch
 from turnlog.schemas import LaterKind, UndecodableRecord, UnknownSchemaId
 from turnlog.schemas.events import Event, GroupScored, TurnTreeAssembled
@@ -258,6 +259,7 @@ class Unit:
         self._clock = clock
         self._stack = AsyncExitStack()
         self._span = OpenSpan()
+        self._settled = SettledSessions()
         self._pending: list[Event] = []
         self._committed_at = clock()
         self._opened_at = clock()
@@ -346,6 +348,7 @@ class Unit:
         for event, (_, offset) in zip(outputs, placed, strict=True):
             self._note(event, offset)
             _count(event)
+            self._settled.committed(event)
             self._output_ends[TOPIC_OF[type(event).__name__].name] = offset + 1
         self._pending = []
         self._committed_at = self._clock()
@@ -365,6 +368,8 @@ class Unit:
             self.watch.saw(event, now, refused=taken.refusal is not None)
         for output in taken.outputs:
             self._pending.append(output)
+            if isinstance(output, TurnTreeAssembled):
+                self._settled.assembled(output, self.watch.started(output.group_id, output.session_id))
             if isinstance(output, GroupScored):
                 self.watch.forget(output.group_id)
 

@@ -149,6 +149,10 @@ class Watch:
         session.last_at = at
         session.saw(event, refused=refused)
 
+    def started(self, group: str, session: str) -> SessionStarted | None:
+        """How a session of an open group began, if that was folded."""
+        return self.groups[group].sessions[session].started if group in self.groups else None
+
     def forget(self, group: str) -> None:
         """The group is complete."""
         self.groups.pop(group, None)

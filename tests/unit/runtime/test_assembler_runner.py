@@ -154,6 +154,32 @@ async def test_a_restart_writes_nothing_twice(cluster: Cluster) -> None:
     assert len(await cluster.read("segment-samples")) == 3
 
 
+def of_recipe() -> dict[str, float]:
+    """What is counted of the recipe of these groups."""
+    names = ("sessions_total", "reward_count", "reward_sum", "passed_total", "output_tokens_count", "output_tokens_sum")
+    found: dict[str, float] = {}
+    for name in names:
+        labels = {"recipe": "example"} | ({"outcome": "completed"} if name == "sessions_total" else {})
+        found[name] = REGISTRY.get_sample_value(f"turnlog_recipe_{name}", labels) or 0.0
+    return found
+
+
+async def test_each_session_counts_once_for_its_recipe_over_a_restart(cluster: Cluster) -> None:
+    before = of_recipe()
+    *most, last = group("a")
+    await cluster.append(*most)
+    await cluster.fold()
+    await cluster.append(last)
+    await cluster.fold()
+    await cluster.fold()
+    rewards = [tree.reward for tree in await cluster.read("turn-trees") if isinstance(tree, TurnTreeAssembled)]
+    assert {name: value - before[name] for name, value in of_recipe().items()} == {
+        "sessions_total": 2, "reward_count": 2, "reward_sum": sum(filter(None, rewards)),
+        "passed_total": sum(reward is not None and reward >= 1 for reward in rewards),
+        "output_tokens_count": 2, "output_tokens_sum": 16,
+    }  # fmt: skip
+
+
 async def test_undecodable_bytes_are_parked_once_and_the_rest_goes_on(cluster: Cluster) -> None:
     await cluster.raw(TURNS, b"a", b"\x00poison")
     await cluster.append(*group("a"))

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 
 import pytest
+from prometheus_client import REGISTRY
 
 from tests.fakes.memory_log import Died, MemoryLog
 from tests.fakes.memory_readers import MemoryReader
@@ -305,7 +306,15 @@ async def test_a_group_without_samples_that_was_drawn_is_forgotten_once_its_scor
     assert not made[-1].taken("empty")
 
 
+def lags() -> tuple[float, float]:
+    """Rows of the recipe that draws took so far, and the sum of their lags."""
+    name, labels = "turnlog_recipe_lag_versions", {"recipe": "calc"}
+    count, total = (REGISTRY.get_sample_value(f"{name}_{of}", labels) for of in ("count", "sum"))
+    return count or 0.0, total or 0.0
+
+
 async def test_on_policy_it_waits_for_the_step_and_drops_what_became_stale() -> None:
+    rows, behind = lags()
     settings = dataclasses.replace(SETTINGS, batcher=dataclasses.replace(SETTINGS.batcher, ready_batches=1))
     here = await world(settings)
     await here.live(draws=1)
@@ -317,6 +326,9 @@ async def test_on_policy_it_waits_for_the_step_and_drops_what_became_stale() -> 
     skipped = [m for m in await here.manifests() if not isinstance(m, SampleBatchFormed)]
     assert {m.max_lag for m in manifests} == {0}
     assert {row.reason for m in skipped for row in m.dropped} == {"stale"}
+    stale = sum(len(m.dropped) for m in (*manifests, *skipped))
+    trained = sum(len(m.samples) for m in manifests)
+    assert lags() == (rows + trained + stale, behind + stale), "each of those that fell out was one version behind"
     assert {"h0"} <= {group for m in manifests for group in m.groups}
 
 

@@ -1,0 +1,46 @@
+"""Figures of each recipe: how its sessions end, what they earn, how long they are, how old is what trains of them.
+
+Of a session they are counted once, when its tree is committed; of a row when a draw takes it.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Summary
+
+from turnlog.processors.core.batches.progress import HeldVersion
+from turnlog.schemas.events import Event, SegmentSample, SessionStarted, TurnTreeAssembled
+
+SESSIONS = Counter("turnlog_recipe_sessions", "Sessions that settled", ["recipe", "outcome"])
+REWARD = Summary("turnlog_recipe_reward", "Rewards of sessions that settled", ["recipe"])
+PASSED = Counter("turnlog_recipe_passed", "Sessions that settled with a reward of at least 1", ["recipe"])
+OUTPUT = Summary("turnlog_recipe_output_tokens", "Output tokens of sessions that settled", ["recipe"])
+LAG = Summary("turnlog_recipe_lag_versions", "Lag of the oldest token of rows that a draw took", ["recipe"])
+PASS = 1.0
+
+
+class SettledSessions:
+    """Which recipe the sessions are of whose trees are not committed yet: a tree does not say."""
+
+    def __init__(self) -> None:
+        self._recipes: dict[str, str] = {}
+
+    def assembled(self, tree: TurnTreeAssembled, started: SessionStarted | None) -> None:
+        """It will be committed."""
+        if started is not None:
+            self._recipes[tree.session_id] = started.recipe
+
+    def committed(self, event: Event) -> None:
+        """Count it, if it is a tree."""
+        recipe = self._recipes.pop(event.session_id, None) if isinstance(event, TurnTreeAssembled) else None
+        if recipe is None or not isinstance(event, TurnTreeAssembled):
+            return
+        SESSIONS.labels(recipe, event.outcome.value).inc()
+        OUTPUT.labels(recipe).observe(event.books.sampled)
+        if event.reward is not None:
+            REWARD.labels(recipe).observe(event.reward)
+            PASSED.labels(recipe).inc(event.reward >= PASS)
+
+
+def drawn(sample: SegmentSample, held: HeldVersion) -> None:
+    """Count a row of a draw that is formed while the trainer holds that version."""
+    LAG.labels(sample.recipe).observe(held.lag(sample.weight_version_min))
