@@ -98,11 +98,13 @@ async def test_an_agent_of_the_page_does_a_task_of_three_turns_with_tools(
     stage.policy = lambda prompt: says[prompt.count("<|im_start|>assistant") - 1]
     stage.engine.context = ROOM
     stage.settings = dataclasses.replace(
-        stage.settings, engine=dataclasses.replace(stage.settings.engine, context=ROOM)
+        stage.settings,
+        engine=dataclasses.replace(stage.settings.engine, context=ROOM),
+        runner=dataclasses.replace(stage.settings.runner, tool_deadline_s=60.0),
     )
-    await stage.request(recipe="framework", new_tokens=1000, max_turns=5, max_context_tokens=ROOM, deadline_s=60.0)
+    await stage.request(recipe="framework", new_tokens=1000, max_turns=5, max_context_tokens=ROOM, deadline_s=120.0)
     async with working(stage), stage.gateway(), stage.running():
-        [finish] = await stage.finished(1)
+        [finish] = await stage.finished(1, seconds=150)
     assert (finish.outcome, finish.final, finish.reason) == (Outcome.completed, True, "")
     [reward], calls = await stage.said(RewardAssigned), await stage.said(ToolCallCompleted)
     assert reward.value == 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import shutil
@@ -10,6 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.integration.test_command_agents import SANDBOX
+from turnlog.sandbox_workers.pooling import unisolated
 
 ROOT = Path(__file__).parents[2]
 LOCK, KEPT, UV = ROOT / "locks/frameworks.lock", ROOT / ".cache/frameworks", ROOT / ".cache/bootstrap/bin/uv"
@@ -40,6 +44,8 @@ def python() -> Path:
     ],
 )
 def test_an_agent_of_a_framework_does_a_task_by_turns_of_the_policy(python: Path, tmp_path: Path, name: str) -> None:
+    if asyncio.run(unisolated(SANDBOX)):
+        pytest.skip("user namespaces are off")
     tests = [ROOT / "tests/frameworks/test_frameworks.py", "-k", name, "--basetemp", tmp_path / "pytest"]
     # tests/conftest.py has servers in mind, whose clients are not there.
     command = [python, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", *tests]
