@@ -255,19 +255,26 @@ def judged(records: list[tuple[str, int, Event]]) -> list[Judged]:
     return [Judged(session, text, finishes[session]) for session, text in said.items()]
 
 
-def trained(plan: AssemblerPlan, records: list[tuple[str, int, Event]]) -> dict[str, Counter[tuple[str, int]]]:
-    """Session -> how often each of its turns trains, by the fold of the run."""
+def samples_of(plan: AssemblerPlan, records: list[tuple[str, int, Event]]) -> list[SegmentSample]:
+    """By the fold of the run."""
     groups: dict[str, Fold] = {}
-    found: dict[str, Counter[tuple[str, int]]] = {}
+    found: list[SegmentSample] = []
     for topic, offset, event in records:
         fold = groups.setdefault(event.group_id, plan.factory(event.group_id, event.floor))
         try:
             outputs = fold.apply(topic, offset, event)
         except FoldError as refusal:
             outputs = refusal.outputs
-        for sample in (one for one in outputs if isinstance(one, SegmentSample)):
-            turns = {(span.turn.epoch, span.turn.index) for span in sample.spans if span.trained and span.length}
-            found.setdefault(sample.session_id, Counter()).update(turns)
+        found += [one for one in outputs if isinstance(one, SegmentSample)]
+    return found
+
+
+def trained(samples: list[SegmentSample]) -> dict[str, Counter[tuple[str, int]]]:
+    """Session -> how often each of its turns trains."""
+    found: dict[str, Counter[tuple[str, int]]] = {}
+    for sample in samples:
+        turns = {(span.turn.epoch, span.turn.index) for span in sample.spans if span.trained and span.length}
+        found.setdefault(sample.session_id, Counter()).update(turns)
     return found
 
 
@@ -275,7 +282,7 @@ def verdict(plan: AssemblerPlan, story: Story, records: list[tuple[str, int, Eve
     """Compare, print the line."""
     turns = [event for _, _, event in records if isinstance(event, TurnCompleted)]
     content = {(turn.session_id, inline(turn.response)["content"]): turn for turn in turns}
-    samples = trained(plan, records)
+    samples = trained(samples_of(plan, records))
     lost, twice, alone, misnamed = 0, 0, 0, 0
     sessions = judged(records)
     for each in sessions:

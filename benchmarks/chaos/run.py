@@ -16,7 +16,18 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 SHARED = frozenset(
-    {"run", "servers", "sandbox_load", "sandbox_left", "scripted_engine", "deployed", "loop", "previous", "kept"}
+    {
+        "run",
+        "servers",
+        "sandbox_load",
+        "sandbox_left",
+        "scripted_engine",
+        "deployed",
+        "loop",
+        "previous",
+        "kept",
+        "noting",
+    }
 )
 LOOP = "loop"
 TIMEOUT_S = 12 * 3600.0

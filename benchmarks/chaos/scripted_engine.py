@@ -1,9 +1,10 @@
 """SGLang's HTTP contract over the engine in memory, as a process that can be killed: what the chaos run of answers
-samples from. `python benchmarks/chaos/scripted_engine.py PORT MODEL_FOLDER [--host 0.0.0.0] [--right 0.5]`.
+samples from. `python benchmarks/chaos/scripted_engine.py PORT MODEL_FOLDER [--host 0.0.0.0] [--right 0.5] [--by-ids]`.
 
 Every final answer is another number, so that an answer tells which turn gave it; a share of them, if so wished, is what
-the tool said, so that groups differ within and are trained. An abort is heard late, as SGLang hears one between two
-steps: what is nearly done is finished although nobody waits. POST /version?of=3 stands for loading weights; POST
+the tool said, so that groups differ within and are trained. With --by-ids every output is a function of the prompt's
+ids alone: some turns of one or two calls of `note`, then an answer. An abort is heard late, as SGLang hears one between
+two steps: what is nearly done is finished although nobody waits. POST /version?of=3 stands for loading weights; POST
 /pace?of=0.5 is the time that a token takes from now on; GET /running tells which requests run.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import random
 import re
 from collections.abc import AsyncIterator, Sequence
@@ -30,6 +32,11 @@ from turnlog.infra.engine import EngineRefused, Generate, Piece
 from turnlog.producers.gateway.prompts import TextTokens
 
 CALL = '<tool_call>{{"name":"calc","arguments":{{"expr":"{}"}}}}</tool_call>'
+NOTE = '<tool_call>{{"name":"note","arguments":{{"line":"{}"}}}}</tool_call>'
+FEWEST = 2
+"""Turns with calls."""
+NUMBERED = re.compile(r"task (\d+)")
+TURN = "<|im_start|>assistant"
 ASKED = re.compile(r"(\d [-+*] \d) = ")
 SAID = re.compile(r"tool\n(-?\d+)")
 ANSWERED = "tool\n"
@@ -67,6 +74,23 @@ def policy(tokens: TextTokens, *, right: float) -> Slow:
         else:
             told = SAID.findall(text)
             said = told[0] if told and random.random() < right else str(random.getrandbits(64))
+        return tokens.encode(f"{said}<|im_end|>")
+
+    return Slow(vocabulary=tokens.vocabulary, context=CONTEXT, script=script)
+
+
+def by_ids(tokens: TextTokens) -> Slow:
+    """Calls `note` in FEWEST turns or some more, at times twice in a turn, then says a number."""
+
+    def script(prompt: Sequence[int]) -> list[int]:
+        digest = hashlib.sha256(repr(list(prompt)).encode()).hexdigest()
+        text = tokens.literal(prompt)
+        (task,) = NUMBERED.findall(text)
+        turn = text.count(TURN) - 1
+        said = digest[:8]
+        if turn < FEWEST + int(task) % 3:
+            calls = 1 + int(digest[8], 16) % 2
+            said = "".join(NOTE.format(f"{task}.{turn}.{number}.{digest[:4]}") for number in range(calls))
         return tokens.encode(f"{said}<|im_end|>")
 
     return Slow(vocabulary=tokens.vocabulary, context=CONTEXT, script=script)
@@ -181,8 +205,10 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--right", type=float, default=0.0, help="share of right answers")
+    parser.add_argument("--by-ids", action="store_true", help="nothing is random")
     arguments = parser.parse_args()
-    engine = policy(TextTokens(arguments.model), right=arguments.right)
+    tokens = TextTokens(arguments.model)
+    engine = by_ids(tokens) if arguments.by_ids else policy(tokens, right=arguments.right)
     app = application(engine, MemoryEngineControl(arguments.model))
     uvicorn.run(app, host=arguments.host, port=arguments.port, log_level="warning")
 

@@ -1,0 +1,69 @@
+"""Recipe `noting`: every call appends its line to the session's own notes, and to a file outside of the log and of
+every sandbox, so that a call that took effect twice shows there. The answer says what the notes are now."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+from turnlog.infra.recipes import Episode, FunctionVerifier, PlainRecipe, SandboxCall, Verdict
+from turnlog.schemas.events import SandboxLimits, SandboxSpec
+
+EFFECTS = "CHAOS_EFFECTS"
+"""Variable of the runner that names the file."""
+TAKES_S = 0.15
+"""Of each call, behind its effect: time to be killed in."""
+LINE = re.compile(r"[0-9a-z.-]+")
+
+
+def judge(episode: Episode) -> Verdict:
+    """A reward that the answer decides, and which answer it was."""
+    said = episode.messages[-1].get("content") or ""
+    return Verdict(float(int(said, 16) % 2), {}, {"said": said})
+
+
+class Noting(PlainRecipe):
+    """See the module's docstring."""
+
+    name = "noting"
+    verifier = FunctionVerifier("noting", "1", judge)
+    sandbox_tools = ("shell",)
+    sandbox = SandboxSpec(
+        backend="subprocess",
+        durable_workspace=True,
+        limits=SandboxLimits(cpu_s=5.0, wall_s=20.0, output_bytes=4096),
+    )
+
+    @property
+    def tools(self) -> tuple[dict[str, Any], ...]:
+        """`note(line)`."""
+        parameters = {"type": "object", "properties": {"line": {"type": "string"}}, "required": ["line"]}
+        return ({"type": "function", "function": {"name": "note", "parameters": parameters}},)
+
+    def tool_call(self, name: str, arguments: str) -> SandboxCall | str:
+        """Both lines, then a pause, then a checksum of the notes."""
+        line = json.loads(arguments)["line"]
+        assert LINE.fullmatch(line), line
+        outside = shlex.quote(os.environ[EFFECTS])
+        command = f"echo {line} >> {outside}; echo {line} >> notes; sleep {TAKES_S}; cksum < notes"
+        return SandboxCall("shell", {"command": command})
+
+    def tool_answer(self, ok: bool, output: bytes) -> str:
+        """The checksum alone."""
+        return output.decode().split()[0] if ok else "failed"
+
+
+RECIPE = Noting()
+
+
+def offered(folder: Path) -> str:
+    """A PYTHONPATH on which an installed package offers the recipe; its files are written to `folder`."""
+    info = folder / "noting-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: noting\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[turnlog.recipes]\n{RECIPE.name} = {Path(__file__).stem}:RECIPE\n")
+    return os.pathsep.join([str(folder), str(Path(__file__).parent)])
