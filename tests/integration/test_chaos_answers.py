@@ -42,6 +42,15 @@ def test_what_was_judged_trains_whoever_was_killed_meanwhile(live_settings: Sett
     assert line["ok"], line
 
 
+def test_sessions_go_on_where_a_killed_runner_left_them_and_no_call_takes_effect_twice(live_settings: Settings) -> None:
+    line = told(live_settings, "runner.py", "--kills", "2")
+    assert line["kills"] == 2
+    assert (line["lost"], line["twice"], line["skipped"], line["identical"]) == (0, 0, 0, True)
+    assert line["detail"]["effects"] == line["detail"]["calls"] > 0
+    assert line["detail"]["struck_while"], "somebody was in the middle of something"
+    assert line["ok"], line
+
+
 def test_a_gateway_killed_under_a_hundred_streams_loses_none_and_leaves_nothing_running(
     live_settings: Settings,
 ) -> None:
