@@ -56,7 +56,7 @@ OPEN = 8
 """Rollouts at once."""
 GROUP_SIZE = 2
 PATIENCE_S = 180.0
-AFTER_S = 0.6
+AFTER_S = 1.5
 """The longest time from a record that shows the runner at work to its death."""
 SHOWN = 5
 STRUCK, CALM = "struck", "calm"
