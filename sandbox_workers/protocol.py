@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+from turnlog.infra.workspaces import FileEntry
 from turnlog.schemas.events import SandboxLimits, ToolStatus
 
 DEATHS = 2
@@ -188,31 +189,6 @@ class Execution:
     duration_s: float
     cpu_s: float
     """User and system time of the whole process tree."""
-
-
-class FileKind(StrEnum):
-    """What a workspace may hold. Sockets, pipes and devices are left out of snapshots."""
-
-    file = "file"
-    folder = "folder"
-    link = "link"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileEntry:
-    """One entry of a workspace."""
-
-    path: str
-    """Relative, / between parts, bytes that are no UTF-8 by surrogateescape; parents come before children."""
-    kind: FileKind
-    mode: int
-    """Permission bits alone (0 .. 0o777)."""
-    size: int = 0
-    """Bytes of a file; 0 of others."""
-    target: str = ""
-    """Of a link, as it is."""
-    stamp: str = ""
-    """Changes whenever the file's bytes may have; empty when the backend cannot tell. Means nothing elsewhere."""
 
 
 OnOutput = Callable[[Stream, bytes], None]

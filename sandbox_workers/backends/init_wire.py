@@ -17,6 +17,7 @@ import struct
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from turnlog.infra.workspaces import FileEntry, FileKind
 from turnlog.sandbox_workers.inside.frames import HEADER
 from turnlog.sandbox_workers.inside.interpreter import ENDED
 from turnlog.sandbox_workers.inside.workspace import LONGEST_PATH, MOST_ENTRIES, PathRefused, exact
@@ -25,8 +26,6 @@ from turnlog.sandbox_workers.protocol import (
     Command,
     Evidence,
     Execution,
-    FileEntry,
-    FileKind,
     FileMissing,
     FileRefused,
     Kind,

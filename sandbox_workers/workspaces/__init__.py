@@ -19,16 +19,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from turnlog.infra.blobs import Blobs, StoreUnavailable
+from turnlog.infra.workspaces import MEDIA_TYPE, FileEntry, FileKind, Manifest, Piece, Stored, flaw
 from turnlog.sandbox_workers.pooling.pool import Lease
-from turnlog.sandbox_workers.protocol import (
-    FileEntry,
-    FileKind,
-    FileMissing,
-    FileRefused,
-    InterpreterLost,
-    WorkspaceLost,
-)
-from turnlog.sandbox_workers.workspaces.manifest import MEDIA_TYPE, Manifest, Piece, Stored, flaw
+from turnlog.sandbox_workers.protocol import FileMissing, FileRefused, InterpreterLost, WorkspaceLost
 from turnlog.sandbox_workers.workspaces.store import Tree, Workspaces
 from turnlog.schemas.events import ToolCallRequested
 from turnlog.schemas.types import BlobRef

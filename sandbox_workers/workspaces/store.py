@@ -22,28 +22,23 @@ from typing import ParamSpec, Protocol, TypeVar
 from prometheus_client import Counter
 
 from turnlog.infra.blobs import REUSED_S, BlobCorrupt, BlobMissing, Blobs
-from turnlog.sandbox_workers.protocol import (
-    FileEntry,
-    FileKind,
-    FileRefused,
-    QuotaExceeded,
-    SandboxDied,
-    WorkspaceCorrupt,
-    WorkspaceLost,
-)
-from turnlog.sandbox_workers.workspaces.manifest import (
+from turnlog.infra.workspaces import (
     MEDIA_TYPE,
     MOST_MANIFEST_BYTES,
     PACK_BYTES,
     PACK_TYPE,
     PIECE_BYTES,
     SHA256,
+    FileEntry,
+    FileKind,
     Manifest,
+    NotAWorkspace,
     Piece,
     Stored,
     decode,
     flaw,
 )
+from turnlog.sandbox_workers.protocol import FileRefused, QuotaExceeded, SandboxDied, WorkspaceCorrupt, WorkspaceLost
 from turnlog.schemas.types import BlobRef
 
 log = logging.getLogger(__name__)
@@ -136,7 +131,10 @@ class Workspaces:
         if not SHA256.match(ref.sha256) or not 0 < ref.size <= MOST_MANIFEST_BYTES:
             raise WorkspaceCorrupt(f"{ref.sha256[:80]} of {ref.size} bytes cannot be a workspace")
         content = await self._get(ref)
-        manifest = await _aside(len(content) // ENTRY_BYTES, decode, content, ref)
+        try:
+            manifest = await _aside(len(content) // ENTRY_BYTES, decode, content, ref)
+        except NotAWorkspace as error:
+            raise WorkspaceCorrupt(str(error)) from error
         return self._manifests.get(ref) or self._cache(ref, manifest)
 
     async def restore(self, tree: Tree, ref: BlobRef, *, disk_bytes: int) -> Manifest:

@@ -8,16 +8,8 @@ from typing import Any
 
 import pytest
 
-from turnlog.sandbox_workers.protocol import (
-    Command,
-    FileEntry,
-    FileKind,
-    FileMissing,
-    FileRefused,
-    Kind,
-    QuotaExceeded,
-    Sandbox,
-)
+from turnlog.infra.workspaces import FileEntry, FileKind
+from turnlog.sandbox_workers.protocol import Command, FileMissing, FileRefused, Kind, QuotaExceeded, Sandbox
 from turnlog.schemas.events import SandboxLimits, ToolStatus
 
 ODD = "line\nbreak \udcff 'quote' \N{SNOWMAN}"

@@ -14,12 +14,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
+from turnlog.infra.workspaces import FileEntry, FileKind
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.protocol import (
     Command,
     Execution,
-    FileEntry,
-    FileKind,
     FileMissing,
     FileRefused,
     Kind,

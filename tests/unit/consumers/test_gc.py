@@ -21,9 +21,9 @@ from turnlog.consumers.life.gc import Marked, MarkTooOld, State, UnknownOwner, m
 from turnlog.infra.blobs import REUSED_S, MemoryBlobs, Owner, key
 from turnlog.infra.log import Partition
 from turnlog.infra.topics_admin import specs
+from turnlog.infra.workspaces import Piece
 from turnlog.names import RECORD_HEADER
 from turnlog.sandbox_workers.workspaces import stored
-from turnlog.sandbox_workers.workspaces.manifest import Piece
 from turnlog.sandbox_workers.workspaces.store import Known
 from turnlog.schemas import topics
 from turnlog.schemas.types import BlobRef

@@ -8,12 +8,11 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.fakes.memory_backend import Memory, MemorySandbox
+from turnlog.infra.workspaces import FileEntry, FileKind
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.protocol import (
     Command,
     Execution,
-    FileEntry,
-    FileKind,
     FileMissing,
     FileRefused,
     Kind,

@@ -17,14 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from turnlog.infra.blobs import MemoryBlobs
-from turnlog.sandbox_workers.protocol import (
-    FileEntry,
-    FileKind,
-    FileRefused,
-    QuotaExceeded,
-    WorkspaceCorrupt,
-    WorkspaceLost,
-)
+from turnlog.infra.workspaces import FileEntry, FileKind
+from turnlog.sandbox_workers.protocol import FileRefused, QuotaExceeded, WorkspaceCorrupt, WorkspaceLost
 from turnlog.sandbox_workers.workspaces import MEDIA_TYPE, Folder, Workspaces, stored
 from turnlog.schemas.types import BlobRef
 

@@ -1,20 +1,30 @@
-"""The list of a workspace's files: what each is, and which pieces of which packs its bytes are.
+"""Workspaces as they lie in the store: the list of the files, and which pieces of which packs their bytes are.
 
 A manifest is a blob of canonical JSON (`version` 1). `tree_sha256` is over paths, kinds, modes, targets and hashes of
 contents alone, so that equal trees have equal ones, however they came to be and wherever their pieces lie.
+
+ref = await kept({"calc.py": "def add(a, b): ..."}, blobs)  # files that somebody holds, as a session's first workspace
+both = await put(joined({"before": first, "after": last}), blobs)  # manifests below folders: no byte of a file is read
+
+NotAWorkspace      the blob is no manifest, or says what no workspace can hold; or is not in the store
+FilesUnusable      files that no workspace can hold; names the path
 """
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import dataclasses
 import functools
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
-from turnlog.sandbox_workers.protocol import FileEntry, FileKind, WorkspaceCorrupt
+from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs
 from turnlog.schemas.types import BlobRef
 
 MEDIA_TYPE = "application/vnd.turnlog.workspace+json"
@@ -39,6 +49,39 @@ MOST_PATH_BYTES = 4096
 MOST_NAME_BYTES = 255
 """NAME_MAX of Linux."""
 SHA256 = re.compile(r"[0-9a-f]{64}\Z")
+
+
+class FileKind(StrEnum):
+    """What a workspace may hold. Sockets, pipes and devices are left out of snapshots."""
+
+    file = "file"
+    folder = "folder"
+    link = "link"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """One entry of a workspace."""
+
+    path: str
+    """Relative, / between parts, bytes that are no UTF-8 by surrogateescape; parents come before children."""
+    kind: FileKind
+    mode: int
+    """Permission bits alone (0 .. 0o777)."""
+    size: int = 0
+    """Bytes of a file; 0 of others."""
+    target: str = ""
+    """Of a link, as it is."""
+    stamp: str = ""
+    """Changes whenever the file's bytes may have; empty when the backend cannot tell. Means nothing elsewhere."""
+
+
+class NotAWorkspace(Exception):
+    """No manifest, or one of something that is no tree of files."""
+
+
+class FilesUnusable(Exception):
+    """Files that somebody has put together, and no workspace can hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +166,7 @@ class Manifest:
 
 def decode(content: bytes, ref: BlobRef) -> Manifest:
     """The manifest of a blob, every claim checked that can be without its packs: shape, paths, sizes, ranges, tree
-    hash. Raises WorkspaceCorrupt, which says what is wrong."""
+    hash. Raises NotAWorkspace, which says what is wrong."""
     try:
         datum = json.loads(content)
         if not isinstance(datum, dict) or datum.get("version") != VERSION:
@@ -136,7 +179,7 @@ def decode(content: bytes, ref: BlobRef) -> Manifest:
         if manifest.tree_sha256 != datum["tree_sha256"]:
             raise ValueError("its entries do not hash to its tree_sha256")
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-        raise WorkspaceCorrupt(f"{ref.sha256} is no workspace: {_said(error)}") from error
+        raise NotAWorkspace(f"{ref.sha256} is no workspace: {_said(error)}") from error
     return manifest
 
 
@@ -269,3 +312,115 @@ def _entry_flaw(entry: FileEntry) -> str:
     except UnicodeEncodeError:
         return "a target is text that a file system could have"
     return f"a target has at most {MOST_PATH_BYTES} bytes" if len(target) >= MOST_PATH_BYTES else ""
+
+
+async def opened(ref: BlobRef, blobs: Blobs) -> Manifest:
+    """What is stored under `ref`. Raises NotAWorkspace, StoreUnavailable."""
+    if not SHA256.match(ref.sha256) or not 0 < ref.size <= MOST_MANIFEST_BYTES:
+        raise NotAWorkspace(f"{ref.sha256[:80]} of {ref.size} bytes cannot be a workspace")
+    return await asyncio.to_thread(decode, await _got(ref, blobs), ref)
+
+
+async def read(manifest: Manifest, blobs: Blobs) -> dict[str, bytes]:
+    """The bytes of its files by path, every hash checked. Raises NotAWorkspace, StoreUnavailable."""
+    packs = {pack: await _got(pack, blobs) for pack in manifest.packs}
+    contents = {}
+    for stored in manifest.files:
+        if stored.entry.kind is FileKind.file:
+            parts = [packs[piece.pack][piece.offset : piece.offset + piece.length] for piece in stored.pieces]
+            content = contents[stored.entry.path] = b"".join(parts)
+            if hashlib.sha256(content).hexdigest() != stored.sha256:
+                raise NotAWorkspace(f"{stored.entry.path[:200]!r} does not hash to {stored.sha256}")
+    return contents
+
+
+async def kept(files: Mapping[str, Any], blobs: Blobs) -> BlobRef:
+    """The workspace that holds these files: path -> text, or {"base64": ..., "mode": 493}, or {"text": ..., "mode":
+    493}, or {"link": target}. Equal files have equal references. Raises FilesUnusable, StoreUnavailable."""
+    entries, contents = [], {}
+    for path, said in files.items():
+        try:
+            entry, content = _entry(path, said)
+        except (ValueError, TypeError, KeyError) as error:
+            raise FilesUnusable(f"file {str(path)[:200]!r}: {error}") from error
+        entries.append(Stored(entry))
+        if entry.kind is FileKind.file:
+            contents[path] = content
+    manifest = joined({"": entries})
+    if said := flaw([stored.entry for stored in manifest.files]):
+        raise FilesUnusable(said)
+    return await _put(await _packed(manifest, contents, blobs), blobs)
+
+
+def joined(parts: Mapping[str, Iterable[Stored]]) -> Manifest:
+    """One tree of several, each below the folder that it is named by; folders above its files are made."""
+    found: dict[str, Stored] = {}
+    for folder, files in parts.items():
+        for stored in files:
+            path = f"{folder}/{stored.entry.path}" if folder else stored.entry.path
+            found[path] = dataclasses.replace(stored, entry=dataclasses.replace(stored.entry, path=path))
+    for path in list(found):
+        while (path := path.rpartition("/")[0]) and path not in found:
+            found[path] = Stored(FileEntry(path=path, kind=FileKind.folder, mode=0o755))
+    return Manifest(tuple(found[path] for path in sorted(found)))
+
+
+async def put(manifest: Manifest, blobs: Blobs) -> BlobRef:
+    """Store it, its files packed anew where what they lie in is many times their size. Raises NotAWorkspace,
+    StoreUnavailable."""
+    if manifest.bloated:
+        manifest = await _packed(manifest, await read(manifest, blobs), blobs)
+    return await _put(manifest, blobs)
+
+
+async def _put(manifest: Manifest, blobs: Blobs) -> BlobRef:
+    return await blobs.put(await asyncio.to_thread(manifest.encode), media_type=MEDIA_TYPE)
+
+
+async def _packed(manifest: Manifest, contents: Mapping[str, bytes], blobs: Blobs) -> Manifest:
+    """The manifest with these bytes as its files', in packs of their own."""
+    cut = [
+        (path, content[start : start + PIECE_BYTES])
+        for path, content in contents.items()
+        for start in range(0, len(content), PIECE_BYTES)
+    ]
+    pieces: dict[str, list[Piece]] = {path: [] for path in contents}
+    packs: list[list[tuple[str, bytes]]] = []
+    size = PACK_BYTES
+    for path, part in cut:
+        if size + len(part) > PACK_BYTES:
+            packs.append([])
+            size = 0
+        packs[-1].append((path, part))
+        size += len(part)
+    for pack in packs:
+        ref = await blobs.put(b"".join(part for _, part in pack), media_type=PACK_TYPE)
+        offset = 0
+        for path, part in pack:
+            pieces[path].append(Piece(hashlib.sha256(part).hexdigest(), ref, offset, len(part)))
+            offset += len(part)
+    return Manifest(tuple(_filled(stored, contents, pieces) for stored in manifest.files))
+
+
+def _filled(stored: Stored, contents: Mapping[str, bytes], pieces: Mapping[str, list[Piece]]) -> Stored:
+    path = stored.entry.path
+    if path not in contents:
+        return stored
+    entry = dataclasses.replace(stored.entry, size=len(contents[path]))
+    return Stored(entry, hashlib.sha256(contents[path]).hexdigest(), tuple(pieces[path]))
+
+
+def _entry(path: str, said: Any) -> tuple[FileEntry, bytes]:
+    """Raises ValueError, TypeError, KeyError for what is no file."""
+    said = {"text": said} if isinstance(said, str) else dict(said)
+    if "link" in said:
+        return FileEntry(path=path, kind=FileKind.link, mode=0o777, target=_text(said["link"])), b""
+    content = base64.b64decode(said["base64"], validate=True) if "base64" in said else said["text"].encode()
+    return FileEntry(path=path, kind=FileKind.file, mode=_count(said.get("mode", 0o644), 0o777)), content
+
+
+async def _got(ref: BlobRef, blobs: Blobs) -> bytes:
+    try:
+        return await blobs.get(ref)
+    except (BlobMissing, BlobCorrupt) as error:
+        raise NotAWorkspace(f"a part of a stored workspace cannot be had: {error}") from error
