@@ -306,9 +306,10 @@ class WarmStart(Protocol):
 class Recipe(Protocol):
     """One kind of task, end to end. Implementations are stateless values: every method is a pure function.
 
-    Optional beside these: `sandbox_tools: tuple[str, ...]`, `workspace: BlobRef`, `agent`, a FunctionAgent or a
-    CommandAgent, and `simulation: Callable[[TaskRow], Simulation]`, see the functions `sandbox_tools`,
-    `first_workspace`, `agent_of` and `played`. Whoever inherits from PlainRecipe says what differs."""
+    Optional beside these: `sandbox_tools: tuple[str, ...]`, `workspace: BlobRef` or a method `files(task)`, `agent`, a
+    FunctionAgent or a CommandAgent, `simulation: Callable[[TaskRow], Simulation]`, and a method `read_row`, see the
+    functions `sandbox_tools`, `first_workspace`, `first_files`, `agent_of`, `played` and `row_of`. Whoever inherits
+    from PlainRecipe says what differs."""
 
     @property
     def name(self) -> str:
@@ -489,6 +490,21 @@ def first_workspace(recipe: Recipe) -> BlobRef | None:
     `workspace` names; nothing without one."""
     workspace: BlobRef | None = getattr(recipe, "workspace", None)
     return workspace
+
+
+def first_files(recipe: Recipe, task: TaskRow) -> Mapping[str, Any] | None:
+    """What the first call of a session on this row finds in its workspace: what the recipe's method `files` says, as
+    `turnlog.infra.workspaces.kept` takes it; None without one."""
+    files: Callable[[TaskRow], Mapping[str, Any]] | None = getattr(recipe, "files", None)
+    return None if files is None else files(task)
+
+
+def row_of(recipe: Recipe, row: dict[str, Any], beside: Path, *, whole: bool) -> dict[str, Any]:
+    """A row of a dataset as the recipe's method `read_row` understands it, which may look into the folder that the
+    dataset lies in; the row itself without one. `whole`: with all that its rollouts need; else it is looked at alone,
+    before the run begins, and large parts may be left out. Raises BrokenRecipe for whatever that raises."""
+    read: Callable[[dict[str, Any], Path, bool], dict[str, Any]] | None = getattr(recipe, "read_row", None)
+    return row if read is None else called(recipe, read, row, beside, whole)
 
 
 def called(recipe: Recipe, method: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:

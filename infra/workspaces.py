@@ -337,6 +337,8 @@ async def read(manifest: Manifest, blobs: Blobs) -> dict[str, bytes]:
 async def kept(files: Mapping[str, Any], blobs: Blobs) -> BlobRef:
     """The workspace that holds these files: path -> text, or {"base64": ..., "mode": 493}, or {"text": ..., "mode":
     493}, or {"link": target}. Equal files have equal references. Raises FilesUnusable, StoreUnavailable."""
+    if not isinstance(files, Mapping):
+        raise FilesUnusable(f"{type(files).__name__} says no path -> file")
     entries, contents = [], {}
     for path, said in files.items():
         try:
@@ -412,6 +414,8 @@ def _filled(stored: Stored, contents: Mapping[str, bytes], pieces: Mapping[str, 
 
 def _entry(path: str, said: Any) -> tuple[FileEntry, bytes]:
     """Raises ValueError, TypeError, KeyError for what is no file."""
+    if fault := path_flaw(_text(path)):
+        raise ValueError(fault)
     said = {"text": said} if isinstance(said, str) else dict(said)
     if "link" in said:
         return FileEntry(path=path, kind=FileKind.link, mode=0o777, target=_text(said["link"])), b""

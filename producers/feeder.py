@@ -203,6 +203,7 @@ class Feeder:
         source = self._sources[number]
         task_id = ids.digest("task", source.dataset.name, row)
         group_id = ids.group_id(settings.run.id, task_id, group.draw)
+        task = await asyncio.to_thread(source.dataset.task, row)
         version = self._readiness.version_for(versions_ahead=group.versions_ahead, max_lag=settings.batcher.max_lag)
         requests = []
         size = settings.feeder.group_size + settings.feeder.oversample
@@ -223,7 +224,7 @@ class Feeder:
                 index=row,
                 recipe=source.recipe,
                 purpose=Purpose.train,
-                task=source.dataset.rows[row],
+                task=task,
                 sampling=self._sampling,
                 limits=self._limits,
                 min_weight_version=version,

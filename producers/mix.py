@@ -67,7 +67,7 @@ def _entry(said: str) -> _Entry:
 def _dataset(settings: Settings, entry: _Entry, *, single: bool) -> Dataset:
     recipe = recipes.recipe(entry.recipe)
     if entry.file:
-        return read_dataset(Path(entry.file))
+        return read_dataset(Path(entry.file), recipe)
     count = settings.feeder.draws * settings.batcher.prompts_per_draw
     path = Path(settings.run.directory) / (DATASET_FILE if single else f"tasks-{entry.recipe}.jsonl")
-    return read_dataset(provided_dataset(recipe, path, count=count, seed=settings.feeder.seed))
+    return read_dataset(provided_dataset(recipe, path, count=count, seed=settings.feeder.seed), recipe)

@@ -19,6 +19,7 @@ import httpx
 import orjson
 from prometheus_client import Counter
 
+from turnlog.infra.blobs import Blobs
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.recipes import (
     BrokenRecipe,
@@ -28,7 +29,6 @@ from turnlog.infra.recipes import (
     Recipe,
     SandboxCall,
     agent_of,
-    first_workspace,
     sandbox_of,
 )
 from turnlog.infra.roles import log_lines
@@ -44,7 +44,7 @@ from turnlog.producers.gateway_client import (
     SessionOver,
     SessionState,
 )
-from turnlog.producers.tool_calls import Results, ToolCalls, ToolUnanswered
+from turnlog.producers.tool_calls import Results, ToolCalls, ToolUnanswered, begins_with
 from turnlog.producers.verdicts import Bench
 from turnlog.schemas.events import Outcome, RewardAssigned, RolloutRequested
 from turnlog.settings import RunnerSettings
@@ -78,6 +78,7 @@ class Rollout:
         gateway: GatewayClient,
         events: EventLog,
         results: Results,
+        blobs: Blobs,
         http: httpx.AsyncClient,
     ) -> None:
         """`request.task` holds its bytes inline."""
@@ -89,6 +90,7 @@ class Rollout:
         self._gateway = gateway
         self._events = events
         self._results = results
+        self._blobs = blobs
         self._http = http
         self._cut = self._ended_by_cut = False
         self._acting: asyncio.Task[Ending] | None = None
@@ -109,7 +111,7 @@ class Rollout:
         owner may have begun it.
 
         Per attempt: 1. open the session; 2. act until the agent ends; 3. write the verdict, unless it is a late one;
-        4. finish the session. Raises GatewayUnavailable, GatewayRefused, LogUnavailable.
+        4. finish the session. Raises GatewayUnavailable, GatewayRefused, LogUnavailable, StoreUnavailable.
         """
         log_lines.about(group_id=self._request.group_id)
         for attempt in range(self._settings.max_attempts):
@@ -201,6 +203,7 @@ class Rollout:
             events=self._events,
             gateway=self._gateway,
             results=self._results,
+            blobs=self._blobs,
             request=self._request,
             recipe=self._recipe,
             session=session,
@@ -227,7 +230,6 @@ class Rollout:
             session.session_id,
             sandbox,
             patience_s,
-            first_workspace(self._recipe),
         )
 
     async def _in_time(self, actor: Actor) -> Ending:
@@ -241,7 +243,7 @@ class Rollout:
 
     async def _until_cut(self, actor: Actor, calls: ToolCalls) -> Ending:
         """Act, unless the group is scored meanwhile."""
-        self._acting = asyncio.create_task(self._guarded(actor), name=f"acting in {self._request.rollout_id}")
+        self._acting = asyncio.create_task(self._guarded(actor, calls), name=f"acting in {self._request.rollout_id}")
         try:
             return await self._acting
         except asyncio.CancelledError:
@@ -256,9 +258,10 @@ class Rollout:
                 self._acting.cancel()
             self._acting = None
 
-    async def _guarded(self, actor: Actor) -> Ending:
+    async def _guarded(self, actor: Actor, calls: ToolCalls) -> Ending:
         """Act within the deadline; every way to end has its outcome."""
         try:
+            calls.begin(await begins_with(self._recipe, self._task, self._blobs))
             return await self._in_time(actor)
         except ContextExceeded:
             return Ending(Outcome.truncated, "context")

@@ -283,6 +283,7 @@ class Runner:
                 self._gateway,
                 role.events,
                 unit.results,
+                role.blobs,
                 self._http,
             )
             acting = self._acting.setdefault(request.group_id, set())

@@ -5,6 +5,7 @@ DatasetError
 ├── DatasetMissing     no such file
 ├── DatasetEmpty       a file without rows
 ├── RowNotJson         a line that is no JSON object
+├── RowRefused         what the recipe cannot read
 └── RowWithoutPrompt   no `prompt`, an empty one, or one that is neither text nor chat messages
 BadSampling            names the setting, its value and what is legal
 """
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from turnlog.infra.offers import installed
-from turnlog.infra.recipes import Recipe, called
+from turnlog.infra.recipes import BrokenRecipe, Recipe, called, row_of
 from turnlog.processors.core.methods.rules import fold_rules
 from turnlog.schemas.events import Limits, Sampling
 from turnlog.settings import Settings
@@ -43,6 +44,10 @@ class RowNotJson(DatasetError):
     """The line is no JSON object."""
 
 
+class RowRefused(DatasetError):
+    """The recipe's `read_row` says why."""
+
+
 class RowWithoutPrompt(DatasetError):
     """The row gives the agent nothing to start from."""
 
@@ -54,19 +59,30 @@ class Dataset:
     name: str
     """File name and the start of the content's sha256: a changed file is another dataset."""
     rows: tuple[bytes, ...]
+    beside: Path = Path()
+    """The folder that the file lies in."""
+    recipe: Recipe | None = None
+    """That reads its rows."""
+
+    def task(self, number: int) -> bytes:
+        """A row as its rollouts are given it. Raises BrokenRecipe."""
+        if self.recipe is None or not hasattr(self.recipe, "read_row"):
+            return self.rows[number]
+        return _canonical(row_of(self.recipe, json.loads(self.rows[number]), self.beside, whole=True))
 
 
-def read_dataset(path: Path) -> Dataset:
-    """Read and check every row. Raises DatasetError naming file and line."""
+def read_dataset(path: Path, recipe: Recipe | None = None) -> Dataset:
+    """Read and check every row, as the recipe understands it. Raises DatasetError naming file and line."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         remedy = "set [feeder] dataset, or leave it empty for the recipe's own"
         raise DatasetMissing(f"{path}: no such file; {remedy}") from None
-    rows = tuple(_row(path, number, line) for number, line in enumerate(content.splitlines(), start=1) if line.strip())
+    lines = enumerate(content.splitlines(), start=1)
+    rows = tuple(_row(path, number, line, recipe) for number, line in lines if line.strip())
     if not rows:
         raise DatasetEmpty(f"{path}: no rows; {REMEDY}")
-    return Dataset(f"{path.name}@{hashlib.sha256(content).hexdigest()[:16]}", rows)
+    return Dataset(f"{path.name}@{hashlib.sha256(content).hexdigest()[:16]}", rows, path.parent, recipe)
 
 
 def provided_dataset(recipe: Recipe, path: Path, *, count: int, seed: int) -> Path:
@@ -80,7 +96,7 @@ def provided_dataset(recipe: Recipe, path: Path, *, count: int, seed: int) -> Pa
     return path
 
 
-def _row(path: Path, number: int, line: bytes) -> bytes:
+def _row(path: Path, number: int, line: bytes, recipe: Recipe | None) -> bytes:
     where = f"{path}, line {number}"
     try:
         row = json.loads(line)
@@ -88,10 +104,18 @@ def _row(path: Path, number: int, line: bytes) -> bytes:
         raise RowNotJson(f"{where}: not JSON ({error}); {REMEDY}") from None
     if not isinstance(row, dict):
         raise RowNotJson(f"{where}: a JSON {type(row).__name__}, not an object; {REMEDY}")
-    if "prompt" not in row:
-        raise RowWithoutPrompt(f"{where}: no key `prompt` (it has {', '.join(row) or 'no keys'}); {REMEDY}")
-    if not _is_prompt(row["prompt"]):
+    try:
+        read = row if recipe is None else row_of(recipe, row, path.parent, whole=False)
+    except BrokenRecipe as error:
+        raise RowRefused(f"{where}: {error}") from error
+    if "prompt" not in read:
+        raise RowWithoutPrompt(f"{where}: no key `prompt` (it has {', '.join(read) or 'no keys'}); {REMEDY}")
+    if not _is_prompt(read["prompt"]):
         raise RowWithoutPrompt(f"{where}: `prompt` must be text or a list of chat messages, and not empty; {REMEDY}")
+    return _canonical(row)
+
+
+def _canonical(row: dict[str, Any]) -> bytes:
     return json.dumps(row, ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode()
 
 

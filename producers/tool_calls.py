@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import json
 
+from turnlog.infra.blobs import Blobs
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.recipes import BrokenRecipe, SandboxCall
+from turnlog.infra.recipes import BrokenRecipe, Recipe, SandboxCall, TaskRow, called, first_files, first_workspace
+from turnlog.infra.workspaces import FilesUnusable, kept
 from turnlog.schemas import ids
 from turnlog.schemas.events import (
     RolloutRequested,
@@ -96,9 +98,7 @@ class ToolCalls:
         session_id: str,
         sandbox: SandboxSpec,
         deadline_s: float,
-        workspace: BlobRef | None = None,
     ) -> None:
-        """`workspace`: of the session's first call; None: an empty one."""
         self._events = events
         self._results = results
         self._request = request
@@ -109,6 +109,10 @@ class ToolCalls:
         """By call_id, those that were asked for here."""
         self._next = 0
         self._pending: ToolCallRequested | None = None
+        self._workspace: BlobRef | None = None
+
+    def begin(self, workspace: BlobRef | None) -> None:
+        """What the session's first call finds; None: nothing."""
         self._workspace = workspace
 
     def resume(self, answered: int) -> None:
@@ -183,6 +187,18 @@ class ToolCalls:
             call_id=requested.call_id,
             reason=reason,
         )
+
+
+async def begins_with(recipe: Recipe, task: TaskRow, blobs: Blobs) -> BlobRef | None:
+    """What the first call of a session finds in its workspace: files of the row, or those that the recipe names; None:
+    nothing. Raises BrokenRecipe, StoreUnavailable."""
+    files = called(recipe, first_files, recipe, task)
+    if files is None:
+        return first_workspace(recipe)
+    try:
+        return await kept(files, blobs)
+    except FilesUnusable as error:
+        raise BrokenRecipe(f"recipe {recipe.name!r}: {error}") from error
 
 
 def json_of(call: SandboxCall) -> bytes:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import httpx
 
+from turnlog.infra.blobs import Blobs
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.recipes import (
     BrokenRecipe,
@@ -24,12 +25,11 @@ from turnlog.infra.recipes import (
     SandboxCall,
     Verdict,
     called,
-    first_workspace,
 )
 from turnlog.infra.verifiers import SandboxVerifier, rewarding_steps
 from turnlog.infra.verifiers.judges import Cause, EnvStep, Means, NoVerdict, foreign, judge, patiently, rewarded, tail
 from turnlog.producers.gateway_client import GatewayClient, Session
-from turnlog.producers.tool_calls import Results, ToolCalls, ToolUnanswered, json_of
+from turnlog.producers.tool_calls import Results, ToolCalls, ToolUnanswered, begins_with, json_of
 from turnlog.schemas import ids
 from turnlog.schemas.events import (
     RewardAssigned,
@@ -91,6 +91,7 @@ class Bench:
     events: EventLog
     gateway: GatewayClient
     results: Results
+    blobs: Blobs
     request: RolloutRequested
     recipe: Recipe
     session: Session
@@ -142,8 +143,9 @@ class Bench:
     async def _in_sandbox(self, verifier: SandboxVerifier, episode: Episode) -> Verdict:
         """By the answers of its calls. Raises NoVerdict, LogUnavailable."""
         calls = await foreign(verifier.timeout_s, _calls_of, verifier, episode)
+        workspace = (self._left() or await self._first(episode)) if verifier.workspace else None
         found = await patiently(
-            lambda attempt: self._ran(verifier, calls, attempt), timeout_s=None, attempts=verifier.attempts
+            lambda attempt: self._ran(verifier, calls, workspace, attempt), timeout_s=None, attempts=verifier.attempts
         )
         answers = [SandboxAnswer(*_read(done), done.exit_code) for done in found]
         if verifier.judge is None:
@@ -154,7 +156,7 @@ class Bench:
         return Verdict(said.value, said.components, {**_evidence(calls, found), "evidence": said.evidence})
 
     async def _ran(
-        self, verifier: SandboxVerifier, calls: Sequence[SandboxCall], attempt: int
+        self, verifier: SandboxVerifier, calls: Sequence[SandboxCall], workspace: BlobRef | None, attempt: int
     ) -> list[ToolCallCompleted]:
         """The answers of one attempt, which is a session of its own to sandbox workers: nothing that the agent left
         running is near it. Asked again by another runner, the calls have the same ids, and their stored answers."""
@@ -167,8 +169,8 @@ class Bench:
             ids.digest("verify", session_id, verifier.name, verifier.version, attempt),
             dataclasses.replace(verifier.sandbox, fresh=True, durable_workspace=durable),
             verifier.timeout_s,
-            self._workspace() if verifier.workspace else None,
         )
+        alone.begin(workspace)
         for index, call in enumerate(calls):
             name = ids.call_id(session_id, f"{verifier.name}:{verifier.version}", attempt, index, "verify")
             try:
@@ -184,8 +186,16 @@ class Bench:
             found.append(done)
         return found
 
-    def _workspace(self) -> BlobRef | None:
-        return self.results.workspace(self.request.rollout_id, self.session.session_id) or first_workspace(self.recipe)
+    def _left(self) -> BlobRef | None:
+        """The files that the session's last call left; None: it made none, or they are not kept."""
+        return self.results.workspace(self.request.rollout_id, self.session.session_id)
+
+    async def _first(self, episode: Episode) -> BlobRef | None:
+        """Those that it began with. Raises NoVerdict, StoreUnavailable."""
+        try:
+            return await begins_with(self.recipe, episode.task, self.blobs)
+        except BrokenRecipe as error:
+            raise NoVerdict(Cause.crashed, str(error)) from error
 
     async def _steps(self, episode: Episode) -> list[EnvStep]:
         """What the environment answered, in the order of the calls, with the turn that asked. Raises NoVerdict,

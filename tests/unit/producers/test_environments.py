@@ -13,15 +13,16 @@ from tests.fakes.memory_log import MemoryLog
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.history import all_events
-from turnlog.infra.recipes import Recipe, SandboxCall, first_workspace, sandbox_tools
+from turnlog.infra.recipes import BrokenRecipe, Recipe, SandboxCall, TaskRow, first_workspace, sandbox_tools
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role
 from turnlog.infra.tools import UnknownTool, tool_declarations
 from turnlog.infra.topics_admin import apply
+from turnlog.infra.workspaces import opened, read
 from turnlog.producers.environments import Environments, policy_sha256
 from turnlog.producers.recipes.calc import RECIPE, Calc
-from turnlog.producers.tool_calls import Results, ToolCalls, json_of
+from turnlog.producers.tool_calls import Results, ToolCalls, begins_with, json_of
 from turnlog.sandbox_settings import EgressSettings, SandboxSettings
 from turnlog.schemas.events import (
     Limits,
@@ -111,7 +112,8 @@ async def test_sessions_of_a_recipe_with_files_start_from_them() -> None:
         role = Role("runner", "runner-0", settings, log, events, MemoryBlobs(), Health("runner"))
         results = Results()
         results.expect("o")
-        calls = ToolCalls(events, results, REQUEST, "s", Seeded.sandbox, 60.0, Seeded.workspace)
+        calls = ToolCalls(events, results, REQUEST, "s", Seeded.sandbox, 60.0)
+        calls.begin(await begins_with(Seeded(), {}, role.blobs))
         for number in range(2):
             running = asyncio.create_task(calls.call(SandboxCall("python", {"code": "1"}), f"c{number}"))
             while len(await all_events(role, TOOL_CALLS)) <= number:
@@ -119,6 +121,24 @@ async def test_sessions_of_a_recipe_with_files_start_from_them() -> None:
             results.feed(dataclasses.replace(ANSWER, call_id=f"c{number}", call_seq=number, workspace=after))
             await running
         assert [event.workspace for event in await all_events(role, TOOL_CALLS)] == [Seeded.workspace, after]  # type: ignore[attr-defined]
+
+
+async def test_sessions_on_rows_with_files_start_from_those_of_their_row() -> None:
+    class Held(Calc):
+        name = "held"
+
+        def files(self, task: TaskRow) -> Any:
+            return task["files"]
+
+    blobs = MemoryBlobs()
+    refs = [await begins_with(Held(), {"files": {"calc.py": text}}, blobs) for text in ("a", "b", "a")]
+    assert refs[0] == refs[2] != refs[1]
+    assert refs[0] is not None
+    assert await read(await opened(refs[0], blobs), blobs) == {"calc.py": b"a"}
+    assert await begins_with(RECIPE, {}, blobs) is None
+    for task, said in (({"files": {"../x": ""}}, r"'held': file '../x'"), ({"files": 3}, "int says"), ({}, "KeyError")):
+        with pytest.raises(BrokenRecipe, match=said):
+            await begins_with(Held(), task, blobs)
 
 
 async def test_an_image_is_known_by_its_files_or_said_to_be_unknown(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from turnlog.producers.recipes.calc import RECIPE
+from turnlog.producers.recipes.calc import RECIPE, Calc
 from turnlog.producers.tasks import (
     DatasetEmpty,
     DatasetError,
     DatasetMissing,
     RowNotJson,
+    RowRefused,
     RowWithoutPrompt,
     provided_dataset,
     read_dataset,
@@ -25,6 +27,28 @@ def test_rows_are_read_in_order_as_canonical_json(tmp_path: Path) -> None:
         '{"answer":"é","prompt":"b"}'.encode(),
         b'{"prompt":[{"content":"a","role":"user"}]}',
     )
+
+
+class Looking(Calc):
+    """Rows name a file beside the dataset."""
+
+    name = "looking"
+
+    def read_row(self, row: dict[str, Any], beside: Path, whole: bool) -> dict[str, Any]:
+        files = {"x": (beside / row["at"]).read_text()}
+        return {"prompt": "look", **row, **({"files": files} if whole else {})}
+
+
+def test_a_recipe_reads_rows_as_others_write_them_whole_when_they_are_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('{"at": "f"}\n')
+    (tmp_path / "f").write_text("8")
+    dataset = read_dataset(path, Looking())
+    assert dataset.rows == (b'{"at":"f"}',)
+    assert dataset.task(0) == b'{"at":"f","files":{"x":"8"},"prompt":"look"}'
+    (tmp_path / "f").unlink()
+    with pytest.raises(RowRefused, match=r"tasks.jsonl, line 1: recipe 'looking': read_row raises FileNotFoundError"):
+        read_dataset(path, Looking())
 
 
 def test_a_changed_file_is_another_dataset(tmp_path: Path) -> None:
