@@ -18,16 +18,20 @@ from turnlog.infra.blobs import Blobs
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.recipes import (
     BrokenRecipe,
+    CommandAgent,
     Episode,
     Judged,
     Recipe,
     SandboxAnswer,
     SandboxCall,
     Verdict,
+    agent_of,
     called,
+    sandbox_of,
 )
-from turnlog.infra.verifiers import SandboxVerifier, rewarding_steps
+from turnlog.infra.verifiers import PatchVerifier, SandboxVerifier, rewarding_steps
 from turnlog.infra.verifiers.judges import Cause, EnvStep, Means, NoVerdict, foreign, judge, patiently, rewarded, tail
+from turnlog.infra.verifiers.patches import Trees, judged
 from turnlog.producers.gateway_client import GatewayClient, Session
 from turnlog.producers.tool_calls import Results, ToolCalls, ToolUnanswered, begins_with, json_of
 from turnlog.schemas import ids
@@ -45,6 +49,8 @@ from turnlog.schemas.types import BlobRef, TurnId
 ARGUMENT_BYTES = 512 << 10
 """Of a verifier's call: a record of the log must hold them."""
 ENVIRONMENT_TOOL = "env_step"
+PARTS = ("capture", "grade")
+"""Of a verdict on a diff, in their order."""
 
 
 async def verdict(
@@ -140,8 +146,10 @@ class Bench:
             steps=lambda: self._steps(episode),
         )
 
-    async def _in_sandbox(self, verifier: SandboxVerifier, episode: Episode) -> Verdict:
-        """By the answers of its calls. Raises NoVerdict, LogUnavailable."""
+    async def _in_sandbox(self, verifier: SandboxVerifier | PatchVerifier, episode: Episode) -> Verdict:
+        """By the answers of its calls. Raises NoVerdict, LogUnavailable, StoreUnavailable."""
+        if isinstance(verifier, PatchVerifier):
+            return await self._by_patch(verifier, episode)
         calls = await foreign(verifier.timeout_s, _calls_of, verifier, episode)
         workspace = (self._left() or await self._first(episode)) if verifier.workspace else None
         found = await patiently(
@@ -158,33 +166,64 @@ class Bench:
     async def _ran(
         self, verifier: SandboxVerifier, calls: Sequence[SandboxCall], workspace: BlobRef | None, attempt: int
     ) -> list[ToolCallCompleted]:
-        """The answers of one attempt, which is a session of its own to sandbox workers: nothing that the agent left
-        running is near it. Asked again by another runner, the calls have the same ids, and their stored answers."""
-        session_id, found = self.session.session_id, []
+        """The answers of one attempt: one call after the other, on the same files."""
         durable = len(calls) > 1 or verifier.sandbox.durable_workspace
-        alone = ToolCalls(
+        alone = self._alone(verifier, workspace, attempt, durable=durable)
+        return [await self._done(verifier, alone, call, attempt, index) for index, call in enumerate(calls)]
+
+    async def _by_patch(self, verifier: PatchVerifier, episode: Episode) -> Verdict:
+        if verifier.diff is None and not sandbox_of(self.recipe).durable_workspace:
+            raise NoVerdict(Cause.refused, f"recipe {self.recipe.name} keeps no files: set durable_workspace")
+        agent = agent_of(self.recipe)
+        brought = agent.files if isinstance(agent, CommandAgent) else {}
+        trees = Trees(
+            first=await self._first(episode),
+            last=self._left(),
+            brought=await foreign(verifier.timeout_s, brought, episode.task) if callable(brought) else brought,
+        )
+
+        async def attempt(number: int) -> Verdict:
+            async def run(part: str, workspace: BlobRef, call: SandboxCall) -> ToolCallCompleted:
+                alone = self._alone(verifier, workspace, number, part, durable=True)
+                return await self._done(verifier, alone, call, number, PARTS.index(part))
+
+            return await judged(verifier, episode, trees, self.blobs, run)
+
+        return await patiently(attempt, timeout_s=None, attempts=verifier.attempts)
+
+    def _alone(
+        self, verifier: SandboxVerifier | PatchVerifier, workspace: BlobRef | None, *about: str | int, durable: bool
+    ) -> ToolCalls:
+        """A session of its own to sandbox workers: nothing that the agent left running is near it. Asked again by
+        another runner, its calls have the same ids, and their stored answers."""
+        calls = ToolCalls(
             self.events,
             self.results,
             self.request,
-            ids.digest("verify", session_id, verifier.name, verifier.version, attempt),
+            ids.digest("verify", self.session.session_id, verifier.name, verifier.version, *about),
             dataclasses.replace(verifier.sandbox, fresh=True, durable_workspace=durable),
             verifier.timeout_s,
         )
-        alone.begin(workspace)
-        for index, call in enumerate(calls):
-            name = ids.call_id(session_id, f"{verifier.name}:{verifier.version}", attempt, index, "verify")
-            try:
-                done = await alone.call(call, name)
-            except ToolUnanswered as error:
-                raise NoVerdict(Cause.timeout, f"{error}, or timeout_s of verifier {verifier.name}") from error
-            about = f"call {name} ({call.tool}) of verifier {verifier.name} ended as {done.status.value}: {done.reason}"
-            text = f"{about}: {tail(_read(done)[1], 1000)}"
-            if done.status in (ToolStatus.infra_error, ToolStatus.cancelled) or done.reason == "deadline_s":
-                raise NoVerdict(Cause.sandbox, text, again=True)
-            if done.status is ToolStatus.refused:
-                raise NoVerdict(Cause.refused, text)
-            found.append(done)
-        return found
+        calls.begin(workspace)
+        return calls
+
+    async def _done(
+        self, verifier: SandboxVerifier | PatchVerifier, alone: ToolCalls, call: SandboxCall, attempt: int, index: int
+    ) -> ToolCallCompleted:
+        """The answer of a call that ran. Raises NoVerdict."""
+        by = f"{verifier.name}:{verifier.version}"
+        name = ids.call_id(self.session.session_id, by, attempt, index, "verify")
+        try:
+            done = await alone.call(call, name)
+        except ToolUnanswered as error:
+            raise NoVerdict(Cause.timeout, f"{error}, or timeout_s of verifier {verifier.name}") from error
+        about = f"call {name} ({call.tool}) of verifier {verifier.name} ended as {done.status.value}: {done.reason}"
+        text = f"{about}: {tail(_read(done)[1], 1000)}"
+        if done.status in (ToolStatus.infra_error, ToolStatus.cancelled) or done.reason == "deadline_s":
+            raise NoVerdict(Cause.sandbox, text, again=True)
+        if done.status is ToolStatus.refused:
+            raise NoVerdict(Cause.refused, text)
+        return done
 
     def _left(self) -> BlobRef | None:
         """The files that the session's last call left; None: it made none, or they are not kept."""

@@ -35,7 +35,7 @@ from turnlog.infra.log import Partition
 from turnlog.infra.recipes import Episode, Judged, Verdict
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.terminal import say
-from turnlog.infra.verifiers import EnvironmentVerifier, SandboxVerifier, WeightedSum
+from turnlog.infra.verifiers import EnvironmentVerifier, PatchVerifier, SandboxVerifier, WeightedSum
 from turnlog.infra.verifiers.judges import Means, NoVerdict, client, judge
 from turnlog.names import ExitStatus
 from turnlog.schemas import ids, topics
@@ -153,8 +153,8 @@ def verifier_at(path: str) -> Judged:
 
 def rerunnable(verifier: Judged) -> Judged:
     """The verifier. Raises NotRerunnable."""
-    if isinstance(verifier, SandboxVerifier | EnvironmentVerifier):
-        what = "sandboxes" if isinstance(verifier, SandboxVerifier) else "what an environment answered"
+    if isinstance(verifier, SandboxVerifier | PatchVerifier | EnvironmentVerifier):
+        what = "what an environment answered" if isinstance(verifier, EnvironmentVerifier) else "sandboxes"
         raise NotRerunnable(
             f"{type(verifier).__name__} {verifier.name!r} judges by {what}, which a recorded session has no more: "
             "rerun functions, services and judge models (`turnlog session rerun` runs a session's calls again)"

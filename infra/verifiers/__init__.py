@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from turnlog.infra.recipes import Episode, Judged, SandboxAnswer, SandboxCall, Verdict
+from turnlog.infra.recipes import Episode, Judged, SandboxAnswer, SandboxCall, TaskRow, Verdict
 from turnlog.schemas.events.tools import SandboxSpec
 
 
@@ -35,6 +35,56 @@ class SandboxVerifier:
     attempts: int = 2
     late: bool = False
     """The session is finished before the verdict is there."""
+
+
+PROTECTED = (
+    "tests/", "test_*.py", "*_test.py", "conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg",
+    "pyproject.toml", "sitecustomize.py", "usercustomize.py", "*.pth",
+)  # fmt: skip
+"""What an agent that mends a Python repository has no business in, and what could decide its tests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grading:
+    """How a repaired repository is graded: by `command`, or else by `fail_to_pass` and `pass_to_pass`, all of which
+    have to pass."""
+
+    command: str = ""
+    """Of the shell, or a script that begins with #!, in the repository: exit status 0 is a pass."""
+    fail_to_pass: tuple[str, ...] = ()
+    """Tests as pytest (`tests/test_x.py::test_y`) or unittest (`test_x.Class.test_y`) name them."""
+    pass_to_pass: tuple[str, ...] = ()
+    test_patch: str = ""
+    """A diff that brings the tests; what it touches is protected."""
+    protected: tuple[str, ...] = PROTECTED
+    """Put back before anything is run: folders (a / at the end), paths (a / before that) and names, with wildcards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchVerifier:
+    """Grades what an agent changed in a repository: the diff between the session's first workspace and its last is
+    taken in a clean sandbox, applied to the first in a second one, protected files are put back, tests run. The reward
+    is 1 if all that was asked for passes. The recipe's sandbox has a durable workspace."""
+
+    name: str
+    version: str
+    grading: Callable[[TaskRow], Grading]
+    """Of a row. What it raises is no verdict."""
+    diff: Callable[[Episode], str] | None = None
+    """The diff that the agent has said, where it does not work in a sandbox."""
+    diff_bytes: int = 1 << 20
+    """A longer diff is `huge`."""
+    binary: bool = False
+    """Grade diffs of binary files, too; else they are `binary`."""
+    sandbox: SandboxSpec = field(default_factory=SandboxSpec)
+    """Where the diff is taken and graded; `fresh` and durable whatever this says. It has git, and for lists of tests a
+    python3 that can import what runs them."""
+    timeout_s: float = 300.0
+    """For the answer of one call, its wait for a sandbox included."""
+    attempts: int = 2
+    """While the sandbox itself fails."""
+    late: bool = False
+    """See SandboxVerifier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,14 @@ import httpx
 from prometheus_client import Counter, Histogram
 
 from turnlog.infra.recipes import Episode, FunctionVerifier, Judged, SandboxCall, Verdict
-from turnlog.infra.verifiers import EnvironmentVerifier, HttpVerifier, JudgeVerifier, SandboxVerifier, WeightedSum
+from turnlog.infra.verifiers import (
+    EnvironmentVerifier,
+    HttpVerifier,
+    JudgeVerifier,
+    PatchVerifier,
+    SandboxVerifier,
+    WeightedSum,
+)
 from turnlog.schemas.types import TurnId
 from turnlog.secret_files import FileSecret, SecretUnusable
 
@@ -89,7 +96,7 @@ class Means:
 
     http: httpx.AsyncClient
     session_id: str
-    sandbox: Callable[[SandboxVerifier, Episode], Awaitable[Verdict]] | None = None
+    sandbox: Callable[[SandboxVerifier | PatchVerifier, Episode], Awaitable[Verdict]] | None = None
     """Judges by calls. Raises NoVerdict. None: there is no sandbox here."""
     steps: Callable[[], Awaitable[Sequence[EnvStep]]] | None = None
     """What the environment answered. Raises NoVerdict. None: nobody knows it here."""
@@ -201,7 +208,7 @@ async def _by_function(verifier: FunctionVerifier, episode: Episode, _: Means) -
     return await foreign(verifier.timeout_s, verifier.judge, episode)
 
 
-async def _by_sandbox(verifier: SandboxVerifier, episode: Episode, means: Means) -> Verdict:
+async def _by_sandbox(verifier: SandboxVerifier | PatchVerifier, episode: Episode, means: Means) -> Verdict:
     if means.sandbox is None:
         raise NoVerdict(Cause.sandbox, f"verifier {verifier.name} needs a sandbox, and there is none here")
     return await means.sandbox(verifier, episode)
@@ -465,6 +472,7 @@ def _last(wanted: re.Pattern[str], said: str, form: str) -> str:
 JUDGES: dict[type, Judge] = {
     FunctionVerifier: _by_function,
     SandboxVerifier: _by_sandbox,
+    PatchVerifier: _by_sandbox,
     HttpVerifier: _by_service,
     JudgeVerifier: _by_model,
     EnvironmentVerifier: _by_environment,

@@ -76,6 +76,7 @@ class Stage:
     policy: Policy = uses_the_tool
     answers: Answerer = lambda request, count: ToolStatus.ok
     executed: Counter[str] = dataclasses.field(default_factory=Counter)
+    blobs: MemoryBlobs = dataclasses.field(default_factory=MemoryBlobs)
 
     async def request(
         self,
@@ -134,7 +135,7 @@ class Stage:
         """A real gateway on the address of the settings."""
         log = MemoryLog(self.broker)
         async with EventLog.open(log, self.registry, writer="gateway") as events:
-            role = Role("gateway", "gateway-1", self.settings, log, events, MemoryBlobs(), Health("gateway"))
+            role = Role("gateway", "gateway-1", self.settings, log, events, self.blobs, Health("gateway"))
             url = self.settings.gateway.url
             listener = socket.socket()
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -151,7 +152,7 @@ class Stage:
         """A runner; stopped at the end, unless it is dead."""
         log = MemoryLog(self.broker)
         async with EventLog.open(log, self.registry, writer="runner") as events:
-            role = Role("runner", instance, settings or self.settings, log, events, MemoryBlobs(), Health("runner"))
+            role = Role("runner", instance, settings or self.settings, log, events, self.blobs, Health("runner"))
             task = asyncio.create_task(runner.main(role))
             try:
                 yield task, log

@@ -133,6 +133,8 @@ def test_who_judges_is_found_by_name_and_what_is_over_is_refused_by_name() -> No
     for name, said in (("TESTS", "'tests' judges by sandboxes"), ("BOTH", "'env' judges by what an environment")):
         with pytest.raises(NotRerunnable, match=said):
             verifier_at(f"{__name__}:{name}")
+    with pytest.raises(NotRerunnable, match="'repair' judges by sandboxes"):
+        verifier_at("turnlog.producers.recipes.repair:RECIPE")
     for path in ("nowhere:X", f"{__name__}:NOTHING", f"{__name__}:SAYS", "calc"):
         with pytest.raises(NoVerifier):
             verifier_at(path)
