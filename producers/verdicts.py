@@ -39,6 +39,7 @@ from turnlog.schemas.events import (
     RewardAssigned,
     RewardFailed,
     RolloutRequested,
+    SandboxLimits,
     StepRewardAssigned,
     ToolCallCompleted,
     ToolStatus,
@@ -174,7 +175,9 @@ class Bench:
     async def _by_patch(self, verifier: PatchVerifier, episode: Episode) -> Verdict:
         if verifier.diff is None and not sandbox_of(self.recipe).durable_workspace:
             raise NoVerdict(Cause.refused, f"recipe {self.recipe.name} keeps no files: set durable_workspace")
-        agent = agent_of(self.recipe)
+        agent, spec = agent_of(self.recipe), verifier.sandbox
+        limits = dataclasses.replace(spec.limits, output_bytes=SandboxLimits().output_bytes)  # its answer has to fit
+        asking = dataclasses.replace(verifier, sandbox=dataclasses.replace(spec, limits=limits))
         brought = agent.files if isinstance(agent, CommandAgent) else {}
         trees = Trees(
             first=await self._first(episode),
@@ -184,8 +187,8 @@ class Bench:
 
         async def attempt(number: int) -> Verdict:
             async def run(part: str, workspace: BlobRef, call: SandboxCall) -> ToolCallCompleted:
-                alone = self._alone(verifier, workspace, number, part, durable=True)
-                return await self._done(verifier, alone, call, number, PARTS.index(part))
+                alone = self._alone(asking, workspace, number, part, durable=True)
+                return await self._done(asking, alone, call, number, PARTS.index(part))
 
             return await judged(verifier, episode, trees, self.blobs, run)
 

@@ -30,9 +30,9 @@ DIFF, BEFORE, AFTER, REPOSITORY = "patch.diff", "before", "after", "repository"
 PROGRAM, ASKED = "grading.py", "asked.json"
 PLAIN = "* -text !eol !filter !ident !working-tree-encoding !diff !merge\n"
 """Attributes that overrule those of the trees, which could name programs and change bytes."""
-SHOWN, LOG, REPORT = 16_000, 16_000, 4 << 20
-"""Bytes of a diff and of a log that are answered, and of reports that are read."""
-PATHS = 200
+SHOWN, LOG, REPORT = 10_000, 1 << 16, 4 << 20
+"""Bytes of a diff and of a log that are answered, as JSON writes them; of a log and of reports that are read."""
+PATHS = 20
 BEGAN = time.monotonic()
 SHADOWS = {
     "pytest",
@@ -111,7 +111,7 @@ def capture(source: str, asked: dict[str, Any]) -> dict[str, Any]:
         "bytes": len(diff),
         "files": len(lines),
         "binary": [_shown(path) for path in binary[:PATHS]],
-        "diff": diff[:SHOWN].decode(errors="replace"),
+        "diff": _fitting(diff[:SHOWN].decode(errors="replace")),
     }
 
 
@@ -161,7 +161,18 @@ def _paths(diff: str) -> list[str]:
 
 
 def _shown(path: str) -> str:
-    return path.encode(errors="replace").decode()[:300]
+    return _fitting(path.encode(errors="replace").decode(), 300)
+
+
+def _fitting(text: str, most: int = SHOWN, *, end: bool = False) -> str:
+    """As much of it as takes so many bytes in JSON, where a byte may become six."""
+    room, chosen = most, []
+    for letter in reversed(text) if end else text:
+        room -= len(json.dumps(letter)) - 2
+        if room < 0:
+            break
+        chosen.append(letter)
+    return "".join(reversed(chosen) if end else chosen)
 
 
 def _unable(asked: dict[str, Any], folder: str, tests: str) -> str:
@@ -275,7 +286,12 @@ def _run(source: str, asked: dict[str, Any], folder: str) -> dict[str, Any]:
         os.killpg(running.pid, signal.SIGKILL)  # with what it has left running
     running.wait()
     said = _outcomes(asked["tests"], reported.text()) if asked["tests"] else ""
-    return {"exit": running.returncode, "late": late, "tests": said, "log": log.text().decode(errors="replace")}
+    return {
+        "exit": running.returncode,
+        "late": late,
+        "tests": said,
+        "log": _fitting(log.text()[-SHOWN:].decode(errors="replace"), end=True),
+    }
 
 
 def _bound(cpu_s: float) -> None:

@@ -190,6 +190,8 @@ async def _graded(
     files = [stored for stored in before.files if not DROSS & {*stored.entry.path.split("/")}]
     done = await run("grade", *await _call("grade", asked, {REPOSITORY: files, "": [taken[0]]}, blobs))
     said, about = _answer(done), taken[1]
+    if done.status is ToolStatus.resource_limit and not done.attempt:
+        raise NoVerdict(Cause.refused, f"the repository of {before.size} bytes meets {done.reason} before it is graded")
     if done.status in (ToolStatus.timeout, ToolStatus.resource_limit):
         raise Ended(Graded.limit, f"grading met {done.reason}", **about, log=_bounded(_printed(done)))
     if said is None or "crashed" in said:

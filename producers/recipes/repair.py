@@ -54,8 +54,8 @@ class Repair(PlainRecipe):
 
     @property
     def verifier(self) -> PatchVerifier:
-        """By the tests of the row."""
-        return PatchVerifier(name=self.name, version="1", grading=grading)
+        """By the tests of the row, in sandboxes such as the agent's."""
+        return PatchVerifier(name=self.name, version="1", grading=grading, sandbox=self.sandbox)
 
     @property
     def tools(self) -> tuple[dict[str, Any], ...]:

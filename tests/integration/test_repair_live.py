@@ -96,7 +96,9 @@ async def test_a_repository_is_mended_by_the_loop_or_a_program_and_graded_apart(
         stage.settings, runner=dataclasses.replace(stage.settings.runner, tool_deadline_s=60.0)
     )
     for group, recipe in (("g", "repair"), ("h", "by-program")):
-        await stage.request(group, recipe=recipe, task=task, new_tokens=1000, max_context_tokens=1 << 14, deadline_s=60.0)
+        await stage.request(
+            group, recipe=recipe, task=task, new_tokens=1000, max_context_tokens=1 << 14, deadline_s=60.0
+        )
     async with working(stage), stage.gateway(), stage.running():
         finishes = await stage.finished(2, seconds=120)
     assert [finish.outcome for finish in finishes] == [Outcome.completed] * 2

@@ -110,6 +110,8 @@ ENDS: dict[str, tuple[str | dict[str, Any], dict[str, Any], str]] = {
     "more than a diff may have": ("seq 200000 >numbers", {"diff_bytes": 100_000}, "huge"),
     "more than a sandbox holds twice": ("head -c 30000000 /dev/zero >zeros", {}, "huge"),
     "no end": ({**FILES, "calc.py": "while True: pass\n"}, {}, "limit"),
+    "letters that are long in JSON": ("head -c 60000 /dev/zero | tr '\\0' '\\1' >ones", {}, "unresolved"),
+    "a flood of such": ({**FILES, "calc.py": "while True: print('\1' * 999, flush=True)\n"}, {}, "limit"),
     "an exit": ({**FILES, "calc.py": "import os\nos._exit(0)\n"}, {}, "unresolved"),
     "the end of who grades": ({**FILES, "calc.py": "import os\nos.kill(os.getppid(), 9)\n"}, {}, "crashed"),
     "a flood": ({**FILES, "calc.py": "for _ in range(10**5): print('x' * 99)\n"}, {}, "unresolved"),
@@ -243,6 +245,25 @@ async def test_a_sandbox_without_git_or_an_answer_to_a_diff_is_no_verdict() -> N
     for answer in (missing, b"", b"[]", b"Traceback"):
         said = await refused(lambda part, answer=answer: completed(output=answer))
         assert str(said).startswith("sandbox: verifier patch cannot take the diff")
+
+
+async def test_a_repository_that_fits_no_sandbox_is_no_verdict_and_one_that_does_is_the_agents() -> None:
+    blobs = MemoryBlobs()
+    diff = await kept({"patch.diff": "--- a/calc.py\n"}, blobs)
+    taken = completed(output=b'{"bytes": 9, "files": 1, "binary": [], "diff": "--- a"}', workspace=diff)
+    full = completed(status=ToolStatus.resource_limit, reason="disk_bytes", attempt=0)
+
+    async def run(part: str, workspace: BlobRef, call: SandboxCall) -> ToolCallCompleted:
+        await asyncio.sleep(0)
+        return taken if part == "capture" else full
+
+    trees = Trees(first=await kept(FILES, blobs), last=await kept({**FILES, "calc.py": ""}, blobs))
+    episode = Episode(task={"grading": BY_TESTS}, messages=(), outcome=Outcome.completed, reason="")
+    with pytest.raises(NoVerdict, match=r"refused: the repository of \d+ bytes meets disk_bytes"):
+        await judged(VERIFIER, episode, trees, blobs, run)
+    full = dataclasses.replace(full, attempt=1, output=b"so far")
+    found = await judged(VERIFIER, episode, trees, blobs, run)
+    assert (found.value, found.evidence["outcome"], found.evidence["log"]) == (0.0, "limit", "so far")
 
 
 async def test_a_row_that_cannot_be_graded_is_no_verdict() -> None:

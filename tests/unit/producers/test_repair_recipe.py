@@ -89,6 +89,7 @@ def test_the_recipe_is_offered_and_its_own_dataset_is_read(tmp_path: Path) -> No
     task = json.loads(dataset.task(1))
     assert recipes.first_files(recipe, task) == task["files"]
     assert recipe.messages(task)[0]["content"].startswith("The folder you are in")
+    assert RECIPE.verifier.sandbox == RECIPE.sandbox
     assert grading(task).fail_to_pass == tuple(task["FAIL_TO_PASS"])
     assert recipes.sandbox_tools(recipe) == tuple(tool["function"]["name"] for tool in recipe.tools)
 
