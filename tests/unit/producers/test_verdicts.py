@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import json
 import sys
 from collections.abc import Callable
@@ -9,16 +11,50 @@ from typing import Any
 
 import pytest
 
-from turnlog.infra.recipes import Episode, FunctionVerifier, Verdict
+from tests.fakes.memory_log import MemoryLog
+from turnlog.infra.blobs import MemoryBlobs
+from turnlog.infra.event_log import EventLog
+from turnlog.infra.history import all_events
+from turnlog.infra.recipes import Episode, FunctionVerifier, TaskRow, Verdict
+from turnlog.infra.registry import MemoryRegistry
+from turnlog.infra.roles.health import Health
+from turnlog.infra.roles.role import Role
+from turnlog.infra.topics_admin import apply
+from turnlog.infra.verifiers import Grading, PatchVerifier
 from turnlog.infra.verifiers.judges import Means, client
-from turnlog.producers.verdicts import verdict
-from turnlog.schemas.events import Limits, Outcome, Purpose, RewardAssigned, RewardFailed, RolloutRequested, Sampling
+from turnlog.infra.workspaces import kept
+from turnlog.producers.gateway_client import GatewayClient, Session
+from turnlog.producers.recipes.calc import Calc
+from turnlog.producers.tool_calls import Results
+from turnlog.producers.verdicts import Bench, verdict
+from turnlog.schemas.events import (
+    Limits,
+    Outcome,
+    Purpose,
+    RewardAssigned,
+    RewardFailed,
+    RolloutRequested,
+    Sampling,
+    SandboxSpec,
+    ToolCallCompleted,
+    ToolCallRequested,
+    ToolStatus,
+)
+from turnlog.schemas.topics import TOOL_CALLS
+from turnlog.schemas.types import BlobRef
+from turnlog.settings import Settings
 
 REQUEST = RolloutRequested(
     event_id="e", run_id="r", group_id="g", floor=7, task_id="t", rollout_id="ro", rollout_index=0, group_size=2,
     draw=0, dataset="d", dataset_epoch=0, index=0, recipe="calc", purpose=Purpose.train, task=b"{}",
     sampling=Sampling(), limits=Limits(), min_weight_version=0,
 )  # fmt: skip
+LEFT = ToolCallCompleted(
+    event_id="l", run_id="r", group_id="g", session_id="s", floor=7, rollout_id="ro", call_id="l", call_seq=0,
+    status=ToolStatus.ok, reason="", exit_code=0, output=b"", full_output=None, duration_s=0.0, queue_s=0.0,
+    workspace=None, attempt=1, worker="w", cached=False,
+)  # fmt: skip
+"""The session's one call."""
 EPISODE = Episode(task={}, messages=(), outcome=Outcome.completed, reason="")
 
 
@@ -74,3 +110,74 @@ async def test_what_a_verifier_does_wrong_is_recorded_as_its_failure(judge: Any,
     record = await judged(judge)
     assert isinstance(record, RewardFailed)
     assert cause in record.cause
+
+
+class Mending(Calc):
+    """Begins with a file, and is judged by its diff."""
+
+    name = "mending"
+    sandbox = SandboxSpec(durable_workspace=True)
+
+    def files(self, task: TaskRow) -> dict[str, str]:
+        return {"calc.py": "x = 1\n"}
+
+
+async def answered(
+    log: MemoryLog, events: EventLog, results: Results, statuses: list[ToolStatus], left: BlobRef
+) -> None:
+    """As a worker and the runner's reader do: captures leave `left`, gradings end as they are told, the last passes."""
+    role = Role("runner", "runner-0", Settings(), log, events, MemoryBlobs(), Health("runner"))
+    seen = 0
+    while True:
+        for call in (await all_events(role, TOOL_CALLS))[seen:]:
+            seen += 1
+            assert isinstance(call, ToolCallRequested)
+            capture = b"'capture'" in call.arguments
+            status = ToolStatus.ok if capture or not statuses else statuses.pop(0)
+            said = {"bytes": 9, "files": 1, "binary": [], "diff": "--- a"} if capture else {
+                "exit": 0, "late": False, "tests": "", "log": "fine", "restored": []
+            }  # fmt: skip
+            answer = dataclasses.replace(LEFT, call_id=call.call_id, session_id=call.session_id, status=status)
+            results.feed(dataclasses.replace(answer, output=json.dumps(said).encode(), workspace=left))
+        await log.broker.changed(0.05)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "kind", "calls"),
+    [
+        ([], RewardAssigned, 2),
+        ([ToolStatus.infra_error], RewardAssigned, 4),
+        ([ToolStatus.infra_error] * 2, RewardFailed, 4),
+        ([ToolStatus.refused], RewardFailed, 2),
+    ],
+)
+async def test_a_diff_is_graded_again_while_the_sandbox_fails_and_then_has_no_verdict(
+    statuses: list[ToolStatus], kind: type, calls: int
+) -> None:
+    log, results, blobs = MemoryLog(), Results(), MemoryBlobs()
+    await apply(log, Settings())
+    left = await kept({"calc.py": "x = 2\n", "patch.diff": "--- a\n"}, blobs)
+    verifier = PatchVerifier(name="patch", version="1", grading=lambda _: Grading(command="true"))
+    results.expect("ro")
+    results.feed(dataclasses.replace(LEFT, workspace=left))
+    async with EventLog.open(log, MemoryRegistry(), writer="runner") as events, client() as http:
+        bench = Bench(
+            http=http, events=events, gateway=GatewayClient(Settings()), results=results, blobs=blobs,
+            request=dataclasses.replace(REQUEST, run_id="local"), recipe=Mending(),
+            session=Session("s", "", ""), asked={},
+        )  # fmt: skip
+        working = asyncio.create_task(answered(log, events, results, list(statuses), left))
+        judging = asyncio.create_task(bench.verdict(verifier, EPISODE))
+        await asyncio.wait({working, judging}, return_when=asyncio.FIRST_COMPLETED)
+        assert not working.done() or working.exception() is None, working.exception()
+        record = await judging
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        role = Role("runner", "runner-0", Settings(), log, events, blobs, Health("runner"))
+        asked = await all_events(role, TOOL_CALLS)
+    assert type(record) is kind
+    assert len({call.session_id for call in asked}) == len(asked) == calls  # type: ignore[attr-defined]
+    if isinstance(record, RewardFailed):
+        assert record.cause.startswith("sandbox: call" if calls == 4 else "refused: call")
+    else:
+        assert json.loads(record.evidence)["outcome"] == "resolved"
