@@ -475,6 +475,17 @@ def played(recipe: Recipe, task: TaskRow, messages: Sequence[Message]) -> Played
     return game
 
 
+def acted_out(recipe: Recipe, task: TaskRow, messages: Sequence[Message]) -> list[Message]:
+    """The messages of a session that is over as its own verifier had them: no turn followed that would have put on the
+    log what a simulation answered the last one's calls. Raises whatever the recipe raises."""
+    game, found = played(recipe, task, messages), list(messages)
+    if game is not None and found:
+        for call in found[-1].get("tool_calls") or ():
+            content = game.call(call["function"]["name"], call["function"]["arguments"])
+            found.append({"role": "tool", "tool_call_id": call["id"], "content": content})
+    return found
+
+
 def sandbox_tools(recipe: Recipe) -> tuple[str, ...]:
     """The sandbox's tools that this recipe's calls may use, recorded with their versions on SessionStarted: what its
     attribute `sandbox_tools` names; without one, the built-in tools that it declares under their own names."""

@@ -191,11 +191,13 @@ class ToolLoop:
                     return Ending(Outcome.truncated, "max_new_tokens")
                 if not messages[-1].get("tool_calls"):
                     return Ending(Outcome.completed)
-                if conversation.steps >= limits.max_turns:
+                if conversation.steps >= limits.max_turns and self._played is None:
                     return Ending(Outcome.truncated, "max_turns")
                 messages += [await self._answer(call) for call in messages[-1]["tool_calls"]]
-                continue
-            await self._step()
+            elif conversation.steps >= limits.max_turns and self._played is not None:  # whose last action counts
+                return Ending(Outcome.truncated, "max_turns")
+            else:
+                await self._step()
 
     async def _begin(self) -> None:
         """Where the log says that the session stands; calls answered under another runner count, so that call_seq goes

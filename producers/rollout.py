@@ -28,7 +28,9 @@ from turnlog.infra.recipes import (
     Judged,
     Recipe,
     SandboxCall,
+    acted_out,
     agent_of,
+    called,
     sandbox_of,
 )
 from turnlog.infra.roles import log_lines
@@ -147,7 +149,8 @@ class Rollout:
         two the first on the log counts."""
         if state.outcome not in LIVE or not is_late(self._recipe.verifier):
             return None
-        episode = Episode(task=self._task, messages=state.messages, outcome=state.outcome, reason=state.reason)
+        messages = tuple(called(self._recipe, acted_out, self._recipe, self._task, state.messages))
+        episode = Episode(task=self._task, messages=messages, outcome=state.outcome, reason=state.reason)
         return Owed(self._bench(session, {}), self._recipe.verifier, episode)
 
     async def _attempt(

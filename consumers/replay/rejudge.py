@@ -36,7 +36,7 @@ from turnlog.infra.recipes import Episode, Judged, Verdict
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.terminal import say
 from turnlog.infra.verifiers import EnvironmentVerifier, PatchVerifier, SandboxVerifier, WeightedSum
-from turnlog.infra.verifiers.judges import Means, NoVerdict, client, judge
+from turnlog.infra.verifiers.judges import Cause, Means, NoVerdict, client, judge
 from turnlog.names import ExitStatus
 from turnlog.schemas import ids, topics
 from turnlog.schemas.events import Event, RewardAssigned, RewardFailed, RolloutRequested, SessionFinished, Verifier
@@ -209,10 +209,12 @@ class Rerun:
     async def _judge(self, by: Judged, each: Candidate, episode: Episode, means: Means) -> None:
         after: Verdict | NoVerdict
         try:
-            found = await judge(by, episode, means)
+            found = await judge(by, await asyncio.to_thread(_acted_out, each.recipe, episode), means)
             after = Verdict(found.value, found.components)  # no row has evidence, and a run has many sessions
         except NoVerdict as failed:
             after = failed
+        except recipes.BrokenRecipe as broken:
+            after = NoVerdict(Cause.crashed, str(broken))
         finally:
             self._slots.release()
         self.verdicts.found[each.session_id] = Rejudged(each.session_id, by, each.reward, after)
@@ -247,6 +249,16 @@ def _episode(
     messages = tuple({key: value for key, value in message.items() if value is not None} for message in said.messages)
     reason = reasons.get((each.session_id, each.outcome.value), "")
     return Episode(task=task, messages=messages, outcome=each.outcome, reason=reason)
+
+
+def _acted_out(name: str, episode: Episode) -> Episode:
+    """With what a simulation answered at its end. Raises BrokenRecipe."""
+    try:
+        recipe = recipes.recipe(name)
+    except recipes.UnknownRecipe:
+        return episode  # a verifier that was named may judge what is not installed here
+    messages = recipes.called(recipe, recipes.acted_out, recipe, episode.task, episode.messages)
+    return dataclasses.replace(episode, messages=tuple(messages))
 
 
 async def command(settings: Settings, arguments: argparse.Namespace) -> int:

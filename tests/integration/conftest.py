@@ -207,7 +207,7 @@ async def stage(calc_model: Path, tmp_path: Path) -> AsyncIterator[Stage]:
         kafka=KafkaSettings(groups=2, rollouts=2),
         model=ModelSettings(path=str(calc_model)),
         gateway=GatewaySettings(url=url),
-        runner=RunnerSettings(concurrency=8, max_attempts=2, tool_deadline_s=20.0, gateway_patience_s=5.0),
+        runner=RunnerSettings(concurrency=8, max_attempts=2, tool_deadline_s=20.0, gateway_patience_s=20.0),
     )
     # Sessions are as old as their records say.
     log, registry = MemoryLog(MemoryBroker(time.time_ns() // 10**6)), MemoryRegistry()

@@ -24,6 +24,7 @@ from turnlog.infra.recipes import (
     Step,
     TaskRow,
     Verdict,
+    acted_out,
     played,
 )
 from turnlog.producers.recipes.calc import RECIPE as CALC
@@ -246,6 +247,11 @@ def opens(door: str) -> str:
     return f'<tool_call>{{"name":"calc","arguments":{{"expr":"{door}"}}}}</tool_call>'
 
 
+def door(call_id: str, number: str) -> dict[str, Any]:
+    function = {"name": "calc", "arguments": f'{{"expr":"{number}"}}'}
+    return {"id": call_id, "type": "function", "function": function}
+
+
 @pytest.fixture
 def doors(acts: Callable[[Acts], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """The recipe has a simulation instead of an agent."""
@@ -265,6 +271,28 @@ async def test_a_simulation_answers_calls_and_its_end_is_that_of_the_session(sta
     [finish], [reward] = await stage.finished(1), await stage.said(RewardAssigned)
     assert (len(finish.turns), reward.value, reward.verifier.name) == (2, 1.0, "total")
     assert await stage.said(ToolCallRequested) == []
+
+
+async def test_the_last_action_of_a_simulation_counts_and_the_log_tells_a_later_judge_of_it(
+    stage: Stage, doors: None
+) -> None:
+    stage.policy = lambda prompt: opens("8") if "[door 7]" in prompt else opens("7")
+    assert await outcomes(stage, 1, max_turns=2) == [(Outcome.completed, True)]
+    [reward] = await stage.said(RewardAssigned)
+    assert reward.value == 1.0
+    said = [{"role": "user", "content": QUESTION}, {"role": "assistant", "tool_calls": [door("c0", "7")]}]
+    said += [{"role": "tool", "tool_call_id": "c0", "content": "[door 7]"}]
+    said += [{"role": "assistant", "tool_calls": [door("c1", "8")]}]
+    told = acted_out(RECIPE, {"answer": "8"}, said)
+    assert told == [*said, {"role": "tool", "tool_call_id": "c1", "content": "[door 8]"}]
+    assert acted_out(RECIPE, {"answer": "8"}, told) == told
+
+
+async def test_a_simulation_that_is_not_over_when_its_turns_are_is_truncated(stage: Stage, doors: None) -> None:
+    stage.policy = lambda prompt: opens("7")
+    assert await outcomes(stage, 1, max_turns=2) == [(Outcome.truncated, True)]
+    [reward] = await stage.said(RewardAssigned)
+    assert reward.value == 0.0
 
 
 async def test_a_simulation_goes_on_under_another_runner_where_it_stood(stage: Stage, doors: None) -> None:
