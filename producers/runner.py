@@ -134,8 +134,9 @@ async def main(role: Role) -> None:
             try:
                 await runner.run(reader)
             finally:
-                following.cancel()
-                await asyncio.wait({following})
+                while not following.done():  # a wait_for may lose a cancellation (CPython 3.11, gh-86296)
+                    following.cancel()
+                    await asyncio.wait({following}, timeout=0.5)
 
 
 class Runner:

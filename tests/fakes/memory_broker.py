@@ -294,7 +294,8 @@ class MemoryBroker:
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.add(waiter)
         try:
-            await asyncio.wait_for(waiter, timeout_s)
+            async with asyncio.timeout(timeout_s):  # wait_for may lose a cancellation (CPython 3.11, gh-86296)
+                await waiter
         except TimeoutError:
             return False
         finally:
