@@ -68,7 +68,7 @@ def halves(prompt: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("turns", "outcome", "value", "guesses"), [(5, Outcome.completed, 1.0, 4.0), (4, Outcome.truncated, 0.0, 3.0)]
+    ("turns", "outcome", "value", "guesses"), [(4, Outcome.completed, 1.0, 4.0), (3, Outcome.truncated, 0.0, 3.0)]
 )
 async def test_the_runner_plays_it_and_its_verifier_judges(
     stage: Stage, installed: recipes.Recipe, turns: int, outcome: Outcome, value: float, guesses: float
