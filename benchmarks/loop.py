@@ -92,7 +92,7 @@ class Bare:
 
     async def _load(self, learner: Ranks, plan: LearningPlan, folder: Path, version: int) -> None:
         await asyncio.to_thread(write, folder, {**description(plan.model), **dict(weight_files(learner.export()))})
-        await self._control.load(folder, version, timeout_s=60.0)
+        await self._control.load(folder, version, timeout_s=240.0)
 
     async def _group(self, task: Mapping[str, str]) -> list[Episode]:
         rollouts = range(self._settings.feeder.group_size)

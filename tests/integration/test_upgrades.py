@@ -120,7 +120,7 @@ def test_the_previous_release_refuses_what_it_cannot_go_on_with(
     assert status != 0
     assert "RecordedSettingsError" in why
     file = tmp_path / "new.toml"
-    file.write_text('[gateway]\nconstraints = "ignore"\n')
+    file.write_text('[assembler]\nstragglers = "cut"\n')
     status, why = role(live_settings, "--settings", str(file), "assembler", release=previous)
     assert status != 0
-    assert "unknown key gateway.constraints" in why
+    assert "unknown key assembler.stragglers" in why
