@@ -20,7 +20,6 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import aiohttp
@@ -33,7 +32,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from t2_gateway import KEY, prepared, there
+from t2_gateway import KEY, prepared, registered, there
 
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Child, Launch
@@ -41,7 +40,7 @@ from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.runs import configure
 from turnlog.producers.gateway.prompts import TextTokens
 from turnlog.schemas import ids
-from turnlog.schemas.events import EngineRegistered, Limits, Purpose, RolloutRequested, Sampling
+from turnlog.schemas.events import Limits, Purpose, RolloutRequested, Sampling
 from turnlog.settings import Settings
 
 TURN_S, LEVELS, WINDOW_S, ROLLOUTS = size((0.15, (1, 4, 16, 64), 45.0, 640), smallest=(0.01, (1, 2), 0.5, 40))
@@ -54,17 +53,9 @@ CALL = '<tool_call>{{"name":"calc","arguments":{{"expr":"__import__(\'time\').sl
 """The calculator prints what it is told to."""
 
 
-def theory(sessions: int) -> float:
+def theory(sessions: float) -> float:
     """Share of the time in which at least one of them is at the engine."""
     return 1 - (1 - TURN_S / (TURN_S + TOOL_S)) ** sessions
-
-
-def registered(settings: Settings) -> EngineRegistered:
-    """What the loader of the engine would write."""
-    return EngineRegistered(
-        event_id="engine-0", run_id=settings.run.id, engine_id="engine-0", url=settings.engine.urls[0],
-        state="serving", version=0, model="scripted",
-    )  # fmt: skip
 
 
 def requested(settings: Settings, number: int) -> RolloutRequested:
@@ -164,7 +155,7 @@ def draw(found: dict[int, dict[str, float]], path: Path) -> None:
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axes = figure.subplots()
     line = [2 ** (power / 4) for power in range(29)]
-    axes.plot(line, [100 * (1 - (1 - 1 / 21) ** count) for count in line], color="0.6", label="theory")
+    axes.plot(line, [100 * theory(count) for count in line], color="0.6", label="theory")
     axes.plot(list(found), [100 * each["busy"] for each in found.values()], "o", color="tab:blue", label="measured")
     axes.axhline(100 * GOAL, color="tab:green", linewidth=0.8, linestyle=":", label="goal at 64")
     axes.set_xscale("log", base=2)
@@ -240,7 +231,7 @@ def main(*arguments: str) -> int:
     if arguments[:1] == ("--engine",):
         serve(int(arguments[1]), arguments[2])
         return 0
-    chart: Any = arguments[1] if arguments[:1] == ("--chart",) else None
+    chart = arguments[1] if arguments[:1] == ("--chart",) else None
     with servers(f"bench-{uuid4().hex[:8]}") as settings:
         return uvloop.run(measure(settings, chart))
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.offers import offering
 from tests.integration.conftest import Stage, stage  # noqa: F401
 from tests.integration.test_command_agents import working
-from turnlog.infra import recipes
 from turnlog.infra.recipes import FunctionAgent, FunctionVerifier, PlainRecipe, Verdict
 from turnlog.producers.recipes.calc import RECIPE as CALC
 from turnlog.schemas.events import (
@@ -54,20 +54,14 @@ def calc_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def acts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     """Have the recipe offered, with the agent of this heading."""
-    info = tmp_path / "framework-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: framework\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(f"[turnlog.recipes]\nframework = {__name__}:RECIPE\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    recipes.recipe.cache_clear()
 
     def bring(heading: str) -> None:
         module: dict[str, Any] = {"__name__": "page"}
         exec(compile(AGENTS[heading], PAGE, "exec"), module)
         monkeypatch.setattr(RECIPE, "agent", FunctionAgent(heading, "1", module["acts"]), raising=False)
 
-    yield bring
-    recipes.recipe.cache_clear()
+    with offering(tmp_path, monkeypatch, "framework", {"framework": f"{__name__}:RECIPE"}):
+        yield bring
 
 
 def called(name: str, **arguments: Any) -> str:

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from tests.fakes.memory_log import MemoryLog
+from tests.fakes.offers import offering
 from tests.integration.conftest import Stage
-from turnlog.infra import recipes
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Partition
@@ -120,17 +120,11 @@ OFFERED = types.SimpleNamespace(**{name: Programs(name) for name in ("a", "b", "
 @pytest.fixture
 def offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace]:
     """Recipes that an installed package offers."""
-    info = tmp_path / "programs-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: programs\nVersion: 1\n")
-    points = "".join(f"{name} = {__name__}:OFFERED.{name}\n" for name in vars(OFFERED))
-    (info / "entry_points.txt").write_text(f"[turnlog.recipes]\n{points}")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    recipes.recipe.cache_clear()
     for recipe in vars(OFFERED).values():
         recipe.judged.clear()
-    yield OFFERED
-    recipes.recipe.cache_clear()
+    points = {name: f"{__name__}:OFFERED.{name}" for name in vars(OFFERED)}
+    with offering(tmp_path, monkeypatch, "programs", points):
+        yield OFFERED
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from tests.fakes.memory_log import MemoryLog
+from tests.fakes.offers import offering
 from tests.integration.conftest import Stage
-from turnlog.infra import recipes
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.recipes import CommandAgent
 from turnlog.infra.roles.health import Health
@@ -50,14 +50,8 @@ RECIPE = ByProgram()
 @pytest.fixture
 def by_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A package that offers the recipe."""
-    info = tmp_path / "mending-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mending\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(f"[turnlog.recipes]\nby-program = {__name__}:RECIPE\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    recipes.recipe.cache_clear()
-    yield
-    recipes.recipe.cache_clear()
+    with offering(tmp_path, monkeypatch, "mending", {"by-program": f"{__name__}:RECIPE"}):
+        yield
 
 
 @asynccontextmanager

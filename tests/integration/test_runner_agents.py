@@ -12,8 +12,8 @@ from typing import Any
 import openai
 import pytest
 
+from tests.fakes.offers import offering
 from tests.integration.conftest import QUESTION, Stage
-from turnlog.infra import recipes
 from turnlog.infra.recipes import (
     AgentError,
     AgentSession,
@@ -47,18 +47,12 @@ RECIPE = Brought()
 @pytest.fixture
 def acts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Acts], None]]:
     """Install a package that offers the recipe, with this function as its agent."""
-    info = tmp_path / "brought-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: brought\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(f"[turnlog.recipes]\nbrought = {__name__}:RECIPE\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    recipes.recipe.cache_clear()
 
     def bring(function: Acts) -> None:
         monkeypatch.setattr(RECIPE, "agent", FunctionAgent("mine", "7", function), raising=False)
 
-    yield bring
-    recipes.recipe.cache_clear()
+    with offering(tmp_path, monkeypatch, "brought", {"brought": f"{__name__}:RECIPE"}):
+        yield bring
 
 
 async def ask(session: AgentSession, *said: dict[str, Any]) -> str:

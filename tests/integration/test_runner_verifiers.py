@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tests.fakes.memory_log import Died
+from tests.fakes.offers import offering
 from tests.integration.conftest import CALL, Stage
-from turnlog.infra import recipes
 from turnlog.infra.recipes import Episode, FunctionVerifier, Judged, PlainRecipe, SandboxAnswer, SandboxCall, Verdict
 from turnlog.infra.verifiers import EnvironmentVerifier, SandboxVerifier, WeightedSum
 from turnlog.schemas import ids
@@ -57,18 +57,12 @@ RECIPE = Judging()
 @pytest.fixture
 def judged_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Judges]:
     """Install a package that offers the recipe, with this verifier."""
-    info = tmp_path / "judged-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: judged\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(f"[turnlog.recipes]\njudged = {__name__}:RECIPE\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    recipes.recipe.cache_clear()
 
     def bring(verifier: Judged) -> None:
         RECIPE.verifier = verifier
 
-    yield bring
-    recipes.recipe.cache_clear()
+    with offering(tmp_path, monkeypatch, "judged", {"judged": f"{__name__}:RECIPE"}):
+        yield bring
 
 
 async def ended(stage: Stage) -> SessionFinished:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.offers import offering
 from tests.integration.conftest import Stage
 from tests.integration.test_command_agents import ASKS, stage, working  # noqa: F401
-from turnlog.infra import recipes
 from turnlog.infra.recipes import CommandAgent
 from turnlog.producers.recipes.task_folders import TaskFolders
 from turnlog.schemas.events import Outcome, RewardAssigned, RewardFailed
@@ -49,14 +49,8 @@ def offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TaskFol
         name="mine", version="1", argv=lambda row: ("python3", "agent.py", row["prompt"]), files={"agent.py": AGENT}
     )
     OFFERED.recipe = TaskFolders("folders", tmp_path / "tasks", agent)
-    info = tmp_path / "folders-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: folders\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(f"[turnlog.recipes]\nfolders = {__name__}:OFFERED.recipe\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    recipes.recipe.cache_clear()
-    yield OFFERED.recipe
-    recipes.recipe.cache_clear()
+    with offering(tmp_path, monkeypatch, "folders", {"folders": f"{__name__}:OFFERED.recipe"}):
+        yield OFFERED.recipe
 
 
 SOLVED = "sed -i s/-/+/ adds.py"
