@@ -9,6 +9,7 @@ NotCreated
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
 import keyword
 import re
@@ -97,7 +98,8 @@ def command(arguments: argparse.Namespace) -> int:
     """What the verb does, and what to do next."""
     folder = create(arguments.name, arguments.into)
     python, settings = sys.executable, folder / "settings.toml"
-    pip = f"{python} -m pip install" if importlib.util.find_spec("pip") else f"uv pip install --python {python}"
+    has_pip = any(importlib.metadata.distributions(name="pip"))
+    pip = f"{python} -m pip install" if has_pip else f"uv pip install --python {python}"
     say(f"made {folder}; next:")
     say(f"  {pip} --editable {folder}", f"  {python} -m pytest {folder}", f"  turnlog --settings {settings} demo")
     return ExitStatus.DONE

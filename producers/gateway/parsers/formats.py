@@ -219,7 +219,8 @@ def _tag(thinking: Marks | None, answer: dict[str, Any], *, inside: bool) -> str
         opening = "" if inside else thinking.opening
         thought = {"type": "tag", "begin": opening, "content": {"type": "any_text"}, "end": thinking.closing}
         thought = thought if inside else {"type": "optional", "content": thought}
-        elements = [thought, {"type": "regex", "pattern": r"\s*"}, *elements]
+        # what JSON calls white space: xgrammar's \s also takes a vertical tab, before which no reader of JSON begins
+        elements = [thought, {"type": "regex", "pattern": r"[ \t\r\n]*"}, *elements]
     return orjson.dumps({"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}).decode()
 
 
