@@ -10,10 +10,15 @@ latest if none is slow, and no more than `max_lag` versions old there. The tasks
 groups, before any fresh task; fresh tasks come from the run's datasets by their weights. A group that a draw trained
 without had its slot in that draw: it gives none back, or every drop would let one more group run ahead for ever. Facts
 may come in any order between topics, and more than once.
+
+A task whose last group was passed by too few or too many of its rollouts teaches little (Foster and Foerster 2025,
+"Learning to reason at the frontier of learnability": p (1 - p) is what a gradient has of it): it is not drawn again
+when such a group fails, and passed over for some epochs.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from bisect import bisect_left, insort
 from collections import ChainMap
@@ -22,6 +27,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
+from turnlog.processors.core.fold.settlement import PASS
 from turnlog.schemas.events import (
     BatchSkipped,
     EngineDraining,
@@ -60,9 +66,22 @@ class Rows:
     weight: float = 1.0
     """Of the fresh tasks it has a share of its weight over the sum of all weights."""
     passed: int = 0
-    """Fresh places that lie behind the checkpoint that the run was forked from."""
+    """Places that lie behind the checkpoint that the run was forked from."""
     left: frozenset[Place] = frozenset()
     """Of them, those that it has not seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassRates:
+    """Which tasks are worth a visit, by the share of their last group that passed."""
+
+    low: float = 0.0
+    high: float = 1.0
+    epochs: int = 1
+    """For how many epochs a task outside of them is passed over."""
+
+    def __contains__(self, rate: float) -> bool:
+        return self.low <= rate <= self.high
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +97,7 @@ class AdmissionRules:
     """By Place.source."""
     seed: int
     """Of the order of rows after the first epoch."""
+    pass_rates: PassRates = PassRates()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +129,18 @@ class Admission:
     def __init__(self, rules: AdmissionRules) -> None:
         self._rules = rules
         self._source = {rows.dataset: number for number, rows in enumerate(rules.sources)}
-        self._positions = [rows.passed for rows in rules.sources]
-        """Fresh places asked for, by source: they are asked for in order, so that is the next one's position."""
+        self._fresh = [rows.passed for rows in rules.sources]
+        """Fresh places asked for, by source."""
+        self._positions = list(self._fresh)
+        """Of the next one: they are asked for in order."""
         self._drawn: dict[tuple[int, int], int] = {}
         """(source, row index) -> times drawn."""
         self._latest: dict[Place, tuple[int, str]] = {}
         """Place -> (draw, group) of its latest group."""
+        self._visited: dict[tuple[int, int], Place] = {}
+        """(source, row index) -> its place of the latest epoch."""
+        self._rates: dict[str, float] = {}
+        """Scored group -> the share of its rewards that passed."""
         self._places: dict[str, Place] = {}
         """Group asked for -> its place."""
         self._open: set[str] = set()
@@ -142,6 +168,11 @@ class Admission:
     def slots(self) -> int:
         """Slots in use: one per open group, and those of every draw."""
         return self.open + self.draws_formed * self._rules.prompts_per_draw
+
+    @property
+    def passed_over(self) -> int:
+        """Places that were not asked for, because their task would teach little."""
+        return sum(self._positions) - sum(self._fresh)
 
     @property
     def asked(self) -> int:
@@ -177,6 +208,8 @@ class Admission:
 
     def apply(self, event: Event) -> None:
         """Fold one record; repeats change nothing, records of other kinds and purposes are passed over."""
+        if isinstance(event, GroupEmitted) and event.rewards:
+            self._rates[event.group_id] = sum(reward >= PASS for reward in event.rewards) / len(event.rewards)
         match event:
             case GroupRequested(purpose=Purpose.train):
                 self._requested(event)
@@ -207,11 +240,23 @@ class Admission:
 
     def _candidates(self) -> Iterator[Place]:
         yield from sorted(self._again)
-        positions, sources = list(self._positions), self._rules.sources
+        fresh, weights = list(self._fresh), [rows.weight for rows in self._rules.sources]
+        ahead = [self._ahead(source) for source in range(len(weights))]
         while True:
-            source = next_source(positions, [rows.weight for rows in sources])
-            yield nth_place(positions[source], sources[source].count, self._rules.seed, source)
-            positions[source] += 1
+            source = next_source(fresh, weights)
+            yield next(place for place in ahead[source] if self._teaches(place))
+            fresh[source] += 1
+
+    def _ahead(self, source: int) -> Iterator[Place]:
+        for position in itertools.count(self._positions[source]):
+            yield nth_place(position, self._rules.sources[source].count, self._rules.seed, source)
+
+    def _teaches(self, place: Place) -> bool:
+        visited = self._visited.get((place.source, place.row))
+        rate = None if visited is None else self._rates.get(self._latest[visited][1])
+        if visited is None or rate is None or rate in self._rules.pass_rates:
+            return True
+        return place.epoch > visited.epoch + self._rules.pass_rates.epochs
 
     def _requested(self, event: GroupRequested) -> None:
         if event.group_id in self._places:
@@ -220,8 +265,11 @@ class Admission:
         place = self._places[event.group_id] = Place(event.dataset_epoch, event.index, source)
         task = source, event.index
         self._drawn[task] = max(self._drawn.get(task, 0), event.draw + 1)
+        self._visited[task] = max(self._visited.get(task, place), place)
         if place not in self._latest and place not in self._left:
-            self._positions[source] += 1
+            self._fresh[source] += 1
+            position = position_of(place, self._rules.sources[source].count, self._rules.seed)
+            self._positions[source] = max(self._positions[source], position + 1)
         self._latest[place] = max(self._latest.get(place, (-1, "")), (event.draw, event.group_id))
         if event.group_id not in self._failed and event.group_id not in self._taken:
             self._open.add(event.group_id)
@@ -234,8 +282,9 @@ class Admission:
             self._mark(self._places[group_id])
 
     def _mark(self, place: Place) -> None:
-        """A place is due again iff the latest group drawn there failed."""
-        if self._latest[place][1] in self._failed:
+        """A place is due again iff the latest group drawn there failed, though the task would teach."""
+        latest = self._latest[place][1]
+        if latest in self._failed and self._rates.get(latest, self._rules.pass_rates.low) in self._rules.pass_rates:
             self._again.add(place)
         else:
             self._again.discard(place)
@@ -274,6 +323,17 @@ def nth_place(position: int, rows: int, seed: int, source: int = 0) -> Place:
     """The position-th fresh place: the first epoch in file order, later ones shuffled by (seed, epoch)."""
     epoch, rank = divmod(position, rows)
     return Place(epoch, _order(epoch, rows, seed)[rank], source)
+
+
+def position_of(place: Place, rows: int, seed: int) -> int:
+    """Of which nth_place is the place."""
+    return place.epoch * rows + _ranks(place.epoch, rows, seed)[place.row]
+
+
+@lru_cache(maxsize=16)
+def _ranks(epoch: int, rows: int, seed: int) -> tuple[int, ...] | range:
+    order = _order(epoch, rows, seed)
+    return order if epoch == 0 else tuple(sorted(range(rows), key=order.__getitem__))
 
 
 @lru_cache(maxsize=16)

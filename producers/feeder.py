@@ -18,12 +18,22 @@ from turnlog.infra.log import Commit, Partition, Reached, Reader, Record, TopicM
 from turnlog.infra.roles.role import Role, RunPhase
 from turnlog.infra.roles.runs import Configured, configured
 from turnlog.names import RECORD_HEADER, ConsumerGroup, TransactionalId
-from turnlog.processors.core.fold_versions import scores_topic
-from turnlog.producers.admission import Admission, AdmissionRules, DueGroup, Place, Readiness, Rows
+from turnlog.processors.core.fold_versions import fold_version, scores_topic
+from turnlog.producers.admission import (
+    Admission,
+    AdmissionRules,
+    DueGroup,
+    PassRates,
+    Place,
+    Readiness,
+    Rows,
+    position_of,
+)
 from turnlog.producers.mix import Source, sources
 from turnlog.producers.tasks import checked_sampling
 from turnlog.schemas import UndecodableRecord, ids, topics
 from turnlog.schemas.events import Event, GroupRequested, Limits, Purpose, RolloutRequested, Sampling, SegmentSample
+from turnlog.settings import Settings, SettingsError
 
 log = logging.getLogger(__name__)
 FOLLOWED = (topics.GROUP_REQUESTS, topics.BATCHES, topics.STEPS, topics.WEIGHTS, topics.ENGINES)
@@ -35,6 +45,9 @@ LOOK_BACK = 64
 ADMITTED = Counter("turnlog_feeder_groups_admitted", "Groups asked for", ["drawn"])
 OPEN = Gauge("turnlog_feeder_groups_open", "Groups asked for that did not fail and that no draw has taken")
 ROOM = Gauge("turnlog_feeder_slots_free", "Groups that may be asked for now")
+PASSED_OVER_PLACES = Gauge(
+    "turnlog_feeder_places_passed_over", "Visits of tasks that were left out for their pass rate ([feeder] pass_rate_*)"
+)
 TRAINED = Gauge("turnlog_feeder_draws_trained", "Draws whose every batch was trained")
 
 
@@ -48,7 +61,7 @@ async def main(role: Role) -> None:
     Order of effects: 1. read what the run recorded, as soon as somebody has configured it, fence the last feeder; 2.
     read the log to its end; 3. per admission: read the floors of agent.sessions, then write the requests of all due
     groups in one transaction.
-    Raises BadSampling, BadMix, DatasetError, DatasetChanged, TopicMissing, OtherRun, OtherSettings.
+    Raises BadSampling, BadMix, DatasetError, DatasetChanged, TopicMissing, OtherRun, OtherSettings, SettingsError.
     """
     settings = role.settings
     sampling, limits = checked_sampling(settings)
@@ -107,8 +120,9 @@ class Feeder:
                 draws=settings.feeder.draws,
                 max_lag=run.batcher.max_lag,
                 publish_every=settings.trainer.publish_every,
-                sources=tuple(_rows(run, number, source) for number, source in enumerate(sources)),
+                sources=tuple(_rows(run, number, source, settings) for number, source in enumerate(sources)),
                 seed=settings.feeder.seed,
+                pass_rates=_pass_rates(settings, run.fold_version),
             )
         )
 
@@ -235,21 +249,36 @@ class Feeder:
     def _report(self) -> None:
         OPEN.set(self.admission.open)
         ROOM.set(self.admission.limit - self.admission.slots)
+        PASSED_OVER_PLACES.set(self.admission.passed_over)
         TRAINED.set(self.admission.draws_trained)
         if self.admission.finished and not self._told:
             self._told = True
             log.info("all %d draws are trained", self.admission.draws_trained)
 
 
-def _rows(run: Configured, number: int, source: Source) -> Rows:
+def _pass_rates(settings: Settings, version: str) -> PassRates:
+    """Raises SettingsError where the run's scores do not say rewards."""
+    feeder = settings.feeder
+    rates = PassRates(feeder.pass_rate_low, feeder.pass_rate_high, feeder.pass_rate_epochs)
+    if (rates.low, rates.high) != (0.0, 1.0) and not fold_version(version).group_rewards:
+        raise SettingsError(
+            f"feeder.pass_rate_low = {rates.low} and pass_rate_high = {rates.high}: this run began under fold version "
+            f"{version}, whose scores do not say which rollouts passed; leave them at 0 and 1, or start another run"
+        )
+    return rates
+
+
+def _rows(run: Configured, number: int, source: Source, settings: Settings) -> Rows:
     """What admission must know of it: the run's parent has passed places of the dataset, and left some of them."""
     dataset, parent = source.dataset, run.parent
     rows = Rows(dataset.name, len(dataset.rows), source.weight)
     if parent is None or parent.dataset != dataset.name:
         return rows
-    return replace(
-        rows, passed=parent.places, left=frozenset(Place(place.epoch, place.row, number) for place in parent.left)
-    )
+    left = frozenset(Place(place.epoch, place.row, number) for place in parent.left)
+    if parent.last is None:
+        return replace(rows, passed=parent.places, left=left)
+    last = Place(parent.last.epoch, parent.last.row, number)
+    return replace(rows, passed=position_of(last, rows.count, settings.feeder.seed) + 1, left=left)
 
 
 def _group(request: RolloutRequested) -> GroupRequested:

@@ -142,6 +142,12 @@ def checked_sampling(settings: Settings) -> tuple[Sampling, Limits]:
         "discarded and drawn again for ever",
     )
     _require(
+        feeder.pass_rate_low <= feeder.pass_rate_high,
+        "feeder.pass_rate_low",
+        feeder.pass_rate_low,
+        f"at most feeder.pass_rate_high ({feeder.pass_rate_high})",
+    )
+    _require(
         not feeder.oversample or settings.assembler.stragglers == "cut",
         "feeder.oversample",
         feeder.oversample,

@@ -119,18 +119,19 @@ async def _about(parent: Settings, folder: Path, cursor: Mapping[str, int | None
             for sample in batch.samples
         }
         requests = await all_events(role, topics.GROUP_REQUESTS)
-    dataset, places, left = position(requests, seen, before)
+    dataset, places, left, last = position(requests, seen, before)
     return RunParent(
         run_id=parent.run.id, checkpoint=folder.name, step=cursor["step"] or 0, draws=cursor["draws"] or 0,
-        dataset=dataset, places=places, left=left,
+        dataset=dataset, places=places, left=left, last=last,
     )  # fmt: skip
 
 
 def position(
     requests: Iterable[object], seen: Collection[str], before: RunParent | None
-) -> tuple[str, int, tuple[RunPlace, ...]]:
-    """(dataset, how many of its places were passed, those of them that no group of `seen` was about). `requests`: of
-    the parent, in order; fresh places are asked for in order, so the order of their first groups is the dataset's.
+) -> tuple[str, int, tuple[RunPlace, ...], RunPlace | None]:
+    """(dataset, how many of its places were asked for, those of them that no group of `seen` was about, the last).
+    `requests`: of the parent, in order; fresh places are asked for in order, so the order of their first groups is the
+    dataset's.
     `before`: what the parent had from its own parent."""
     asked = [one for one in requests if isinstance(one, GroupRequested) and one.purpose is Purpose.train]
     dataset = asked[0].dataset if asked else before.dataset if before else ""
@@ -142,7 +143,8 @@ def position(
     fresh = list(dict.fromkeys(place for place in at.values() if place not in left))
     passed = max((number for number, place in enumerate(fresh, 1) if place in trained), default=0)
     behind = (left | set(fresh[:passed])) - trained
-    return dataset, base + passed, tuple(sorted(behind, key=lambda place: (place.epoch, place.row)))
+    last = fresh[passed - 1] if passed else known.last if known else None
+    return dataset, base + passed, tuple(sorted(behind, key=lambda place: (place.epoch, place.row))), last
 
 
 async def _check_unbegun(new: Settings, about: RunParent) -> None:

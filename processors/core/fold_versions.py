@@ -40,6 +40,8 @@ class FoldVersion:
     samples and took a place in a draw."""
     group_scores: bool
     """A GroupEmitted goes out with each GroupScored, on a topic of its own. Before, there was none."""
+    group_rewards: bool
+    """It carries the rewards of the valid rollouts. Before, it had none."""
 
 
 VERSIONS = {
@@ -47,15 +49,19 @@ VERSIONS = {
     for version in (
         FoldVersion(
             name="1", aborted_leaves_train=False, steps_need_named_turns=False, retries_need_answers=False,
-            empty_groups_fail=False, group_scores=False,
+            empty_groups_fail=False, group_scores=False, group_rewards=False,
         ),
         FoldVersion(
             name="2", aborted_leaves_train=True, steps_need_named_turns=True, retries_need_answers=True,
-            empty_groups_fail=True, group_scores=True,
+            empty_groups_fail=True, group_scores=True, group_rewards=False,
+        ),
+        FoldVersion(
+            name="3", aborted_leaves_train=True, steps_need_named_turns=True, retries_need_answers=True,
+            empty_groups_fail=True, group_scores=True, group_rewards=True,
         ),
     )
 }  # fmt: skip
-LATEST = VERSIONS["2"]
+LATEST = VERSIONS["3"]
 FOLD_VERSION = LATEST.name
 """Of runs that begin today."""
 

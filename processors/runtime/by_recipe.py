@@ -8,6 +8,7 @@ from __future__ import annotations
 from prometheus_client import Counter, Summary
 
 from turnlog.processors.core.batches.progress import HeldVersion
+from turnlog.processors.core.fold.settlement import PASS
 from turnlog.schemas.events import Event, SegmentSample, SessionStarted, TurnTreeAssembled
 
 SESSIONS = Counter("turnlog_recipe_sessions", "Sessions that settled", ["recipe", "outcome"])
@@ -15,7 +16,6 @@ REWARD = Summary("turnlog_recipe_reward", "Rewards of sessions that settled", ["
 PASSED = Counter("turnlog_recipe_passed", "Sessions that settled with a reward of at least 1", ["recipe"])
 OUTPUT = Summary("turnlog_recipe_output_tokens", "Output tokens of sessions that settled", ["recipe"])
 LAG = Summary("turnlog_recipe_lag_versions", "Lag of the oldest token of rows that a draw took", ["recipe"])
-PASS = 1.0
 
 
 class SettledSessions:

@@ -197,3 +197,5 @@ class StepCompleted:
     """Ranks."""
     lag_excess: int = 0
     """By how much lag_max is above [batcher] max_lag: a batch is stepped as it was formed, whatever happened since."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What the algorithm measured before the step, by name: docs/algorithms.md says what each is."""

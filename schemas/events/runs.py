@@ -35,6 +35,8 @@ class RunParent:
     """Places of the dataset that were passed, in the feeder's order: the first fresh one of the run is behind them."""
     left: tuple[RunPlace, ...]
     """Of them, those that the checkpoint has not seen: the run's feeder asks for them first."""
+    last: RunPlace | None = None
+    """The last of them, which says where the feeder goes on when its parent passed tasks over. Null before v5."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

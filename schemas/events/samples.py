@@ -289,6 +289,8 @@ class GroupEmitted:
     """As in GroupScored."""
     fold_version: str
     settings_sha256: str
+    rewards: tuple[float, ...] = ()
+    """Of its valid rollouts, by rollout_index, as in GroupScored. Written by fold version 3 and later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -263,6 +263,12 @@ class FeederSettings:
     oversample: Amount = 0
     """Rollouts that are asked for beyond group_size. The group is closed once group_size can be trained on, and the
     rest is cut (assembler.stragglers = "cut")."""
+    pass_rate_low: Share = 0.0
+    """A task is passed over for a while when a smaller share of its last group had a reward of at least 1."""
+    pass_rate_high: Share = 1.0
+    """Or a larger one."""
+    pass_rate_epochs: Count = 2
+    """For how many epochs it is passed over then."""
     draws: Count = 30
     """Draws to train before the run ends."""
     seed: Seed = 0

@@ -46,7 +46,7 @@ from turnlog.schemas.events import (
 )
 from turnlog.schemas.events.batches import BatchSample
 from turnlog.schemas.types import BlobRef
-from turnlog.settings import BatcherSettings, FeederSettings, KafkaSettings, RunSettings, Settings
+from turnlog.settings import BatcherSettings, FeederSettings, KafkaSettings, RunSettings, Settings, SettingsError
 
 PROMPTS, GROUP, DRAWS = 3, 2, 4
 
@@ -591,13 +591,44 @@ async def test_a_forked_run_is_fed_from_where_the_checkpoint_is_in_the_dataset(s
     parent = RunParent(
         run_id="p", checkpoint="c", step=2, draws=2, dataset=read_dataset(path).name, places=4, left=(RunPlace(0, 1),)
     )
-    for dataset, rows in ((parent.dataset, {1, 4, 5}), ("another", {0, 1, 2})):
+    farther = dataclasses.replace(parent, last=RunPlace(0, 6))
+    cases = (
+        (parent, {1, 4, 5}),
+        (farther, {1, 7, 8}),  # its parent passed tasks over
+        (dataclasses.replace(parent, dataset="another"), {0, 1, 2}),
+    )
+    for said, rows in cases:
         log = MemoryLog()
         await log.create_topics(specs(settings))
         async with EventLog.open(log, registry, writer="test") as events:
-            said = dataclasses.replace(parent, dataset=dataset)
             await events.append(dataclasses.replace(configuration(settings), parent=said))
             bench = Bench(settings, log.broker, registry, events)
             await bench.started()
             async with bench.feeding():
                 assert {request.index for request in await bench.until(PROMPTS)} == rows
+
+
+def choosy(settings: Settings) -> Settings:
+    return dataclasses.replace(settings, feeder=dataclasses.replace(settings.feeder, pass_rate_low=0.1))
+
+
+async def test_a_task_that_nobody_passed_gives_way_to_a_fresh_one_and_a_new_feeder_goes_on_alike(bench: Bench) -> None:
+    await bench.started()
+    async with bench.feeding(choosy(bench.settings)):
+        first = await bench.until(PROMPTS)
+        emitted = figures(dataclasses.replace(scored(first[0].group_id, GroupStatus.discarded), fold_version="3"))
+        await bench.events.append(*(dataclasses.replace(one, rewards=(0.0, 0.0)) for one in emitted))
+        after = await bench.until(PROMPTS + 1)
+    fresh = {request.index for request in after} - {request.index for request in first}
+    assert fresh == {PROMPTS}
+    async with bench.feeding(choosy(bench.settings)) as feeding:
+        assert {request.group_id for request in await bench.until(PROMPTS + 1)} == {one.group_id for one in after}
+        assert not feeding.done()
+
+
+@pytest.mark.parametrize("bench", ["2"], indirect=True)
+async def test_pass_rates_are_refused_where_scores_do_not_say_what_passed(bench: Bench) -> None:
+    await bench.started()
+    with pytest.raises(SettingsError, match=r"feeder.pass_rate_low = 0.1 .* began under fold version 2"):
+        async with bench.feeding(choosy(bench.settings)) as feeding:
+            await feeding

@@ -150,6 +150,8 @@ def _stored(turn: Tokens, done: int) -> list[tuple[Tokens, int, int]]:
     return found[::-1]
 
 
+PASS = 1.0
+"""The least reward of a rollout that passed."""
 VALID = frozenset({Outcome.completed, Outcome.truncated, Outcome.agent_error})
 """Outcomes of an agent that lived to its end; every other one is a failure of ours and no reward 0."""
 NEVER_ACTED_ON = frozenset({MaskReason.aborted, MaskReason.undelivered})
@@ -369,8 +371,10 @@ def with_figures(outputs: Iterable[Event]) -> Iterator[Event]:
 
 def figures(scored: GroupScored) -> tuple[GroupEmitted, ...]:
     """What goes out with a score, in its transaction; nothing under a fold version that has none."""
-    if not fold_version(scored.fold_version).group_scores:
+    version = fold_version(scored.fold_version)
+    if not version.group_scores:
         return ()
+    valid = (rollout.reward for rollout in scored.rollouts if rollout.excluded_reason is None)
     return (
         GroupEmitted(
             event_id=digest("GroupEmitted", scored.group_id),
@@ -384,5 +388,6 @@ def figures(scored: GroupScored) -> tuple[GroupEmitted, ...]:
             books=scored.books,
             fold_version=scored.fold_version,
             settings_sha256=scored.settings_sha256,
+            rewards=tuple(reward for reward in valid if reward is not None) if version.group_rewards else (),
         ),
     )

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from turnlog.processors.core import RewardNotFinite, UnknownTurn
+from turnlog.processors.core.fold.settlement import figures
 from turnlog.processors.core.fold.spine import Spine
 from turnlog.processors.core.fold_versions import FOLD_VERSION, VERSIONS, UnknownFoldVersion, fold_version
 from turnlog.processors.core.methods.rules import FoldRules, fold_rules
@@ -22,7 +23,9 @@ from turnlog.schemas.events import (
 from turnlog.schemas.types import TurnId
 from turnlog.settings import FoldSettings
 
-ONE, TWO = (FoldRules(run_id="r", settings_sha256="s" * 64, min_valid=1, version=VERSIONS[name]) for name in "12")
+ONE, TWO, THREE = (
+    FoldRules(run_id="r", settings_sha256="s" * 64, min_valid=1, version=VERSIONS[name]) for name in "123"
+)
 BY_STEPS = tuple(replace(rules, estimator="step") for rules in (ONE, TWO))
 STEPS = Expects(reward=False, step_rewards=1)
 
@@ -74,9 +77,23 @@ def test_records_carry_the_version_that_folded_them(story):
         assert {folded.score.fold_version, folded.trees["a"].fold_version} == {rules.version.name}
 
 
+def test_the_figures_of_a_group_say_what_its_valid_rollouts_earned_from_version_3_on(story):
+    s = story(size=4)
+    for index, (name, outcome) in enumerate(
+        {"a": Outcome.completed, "b": Outcome.agent_error, "c": Outcome.infra_failure, "d": Outcome.completed}.items()
+    ):
+        s.turn(name, 0, "sq", "A")
+        s.end(name, reward=float(index), outcome=outcome)
+    assert [[one.rewards for one in figures(s.fold(rules).score)] for rules in (ONE, TWO, THREE)] == [
+        [],
+        [()],
+        [(0.0, 1.0, 3.0)],
+    ]
+
+
 def test_a_version_that_this_release_does_not_hold_is_refused_by_name():
-    with pytest.raises(UnknownFoldVersion, match=r"fold version '3' is unknown here \(1, 2 are known\)"):
-        fold_rules(FoldSettings(), run_id="r", settings_sha256="", version="3")
+    with pytest.raises(UnknownFoldVersion, match=r"fold version '9' is unknown here \(1, 2, 3 are known\)"):
+        fold_rules(FoldSettings(), run_id="r", settings_sha256="", version="9")
     assert fold_version(FOLD_VERSION) is VERSIONS[max(VERSIONS)]
 
 

@@ -10,11 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnlog.producers.admission import Admission, AdmissionRules, DueGroup, Place, Readiness, Rows, nth_place
+from turnlog.producers.admission import (
+    Admission,
+    AdmissionRules,
+    DueGroup,
+    PassRates,
+    Place,
+    Readiness,
+    Rows,
+    nth_place,
+    position_of,
+)
 from turnlog.schemas.events import (
     BatchSample,
     BatchSkipped,
     Event,
+    GroupEmitted,
     GroupRequested,
     GroupScored,
     GroupStatus,
@@ -47,6 +58,13 @@ def scored(group: str, status: GroupStatus) -> GroupScored:
         event_id=group, run_id="r", group_id=group, floor=0, task_id="t", purpose=Purpose.train, rollouts=(),
         baseline=None, std=None, estimator="grpo/1", status=status, reason="", samples=1,
         books=TreeBooks(0, 0, {}), fold_version="1", settings_sha256="",
+    )  # fmt: skip
+
+
+def emitted(group: str, *rewards: float, status: GroupStatus = GroupStatus.trained) -> GroupEmitted:
+    return GroupEmitted(
+        event_id=group, run_id="r", group_id=group, floor=0, purpose=Purpose.train, status=status, reason="",
+        samples=1, books=TreeBooks(0, 0, {}), fold_version="3", settings_sha256="", rewards=rewards,
     )  # fmt: skip
 
 
@@ -372,3 +390,72 @@ def test_groups_from_outside_take_no_slot_and_are_not_asked_for_again() -> None:
     admission.apply(scored("late", GroupStatus.discarded))
     assert (admission.slots, admission.open, admission.due()) == (before, 4, [])
     assert not admission.knows("outside")
+
+
+CHOOSY = dataclasses.replace(RULES, draws=20, pass_rates=PassRates(low=0.2, high=0.8, epochs=1))
+
+
+def drawn(admission: Admission, draw: int, rewards: dict[int, tuple[float, ...]]) -> list[str]:
+    """One draw, asked for, scored by row and trained: its groups."""
+    groups = []
+    for due in admission.due():
+        event = requested(due)
+        admission.apply(event)
+        admission.apply(emitted(event.group_id, *rewards.get(due.place.row, ())))
+        groups.append(event.group_id)
+    admission.apply(formed(draw, draw, groups, groups))
+    admission.apply(stepped(draw, draw))
+    return groups
+
+
+def test_a_task_that_none_or_all_passed_is_passed_over_for_some_epochs() -> None:
+    admission = Admission(dataclasses.replace(CHOOSY, prompts_per_draw=1))
+    rewards = {0: (0.0, 0.0), 1: (1.0, 0.0), 2: (1.0, 1.0)}
+    visits = [drawn(admission, draw, rewards)[0].removesuffix(".0").split(".")[:2] for draw in range(9)]
+    assert [row for epoch, row in visits if epoch == "g0"] == ["0", "1", "2"]
+    assert [row for epoch, row in visits if epoch == "g1"] == ["1"]
+    assert sorted(row for epoch, row in visits if epoch == "g2") == ["0", "1", "2"]
+    assert [row for epoch, row in visits if epoch == "g3"] == ["1"]
+    assert admission.passed_over == 4, "rows 0 and 2 in the epochs 1 and 3"
+
+
+def test_a_group_that_failed_is_drawn_again_only_if_its_task_would_teach() -> None:
+    admission = Admission(CHOOSY)
+    first, second = ask(admission)
+    admission.apply(emitted(first, 1.0, 1.0, status=GroupStatus.discarded))
+    admission.apply(emitted(second, 1.0, 0.0, status=GroupStatus.discarded))
+    assert ask(admission) == ["g0.1.1", "g0.2.0"], "row 0 gives way to a fresh task"
+
+
+def test_without_rates_a_failed_group_is_drawn_again_whatever_passed() -> None:
+    admission = Admission(RULES)
+    first, second = ask(admission)
+    admission.apply(emitted(second, 0.0, 0.0, status=GroupStatus.discarded))
+    admission.apply(emitted(first, 1.0, 1.0, status=GroupStatus.discarded))
+    assert ask(admission) == ["g0.0.1", "g0.1.1"]
+
+
+def test_passing_over_is_the_same_whichever_topic_is_read_first() -> None:
+    first, second = Admission(CHOOSY), Admission(CHOOSY)
+    history: list[Event] = []
+    groups = ask(first, history)
+    history += [emitted(groups[0], 0.0, 0.0, status=GroupStatus.discarded), formed(0, 0, groups[1:], groups[1:])]
+    for event in history[2:]:
+        first.apply(event)
+    history += [requested(due) for due in first.due()]
+    for event in reversed(history):
+        second.apply(event)
+    for event in history:
+        first.apply(event)
+    assert first.due() == second.due()
+    assert first.passed_over == second.passed_over
+
+
+@given(st.integers(0, 40), st.integers(1, 9), st.integers(0, 3))
+def test_a_place_says_its_position(position: int, rows: int, seed: int) -> None:
+    assert position_of(nth_place(position, rows, seed), rows, seed) == position
+
+
+def test_a_fork_goes_on_behind_the_tasks_that_its_parent_passed_over() -> None:
+    rules = dataclasses.replace(CHOOSY, sources=(dataclasses.replace(RULES.sources[0], passed=4),))
+    assert [due.place for due in Admission(rules).due()] == [nth_place(4, 3, 0), nth_place(5, 3, 0)]
