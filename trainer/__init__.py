@@ -4,6 +4,7 @@ What can be wrong in the trainer. Each ends the process; the supervisor restarts
 
 TrainerError
 ├── UnsupportedModel     the model folder describes something that the mapping to Megatron does not cover
+├── LayoutUnfit          the model cannot be shared as the settings say, or this machine lacks a device for a rank
 ├── WeightsMismatch      names or shapes of Hugging Face weights differ from the model's
 ├── BatchGap             the next manifest is not the next batch
 ├── BooksOff             the ranks together did not train the tokens that the manifest counts
@@ -25,6 +26,10 @@ class TrainerError(Exception):
 
 class UnsupportedModel(TrainerError):
     """Names the key of config.json and what is supported."""
+
+
+class LayoutUnfit(TrainerError):
+    """Raised before any rank starts; names the setting and what it must divide."""
 
 
 class WeightsMismatch(TrainerError):

@@ -9,7 +9,8 @@ A rank waits in a collective for as long as another one does not come, so a stop
 the others. Hence heartbeats: each counts up a key of the store where the ranks met, from a thread of its own over a
 connection of its own, and rank 0 looks whether it moves.
 
-    python -m turnlog.trainer.launch RANK WORLD TENSOR PIPELINE PORT       # a rank other than 0 on this machine
+    LOCAL_RANK=RANK python -m turnlog.trainer.launch RANK WORLD TENSOR PIPELINE CONTEXT EXPERT PORT
+                                                    # a rank other than 0 on this machine, and its device
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from turnlog.infra.roles.log_lines import instance_of
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer import mcore
 from turnlog.trainer.learner import Learner, StepResult
-from turnlog.trainer.plan import LearningPlan, Objective
+from turnlog.trainer.mcore import LOCAL_RANK
+from turnlog.trainer.plan import LearnerOptions, LearningPlan, Objective, check_layout
 from turnlog.trainer.shape import read_shape
 from turnlog.trainer.weights import Tensors, read_weights
 
@@ -47,7 +49,14 @@ IDLE = timedelta(days=7)
 
 @contextmanager
 def process_group(
-    *, rank: int = 0, world_size: int = 1, store: Store | None = None, tensor: int = 1, pipeline: int = 1
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    store: Store | None = None,
+    tensor: int = 1,
+    pipeline: int = 1,
+    context: int = 1,
+    expert: int = 1,
 ) -> Iterator[dist.ProcessGroup]:
     """Groups for `world_size` ranks; yields the control group (gloo on every device). One rank needs no port.
 
@@ -61,10 +70,15 @@ def process_group(
         dist.init_process_group(mcore.BACKEND, timeout=IDLE, store=store, rank=rank, world_size=world_size)
     try:
         mcore.parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline
+            tensor_model_parallel_size=tensor,
+            pipeline_model_parallel_size=pipeline,
+            context_parallel_size=context,
+            expert_model_parallel_size=expert,
+            expert_tensor_parallel_size=1,  # an expert is whole on a rank
         )
         yield dist.new_group(backend="gloo", timeout=IDLE)
     finally:
+        mcore.RouterReplay.clear_global_router_replay_instances()
         mcore.parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 
@@ -200,11 +214,14 @@ def torchrun_rank(environment: Mapping[str, str]) -> int | None:
 
 @contextmanager
 def ranks(plan: LearningPlan, beat: Beat = lambda _: None) -> Iterator[Ranks]:
-    """Rank 0 with its peers, on the weights of the plan's model folder. Raises UnsupportedModel, WeightsMismatch."""
+    """Rank 0 with its peers, on the weights of the plan's model folder. Raises UnsupportedModel, LayoutUnfit,
+    WeightsMismatch."""
+    check_layout(read_shape(plan.model), plan.options)
     if plan.world_size == 1 or torchrun_rank(os.environ) is not None:
         with _rank_zero(plan, None, beat) as everyone:
             yield everyone
         return
+    mcore.check_devices(plan.world_size)
     store = meeting_place(0, plan.world_size)
     children = [_start(plan, rank, store.port) for rank in range(1, plan.world_size)]
     try:
@@ -218,27 +235,31 @@ def ranks(plan: LearningPlan, beat: Beat = lambda _: None) -> Iterator[Ranks]:
             child.wait()
 
 
-def serve_rank(plan: LearningPlan | None, *, rank: int, world_size: int, tensor: int, pipeline: int, port: int) -> None:
-    """Be a rank other than 0 until released. `plan` None: rank 0 tells it; port 0: meet as torchrun says."""
+def serve_rank(*, rank: int, world_size: int, layout: Mapping[str, int], port: int) -> None:
+    """Be a rank other than 0 until released; rank 0 tells the plan. `layout`: see `layout_of`; port 0: meet as torchrun
+    says."""
     store = meeting_place(port, world_size) if port else None
-    with process_group(rank=rank, world_size=world_size, store=store, tensor=tensor, pipeline=pipeline) as control:
-        box: list[LearningPlan | None] = [plan]
+    with process_group(rank=rank, world_size=world_size, store=store, **layout) as control:
+        box: list[LearningPlan | None] = [None]
         dist.broadcast_object_list(box, src=0, group=control)
         assert box[0] is not None
         with beating(*_meeting_address(store), rank):
             follow(_learner(box[0]), control)
 
 
+def layout_of(options: LearnerOptions) -> dict[str, int]:
+    """The arguments of `process_group` that say how ranks share the model."""
+    return {
+        "tensor": options.tensor_parallel,
+        "pipeline": options.pipeline_parallel,
+        "context": options.context_parallel,
+        "expert": options.expert_parallel,
+    }
+
+
 @contextmanager
 def _rank_zero(plan: LearningPlan, store: TCPStore | None, beat: Beat) -> Iterator[Ranks]:
-    options = plan.options
-    with process_group(
-        rank=0,
-        world_size=plan.world_size,
-        store=store,
-        tensor=options.tensor_parallel,
-        pipeline=options.pipeline_parallel,
-    ) as control:
+    with process_group(world_size=plan.world_size, store=store, **layout_of(plan.options)) as control:
         if plan.world_size == 1:
             yield Ranks(_learner(plan), control, 1)
             return
@@ -258,19 +279,25 @@ def _learner(plan: LearningPlan) -> Learner:
     return Learner(read_shape(plan.model), read_weights(plan.weights), plan.options)
 
 
-def _start(plan: LearningPlan, rank: int, port: int) -> subprocess.Popen[bytes]:
-    options = plan.options
-    numbers = (rank, plan.world_size, options.tensor_parallel, options.pipeline_parallel, port)
+def follower(plan: LearningPlan, rank: int, port: int) -> tuple[list[str], dict[str, str]]:
+    """Command and environment of a rank other than 0 on this machine, which takes the device of its number."""
+    numbers = (rank, plan.world_size, *layout_of(plan.options).values(), port)
     command = [sys.executable, "-m", "turnlog.trainer.launch", *map(str, numbers)]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    return command, {**os.environ, LOCAL_RANK: str(rank)}
+
+
+def _start(plan: LearningPlan, rank: int, port: int) -> subprocess.Popen[bytes]:
+    command, environment = follower(plan, rank, port)
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
 
 
 def main(arguments: list[str]) -> None:
     """Serve until rank 0 releases us or dies."""
-    rank, world_size, tensor, pipeline, port = map(int, arguments)
+    rank, world_size, *shares, port = map(int, arguments)
     log_lines.begin(os.environ, sys.stderr)
     log_lines.speaks("trainer", run=os.environ.get("TURNLOG_RUN_ID", ""), instance=f"{instance_of('trainer')}-{rank}")
-    serve_rank(None, rank=rank, world_size=world_size, tensor=tensor, pipeline=pipeline, port=port)
+    layout = dict(zip(layout_of(LearnerOptions()), shares, strict=True))
+    serve_rank(rank=rank, world_size=world_size, layout=layout, port=port)
 
 
 if __name__ == "__main__":

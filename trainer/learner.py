@@ -12,6 +12,7 @@ resumes on another layout, and a re-run sees the same sums in the same order.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer import BooksOff, mcore
 from turnlog.trainer.checkpoint import load_state, save_state
 from turnlog.trainer.model import build_model, model_config
+from turnlog.trainer.models.attention import zigzag
 from turnlog.trainer.plan import LearnerOptions, Objective, scaled_logits
 from turnlog.trainer.shape import ModelShape, as_dict
 from turnlog.trainer.weights import Tensors, export_weights, load_weights
@@ -53,14 +55,14 @@ class PaddedRows:
     """[b] float32"""
 
 
-def padded(rows: BatchRows, microbatch: Microbatch, device: torch.device) -> PaddedRows:
-    """The rows of one microbatch. A trained first token, which nothing predicts, is left out; `step` then finds the
-    books off."""
+def padded(rows: BatchRows, microbatch: Microbatch, device: torch.device, *, multiple: int = 1) -> PaddedRows:
+    """The rows of one microbatch, `multiple` x n positions each. A trained first token, which nothing predicts, is left
+    out; `step` then finds the books off."""
     if not microbatch:
-        return _stand_in(device)
+        return _stand_in(device, multiple)
     index = np.asarray(microbatch)
     starts, lengths = rows.starts[index], rows.lengths[index].astype(np.int64)
-    width = max(2, int(lengths.max()))
+    width = 1 + -(-max(1, int(lengths.max()) - 1) // multiple) * multiple
     columns = np.arange(width)
     real = columns < lengths[:, None]
     at = np.where(real, starts[:, None] + columns, 0)
@@ -83,10 +85,10 @@ def padded(rows: BatchRows, microbatch: Microbatch, device: torch.device) -> Pad
     )
 
 
-def _stand_in(device: torch.device) -> PaddedRows:
-    """One row of one position and weight 0."""
-    integers = torch.zeros((1, 1), dtype=torch.int64, device=device)
-    floats = torch.zeros((1, 1), dtype=torch.float32, device=device)
+def _stand_in(device: torch.device, positions: int) -> PaddedRows:
+    """One row of weight 0."""
+    integers = torch.zeros((1, positions), dtype=torch.int64, device=device)
+    floats = torch.zeros((1, positions), dtype=torch.float32, device=device)
     return PaddedRows(
         inputs=integers,
         targets=integers,
@@ -97,6 +99,15 @@ def _stand_in(device: torch.device) -> PaddedRows:
         weights=floats,
         temperature=torch.ones(1, device=device),
     )
+
+
+def shared(batch: PaddedRows, rank: int, ranks: int) -> PaddedRows:
+    """What a context-parallel rank computes of it."""
+    if ranks == 1:
+        return batch
+    columns = zigzag(batch.inputs.size(1), rank, ranks).to(batch.inputs.device)
+    tables = [field.name for field in dataclasses.fields(batch) if getattr(batch, field.name).dim() > 1]
+    return dataclasses.replace(batch, **{name: getattr(batch, name)[:, columns].contiguous() for name in tables})
 
 
 Microbatch = tuple[int, ...]
@@ -172,12 +183,7 @@ class Learner:
         mcore.tensor_parallel.model_parallel_cuda_manual_seed(options.seed)
         self.shape, self._options = shape, options
         with mcore.quiet():
-            self._config = model_config(
-                shape,
-                tensor_parallel=options.tensor_parallel,
-                pipeline_parallel=options.pipeline_parallel,
-                dtype=options.dtype,
-            )
+            self._config = model_config(shape, options)
             self._model = build_model(shape, self._config, vocabulary_multiple=options.vocabulary_multiple)
             load_weights(self._model, weights, shape)
             distributed = mcore.DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
@@ -242,7 +248,9 @@ class Learner:
         rank = mcore.parallel_state.get_data_parallel_rank()
         ranks = mcore.parallel_state.get_data_parallel_world_size()
         plan = microbatches(rows.lengths.tolist(), ranks, self._options.microbatch_tokens)[rank]
-        batches = [padded(rows, microbatch, mcore.DEVICE) for microbatch in plan]
+        context = mcore.parallel_state.get_context_parallel_rank(), self._options.context_parallel
+        multiple = self._options.multiple
+        batches = [shared(padded(rows, one, mcore.DEVICE, multiple=multiple), *context) for one in plan]
         forward = _Forward(objective, self.shape.vocabulary, trained)
         self._schedule(
             forward_step_func=forward,
@@ -310,8 +318,9 @@ class Totals:
         """Only the last pipeline stage has sums; every rank gets them."""
         state = mcore.parallel_state
         sums, gap_max = forward.sums.to(mcore.DEVICE), forward.gap_max.to(mcore.DEVICE)
-        dist.all_reduce(sums, group=state.get_data_parallel_group())
-        dist.all_reduce(gap_max, op=dist.ReduceOp.MAX, group=state.get_data_parallel_group())
+        group = state.get_data_parallel_group(with_context_parallel=True)
+        dist.all_reduce(sums, group=group)
+        dist.all_reduce(gap_max, op=dist.ReduceOp.MAX, group=group)
         if state.get_pipeline_model_parallel_world_size() > 1:
             last, stages = state.get_pipeline_model_parallel_last_rank(), state.get_pipeline_model_parallel_group()
             dist.broadcast(sums, last, group=stages)

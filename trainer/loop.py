@@ -176,15 +176,7 @@ def _warming(role: Role, step: int, steps: int, loss: float) -> None:
 
 
 def _follow(plan: LearningPlan, rank: int) -> None:
-    options = plan.options
-    launch.serve_rank(
-        None,
-        rank=rank,
-        world_size=plan.world_size,
-        tensor=options.tensor_parallel,
-        pipeline=options.pipeline_parallel,
-        port=0,
-    )
+    launch.serve_rank(rank=rank, world_size=plan.world_size, layout=launch.layout_of(plan.options), port=0)
 
 
 class LearnerThread:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,7 +11,30 @@ from typing import Any
 
 import torch
 
-from turnlog.trainer import megatron_cpu
+from turnlog.trainer import LayoutUnfit, megatron_cpu
+
+LOCAL_RANK = "LOCAL_RANK"
+"""A rank's number on its machine, where torchrun puts it, too."""
+
+
+def own_device(environment: Mapping[str, str]) -> torch.device:
+    """This rank's device, made current: among those of its machine the one of its local rank. Megatron asks for the
+    current device as soon as it is imported. Raises LayoutUnfit."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local = int(environment.get(LOCAL_RANK, "0"))
+    check_devices(local + 1)
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+def check_devices(ranks: int) -> None:
+    """Raises LayoutUnfit unless each of so many ranks on this machine has a device of its own; on CPU they share it."""
+    if torch.cuda.is_available() and ranks > torch.cuda.device_count():
+        raise LayoutUnfit(f"{ranks} ranks on this machine need a device each, torch sees {torch.cuda.device_count()}")
+
+
+DEVICE = own_device(os.environ)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it says at import that TransformerEngine and apex are absent
@@ -30,16 +54,18 @@ with warnings.catch_warnings():
         get_gpt_layer_local_spec,
     )
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, vocab_parallel_cross_entropy
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.enums import ModelType
     from megatron.core.transformer.module import Float16Module, MegatronModule
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
     ON_CPU = megatron_cpu.enable()
     megatron_cpu.install()
 
-DEVICE = torch.device("cpu") if ON_CPU else torch.device("cuda", torch.cuda.current_device())
 BACKEND = "gloo" if ON_CPU else "nccl"
 """By device: torch says that NCCL is available on machines without a GPU too."""
 
@@ -61,6 +87,7 @@ def quiet() -> Iterator[None]:
 __all__ = [
     "BACKEND",
     "DEVICE",
+    "LOCAL_RANK",
     "ON_CPU",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
@@ -69,14 +96,22 @@ __all__ = [
     "MegatronModule",
     "ModelType",
     "OptimizerConfig",
+    "PackedSeqParams",
+    "RouterReplay",
+    "RouterReplayAction",
     "TorchDistSaveShardedStrategy",
+    "TransformerBlockSubmodules",
     "TransformerConfig",
+    "check_devices",
     "dist_checkpointing",
     "filesystem_async",
     "finalize_model_grads",
+    "gather_from_sequence_parallel_region",
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",
+    "get_num_layers_to_build",
+    "own_device",
     "parallel_state",
     "quiet",
     "rewrite_common",

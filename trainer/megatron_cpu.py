@@ -38,20 +38,24 @@ MODULES = (
     "optimizer.optimizer", "optimizer.clip_grads", "optimizer.distrib_optimizer", "optimizer.grad_scaler",
     "transformer.utils", "transformer.attention", "transformer.dot_product_attention", "transformer.module",
     "transformer.transformer_layer", "transformer.transformer_block", "transformer.mlp",
-    "models.gpt.gpt_model", "models.common.embeddings.rotary_pos_embedding",
+    "transformer.moe.router", "transformer.moe.moe_utils", "transformer.moe.experts",
+    "transformer.moe.token_dispatcher",
+    "models.gpt.gpt_model", "models.common.embeddings.rotary_pos_embedding", "models.common.embeddings.rope_utils",
     "models.common.language_module.language_module",
     "dist_checkpointing.exchange_utils", "dist_checkpointing.strategies.async_utils",
     "dist_checkpointing.strategies.filesystem_async", "dist_checkpointing.strategies.fully_parallel",
     "dist_checkpointing.strategies.state_dict_saver",
 )
 # fmt: on
-"""Modules on the path of dense GPT training and checkpointing that mention CUDA."""
+"""Modules on the path of GPT training, dense and of experts, and checkpointing that mention CUDA."""
 SCOPED = (
     ("optimizer.optimizer", "clip_grad_by_total_norm_fp32"),
     ("optimizer.optimizer", "Float16OptimizerWithFloat16Params.__init__"),
     ("optimizer.distrib_optimizer", "DistributedOptimizer.__init__"),
     ("optimizer.distrib_optimizer", "DistributedOptimizer.get_parameter_state_dp_zero"),
     ("models.common.language_module.language_module", "LanguageModule.setup_embeddings_and_output_layer"),
+    ("models.common.embeddings.rotary_pos_embedding", "get_pos_emb_on_this_cp_rank"),
+    ("models.common.embeddings.rope_utils", "get_pos_emb_on_this_cp_rank"),
     ("dist_checkpointing.exchange_utils", "exchange_loaded_tensors_gather_rounds"),
     ("dist_checkpointing.exchange_utils", "exchange_loaded_tensors_broadcast"),
     ("tensor_parallel.data", "broadcast_data"),
@@ -74,11 +78,18 @@ def enable() -> bool:
         importlib.import_module(f"megatron.core.{name}").torch = proxy  # type: ignore[attr-defined]
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)  # type: ignore[attr-defined]
+    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    dispatcher.maybe_move_tensor_to_cpu = _as_numpy  # type: ignore[attr-defined]
     for name, path in SCOPED:
         *outer, leaf = path.split(".")
         owner: Any = functools.reduce(getattr, outer, importlib.import_module(f"megatron.core.{name}"))
         setattr(owner, leaf, _scoped(getattr(owner, leaf)))
     return True
+
+
+def _as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Megatron makes split sizes of tokens between expert-parallel ranks numbers only where they come from a GPU."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 class _Stream(torch.cpu.Stream):
@@ -137,6 +148,8 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
         device = named.get("device")
         if device is not None and (str(device).startswith("cuda") or type(device) is int):
             named["device"] = CPU
+        if named.pop("pin_memory", False):
+            named["pin_memory"] = False  # pinned memory is a GPU's
         return factory(*args, **named)
 
     return make
@@ -216,7 +229,11 @@ class GroupStepAdam(torch.optim.Optimizer):
 
 
 def install() -> None:
-    """Give Megatron this Adam where it would fall back to torch.optim.AdamW."""
+    """Give Megatron this Adam where it would fall back to torch.optim.AdamW, and a name that its router asks for and
+    that without TransformerEngine nothing defines."""
+    mixtures: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(mixtures, "te_general_gemm"):
+        mixtures.te_general_gemm = None
     optimizer: Any = importlib.import_module("megatron.core.optimizer")
     if optimizer.USING_PYTORCH_OPTIMIZER:
         optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = GroupStepAdam, False

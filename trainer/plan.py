@@ -8,6 +8,7 @@ the ratio taken against the log-probs recorded by the engine.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from pathlib import Path
 import torch
 
 from turnlog.settings import Settings, SettingsError
+from turnlog.trainer import LayoutUnfit
+from turnlog.trainer.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,10 @@ class LearnerOptions:
 
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    context_parallel: int = 1
+    expert_parallel: int = 1
+    sequence_parallel: bool = False
+    recompute: str = "none"
     microbatch_tokens: int = 8192
     beta1: float = 0.9
     beta2: float = 0.95
@@ -78,6 +85,33 @@ class LearnerOptions:
     dtype: str = "float32"
     threads: int = 1
     vocabulary_multiple: int = 1
+
+    @property
+    def multiple(self) -> int:
+        """Of what a row's positions are padded to a multiple: context-parallel ranks take two chunks of equal length
+        each, which sequence-parallel ranks share in turn."""
+        chunks = 2 * self.context_parallel if self.context_parallel > 1 else 1
+        return chunks * (self.tensor_parallel if self.sequence_parallel else 1)
+
+
+def check_layout(shape: ModelShape, options: LearnerOptions) -> None:
+    """Raises LayoutUnfit for a model that the ranks cannot share equally, or that Megatron does not train so."""
+    tensor, pipeline, expert = options.tensor_parallel, options.pipeline_parallel, options.expert_parallel
+    shares = [
+        ("tensor_parallel", tensor, "attention heads", shape.heads),
+        ("tensor_parallel", tensor, "key-value heads", shape.groups),
+        ("pipeline_parallel", pipeline, "layers", shape.layers),
+        ("expert_parallel", expert, "experts", shape.experts),
+    ]
+    if not shape.experts:
+        shares.append(("tensor_parallel", tensor, "intermediate size", shape.ffn))
+    for setting, ranks, what, count in shares:
+        if count % ranks:
+            raise LayoutUnfit(f"trainer.{setting} = {ranks} does not divide the model's {what} ({count})")
+    if expert > 1 and not shape.experts:
+        raise LayoutUnfit(f"trainer.expert_parallel = {expert} of a model without experts ({shape.kind})")
+    if shape.experts and tensor > 1 and not options.sequence_parallel:
+        raise LayoutUnfit("trainer.tensor_parallel of a mixture of experts needs trainer.sequence_parallel = true")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,12 +142,15 @@ class LearningPlan:
 def learning_plan(settings: Settings) -> LearningPlan:
     """The plan of a run. Raises SettingsError for a layout that its ranks cannot make."""
     trainer = settings.trainer
-    copy = trainer.tensor_parallel * trainer.pipeline_parallel
-    if trainer.world_size % copy:
-        raise SettingsError(
-            f"trainer.world_size must be a multiple of tensor_parallel x pipeline_parallel = {copy}, "
-            f"got {trainer.world_size}"
-        )
+    for names in (("tensor", "pipeline", "context"), ("expert", "pipeline")):
+        copy = math.prod(getattr(trainer, f"{name}_parallel") for name in names)
+        if trainer.world_size % copy:
+            product = " x ".join(f"{name}_parallel" for name in names)
+            raise SettingsError(
+                f"trainer.world_size must be a multiple of {product} = {copy}, got {trainer.world_size}"
+            )
+    if trainer.sequence_parallel and trainer.tensor_parallel == 1:
+        raise SettingsError("trainer.sequence_parallel needs tensor_parallel above 1")
     return LearningPlan(
         model=Path(settings.model.path),
         weights=Path(trainer.initial_weights or settings.model.path),
@@ -121,6 +158,10 @@ def learning_plan(settings: Settings) -> LearningPlan:
         options=LearnerOptions(
             tensor_parallel=trainer.tensor_parallel,
             pipeline_parallel=trainer.pipeline_parallel,
+            context_parallel=trainer.context_parallel,
+            expert_parallel=trainer.expert_parallel,
+            sequence_parallel=trainer.sequence_parallel,
+            recompute=trainer.recompute,
             microbatch_tokens=trainer.microbatch_tokens,
             beta1=trainer.beta1,
             beta2=trainer.beta2,

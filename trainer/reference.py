@@ -1,18 +1,24 @@
 """What the trainer is held against: random batches without agents, and the same step in plain transformers and torch.
 
 The plain step shares nothing with the Learner but the formula: no Megatron, no microbatches, no padding; autograd over
-the log softmax of each row, torch.optim.AdamW and clip_grad_norm_. Both, on any number of ranks, as one printed line:
+the log softmax of each row, torch.optim.AdamW and clip_grad_norm_. Both, on any number of ranks and in one layout of
+them after another, as a printed line each:
 
-python -m turnlog.trainer.reference TENSOR PIPELINE STEPS
-torchrun --nproc-per-node 2 -m turnlog.trainer.reference 2 1 4      # tensor parallel; 1 1: data, 1 2: pipeline
+python -m turnlog.trainer.reference STEPS dp
+torchrun --nproc-per-node 4 -m turnlog.trainer.reference 2 tp2-pp2 tp2-sp-ep2 cp2-tied
+
+A layout is named by what its ranks share: tp tensor, pp pipeline, cp context, ep expert parallel; sp: sequence
+parallel. Ranks that are left are data parallel. With ep the model is a mixture of experts; tied: its output layer is
+the embedding.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer, models
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from turnlog.infra.batch_files import MEDIA_TYPE, write_rows
 from turnlog.infra.blobs import Blobs
@@ -28,10 +35,10 @@ from turnlog.processors.core.batches.rows import BatchRows, rows_sha256
 from turnlog.schemas.events import BatchSample, SampleBatchFormed, Weighting
 from turnlog.schemas.ids import digest
 from turnlog.schemas.types import BlobRef
-from turnlog.trainer.launch import process_group
+from turnlog.trainer.launch import layout_of, process_group
 from turnlog.trainer.learner import Learner
-from turnlog.trainer.plan import LearnerOptions, PolicyGradient
-from turnlog.trainer.shape import TINY, ModelShape, config_json
+from turnlog.trainer.plan import LearnerOptions, PolicyGradient, check_layout
+from turnlog.trainer.shape import TINY, TINY_MIXTURE, ModelShape, config_json
 from turnlog.trainer.warm_start import make_base, random_weights
 
 
@@ -152,7 +159,7 @@ class PlainLearner:
         config = AutoConfig.for_model(values.pop("model_type"), **values)
         of_config: Any = AutoModelForCausalLM.from_config
         self._model: Any = of_config(config, attn_implementation="eager").float()
-        self._model.load_state_dict(dict(weights), strict=not shape.tied)
+        self._model.load_state_dict(_fused(weights, shape), strict=not shape.tied)
         self._clip = options.clip_grad
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(),
@@ -185,32 +192,71 @@ class PlainLearner:
         return PlainStep(float(total), float(norm))
 
     def export(self) -> dict[str, torch.Tensor]:
-        """The weights."""
+        """The weights, experts fused as transformers holds them."""
         return {name: tensor.detach().clone() for name, tensor in self._model.state_dict().items()}
+
+
+def _fused(weights: Mapping[str, torch.Tensor], shape: ModelShape) -> dict[str, torch.Tensor]:
+    """With the experts of a layer as one tensor, as transformers 5 holds them; its files have one each."""
+    if not shape.experts:
+        return dict(weights)
+    fused = {name: tensor for name, tensor in weights.items() if ".experts." not in name}
+    for layer in range(shape.layers):
+        at = f"model.layers.{layer}.mlp.experts."
+        gate, up, down = (
+            torch.stack([weights[f"{at}{expert}.{x}_proj.weight"] for expert in range(shape.experts)])
+            for x in ("gate", "up", "down")
+        )
+        fused |= {f"{at}gate_up_proj": torch.cat([gate, up], 1), f"{at}down_proj": down}
+    return fused
 
 
 RATE = 1e-3
 
 
-def main(tensor: int, pipeline: int, steps: int) -> None:
-    """Print {"steps": [[loss, its reference, gradient norm, its reference], ...], "weights": max |difference|}."""
+SHARES = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "cp": "context_parallel", "ep": "expert_parallel"}
+
+
+def layout(name: str) -> tuple[ModelShape, LearnerOptions]:
+    """The model and the options of a layout by name, `tp2-sp-ep2`. Raises ValueError, LayoutUnfit."""
+    words = name.split("-")
+    shares: dict[str, Any] = {SHARES[word[:2]]: int(word[2:]) for word in words if word[:2] in SHARES}
+    if unknown := [word for word in words if word[:2] not in SHARES and word not in ("dp", "sp", "tied")]:
+        raise ValueError(f"layout {name!r}: {unknown[0]} is none of {', '.join(SHARES)} and a number, dp, sp, tied")
+    options = LearnerOptions(**shares, sequence_parallel="sp" in words, microbatch_tokens=200)
+    shape = dataclasses.replace(TINY_MIXTURE if "expert_parallel" in shares else TINY, tied="tied" in words)
+    check_layout(shape, options)
+    return shape, options
+
+
+def main(steps: int, names: Sequence[str]) -> None:
+    """Print {"layout": name, "steps": [[loss, its reference, gradient norm, its reference], ...], "weights":
+    max |difference|, "exact": whether an export gives back what was loaded} of each."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     torch.set_num_threads(1)
-    weights = random_weights(TINY, 1)
-    options = LearnerOptions(tensor_parallel=tensor, pipeline_parallel=pipeline, microbatch_tokens=200)
-    objective = PolicyGradient(0.2, 0.2)
-    with process_group(rank=rank, world_size=world_size, tensor=tensor, pipeline=pipeline):
-        learner, plain = Learner(TINY, weights, options), PlainLearner(TINY, weights, options)
-        results = []
-        for step in range(steps):
-            rows = synthetic_rows(step)
-            ours, theirs = learner.step(rows, objective, RATE), plain.step(rows, objective, RATE)
-            results.append((ours.loss, theirs.loss, ours.grad_norm, theirs.grad_norm))
-        exported, wanted = learner.export(), plain.export()
-        difference = max(float((tensor - wanted[name]).abs().max()) for name, tensor in exported.items())
+    met = None
+    if world_size > 1:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        met = TCPStore(host, port, is_master=False, wait_for_workers=False)
+    for name in names:
+        shape, options = layout(name)
+        weights, objective = random_weights(shape, 1), PolicyGradient(0.2, 0.2)
+        store = PrefixStore(name, met) if met else None
+        with process_group(rank=rank, world_size=world_size, store=store, **layout_of(options)):
+            learner = Learner(shape, weights, options)
+            exact = all(torch.equal(tensor, weights[key]) for key, tensor in learner.export().items())
+            ours = [learner.step(synthetic_rows(step), objective, RATE) for step in range(steps)]
+            exported = learner.export()
         if rank == 0:
-            print(json.dumps({"steps": results, "weights": difference}))
+            plain = PlainLearner(shape, weights, options)
+            theirs = [plain.step(synthetic_rows(step), objective, RATE) for step in range(steps)]
+            found = [
+                (own.loss, other.loss, own.grad_norm, other.grad_norm) for own, other in zip(ours, theirs, strict=True)
+            ]
+            wanted = plain.export()
+            difference = max(float((x - wanted[key]).abs().max()) for key, x in _fused(exported, shape).items())
+            print(json.dumps({"layout": name, "steps": found, "weights": difference, "exact": exact}), flush=True)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(int(sys.argv[1]), sys.argv[2:])

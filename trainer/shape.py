@@ -1,24 +1,41 @@
-"""What config.json of a Hugging Face folder says of a dense Qwen2 or Qwen3: everything that decides tensor shapes."""
+"""Model families: what config.json of a Hugging Face folder says, and by which names Megatron knows its tensors.
+
+A family is a decoder of grouped-query attention, SwiGLU (dense, or a mixture of experts), RMSNorm and rotary positions.
+Those below are built in; a package offers another one by the entry point `turnlog.models` (docs/models.md).
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from turnlog.infra.offers import offered
+from turnlog.names import EntryPointGroup
 from turnlog.trainer import UnsupportedModel
 
-ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """Llama 3's: wavelengths above the `original` positions / `low` are stretched by `factor`, those below `original` /
+    `high` are not, and between them it is interpolated."""
+
+    factor: float
+    low: float
+    high: float
+    original: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A dense decoder with grouped-query attention, SwiGLU, RMSNorm and rotary positions."""
+    """Everything that decides tensor shapes and what they compute."""
 
     kind: str
-    """qwen2: bias on q, k, v; qwen3: RMSNorm on q and k."""
+    """model_type: its family."""
     layers: int
     hidden: int
     heads: int
@@ -26,12 +43,20 @@ class ModelShape:
     """Key-value heads."""
     head_dim: int
     ffn: int
+    """Of a dense layer."""
     vocabulary: int
     positions: int
     norm_epsilon: float
     rope_theta: float
     tied: bool
     """The output layer shares the embedding."""
+    rope_scaling: RopeScaling | None = None
+    experts: int = 0
+    """Of each layer; 0: the model is dense."""
+    experts_per_token: int = 0
+    expert_ffn: int = 0
+    normalized_routing: bool = True
+    """The weights of a token's experts sum to 1."""
 
 
 TINY = ModelShape(
@@ -49,6 +74,125 @@ TINY = ModelShape(
     tied=False,
 )
 """The recipes' policy: half a megabyte, learns one-digit arithmetic with a tool in a minute of two CPU cores."""
+TINY_MIXTURE = dataclasses.replace(TINY, kind="qwen3_moe", experts=4, experts_per_token=2, expert_ffn=32)
+"""The same with four experts a layer, two of them per token."""
+
+Joined = Literal["", "qkv", "gate_up"]
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One parameter of Megatron's and the Hugging Face tensors that it holds."""
+
+    megatron: str
+    """Layers and experts are numbered over all ranks."""
+    parts: tuple[tuple[str, Sizes], ...]
+    """(Hugging Face name, shape)"""
+    cut: int | None = None
+    """The dimension that tensor-parallel ranks share; None: each holds all of it."""
+    joined: Joined = ""
+    """qkv: per query group [its q heads | k | v], stacked; gate_up: each part is cut, then they are stacked."""
+
+
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+LAYER, EXPERT = "decoder.layers.", ".experts.local_experts."
+
+
+def decoder_tensors(shape: ModelShape) -> Iterator[Tensor]:
+    """Every tensor, by the names that Llama and Qwen gave them. Random weights are drawn in this order."""
+    yield Tensor(EMBEDDING, (("model.embed_tokens.weight", (shape.vocabulary, shape.hidden)),), 0)
+    yield Tensor("decoder.final_layernorm.weight", (("model.norm.weight", (shape.hidden,)),))
+    if not shape.tied:
+        yield Tensor(OUTPUT, (("lm_head.weight", (shape.vocabulary, shape.hidden)),), 0)
+    for layer in range(shape.layers):
+        h, m = f"model.layers.{layer}.", f"{LAYER}{layer}."
+        for theirs, ours in (("input", "input"), ("post_attention", "pre_mlp")):
+            yield Tensor(f"{m}{ours}_layernorm.weight", ((f"{h}{theirs}_layernorm.weight", (shape.hidden,)),))
+        yield from _attention(shape, f"{h}self_attn.", f"{m}self_attention.")
+        if not shape.experts:
+            yield from _feed_forward(f"{h}mlp.", f"{m}mlp.", shape.hidden, shape.ffn, cut=True)
+            continue
+        yield Tensor(f"{m}mlp.router.weight", ((f"{h}mlp.gate.weight", (shape.experts, shape.hidden)),))
+        for expert in range(shape.experts):
+            names = f"{h}mlp.experts.{expert}.", f"{m}mlp{EXPERT}{expert}."
+            yield from _feed_forward(*names, shape.hidden, shape.expert_ffn, cut=False)
+
+
+def _attention(shape: ModelShape, h: str, m: str) -> Iterator[Tensor]:
+    q, kv = shape.heads * shape.head_dim, shape.groups * shape.head_dim
+    rows = (("q", q), ("k", kv), ("v", kv))
+    own = family(shape.kind)
+    weights = tuple((f"{h}{x}_proj.weight", (size, shape.hidden)) for x, size in rows)
+    yield Tensor(f"{m}linear_qkv.weight", weights, 0, "qkv")
+    if own.qkv_bias:
+        yield Tensor(f"{m}linear_qkv.bias", tuple((f"{h}{x}_proj.bias", (size,)) for x, size in rows), 0, "qkv")
+    if own.qk_norm:
+        for x in "qk":
+            yield Tensor(f"{m}{x}_layernorm.weight", ((f"{h}{x}_norm.weight", (shape.head_dim,)),))
+    yield Tensor(f"{m}linear_proj.weight", ((f"{h}o_proj.weight", (shape.hidden, q)),), 1)
+
+
+def _feed_forward(h: str, m: str, hidden: int, ffn: int, *, cut: bool) -> Iterator[Tensor]:
+    gate_up = tuple((f"{h}{x}_proj.weight", (ffn, hidden)) for x in ("gate", "up"))
+    yield Tensor(f"{m}linear_fc1.weight", gate_up, 0 if cut else None, "gate_up")
+    yield Tensor(f"{m}linear_fc2.weight", ((f"{h}down_proj.weight", (hidden, ffn)),), 1 if cut else None)
+
+
+Config = Mapping[str, Any]
+"""config.json"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What models of one model_type have in common."""
+
+    model_type: str
+    architecture: str
+    """The class of transformers' that an exported config.json names."""
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    """RMSNorm over each head of q and k."""
+    mixture: bool = False
+    """A mixture of experts in every layer."""
+    only: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    """Key of config.json -> the values that it may have where it is given: those that the Megatron model computes."""
+    tensors: Callable[[ModelShape], Iterator[Tensor]] = decoder_tensors
+
+
+_NO_WINDOW = {"use_sliding_window": (False, None)}
+_NO_BIAS: dict[str, tuple[Any, ...]] = {"attention_bias": (False,), "mlp_bias": (False,)}
+FAMILIES = {
+    each.model_type: each
+    for each in (
+        Family(model_type="qwen2", architecture="Qwen2ForCausalLM", qkv_bias=True, only=_NO_WINDOW),
+        Family(model_type="qwen3", architecture="Qwen3ForCausalLM", qk_norm=True, only=_NO_WINDOW | _NO_BIAS),
+        Family(model_type="llama", architecture="LlamaForCausalLM", only=_NO_BIAS),
+        Family(
+            model_type="qwen3_moe",
+            architecture="Qwen3MoeForCausalLM",
+            qk_norm=True,
+            mixture=True,
+            only=_NO_WINDOW | _NO_BIAS | {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+        ),
+    )
+}
+"""Qwen2 and Qwen2.5, Qwen3, Llama 3, and Qwen3's mixtures of experts."""
+
+
+@functools.cache
+def family(model_type: str) -> Family:
+    """A built-in family, or the one that a package offers as `model_type`. Raises UnsupportedModel."""
+    if model_type in FAMILIES:
+        return FAMILIES[model_type]
+    points = offered(EntryPointGroup.MODELS, "model family", UnsupportedModel)
+    if model_type not in points:
+        known = ", ".join(sorted({*FAMILIES, *points}))
+        raise UnsupportedModel(f"model_type {model_type!r}; known: {known}; docs/models.md says how to add one")
+    found = points[model_type].load()
+    if not isinstance(found, Family) or found.model_type != model_type:
+        raise UnsupportedModel(f"entry point {points[model_type].value} must be a Family of model_type {model_type!r}")
+    return found
 
 
 def read_shape(folder: Path) -> ModelShape:
@@ -57,38 +201,71 @@ def read_shape(folder: Path) -> ModelShape:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     except FileNotFoundError:
         raise UnsupportedModel(f"{folder} has no config.json; [model] path must be a Hugging Face folder") from None
-    kind = config.get("model_type")
-    if kind not in ARCHITECTURES:
-        raise UnsupportedModel(f"{folder}: model_type {kind!r}; supported: {', '.join(ARCHITECTURES)}")
+    try:
+        return _shape(config)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{folder}: {error}") from error
+    except KeyError as error:
+        raise UnsupportedModel(f"{folder}: config.json has no {error}") from error
+
+
+def _shape(config: dict[str, Any]) -> ModelShape:
+    own = family(str(config.get("model_type")))
+    for key, values in {"hidden_act": ("silu",), **own.only}.items():
+        if key in config and config[key] not in values:
+            raise UnsupportedModel(f"{key} = {config[key]!r} is not supported; supported: {values[0]!r}")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if rope.get("rope_type", rope.get("type", "default")) != "default":
-        raise UnsupportedModel(f"{folder}: scaled rotary positions {rope} are not supported")
-    if config.get("use_sliding_window") or config.get("hidden_act", "silu") != "silu":
-        raise UnsupportedModel(f"{folder}: sliding windows and activations other than silu are not supported")
+    heads = config["num_attention_heads"]
     return ModelShape(
-        kind=kind,
+        kind=own.model_type,
         layers=config["num_hidden_layers"],
         hidden=config["hidden_size"],
-        heads=config["num_attention_heads"],
-        groups=config["num_key_value_heads"],
-        head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        heads=heads,
+        groups=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
         ffn=config["intermediate_size"],
         vocabulary=config["vocab_size"],
         positions=config["max_position_embeddings"],
         norm_epsilon=config["rms_norm_eps"],
         rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
         tied=bool(config.get("tie_word_embeddings", False)),
+        rope_scaling=_rope_scaling(rope),
+        **(_mixture(config) if own.mixture else {}),
+    )
+
+
+def _mixture(config: Config) -> dict[str, Any]:
+    return {
+        "experts": config.get("num_experts") or config["num_local_experts"],
+        "experts_per_token": config["num_experts_per_tok"],
+        "expert_ffn": config["moe_intermediate_size"],
+        "normalized_routing": bool(config.get("norm_topk_prob", False)),
+    }
+
+
+def _rope_scaling(rope: Config) -> RopeScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise UnsupportedModel(f"scaled rotary positions {dict(rope)} are not supported; supported: llama3")
+    return RopeScaling(
+        factor=float(rope["factor"]),
+        low=float(rope["low_freq_factor"]),
+        high=float(rope["high_freq_factor"]),
+        original=int(rope["original_max_position_embeddings"]),
     )
 
 
 def config_json(shape: ModelShape, *, eos_token_id: int, pad_token_id: int, dtype: str = "float32") -> dict[str, Any]:
     """config.json of `shape`, as transformers 5 and SGLang read it."""
+    own = family(shape.kind)
     return {
-        "architectures": [ARCHITECTURES[shape.kind]],
+        "architectures": [own.architecture],
         "model_type": shape.kind,
         "dtype": dtype,
         "num_hidden_layers": shape.layers,
-        "layer_types": ["full_attention"] * shape.layers,
+        **({"layer_types": ["full_attention"] * shape.layers} if shape.kind in ("qwen2", "qwen3") else {}),
         "hidden_size": shape.hidden,
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.groups,
@@ -97,10 +274,10 @@ def config_json(shape: ModelShape, *, eos_token_id: int, pad_token_id: int, dtyp
         "vocab_size": shape.vocabulary,
         "max_position_embeddings": shape.positions,
         "rms_norm_eps": shape.norm_epsilon,
-        "rope_parameters": {"rope_theta": shape.rope_theta, "rope_type": "default"},
+        "rope_parameters": _rope_json(shape),
         "tie_word_embeddings": shape.tied,
         "hidden_act": "silu",
-        "attention_bias": shape.kind == "qwen2",
+        "attention_bias": own.qkv_bias,
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
         "use_sliding_window": False,
@@ -108,9 +285,38 @@ def config_json(shape: ModelShape, *, eos_token_id: int, pad_token_id: int, dtyp
         "bos_token_id": None,
         "eos_token_id": eos_token_id,
         "pad_token_id": pad_token_id,
+        **(_mixture_json(shape) if shape.experts else {}),
+    }
+
+
+def _rope_json(shape: ModelShape) -> dict[str, Any]:
+    scaling = shape.rope_scaling
+    if scaling is None:
+        return {"rope_theta": shape.rope_theta, "rope_type": "default"}
+    return {
+        "rope_theta": shape.rope_theta,
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low,
+        "high_freq_factor": scaling.high,
+        "original_max_position_embeddings": scaling.original,
+    }
+
+
+def _mixture_json(shape: ModelShape) -> dict[str, Any]:
+    return {
+        "num_experts": shape.experts,
+        "num_experts_per_tok": shape.experts_per_token,
+        "moe_intermediate_size": shape.expert_ffn,
+        "norm_topk_prob": shape.normalized_routing,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
     }
 
 
 def as_dict(shape: ModelShape) -> dict[str, Any]:
-    """Plain values, for checkpoints."""
-    return dataclasses.asdict(shape)
+    """Plain values, for checkpoints; what is as it was before there were others is left out, so that earlier
+    checkpoints stay equal."""
+    values = dataclasses.asdict(shape)
+    defaults = {field.name: field.default for field in dataclasses.fields(shape)}
+    return {name: value for name, value in values.items() if value != defaults[name]}

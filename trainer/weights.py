@@ -1,11 +1,8 @@
 """Weights between Megatron, Hugging Face folders and the store: no pickles, and exact in every direction.
 
-An export is safetensors files, content-addressed in the store, and the WeightVersionPublished that names them. Names
-and layouts of dense Qwen2 and Qwen3:
-
-linear_qkv   per query group [its q heads | k | v], stacked; tensor parallelism cuts dimension 0
-linear_fc1   [gate; up], each cut before they are joined
-o, down      cut along dimension 1; embedding and output layer along 0, with rows added so that ranks share equally
+An export is safetensors files, content-addressed in the store, and the WeightVersionPublished that names them. Which
+tensor is which, and how it is cut, a model family says (shape.Tensor); embedding and output layer have rows added so
+that tensor-parallel ranks share them equally.
 """
 
 from __future__ import annotations
@@ -13,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -31,11 +29,9 @@ from turnlog.schemas.events.weights import WeightFile
 from turnlog.schemas.ids import digest
 from turnlog.trainer import UnsupportedModel, WeightsMismatch, mcore
 from turnlog.trainer.checkpoint import Cursor
-from turnlog.trainer.shape import ModelShape, config_json
+from turnlog.trainer.shape import EMBEDDING, EXPERT, LAYER, OUTPUT, ModelShape, Tensor, config_json, family
 
 Tensors = dict[str, torch.Tensor]
-EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-LAYER = "decoder.layers."
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,33 +42,14 @@ class Whole:
     dim: int | None
 
 
+def tensors_of(shape: ModelShape) -> Iterator[Tensor]:
+    """Every tensor of the model, as its family names it."""
+    return family(shape.kind).tensors(shape)
+
+
 def expected_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Every tensor of the Hugging Face model: name -> shape."""
-    q, kv = shape.heads * shape.head_dim, shape.groups * shape.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (shape.vocabulary, shape.hidden),
-        "model.norm.weight": (shape.hidden,),
-    }
-    if not shape.tied:
-        shapes["lm_head.weight"] = (shape.vocabulary, shape.hidden)
-    for layer in range(shape.layers):
-        h = f"model.layers.{layer}."
-        shapes |= {
-            f"{h}input_layernorm.weight": (shape.hidden,),
-            f"{h}post_attention_layernorm.weight": (shape.hidden,),
-            f"{h}self_attn.q_proj.weight": (q, shape.hidden),
-            f"{h}self_attn.k_proj.weight": (kv, shape.hidden),
-            f"{h}self_attn.v_proj.weight": (kv, shape.hidden),
-            f"{h}self_attn.o_proj.weight": (shape.hidden, q),
-            f"{h}mlp.gate_proj.weight": (shape.ffn, shape.hidden),
-            f"{h}mlp.up_proj.weight": (shape.ffn, shape.hidden),
-            f"{h}mlp.down_proj.weight": (shape.hidden, shape.ffn),
-        }
-        if shape.kind == "qwen2":
-            shapes |= {f"{h}self_attn.{x}_proj.bias": (size,) for x, size in (("q", q), ("k", kv), ("v", kv))}
-        else:
-            shapes |= {f"{h}self_attn.{x}_norm.weight": (shape.head_dim,) for x in "qk"}
-    return shapes
+    return dict(part for tensor in tensors_of(shape) for part in tensor.parts)
 
 
 def check_shapes(state: Mapping[str, torch.Tensor], shape: ModelShape) -> None:
@@ -93,9 +70,9 @@ def load_weights(model: Any, state: Mapping[str, torch.Tensor], shape: ModelShap
     whole = _to_megatron(state, shape)
     rank = mcore.parallel_state.get_tensor_model_parallel_rank()
     size = mcore.parallel_state.get_tensor_model_parallel_world_size()
-    first_layer = _first_layer(model)
+    first = _first(model, shape)
     for name, parameter in model.named_parameters():
-        key = _global_name(name, first_layer)
+        key = first.global_name(name)
         if key == OUTPUT and shape.tied:  # the last pipeline stage keeps a copy of the embedding
             key = EMBEDDING
         entry = whole[key]
@@ -107,15 +84,19 @@ def load_weights(model: Any, state: Mapping[str, torch.Tensor], shape: ModelShap
 @torch.no_grad()
 def export_weights(model: Any, shape: ModelShape) -> Tensors:
     """The whole model under Hugging Face names, on the CPU, on every rank. Collective. Added rows are dropped."""
-    first_layer = _first_layer(model)
+    first = _first(model, shape)
     mine: Tensors = {}
     for name, parameter in model.named_parameters():
         if name == OUTPUT and shape.tied:
             continue
+        if EXPERT in name:
+            for each, tensor in zip(first.global_names(name), _of_expert_ranks(parameter), strict=True):
+                mine[each] = tensor.to("cpu", copy=True)
+            continue
         tensor = _gathered(name, parameter)
         if name in (EMBEDDING, OUTPUT):
             tensor = tensor[: shape.vocabulary]
-        mine[_global_name(name, first_layer)] = tensor.detach().to("cpu", copy=True)
+        mine[first.global_name(name)] = tensor.detach().to("cpu", copy=True)
     stages = mcore.parallel_state.get_pipeline_model_parallel_world_size()
     if stages > 1:
         parts: list[Tensors] = [{} for _ in range(stages)]
@@ -141,65 +122,73 @@ def split_qkv(fused: torch.Tensor, shape: ModelShape) -> tuple[torch.Tensor, tor
 
 
 def _to_megatron(state: Mapping[str, torch.Tensor], shape: ModelShape) -> dict[str, Whole]:
-    whole = {
-        EMBEDDING: Whole((state["model.embed_tokens.weight"],), 0),
-        "decoder.final_layernorm.weight": Whole((state["model.norm.weight"],), None),
-    }
-    if not shape.tied:
-        whole[OUTPUT] = Whole((state["lm_head.weight"],), 0)
-    for layer in range(shape.layers):
-        h, m = f"model.layers.{layer}.", f"{LAYER}{layer}."
-        q, k, v = (state[f"{h}self_attn.{x}_proj.weight"] for x in "qkv")
-        whole |= {
-            f"{m}input_layernorm.weight": Whole((state[f"{h}input_layernorm.weight"],), None),
-            f"{m}pre_mlp_layernorm.weight": Whole((state[f"{h}post_attention_layernorm.weight"],), None),
-            f"{m}self_attention.linear_qkv.weight": Whole((fuse_qkv(q, k, v, shape),), 0),
-            f"{m}self_attention.linear_proj.weight": Whole((state[f"{h}self_attn.o_proj.weight"],), 1),
-            f"{m}mlp.linear_fc1.weight": Whole((state[f"{h}mlp.gate_proj.weight"], state[f"{h}mlp.up_proj.weight"]), 0),
-            f"{m}mlp.linear_fc2.weight": Whole((state[f"{h}mlp.down_proj.weight"],), 1),
-        }
-        if shape.kind == "qwen2":
-            q, k, v = (state[f"{h}self_attn.{x}_proj.bias"] for x in "qkv")
-            whole[f"{m}self_attention.linear_qkv.bias"] = Whole((fuse_qkv(q, k, v, shape).flatten(),), 0)
-        else:
-            for x in "qk":
-                norm = state[f"{h}self_attn.{x}_norm.weight"]
-                whole[f"{m}self_attention.{x}_layernorm.weight"] = Whole((norm,), None)
+    whole: dict[str, Whole] = {}
+    for tensor in tensors_of(shape):
+        parts = tuple(state[name] for name, _ in tensor.parts)
+        if tensor.joined == "qkv":
+            q, k, v = parts
+            parts = (fuse_qkv(q, k, v, shape).reshape(-1, *q.shape[1:]),)
+        whole[tensor.megatron] = Whole(parts, tensor.cut)
     return whole
 
 
 def _to_hugging_face(whole: Tensors, shape: ModelShape) -> Tensors:
-    out = {"model.embed_tokens.weight": whole[EMBEDDING], "model.norm.weight": whole["decoder.final_layernorm.weight"]}
-    if not shape.tied:
-        out["lm_head.weight"] = whole[OUTPUT]
-    for layer in range(shape.layers):
-        h, m = f"model.layers.{layer}.", f"{LAYER}{layer}."
-        out[f"{h}input_layernorm.weight"] = whole[f"{m}input_layernorm.weight"]
-        out[f"{h}post_attention_layernorm.weight"] = whole[f"{m}pre_mlp_layernorm.weight"]
-        out[f"{h}self_attn.o_proj.weight"] = whole[f"{m}self_attention.linear_proj.weight"]
-        out[f"{h}mlp.down_proj.weight"] = whole[f"{m}mlp.linear_fc2.weight"]
-        gate, up = whole[f"{m}mlp.linear_fc1.weight"].chunk(2, 0)
-        out[f"{h}mlp.gate_proj.weight"], out[f"{h}mlp.up_proj.weight"] = gate, up
-        qkv = split_qkv(whole[f"{m}self_attention.linear_qkv.weight"], shape)
-        out |= {f"{h}self_attn.{x}_proj.weight": w for x, w in zip("qkv", qkv, strict=True)}
-        if shape.kind == "qwen2":
-            biases = split_qkv(whole[f"{m}self_attention.linear_qkv.bias"], shape)
-            out |= {f"{h}self_attn.{x}_proj.bias": b.flatten() for x, b in zip("qkv", biases, strict=True)}
-        else:
-            out |= {f"{h}self_attn.{x}_norm.weight": whole[f"{m}self_attention.{x}_layernorm.weight"] for x in "qk"}
+    out: Tensors = {}
+    for tensor in tensors_of(shape):
+        held = whole[tensor.megatron]
+        parts: tuple[torch.Tensor, ...] = (held,)
+        if tensor.joined:
+            parts = split_qkv(held, shape) if tensor.joined == "qkv" else held.chunk(2, 0)
+        for (name, size), part in zip(tensor.parts, parts, strict=True):
+            out[name] = part.reshape(size)
     return out
 
 
-def _first_layer(model: Any) -> int:
-    """Index of this pipeline stage's first layer."""
-    return int(model.decoder.layers[0].layer_number) - 1
+@dataclass(frozen=True, slots=True)
+class _First:
+    """What this rank's numbers of layers and experts begin at."""
+
+    layer: int
+    expert_rank: int
+    expert_ranks: int
+    experts: int
+    """Of this rank."""
+
+    def global_name(self, name: str, expert_rank: int | None = None) -> str:
+        """The parameter's name with its layer and expert counted over all ranks."""
+        if not name.startswith(LAYER):
+            return name
+        index, rest = name[len(LAYER) :].split(".", 1)
+        if EXPERT in rest:
+            before, expert, after = re.split(rf"(?<={re.escape(EXPERT)})(\d+)", rest)
+            of = self.expert_rank if expert_rank is None else expert_rank
+            rest = f"{before}{int(expert) + of * self.experts}{after}"
+        return f"{LAYER}{int(index) + self.layer}.{rest}"
+
+    def global_names(self, name: str) -> list[str]:
+        """Of an expert's parameter, on each expert-parallel rank in turn."""
+        return [self.global_name(name, rank) for rank in range(self.expert_ranks)]
 
 
-def _global_name(name: str, first_layer: int) -> str:
-    if not name.startswith(LAYER):
-        return name
-    index, rest = name[len(LAYER) :].split(".", 1)
-    return f"{LAYER}{int(index) + first_layer}.{rest}"
+def _first(model: Any, shape: ModelShape) -> _First:
+    ranks = mcore.parallel_state.get_expert_model_parallel_world_size()
+    return _First(
+        layer=int(model.decoder.layers[0].layer_number) - 1,
+        expert_rank=mcore.parallel_state.get_expert_model_parallel_rank(),
+        expert_ranks=ranks,
+        experts=shape.experts // ranks,
+    )
+
+
+def _of_expert_ranks(parameter: Any) -> list[torch.Tensor]:
+    """An expert's tensor of each expert-parallel rank."""
+    tensor: torch.Tensor = parameter.detach()
+    size = mcore.parallel_state.get_expert_model_parallel_world_size()
+    if size == 1:
+        return [tensor]
+    parts = [torch.empty_like(tensor) for _ in range(size)]
+    dist.all_gather(parts, tensor.contiguous(), group=mcore.parallel_state.get_expert_model_parallel_group())
+    return parts
 
 
 def _cut(tensor: torch.Tensor, dim: int | None, rank: int, size: int, rows: int | None) -> torch.Tensor:

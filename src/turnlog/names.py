@@ -81,3 +81,4 @@ class EntryPointGroup(StrEnum):
     ESTIMATORS = "turnlog.estimators"
     GROUP_FILTERS = "turnlog.group_filters"
     REWARD_TRANSFORMS = "turnlog.reward_transforms"
+    MODELS = "turnlog.models"

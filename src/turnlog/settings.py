@@ -310,8 +310,17 @@ class TrainerSettings:
     """Ranks that share each layer."""
     pipeline_parallel: Count = 1
     """Ranks that share the layers."""
+    context_parallel: Count = 1
+    """Ranks that share the tokens of each row."""
+    expert_parallel: Count = 1
+    """Ranks that share the experts of a mixture; they are those that share a layer or differ in their rows."""
+    sequence_parallel: bool = False
+    """Tensor-parallel ranks also share the tokens between their matrices; a mixture of experts needs it."""
+    recompute: Literal["none", "full"] = "none"
+    """full: keep the inputs of each layer alone and compute it again for the gradient."""
     world_size: Count = 1
-    """Ranks in all: a multiple of tensor_parallel x pipeline_parallel."""
+    """Ranks in all: a multiple of tensor_parallel x pipeline_parallel x context_parallel, and of expert_parallel x
+    pipeline_parallel. Each takes the device of its number on its machine."""
     threads: Count = 2
     """Torch threads per rank on CPU."""
     microbatch_tokens: Count = 8192

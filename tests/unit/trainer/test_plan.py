@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from turnlog.settings import SettingsError, from_tables
-from turnlog.trainer.plan import learning_plan
+from turnlog.trainer import LayoutUnfit
+from turnlog.trainer.plan import LearnerOptions, check_layout, learning_plan
+from turnlog.trainer.shape import TINY, TINY_MIXTURE
 
 
 def test_the_rate_falls_linearly_over_the_steps_of_all_draws_and_not_below_its_floor() -> None:
@@ -31,3 +35,34 @@ def test_ranks_that_do_not_make_whole_copies_of_the_model_are_refused_by_name(wo
         return
     with pytest.raises(SettingsError, match=rf"trainer\.world_size must be a multiple of .* = 4, got {world_size}"):
         learning_plan(settings)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "message"),
+    [
+        ({"context_parallel": 2, "world_size": 3}, "tensor_parallel x pipeline_parallel x context_parallel = 2, got 3"),
+        ({"expert_parallel": 4, "world_size": 2}, "expert_parallel x pipeline_parallel = 4, got 2"),
+        ({"sequence_parallel": True}, "sequence_parallel needs tensor_parallel above 1"),
+    ],
+)
+def test_settings_that_make_no_layout_are_refused_by_name(trainer: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        learning_plan(from_tables({"trainer": trainer}, {}, source="test"))
+
+
+@pytest.mark.parametrize(
+    ("options", "mixture", "message"),
+    [
+        ({"tensor_parallel": 3}, False, r"tensor_parallel = 3 does not divide the model's attention heads \(4\)"),
+        ({"tensor_parallel": 4}, False, r"tensor_parallel = 4 does not divide the model's key-value heads \(2\)"),
+        ({"pipeline_parallel": 3}, False, r"pipeline_parallel = 3 does not divide the model's layers \(2\)"),
+        ({"expert_parallel": 3}, True, r"expert_parallel = 3 does not divide the model's experts \(4\)"),
+        ({"expert_parallel": 2}, False, "expert_parallel = 2 of a model without experts"),
+        ({"tensor_parallel": 2}, True, "mixture of experts needs trainer.sequence_parallel"),
+    ],
+)
+def test_a_model_that_the_ranks_cannot_share_is_refused_by_name(
+    options: dict[str, int], mixture: bool, message: str
+) -> None:
+    with pytest.raises(LayoutUnfit, match=message):
+        check_layout(TINY_MIXTURE if mixture else TINY, LearnerOptions(**options))

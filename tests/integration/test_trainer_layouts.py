@@ -1,0 +1,50 @@
+"""Under torchrun, every layout takes the steps that plain transformers and torch take in one process.
+
+One launch a number of ranks: the layouts come one after another in the same processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+
+import pytest
+
+STEPS = 2
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layouts"),
+    [
+        pytest.param(2, ("tp2", "pp2-tied", "dp", "cp2", "ep2"), id="two ranks"),
+        pytest.param(4, ("tp2-pp2", "tp2-sp-ep2", "tp2-sp-cp2-tied"), id="four ranks"),
+        pytest.param(8, ("tp2-pp2",), id="eight ranks", marks=pytest.mark.long),
+    ],
+)
+async def test_loss_and_gradient_norm_are_those_of_the_reference(ranks: int, layouts: tuple[str, ...]) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(ranks),
+        ),
+        *("-m", "turnlog.trainer.reference", str(STEPS), *layouts),
+        stdout=subprocess.PIPE,
+    )
+    output, _ = await process.communicate()
+    assert process.returncode == 0
+    found = [json.loads(line) for line in output.decode().splitlines() if line.startswith("{")]
+    assert [each["layout"] for each in found] == list(layouts)
+    for each in found:
+        for loss, wanted_loss, norm, wanted_norm in each["steps"]:
+            assert loss == pytest.approx(wanted_loss, abs=1e-5), each["layout"]
+            assert norm == pytest.approx(wanted_norm, rel=1e-5), each["layout"]
+        assert each["weights"] < 1e-4, each["layout"]
+        assert each["exact"], each["layout"]

@@ -1,0 +1,156 @@
+"""Every model family against transformers: logits, and weights there and back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from tests.fakes.offers import offering
+from turnlog.names import EntryPointGroup
+from turnlog.trainer import UnsupportedModel, mcore, shape, weights
+from turnlog.trainer.launch import process_group
+from turnlog.trainer.model import build_model, model_config
+from turnlog.trainer.plan import LearnerOptions
+from turnlog.trainer.shape import read_shape
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 83,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+EXPERTS: dict[str, Any] = {
+    "head_dim": 16,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
+CONFIGS = {
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen2 tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SIZES, head_dim=16),
+    "qwen3 tied": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
+    "llama": LlamaConfig(**SIZES),
+    "llama 3": LlamaConfig(**SIZES, tie_word_embeddings=True, rope_parameters=LLAMA3),
+    "mixture": Qwen3MoeConfig(**SIZES, **EXPERTS),
+    "mixture without norm": Qwen3MoeConfig(**SIZES, **EXPERTS | {"norm_topk_prob": False}),
+}
+PAGE = Path(__file__).parents[3] / "docs/models.md"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone() -> Iterator[None]:
+    """One rank for the module."""
+    torch.set_num_threads(1)
+    with process_group():
+        yield
+
+
+def hugging_face(folder: Path, config: PreTrainedConfig) -> Any:
+    """A small random model whose norms and biases are not trivial, saved as transformers saves it."""
+    generator = torch.Generator().manual_seed(3)
+    of_config: Any = AutoModelForCausalLM.from_config
+    model = of_config(config, attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(folder)
+    return model
+
+
+def check_parity(folder: Path, config: PreTrainedConfig) -> None:
+    """Logits are those of transformers, and an export is what the folder held."""
+    model = hugging_face(folder, config)
+    form, state = read_shape(folder), weights.read_weights(folder)
+    tokens = torch.randint(0, 83, (3, 40), generator=torch.Generator().manual_seed(5))
+    with mcore.quiet(), torch.no_grad():
+        megatron = build_model(form, model_config(form, LearnerOptions()), vocabulary_multiple=16)
+        weights.load_weights(megatron, state, form)
+        logits = megatron(tokens, torch.arange(40).expand(3, -1), None)
+        wanted = model(tokens).logits
+    assert logits.shape[-1] == 96
+    torch.testing.assert_close(logits[..., :83], wanted, rtol=0, atol=1e-5)
+    exported = weights.export_weights(megatron, form)
+    assert exported.keys() == weights.expected_shapes(form).keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in exported.items())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_are_those_of_transformers_and_weights_come_back_exactly(tmp_path: Path, name: str) -> None:
+    check_parity(tmp_path, CONFIGS[name])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_folder_that_is_written_describes_the_same_model(tmp_path: Path, name: str) -> None:
+    config = CONFIGS[name]
+    config.save_pretrained(tmp_path)
+    form = read_shape(tmp_path)
+    values = shape.config_json(form, eos_token_id=0, pad_token_id=0)
+    again = type(config)(**{key: value for key, value in values.items() if key != "model_type"})
+    again.save_pretrained(tmp_path)
+    assert read_shape(tmp_path) == form
+
+
+def test_the_page_adds_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, points = (
+        re.findall(rf"^```{kind}\n(.*?)^```", PAGE.read_text(), re.M | re.S)[0] for kind in ("python", "ini")
+    )
+    (tmp_path / "my_models.py").write_text(source)
+    ((name, place),) = re.findall(r'^(\w+) = "(.*)"$', points, re.M)
+    with offering(tmp_path, monkeypatch, "my-models", {name: place}, group=EntryPointGroup.MODELS):
+        check_parity(tmp_path / "model", MistralConfig(**SIZES, head_dim=16, sliding_window=None))
+        MistralConfig(**SIZES, sliding_window=128).save_pretrained(tmp_path / "other")
+        with pytest.raises(UnsupportedModel, match="sliding_window = 128 is not supported"):
+            read_shape(tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ('"model_type": "gemma"', "model_type 'gemma'; known: llama, qwen2, qwen3, qwen3_moe"),
+        ('"model_type": "qwen3"', "config.json has no 'num_attention_heads'"),
+        ('"model_type": "qwen3", "hidden_act": "gelu"', "hidden_act = 'gelu' is not supported"),
+        ('"model_type": "qwen3", "use_sliding_window": true', "use_sliding_window = True"),
+        ('"model_type": "qwen3_moe", "mlp_only_layers": [0]', r"mlp_only_layers = \[0\]"),
+        ('"model_type": "llama", "mlp_bias": true', "mlp_bias = True"),
+    ],
+)
+def test_a_model_that_the_mapping_does_not_cover_is_refused(tmp_path: Path, change: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(f"{{{change}}}")
+    with pytest.raises(UnsupportedModel, match=message):
+        read_shape(tmp_path)
+
+
+def test_rotary_positions_of_another_kind_are_refused(tmp_path: Path) -> None:
+    LlamaConfig(**SIZES, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(UnsupportedModel, match="scaled rotary positions"):
+        read_shape(tmp_path)

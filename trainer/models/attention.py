@@ -1,0 +1,144 @@
+"""Core attention by torch's scaled_dot_product_attention, over rows that context-parallel ranks share.
+
+It is a choice of spec: it runs on CPU and on CUDA without TransformerEngine, and serves grouped queries, explicit
+masks, packed rows and context parallelism, which Megatron's own refuses.
+
+Context parallelism: of n ranks each takes two of a row's 2 n equal chunks, the r-th from either end, so that each has
+as many causal pairs as any other (`zigzag`; Megatron cuts its rotary positions in the same way). Keys and values are
+gathered over the group; a rank's queries attend to those before them. The gradient of keys and values is summed and
+scattered back.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from torch.nn.attention.bias import causal_lower_right
+
+from turnlog.trainer import mcore
+
+
+def zigzag(positions: int, rank: int, ranks: int) -> torch.Tensor:
+    """Which of a row's positions a context-parallel rank has, in its order; `positions` is a multiple of 2 x ranks."""
+    chunks = torch.arange(positions).view(2 * ranks, -1)
+    return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]])
+
+
+@functools.lru_cache(maxsize=64)
+def _natural(edges: tuple[int, ...], ranks: int) -> torch.Tensor:
+    """Of positions that stand rank by rank, and on each rank row by row, the order row by row."""
+    held = torch.cat(
+        [
+            start + zigzag(end - start, rank, ranks)
+            for rank in range(ranks)
+            for start, end in itertools.pairwise(edges)
+            if end > start
+        ]
+    )
+    return held.argsort()
+
+
+class SdpaAttention(mcore.MegatronModule):  # type: ignore[misc]
+    """softmax(q k^T / sqrt(d)) v, causal unless a mask is given. No parameters."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        """The signature that Megatron builds a `core_attention` submodule with."""
+        super().__init__(config=config)
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Any = None,
+        packed_seq_params: Any = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """[s, b, h, d] x 3 -> [s, b, h d]; packed [t, h, d] x 3 -> [t, h d]. A mask is True where masked out; rows that
+        ranks share take none. s, t: positions of this rank."""
+        packed = packed_seq_params is not None
+        ranks = self.config.context_parallel_size
+        edges = packed_seq_params.cu_seqlens_q.tolist() if packed else [0, query.size(0) * ranks]
+        if ranks > 1:
+            if attention_mask is not None:
+                raise ValueError("rows that context-parallel ranks share take no attention mask")
+            key, value = (self._gathered(x, edges) for x in (key, value))
+        if packed:
+            parts = self._rows(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), edges)
+            if edges[-1] // ranks < query.size(0):
+                parts.append(torch.zeros_like(query[edges[-1] // ranks :]).unsqueeze(1))
+            return torch.cat(parts).squeeze(1).flatten(1)
+        if attention_mask is not None:
+            return self._attend(query, key, value, ~attention_mask).flatten(2)
+        return torch.cat(self._rows(query, key, value, edges)).flatten(2)
+
+    def _rows(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, edges: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """Row by row; this rank's part of each."""
+        ranks = self.config.context_parallel_size
+        rank = mcore.parallel_state.get_context_parallel_rank()
+        parts: list[torch.Tensor] = []
+        for start, end in itertools.pairwise(edges):
+            own = query[start // ranks : end // ranks]
+            if ranks == 1 and end > start:
+                parts.append(self._attend(own, key[start:end], value[start:end]))
+            elif end > start:
+                chunk = (end - start) // (2 * ranks)
+                for queries, at in ((own[:chunk], rank), (own[chunk:], 2 * ranks - 1 - rank)):
+                    before = slice(start, start + (at + 1) * chunk)
+                    parts.append(self._attend(queries, key[before], value[before]))
+        return parts
+
+    def _gathered(self, x: torch.Tensor, edges: Sequence[int]) -> torch.Tensor:
+        """Of all ranks, row by row."""
+        group = mcore.parallel_state.get_context_parallel_group()
+        order = _natural(tuple(edges), self.config.context_parallel_size).to(x.device)
+        return mcore.gather_from_sequence_parallel_region(x.contiguous(), group=group)[order]  # type: ignore[no-any-return]
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any = None) -> torch.Tensor:
+        """[s, b, h, d] x 3 -> [s, b, h, d]; without a mask the last query is at the last key."""
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        square = q.size(2) == k.size(2)
+        if mask is None and not square:
+            mask = causal_lower_right(q.size(2), k.size(2))
+        out = functional.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None and q.size(2) > 1,
+            scale=self.scale,
+            dropout_p=self.dropout if self.training else 0.0,
+            enable_gqa=q.size(1) != k.size(1),
+        )
+        return out.permute(2, 0, 1, 3)
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's, as Megatron builds a norm. Sequence-parallel ranks see other tokens each, so that the gradient of its
+    weight is their sum: Megatron's wrapper of the same class refuses that."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        """The signature that Megatron builds a norm with."""
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
