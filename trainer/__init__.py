@@ -6,6 +6,7 @@ TrainerError
 ├── UnsupportedModel     the model folder describes something that the mapping to Megatron does not cover
 ├── LayoutUnfit          the model cannot be shared as the settings say, or this machine lacks a device for a rank
 ├── WeightsMismatch      names or shapes of Hugging Face weights differ from the model's
+├── ExpertsUnfit         recorded experts are not those of this model's layers
 ├── BatchGap             the next manifest is not the next batch
 ├── BooksOff             the ranks together did not train the tokens that the manifest counts
 ├── CheckpointUnusable   missing, incomplete, or of another model
@@ -34,6 +35,10 @@ class LayoutUnfit(TrainerError):
 
 class WeightsMismatch(TrainerError):
     """Names the first tensor that differs."""
+
+
+class ExpertsUnfit(TrainerError):
+    """Names the sample, the token and the layer."""
 
 
 class BatchGap(TrainerError):

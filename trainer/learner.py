@@ -22,12 +22,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer import BooksOff, mcore
 from turnlog.trainer.checkpoint import load_state, save_state
 from turnlog.trainer.model import build_model, model_config
 from turnlog.trainer.models.attention import zigzag
+from turnlog.trainer.models.experts import Replay, RoutedRows
 from turnlog.trainer.plan import LearnerOptions, Objective, scaled_logits
 from turnlog.trainer.shape import ModelShape, as_dict
 from turnlog.trainer.weights import Tensors, export_weights, load_weights
@@ -53,6 +55,8 @@ class PaddedRows:
     """[b, s] float32, 1 / weight_divisor where trained"""
     temperature: torch.Tensor
     """[b] float32"""
+    experts: torch.Tensor | None = None
+    """[b, s, layers, top_k] int64, where routing is replayed"""
 
 
 def padded(rows: BatchRows, microbatch: Microbatch, device: torch.device, *, multiple: int = 1) -> PaddedRows:
@@ -82,7 +86,18 @@ def padded(rows: BatchRows, microbatch: Microbatch, device: torch.device, *, mul
         advantages=table(rows.advantages, torch.float32)[:, 1:].to(device),
         weights=(trained[:, 1:] * share[:, None]).to(device),
         temperature=torch.from_numpy(rows.temperature[index].astype(np.float32)).to(device),
+        experts=_experts(rows, at[:, :-1], columns[:-1] < lengths[:, None] - 1, device),
     )
+
+
+def _experts(
+    rows: BatchRows, at: NDArray[np.int64], real: NDArray[np.bool_], device: torch.device
+) -> torch.Tensor | None:
+    """Of the inputs; distinct ones for padding."""
+    if not isinstance(rows, RoutedRows):
+        return None
+    found = np.where(real[..., None, None], rows.experts[at], np.arange(rows.experts.shape[-1]))
+    return torch.from_numpy(found.astype(np.int64)).to(device)
 
 
 def _stand_in(device: torch.device, positions: int) -> PaddedRows:
@@ -106,8 +121,9 @@ def shared(batch: PaddedRows, rank: int, ranks: int) -> PaddedRows:
     if ranks == 1:
         return batch
     columns = zigzag(batch.inputs.size(1), rank, ranks).to(batch.inputs.device)
-    tables = [field.name for field in dataclasses.fields(batch) if getattr(batch, field.name).dim() > 1]
-    return dataclasses.replace(batch, **{name: getattr(batch, name)[:, columns].contiguous() for name in tables})
+    values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    tables = {name: value for name, value in values.items() if value is not None and value.dim() > 1}
+    return dataclasses.replace(batch, **{name: value[:, columns].contiguous() for name, value in tables.items()})
 
 
 Microbatch = tuple[int, ...]
@@ -193,6 +209,7 @@ class Learner:
                 one.init_state_fn(one.optimizer, one.config)
                 for group in one.optimizer.param_groups:
                     group.setdefault("step", 0)
+        self._replay = Replay(self._model, recompute=options.recompute != "none") if shape.experts else None
         self._config.grad_scale_func = self._optimizer.scale_loss
         self._config.finalize_model_grads_func = mcore.finalize_model_grads
         self._schedule = mcore.get_forward_backward_func()
@@ -254,17 +271,23 @@ class Learner:
         forward = _Forward(objective, self.shape.vocabulary, trained)
         self._schedule(
             forward_step_func=forward,
-            data_iterator=iter(batches),
+            data_iterator=self._taken(rows, batches),
             model=[self._ddp],
             num_microbatches=len(batches),
             seq_length=max(batch.inputs.size(1) for batch in batches),
             micro_batch_size=max(batch.inputs.size(0) for batch in batches),
             forward_only=forward_only,
         )
+        if self._replay:
+            self._replay.clear()
         totals = Totals.over_ranks(forward)
         if totals.trained != trained:
             raise BooksOff(f"the ranks trained {totals.trained} tokens, the batch counts {trained}")
         return totals
+
+    def _taken(self, rows: BatchRows, batches: Sequence[PaddedRows]) -> Iterator[PaddedRows]:
+        """As forward passes take them; routers replay what the rows recorded."""
+        return self._replay.over(batches) if self._replay and isinstance(rows, RoutedRows) else iter(batches)
 
 
 class _Forward:

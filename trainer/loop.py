@@ -44,6 +44,7 @@ from turnlog.infra.roles.role import Role, opened
 from turnlog.names import ConsumerGroup, TransactionalId
 from turnlog.processors.core.batches.progress import WeightChain
 from turnlog.processors.core.batches.rows import BatchRows, rows_sha256
+from turnlog.processors.core.experts import NoExperts
 from turnlog.schemas.events import BatchSkipped, Event, SampleBatchFormed, StepCompleted, WeightVersionPublished
 from turnlog.schemas.ids import digest
 from turnlog.schemas.topics import BATCHES, WEIGHTS
@@ -52,7 +53,10 @@ from turnlog.trainer import BatchGap, launch
 from turnlog.trainer.checkpoint import Checkpoints, Cursor, cursor_values, read_common
 from turnlog.trainer.launch import Ranks, ranks
 from turnlog.trainer.learner import StepResult
+from turnlog.trainer.models.experts import routed
+from turnlog.trainer.models.recorded import recorded_experts
 from turnlog.trainer.plan import LearningPlan, learning_plan
+from turnlog.trainer.shape import read_shape
 from turnlog.trainer.tiny_policy import initial_weights
 from turnlog.trainer.weights import published, upload
 
@@ -143,6 +147,7 @@ STEPS = Counter("turnlog_trainer_steps", "Optimizer steps")
 TOKENS = Counter("turnlog_trainer_tokens", "Tokens of the rows stepped on")
 LOSS = Gauge("turnlog_trainer_loss", "Loss of the last step")
 REWARD = Gauge("turnlog_trainer_reward", "Mean reward of the last batch")
+UNROUTED = Counter("turnlog_trainer_unrouted_rows", "Rows of a mixture stepped on without recorded experts")
 VERSION = Gauge("turnlog_trainer_weight_version", "Newest published weight version")
 WAITED = Counter("turnlog_trainer_wait_seconds", "Seconds without a batch")
 
@@ -220,6 +225,7 @@ class Trainer:
         self._run_id, self._draws = settings.run.id, settings.feeder.draws
         directory = Path(settings.run.directory).resolve() / "checkpoints"
         self._checkpoints = Checkpoints(directory, keep=settings.trainer.checkpoints_kept)
+        self._shape = read_shape(plan.model)
         self._cursor = Cursor()
         self._saved: Cursor | None = None
         self._incarnation = -1
@@ -280,7 +286,7 @@ class Trainer:
     async def _train(self, manifest: SampleBatchFormed, offset: int, *, waited: float) -> None:
         seconds = {"wait": waited, "checkpoint": self._save_s}
         mark = time.monotonic()
-        rows = await fetch_rows(manifest, self._role.blobs)
+        rows = await self._routed(manifest, await fetch_rows(manifest, self._role.blobs))
         seconds["read"] = time.monotonic() - mark
         mark = time.monotonic()
         rate = self._plan.learning_rate(self._cursor.step)
@@ -299,6 +305,18 @@ class Trainer:
         self._save_s = 0.0
         if cursor.step % self._role.settings.trainer.checkpoint_every == 0:
             await self._save()
+
+    async def _routed(self, manifest: SampleBatchFormed, rows: BatchRows) -> BatchRows:
+        """With the experts that routers are to replay, where the model has some and every row of the batch has its."""
+        if not self._shape.experts or self._role.settings.trainer.router_replay == "off":
+            return rows
+        role = self._role
+        try:
+            return routed(rows, await recorded_experts(manifest, rows, role.log, role.events, role.blobs), self._shape)
+        except NoExperts as error:
+            UNROUTED.inc(len(rows))
+            log.warning("batch %d: routers choose for themselves: %s", manifest.batch_index, error)
+            return rows
 
     def _done(self) -> bool:
         return self._cursor.draws >= self._draws

@@ -90,6 +90,7 @@ def _mixture(shape: ModelShape) -> dict[str, Any]:
         "moe_aux_loss_coeff": 0.0,
         "moe_router_pre_softmax": not shape.normalized_routing,
         "moe_router_dtype": "fp32",
+        "moe_enable_routing_replay": True,
     }
 
 

@@ -8,13 +8,14 @@ python -m turnlog.trainer.reference STEPS dp
 torchrun --nproc-per-node 4 -m turnlog.trainer.reference 2 tp2-pp2 tp2-sp-ep2 cp2-tied
 
 A layout is named by what its ranks share: tp tensor, pp pipeline, cp context, ep expert parallel; sp: sequence
-parallel. Ranks that are left are data parallel. With ep the model is a mixture of experts; tied: its output layer is
-the embedding.
+parallel. Ranks that are left are data parallel. With ep or replay the model is a mixture of experts; replay: its
+routing is a recorded one; again: layers are computed again; tied: the output layer is the embedding.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import sys
@@ -37,6 +38,7 @@ from turnlog.schemas.ids import digest
 from turnlog.schemas.types import BlobRef
 from turnlog.trainer.launch import layout_of, process_group
 from turnlog.trainer.learner import Learner
+from turnlog.trainer.models.experts import RoutedRows, routed
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient, check_layout
 from turnlog.trainer.shape import TINY, TINY_MIXTURE, ModelShape, config_json
 from turnlog.trainer.warm_start import make_base, random_weights
@@ -160,6 +162,11 @@ class PlainLearner:
         of_config: Any = AutoModelForCausalLM.from_config
         self._model: Any = of_config(config, attn_implementation="eager").float()
         self._model.load_state_dict(_fused(weights, shape), strict=not shape.tied)
+        self._shape = shape
+        self._routing: torch.Tensor | None = None
+        self._chosen: dict[int, torch.Tensor] = {}
+        for layer in range(shape.layers if shape.experts else 0):
+            self._model.model.layers[layer].mlp.gate.register_forward_hook(functools.partial(self._routed, layer))
         self._clip = options.clip_grad
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(),
@@ -175,6 +182,8 @@ class PlainLearner:
         for row, (start, length) in enumerate(zip(rows.starts.tolist(), rows.lengths.tolist(), strict=True)):
             part = slice(start, start + length)
             tokens = torch.from_numpy(rows.token_ids[part].astype("int64"))
+            if isinstance(rows, RoutedRows):
+                self._routing = torch.from_numpy(rows.experts[part][:-1].astype("int64"))
             logits = self._model(tokens[None, :-1]).logits[0] / float(rows.temperature[row])
             logprobs = logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
             recorded, advantages = (torch.from_numpy(x[part][1:].copy()) for x in (rows.logprobs, rows.advantages))
@@ -190,6 +199,29 @@ class PlainLearner:
             group["lr"] = learning_rate
         self._optimizer.step()
         return PlainStep(float(total), float(norm))
+
+    @torch.no_grad()
+    def recorded(self, rows: BatchRows) -> RoutedRows:
+        """The rows as an engine that computes in bfloat16 records them: its log-probs and its experts."""
+        self._model.bfloat16()
+        logprobs = np.zeros(len(rows.token_ids), "<f4")
+        experts = np.zeros((len(rows.token_ids), self._shape.layers, self._shape.experts_per_token), "u1")
+        for row, (start, length) in enumerate(zip(rows.starts.tolist(), rows.lengths.tolist(), strict=True)):
+            tokens = torch.from_numpy(rows.token_ids[start : start + length].astype("int64"))
+            logits = self._model(tokens[None, :-1]).logits[0].float() / float(rows.temperature[row])
+            said = logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+            logprobs[start + 1 : start + length] = said.numpy() * rows.trained[start + 1 : start + length]
+            chosen = torch.stack([self._chosen[layer] for layer in range(self._shape.layers)], 1)
+            experts[start : start + length - 1] = chosen.numpy()
+        return routed(dataclasses.replace(rows, logprobs=logprobs), experts, self._shape)
+
+    def _routed(self, layer: int, gate: Any, _: Any, found: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """What a layer's router says, of the recorded experts where there are any."""
+        if self._routing is None:
+            self._chosen[layer] = found[2]
+            return found
+        chosen = self._routing[:, layer]
+        return found[0], found[0].gather(-1, chosen).softmax(-1), chosen
 
     def export(self) -> dict[str, torch.Tensor]:
         """The weights, experts fused as transformers holds them."""
@@ -214,17 +246,34 @@ def _fused(weights: Mapping[str, torch.Tensor], shape: ModelShape) -> dict[str, 
 RATE = 1e-3
 
 
+def with_random_experts(rows: BatchRows, shape: ModelShape, seed: int) -> RoutedRows:
+    """Each token sent to any experts."""
+    random = np.random.default_rng(seed)
+    chosen = random.random((len(rows.token_ids), shape.layers, shape.experts)).argsort(-1)
+    return routed(rows, chosen[..., : shape.experts_per_token].astype("u1"), shape)
+
+
 SHARES = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "cp": "context_parallel", "ep": "expert_parallel"}
+
+WORDS = ("dp", "sp", "tied", "replay", "again")
 
 
 def layout(name: str) -> tuple[ModelShape, LearnerOptions]:
     """The model and the options of a layout by name, `tp2-sp-ep2`. Raises ValueError, LayoutUnfit."""
     words = name.split("-")
     shares: dict[str, Any] = {SHARES[word[:2]]: int(word[2:]) for word in words if word[:2] in SHARES}
-    if unknown := [word for word in words if word[:2] not in SHARES and word not in ("dp", "sp", "tied")]:
-        raise ValueError(f"layout {name!r}: {unknown[0]} is none of {', '.join(SHARES)} and a number, dp, sp, tied")
-    options = LearnerOptions(**shares, sequence_parallel="sp" in words, microbatch_tokens=200)
-    shape = dataclasses.replace(TINY_MIXTURE if "expert_parallel" in shares else TINY, tied="tied" in words)
+    if unknown := [word for word in words if word[:2] not in SHARES and word not in WORDS]:
+        raise ValueError(
+            f"layout {name!r}: {unknown[0]} is none of {', '.join(SHARES)} and a number, {', '.join(WORDS)}"
+        )
+    options = LearnerOptions(
+        **shares,
+        sequence_parallel="sp" in words,
+        recompute="full" if "again" in words else "none",
+        microbatch_tokens=200,
+    )
+    mixture = "expert_parallel" in shares or "replay" in words
+    shape = dataclasses.replace(TINY_MIXTURE if mixture else TINY, tied="tied" in words)
     check_layout(shape, options)
     return shape, options
 
@@ -241,15 +290,18 @@ def main(steps: int, names: Sequence[str]) -> None:
     for name in names:
         shape, options = layout(name)
         weights, objective = random_weights(shape, 1), PolicyGradient(0.2, 0.2)
+        batches = [synthetic_rows(step) for step in range(steps)]
+        if "replay" in name:
+            batches = [with_random_experts(rows, shape, seed) for seed, rows in enumerate(batches)]
         store = PrefixStore(name, met) if met else None
         with process_group(rank=rank, world_size=world_size, store=store, **layout_of(options)):
             learner = Learner(shape, weights, options)
             exact = all(torch.equal(tensor, weights[key]) for key, tensor in learner.export().items())
-            ours = [learner.step(synthetic_rows(step), objective, RATE) for step in range(steps)]
+            ours = [learner.step(rows, objective, RATE) for rows in batches]
             exported = learner.export()
         if rank == 0:
             plain = PlainLearner(shape, weights, options)
-            theirs = [plain.step(synthetic_rows(step), objective, RATE) for step in range(steps)]
+            theirs = [plain.step(rows, objective, RATE) for rows in batches]
             found = [
                 (own.loss, other.loss, own.grad_norm, other.grad_norm) for own, other in zip(ours, theirs, strict=True)
             ]

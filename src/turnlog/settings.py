@@ -318,6 +318,9 @@ class TrainerSettings:
     """Tensor-parallel ranks also share the tokens between their matrices; a mixture of experts needs it."""
     recompute: Literal["none", "full"] = "none"
     """full: keep the inputs of each layer alone and compute it again for the gradient."""
+    router_replay: Literal["auto", "off"] = "auto"
+    """auto: a mixture trains on the experts that engines recorded, in batches each row of which has them; off:
+    its routers choose."""
     world_size: Count = 1
     """Ranks in all: a multiple of tensor_parallel x pipeline_parallel x context_parallel, and of expert_parallel x
     pipeline_parallel. Each takes the device of its number on its machine."""

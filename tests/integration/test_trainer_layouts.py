@@ -19,7 +19,10 @@ STEPS = 2
     ("ranks", "layouts"),
     [
         pytest.param(2, ("tp2", "pp2-tied", "dp", "cp2", "ep2"), id="two ranks"),
-        pytest.param(4, ("tp2-pp2", "tp2-sp-ep2", "tp2-sp-cp2-tied"), id="four ranks"),
+        pytest.param(4, ("tp2-pp2", "tp2-sp-ep2", "pp2-cp2-replay-again"), id="four ranks"),
+        pytest.param(
+            4, ("tp2-sp-ep2-replay", "tp2-sp-cp2-tied"), id="four ranks in other layouts", marks=pytest.mark.long
+        ),
         pytest.param(8, ("tp2-pp2",), id="eight ranks", marks=pytest.mark.long),
     ],
 )

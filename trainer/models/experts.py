@@ -1,0 +1,114 @@
+"""Replay of recorded routing (R3): each token goes to the experts that the engine sent it to when it was sampled.
+
+A router decides by the largest of numbers that often are nearly equal, so that engine and trainer, whose kernels round
+differently, send some tokens to other experts, and their log-probs lie far apart. With the choice replayed the weights
+of the chosen experts are still the trainer's own, and its gradient flows through them.
+
+Every position is replayed, those of prompts and tool results, too. Padding takes the first experts: a router's map of a
+row has no place for one that comes twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from turnlog.processors.core.batches.rows import BatchRows
+from turnlog.trainer import ExpertsUnfit, mcore
+from turnlog.trainer.shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RoutedRows(BatchRows):
+    """Rows with the experts of their tokens."""
+
+    experts: NDArray[Any]
+    """[T, layers, top_k], entry t about token t as a model's input; that of a row's last token, which no engine ran, is
+    not read."""
+
+
+def routed(rows: BatchRows, experts: NDArray[Any], shape: ModelShape) -> RoutedRows:
+    """Raises ExpertsUnfit for ids that are not `experts_per_token` different experts of the model in every layer."""
+    wanted = (len(rows.token_ids), shape.layers, shape.experts_per_token)
+    if experts.shape != wanted or not shape.experts:
+        raise ExpertsUnfit(f"experts of shape {experts.shape}, the rows of this model ({shape.kind}) take {wanted}")
+    for row, (start, length) in enumerate(zip(rows.starts.tolist(), rows.lengths.tolist(), strict=True)):
+        ordered = np.sort(experts[start : start + length - 1].astype(np.int64), axis=-1)
+        about = f"sample {rows.sample_ids[row]}"
+        if ordered.size and (ordered[..., 0].min() < 0 or ordered[..., -1].max() >= shape.experts):
+            raise ExpertsUnfit(f"{about}: an expert outside of the model's {shape.experts}")
+        if (np.diff(ordered, axis=-1) == 0).any():
+            token, layer, _ = (int(place[0]) for place in np.nonzero(np.diff(ordered, axis=-1) == 0))
+            raise ExpertsUnfit(f"{about}: one expert twice at token {token} in layer {layer}")
+    return RoutedRows(**{field.name: getattr(rows, field.name) for field in fields(BatchRows)}, experts=experts)
+
+
+class Microbatch(Protocol):
+    """What a forward pass takes."""
+
+    @property
+    def inputs(self) -> torch.Tensor:
+        """[b, s] of this rank"""
+        ...
+
+    @property
+    def experts(self) -> torch.Tensor | None:
+        """[b, s, layers, top_k] int64 of its positions; None: padding alone."""
+        ...
+
+
+M = TypeVar("M", bound=Microbatch)
+
+
+class Replay:
+    """The routers of this rank's layers."""
+
+    def __init__(self, model: Any, *, recompute: bool) -> None:
+        """`recompute`: layers are computed again for the gradient, and must choose again what they chose."""
+        self._routers = [(int(layer.layer_number) - 1, layer.mlp.router) for layer in model.decoder.layers]
+        self._recompute = recompute
+        self._on = False
+        for _, router in self._routers:
+            router.register_forward_pre_hook(self._say_which_pass)
+
+    def over(self, batches: Sequence[M]) -> Iterator[M]:
+        """The microbatches; as a forward pass takes one its experts become the routers' targets. Afterwards `clear`."""
+        self._on = True
+        for batch in batches:
+            for layer, router in self._routers:
+                router.router_replay.set_target_indices(_in_router_order(self._of_layer(batch, layer, router.topk)))
+            yield batch
+
+    def clear(self) -> None:
+        """Routers choose for themselves again."""
+        self._on = False
+        for _, router in self._routers:
+            router.router_replay.clear_indices()
+            router.router_replay.clear_router_replay_action()
+
+    def _say_which_pass(self, router: Any, _: Any) -> None:
+        """A layer that will be computed again runs without gradients first."""
+        if self._on:
+            again = self._recompute and torch.is_grad_enabled()
+            action = mcore.RouterReplayAction
+            router.router_replay.set_router_replay_action(action.REPLAY_BACKWARD if again else action.REPLAY_FORWARD)
+
+    @staticmethod
+    def _of_layer(batch: Microbatch, layer: int, chosen: int) -> torch.Tensor:
+        if batch.experts is None:
+            return torch.arange(chosen, device=batch.inputs.device).expand(*batch.inputs.shape, -1)
+        return batch.experts[:, :, layer]
+
+
+def _in_router_order(ids: torch.Tensor) -> torch.Tensor:
+    """[b, s, top_k] -> [tokens, top_k]: a router's tokens run through the rows of one position before the next; of
+    tensor-parallel ranks, which are sequence parallel in a mixture, each has equally many positions."""
+    state = mcore.parallel_state
+    shares = ids.transpose(0, 1).chunk(state.get_tensor_model_parallel_world_size())
+    mine: torch.Tensor = shares[state.get_tensor_model_parallel_rank()]
+    return mine.reshape(-1, ids.size(-1))
