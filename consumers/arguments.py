@@ -134,6 +134,31 @@ def fork_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--draws", type=int, metavar="N", help="[feeder] draws of the new run, its own alone")
 
 
+EXPORT_EPILOG = """\
+FOLDER is what transformers and SGLang load: safetensors, config, tokenizer, chat template, generation settings and a
+card that says which run, step and version it is. It appears when it is whole; one that exists is refused.
+
+Examples:
+  turnlog --run demo-20260101-120000 export models/calc                 the newest published version
+  turnlog --run demo-20260101-120000 export models/calc-9 --version 9
+  turnlog --run demo-20260101-120000 export models/calc-10 --checkpoint step-00000010-i0
+  turnlog --run demo-20260101-120000 export models/calc --from archive  when the topics are gone
+"""
+
+
+def export_arguments(verb: argparse.ArgumentParser) -> None:
+    """Which weights, and where to."""
+    verb.formatter_class = argparse.RawDescriptionHelpFormatter
+    verb.epilog = EXPORT_EPILOG
+    verb.add_argument("folder", type=Path, metavar="FOLDER", help="folder to make")
+    which = verb.add_mutually_exclusive_group()
+    which.add_argument("--version", type=int, metavar="N", help="a published weight version (default: the newest)")
+    which.add_argument(
+        "--checkpoint", default="", metavar="NAME", help="a folder in checkpoints/ of the run's directory instead"
+    )
+    _source(verb)
+
+
 DATASET_EPILOG = """\
 Examples:
   turnlog dataset build calc --view rl --format parquet

@@ -1,0 +1,1 @@
+"""What learns or reads weights beside no loop: `turnlog export`, `turnlog sft`."""

@@ -1,0 +1,279 @@
+"""`turnlog export FOLDER`: weights of a run as a Hugging Face folder that stands by itself, in one step or not at all.
+
+Weights come from the store by their WeightVersionPublished, file by file, or out of a checkpoint; every tensor is held
+against the checksums that the trainer published. What a loop never writes comes from [model] path: tokenizer, chat
+template, generation settings.
+
+ExportError
+├── ExportRefused     FOLDER is taken, or there is no such version: nothing was written
+└── WeightsDamaged    bytes are not those that were published: nothing was written
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load
+
+from turnlog.infra.blobs import BlobCorrupt
+from turnlog.infra.history import all_events
+from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.terminal import say
+from turnlog.names import ExitStatus
+from turnlog.schemas import topics
+from turnlog.schemas.events import WeightVersionPublished
+from turnlog.settings import Settings
+from turnlog.trainer.checkpoint import PART, read_common
+from turnlog.trainer.launch import process_group
+from turnlog.trainer.learner import Learner
+from turnlog.trainer.plan import LearnerOptions
+from turnlog.trainer.shape import read_shape
+from turnlog.trainer.weights import (
+    DESCRIPTION,
+    TOKENIZER,
+    Tensors,
+    checksum,
+    description,
+    read_weights,
+    weight_files,
+)
+
+CARD = "README.md"
+LICENCES = ("LICENSE", "LICENSE.txt", "NOTICE")
+"""Of the model that training began from: whoever passes its weights on passes these on."""
+BESIDE = (*TOKENIZER, "tokenizer.model", *LICENCES)
+"""Files of [model] path that go along as they are."""
+SAFETENSORS = ".safetensors"
+
+
+class ExportError(Exception):
+    """Base of the tree above."""
+
+
+class ExportRefused(ExportError):
+    """Says what stands in the way."""
+
+
+class WeightsDamaged(ExportError):
+    """Names the version and the tensor or file."""
+
+
+@dataclass(slots=True)
+class Exported:
+    """What was written, for the card and the terminal."""
+
+    run_id: str
+    model: Path
+    """What training began from."""
+    version: WeightVersionPublished | None
+    """Whose checksums the tensors were held against; None: no version was published with a checkpoint's weights."""
+    checkpoint: str = ""
+    """Name of the folder that they were read from; empty: the store."""
+    tensors: int = 0
+    parameters: int = 0
+    dtypes: set[str] = field(default_factory=set)
+
+    def count(self, tensors: Tensors) -> None:
+        """One file more."""
+        self.tensors += len(tensors)
+        self.parameters += sum(tensor.numel() for tensor in tensors.values())
+        self.dtypes |= {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
+
+    @property
+    def said(self) -> str:
+        """Which weights these are, in words."""
+        about = f"checkpoint {self.checkpoint}" if self.checkpoint else ""
+        if self.version is not None:
+            at = f"version {self.version.version} (step {self.version.step}, batch {self.version.batch_index})"
+            about = f"{about}, published as {at}" if about else at
+        return f"run {self.run_id}, {about}"
+
+
+def command(settings: Settings, arguments: argparse.Namespace) -> int:
+    """Export and say what; 0. Raises ExportError, BlobError, LogUnavailable, CheckpointUnusable, UnsupportedModel."""
+    folder: Path = arguments.folder
+    check_free(folder)
+    done = asyncio.run(_export(settings, arguments))
+    held = "held against its published checksums" if done.version else "of no published version: nothing to hold it to"
+    say(f"{folder}: {done.said}", f"  {done.tensors} tensors, {done.parameters:,} parameters, {held}")
+    return ExitStatus.DONE
+
+
+async def _export(settings: Settings, arguments: argparse.Namespace) -> Exported:
+    async with opened("export", settings, archive=arguments.source == "archive") as role:
+        if not arguments.checkpoint:
+            return await export_version(role, arguments.folder, arguments.version)
+        versions = await published_versions(role)
+    restored = Path(settings.run.directory) / "checkpoints" / arguments.checkpoint
+    return export_checkpoint(settings, restored, arguments.folder, versions)
+
+
+async def published_versions(role: Role) -> list[WeightVersionPublished]:
+    """Of the run, by number."""
+    found = {event.version: event for event in await all_events(role, topics.WEIGHTS)
+             if isinstance(event, WeightVersionPublished)}  # fmt: skip
+    return [found[number] for number in sorted(found)]
+
+
+async def export_version(role: Role, folder: Path, number: int | None) -> Exported:
+    """Write the published version, None: the newest. Raises ExportError, BlobMissing, StoreUnavailable."""
+    found = await published_versions(role)
+    event = next((one for one in reversed(found) if number in (None, one.version)), None)
+    if event is None:
+        wanted = "no version" if number is None else f"no version {number}"
+        there = f"; there are {found[0].version} to {found[-1].version}" if found else ": did its trainer start?"
+        raise ExportRefused(f"run {role.settings.run.id} has published {wanted}{there}")
+    done = Exported(role.settings.run.id, Path(role.settings.model.path), event)
+    checked: set[str] = set()
+    with appearing(folder) as part:
+        for file in event.files:
+            if file.name != Path(file.name).name or file.name in ("", ".", ".."):
+                raise WeightsDamaged(f"version {event.version} names a file {file.name!r}")
+            try:
+                content = await role.blobs.get(file.blob)
+            except BlobCorrupt as error:
+                raise WeightsDamaged(f"version {event.version}, {file.name}: {error}") from error
+            if file.name.endswith(SAFETENSORS):
+                tensors = _tensors(file.name, content, event)
+                _check(tensors, event)
+                checked |= tensors.keys()
+                done.count(tensors)
+            (part / file.name).write_bytes(content)
+        _check_complete(checked, event)
+        _finish(part, done)
+    return done
+
+
+def export_checkpoint(
+    settings: Settings, checkpoint: Path, folder: Path, versions: Iterable[WeightVersionPublished]
+) -> Exported:
+    """Write the weights of a checkpoint's folder, by this process alone whatever layout saved it. They are held against
+    the version that names it. Raises ExportError, CheckpointUnusable, UnsupportedModel."""
+    held = [one for one in versions if one.checkpoint and Path(one.checkpoint).name == checkpoint.name]
+    event = held[-1] if held else None
+    model = Path(settings.model.path)
+    done = Exported(settings.run.id, model, event, checkpoint.name)
+    tensors = restored(settings, checkpoint)
+    done.count(tensors)
+    if event is not None:
+        _check(tensors, event)
+        _check_complete(tensors.keys(), event)
+    with appearing(folder) as part:
+        for name, content in {**description(model), **dict(weight_files(tensors))}.items():
+            (part / name).write_bytes(content)
+        _finish(part, done)
+    return done
+
+
+def restored(settings: Settings, checkpoint: Path) -> Tensors:
+    """The weights of a checkpoint under Hugging Face names. Raises CheckpointUnusable, UnsupportedModel."""
+    read_common(checkpoint)
+    model, trainer = Path(settings.model.path), settings.trainer
+    with process_group():
+        options = LearnerOptions(dtype=trainer.dtype, threads=trainer.threads)
+        learner = Learner(read_shape(model), read_weights(model), options)
+        learner.restore(checkpoint)
+        return learner.export()
+
+
+def check_free(folder: Path) -> None:
+    """Raises ExportRefused."""
+    if folder.exists() or folder.is_symlink():
+        raise ExportRefused(f"{folder} is there already; name another folder, or remove it first")
+
+
+@contextmanager
+def appearing(folder: Path) -> Iterator[Path]:
+    """A folder beside `folder` to write into, which takes its name when the block ends well and goes when it does not.
+    Raises ExportRefused where the name is taken, before and after."""
+    check_free(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", suffix=PART, dir=folder.parent))
+    try:
+        yield part
+        for path in (*part.rglob("*"), part):
+            _sync(path)
+        part.chmod(0o755)
+        check_free(folder)
+        part.rename(folder)
+        _sync(folder.parent)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _tensors(name: str, content: bytes, event: WeightVersionPublished) -> Tensors:
+    try:
+        return load(content)
+    except SafetensorError as error:
+        raise WeightsDamaged(f"version {event.version}, {name} of {len(content)} bytes: {error}") from error
+
+
+def _check(tensors: Tensors, event: WeightVersionPublished) -> None:
+    for name, tensor in tensors.items():
+        found, published = checksum(tensor), event.checksums.get(name)
+        if found != published:
+            raise WeightsDamaged(f"version {event.version}: {name} is {found}, published {published or 'without it'}")
+
+
+def _check_complete(names: Iterable[str], event: WeightVersionPublished) -> None:
+    missing = sorted(event.checksums.keys() - set(names))
+    if missing:
+        raise WeightsDamaged(f"version {event.version}: {len(missing)} tensors are missing, the first is {missing[0]}")
+
+
+def _finish(part: Path, done: Exported) -> None:
+    """What no trainer publishes."""
+    for name in BESIDE:
+        if (done.model / name).exists():
+            shutil.copyfile(done.model / name, part / name)
+    for name in DESCRIPTION:
+        if not (part / name).exists() and (done.model / name).exists():
+            shutil.copyfile(done.model / name, part / name)
+    if not (part / DESCRIPTION[1]).exists():
+        config = json.loads((part / DESCRIPTION[0]).read_text())
+        ends = {key: config[key] for key in ("eos_token_id", "pad_token_id") if config.get(key) is not None}
+        (part / DESCRIPTION[1]).write_text(json.dumps(ends, indent=2) + "\n")
+    (part / CARD).write_text(card(done))
+
+
+def card(done: Exported) -> str:
+    """The model card."""
+    rows: dict[str, Any] = {"run": done.run_id, "began from": done.model.name}
+    if done.version is not None:
+        rows |= {
+            "weight version": done.version.version,
+            "optimizer steps": done.version.step,
+            "last batch": done.version.batch_index,
+            "trainer incarnation": done.version.incarnation,
+        }
+    if done.checkpoint:
+        rows["checkpoint"] = done.checkpoint
+    rows |= {"parameters": f"{done.parameters:,}", "dtype": ", ".join(sorted(done.dtypes))}
+    rows["checksums"] = "those of the published version" if done.version else "none: no published version names it"
+    return card_of(f"{done.model.name} after {done.said}", ("reinforcement-learning",), rows)
+
+
+def card_of(title: str, tags: tuple[str, ...], rows: Mapping[str, Any]) -> str:
+    """A model card with a table of facts."""
+    head = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", "- turnlog"]
+    table = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]
+    return "\n".join([*head, *(f"- {tag}" for tag in tags), "---", "", f"# {title}", "", *table, ""])
