@@ -5,16 +5,18 @@ gradients by the number of tokens that the loss function reports (calculate_per_
 over M x its share and its own m_i trained tokens; that the m_i of all ranks sum to M is checked before the optimizer
 moves.
 
-Rows are right-padded; position t predicts token t + 1, so token columns are shifted by one here. Which rank and
-microbatch a row goes to is a pure function of lengths, data-parallel size and the token limit, so that a checkpoint
-resumes on another layout, and a re-run sees the same sums in the same order.
+Rows are right-padded, or packed behind one another; position t predicts token t + 1, so token columns are shifted by
+one here. Which rank and microbatch a row goes to is a pure function of lengths, data-parallel size and the token limit,
+so that a checkpoint resumes on another layout, and a re-run sees the same sums in the same order.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ from turnlog.trainer.model import build_model, model_config
 from turnlog.trainer.models.attention import zigzag
 from turnlog.trainer.models.experts import Replay, RoutedRows
 from turnlog.trainer.plan import LearnerOptions, Objective, scaled_logits
-from turnlog.trainer.shape import ModelShape, as_dict
+from turnlog.trainer.shape import ModelShape, as_dict, row_flops
 from turnlog.trainer.weights import Tensors, export_weights, load_weights
 
 
@@ -54,9 +56,11 @@ class PaddedRows:
     weights: torch.Tensor
     """[b, s] float32, 1 / weight_divisor where trained"""
     temperature: torch.Tensor
-    """[b] float32"""
+    """[b] float32; packed [1, t]"""
     experts: torch.Tensor | None = None
     """[b, s, layers, top_k] int64, where routing is replayed"""
+    edges: tuple[int, ...] = ()
+    """Of rows that are packed into one: where each begins, and where the last ends. The others are [1, t] then."""
 
 
 def padded(rows: BatchRows, microbatch: Microbatch, device: torch.device, *, multiple: int = 1) -> PaddedRows:
@@ -116,60 +120,86 @@ def _stand_in(device: torch.device, positions: int) -> PaddedRows:
     )
 
 
+def packed(batch: PaddedRows, positions: Sequence[int]) -> PaddedRows:
+    """The rows behind one another, of each the first `positions`: no padding but what ranks need to share them."""
+    device = batch.inputs.device
+    row = torch.repeat_interleave(torch.arange(len(positions)), torch.tensor(positions)).to(device)
+    column = torch.cat([torch.arange(count) for count in positions]).to(device)
+    tables: dict[str, Any] = {name: value[row, column][None] for name, value in _tables(batch).items()}
+    edges = tuple(itertools.accumulate(positions, initial=0))
+    return dataclasses.replace(batch, **tables, temperature=batch.temperature[row][None], edges=edges)
+
+
 def shared(batch: PaddedRows, rank: int, ranks: int) -> PaddedRows:
     """What a context-parallel rank computes of it."""
     if ranks == 1:
         return batch
-    columns = zigzag(batch.inputs.size(1), rank, ranks).to(batch.inputs.device)
+    edges = batch.edges or (0, batch.inputs.size(1))
+    own = [start + zigzag(end - start, rank, ranks) for start, end in itertools.pairwise(edges)]
+    columns = torch.cat(own).to(batch.inputs.device)
+    tables: dict[str, Any] = {name: value[:, columns] for name, value in _tables(batch).items()}
+    return dataclasses.replace(batch, **tables)
+
+
+def _tables(batch: PaddedRows) -> dict[str, torch.Tensor]:
+    """What has a number for each position."""
     values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    tables = {name: value for name, value in values.items() if value is not None and value.dim() > 1}
-    return dataclasses.replace(batch, **{name: value[:, columns].contiguous() for name, value in tables.items()})
+    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor) and value.dim() > 1}
 
 
 Microbatch = tuple[int, ...]
 """Row indices in ascending order; empty: a stand-in row of weight 0, so that every rank runs equally many."""
 
 
-def microbatches(lengths: Sequence[int], ranks: int, limit_tokens: int) -> tuple[tuple[Microbatch, ...], ...]:
+Cost = Callable[[int], int]
+"""Of a row, by its length."""
+
+
+def microbatches(
+    lengths: Sequence[int], ranks: int, limit_tokens: int, *, cost: Cost = int, packing: bool = False
+) -> tuple[tuple[Microbatch, ...], ...]:
     """For each rank its microbatches, equally many for all.
 
-    Every row is in exactly one. A microbatch of several rows takes at most `limit_tokens` with rows padded to its
-    longest; a longer row goes alone. Ranks are balanced by tokens (longest processing time first, Graham 1969).
+    Every row is in exactly one. A microbatch of several rows takes at most `limit_tokens`, with rows padded to its
+    longest or, when they are packed, behind one another; a longer row goes alone. Ranks are balanced by cost (longest
+    processing time first, Graham 1969).
     """
     if ranks < 1 or limit_tokens < 1:
         raise ValueError(f"ranks {ranks} and limit_tokens {limit_tokens} must be positive")
-    packed = [_packed(rows, lengths, limit_tokens) for rows in _dealt(lengths, ranks)]
-    count = max(1, *(len(one) for one in packed))
-    return tuple((*one, *((),) * (count - len(one))) for one in packed)
+    taken = [_taken_together(rows, lengths, limit_tokens, packing) for rows in _dealt(lengths, ranks, cost)]
+    count = max(1, *(len(one) for one in taken))
+    return tuple((*one, *((),) * (count - len(one))) for one in taken)
 
 
 def _longest_first(rows: Sequence[int], lengths: Sequence[int]) -> list[int]:
     return sorted(rows, key=lambda row: (-int(lengths[row]), row))
 
 
-def _dealt(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Rows by rank: the longest first, each to the rank with the fewest tokens so far (then fewest rows)."""
+def _dealt(lengths: Sequence[int], ranks: int, cost: Cost) -> list[list[int]]:
+    """Rows by rank: the longest first, each to the rank with the least cost so far (then fewest rows)."""
     dealt: list[list[int]] = [[] for _ in range(ranks)]
     loads = [(0, 0, rank) for rank in range(ranks)]
     for row in _longest_first(range(len(lengths)), lengths):
-        tokens, rows, rank = min(loads)
+        total, rows, rank = min(loads)
         dealt[rank].append(row)
-        loads[rank] = (tokens + int(lengths[row]), rows + 1, rank)
+        loads[rank] = (total + cost(int(lengths[row])), rows + 1, rank)
     return dealt
 
 
-def _packed(rows: Sequence[int], lengths: Sequence[int], limit_tokens: int) -> list[Microbatch]:
+def _taken_together(rows: Sequence[int], lengths: Sequence[int], limit_tokens: int, packing: bool) -> list[Microbatch]:
     """Neighbours in length share a microbatch, so that little of it is padding."""
-    packed: list[Microbatch] = []
+    done: list[Microbatch] = []
     current: list[int] = []
     for row in _longest_first(rows, lengths):
-        if current and (len(current) + 1) * int(lengths[current[0]]) > limit_tokens:
-            packed.append(tuple(sorted(current)))
+        longest = int(lengths[current[0]]) if current else 0
+        size = sum(int(lengths[one]) for one in (*current, row)) if packing else (len(current) + 1) * longest
+        if current and size > limit_tokens:
+            done.append(tuple(sorted(current)))
             current = []
         current.append(row)
     if current:
-        packed.append(tuple(sorted(current)))
-    return packed
+        done.append(tuple(sorted(current)))
+    return done
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +239,8 @@ class Learner:
                 one.init_state_fn(one.optimizer, one.config)
                 for group in one.optimizer.param_groups:
                     group.setdefault("step", 0)
+        self._edges: tuple[int, ...] = ()
+        self._model.register_forward_pre_hook(self._say_where_rows_end, with_kwargs=True)
         self._replay = Replay(self._model, recompute=options.recompute != "none") if shape.experts else None
         self._config.grad_scale_func = self._optimizer.scale_loss
         self._config.finalize_model_grads_func = mcore.finalize_model_grads
@@ -264,10 +296,10 @@ class Learner:
         trained = int(rows.trained.sum())
         rank = mcore.parallel_state.get_data_parallel_rank()
         ranks = mcore.parallel_state.get_data_parallel_world_size()
-        plan = microbatches(rows.lengths.tolist(), ranks, self._options.microbatch_tokens)[rank]
-        context = mcore.parallel_state.get_context_parallel_rank(), self._options.context_parallel
-        multiple = self._options.multiple
-        batches = [shared(padded(rows, one, mcore.DEVICE, multiple=multiple), *context) for one in plan]
+        lengths, packing = rows.lengths.tolist(), self._options.packs(rows.lengths)
+        limit, cost = self._options.microbatch_tokens, functools.partial(row_flops, self.shape)
+        plan = microbatches(lengths, ranks, limit, cost=cost, packing=packing)[rank]
+        batches = [self._laid_out(rows, one, packing) for one in plan]
         forward = _Forward(objective, self.shape.vocabulary, trained)
         self._schedule(
             forward_step_func=forward,
@@ -285,9 +317,30 @@ class Learner:
             raise BooksOff(f"the ranks trained {totals.trained} tokens, the batch counts {trained}")
         return totals
 
+    def _laid_out(self, rows: BatchRows, microbatch: Microbatch, packing: bool) -> PaddedRows:
+        """This rank's part of a microbatch."""
+        multiple = self._options.multiple
+        batch = padded(rows, microbatch, mcore.DEVICE, multiple=multiple)
+        if packing:
+            positions = [max(1, int(rows.lengths[row]) - 1) for row in microbatch] or [multiple]
+            batch = packed(batch, [-(-count // multiple) * multiple for count in positions])
+        return shared(batch, mcore.parallel_state.get_context_parallel_rank(), self._options.context_parallel)
+
     def _taken(self, rows: BatchRows, batches: Sequence[PaddedRows]) -> Iterator[PaddedRows]:
         """As forward passes take them; routers replay what the rows recorded."""
-        return self._replay.over(batches) if self._replay and isinstance(rows, RoutedRows) else iter(batches)
+        replayed = self._replay is not None and isinstance(rows, RoutedRows)
+        for batch in self._replay.over(batches) if self._replay and replayed else batches:
+            self._edges = batch.edges
+            yield batch
+
+    def _say_where_rows_end(self, _: Any, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Whoever runs the model on a batch that was just taken runs it on rows that do not see each other."""
+        if not self._edges:
+            return arguments, named
+        ends = torch.tensor(self._edges, dtype=torch.int32, device=mcore.DEVICE)
+        longest = int(ends.diff().max())
+        packing = mcore.PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
+        return arguments, {**named, "packed_seq_params": packing}
 
 
 class _Forward:

@@ -13,7 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from turnlog.settings import Settings, SettingsError
 from turnlog.trainer import LayoutUnfit
@@ -58,12 +60,16 @@ def scaled_logits(
 ) -> torch.Tensor:
     """logits / temperature in float32 with the columns that pad the vocabulary out of every softmax.
 
-    logits [b, s, v], this rank's columns from `first_column` on; temperature [b]. A new tensor.
+    logits [b, s, v], this rank's columns from `first_column` on; temperature [b] or [b, s]. A new tensor.
     """
-    scaled = logits.float() / temperature[:, None, None]
+    scaled = logits.float() / temperature.reshape(*temperature.shape, *(1,) * (3 - temperature.dim()))
     columns = torch.arange(first_column, first_column + logits.size(-1), device=logits.device)
     padding = columns >= vocabulary
     return scaled.masked_fill(padding, torch.finfo(torch.float32).min) if bool(padding.any()) else scaled
+
+
+PACKED_FROM = 256
+"""Mean tokens of a row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +82,7 @@ class LearnerOptions:
     expert_parallel: int = 1
     sequence_parallel: bool = False
     recompute: str = "none"
+    packing: str = "auto"
     microbatch_tokens: int = 8192
     beta1: float = 0.9
     beta2: float = 0.95
@@ -85,6 +92,11 @@ class LearnerOptions:
     dtype: str = "float32"
     threads: int = 1
     vocabulary_multiple: int = 1
+
+    def packs(self, lengths: NDArray[np.int32]) -> bool:
+        """Whether rows of these lengths are packed: short ones cost more by a call of attention each than by the
+        padding between neighbours in length."""
+        return self.packing == "on" or (self.packing == "auto" and float(lengths.mean()) >= PACKED_FROM)
 
     @property
     def multiple(self) -> int:
@@ -110,8 +122,12 @@ def check_layout(shape: ModelShape, options: LearnerOptions) -> None:
             raise LayoutUnfit(f"trainer.{setting} = {ranks} does not divide the model's {what} ({count})")
     if expert > 1 and not shape.experts:
         raise LayoutUnfit(f"trainer.expert_parallel = {expert} of a model without experts ({shape.kind})")
-    if shape.experts and tensor > 1 and not options.sequence_parallel:
-        raise LayoutUnfit("trainer.tensor_parallel of a mixture of experts needs trainer.sequence_parallel = true")
+    if shape.experts and tensor > 1 and not (options.sequence_parallel and expert > 1):
+        # Where no ranks share experts, Megatron does not sum their gradients over the tensor-parallel ranks.
+        raise LayoutUnfit(
+            "trainer.tensor_parallel of a mixture of experts needs trainer.sequence_parallel = true and "
+            "trainer.expert_parallel above 1"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,14 +145,25 @@ class LearningPlan:
     """Planned optimizer steps of the run."""
     rate: float
     lowest_ratio: float
+    schedule: str = "linear"
+    warmup: int = 0
+    """Steps."""
 
     def behind(self, steps: int) -> LearningPlan:
         """The same after `steps` steps of a run that this one was forked from: its schedule goes on from there."""
         return dataclasses.replace(self, steps=self.steps + steps)
 
     def learning_rate(self, step: int) -> float:
-        """Of the step after `step` steps: linear from `rate` to `lowest_ratio` x `rate` at the last planned step."""
-        return self.rate * max(self.lowest_ratio, 1.0 - step / max(1, self.steps))
+        """Of the step after `step` steps: up to `rate` in `warmup` steps, then along the schedule to `lowest_ratio` x
+        `rate` at the last planned step."""
+        if step < self.warmup:
+            return self.rate * (step + 1) / (self.warmup + 1)
+        done = min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
+        if self.schedule == "constant":
+            return self.rate
+        if self.schedule == "cosine":
+            return self.rate * (self.lowest_ratio + (1.0 - self.lowest_ratio) * (1.0 + math.cos(math.pi * done)) / 2.0)
+        return self.rate * max(self.lowest_ratio, 1.0 - done)
 
 
 def learning_plan(settings: Settings) -> LearningPlan:
@@ -162,6 +189,7 @@ def learning_plan(settings: Settings) -> LearningPlan:
             expert_parallel=trainer.expert_parallel,
             sequence_parallel=trainer.sequence_parallel,
             recompute=trainer.recompute,
+            packing=trainer.packing,
             microbatch_tokens=trainer.microbatch_tokens,
             beta1=trainer.beta1,
             beta2=trainer.beta2,
@@ -175,4 +203,6 @@ def learning_plan(settings: Settings) -> LearningPlan:
         steps=settings.feeder.draws * settings.batcher.updates_per_draw,
         rate=trainer.learning_rate,
         lowest_ratio=trainer.min_learning_rate_ratio,
+        schedule=trainer.learning_rate_schedule,
+        warmup=trainer.warmup_steps,
     )

@@ -9,7 +9,7 @@ torchrun --nproc-per-node 4 -m turnlog.trainer.reference 2 tp2-pp2 tp2-sp-ep2 cp
 
 A layout is named by what its ranks share: tp tensor, pp pipeline, cp context, ep expert parallel; sp: sequence
 parallel. Ranks that are left are data parallel. With ep or replay the model is a mixture of experts; replay: its
-routing is a recorded one; again: layers are computed again; tied: the output layer is the embedding.
+routing is a recorded one; packed: rows are; again: layers are computed again; tied: the output layer is the embedding.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tokenizers import Tokenizer, models
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
@@ -54,10 +55,13 @@ def synthetic_model(folder: Path) -> Path:
     return folder
 
 
-def synthetic_rows(seed: int, *, rows: int = 16, group_size: int = 4, vocabulary: int = 384) -> BatchRows:
-    """`rows` rows of 12 to 40 tokens in groups; about half the tokens trained, prompt-equal weights."""
+def synthetic_rows(
+    seed: int, *, rows: int = 16, group_size: int = 4, vocabulary: int = 384, lengths: NDArray[np.int32] | None = None
+) -> BatchRows:
+    """`rows` rows of 12 to 40 tokens in groups, or of `lengths`; about half the tokens train, prompt-equal weights."""
     random = np.random.default_rng(seed)
-    lengths = random.integers(12, 41, rows).astype("<i4")
+    if lengths is None:
+        lengths = random.integers(12, 41, rows).astype("<i4")
     tokens = int(lengths.sum())
     starts = np.cumsum(lengths) - lengths
     trained = random.integers(0, 2, tokens).astype("u1")
@@ -255,7 +259,7 @@ def with_random_experts(rows: BatchRows, shape: ModelShape, seed: int) -> Routed
 
 SHARES = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "cp": "context_parallel", "ep": "expert_parallel"}
 
-WORDS = ("dp", "sp", "tied", "replay", "again")
+WORDS = ("dp", "sp", "tied", "replay", "again", "packed")
 
 
 def layout(name: str) -> tuple[ModelShape, LearnerOptions]:
@@ -270,6 +274,7 @@ def layout(name: str) -> tuple[ModelShape, LearnerOptions]:
         **shares,
         sequence_parallel="sp" in words,
         recompute="full" if "again" in words else "none",
+        packing="on" if "packed" in words else "off",
         microbatch_tokens=200,
     )
     mixture = "expert_parallel" in shares or "replay" in words

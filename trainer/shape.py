@@ -314,6 +314,15 @@ def _mixture_json(shape: ModelShape) -> dict[str, Any]:
     }
 
 
+def row_flops(shape: ModelShape, tokens: int) -> int:
+    """Of a row's forward pass: two a parameter and token, the embedding aside, and causal attention's two products."""
+    q, kv = shape.heads * shape.head_dim, shape.groups * shape.head_dim
+    feed_forward = shape.experts_per_token * shape.expert_ffn if shape.experts else shape.ffn
+    layer = shape.hidden * (2 * q + 2 * kv + 3 * feed_forward)
+    parameters = shape.layers * layer + shape.hidden * shape.vocabulary
+    return 2 * tokens * parameters + 2 * shape.layers * q * tokens * tokens
+
+
 def as_dict(shape: ModelShape) -> dict[str, Any]:
     """Plain values, for checkpoints; what is as it was before there were others is left out, so that earlier
     checkpoints stay equal."""

@@ -315,7 +315,8 @@ class TrainerSettings:
     expert_parallel: Count = 1
     """Ranks that share the experts of a mixture; they are those that share a layer or differ in their rows."""
     sequence_parallel: bool = False
-    """Tensor-parallel ranks also share the tokens between their matrices; a mixture of experts needs it."""
+    """Tensor-parallel ranks also share the tokens between their matrices; those of a mixture of experts must, and share
+    the experts, too."""
     recompute: Literal["none", "full"] = "none"
     """full: keep the inputs of each layer alone and compute it again for the gradient."""
     router_replay: Literal["auto", "off"] = "auto"
@@ -327,11 +328,18 @@ class TrainerSettings:
     threads: Count = 2
     """Torch threads per rank on CPU."""
     microbatch_tokens: Count = 8192
-    """Padded tokens that a rank holds at once; a longer row is a microbatch of its own."""
+    """Tokens, padding included, that a rank holds at once; a longer row is a microbatch of its own."""
+    packing: Literal["auto", "on", "off"] = "auto"
+    """Rows of a microbatch lie behind one another, so that no padding is computed; auto: where that is faster, which is
+    when a batch's rows have 256 tokens or more on average."""
     learning_rate: Rate = 8e-4
-    """Of the first step."""
+    """Of the first step after the warm-up."""
+    learning_rate_schedule: Literal["linear", "cosine", "constant"] = "linear"
+    """How the rate falls after the warm-up, over feeder.draws x batcher.updates_per_draw steps."""
+    warmup_steps: Amount = 0
+    """Optimizer steps over which the rate rises linearly."""
     min_learning_rate_ratio: Share = 0.1
-    """The rate falls linearly to this share over feeder.draws x batcher.updates_per_draw steps."""
+    """The share of the rate that a linear or cosine schedule ends at."""
     beta1: Decay = 0.9
     """Of Adam's mean of gradients."""
     beta2: Decay = 0.95

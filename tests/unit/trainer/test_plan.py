@@ -26,6 +26,26 @@ def test_the_rate_falls_linearly_over_the_steps_of_all_draws_and_not_below_its_f
     assert [plan.learning_rate(step) for step in (0, 2, 6, 7, 100)] == pytest.approx([0.8, 0.6, 0.2, 0.2, 0.2])
 
 
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        ("linear", [0.2, 0.4, 0.6, 0.6, 0.4, 0.3, 0.15, 0.15]),
+        ("cosine", [0.2, 0.4, 0.6, 0.6, 0.4875, 0.375, 0.15, 0.15]),
+        ("constant", [0.2, 0.4, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6]),
+    ],
+)
+def test_the_rate_rises_to_the_schedule_and_ends_at_its_share(schedule: str, rates: list[float]) -> None:
+    """Eight steps: two of warm-up, and the rate itself at the third."""
+    trainer = {
+        "learning_rate": 0.6,
+        "min_learning_rate_ratio": 0.25,
+        "warmup_steps": 2,
+        "learning_rate_schedule": schedule,
+    }
+    plan = learning_plan(from_tables({"feeder": {"draws": 8}, "trainer": trainer}, {}, source="test"))
+    assert [plan.learning_rate(step) for step in (0, 1, 2, 2, 4, 5, 8, 9)] == pytest.approx(rates, abs=1e-6)
+
+
 @pytest.mark.parametrize(("world_size", "legal"), [(1, False), (3, False), (4, True), (8, True)])
 def test_ranks_that_do_not_make_whole_copies_of_the_model_are_refused_by_name(world_size: int, legal: bool) -> None:
     trainer = {"tensor_parallel": 2, "pipeline_parallel": 2, "world_size": world_size}
@@ -58,7 +78,8 @@ def test_settings_that_make_no_layout_are_refused_by_name(trainer: dict[str, Any
         ({"pipeline_parallel": 3}, False, r"pipeline_parallel = 3 does not divide the model's layers \(2\)"),
         ({"expert_parallel": 3}, True, r"expert_parallel = 3 does not divide the model's experts \(4\)"),
         ({"expert_parallel": 2}, False, "expert_parallel = 2 of a model without experts"),
-        ({"tensor_parallel": 2}, True, "mixture of experts needs trainer.sequence_parallel"),
+        ({"tensor_parallel": 2, "expert_parallel": 2}, True, "mixture of experts needs trainer.sequence_parallel"),
+        ({"tensor_parallel": 2, "sequence_parallel": True}, True, "and trainer.expert_parallel above 1"),
     ],
 )
 def test_a_model_that_the_ranks_cannot_share_is_refused_by_name(

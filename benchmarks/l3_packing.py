@@ -1,0 +1,81 @@
+"""L3: rows packed behind one another against rows padded to their microbatch's longest, on long rows and on short ones.
+
+The value is the share of computed positions that are real, of packed rows whose lengths have a mean above 500. Tokens a
+second of forward and backward stand beside it for both, and which of them the trainer takes by itself. It does not show
+CUDA, nor several ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from row import say, size, told
+
+from turnlog.processors.core.batches.rows import BatchRows
+from turnlog.trainer.launch import process_group
+from turnlog.trainer.learner import Learner, microbatches
+from turnlog.trainer.plan import LearnerOptions, PolicyGradient
+from turnlog.trainer.reference import synthetic_rows
+from turnlog.trainer.shape import TINY
+from turnlog.trainer.warm_start import random_weights
+
+GOAL = 0.95
+SHAPE = dataclasses.replace(TINY, positions=8192)
+LIMIT = 4096
+ROWS, STEPS = size((48, 3), smallest=(4, 1))
+MEANS = {"long": 600, "middle": 200, "short": 24}
+
+
+def drawn(mean: int, seed: int = 0) -> BatchRows:
+    """Rows whose lengths are log-normal."""
+    random = np.random.default_rng(seed)
+    lengths = np.clip(random.lognormal(np.log(mean) - 0.32, 0.8, ROWS), 3, 3500).astype("<i4")
+    return synthetic_rows(seed, rows=ROWS, lengths=lengths)
+
+
+def tokens_a_second(rows: BatchRows, options: LearnerOptions) -> float:
+    """Of the fastest step."""
+    learner = Learner(SHAPE, random_weights(SHAPE, 1), options)
+    took = []
+    for _ in range(STEPS):
+        start = time.perf_counter()
+        learner.step(rows, PolicyGradient(0.2, 0.2), 1e-4)
+        took.append(time.perf_counter() - start)
+    return float(rows.lengths.sum()) / min(took)
+
+
+def real_share(rows: BatchRows, *, packing: bool) -> float:
+    """Real over computed positions."""
+    lengths = rows.lengths.tolist()
+    (plan,) = microbatches(lengths, 1, LIMIT, packing=packing)
+    positions = [[max(1, lengths[row] - 1) for row in one] for one in plan]
+    computed = sum(sum(one) if packing else len(one) * max(one) for one in positions)
+    return float(sum(map(sum, positions))) / computed
+
+
+def main() -> int:
+    """Print one JSON line."""
+    torch.set_num_threads(2)
+    detail: dict[str, Any] = {}
+    options = LearnerOptions(threads=2, microbatch_tokens=LIMIT)
+    with process_group():
+        for name, mean in MEANS.items():
+            rows = drawn(mean)
+            found: dict[str, Any] = {"mean_tokens": round(float(rows.lengths.mean()), 1)}
+            for packing in ("on", "off"):
+                rate = tokens_a_second(rows, dataclasses.replace(options, packing=packing))
+                found["packed" if packing == "on" else "padded"] = round(rate)
+            found["real_padded"] = round(real_share(rows, packing=False), 3)
+            found["taken"] = "packed" if options.packs(rows.lengths) else "padded"
+            detail[name] = found
+            say(f"{name}: {found}")
+    value = real_share(drawn(MEANS["long"]), packing=True)
+    return told(id="L3", value=value, unit="share", goal=GOAL, met=value >= GOAL, detail=detail)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,94 @@
+"""Rows that are packed behind one another train as they do alone, and compute little else."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from turnlog.trainer.launch import process_group
+from turnlog.trainer.learner import Learner, microbatches, packed, padded, shared
+from turnlog.trainer.plan import LearnerOptions, PolicyGradient
+from turnlog.trainer.reference import PlainLearner, synthetic_rows, with_random_experts
+from turnlog.trainer.shape import TINY, TINY_MIXTURE, ModelShape, row_flops
+from turnlog.trainer.warm_start import random_weights
+
+OBJECTIVE = PolicyGradient(0.2, 0.2)
+PACKED = LearnerOptions(threads=1, microbatch_tokens=200, packing="on")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone() -> Iterator[None]:
+    """One rank for the module."""
+    torch.set_num_threads(1)
+    with process_group():
+        yield
+
+
+@pytest.mark.parametrize("shape", [TINY, TINY_MIXTURE], ids=lambda shape: shape.kind)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_steps_are_those_of_transformers_and_adamw(shape: ModelShape, recompute: str) -> None:
+    weights = random_weights(shape, 1)
+    learner = Learner(shape, weights, dataclasses.replace(PACKED, recompute=recompute))
+    plain = PlainLearner(shape, weights, PACKED)
+    for step in range(2):
+        rows = synthetic_rows(step)
+        rows = with_random_experts(rows, shape, step) if shape.experts else rows
+        ours, theirs = learner.step(rows, OBJECTIVE, 1e-3), plain.step(rows, OBJECTIVE, 1e-3)
+        assert ours.loss == pytest.approx(theirs.loss, abs=1e-5)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
+
+
+def test_a_padded_batch_after_a_packed_one_is_not_cut() -> None:
+    learner = Learner(TINY, random_weights(TINY, 1), dataclasses.replace(PACKED, packing="auto"))
+    short = synthetic_rows(0)
+    before = learner.measure(short, OBJECTIVE)
+    learner.measure(synthetic_rows(1, rows=2, lengths=np.array([300, 400], "<i4")), OBJECTIVE)
+    assert learner.measure(short, OBJECTIVE) == before
+
+
+def test_every_position_of_a_row_is_in_one_context_rank_s_share() -> None:
+    rows = synthetic_rows(0, rows=4)
+    batch = padded(rows, (0, 1, 2, 3), CPU, multiple=4)
+    positions = [-(-(int(length) - 1) // 4) * 4 for length in rows.lengths]
+    whole = packed(batch, positions)
+    assert whole.edges == tuple(np.cumsum([0, *positions]).tolist())
+    parts = [shared(whole, rank, 2) for rank in range(2)]
+    assert sorted(torch.cat([part.weights for part in parts], 1)[0].tolist()) == sorted(whole.weights[0].tolist())
+    assert int(whole.trained.sum()) == int(rows.trained.sum())
+
+
+def test_nearly_all_that_is_computed_of_long_rows_is_real() -> None:
+    """Padded to a multiple of 16, as four context-parallel and two sequence-parallel ranks ask for."""
+    lengths = np.random.default_rng(0).lognormal(6.2, 0.8, 400).astype(int) + 2
+    assert lengths.mean() > 500
+    real = lengths.sum() - len(lengths)
+    assert real / sum(-(-(length - 1) // 16) * 16 for length in lengths) >= 0.95
+
+
+def test_packed_microbatches_hold_as_many_tokens_as_they_may() -> None:
+    lengths = np.random.default_rng(0).integers(10, 400, 60).tolist()
+    (plan,) = microbatches(lengths, 1, 1000, packing=True)
+    sizes = [sum(lengths[row] for row in one) for one in plan]
+    assert max(sizes) <= 1000
+    assert all(size + lengths[after[0]] > 1000 - max(lengths) for size, after in zip(sizes, plan[1:], strict=False))
+    assert sorted(row for one in plan for row in one) == list(range(60))
+
+
+def test_ranks_are_balanced_by_what_rows_cost() -> None:
+    """One row of 4,000 tokens costs a small model more than eight of 500."""
+    lengths = [4000, *[500] * 8, *[100] * 10]
+
+    def cost(length: int) -> int:
+        return row_flops(TINY, length)
+
+    loads = [
+        sum(cost(lengths[row]) for one in rank for row in one) for rank in microbatches(lengths, 2, 10**6, cost=cost)
+    ]
+    assert max(loads) - min(loads) <= max(map(cost, lengths))
+    by_tokens = [sum(cost(lengths[row]) for one in rank for row in one) for rank in microbatches(lengths, 2, 10**6)]
+    assert max(loads) < max(by_tokens)
