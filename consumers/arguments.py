@@ -159,6 +159,42 @@ def export_arguments(verb: argparse.ArgumentParser) -> None:
     _source(verb)
 
 
+SFT_EPILOG = """\
+DATASET is a folder that `turnlog dataset build` wrote: of the view sft (conversations, rendered by the chat template
+of MODEL; every answer is imitated) or rl (the tokens and masks that were recorded). A share of the tasks is held out:
+their loss is measured before the first step and after each epoch. OUT appears when it is whole; a run that was killed
+goes on after its last epoch when the same command is given again. [trainer] says dtype, threads, clip_grad,
+weight_decay, betas and microbatch_tokens.
+
+Rejection sampling, from a run to a better first policy:
+  turnlog --run a dataset build good --view sft --best 2 --min-reward 1
+  turnlog sft --dataset good --model models/base --out models/better --epochs 2 --rate 1e-5
+  TURNLOG_MODEL_PATH=models/better turnlog --run b up
+"""
+
+
+def sft_arguments(verb: argparse.ArgumentParser) -> None:
+    """What to learn from, and how."""
+    verb.formatter_class = argparse.RawDescriptionHelpFormatter
+    verb.epilog = SFT_EPILOG
+    for name, what in (
+        ("dataset", "folder of a dataset, view sft or rl"),
+        ("model", "Hugging Face folder to begin from: weights, tokenizer, chat template"),
+        ("out", "folder to make"),
+    ):
+        verb.add_argument(f"--{name}", type=Path, required=True, metavar="FOLDER", help=what)
+    for name, kind, default, metavar, what in (
+        ("epochs", int, 1, "N", "passes over the rows"),
+        ("rate", float, 1e-5, "R", "highest learning rate: rises over a tenth of the steps, then falls to a twentieth"),
+        ("rows", int, 32, "N", "rows of a step"),
+        ("held-out", float, 0.05, "SHARE", "of the tasks, measured and never trained; 0 for none"),
+        ("max-tokens", int, 0, "N", "rows that are longer are left out, and counted; 0: the model's window"),
+        ("seed", int, 0, "N", "of the order of rows and the choice of the tasks held out"),
+    ):
+        verb.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=f"{what} (default {default})")
+    verb.add_argument("--fresh", action="store_true", help="forget what a killed run of this OUT has done")
+
+
 DATASET_EPILOG = """\
 Examples:
   turnlog dataset build calc --view rl --format parquet
@@ -242,7 +278,11 @@ def _add_choices(group: argparse._ArgumentGroup) -> None:
         help="tokens: equal token ids (rl) or messages (else) count once; task: the first group of a task that gives "
         "a row (default none)",
     )  # fmt: skip
-    group.add_argument("--best-of-group", action="store_true", help="sft: of each group the best rewarded session")
+    best = group.add_mutually_exclusive_group()
+    best.add_argument(
+        "--best", type=int, default=None, metavar="K", help="sft: of each group the K best rewarded sessions"
+    )
+    best.add_argument("--best-of-group", action="store_true", help="the same as --best 1")
     group.add_argument(
         "--pairs", choices=("extremes", "all"), default="extremes",
         help="preference: the best against the worst of a group, or every two of unequal reward (default extremes)",

@@ -190,7 +190,8 @@ async def write_conversations(
     """Write the rows of one unit that the query admits. Raises MissingContent, Unwritable."""
     found = await candidates(source, unit, filters)
     if writer.view == "sft":
-        wanted = best_of_groups(found, filters) if source.query.best_of_group else found
+        best = 1 if source.query.best_of_group else source.query.best
+        wanted = found if best is None else best_of_groups(found, best, filters)
         async for session, conversation in conversations(source, unit, wanted):
             if isinstance(conversation, str):
                 filters.counted(conversation)

@@ -53,6 +53,8 @@ class Query:
     """none | tokens: equal content counts once | task: the first group of a task that gives a row"""
     best_of_group: bool = False
     """sft: only the best rewarded session of a group."""
+    best: int | None = None
+    """sft: of each group only so many sessions, the best rewarded."""
     pairs: str = "extremes"
     """preference: extremes: the best against the worst of a group | all: every two of unequal reward"""
     min_margin: float = 0.0
@@ -72,12 +74,18 @@ class Query:
         for name, value, choices in (("dedupe", self.dedupe, DEDUPES), ("pairs", self.pairs, PAIRS)):
             if value not in choices:
                 raise BadQuery(f"{name}: {value!r} is none of {', '.join(choices)}")
-        if self.best_of_group and view != "sft":
-            raise BadQuery(f"best_of_group is of the view sft, not of {view}")
+        self._check_best(view)
         if (self.pairs != "extremes" or self.min_margin) and view != "preference":
             raise BadQuery(f"pairs and min_margin are of the view preference, not of {view}")
         if self.min_margin < 0:
             raise BadQuery(f"min_margin {self.min_margin} must not be negative")
+
+    def _check_best(self, view: str) -> None:
+        for name, given in (("best_of_group", self.best_of_group), ("best", self.best is not None)):
+            if given and view != "sft":
+                raise BadQuery(f"{name} is of the view sft, not of {view}")
+        if self.best is not None and self.best < 1:
+            raise BadQuery(f"best {self.best} must be at least 1")
 
     def asked(self) -> dict[str, Any]:
         """What differs from the defaults, for the manifest."""

@@ -195,13 +195,13 @@ async def candidates(source: Source, unit: int, filters: Filters) -> dict[str, C
     return found
 
 
-def best_of_groups(found: dict[str, Candidate], filters: Filters) -> dict[str, Candidate]:
-    """The highest reward of each group, ties by rollout_index."""
+def best_of_groups(found: dict[str, Candidate], best: int, filters: Filters) -> dict[str, Candidate]:
+    """The `best` highest rewards of each group, ties by rollout_index."""
     kept: dict[str, Candidate] = {}
     for members in _groups(found):
-        best = min(members, key=lambda each: (-each.reward, each.rollout_index))
-        kept[best.session_id] = best
-        for _ in members[1:]:
+        ranked = sorted(members, key=lambda each: (-each.reward, each.rollout_index))
+        kept |= {each.session_id: each for each in ranked[:best]}
+        for _ in ranked[best:]:
             filters.counted("best_of_group")
     return kept
 

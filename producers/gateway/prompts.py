@@ -300,9 +300,17 @@ class Prompts:
         """The whole conversation as the template writes it, up to where the model goes on. Raises BadRequest."""
         return self._rendered([one.template for one in messages], tools)
 
-    def _rendered(self, messages: Sequence[dict[str, Any]], tools: Any) -> str:
-        """Up to the end of the generation prompt, or of a last message of the assistant's: a prefill is left open, as
-        by `continue_final_message` of transformers. Raises BadRequest, PrefillNotServed."""
+    def ended(self, messages: Sequence[Message], tools: Any) -> str:
+        """The same with its last message brought to its end, as one that was answered so. Raises BadRequest."""
+        return self.template.render(self._fitted([one.template for one in messages]), tools, generate=False)
+
+    @property
+    def end_mark(self) -> str:
+        """The text of `end_of_turn`; empty without one."""
+        return self._ending.mark_text if self._ending else ""
+
+    def _fitted(self, messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+        """As the template takes them."""
         if self._arguments_as_text:
             messages = [_with_text(one) for one in messages]
         if not self._system_anywhere:
@@ -310,6 +318,12 @@ class Prompts:
             # template has no place for is said by the user.
             messages = [{**one, "role": "user"} if at and one["role"] == "system" else one
                         for at, one in enumerate(messages)]  # fmt: skip
+        return messages
+
+    def _rendered(self, messages: Sequence[dict[str, Any]], tools: Any) -> str:
+        """Up to the end of the generation prompt, or of a last message of the assistant's: a prefill is left open, as
+        by `continue_final_message` of transformers. Raises BadRequest, PrefillNotServed."""
+        messages = self._fitted(messages)
         *before, last = messages
         if last["role"] != "assistant":
             return self.template.render(messages, tools, generate=True)

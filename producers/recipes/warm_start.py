@@ -1,4 +1,5 @@
-"""Tiny policies to begin with: shape, chat template, and a tokenizer and training rows made of demonstrations.
+"""Tiny policies to begin with: shape, chat template, and a tokenizer and training rows made of demonstrations; rows of
+recorded conversations for models of any size.
 
 A recipe brings its demonstrations: the right format, and often the wrong behaviour. A policy that was warm-started on
 them has some probability mass on every good behaviour, and reinforcement only has to re-weight it.
@@ -8,14 +9,15 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from turnlog.infra.recipes import Demonstration, TinyModel, WarmStartRow
-from turnlog.producers.gateway.prompts import ChatTemplate
+from turnlog.producers.gateway.messages import normalised
+from turnlog.producers.gateway.prompts import ChatTemplate, Prompts, TextTokens
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -165,3 +167,40 @@ def row_of(parts: Iterator[tuple[str, int]], encoded: Callable[[str], tuple[int,
         token_ids += ids
         mask += [trained] * len(ids)
     return WarmStartRow(tuple(token_ids), tuple(mask))
+
+
+class Unimitable(Exception):
+    """The chat template does not answer where its own generation prompt ends: rows cannot be cut at what a model says.
+    Remedy: a dataset of the view rl, whose tokens were recorded."""
+
+
+def imitated(model: Path) -> Callable[[Sequence[Mapping[str, Any]], Any, bool], list[WarmStartRow]]:
+    """For a model's folder, how a recorded conversation becomes rows. Raises ModelMissing, TemplateMissing."""
+    prompts = Prompts(TextTokens(model), ChatTemplate.load(model))
+    return lambda messages, tools, ended: conversation_rows(prompts, messages, tools, ended=ended)
+
+
+def conversation_rows(
+    prompts: Prompts, raw: Sequence[Mapping[str, Any]], tools: Any, *, ended: bool
+) -> list[WarmStartRow]:
+    """Rows that imitate every answer of a conversation, cut and encoded as a live one is. One row, or several where the
+    template writes earlier answers otherwise than they were said (thinking that it drops). `ended` False: the last
+    answer was cut off, so that its end is not imitated. Raises BadRequest, Unimitable."""
+    messages = normalised(list(raw))
+    answers = [at for at, one in enumerate(messages) if at and one.role == "assistant"]
+    rows: list[list[tuple[str, int]]] = []
+    done = None
+    for at in answers:
+        prompt, whole = prompts.text(messages[:at], tools), prompts.ended(messages[: at + 1], tools)
+        if not whole.startswith(prompt):
+            raise Unimitable(f"the template's answer {at} does not begin where its generation prompt ends")
+        said, mark = whole.removeprefix(prompt), prompts.end_mark
+        end = said.rindex(mark) if mark and mark in said else len(said)
+        if ended or at != answers[-1]:
+            end += len(mark)
+        if done is None or not prompt.startswith(done):
+            rows.append([])
+            done = ""
+        rows[-1] += [(prompt.removeprefix(done), 0), (said[:end], 1)]
+        done = prompt + said[:end]
+    return [row_of(iter(parts), lambda text: tuple(prompts.tokens.encode(text))) for parts in rows]

@@ -190,6 +190,7 @@ def _readers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     of.topics_arguments(_verb(verbs, "topics", _topics, "create or check the catalogue's topics; print ACLs"))
     of.dataset_arguments(_verb(verbs, "dataset", _dataset, "build rows of a run as Parquet or Arrow, or verify them"))
     of.export_arguments(_verb(verbs, "export", _export, "weights of a run as a Hugging Face folder"))
+    of.sft_arguments(_verb(verbs, "sft", _sft, "supervised fine-tuning of a model folder on a dataset of a run"))
     of.reward_arguments(_verb(verbs, "reward", _reward, "judge recorded sessions again, and write the dataset"))
     of.fold_arguments(_verb(verbs, "fold", _fold, "fold recorded sessions by two policies and compare; write nothing"))
     of.dead_letters_arguments(_verb(verbs, "dead-letters", _dead_letters, "refused records: list, show, requeue, skip"))
@@ -404,6 +405,14 @@ def _export(settings: Settings, arguments: argparse.Namespace) -> int:
     from turnlog.trainer.offline.export import command
 
     return command(settings, arguments)
+
+
+def _sft(settings: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.consumers.datasets.build import verify
+    from turnlog.producers.recipes.warm_start import imitated
+    from turnlog.trainer.offline.sft import command
+
+    return command(settings, arguments, verify, imitated(arguments.model))
 
 
 def _reward(settings: Settings, arguments: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -241,18 +241,24 @@ def _check_complete(names: Iterable[str], event: WeightVersionPublished) -> None
 
 
 def _finish(part: Path, done: Exported) -> None:
-    """What no trainer publishes."""
-    for name in BESIDE:
-        if (done.model / name).exists():
-            shutil.copyfile(done.model / name, part / name)
-    for name in DESCRIPTION:
-        if not (part / name).exists() and (done.model / name).exists():
-            shutil.copyfile(done.model / name, part / name)
+    model_files(part, done.model, done.dtypes)
+    (part / CARD).write_text(card(done))
+
+
+def model_files(part: Path, model: Path, dtypes: Collection[str]) -> None:
+    """What no trainer publishes, from the model that it began from; what is there already stays. config.json names the
+    type that the tensors have: loaders cast to what it says."""
+    for name in (*BESIDE, *DESCRIPTION):
+        if (model / name).exists() and not (part / name).exists():
+            shutil.copyfile(model / name, part / name)
+    file = part / DESCRIPTION[0]
+    config = json.loads(file.read_text())
+    if len(dtypes) == 1 and config.get("dtype", config.get("torch_dtype")) not in dtypes:
+        config = {**{key: value for key, value in config.items() if key != "torch_dtype"}, "dtype": next(iter(dtypes))}
+        file.write_text(json.dumps(config, indent=2) + "\n")
     if not (part / DESCRIPTION[1]).exists():
-        config = json.loads((part / DESCRIPTION[0]).read_text())
         ends = {key: config[key] for key in ("eos_token_id", "pad_token_id") if config.get(key) is not None}
         (part / DESCRIPTION[1]).write_text(json.dumps(ends, indent=2) + "\n")
-    (part / CARD).write_text(card(done))
 
 
 def card(done: Exported) -> str:

@@ -32,6 +32,7 @@ EVERY = {
     "--until": ("1970-01-01T01:00:02+01:00", {"until_ms": 2000}),
     "--dedupe": ("tokens", {"dedupe": "tokens"}),
     "--best-of-group": (None, {"best_of_group": True}),
+    "--best": ("2", {"best": 2}),
     "--pairs": ("all", {"pairs": "all"}),
     "--min-margin": ("0.25", {"min_margin": 0.25}),
 }

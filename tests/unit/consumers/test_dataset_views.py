@@ -296,6 +296,8 @@ async def test_each_filter_removes_what_it_names(
         (Query(outcomes=("fine",)), "rl"),
         (Query(min_reward=2.0, max_reward=1.0), "rl"),
         (Query(best_of_group=True), "rl"),
+        (Query(best=2), "preference"),
+        (Query(best=0), "sft"),
         (Query(min_margin=1.0), "sft"),
         (Query(dedupe="rows"), "rl"),
     ],
@@ -322,6 +324,16 @@ async def test_sft_rows_are_whole_conversations_with_their_tools(world: World, t
     assert json.loads(row["tools"]) == TOOLS
     assert (row["reward"], row["turns"], row["dataset"], row["task_type"]) == (1.0, 2, "sums", "sum")
     assert (row["environment"], row["environment_version"], row["tokens"]) == ("shop", "1", 20)
+
+
+async def test_the_best_of_each_group_are_taken_ties_by_their_place(world: World, tmp_path: Path) -> None:
+    await world.group("g", *(Said(["x"], reward=reward) for reward in (0.0, 1.0, 0.5, 0.5)))
+    await world.group("h", Said(["y"], reward=0.0))
+    found, manifest = await rows(world, tmp_path / "out", "sft", Query(best=2))
+    taken = sorted((row["group_id"], row["rollout_index"]) for row in found)
+    assert taken == [("g", 1), ("g", 2), ("h", 0)]
+    assert manifest.provenance.removed["best_of_group"] == 2
+    assert manifest.provenance.query["best"] == 2
 
 
 async def test_a_conversation_whose_tree_becomes_readable_after_its_score_is_waited_for(

@@ -75,7 +75,19 @@ def test_a_command_block_parses(text: str) -> None:
             assert cli.parser().parse_args(arguments).verb
 
 
-WITHOUT_A_LOG = {"up", "down", "demo", "supervise", "engine", "egress", "warm-start", "schemas", "health", "recipe"}
+WITHOUT_A_LOG = {
+    "up",
+    "down",
+    "demo",
+    "supervise",
+    "engine",
+    "egress",
+    "warm-start",
+    "sft",
+    "schemas",
+    "health",
+    "recipe",
+}
 """Verbs that ask no broker, or an embedded one, which asks nobody who they are."""
 
 

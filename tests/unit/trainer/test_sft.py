@@ -1,0 +1,174 @@
+"""`turnlog sft`: what a dataset gives to imitate, and that training on it repeats, resumes and loads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from turnlog.infra.recipes import recipe
+from turnlog.producers.recipes.warm_start import imitated
+from turnlog.settings import Settings
+from turnlog.trainer.offline.export import ExportRefused
+from turnlog.trainer.offline.sft import BadDataset, BadNumber, Numbers, OtherSft, Row, Split, Tuning, divided, rows_of
+from turnlog.trainer.reference import synthetic_model
+from turnlog.trainer.shape import TINY
+from turnlog.trainer.warm_start import random_weights
+from turnlog.trainer.weights import read_weights, write_folder
+
+NUMBERS = Numbers(epochs=3, rate=5e-3, rows=4, held_out=0.25, max_tokens=0, seed=1)
+ASKED = {"role": "user", "content": "2 + 3 = ?"}
+CALL = {"id": "c", "type": "function", "function": {"name": "python", "arguments": '{"code":"2+3"}'}}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return synthetic_model(tmp_path / "policy")
+
+
+@pytest.fixture
+def split() -> Split:
+    """Twelve tasks that all say the same after their own first token."""
+    rows = [Row(f"t{task}", np.array([1, 20 + task, 7, 8, 9, 2], "<i4"), np.array([0, 0, 1, 1, 1, 1], "u1"))
+            for task in range(12)]  # fmt: skip
+    return divided(rows, TINY, NUMBERS)
+
+
+def dataset(folder: Path, view: str, rows: list[dict[str, Any]]) -> Any:
+    (folder / "data").mkdir(parents=True)
+    pq.write_table(pa.Table.from_pylist(rows), folder / "data/train-00000-of-00001.parquet")
+    return SimpleNamespace(view=view, format="parquet", rows_sha256="0" * 64)
+
+
+def unused(messages: Sequence[Mapping[str, Any]], tools: Any, ended: bool) -> list[Any]:
+    raise AssertionError("recorded tokens are rendered by nobody")
+
+
+def tuning(model: Path, out: Path, numbers: Numbers = NUMBERS) -> tuple[Tuning, list[str]]:
+    said: list[str] = []
+    return Tuning(Settings(), model, out, numbers, "0" * 64, said.append), said
+
+
+def test_epochs_learn_and_say_the_loss_of_tasks_that_they_never_saw(model: Path, split: Split, tmp_path: Path) -> None:
+    made, said = tuning(model, tmp_path / "better")
+    made.run(split)
+    before, *after = made.epochs
+    assert len(split.held_out) == 3
+    assert {row.task for row in split.held_out}.isdisjoint(row.task for row in split.train)
+    assert after[-1].loss is not None
+    assert before.held_out is not None
+    assert after[-1].held_out is not None
+    assert after[-1].held_out < 0.8 * before.held_out
+    assert after[-1].tokens == 9 * 4
+    assert any("held out" in line for line in said)
+    written = json.loads((tmp_path / "better/sft.json").read_text())
+    assert [each["held_out"] for each in written["losses"]] == [each.held_out for each in made.epochs]
+    network: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "better").eval()
+    batch = torch.from_numpy(np.stack([row.token_ids for row in split.held_out])).long()
+    with torch.no_grad():
+        logprobs = network(batch).logits[:, 1:-1].log_softmax(-1)
+    loss = -logprobs.gather(-1, batch[:, 2:, None]).mean()
+    assert float(loss) == pytest.approx(after[-1].held_out, abs=1e-5)
+    assert not list(tmp_path.glob(".better*"))
+
+
+def test_a_killed_run_goes_on_after_its_last_epoch_to_the_same_bits(model: Path, split: Split, tmp_path: Path) -> None:
+    whole, _ = tuning(model, tmp_path / "whole")
+    whole.run(split)
+    cut, _ = tuning(model, tmp_path / "cut")
+
+    def dies(line: str) -> None:
+        if line.startswith("epoch 2/3  step"):
+            raise KeyboardInterrupt
+
+    cut._say = dies
+    with pytest.raises(KeyboardInterrupt):
+        cut.run(split)
+    assert not (tmp_path / "cut").exists()
+    with pytest.raises(OtherSft, match=r"rate 0\.005, now 0\.1"):
+        tuning(model, tmp_path / "cut", dataclasses.replace(NUMBERS, rate=0.1))[0].run(split)
+    again, said = tuning(model, tmp_path / "cut")
+    again.run(split)
+    assert said[0].startswith("goes on after epoch 1")
+    assert again.epochs == whole.epochs
+    wanted = read_weights(tmp_path / "whole")
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in read_weights(tmp_path / "cut").items())
+    with pytest.raises(ExportRefused):
+        tuning(model, tmp_path / "cut")[0].run(split)
+
+
+def test_recorded_tokens_are_imitated_where_they_trained(tmp_path: Path) -> None:
+    manifest = dataset(tmp_path, "rl", [{"task_id": "t", "token_ids": [1, 5, 6, 2], "trained": [0, 0, 1, 1]}])
+    (row,) = rows_of(tmp_path, manifest, unused)
+    assert (row.task, row.token_ids.tolist(), row.mask.tolist()) == ("t", [1, 5, 6, 2], [0, 0, 1, 1])
+
+
+@pytest.fixture(scope="module")
+def calc(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder with a chat template."""
+    folder = tmp_path_factory.mktemp("calc")
+    start = recipe("calc").warm_start
+    assert start is not None
+    start.write_tokenizer(folder)
+    write_folder(folder, TINY, random_weights(TINY, 1), folder)
+    return folder
+
+
+def test_a_conversation_is_cut_where_the_model_speaks(calc: Path, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    answer = {"role": "tool", "content": "5", "tool_call_id": "c"}
+    messages = [ASKED, called, answer, {"role": "assistant", "content": "5"}]
+    rows = [{"task_id": name, "messages": messages, "tools": "[]", "finish_reason": finish}
+            for name, finish in (("ended", "stop"), ("cut", "length"))]  # fmt: skip
+    manifest = dataset(tmp_path, "sft", rows)
+    ended, cut = rows_of(tmp_path, manifest, imitated(calc))
+    tokenizer = Tokenizer.from_file(str(calc / "tokenizer.json"))
+
+    def said(row: Row) -> str:
+        found: str = tokenizer.decode(row.token_ids[row.mask == 1].tolist(), skip_special_tokens=False)
+        return found
+
+    assert said(ended) == '<tool_call>{"name":"python","arguments":{"code":"2+3"}}</tool_call><|im_end|>5<|im_end|>'
+    assert said(ended) == f"{said(cut)}<|im_end|>"
+    assert "2 + 3 = ?" in tokenizer.decode(ended.token_ids[ended.mask == 0].tolist())
+
+
+def test_an_answer_that_the_template_writes_otherwise_later_begins_another_row(calc: Path, tmp_path: Path) -> None:
+    thinking = tmp_path / "thinking"
+    thinking.mkdir()
+    for file in calc.iterdir():
+        (thinking / file.name).write_bytes(file.read_bytes())
+    template = (calc / "chat_template.jinja").read_text()
+    thought = "{% if loop.last and message['reasoning_content'] %}{{ message['reasoning_content'] }}{% endif %}"
+    text = "{% if message['content'] is string %}"
+    (thinking / "chat_template.jinja").write_text(template.replace(text, thought + text))
+    said = {"role": "assistant", "content": "5", "reasoning_content": "2+3="}
+    rows = imitated(thinking)([ASKED, said, ASKED, said], [], True)
+    assert len(rows) == 2
+    assert len(imitated(calc)([ASKED, said, ASKED, said], [], True)) == 1
+
+
+def test_what_cannot_be_imitated_is_refused_or_counted(tmp_path: Path) -> None:
+    with pytest.raises(BadDataset, match="of the view preference"):
+        list(rows_of(tmp_path, SimpleNamespace(view="preference", format="parquet", rows_sha256=""), unused))
+    long, dumb = (Row("t", np.arange(tokens, dtype="<i4") % 9, np.zeros(tokens, "u1")) for tokens in (600, 4))
+    good = Row("t", np.array([1, 2], "<i4"), np.array([0, 1], "u1"))
+    assert divided([long, dumb, good], TINY, NUMBERS).removed == {"longer than 512 tokens": 1, "no answer": 1}
+    with pytest.raises(BadDataset, match="no row is left"):
+        divided([dumb], TINY, NUMBERS)
+    with pytest.raises(BadDataset, match="token 384, the model has 384"):
+        divided([Row("t", np.array([1, 384], "<i4"), np.array([0, 1], "u1"))], TINY, NUMBERS)
+    with pytest.raises(BadNumber, match="held-out 1"):
+        dataclasses.replace(NUMBERS, held_out=1.0).check()

@@ -1,0 +1,400 @@
+"""`turnlog sft`: supervised fine-tuning on a dataset of a run, by the Learner that reinforcement trains with.
+
+Rows of the view `rl` are the tokens that were recorded, with the masks that trained; conversations of the view `sft`
+are rendered by the model's own chat template, cut and encoded as the gateway does it, and every answer is imitated.
+Each imitated token of a step weighs the same. One process; a function of dataset, model, numbers and seed, bit for bit.
+
+    .OUT.sft/plan.json      what OUT is made of; another one is refused
+    .OUT.sft/epoch-0001     a checkpoint after each epoch: the same command goes on from the newest
+
+SftError
+├── BadDataset     its view has nothing to imitate, no row fits, or its tokens are not the model's
+├── BadNumber      an argument that means nothing
+├── NotFinite      steps in a row had no finite gradient: nothing was written
+└── OtherSft       what stands unfinished beside OUT was begun otherwise: names what differs
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow.dataset
+from numpy.typing import NDArray
+
+from turnlog.infra.roles.terminal import say
+from turnlog.names import ExitStatus
+from turnlog.settings import Settings
+from turnlog.trainer.checkpoint import PART, read_common
+from turnlog.trainer.launch import process_group
+from turnlog.trainer.learner import Learner
+from turnlog.trainer.offline.export import appearing, card_of, check_free, model_files
+from turnlog.trainer.plan import LearnerOptions, imitation
+from turnlog.trainer.shape import ModelShape, read_shape
+from turnlog.trainer.warm_start import LOWEST_RATE, RAMP_STEPS, demonstration_rows
+from turnlog.trainer.weights import Tensors, read_weights, weight_files
+
+RESULT, PLAN = "sft.json", "plan.json"
+LINES_PER_EPOCH = 10
+READ_ROWS = 256
+MAX_SKIPPED = 3
+
+
+class SftError(Exception):
+    """Base of the tree above."""
+
+
+class BadDataset(SftError):
+    """Says what view it has, or which row does not fit."""
+
+
+class BadNumber(SftError):
+    """Names the argument and what is legal."""
+
+
+class NotFinite(SftError):
+    """Remedy: a lower --rate, or other rows."""
+
+
+class OtherSft(SftError):
+    """Remedy: the arguments of before, another OUT, or --fresh."""
+
+
+class Verified(Protocol):
+    """A dataset's manifest."""
+
+    @property
+    def view(self) -> str:
+        """rl | sft | preference"""
+        ...
+
+    @property
+    def format(self) -> str:
+        """parquet | arrow"""
+        ...
+
+    @property
+    def rows_sha256(self) -> str:
+        """Of its content."""
+        ...
+
+
+class Demonstrated(Protocol):
+    """One sequence: `mask[t]` is 1 where token t is imitated."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Of the whole sequence."""
+        ...
+
+    @property
+    def mask(self) -> Sequence[int]:
+        """As long."""
+        ...
+
+
+Verify = Callable[[Path], Verified]
+"""The manifest of a dataset whose files are what it says (consumers.datasets)."""
+Imitated = Callable[[Sequence[Mapping[str, Any]], Any, bool], Sequence[Demonstrated]]
+"""(messages, tools, whether the last answer came to its end) -> rows, in the tokens of the model (producers)."""
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What is imitated, and of which task."""
+
+    task: str
+    token_ids: NDArray[np.int32]
+    mask: NDArray[np.uint8]
+
+    @property
+    def imitated(self) -> int:
+        """Tokens that carry loss; the first is predicted by nothing."""
+        return int(self.mask[1:].sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbers:
+    """The arguments that decide what is learned."""
+
+    epochs: int
+    rate: float
+    rows: int
+    """Per step."""
+    held_out: float
+    """Share of the tasks that are measured and never trained."""
+    max_tokens: int
+    """Longer rows are left out; 0: what the model takes."""
+    seed: int
+
+    def check(self) -> None:
+        """Raises BadNumber."""
+        for name, good, legal in (
+            ("epochs", self.epochs >= 1, "at least 1"),
+            ("rate", 0 < self.rate < 1, "above 0 and below 1"),
+            ("rows", self.rows >= 1, "at least 1"),
+            ("held-out", 0 <= self.held_out < 1, "a share: at least 0, below 1"),
+            ("max-tokens", self.max_tokens >= 0, "at least 0"),
+        ):
+            if not good:
+                raise BadNumber(f"--{name} {getattr(self, name.replace('-', '_'))} must be {legal}")
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Rows to train, and those of other tasks to measure."""
+
+    train: list[Row]
+    held_out: list[Row]
+    removed: dict[str, int]
+    """Reason -> rows that are neither."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Epoch:
+    """What one pass did; losses are nats per imitated token."""
+
+    epoch: int
+    loss: float | None
+    """While its steps were taken; null before the first."""
+    held_out: float | None
+    """After it; null without rows to measure."""
+    tokens: int
+    """Imitated."""
+
+
+def command(settings: Settings, arguments: argparse.Namespace, verify: Verify, imitated: Imitated) -> int:
+    """Fine-tune, saying how it goes; 0. Raises SftError, ExportRefused, DatasetError, UnsupportedModel."""
+    numbers = Numbers(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Numbers)})
+    numbers.check()
+    out: Path = arguments.out
+    check_free(out)
+    manifest = verify(arguments.dataset)
+    tuning = Tuning(settings, arguments.model, out, numbers, manifest.rows_sha256, say)
+    found = rows_of(arguments.dataset, manifest, imitated)
+    split = divided(list(found), tuning.shape, numbers)
+    _say_rows(split)
+    tuning.run(split, fresh=arguments.fresh)
+    say(f"{out}: {tuning.epochs[-1].epoch} epochs; serve it with [model] path = {str(out)!r}")
+    return ExitStatus.DONE
+
+
+def _say_rows(split: Split) -> None:
+    tokens = sum(row.imitated for row in split.train)
+    say(f"{len(split.train):,} rows to train, {tokens:,} tokens imitated; {len(split.held_out):,} rows held out")
+    for reason, count in split.removed.items():
+        say(f"  left out, {reason}: {count:,}")
+
+
+def rows_of(dataset: Path, manifest: Verified, imitated: Imitated) -> Iterator[Row]:
+    """The dataset's rows as tokens, in file order. Raises BadDataset."""
+    if manifest.view not in ("rl", "sft"):
+        raise BadDataset(
+            f"{dataset} is of the view {manifest.view}; build one with --view sft (or rl: recorded tokens)"
+        )
+    columns = ["task_id", "token_ids", "trained"] if manifest.view == "rl" else ["task_id", "messages", "tools"]
+    if manifest.view == "sft":
+        columns.append("finish_reason")
+    files = pyarrow.dataset.dataset(str(dataset / "data"), format=manifest.format)
+    for batch in files.to_batches(columns=columns, batch_size=READ_ROWS):
+        for row in batch.to_pylist():
+            if manifest.view == "rl":
+                yield Row(row["task_id"], np.array(row["token_ids"], "<i4"), np.array(row["trained"], "u1"))
+                continue
+            messages = [{name: value for name, value in one.items() if value is not None} for one in row["messages"]]
+            ended = row["finish_reason"] != "length"
+            for each in imitated(messages, json.loads(row["tools"] or "[]"), ended):
+                yield Row(row["task_id"], np.array(each.token_ids, "<i4"), np.array(each.mask, "u1"))
+
+
+def divided(rows: Sequence[Row], shape: ModelShape, numbers: Numbers) -> Split:
+    """Rows by task: a share of the tasks is held out, which ones is the seed's choice. Raises BadDataset."""
+    most = min(numbers.max_tokens or shape.positions, shape.positions)
+    kept: list[Row] = []
+    removed: dict[str, int] = {}
+    for row in rows:
+        if (top := int(row.token_ids.max(initial=0))) >= shape.vocabulary:
+            raise BadDataset(
+                f"a row of task {row.task} has token {top}, the model has {shape.vocabulary}: the dataset's tokens are "
+                "of another tokenizer; build one of the view sft"
+            )
+        reason = f"longer than {most} tokens" if len(row.token_ids) > most else "" if row.imitated else "no answer"
+        if reason:
+            removed[reason] = removed.get(reason, 0) + 1
+        else:
+            kept.append(row)
+    tasks = sorted(
+        {row.task for row in kept}, key=lambda task: hashlib.sha256(f"{numbers.seed} {task}".encode()).digest()
+    )
+    apart = set(tasks[: round(numbers.held_out * len(tasks))])
+    train = [row for row in kept if row.task not in apart]
+    if not train:
+        raise BadDataset(f"no row is left to train: {len(rows)} rows, {removed or 'all of them held out'}")
+    return Split(train, [row for row in kept if row.task in apart], removed)
+
+
+class Tuning:
+    """One fine-tuning, and what stands beside its folder until it is done."""
+
+    def __init__(
+        self, settings: Settings, model: Path, out: Path, numbers: Numbers, rows_sha256: str, say: Say
+    ) -> None:
+        """Raises UnsupportedModel."""
+        self.shape = read_shape(model)
+        self.epochs: list[Epoch] = []
+        """Those done, the one before the first included."""
+        trainer = settings.trainer
+        self._options = LearnerOptions(
+            microbatch_tokens=trainer.microbatch_tokens,
+            beta1=trainer.beta1,
+            beta2=trainer.beta2,
+            weight_decay=trainer.weight_decay,
+            clip_grad=trainer.clip_grad,
+            seed=numbers.seed,
+            dtype=trainer.dtype,
+            threads=trainer.threads,
+        )
+        self._model, self._out, self._numbers, self._say = model, out, numbers, say
+        self._beside = out.with_name(f".{out.name}.sft")
+        self._plan = {
+            "dataset": rows_sha256,
+            "model": _sha256_of(model),
+            **dataclasses.asdict(numbers),
+            "trainer": dataclasses.asdict(self._options),
+        }
+        self._skipped = 0
+
+    def run(self, split: Split, *, fresh: bool = False) -> None:
+        """Train what is left of the epochs and write the folder. Raises OtherSft, NotFinite, ExportRefused."""
+        newest = self._begin(fresh=fresh)
+        with process_group():
+            learner = Learner(self.shape, read_weights(self._model), self._options)
+            if newest is None:
+                held_out = self._measured(learner, split.held_out)
+                self._done(Epoch(epoch=0, loss=None, held_out=held_out, tokens=0))
+            else:
+                learner.restore(newest)
+                self.epochs = [Epoch(**each) for each in read_common(newest)["epochs"]]
+                self._say(f"goes on after epoch {self.epochs[-1].epoch} ({newest})")
+            while self.epochs[-1].epoch < self._numbers.epochs:
+                self._epoch(learner, split)
+                self._save(learner)
+            self._write(learner.export())
+        shutil.rmtree(self._beside)
+
+    def _begin(self, *, fresh: bool) -> Path | None:
+        """The newest checkpoint of the same plan. Raises OtherSft."""
+        if fresh:
+            shutil.rmtree(self._beside, ignore_errors=True)
+        self._beside.mkdir(parents=True, exist_ok=True)
+        file = self._beside / PLAN
+        plan = json.loads(json.dumps(self._plan))
+        if file.exists():
+            before = json.loads(file.read_text())
+            differ = [f"{key} {before.get(key)!r}, now {plan.get(key)!r}" for key in sorted(before.keys() | plan.keys())
+                      if before.get(key) != plan.get(key)]  # fmt: skip
+            if differ:
+                raise OtherSft(
+                    f"{self._beside} was begun with {'; '.join(differ)}: say that again, or --fresh forgets it"
+                )
+        part = file.with_suffix(PART)
+        part.write_text(json.dumps(plan, indent=2) + "\n")
+        part.replace(file)
+        return max((path for path in self._beside.glob("epoch-*") if path.suffix != PART), default=None)
+
+    def _epoch(self, learner: Learner, split: Split) -> None:
+        epoch, numbers = self.epochs[-1].epoch + 1, self._numbers
+        steps = -(-len(split.train) // numbers.rows)
+        order = np.random.default_rng([numbers.seed, epoch]).permutation(len(split.train))
+        told, began, loss, tokens = max(1, steps // LINES_PER_EPOCH), time.monotonic(), 0.0, 0
+        for number in range(steps):
+            chosen = [split.train[at] for at in order[number * numbers.rows : (number + 1) * numbers.rows]]
+            rate = self._rate((epoch - 1) * steps + number, steps * numbers.epochs)
+            result = learner.step(_batch(chosen), imitation, rate)
+            self._check_finite(epoch, number + 1, skipped=result.skipped)
+            loss, tokens = loss + result.loss * result.trained_tokens, tokens + result.trained_tokens
+            if (number + 1) % told == 0 or number + 1 == steps:
+                speed = tokens / max(time.monotonic() - began, 1e-9)
+                self._say(
+                    f"epoch {epoch}/{numbers.epochs}  step {number + 1}/{steps}  loss {result.loss:.4f}  "
+                    f"rate {rate:.1e}  {speed:,.0f} tok/s"
+                )
+        held_out = self._measured(learner, split.held_out)
+        self._done(Epoch(epoch=epoch, loss=loss / tokens, held_out=held_out, tokens=tokens))
+
+    def _rate(self, step: int, steps: int) -> float:
+        """Rises over a tenth of the steps, 30 at most, and falls linearly to a twentieth."""
+        ramp = min(RAMP_STEPS, max(1, steps // 10))
+        return self._numbers.rate * min(1.0, (step + 1) / ramp) * max(LOWEST_RATE, 1 - step / steps)
+
+    def _check_finite(self, epoch: int, step: int, *, skipped: bool) -> None:
+        self._skipped = self._skipped + 1 if skipped else 0
+        if skipped:
+            self._say(f"epoch {epoch}  step {step} SKIPPED: the gradient is not finite")
+        if self._skipped == MAX_SKIPPED:
+            raise NotFinite(f"{self._skipped} steps in a row had no finite gradient: lower --rate, or look at the rows")
+
+    def _measured(self, learner: Learner, rows: Sequence[Row]) -> float | None:
+        if not rows:
+            return None
+        loss, tokens = 0.0, 0
+        for at in range(0, len(rows), self._numbers.rows):
+            result = learner.measure(_batch(rows[at : at + self._numbers.rows]), imitation)
+            loss, tokens = loss + result.loss * result.trained_tokens, tokens + result.trained_tokens
+        return loss / tokens
+
+    def _done(self, epoch: Epoch) -> None:
+        self.epochs.append(epoch)
+        held_out = "" if epoch.held_out is None else f", held out {epoch.held_out:.4f}"
+        if epoch.loss is not None:
+            self._say(f"epoch {epoch.epoch}/{self._numbers.epochs}: loss {epoch.loss:.4f}{held_out}")
+        elif held_out:
+            self._say(f"before the first step: {held_out.removeprefix(', ')}")
+
+    def _save(self, learner: Learner) -> None:
+        folder = self._beside / f"epoch-{self.epochs[-1].epoch:04}"
+        part = folder.with_name(folder.name + PART)
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
+        learner.save(part, {"epochs": [dataclasses.asdict(each) for each in self.epochs]})
+        part.rename(folder)
+        for old in sorted(self._beside.glob("epoch-*"))[:-1]:
+            shutil.rmtree(old)
+
+    def _write(self, tensors: Tensors) -> None:
+        dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
+        last = self.epochs[-1]
+        with appearing(self._out) as part:
+            for name, content in weight_files(tensors):
+                (part / name).write_bytes(content)
+            model_files(part, self._model, dtypes)
+            result = {**self._plan, "losses": [dataclasses.asdict(each) for each in self.epochs]}
+            (part / RESULT).write_text(json.dumps(result, indent=2) + "\n")
+            facts = {
+                "began from": self._model.name, "dataset rows": self._plan["dataset"], "epochs": last.epoch,
+                "loss": last.loss, "held-out loss": last.held_out, "dtype": ", ".join(sorted(dtypes)),
+            }  # fmt: skip
+            (part / "README.md").write_text(card_of(f"{self._model.name}, fine-tuned", ("sft",), facts))
+
+
+def _batch(rows: Sequence[Row]) -> Any:
+    return demonstration_rows([(row.token_ids.tolist(), row.mask.tolist()) for row in rows])
+
+
+def _sha256_of(model: Path) -> str:
+    """Of everything in the folder that decides what is learned."""
+    running = hashlib.sha256()
+    for file in sorted([*model.glob("*.safetensors"), *model.glob("*.json"), *model.glob("*.jinja")]):
+        with file.open("rb") as content:
+            running.update(f"{file.name} {hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode())
+    return running.hexdigest()
