@@ -3,16 +3,16 @@ and reward transforms among it.
 
 Of two that offer a name the order of sys.path would decide, so nobody is taken.
 
-A package offers one as `name = "module:OBJECT"` under `turnlog.policies`, `turnlog.estimators`, `turnlog.group_filters`
-or `turnlog.reward_transforms`; OBJECT is a Policy, or an Estimator, GroupFilter or RewardTransform of that name. Only
-what the settings name is imported.
+A package offers one as `name = "module:OBJECT"` under `turnlog.policies`, `turnlog.estimators`, `turnlog.algorithms`,
+`turnlog.group_filters` or `turnlog.reward_transforms`; OBJECT is a Policy, or an Estimator, Algorithm, GroupFilter or
+RewardTransform of that name. Only what the settings name is imported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from turnlog import setting_types
 from turnlog.processors.core.methods.catalogue import BUILT_IN, Methods, split
@@ -20,11 +20,22 @@ from turnlog.processors.core.methods.estimators import Estimator
 from turnlog.processors.core.methods.group_filters import GroupFilter
 from turnlog.processors.core.methods.policies import Policies, Policy
 from turnlog.processors.core.methods.reward_transforms import RewardTransform
-from turnlog.settings import FoldSettings, SettingsError, declarations
+from turnlog.settings import FoldSettings, SettingsError, TrainerSettings, declarations
 
-M = TypeVar("M", Estimator, GroupFilter, RewardTransform)
+
+class Named(Protocol):
+    """What is known by its name."""
+
+    @property
+    def name(self) -> str: ...
+
+
+M = TypeVar("M", bound=Named)
 GROUPS = {
-    f"fold.{key}": own.group for key, hint in declarations(FoldSettings).items() if (own := setting_types.offered(hint))
+    f"{section}.{key}": own.group
+    for section, kind in (("fold", FoldSettings), ("trainer", TrainerSettings))
+    for key, hint in declarations(kind).items()
+    if (own := setting_types.offered(hint))
 }
 """Settings that take what packages offer, and the entry point group of each."""
 
@@ -72,10 +83,14 @@ def installed_policies(name: str) -> Policies:
 
 
 def _with_own(built_in: Mapping[str, M], names: Iterable[str], key: str, kind: type[M]) -> dict[str, M]:
-    return {**built_in, **{name: _own(name, built_in, key, kind) for name in names if name not in built_in}}
+    return {**built_in, **{name: one(name, built_in, key, kind) for name in names}}
 
 
-def _own(name: str, built_in: Mapping[str, M], key: str, kind: type[M]) -> M:
+def one(name: str, built_in: Mapping[str, M], key: str, kind: type[M]) -> M:
+    """The method of that name, built in or offered; `key`: the setting that names it. Raises SettingsError as
+    `installed`."""
+    if name in built_in:
+        return built_in[name]
     found, where = _offered(name, built_in, key)
     if not isinstance(found, kind) or found.name != name:
         raise SettingsError(f"{where}: must be the {kind.__name__} named {name!r}, got {found!r}")

@@ -9,6 +9,7 @@ TrainerError
 ├── ExpertsUnfit         recorded experts are not those of this model's layers
 ├── BatchGap             the next manifest is not the next batch
 ├── BooksOff             the ranks together did not train the tokens that the manifest counts
+├── Diverged             steps in a row had no finite gradient
 ├── CheckpointUnusable   missing, incomplete, or of another model
 └── Superseded           a newer incarnation of the trainer owns the checkpoints
 
@@ -47,6 +48,10 @@ class BatchGap(TrainerError):
 
 class BooksOff(TrainerError):
     """Raised before the optimizer moves, so that no weights come of it."""
+
+
+class Diverged(TrainerError):
+    """Names the last batch and what to do; the weights are those before it."""
 
 
 class CheckpointUnusable(TrainerError):

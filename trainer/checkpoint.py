@@ -90,6 +90,8 @@ class Cursor:
     """Draws trained to their last part."""
     inherited: int = 0
     """Of `step`, those of the run that this one was forked from."""
+    skipped: int = 0
+    """Steps in a row, up to this one, that had no finite gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +207,7 @@ class Checkpoints:
 def cursor_values(cursor: Cursor) -> dict[str, int | None]:
     """Plain values for the checkpoint's common state; a key that earlier releases do not know only where it matters."""
     values = dataclasses.asdict(cursor)
-    return values if cursor.inherited else {key: value for key, value in values.items() if key != "inherited"}
+    return {key: value for key, value in values.items() if value or key not in ("inherited", "skipped")}
 
 
 def find(directory: Path, step: int | None) -> tuple[Path, dict[str, int | None]]:
@@ -231,7 +233,8 @@ def hand_on(source: Path, directory: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     try:
         shutil.copytree(source, part)
-        mcore.rewrite_common(part, {**read_common(part), "cursor": cursor_values(Cursor(step=step, inherited=step))})
+        begun = {"cursor": cursor_values(Cursor(step=step, inherited=step)), "draw": {}}
+        mcore.rewrite_common(part, {**read_common(part), **begun})
         source.stat()
     except (FileNotFoundError, shutil.Error) as error:
         raise CheckpointUnusable(

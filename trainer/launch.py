@@ -34,9 +34,10 @@ from turnlog.infra.roles import log_lines
 from turnlog.infra.roles.log_lines import instance_of
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer import mcore
-from turnlog.trainer.learner import Learner, StepResult
+from turnlog.trainer.algorithms.objective import Floats, Numbers, Objective
+from turnlog.trainer.learner import NONE, Learner, StepResult
 from turnlog.trainer.mcore import LOCAL_RANK
-from turnlog.trainer.plan import LearnerOptions, LearningPlan, Objective, check_layout
+from turnlog.trainer.plan import LearnerOptions, LearningPlan, check_layout
 from turnlog.trainer.shape import read_shape
 from turnlog.trainer.weights import Tensors, read_weights
 
@@ -157,10 +158,20 @@ class Ranks:
         """`control`: a gloo group of all ranks."""
         self._learner, self._control, self.world_size = learner, control, world_size
 
-    def step(self, rows: BatchRows, objective: Objective, learning_rate: float) -> StepResult:
+    def step(self, rows: BatchRows, objective: Objective, learning_rate: float, numbers: Numbers = NONE) -> StepResult:
         """See Learner.step."""
-        result: StepResult = self._everywhere("step", rows, objective, learning_rate)
+        result: StepResult = self._everywhere("step", rows, objective, learning_rate, numbers)
         return result
+
+    def logprobs(self, rows: BatchRows) -> Floats:
+        """See Learner.logprobs."""
+        found: Floats = self._everywhere("logprobs", rows)
+        return found
+
+    def reference_logprobs(self, rows: BatchRows) -> Floats:
+        """See Learner.reference_logprobs."""
+        found: Floats = self._everywhere("reference_logprobs", rows)
+        return found
 
     def measure(self, rows: BatchRows, objective: Objective) -> StepResult:
         """See Learner.measure."""
@@ -276,7 +287,8 @@ def _meeting_address(store: TCPStore | None) -> tuple[str, int]:
 
 
 def _learner(plan: LearningPlan) -> Learner:
-    return Learner(read_shape(plan.model), read_weights(plan.weights), plan.options)
+    reference = None if plan.reference is None else read_weights(plan.reference)
+    return Learner(read_shape(plan.model), read_weights(plan.weights), plan.options, reference)
 
 
 def follower(plan: LearningPlan, rank: int, port: int) -> tuple[list[str], dict[str, str]]:

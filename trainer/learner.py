@@ -1,6 +1,7 @@
 """The optimizer step: one rank's model, Megatron's DDP, distributed optimizer and schedule.
 
-Loss of the step = sum over trained tokens of token loss / weight_divisor; nothing else normalises it. Megatron divides
+Loss of the step = sum over trained tokens of token loss / weight_divisor; nothing else normalises it, and tokens that
+the objective masks count in M all the same. Megatron divides
 gradients by the number of tokens that the loss function reports (calculate_per_token_loss), so the loss function hands
 over M x its share and its own m_i trained tokens; that the m_i of all ranks sum to M is checked before the optimizer
 moves.
@@ -28,11 +29,15 @@ from numpy.typing import NDArray
 
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer import BooksOff, mcore
+from turnlog.trainer.algorithms.objective import Columns, Floats, Numbers, Objective
+from turnlog.trainer.algorithms.passes import FrozenWeights, over_ranks
+from turnlog.trainer.algorithms.passes import entropy as token_entropy
+from turnlog.trainer.algorithms.tokens import Measure, Tokens
 from turnlog.trainer.checkpoint import load_state, save_state
 from turnlog.trainer.model import build_model, model_config
 from turnlog.trainer.models.attention import zigzag
 from turnlog.trainer.models.experts import Replay, RoutedRows
-from turnlog.trainer.plan import LearnerOptions, Objective, scaled_logits
+from turnlog.trainer.plan import LearnerOptions, scaled_logits
 from turnlog.trainer.shape import ModelShape, as_dict, row_flops
 from turnlog.trainer.weights import Tensors, export_weights, load_weights
 
@@ -57,6 +62,8 @@ class PaddedRows:
     """[b, s] float32, 1 / weight_divisor where trained"""
     temperature: torch.Tensor
     """[b] float32; packed [1, t]"""
+    places: torch.Tensor
+    """[b, s] int64, where the target stands among all tokens of the batch; 0 for padding"""
     experts: torch.Tensor | None = None
     """[b, s, layers, top_k] int64, where routing is replayed"""
     edges: tuple[int, ...] = ()
@@ -90,6 +97,7 @@ def padded(rows: BatchRows, microbatch: Microbatch, device: torch.device, *, mul
         advantages=table(rows.advantages, torch.float32)[:, 1:].to(device),
         weights=(trained[:, 1:] * share[:, None]).to(device),
         temperature=torch.from_numpy(rows.temperature[index].astype(np.float32)).to(device),
+        places=torch.from_numpy(at[:, 1:].copy()).to(device),
         experts=_experts(rows, at[:, :-1], columns[:-1] < lengths[:, None] - 1, device),
     )
 
@@ -117,6 +125,7 @@ def _stand_in(device: torch.device, positions: int) -> PaddedRows:
         advantages=floats,
         weights=floats,
         temperature=torch.ones(1, device=device),
+        places=integers,
     )
 
 
@@ -218,19 +227,36 @@ class StepResult:
     entropy: float
     """Mean over trained tokens, nats, at the row's temperature."""
     clip_fraction: float
+    masked: int
+    """Of trained_tokens, those that the objective gave no part in the step."""
+    metrics: Mapping[str, float]
+    """What the objective measures, by name."""
+
+
+NONE = Numbers()
 
 
 class Learner:
     """Collective: every rank makes the same calls with the same arguments. Process groups exist before it."""
 
-    def __init__(self, shape: ModelShape, weights: Mapping[str, torch.Tensor], options: LearnerOptions) -> None:
-        """Raises WeightsMismatch."""
+    def __init__(
+        self,
+        shape: ModelShape,
+        weights: Mapping[str, torch.Tensor],
+        options: LearnerOptions,
+        reference: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """`reference`: the frozen weights that objectives with a divergence are held to. Raises WeightsMismatch."""
         torch.set_num_threads(options.threads)
         mcore.tensor_parallel.model_parallel_cuda_manual_seed(options.seed)
         self.shape, self._options = shape, options
         with mcore.quiet():
             self._config = model_config(shape, options)
             self._model = build_model(shape, self._config, vocabulary_multiple=options.vocabulary_multiple)
+            self._reference: FrozenWeights | None = None
+            if reference is not None:
+                load_weights(self._model, reference, shape)
+                self._reference = FrozenWeights(self._model)
             load_weights(self._model, weights, shape)
             distributed = mcore.DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
             self._ddp = mcore.DistributedDataParallel(self._config, distributed, self._model)
@@ -247,11 +273,13 @@ class Learner:
         self._schedule = mcore.get_forward_backward_func()
 
     @mcore.quiet()
-    def step(self, rows: BatchRows, objective: Objective, learning_rate: float) -> StepResult:
-        """One optimizer step on all rows together. Raises BooksOff, with the weights as before."""
+    def step(self, rows: BatchRows, objective: Objective, learning_rate: float, numbers: Numbers = NONE) -> StepResult:
+        """One optimizer step on all rows together; `numbers`: what the passes that the objective asks for gave them.
+        Raises BooksOff, with the weights as before."""
+        rows, columns = self._prepared(rows, objective, numbers)
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
-        totals = self._run(rows, objective, forward_only=False)
+        totals = self._run(rows, objective, columns, forward_only=False)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._optimizer.prepare_grads()
@@ -262,9 +290,25 @@ class Learner:
         return totals.result(grad_norm, skipped=not finite)
 
     @mcore.quiet()
-    def measure(self, rows: BatchRows, objective: Objective) -> StepResult:
+    def measure(self, rows: BatchRows, objective: Objective, numbers: Numbers = NONE) -> StepResult:
         """What `step` would report, without moving anything; grad_norm is 0."""
-        return self._run(rows, objective, forward_only=True).result(0.0, skipped=False)
+        rows, columns = self._prepared(rows, objective, numbers)
+        return self._run(rows, objective, columns, forward_only=True).result(0.0, skipped=False)
+
+    @mcore.quiet()
+    @torch.no_grad()
+    def logprobs(self, rows: BatchRows) -> Floats:
+        """[T] of the weights as they are, at each row's temperature; 0 where nothing trains. The same on every rank."""
+        forward = _LogProbs(self.shape.vocabulary, len(rows.token_ids))
+        self._pass(_warm(rows), forward, forward_only=True)
+        found: Floats = over_ranks(forward.found).numpy()
+        return found
+
+    def reference_logprobs(self, rows: BatchRows) -> Floats:
+        """The same of the reference."""
+        assert self._reference is not None, "the learner was made without a reference"
+        with self._reference.in_place(self._model):
+            return self.logprobs(rows)
 
     def export(self) -> Tensors:
         """The weights under Hugging Face names, on the CPU."""
@@ -292,15 +336,26 @@ class Learner:
             use_distributed_optimizer=True,
         )
 
-    def _run(self, rows: BatchRows, objective: Objective, *, forward_only: bool) -> Totals:
+    def _prepared(self, rows: BatchRows, objective: Objective, numbers: Numbers) -> tuple[BatchRows, Columns]:
+        return objective.prepared(rows, numbers, self.logprobs(rows) if objective.by_trajectory else None)
+
+    def _run(self, rows: BatchRows, objective: Objective, columns: Columns, *, forward_only: bool) -> Totals:
         trained = int(rows.trained.sum())
+        forward = _Forward(objective, columns, rows, self.shape.vocabulary)
+        self._pass(_warm(rows), forward, forward_only=forward_only)
+        totals = Totals.over_ranks(forward)
+        if totals.trained != trained:
+            raise BooksOff(f"the ranks trained {totals.trained} tokens, the batch counts {trained}")
+        return totals
+
+    def _pass(self, rows: BatchRows, forward: _Forward | _LogProbs, *, forward_only: bool) -> None:
+        """This rank's microbatches through Megatron's schedule."""
         rank = mcore.parallel_state.get_data_parallel_rank()
         ranks = mcore.parallel_state.get_data_parallel_world_size()
         lengths, packing = rows.lengths.tolist(), self._options.packs(rows.lengths)
         limit, cost = self._options.microbatch_tokens, functools.partial(row_flops, self.shape)
         plan = microbatches(lengths, ranks, limit, cost=cost, packing=packing)[rank]
         batches = [self._laid_out(rows, one, packing) for one in plan]
-        forward = _Forward(objective, self.shape.vocabulary, trained)
         self._schedule(
             forward_step_func=forward,
             data_iterator=self._taken(rows, batches),
@@ -312,10 +367,6 @@ class Learner:
         )
         if self._replay:
             self._replay.clear()
-        totals = Totals.over_ranks(forward)
-        if totals.trained != trained:
-            raise BooksOff(f"the ranks trained {totals.trained} tokens, the batch counts {trained}")
-        return totals
 
     def _laid_out(self, rows: BatchRows, microbatch: Microbatch, packing: bool) -> PaddedRows:
         """This rank's part of a microbatch."""
@@ -343,14 +394,30 @@ class Learner:
         return arguments, {**named, "packed_seq_params": packing}
 
 
+def _warm(rows: BatchRows) -> BatchRows:
+    """Greedy rows, which have no temperature to divide by, at 1: `_Forward` masks them."""
+    greedy = rows.temperature <= 0
+    if not greedy.any():
+        return rows
+    return dataclasses.replace(rows, temperature=np.where(greedy, 1.0, rows.temperature).astype("<f4"))
+
+
 class _Forward:
     """Megatron's forward_step_func; sums what the microbatches of this rank report."""
 
-    def __init__(self, objective: Objective, vocabulary: int, trained_total: int) -> None:
-        self._objective, self._vocabulary, self._trained_total = objective, vocabulary, trained_total
-        self.sums = torch.zeros(5, dtype=torch.float64)
-        """weighted loss, trained tokens, entropy, clipped tokens, |gap|"""
+    def __init__(self, objective: Objective, columns: Columns, rows: BatchRows, vocabulary: int) -> None:
+        self._objective, self._vocabulary, self._trained_total = objective, vocabulary, int(rows.trained.sum())
+        self._greedy = torch.from_numpy(np.repeat(rows.temperature <= 0, rows.lengths)).to(mcore.DEVICE)
+        self._columns = columns.on(mcore.DEVICE)
+        self.sums = torch.zeros(6, dtype=torch.float64)
+        """weighted loss, trained tokens, entropy, clipped tokens, |gap|, masked tokens"""
         self.gap_max = torch.zeros(1, dtype=torch.float64)
+        # Every rank knows the names, while the last pipeline stage alone has the numbers.
+        nothing = torch.zeros((1, 1), device=mcore.DEVICE)
+        self.measured = objective(self._tokens(nothing, nothing, _stand_in(mcore.DEVICE, 1))).measures
+        self.measures = torch.zeros((len(self.measured), 2), dtype=torch.float64)
+        """[k, (sum, sum of squares)]"""
+        self.largest = torch.full((len(self.measured),), -torch.inf, dtype=torch.float64)
 
     def __call__(self, batches: Iterator[PaddedRows], model: Any) -> tuple[torch.Tensor, Any]:
         batch = next(batches)
@@ -358,24 +425,83 @@ class _Forward:
         return output, lambda logits: self._loss(logits, batch)
 
     def _loss(self, logits: torch.Tensor, batch: PaddedRows) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        columns = logits.size(-1)
-        first = mcore.parallel_state.get_tensor_model_parallel_rank() * columns
-        scaled = scaled_logits(logits, batch.temperature, first_column=first, vocabulary=self._vocabulary)
-        entropy = _entropy(scaled.detach())
+        scaled = _scaled(logits, batch, self._vocabulary)
+        entropy = token_entropy(scaled if self._objective.trains_entropy else scaled.detach())
         logprobs = -mcore.vocab_parallel_cross_entropy(scaled, batch.targets)  # it overwrites `scaled`
-        token = self._objective(logprobs, batch.recorded, batch.advantages)
-        weighted = (batch.weights * token.value).sum()
+        token = self._objective(self._tokens(logprobs, entropy, batch))
+        masked = self._greedy[batch.places]
+        masked = masked if token.masked is None else masked | token.masked
+        weighted = (batch.weights * torch.where(batch.trained & ~masked, token.value, 0.0)).sum()
         gap = torch.where(batch.trained, (logprobs.detach() - batch.recorded).abs(), 0.0)
         shares = (
             weighted.detach(),
             batch.trained.sum(),
-            torch.where(batch.trained, entropy, 0.0).sum(),
+            torch.where(batch.trained, entropy.detach(), 0.0).sum(),
             (batch.trained & token.clipped).sum(),
             gap.sum(),
+            (batch.trained & masked).sum(),
         )
         self.sums += torch.stack([share.double() for share in shares]).cpu()
         self.gap_max = torch.maximum(self.gap_max, gap.max().double().cpu())
+        self._measure(token.measures, batch.trained)
         return weighted * self._trained_total, batch.trained.sum().to(torch.int), {}
+
+    def _tokens(self, logprobs: torch.Tensor, entropy: torch.Tensor, batch: PaddedRows) -> Tokens:
+        """The objective's view. Where nothing trains every log-prob is the current one, so that no ratio overflows."""
+        current, columns = logprobs.detach(), self._columns
+
+        def here(column: torch.Tensor | None) -> torch.Tensor | None:
+            return None if column is None else column[batch.places]
+
+        def trained(column: torch.Tensor) -> torch.Tensor:
+            return torch.where(batch.trained, column, current)
+
+        old, reference = here(columns.old), here(columns.reference)
+        recorded = trained(batch.recorded)
+        return Tokens(
+            logprobs=logprobs,
+            old=current if columns.old_is_current else recorded if old is None else trained(old),
+            recorded=recorded,
+            reference=None if reference is None else trained(reference),
+            advantages=batch.advantages,
+            trained=batch.trained,
+            entropy=entropy,
+            trajectory_gap=here(columns.trajectory_gap),
+            trajectory_tokens=here(columns.trajectory_tokens),
+            importance=here(columns.importance),
+        )
+
+    def _measure(self, measures: Mapping[str, Measure], trained: torch.Tensor) -> None:
+        for place, measure in enumerate(measures.values()):
+            values = measure.values.detach().double()[trained]
+            if len(values):
+                self.measures[place] += torch.stack([values.sum(), values.square().sum()]).cpu()
+                self.largest[place] = torch.maximum(self.largest[place], values.max().cpu())
+
+
+class _LogProbs:
+    """The same for a pass that only says what the trained tokens' log-probs are."""
+
+    def __init__(self, vocabulary: int, tokens: int) -> None:
+        self._vocabulary = vocabulary
+        self.found = torch.zeros(tokens, device=mcore.DEVICE)
+        """[T], this rank's share"""
+
+    def __call__(self, batches: Iterator[PaddedRows], model: Any) -> tuple[torch.Tensor, Any]:
+        batch = next(batches)
+        output = model(batch.inputs, batch.positions, None)
+        return output, lambda logits: self._keep(logits, batch)
+
+    def _keep(self, logits: torch.Tensor, batch: PaddedRows) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        logprobs = -mcore.vocab_parallel_cross_entropy(_scaled(logits, batch, self._vocabulary), batch.targets)
+        self.found[batch.places[batch.trained]] = logprobs[batch.trained]
+        return logprobs.sum(), batch.trained.sum().to(torch.int), {}
+
+
+def _scaled(logits: torch.Tensor, batch: PaddedRows, vocabulary: int) -> torch.Tensor:
+    columns = logits.size(-1)
+    first = mcore.parallel_state.get_tensor_model_parallel_rank() * columns
+    return scaled_logits(logits, batch.temperature, first_column=first, vocabulary=vocabulary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,21 +514,32 @@ class Totals:
     clipped: float
     gap: float
     gap_max: float
+    masked: int
+    metrics: dict[str, float]
 
     @classmethod
     def over_ranks(cls, forward: _Forward) -> Totals:
         """Only the last pipeline stage has sums; every rank gets them."""
         state = mcore.parallel_state
-        sums, gap_max = forward.sums.to(mcore.DEVICE), forward.gap_max.to(mcore.DEVICE)
+        sums = torch.cat([forward.sums, forward.measures.flatten()]).to(mcore.DEVICE)
+        largest = torch.cat([forward.gap_max, forward.largest]).to(mcore.DEVICE)
         group = state.get_data_parallel_group(with_context_parallel=True)
         dist.all_reduce(sums, group=group)
-        dist.all_reduce(gap_max, op=dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         if state.get_pipeline_model_parallel_world_size() > 1:
             last, stages = state.get_pipeline_model_parallel_last_rank(), state.get_pipeline_model_parallel_group()
             dist.broadcast(sums, last, group=stages)
-            dist.broadcast(gap_max, last, group=stages)
-        loss, trained, entropy, clipped, gap = sums.tolist()
-        return cls(loss, round(trained), entropy, clipped, gap, float(gap_max))
+            dist.broadcast(largest, last, group=stages)
+        loss, trained, entropy, clipped, gap, masked, *moments = sums.tolist()
+        gap_max, *tops = largest.tolist()
+        count = max(1, round(trained))
+        metrics = {
+            name: measure.figure(total, squares, top, count)
+            for (name, measure), total, squares, top in zip(
+                forward.measured.items(), moments[::2], moments[1::2], tops, strict=True
+            )
+        }
+        return cls(loss, round(trained), entropy, clipped, gap, gap_max, round(masked), metrics)
 
     def result(self, grad_norm: float, *, skipped: bool) -> StepResult:
         """Means over the trained tokens."""
@@ -416,20 +553,6 @@ class Totals:
             logprob_gap_mean=self.gap / each,
             entropy=self.entropy / each,
             clip_fraction=self.clipped / each,
+            masked=self.masked,
+            metrics=self.metrics,
         )
-
-
-@torch.no_grad()
-def _entropy(logits: torch.Tensor) -> torch.Tensor:
-    """[b, s, v / tensor parallel] -> [b, s]: -sum p log p over the whole vocabulary."""
-    group = mcore.parallel_state.get_tensor_model_parallel_group()
-    alone = mcore.parallel_state.get_tensor_model_parallel_world_size() == 1
-    top = logits.max(-1).values
-    if not alone:
-        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-    shifted = logits - top[..., None]
-    exp = shifted.exp()
-    sums = torch.stack([exp.sum(-1), torch.where(exp > 0, exp * shifted, 0.0).sum(-1)])
-    if not alone:
-        dist.all_reduce(sums, group=group)
-    return sums[0].log() - sums[1] / sums[0]

@@ -26,7 +26,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -45,11 +45,20 @@ from turnlog.names import ConsumerGroup, TransactionalId
 from turnlog.processors.core.batches.progress import WeightChain
 from turnlog.processors.core.batches.rows import BatchRows, rows_sha256
 from turnlog.processors.core.experts import NoExperts
-from turnlog.schemas.events import BatchSkipped, Event, SampleBatchFormed, StepCompleted, WeightVersionPublished
+from turnlog.schemas.events import (
+    BatchSkipped,
+    Event,
+    MaskReason,
+    SampleBatchFormed,
+    StepCompleted,
+    WeightVersionPublished,
+)
 from turnlog.schemas.ids import digest
 from turnlog.schemas.topics import BATCHES, WEIGHTS
 from turnlog.settings import Settings
-from turnlog.trainer import BatchGap, launch
+from turnlog.trainer import BatchGap, Diverged, launch
+from turnlog.trainer.algorithms.draws import Call, DrawPasses, Kept
+from turnlog.trainer.algorithms.objective import Objective
 from turnlog.trainer.checkpoint import Checkpoints, Cursor, cursor_values, read_common
 from turnlog.trainer.launch import Ranks, ranks
 from turnlog.trainer.learner import StepResult
@@ -97,10 +106,7 @@ class Manifests:
     async def next(self, *, timeout_s: float) -> tuple[Manifest, int] | None:
         """The next manifest and the offset behind it; None when there is none yet. Raises BatchGap."""
         if not self._waiting:
-            for record in await self._reader.poll(max_records=16, timeout_s=timeout_s):
-                event = await self._events.known(record)
-                if isinstance(event, SampleBatchFormed | BatchSkipped) and event.run_id == self._run_id:
-                    self._waiting.append((event, record.offset + 1))
+            await self._read(timeout_s)
         while self._waiting:
             manifest, offset = self._waiting.popleft()
             if manifest.batch_index > self._next:
@@ -111,6 +117,24 @@ class Manifests:
                 self._next += 1
                 return manifest, offset
         return None
+
+    async def ahead(self, count: int) -> list[SampleBatchFormed]:
+        """The `count` manifests behind the last one, which stay the next: further parts of its draw, which stand in one
+        transaction with it. Raises BatchGap."""
+        wanted = range(self._next, self._next + count)
+        while True:
+            found = {one.batch_index: one for one, _ in self._waiting if isinstance(one, SampleBatchFormed)}
+            if all(index in found for index in wanted):
+                return [found[index] for index in wanted]
+            if self._waiting and self._waiting[-1][0].batch_index >= wanted.stop:
+                raise BatchGap(f"{BATCHES.name} lacks a part of the draw: one of batches {wanted[0]} to {wanted[-1]}")
+            await self._read(timeout_s=0.2)
+
+    async def _read(self, timeout_s: float) -> None:
+        for record in await self._reader.poll(max_records=16, timeout_s=timeout_s):
+            event = await self._events.known(record)
+            if isinstance(event, SampleBatchFormed | BatchSkipped) and event.run_id == self._run_id:
+                self._waiting.append((event, record.offset + 1))
 
 
 async def fetch_rows(manifest: SampleBatchFormed, blobs: Blobs) -> BatchRows:
@@ -142,6 +166,18 @@ async def _fetched(manifest: SampleBatchFormed, blobs: Blobs) -> bytes:
     return await blobs.get(manifest.file)
 
 
+Fetch = Callable[[SampleBatchFormed], Awaitable[BatchRows]]
+
+
+def draw_passes(objective: Objective, call: Call, manifests: Manifests, fetch: Fetch, kept: Kept) -> DrawPasses:
+    """Over draws whose further parts are read ahead of their turn."""
+
+    async def rest(manifest: SampleBatchFormed) -> list[BatchRows]:
+        return [await fetch(one) for one in await manifests.ahead(manifest.parts - 1)]
+
+    return DrawPasses(objective, call, rest, kept)
+
+
 log = logging.getLogger(__name__)
 STEPS = Counter("turnlog_trainer_steps", "Optimizer steps")
 TOKENS = Counter("turnlog_trainer_tokens", "Tokens of the rows stepped on")
@@ -149,6 +185,7 @@ LOSS = Gauge("turnlog_trainer_loss", "Loss of the last step")
 REWARD = Gauge("turnlog_trainer_reward", "Mean reward of the last batch")
 UNROUTED = Counter("turnlog_trainer_unrouted_rows", "Rows of a mixture stepped on without recorded experts")
 VERSION = Gauge("turnlog_trainer_weight_version", "Newest published weight version")
+MEASURED = Gauge("turnlog_trainer_measure", "What the algorithm measured at the last step", ["name"])
 WAITED = Counter("turnlog_trainer_wait_seconds", "Seconds without a batch")
 
 
@@ -231,6 +268,8 @@ class Trainer:
         self._incarnation = -1
         self._versions = WeightChain()
         self._save_s = 0.0
+        self._kept: Kept = {}
+        self._passes: DrawPasses
         self._reached: Reached
 
     async def run(self) -> None:
@@ -243,6 +282,7 @@ class Trainer:
         async with self._role.log.reader() as reader:
             start = (await self._role.log.start_offsets([PARTITION]))[PARTITION]
             manifests = Manifests(reader, self._role.events, self._run_id, self._cursor, start=start)
+            self._passes = draw_passes(self._plan.objective, self._call, manifests, self._rows, self._kept)
             self._role.health.started()
             free = time.monotonic()
             while not self._role.stopping.is_set() and not self._done():
@@ -271,7 +311,9 @@ class Trainer:
         self._incarnation = self._checkpoints.claim(self._versions.incarnation + 1)
         folder = self._checkpoints.newest()
         if folder is not None:
-            self._saved = self._cursor = Cursor(**read_common(folder)["cursor"])
+            common = read_common(folder)
+            self._saved = self._cursor = Cursor(**common["cursor"])
+            self._kept = common.get("draw", {})
             self._plan = self._plan.behind(self._cursor.inherited)
             await self._learner.call(Ranks.restore, folder)
         elif self._incarnation:
@@ -286,25 +328,32 @@ class Trainer:
     async def _train(self, manifest: SampleBatchFormed, offset: int, *, waited: float) -> None:
         seconds = {"wait": waited, "checkpoint": self._save_s}
         mark = time.monotonic()
-        rows = await self._routed(manifest, await fetch_rows(manifest, self._role.blobs))
+        rows = await self._rows(manifest)
         seconds["read"] = time.monotonic() - mark
         mark = time.monotonic()
         rate = self._plan.learning_rate(self._cursor.step)
-        result: StepResult = await self._learner.call(Ranks.step, rows, self._plan.objective, rate)
+        numbers = await self._passes.numbers(manifest, rows)
+        result: StepResult = await self._learner.call(Ranks.step, rows, self._plan.objective, rate, numbers)
+        self._passes.stepped(rows)
         seconds["step"] = time.monotonic() - mark
         _beat(self._role)
-        cursor = self._after(manifest, offset)
+        cursor = self._after(manifest, offset, skipped=result.skipped)
         mark = time.monotonic()
         events: list[Event] = []
         if self._publishes(manifest, cursor):
             events.append(await self._weights(cursor, None))
         seconds["export"] = time.monotonic() - mark
-        await self._commit([self._completed(manifest, rows, result, rate, seconds), *events])
+        completed = self._completed(manifest, rows, result, rate, seconds)
+        await self._commit([completed, *events])
         self._cursor = cursor
-        self._observe(rows, result, waited)
+        self._observe(rows, completed, waited)
         self._save_s = 0.0
+        self._check_converges(manifest)
         if cursor.step % self._role.settings.trainer.checkpoint_every == 0:
             await self._save()
+
+    async def _rows(self, manifest: SampleBatchFormed) -> BatchRows:
+        return await self._routed(manifest, await fetch_rows(manifest, self._role.blobs))
 
     async def _routed(self, manifest: SampleBatchFormed, rows: BatchRows) -> BatchRows:
         """With the experts that routers are to replay, where the model has some and every row of the batch has its."""
@@ -321,13 +370,31 @@ class Trainer:
     def _done(self) -> bool:
         return self._cursor.draws >= self._draws
 
-    def _after(self, manifest: SampleBatchFormed, offset: int) -> Cursor:
+    async def _call(self, method: Callable[..., Any], rows: BatchRows) -> Any:
+        """A pass of the learner."""
+        _beat(self._role)
+        return await self._learner.call(method, rows)
+
+    def _check_converges(self, manifest: SampleBatchFormed) -> None:
+        """Raises Diverged."""
+        skipped, limit = self._cursor.skipped, self._role.settings.trainer.max_skipped
+        if limit and skipped >= limit:
+            raise Diverged(
+                f"{skipped} steps in a row had no finite gradient and moved nothing, the last one on batch "
+                f"{manifest.batch_index} of draw {manifest.draw_index} (object {manifest.file.sha256}): look for "
+                "advantages or log-probs in its file that are out of all proportion; where the weights are to blame, "
+                "go back to an earlier checkpoint and lower trainer.learning_rate; trainer.max_skipped = 0 goes on all "
+                "the same"
+            )
+
+    def _after(self, manifest: SampleBatchFormed, offset: int, *, skipped: bool) -> Cursor:
         return dataclasses.replace(
             self._cursor,
             next_batch=manifest.batch_index + 1,
             offset=offset,
             step=self._cursor.step + 1,
             draws=self._cursor.draws + (manifest.part == manifest.parts - 1),
+            skipped=self._cursor.skipped + 1 if skipped else 0,
         )
 
     def _publishes(self, manifest: SampleBatchFormed, after: Cursor) -> bool:
@@ -361,7 +428,8 @@ class Trainer:
         _beat(self._role)
         mark = time.monotonic()
         part = self._checkpoints.begin(self._cursor)
-        await self._learner.call(Ranks.save, part, {"cursor": cursor_values(self._cursor)})
+        held = {"draw": self._kept} if any(self._kept.values()) else {}
+        await self._learner.call(Ranks.save, part, {"cursor": cursor_values(self._cursor), **held})
         await self._reached.check_owner()
         folder = self._checkpoints.seal(part)
         self._saved, self._save_s = self._cursor, time.monotonic() - mark
@@ -385,7 +453,7 @@ class Trainer:
             lag_excess=max(0, lag - self._role.settings.batcher.max_lag),
             tokens=len(rows.token_ids),
             trained_tokens=result.trained_tokens,
-            masked={"step_skipped": result.trained_tokens} if result.skipped else {},
+            masked=_masked(result),
             skipped=result.skipped,
             reward_mean=_mean_reward(rows),
             logprob_gap_max=result.logprob_gap_max,
@@ -394,7 +462,14 @@ class Trainer:
             clip_fraction=result.clip_fraction,
             seconds=seconds,
             world_size=self._plan.world_size,
+            metrics={**result.metrics, "updates_since_sampling": self._updates_since_sampling(rows)},
         )
+
+    def _updates_since_sampling(self, rows: BatchRows) -> float:
+        """Optimizer steps between the weights that sampled the oldest trained token and those held: several updates to
+        a draw, or draws to a publication, leave samples of lag 0 behind."""
+        oldest = map(self._versions.step_of, rows.version_min[rows.trained_per_row() > 0].tolist())
+        return float(max((self._cursor.step - step for step in oldest if step is not None), default=0))
 
     def _lag(self, manifest: SampleBatchFormed, rows: BatchRows) -> int:
         """Of the rows against the weights that are held: after a death they need not be what the manifest foresaw."""
@@ -406,15 +481,16 @@ class Trainer:
             )  # fmt: skip
         return lag
 
-    def _observe(self, rows: BatchRows, result: StepResult, waited: float) -> None:
+    def _observe(self, rows: BatchRows, result: StepCompleted, waited: float) -> None:
         STEPS.inc()
         TOKENS.inc(len(rows.token_ids))
         LOSS.set(result.loss)
         REWARD.set(_mean_reward(rows))
         WAITED.inc(waited)
-        trained = 0 if result.skipped else result.trained_tokens
-        masked = {"step_skipped": result.trained_tokens} if result.skipped else {}
-        count_tokens("step", sampled=int(rows.trained.sum()), trained=trained, masked=masked)
+        for name, figure in result.metrics.items():
+            MEASURED.labels(name).set(figure)
+        trained = result.trained_tokens - sum(result.masked.values())
+        count_tokens("step", sampled=int(rows.trained.sum()), trained=trained, masked=result.masked)
         log.info(
             "step %d: loss %.5f, gradient %.3f, gap %.1e%s",
             self._cursor.step,
@@ -423,6 +499,13 @@ class Trainer:
             result.logprob_gap_max,
             " SKIPPED: the gradient is not finite" if result.skipped else "",
         )
+
+
+def _masked(result: StepResult) -> dict[str, int]:
+    """Trained tokens of the manifest that a step did not train, by reason."""
+    if result.skipped:
+        return {MaskReason.step_skipped.value: result.trained_tokens}
+    return {MaskReason.trainer_mask.value: result.masked} if result.masked else {}
 
 
 def _mean_reward(rows: BatchRows) -> float:
@@ -449,8 +532,10 @@ def rerun(settings: Settings, checkpoint: Path | None, until: int) -> list[float
 async def _losses(role: Role, everyone: Ranks, checkpoint: Path | None, until: int) -> list[float]:
     plan = learning_plan(role.settings)
     cursor = Cursor()
+    kept: Kept = {}
     if checkpoint is not None:
-        cursor = Cursor(**read_common(checkpoint)["cursor"])
+        common = read_common(checkpoint)
+        cursor, kept = Cursor(**common["cursor"]), common.get("draw", {})
         plan = plan.behind(cursor.inherited)
         everyone.restore(checkpoint)
     start = (await role.log.start_offsets([PARTITION]))[PARTITION]
@@ -458,6 +543,12 @@ async def _losses(role: Role, everyone: Ranks, checkpoint: Path | None, until: i
     losses: list[float] = []
     async with role.log.reader() as reader:
         manifests = Manifests(reader, role.events, role.settings.run.id, cursor, start=start)
+
+        async def call(method: Callable[..., Any], rows: BatchRows) -> Any:
+            return method(everyone, rows)
+
+        fetch = functools.partial(fetch_rows, blobs=role.blobs)
+        passes = draw_passes(plan.objective, call, manifests, fetch, kept)
         while True:
             found = await manifests.next(timeout_s=0.2)
             if found is None and reader.position(PARTITION) >= end:
@@ -468,6 +559,7 @@ async def _losses(role: Role, everyone: Ranks, checkpoint: Path | None, until: i
             if manifest.batch_index >= until:
                 return losses
             if isinstance(manifest, SampleBatchFormed):
-                rows = await fetch_rows(manifest, role.blobs)
+                rows = await fetch(manifest)
                 rate = plan.learning_rate(cursor.step + len(losses))
-                losses.append(everyone.step(rows, plan.objective, rate).loss)
+                numbers = await passes.numbers(manifest, rows)
+                losses.append(everyone.step(rows, plan.objective, rate, numbers).loss)

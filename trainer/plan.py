@@ -1,15 +1,9 @@
-"""What the settings say of learning: model, layout, rate, and the objective as token losses in plain torch.
-
-A loss is elementwise over tokens; weights and sums are the learner's. The clipped surrogate is PPO's (Schulman et al.
-2017, eq. 7) with separate bounds (DAPO, Yu et al. 2025); under group advantages it is GRPO's (Shao et al. 2024) with
-the ratio taken against the log-probs recorded by the engine.
-"""
+"""What the settings say of learning: model, layout, rate and objective."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,42 +11,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from turnlog.settings import Settings, SettingsError
+from turnlog.learning_settings import check_wants
+from turnlog.settings import Settings, SettingsError, TrainerSettings
 from turnlog.trainer import LayoutUnfit
+from turnlog.trainer.algorithms import catalogue
+from turnlog.trainer.algorithms.objective import PolicyGradient as PolicyGradient
+from turnlog.trainer.algorithms.objective import imitation as imitation
 from turnlog.trainer.shape import ModelShape
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLoss:
-    """Per token, in the shape of the inputs."""
-
-    value: torch.Tensor
-    clipped: torch.Tensor
-    """True where the bound decided, so that the token has no gradient."""
-
-
-Objective = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], TokenLoss]
-"""(log-probs, recorded log-probs, advantages) -> token losses. Picklable: rank 0 sends it to the others."""
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyGradient:
-    """-min(ratio A, clamp(ratio, 1 - clip_low, 1 + clip_high) A), ratio = exp(log-prob - recorded log-prob)."""
-
-    clip_low: float
-    clip_high: float
-
-    def __call__(self, logprobs: torch.Tensor, recorded: torch.Tensor, advantages: torch.Tensor) -> TokenLoss:
-        """An Objective."""
-        ratio = (logprobs - recorded).exp()
-        free = ratio * advantages
-        bounded = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high) * advantages
-        return TokenLoss(-torch.minimum(free, bounded), bounded.detach() < free.detach())
-
-
-def imitation(logprobs: torch.Tensor, recorded: torch.Tensor, advantages: torch.Tensor) -> TokenLoss:
-    """-log-prob: supervised training on demonstrations."""
-    return TokenLoss(-logprobs, torch.zeros_like(logprobs, dtype=torch.bool))
 
 
 def scaled_logits(
@@ -141,6 +106,8 @@ class LearningPlan:
     world_size: int
     options: LearnerOptions
     objective: PolicyGradient
+    reference: Path | None
+    """Frozen weights that the objective measures a divergence from."""
     steps: int
     """Planned optimizer steps of the run."""
     rate: float
@@ -167,7 +134,8 @@ class LearningPlan:
 
 
 def learning_plan(settings: Settings) -> LearningPlan:
-    """The plan of a run. Raises SettingsError for a layout that its ranks cannot make."""
+    """The plan of a run. Raises SettingsError for a layout that its ranks cannot make, and for an algorithm that is
+    unknown or not defined with these settings."""
     trainer = settings.trainer
     for names in (("tensor", "pipeline", "context"), ("expert", "pipeline")):
         copy = math.prod(getattr(trainer, f"{name}_parallel") for name in names)
@@ -178,9 +146,12 @@ def learning_plan(settings: Settings) -> LearningPlan:
             )
     if trainer.sequence_parallel and trainer.tensor_parallel == 1:
         raise SettingsError("trainer.sequence_parallel needs tensor_parallel above 1")
+    weights = Path(trainer.initial_weights or settings.model.path)
+    objective = _objective(trainer)
+    check_wants(settings, objective.algorithm.name, objective.algorithm.wants, "settings")
     return LearningPlan(
         model=Path(settings.model.path),
-        weights=Path(trainer.initial_weights or settings.model.path),
+        weights=weights,
         world_size=trainer.world_size,
         options=LearnerOptions(
             tensor_parallel=trainer.tensor_parallel,
@@ -199,10 +170,31 @@ def learning_plan(settings: Settings) -> LearningPlan:
             dtype=trainer.dtype,
             threads=trainer.threads,
         ),
-        objective=PolicyGradient(trainer.clip_low, trainer.clip_high),
+        objective=objective,
+        reference=None if trainer.kl == "none" else Path(trainer.reference or weights),
         steps=settings.feeder.draws * settings.batcher.updates_per_draw,
         rate=trainer.learning_rate,
         lowest_ratio=trainer.min_learning_rate_ratio,
         schedule=trainer.learning_rate_schedule,
         warmup=trainer.warmup_steps,
+    )
+
+
+def _objective(trainer: TrainerSettings) -> PolicyGradient:
+    algorithm, numbers = catalogue.chosen(trainer.algorithm)
+    return PolicyGradient(
+        trainer.clip_low,
+        trainer.clip_high,
+        dual_clip=trainer.dual_clip,
+        algorithm=algorithm,
+        numbers=numbers,
+        logprobs=trainer.logprobs,
+        importance=trainer.importance,
+        importance_level=trainer.importance_level,
+        importance_low=trainer.importance_low,
+        importance_high=trainer.importance_high,
+        kl=trainer.kl,
+        kl_coefficient=trainer.kl_coefficient,
+        kl_in=trainer.kl_in,
+        entropy_coefficient=trainer.entropy_coefficient,
     )

@@ -19,7 +19,7 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -179,22 +179,31 @@ class PlainLearner:
             foreach=False,
         )
 
-    def step(self, rows: BatchRows, objective: PolicyGradient, learning_rate: float) -> PlainStep:
-        """One step, row by row."""
+    def step(
+        self,
+        rows: BatchRows,
+        objective: PolicyGradient,
+        learning_rate: float,
+        proximal: Sequence[torch.Tensor] | None = None,
+    ) -> PlainStep:
+        """One step, row by row: a clipped ratio of tokens or, of gspo, of trajectories, against the recorded log-probs
+        or the `proximal` ones, which are then weighted against the recorded ones."""
         self._optimizer.zero_grad()
+        whole = self._trajectory_ratios(rows, proximal) if objective.algorithm.name == "gspo" else None
         total = torch.zeros(())
-        for row, (start, length) in enumerate(zip(rows.starts.tolist(), rows.lengths.tolist(), strict=True)):
-            part = slice(start, start + length)
-            tokens = torch.from_numpy(rows.token_ids[part].astype("int64"))
-            if isinstance(rows, RoutedRows):
-                self._routing = torch.from_numpy(rows.experts[part][:-1].astype("int64"))
-            logits = self._model(tokens[None, :-1]).logits[0] / float(rows.temperature[row])
-            logprobs = logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
-            recorded, advantages = (torch.from_numpy(x[part][1:].copy()) for x in (rows.logprobs, rows.advantages))
-            ratio = (logprobs - recorded).exp()
+        for row in range(len(rows)):
+            recorded, advantages, mask = (of_row(rows, x, row) for x in (rows.logprobs, rows.advantages, rows.trained))
+            logprobs = self.logprobs(rows, row)
+            old = recorded if proximal is None else proximal[row]
+            ratio = (logprobs - old).exp()
+            if whole is not None:
+                ratio = whole[rows.session_ids[row]] * (logprobs - logprobs.detach()).exp()
             bounded = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
             surrogate = torch.minimum(ratio * advantages, bounded * advantages)
-            mask = torch.from_numpy(rows.trained[part][1:].astype("float32"))
+            if objective.importance == "truncated":
+                surrogate = surrogate * (old - recorded).exp().clamp(
+                    objective.importance_low, objective.importance_high
+                )
             loss = -(surrogate * mask).sum() / float(rows.weight_divisor[row])
             torch.autograd.backward(loss)
             total = total + loss.detach()
@@ -203,6 +212,34 @@ class PlainLearner:
             group["lr"] = learning_rate
         self._optimizer.step()
         return PlainStep(float(total), float(norm))
+
+    def logprobs(self, rows: BatchRows, row: int) -> torch.Tensor:
+        """Of the tokens of a row behind its first, with a gradient."""
+        targets = of_row(rows, rows.token_ids, row).long()
+        return self.distribution(rows, row).gather(-1, targets[:, None])[:, 0]
+
+    def distribution(self, rows: BatchRows, row: int) -> torch.Tensor:
+        """The same of the whole vocabulary."""
+        start, length = int(rows.starts[row]), int(rows.lengths[row])
+        tokens = torch.from_numpy(rows.token_ids[start : start + length].astype("int64"))
+        if isinstance(rows, RoutedRows):
+            self._routing = torch.from_numpy(rows.experts[start : start + length - 1].astype("int64"))
+        found: torch.Tensor = (self._model(tokens[None, :-1]).logits[0] / float(rows.temperature[row])).log_softmax(-1)
+        return found
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """What a step moves."""
+        yield from self._model.parameters()
+
+    @torch.no_grad()
+    def _trajectory_ratios(self, rows: BatchRows, proximal: Sequence[torch.Tensor] | None) -> dict[str, torch.Tensor]:
+        """Session -> the geometric mean of its trained tokens' ratios."""
+        gaps: dict[str, list[torch.Tensor]] = {}
+        for row, session in enumerate(rows.session_ids):
+            old = of_row(rows, rows.logprobs, row) if proximal is None else proximal[row]
+            mask = of_row(rows, rows.trained, row).bool()
+            gaps.setdefault(session, []).append((self.logprobs(rows, row) - old)[mask])
+        return {session: torch.cat(parts).mean().exp() for session, parts in gaps.items()}
 
     @torch.no_grad()
     def recorded(self, rows: BatchRows) -> RoutedRows:
@@ -245,6 +282,12 @@ def _fused(weights: Mapping[str, torch.Tensor], shape: ModelShape) -> dict[str, 
         )
         fused |= {f"{at}gate_up_proj": torch.cat([gate, up], 1), f"{at}down_proj": down}
     return fused
+
+
+def of_row(rows: BatchRows, column: np.ndarray[tuple[int, ...], np.dtype[Any]], row: int) -> torch.Tensor:
+    """A token column of a row, behind its first token, as float32."""
+    start, length = int(rows.starts[row]), int(rows.lengths[row])
+    return torch.from_numpy(column[start + 1 : start + length].astype("f4"))
 
 
 RATE = 1e-3

@@ -82,3 +82,4 @@ class EntryPointGroup(StrEnum):
     GROUP_FILTERS = "turnlog.group_filters"
     REWARD_TRANSFORMS = "turnlog.reward_transforms"
     MODELS = "turnlog.models"
+    ALGORITHMS = "turnlog.algorithms"

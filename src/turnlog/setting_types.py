@@ -40,6 +40,8 @@ class Offered:
     group: str
     """The entry point group."""
     built_in: tuple[str, ...]
+    numbers: bool = False
+    """Whether a single name takes numbers behind it, too."""
 
     @property
     def said(self) -> str:
@@ -116,7 +118,8 @@ def from_text(hint: Any, text: str) -> Any:
 
 
 def _check_offered(key: str, own: Offered, found: str | tuple[str, ...], source: str) -> None:
-    names = [found] if isinstance(found, str) else [spec.partition(":")[0] for spec in found]
+    specs = (found,) if isinstance(found, str) else found
+    names = [spec.partition(":")[0] if own.numbers or found is specs else spec for spec in specs]
     strange = [name for name in names if name not in own.built_in]
     if not strange:
         return

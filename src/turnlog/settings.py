@@ -25,6 +25,7 @@ from turnlog.fold_settings import BatcherSettings as BatcherSettings
 from turnlog.fold_settings import FoldSettings as FoldSettings
 from turnlog.kafka_settings import KafkaSettings as KafkaSettings
 from turnlog.kafka_settings import check_kafka
+from turnlog.learning_settings import LearningSettings, check_learning
 from turnlog.sandbox_settings import EgressSettings, SandboxSettings
 from turnlog.secret_files import FileSecret
 from turnlog.setting_types import (
@@ -300,7 +301,7 @@ class RunnerSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerSettings:
+class TrainerSettings(LearningSettings):
     """[trainer] Megatron."""
 
     initial_weights: str = ""
@@ -348,10 +349,8 @@ class TrainerSettings:
     """Of AdamW, decoupled."""
     clip_grad: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
     """Largest global norm of a gradient; 0 does not clip."""
-    clip_low: Share = 0.2
-    """The ratio of probabilities counts down to 1 - clip_low."""
-    clip_high: Annotated[float, Meta(ge=0, le=1e9)] = 0.2
-    """The ratio of probabilities counts up to 1 + clip_high."""
+    max_skipped: Amount = 3
+    """Steps in a row without a finite gradient, after which the trainer ends; 0: it never does."""
     publish_every: Count = 1
     """Draws between published weights."""
     checkpoint_every: Count = 10
@@ -486,6 +485,7 @@ def changed(settings: Settings, tables: Mapping[str, Any], env: Mapping[str, str
     found = Settings(**{name: _section(name, was, tables.get(name, {}), env, source) for name, was in sections.items()})
     check_kafka(found.kafka, source)
     _check_http(found, source)
+    check_learning(found, found.trainer, source)
     if found.gateway.routed_experts == "on" and found.engine.update in ("retract", "in_place"):
         raise SettingsError(
             f"{source}: gateway.routed_experts is on and engine.update is {found.engine.update}: what meets new "

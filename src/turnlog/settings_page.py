@@ -152,13 +152,18 @@ def _cell(text: str) -> str:
 
 
 def said_of(kind: type) -> dict[str, str]:
-    """The docstring line of each field. Raises KeyError for a field without one."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
-    assert isinstance(body, ast.ClassDef)
+    """The docstring line of each field, inherited ones too. Raises KeyError for a field without one."""
     said: dict[str, str] = {}
-    for before, after in zip(body.body, body.body[1:], strict=False):
-        if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name) and isinstance(after, ast.Expr):
-            said[before.target.id] = " ".join(str(ast.literal_eval(after.value)).split())
+    for part in filter(dataclasses.is_dataclass, reversed(kind.__mro__)):
+        body = ast.parse(textwrap.dedent(inspect.getsource(part))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for before, after in zip(body.body, body.body[1:], strict=False):
+            if (
+                isinstance(before, ast.AnnAssign)
+                and isinstance(before.target, ast.Name)
+                and isinstance(after, ast.Expr)
+            ):
+                said[before.target.id] = " ".join(str(ast.literal_eval(after.value)).split())
     return {field.name: said[field.name] for field in dataclasses.fields(kind)}
 
 

@@ -97,6 +97,11 @@ class WeightChain:
         held = self.held(0, wanted)
         return max(held.number - version if held.lag(version) == OFF_CHAIN else held.lag(version) for version in wanted)
 
+    def step_of(self, version: int) -> int | None:
+        """Optimizer steps that its weights have behind them; None where they are of no step of the live incarnation."""
+        place = self._places.get(version)
+        return None if place is None else self._links[place][0]
+
     def _go_back(self, step: int) -> None:
         """A new incarnation starts from the weights of `step`: what the chain holds beyond them is off it."""
         kept = next((place for place, (steps, _) in enumerate(self._links) if steps > step), len(self._links))

@@ -54,6 +54,11 @@ def test_the_repeated_steps_take_their_dead_twins_back_onto_the_chain():
     assert (held.number, lags(held, *range(8))) == (8, [5, 4, 3, 2, 1, 3, 2, 1])
 
 
+def test_a_version_has_the_steps_of_its_weights_behind_it_while_they_are_on_the_chain():
+    found = chain(*BEFORE, published(5, 2, incarnation=1))
+    assert [found.step_of(version) for version in (0, 2, 5, 3, 4, 9)] == [0, 2, 2, None, None, None]
+
+
 def test_weights_that_came_out_otherwise_are_others():
     again = [published(5, 2, incarnation=1), published(6, 3, incarnation=1, bytes_of="other")]
     held = chain(*BEFORE, *again).held(0, range(7))

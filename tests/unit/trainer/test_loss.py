@@ -7,15 +7,29 @@ import math
 import pytest
 import torch
 
+from turnlog.trainer.algorithms.tokens import Tokens
 from turnlog.trainer.plan import PolicyGradient, imitation, scaled_logits
 
 CLIP = PolicyGradient(0.2, 0.3)
 
 
+def tokens(logprobs: torch.Tensor, recorded: torch.Tensor, advantages: torch.Tensor) -> Tokens:
+    """Trained tokens whose ratio is taken against the recorded log-probs."""
+    return Tokens(
+        logprobs=logprobs,
+        old=recorded,
+        recorded=recorded,
+        reference=None,
+        advantages=advantages,
+        trained=torch.ones_like(recorded, dtype=torch.bool),
+        entropy=torch.zeros_like(recorded),
+    )
+
+
 def one(logprob: float, recorded: float, advantage: float) -> tuple[float, bool, float]:
     """(loss, clipped, d loss / d log-prob) of one token."""
     logprobs = torch.tensor([logprob], dtype=torch.float64, requires_grad=True)
-    result = CLIP(logprobs, torch.tensor([recorded], dtype=torch.float64), torch.tensor([advantage]))
+    result = CLIP(tokens(logprobs, torch.tensor([recorded], dtype=torch.float64), torch.tensor([advantage])))
     result.value.sum().backward()
     assert logprobs.grad is not None
     return float(result.value.detach()), bool(result.clipped), float(logprobs.grad)
@@ -55,7 +69,7 @@ def test_beyond_the_other_bound_the_gradient_pulls_back(ratio: float, advantage:
 
 def test_imitation_is_the_negative_logprob() -> None:
     logprobs = torch.tensor([-1.0, -2.0])
-    assert torch.equal(imitation(logprobs, logprobs, logprobs).value, torch.tensor([1.0, 2.0]))
+    assert torch.equal(imitation(tokens(logprobs, logprobs, logprobs)).value, torch.tensor([1.0, 2.0]))
 
 
 def test_temperature_divides_before_the_softmax_and_padding_columns_have_no_mass() -> None:

@@ -1,0 +1,107 @@
+"""What a step makes of its tokens: a part of [trainer], and which choices of it contradict each other.
+
+The formulas are in docs/algorithms.md, the functions in turnlog.trainer.algorithms; here nothing imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from turnlog.names import EntryPointGroup
+from turnlog.setting_types import Offered, SettingsError, Share
+
+Bound = Annotated[float, Meta(ge=0, le=1e9)]
+Wants = Mapping[str, tuple[str, ...]]
+"""Setting -> the values of it that an algorithm is defined with: {"fold.estimator": ("rloo",)}."""
+
+WANTS: Mapping[str, Wants] = {
+    "grpo": {},
+    "dr_grpo": {"fold.estimator": ("dr_grpo",), "batcher.weighting": ("constant",)},
+    "dapo": {"fold.estimator": ("grpo",), "batcher.weighting": ("token",), "trainer.kl": ("none",)},
+    "rloo": {"fold.estimator": ("rloo",)},
+    "reinforce_pp": {"fold.estimator": ("reinforce_pp", "reinforce_pp_baseline")},
+    "gspo": {"batcher.weighting": ("trajectory",)},
+    "sapo": {"trainer.dual_clip": ("0.0",)},
+    "cispo": {"trainer.dual_clip": ("0.0",)},
+}
+"""By built-in algorithm."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearningSettings:
+    """[trainer] What a step makes of its tokens."""
+
+    algorithm: Annotated[str, Offered(EntryPointGroup.ALGORITHMS, tuple(WANTS), numbers=True)] = "grpo"
+    """The loss of a token, with its numbers, if it takes any: sapo:1:1.05 (docs/algorithms.md)."""
+    clip_low: Share = 0.2
+    """The ratio of probabilities counts down to 1 - clip_low."""
+    clip_high: Bound = 0.2
+    """The ratio of probabilities counts up to 1 + clip_high."""
+    dual_clip: Bound = 0.0
+    """Where the advantage is negative, the ratio counts up to this, which is above 1; 0: as far as it goes."""
+    logprobs: Literal["recorded", "recomputed"] = "recorded"
+    """What ratios are taken against: log-probs of the engine, or of the weights before the draw's first update."""
+    importance: Literal["none", "truncated", "masked"] = "none"
+    """Recomputed over recorded probabilities as a weight: kept within its bounds, or tokens beyond them are masked."""
+    importance_level: Literal["token", "product", "geometric"] = "token"
+    """Of that weight: each token's own, or the trajectory's, as the product or the geometric mean of its tokens'."""
+    importance_low: Bound = 0.0
+    """Lower bound of that weight."""
+    importance_high: Bound = 2.0
+    """Upper bound of that weight."""
+    kl: Literal["none", "k1", "k2", "k3"] = "none"
+    """Estimator of the divergence from the reference."""
+    kl_coefficient: Bound = 0.0
+    """Of that estimate; at 0 it is measured alone."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where it counts: token by token in the loss, or to go in the advantages."""
+    reference: str = ""
+    """Hugging Face folder that the divergence is taken from; empty is what version 0 of the run holds."""
+    entropy_coefficient: Bound = 0.0
+    """Of the entropy, which is taken off the loss."""
+
+
+def check_learning(settings: object, learning: LearningSettings, source: str) -> None:
+    """Raises SettingsError for choices of `learning`, the [trainer] of `settings`, that contradict each other."""
+    name = learning.algorithm.partition(":")[0]
+    check_wants(settings, name, WANTS.get(name, {}), source)
+    if name == "dapo" and learning.clip_high <= learning.clip_low:
+        raise SettingsError(
+            f"{source}: trainer.algorithm is dapo and trainer.clip_high {learning.clip_high:g} is not above "
+            f"trainer.clip_low {learning.clip_low:g}: set trainer.clip_high, to 0.28 as its authors do"
+        )
+    if 0 < learning.dual_clip <= 1:
+        raise SettingsError(f"{source}: trainer.dual_clip must be 0 or above 1, got {learning.dual_clip:g}")
+    if learning.importance != "none" and learning.logprobs == "recorded":
+        raise SettingsError(
+            f"{source}: trainer.importance is {learning.importance} and trainer.logprobs is recorded: the ratio is "
+            "taken against the engine already, and what parts it from the trainer would count twice; set "
+            "trainer.logprobs to recomputed, or trainer.importance to none"
+        )
+    if learning.importance_low >= learning.importance_high:
+        raise SettingsError(
+            f"{source}: trainer.importance_low {learning.importance_low:g} must be below trainer.importance_high "
+            f"{learning.importance_high:g}"
+        )
+    if learning.kl == "none" and (learning.kl_coefficient or learning.reference):
+        key = "kl_coefficient" if learning.kl_coefficient else "reference"
+        raise SettingsError(
+            f"{source}: trainer.{key} is set and trainer.kl is none: set trainer.kl to k1, k2 or k3, or unset "
+            f"trainer.{key}"
+        )
+
+
+def check_wants(settings: object, algorithm: str, wants: Wants, source: str) -> None:
+    """Raises SettingsError where `settings` are not those that the algorithm is defined with."""
+    for key, legal in wants.items():
+        section, _, name = key.partition(".")
+        found = str(getattr(getattr(settings, section), name))
+        if found not in legal:
+            raise SettingsError(
+                f"{source}: trainer.algorithm is {algorithm} and {key} is {found}: set {key} to {' or '.join(legal)}, "
+                "or trainer.algorithm to another one"
+            )

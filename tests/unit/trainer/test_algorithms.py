@@ -1,0 +1,319 @@
+"""Each loss against an independent statement of its formula in NumPy's float64, values and derivatives."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from turnlog.learning_settings import WANTS
+from turnlog.names import EntryPointGroup
+from turnlog.setting_types import offered
+from turnlog.settings import SettingsError, TrainerSettings, declarations, from_tables
+from turnlog.trainer.algorithms.catalogue import BUILT_IN, chosen
+from turnlog.trainer.algorithms.objective import PolicyGradient, estimate
+from turnlog.trainer.algorithms.tokens import Tokens
+from turnlog.trainer.plan import learning_plan
+
+LOW, HIGH, DUAL = 0.2, 0.28, 1.5
+TRAJECTORIES = np.array([0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 3, 3])
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Twelve trained tokens of four trajectories, far enough off-policy that every bound decides somewhere."""
+
+    current: Any
+    old: Any
+    recorded: Any
+    reference: Any
+    advantages: Any
+
+
+def numbers(seed: int = 0) -> Numbers:
+    random = np.random.default_rng(seed)
+    old = random.normal(-2.0, 0.5, 12)
+    return Numbers(
+        current=old + random.normal(0.0, 0.6, 12),
+        old=old,
+        recorded=old + random.normal(0.0, 0.5, 12),
+        reference=old + random.normal(0.0, 0.3, 12),
+        advantages=np.array([1.0, -0.5, 2.0, -1.5])[TRAJECTORIES],
+    )
+
+
+def summed(values: Any) -> Any:
+    return np.bincount(TRAJECTORIES, weights=values)[TRAJECTORIES]
+
+
+COUNTS = summed(np.ones(12))
+
+
+def surrogate(ratio: Any, advantages: Any, dual: float) -> tuple[Any, Any]:
+    """(value, derivative by the log-prob) of -min(r A, clip(r) A), at least dual x A where A < 0."""
+    value, slope = [], []
+    for r, a in zip(ratio, advantages, strict=True):
+        bound = min(max(r, 1 - LOW), 1 + HIGH)
+        least, inside = (r * a, True) if r * a <= bound * a else (bound * a, False)
+        if dual and a < 0 and dual * a > least:
+            least, inside = dual * a, False
+        value.append(-least)
+        slope.append(-r * a if inside else 0.0)
+    return np.array(value), np.array(slope)
+
+
+def restated(name: str, given: Numbers, dual: float) -> tuple[Any, Any]:
+    """(value, derivative) of a built-in loss."""
+    ratio = np.exp(given.current - given.old)
+    if name == "gspo":
+        return surrogate(np.exp(summed(given.current - given.old) / COUNTS), given.advantages, dual)
+    if name == "sapo":
+        sharpness = np.where(given.advantages > 0, 1.0, 1.05)
+        gate = 1 / (1 + np.exp(-sharpness * (ratio - 1)))
+        value = -4 / sharpness * gate * given.advantages
+        return value, -4 * gate * (1 - gate) * ratio * given.advantages
+    if name == "cispo":
+        weight = np.minimum(np.maximum(ratio, 1 - LOW), 1 + HIGH)
+        return -weight * given.advantages * given.current, -weight * given.advantages
+    return surrogate(ratio, given.advantages, dual)
+
+
+def found(objective: PolicyGradient, given: Numbers, *, entropy: float = 0.0) -> tuple[Any, Any, Any, Any]:
+    """(values, derivatives, masked, measures) of the product."""
+    current = torch.tensor(given.current, requires_grad=True)
+    importance = None
+    if objective.importance != "none" and objective.importance_level != "token":
+        sums = summed(given.old - given.recorded)
+        importance = torch.from_numpy(sums / COUNTS if objective.importance_level == "geometric" else sums)
+    result = objective(
+        Tokens(
+            logprobs=current,
+            old=torch.from_numpy(given.old),
+            recorded=torch.from_numpy(given.recorded),
+            reference=None if objective.kl == "none" else torch.from_numpy(given.reference),
+            advantages=torch.from_numpy(given.advantages),
+            trained=torch.ones(12, dtype=torch.bool),
+            entropy=torch.full((12,), entropy, dtype=torch.float64),
+            trajectory_gap=torch.from_numpy(summed(given.current - given.old)),
+            trajectory_tokens=torch.from_numpy(COUNTS),
+            importance=importance,
+        )
+    )
+    result.value.sum().backward()
+    assert current.grad is not None
+    masked = np.zeros(12, bool) if result.masked is None else result.masked.numpy()
+    return result.value.detach().numpy(), current.grad.numpy(), masked, result.measures
+
+
+def gradient(name: str, **options: Any) -> PolicyGradient:
+    algorithm, its = chosen(name)
+    return PolicyGradient(LOW, HIGH, algorithm=algorithm, numbers=its, **options)
+
+
+BOUNDED = [name for name in BUILT_IN if name not in ("sapo", "cispo")]
+
+
+@pytest.mark.parametrize(("name", "dual"), [*((name, 0.0) for name in BUILT_IN), *((name, DUAL) for name in BOUNDED)])
+def test_a_loss_and_its_derivative_are_those_of_the_formula(name: str, dual: float) -> None:
+    for seed in range(20):
+        given = numbers(seed)
+        value, slope, masked, _ = found(gradient(name, dual_clip=dual), given)
+        wanted, wanted_slope = restated(name, given, dual)
+        np.testing.assert_allclose(value, wanted, rtol=1e-12)
+        np.testing.assert_allclose(slope, wanted_slope, rtol=1e-12, atol=1e-15)
+        assert not masked.any()
+
+
+def test_the_default_is_the_clipped_surrogate_bit_for_bit() -> None:
+    generator = torch.Generator().manual_seed(0)
+    current, recorded, advantages = (torch.randn(1000, generator=generator) for _ in range(3))
+    ratio = (current - recorded).exp()
+    wanted = -torch.minimum(ratio * advantages, ratio.clamp(1 - 0.2, 1 + 0.2) * advantages)
+    plan = learning_plan(from_tables({}, {}, source="test"))
+    result = plan.objective(
+        Tokens(
+            logprobs=current,
+            old=recorded,
+            recorded=recorded,
+            reference=None,
+            advantages=advantages,
+            trained=torch.ones(1000, dtype=torch.bool),
+            entropy=torch.zeros(1000),
+        )
+    )
+    assert torch.equal(result.value, wanted)
+    assert result.masked is None
+    assert plan.objective.passes(4) == frozenset()
+
+
+def importances(given: Numbers, level: str) -> Any:
+    gap = given.old - given.recorded
+    return np.exp({"token": gap, "product": summed(gap), "geometric": summed(gap) / COUNTS}[level])
+
+
+@pytest.mark.parametrize("level", ["token", "product", "geometric"])
+@pytest.mark.parametrize("name", ["grpo", "gspo"])
+def test_truncated_weights_stay_within_their_bounds_and_mask_nothing(name: str, level: str) -> None:
+    given = numbers(1)
+    options = {"logprobs": "recomputed", "importance_level": level, "importance_low": 0.7, "importance_high": 1.2}
+    value, slope, masked, measures = found(gradient(name, importance="truncated", **options), given)
+    plain, plain_slope = restated(name, given, 0.0)
+    raw = importances(given, level)
+    weight = np.minimum(np.maximum(raw, 0.7), 1.2)
+    np.testing.assert_allclose(value, weight * plain, rtol=1e-12)
+    np.testing.assert_allclose(slope, weight * plain_slope, rtol=1e-12, atol=1e-15)
+    np.testing.assert_allclose(measures["importance"].values.numpy(), raw, rtol=1e-12)
+    assert (weight != raw).any()
+    assert not masked.any()
+
+
+@pytest.mark.parametrize("level", ["token", "product", "geometric"])
+def test_masked_weights_leave_tokens_out_and_others_as_they_are(level: str) -> None:
+    given = numbers(1)
+    options = {"logprobs": "recomputed", "importance_level": level, "importance_low": 0.7, "importance_high": 1.2}
+    value, _, masked, _ = found(gradient("grpo", importance="masked", **options), given)
+    raw, (plain, _) = importances(given, level), restated("grpo", given, 0.0)
+    assert masked.tolist() == [not 0.7 <= one <= 1.2 for one in raw]
+    np.testing.assert_allclose(value[~masked], (raw * plain)[~masked], rtol=1e-12)
+    assert 0 < masked.sum() < 12
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_a_divergence_in_the_loss_is_of_current_log_probs_and_has_its_derivative(kind: str) -> None:
+    given, plain = numbers(2), gradient("grpo")
+    value, slope, _, measures = found(dataclasses.replace(plain, kl=kind, kl_coefficient=0.3), given)
+    gap = given.current - given.reference
+    wanted = {"k1": gap, "k2": gap**2 / 2, "k3": np.exp(-gap) - 1 + gap}[kind]
+    wanted_slope = {"k1": np.ones(12), "k2": gap, "k3": 1 - np.exp(-gap)}[kind]
+    before, before_slope, _, _ = found(plain, given)
+    np.testing.assert_allclose(value - before, 0.3 * wanted, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(slope - before_slope, 0.3 * wanted_slope, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(measures["kl"].values.numpy(), wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_a_divergence_without_a_coefficient_is_measured_alone() -> None:
+    given, plain = numbers(2), gradient("grpo")
+    value, _, _, measures = found(dataclasses.replace(plain, kl="k3"), given)
+    assert np.array_equal(value, found(plain, given)[0])
+    assert float(measures["kl"].values.min()) >= 0
+
+
+def test_on_average_each_estimate_is_the_divergence() -> None:
+    policy, reference = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.4, 0.4, 0.2]).double()
+    exact = float((policy * (policy / reference).log()).sum())
+    assert float((policy * estimate("k1", policy.log(), reference.log())).sum()) == pytest.approx(exact)
+    assert float((policy * estimate("k3", policy.log(), reference.log())).sum()) == pytest.approx(exact)
+    assert float((policy * estimate("k2", policy.log(), reference.log())).sum()) == pytest.approx(exact, rel=0.1)
+
+
+def test_entropy_is_taken_off_the_loss() -> None:
+    given, plain = numbers(3), gradient("grpo")
+    value, _, _, _ = found(dataclasses.replace(plain, entropy_coefficient=0.01), given, entropy=2.0)
+    np.testing.assert_allclose(value, found(plain, given)[0] - 0.02, rtol=1e-12)
+
+
+def test_measures_are_those_of_the_ratios() -> None:
+    given = numbers(4)
+    measures = found(gradient("grpo", logprobs="recomputed", importance="truncated"), given)[3]
+    ratio, engine = np.exp(given.current - given.old), np.exp(given.current - given.recorded)
+    np.testing.assert_allclose(measures["ratio"].values.numpy(), ratio, rtol=1e-12)
+    np.testing.assert_allclose(measures["effective_sample_size"].values.numpy(), engine, rtol=1e-12)
+    share = measures["effective_sample_size"].figure(engine.sum(), (engine**2).sum(), engine.max(), 12)
+    assert share == pytest.approx(engine.sum() ** 2 / (12 * (engine**2).sum()))
+    assert measures["ratio_max"].figure(0.0, 0.0, ratio.max(), 12) == ratio.max()
+    assert measures["ratio"].figure(ratio.sum(), 0.0, 0.0, 12) == pytest.approx(ratio.mean())
+
+
+def test_the_settings_list_what_is_built_in() -> None:
+    own = offered(declarations(TrainerSettings)["algorithm"])
+    assert own is not None
+    assert own.group == EntryPointGroup.ALGORITHMS
+    assert set(own.built_in) == set(BUILT_IN) == set(WANTS)
+
+
+def test_an_objective_can_be_sent_to_other_ranks() -> None:
+    plan = learning_plan(from_tables({"trainer": {"algorithm": "sapo:0.5:2"}}, {}, source="test"))
+    assert plan.objective.numbers == (0.5, 2.0)
+    assert pickle.loads(pickle.dumps(plan.objective)) == plan.objective
+    assert math.isclose(chosen("sapo")[1][1], 1.05)
+
+
+REFUSED = [
+    ({"trainer": {"algorithm": "gprpo"}}, r"trainer\.algorithm must be one of grpo, .*turnlog\.algorithms"),
+    ({"trainer": {"algorithm": "sapo:1"}}, r"'sapo:1' must be sapo or sapo:POSITIVE:NEGATIVE"),
+    ({"trainer": {"algorithm": "grpo:1"}}, r"'grpo:1' must be grpo"),
+    ({"trainer": {"algorithm": "gspo"}}, r"algorithm is gspo and batcher\.weighting is prompt: set .* to trajectory"),
+    ({"trainer": {"algorithm": "dr_grpo"}}, r"algorithm is dr_grpo and fold\.estimator is grpo: set .* to dr_grpo"),
+    (
+        {"trainer": {"algorithm": "dr_grpo"}, "fold": {"estimator": "dr_grpo"}},
+        r"dr_grpo and batcher\.weighting is prompt: set batcher\.weighting to constant",
+    ),
+    ({"trainer": {"algorithm": "rloo"}}, r"rloo and fold\.estimator is grpo: set fold\.estimator to rloo"),
+    ({"trainer": {"algorithm": "reinforce_pp"}}, r"set fold\.estimator to reinforce_pp or reinforce_pp_baseline"),
+    ({"trainer": {"algorithm": "dapo"}, "batcher": {"weighting": "token"}}, r"dapo and trainer\.clip_high 0\.2"),
+    ({"trainer": {"algorithm": "cispo", "dual_clip": 3.0}}, r"cispo and trainer\.dual_clip is 3\.0: set .* to 0\.0"),
+    ({"trainer": {"dual_clip": 0.5}}, r"trainer\.dual_clip must be 0 or above 1, got 0\.5"),
+    ({"trainer": {"importance": "truncated"}}, r"set trainer\.logprobs to recomputed, or trainer\.importance to none"),
+    (
+        {"trainer": {"importance": "masked", "logprobs": "recomputed", "importance_low": 2.0}},
+        r"trainer\.importance_low 2 must be below trainer\.importance_high 2",
+    ),
+    ({"trainer": {"kl_coefficient": 0.1}}, r"trainer\.kl_coefficient is set and trainer\.kl is none"),
+    ({"trainer": {"reference": "base"}}, r"trainer\.reference is set and trainer\.kl is none: set trainer\.kl to k1"),
+]
+
+
+@pytest.mark.parametrize(("tables", "said"), REFUSED)
+def test_settings_that_contradict_each_other_are_refused_with_what_to_change(tables: Any, said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        learning_plan(from_tables(tables, {}, source="test"))
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("dr_grpo", {"fold": {"estimator": "dr_grpo"}, "batcher": {"weighting": "constant"}}),
+        ("dapo", {"batcher": {"weighting": "token"}, "trainer": {"clip_high": 0.28}}),
+        ("rloo", {"fold": {"estimator": "rloo"}}),
+        ("reinforce_pp", {"fold": {"estimator": "reinforce_pp_baseline"}}),
+        ("gspo", {"batcher": {"weighting": "trajectory"}}),
+    ],
+)
+def test_an_algorithm_is_taken_with_the_settings_that_it_is_defined_with(name: str, others: Any) -> None:
+    tables = {**others, "trainer": {**others.get("trainer", {}), "algorithm": name}}
+    assert learning_plan(from_tables(tables, {}, source="test")).objective.algorithm.name == name
+
+
+def test_an_algorithm_of_a_package_is_added_as_the_guide_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[3] / "docs/algorithms.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "my_losses.py").write_text(code)
+    (point,) = re.findall(r'entry-points\."(turnlog\.algorithms)"\] (.* = "my_losses:.*")$', page, re.MULTILINE)
+    info = tmp_path / "my_losses-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-losses\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[{point[0]}]\n{point[1].replace(chr(34), '')}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    tables = {"trainer": {"algorithm": "leave_out:0.25", "kl": "k3", "kl_coefficient": 0.1}}
+    objective = learning_plan(from_tables(tables, {}, source="test")).objective
+    given = numbers(5)
+    value, _, masked, measures = found(objective, given)
+    gap, drift = given.current - given.old, given.current - given.reference
+    wanted = -np.exp(gap) * given.advantages + 0.1 * (np.exp(-drift) - 1 + drift)
+    np.testing.assert_allclose(value, wanted, rtol=1e-12)
+    assert masked.tolist() == (np.abs(gap) > 0.25).tolist()
+    assert {"ratio", "kl", "distance_max"} <= measures.keys()
+    with pytest.raises(
+        SettingsError, match=r"leave_out and batcher\.weighting is trajectory: set .* to prompt or token"
+    ):
+        learning_plan(from_tables({**tables, "batcher": {"weighting": "trajectory"}}, {}, source="test"))
+    with pytest.raises(SettingsError, match=r"'leave_out:1:2' must be leave_out or leave_out:DISTANCE"):
+        learning_plan(from_tables({"trainer": {"algorithm": "leave_out:1:2"}}, {}, source="test"))

@@ -1,0 +1,161 @@
+"""Draws of several updates, in memory: what their passes gave is kept over a kill; a streak of skipped steps ends."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.fakes.memory_log import MemoryLog
+from turnlog.infra.batch_files import MEDIA_TYPE, write_rows
+from turnlog.infra.blobs import MemoryBlobs
+from turnlog.infra.event_log import EventLog
+from turnlog.infra.log import Partition
+from turnlog.infra.registry import MemoryRegistry
+from turnlog.infra.roles.health import Health
+from turnlog.infra.roles.role import Role
+from turnlog.infra.topics_admin import specs
+from turnlog.names import TransactionalId
+from turnlog.schemas.events import StepCompleted
+from turnlog.schemas.topics import STEPS
+from turnlog.settings import Settings, from_tables
+from turnlog.trainer import CheckpointUnusable, Diverged
+from turnlog.trainer.algorithms.draws import DrawPasses
+from turnlog.trainer.checkpoint import Cursor, find
+from turnlog.trainer.loop import LearnerThread, Manifests, Trainer
+from turnlog.trainer.plan import PolicyGradient, learning_plan
+from turnlog.trainer.reference import append_batches, synthetic_manifest, synthetic_model, synthetic_rows
+
+PARTS = 3
+DECOUPLED = {"logprobs": "recomputed", "importance": "truncated", "kl": "k3", "kl_coefficient": 0.1}
+
+
+class Run:
+    """Topics, a store and a model folder; `train` is one incarnation of the trainer."""
+
+    def __init__(self, folder: Path, **trainer: Any) -> None:
+        model = folder / "model"
+        self.settings: Settings = from_tables(
+            {
+                "run": {"id": "run", "directory": str(folder)},
+                "model": {"path": str(model if model.exists() else synthetic_model(model))},
+                "feeder": {"draws": 2},
+                "trainer": {"threads": 1, "checkpoint_every": 1, "checkpoints_kept": 20, **trainer},
+            },
+            {},
+            source="test",
+        )
+        self.log, self.registry, self.blobs = MemoryLog(), MemoryRegistry(), MemoryBlobs()
+
+    async def begin(self) -> None:
+        """Make the topics."""
+        await self.log.create_topics(specs(self.settings))
+
+    def events(self) -> Any:
+        return EventLog.open(MemoryLog(self.log.broker), self.registry, writer="trainer")
+
+    async def train(self) -> None:
+        async with self.events() as events:
+            role = Role("trainer", "trainer", self.settings, events.log, events, self.blobs, Health("trainer"))
+            plan = learning_plan(self.settings)
+            name = TransactionalId.TRAINER.format(run="run")
+            async with events.log.transactor(name) as transactor, LearnerThread(plan, lambda _: None) as learner:
+                await Trainer(role, transactor, plan, learner).run()
+
+    async def steps(self, count: int) -> list[StepCompleted]:
+        """The first `count` on the log, in its order; waits for them."""
+        found: list[StepCompleted] = []
+        async with self.events() as events, events.log.reader() as reader:
+            reader.assign({Partition(STEPS.name, 0): 0})
+            while len(found) < count:
+                for record in await reader.poll(timeout_s=0.05):
+                    event = await events.known(record)
+                    found += [event] if isinstance(event, StepCompleted) else []
+        return found
+
+
+async def test_a_kill_between_two_updates_of_a_draw_gives_the_same_bits(tmp_path: Path) -> None:
+    whole = Run(tmp_path / "whole", **DECOUPLED)
+    await whole.begin()
+    async with whole.events() as events:
+        await append_batches(events, whole.blobs, "run", 2 * PARTS, parts=PARTS)
+    await whole.train()
+    undisturbed = {step.batch_index: step for step in await whole.steps(2 * PARTS)}
+
+    struck = Run(tmp_path / "struck", **DECOUPLED)
+    await struck.begin()
+    async with struck.events() as events:
+        await append_batches(events, struck.blobs, "run", 2 * PARTS, parts=PARTS)
+    first = asyncio.create_task(struck.train())
+    await struck.steps(2)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    _, cursor = find(tmp_path / "struck/checkpoints", None)
+    await struck.train()
+    steps = await struck.steps(2 * PARTS)
+    final = {step.batch_index: step for step in sorted(steps, key=lambda step: step.incarnation)}
+    assert (cursor["next_batch"] or 0) % PARTS > 0
+    assert {step.incarnation for step in steps} == {0, 1}
+    for index, step in undisturbed.items():
+        assert (final[index].loss, final[index].metrics) == (step.loss, step.metrics)
+    assert [step.metrics["updates_since_sampling"] for step in undisturbed.values()] == [0, 1, 2, 3, 4, 5]
+    assert undisturbed[0].metrics["ratio"] == 1.0
+    assert undisturbed[0].metrics["kl"] == 0.0
+    assert undisturbed[1].metrics["ratio_max"] > 1.0
+    assert undisturbed[3].metrics["ratio"] == 1.0
+    assert undisturbed[3].metrics["kl"] > 0.0
+
+
+async def test_steps_without_a_finite_gradient_in_a_row_end_the_trainer_and_name_the_batch(tmp_path: Path) -> None:
+    run = Run(tmp_path, max_skipped=2)
+    await run.begin()
+    async with run.events() as events:
+        for index in range(4):
+            rows = synthetic_rows(index)
+            if index > 0:
+                rows = dataclasses.replace(rows, advantages=np.where(rows.trained, np.float32(3e38), np.float32(0)))
+            file = await run.blobs.put(write_rows(rows), media_type=MEDIA_TYPE)
+            await events.append(synthetic_manifest(rows, file, "run", index, part=index, parts=4))
+    with pytest.raises(Diverged, match=r"2 steps in a row had no finite gradient.* batch 2 of draw 0 .*learning_rate"):
+        await run.train()
+    steps = await run.steps(3)
+    assert [(step.skipped, step.masked) for step in steps] == [
+        (False, {}),
+        *((True, {"step_skipped": step.trained_tokens}) for step in steps[1:]),
+    ]
+    with pytest.raises(Diverged, match="batch 2"):  # a restart does not count anew
+        await run.train()
+    assert [step.batch_index for step in await run.steps(4)] == [0, 1, 2, 2]
+
+
+async def test_manifests_are_read_ahead_without_being_taken() -> None:
+    log = MemoryLog()
+    await log.create_topics(specs(Settings()))
+    async with EventLog.open(log, MemoryRegistry(), writer="test") as events:
+        await append_batches(events, MemoryBlobs(), "run", 6, parts=3)
+        async with log.reader() as reader:
+            manifests = Manifests(reader, events, "run", Cursor(), start=0)
+            first = await manifests.next(timeout_s=0.2)
+            assert first is not None
+            assert [one.batch_index for one in await manifests.ahead(2)] == [1, 2]
+            then = [await manifests.next(timeout_s=0.2) for _ in range(5)]
+            assert [one[0].batch_index for one in then if one] == [1, 2, 3, 4, 5]
+
+
+async def test_a_part_whose_draw_was_begun_without_its_passes_is_refused() -> None:
+    async def unasked(*_: Any) -> Any:
+        raise AssertionError("a part behind the first computes nothing")
+
+    rows = synthetic_rows(1)
+    file = await MemoryBlobs().put(write_rows(rows))
+    manifest = synthetic_manifest(rows, file, "run", 1, part=1, parts=2)
+    passes = DrawPasses(PolicyGradient(logprobs="recomputed"), unasked, unasked, {})
+    with pytest.raises(
+        CheckpointUnusable, match=r"batch 1 is part 1 of draw 0, .* no proximal log-probs of sample-1-000"
+    ):
+        await passes.numbers(manifest, rows)

@@ -1,0 +1,231 @@
+"""What a step reads beside its rows, on Megatron's model: passes, trajectories, masks, divergence, entropy."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from turnlog.processors.core.batches.rows import BatchRows
+from turnlog.trainer.algorithms.catalogue import BUILT_IN
+from turnlog.trainer.algorithms.objective import Numbers, Objective
+from turnlog.trainer.launch import process_group
+from turnlog.trainer.learner import Learner, StepResult
+from turnlog.trainer.plan import LearnerOptions, PolicyGradient, imitation
+from turnlog.trainer.reference import PlainLearner, of_row, synthetic_rows
+from turnlog.trainer.shape import TINY
+from turnlog.trainer.warm_start import random_weights
+
+ONE = LearnerOptions(threads=1, microbatch_tokens=200)
+DECOUPLED = PolicyGradient(0.2, 0.2, logprobs="recomputed", importance="truncated", importance_high=1.05)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone() -> Iterator[None]:
+    """One rank for the module."""
+    torch.set_num_threads(1)
+    with process_group():
+        yield
+
+
+def learner(reference: int | None = None, **options: Any) -> Learner:
+    frozen = None if reference is None else random_weights(TINY, reference)
+    return Learner(TINY, random_weights(TINY, 1), dataclasses.replace(ONE, **options), frozen)
+
+
+def segments(seed: int) -> BatchRows:
+    """Rows of which every two are segments of one trajectory."""
+    rows = synthetic_rows(seed)
+    return dataclasses.replace(rows, session_ids=tuple(f"session-{row // 2}" for row in range(len(rows))))
+
+
+def plain_columns(plain: PlainLearner, rows: BatchRows) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return [plain.logprobs(rows, row) for row in range(len(rows))]
+
+
+def test_a_pass_gives_what_transformers_gives_and_nothing_where_nothing_trains() -> None:
+    rows = synthetic_rows(0)
+    found = learner(vocabulary_multiple=256).logprobs(rows)
+    wanted = plain_columns(PlainLearner(TINY, random_weights(TINY, 1), ONE), rows)
+    for row, (start, length) in enumerate(zip(rows.starts, rows.lengths, strict=True)):
+        trained = rows.trained[start + 1 : start + length]
+        np.testing.assert_allclose(found[start + 1 : start + length], wanted[row].numpy() * trained, atol=1e-5)
+    assert not found[rows.trained == 0].any()
+
+
+def test_a_pass_says_bit_for_bit_what_the_step_behind_it_says() -> None:
+    rows, one = segments(0), learner()
+    told = dataclasses.replace(rows, logprobs=one.logprobs(rows))
+    assert one.step(told, PolicyGradient(), 1e-3).logprob_gap_max == 0.0
+
+
+def test_the_reference_is_swapped_in_for_its_pass_alone() -> None:
+    rows, one = synthetic_rows(0), learner(reference=2)
+    one.step(rows, PolicyGradient(), 1e-3)
+    before = one.export()
+    found = one.reference_logprobs(rows)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in one.export().items())
+    np.testing.assert_array_equal(found, Learner(TINY, random_weights(TINY, 2), ONE).logprobs(rows))
+    other = learner()
+    other.step(rows, PolicyGradient(), 1e-3)
+    assert one.step(synthetic_rows(1), PolicyGradient(), 1e-3) == other.step(synthetic_rows(1), PolicyGradient(), 1e-3)
+
+
+def test_a_gspo_step_is_that_of_transformers_over_trajectories_of_several_segments() -> None:
+    objective = PolicyGradient(0.01, 0.01, algorithm=BUILT_IN["gspo"])
+    one, plain = learner(), PlainLearner(TINY, random_weights(TINY, 1), ONE)
+    for seed in range(3):
+        ours, theirs = one.step(segments(seed), objective, 1e-3), plain.step(segments(seed), objective, 1e-3)
+        assert ours.loss == pytest.approx(theirs.loss, abs=1e-5)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
+        assert 0 < ours.clip_fraction < 1
+    after = plain.export()
+    assert max(float((tensor - after[name]).abs().max()) for name, tensor in one.export().items()) < 1e-4
+
+
+def test_decoupled_steps_of_a_draw_are_those_of_transformers_against_the_weights_before_its_first() -> None:
+    one, plain = learner(), PlainLearner(TINY, random_weights(TINY, 1), ONE)
+    parts = [segments(seed) for seed in range(3)]
+    ours_old = [Numbers(proximal=one.logprobs(rows)) for rows in parts]
+    theirs_old = [plain_columns(plain, rows) for rows in parts]
+    for rows, numbers, old in zip(parts, ours_old, theirs_old, strict=True):
+        ours, theirs = one.step(rows, DECOUPLED, 1e-3, numbers), plain.step(rows, DECOUPLED, 1e-3, old)
+        assert ours.loss == pytest.approx(theirs.loss, abs=1e-5)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
+        assert ours.metrics["importance_max"] > 1.05
+    assert ours.metrics["ratio_max"] > 1.0
+
+
+def test_the_one_update_of_a_draw_needs_no_pass_for_what_its_forward_says() -> None:
+    rows = segments(0)
+    assert DECOUPLED.passes(1) == frozenset()
+    assert DECOUPLED.passes(2) == {"proximal"}
+    without, one = learner().step(rows, DECOUPLED, 1e-3), learner()
+    assert one.step(rows, DECOUPLED, 1e-3, Numbers(proximal=one.logprobs(rows))) == without
+    assert without.metrics["ratio"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("level", "low", "high"), [("token", 0.97, 1.03), ("product", 0.5, 1.5), ("geometric", 0.97, 1.0)]
+)
+def test_masked_tokens_are_counted_and_no_divisor_changes(level: str, low: float, high: float) -> None:
+    objective = dataclasses.replace(
+        DECOUPLED, importance="masked", importance_level=level, importance_low=low, importance_high=high
+    )
+    rows, one = segments(0), learner()
+    proximal = one.logprobs(rows)
+    found = one.measure(rows, objective, Numbers(proximal=proximal))
+    session = np.repeat([int(name.split("-")[1]) for name in rows.session_ids], rows.lengths)
+    gap = np.where(rows.trained, proximal.astype("f8") - rows.logprobs, 0.0)
+    sums, counts = (np.bincount(session, weights=column)[session] for column in (gap, rows.trained))
+    weight = np.exp({"token": gap, "product": sums, "geometric": sums / counts}[level])
+    kept = (weight >= low) & (weight <= high)
+    divisor = np.repeat(rows.weight_divisor, rows.lengths)
+    assert found.loss == pytest.approx(-float((weight * rows.advantages / divisor)[kept].sum()), abs=1e-6)
+    assert found.masked == int(rows.trained[~kept].sum())
+    assert found.trained_tokens == int(rows.trained.sum())
+    assert 0 < found.masked < found.trained_tokens
+
+
+def test_a_trajectory_whose_tokens_are_all_masked_moves_nothing() -> None:
+    objective = dataclasses.replace(DECOUPLED, importance="masked", importance_level="product", importance_high=1.5)
+    rows, one = segments(0), learner()
+    far = dataclasses.replace(rows, logprobs=rows.logprobs - np.where(rows.trained, np.float32(1), np.float32(0)))
+    found = one.step(far, objective, 1e-3, Numbers(proximal=one.logprobs(rows)))
+    assert (found.loss, found.grad_norm, found.skipped) == (0.0, 0.0, False)
+    assert found.masked == found.trained_tokens
+
+
+def test_greedy_rows_are_masked_since_their_log_probs_are_of_no_temperature() -> None:
+    rows = synthetic_rows(0)
+    greedy = rows.temperature.copy()
+    greedy[3] = 0.0
+    mixed, one = dataclasses.replace(rows, temperature=greedy), learner()
+    found = one.step(mixed, PolicyGradient(), 1e-3)
+    start, length = int(rows.starts[3]), int(rows.lengths[3])
+    silent = rows.advantages.copy()
+    silent[start : start + length] = 0.0
+    other = learner()
+    wanted = other.step(dataclasses.replace(rows, advantages=silent), PolicyGradient(), 1e-3)
+    assert (found.loss, found.skipped) == (pytest.approx(wanted.loss), False)
+    assert found.grad_norm == pytest.approx(wanted.grad_norm)
+    assert found.masked == int(rows.trained_per_row()[3])
+
+
+def stepped(objective: Objective, rows: BatchRows, **options: Any) -> StepResult:
+    return learner(**options).step(rows, objective, 1e-3)
+
+
+def test_entropy_and_divergence_in_the_loss_have_the_gradient_of_torch() -> None:
+    rows = segments(1)
+    one = learner(reference=2, vocabulary_multiple=256)
+    numbers = Numbers(reference=one.reference_logprobs(rows))
+    objective = PolicyGradient(kl="k3", kl_coefficient=0.5, entropy_coefficient=0.1)
+    ours = one.step(rows, objective, 1e-3, numbers)
+    plain = PlainLearner(TINY, random_weights(TINY, 1), ONE)
+    frozen = plain_columns(PlainLearner(TINY, random_weights(TINY, 2), ONE), rows)
+    total = torch.zeros(())
+    for row in range(len(rows)):
+        recorded, advantages, mask = (of_row(rows, x, row) for x in (rows.logprobs, rows.advantages, rows.trained))
+        logprobs = plain.logprobs(rows, row)
+        ratio = (logprobs - recorded).exp()
+        value = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        gap = logprobs - frozen[row]
+        whole = plain.distribution(rows, row)
+        value = value + 0.5 * ((-gap).exp() - 1 + gap) + 0.1 * (whole.exp() * whole).sum(-1)
+        total = total + (value * mask).sum() / float(rows.weight_divisor[row])
+    gradients = torch.autograd.grad(total, list(plain.parameters()))
+    norm = float(torch.stack([one.square().sum() for one in gradients]).sum().sqrt())
+    assert ours.loss == pytest.approx(float(total.detach()), abs=1e-5)
+    assert ours.grad_norm == pytest.approx(norm, rel=1e-5)
+    assert ours.metrics["kl"] > 0
+
+
+def test_a_divergence_in_the_reward_is_taken_off_the_advantages_from_the_token_to_the_end_of_its_segment() -> None:
+    rows, one = segments(2), learner(reference=2)
+    objective = PolicyGradient(kl="k1", kl_coefficient=0.2, kl_in="reward")
+    assert objective.passes(1) == {"proximal", "reference"}
+    numbers = Numbers(one.logprobs(rows), one.reference_logprobs(rows))
+    assert numbers.proximal is not None
+    assert numbers.reference is not None
+    wanted = rows.advantages.astype("f8")
+    for start, length in zip(rows.starts.tolist(), rows.lengths.tolist(), strict=True):
+        for place in range(start, start + length):
+            rest = slice(place, start + length)
+            to_go = (numbers.proximal - numbers.reference).astype("f8")[rest] * rows.trained[rest]
+            wanted[place] = (wanted[place] - 0.2 * to_go.sum()) * rows.trained[place]
+    found, _ = objective.prepared(rows, numbers, None)
+    np.testing.assert_allclose(found.advantages, wanted, rtol=1e-5, atol=1e-6)
+    penalised = dataclasses.replace(rows, advantages=wanted.astype("f4"))
+    ours, theirs = one.step(rows, objective, 1e-3, numbers), stepped(PolicyGradient(), penalised)
+    assert ours.loss == pytest.approx(theirs.loss, abs=1e-6)
+    assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gspo", "sapo", "cispo"])
+def test_microbatches_do_not_change_a_step(name: str) -> None:
+    objective = PolicyGradient(0.05, 0.05, algorithm=BUILT_IN[name], numbers=tuple(BUILT_IN[name].arguments.values()))
+    few, many = (stepped(objective, segments(3), microbatch_tokens=limit) for limit in (10_000, 80))
+    assert few.loss == pytest.approx(many.loss, abs=1e-6)
+    assert few.grad_norm == pytest.approx(many.grad_norm, rel=1e-5)
+    assert few.metrics == pytest.approx(many.metrics, rel=1e-5)
+
+
+def test_a_trajectory_of_no_trained_token_adds_nothing_under_a_sequence_ratio() -> None:
+    rows = synthetic_rows(0)
+    trained, start, length = rows.trained.copy(), int(rows.starts[0]), int(rows.lengths[0])
+    trained[start : start + length] = 0
+    silent = dataclasses.replace(rows, trained=trained, advantages=rows.advantages * trained)
+    found = stepped(PolicyGradient(algorithm=BUILT_IN["gspo"]), silent)
+    assert not found.skipped
+    assert np.isfinite(found.loss)
+    assert found.trained_tokens == int(trained.sum())
+
+
+def test_imitation_measures_nothing() -> None:
+    assert stepped(imitation, synthetic_rows(0)).metrics == {}

@@ -1,0 +1,1 @@
+"""What a step makes of its tokens: losses by name, the numbers they read, and the passes that give those."""

@@ -1,0 +1,83 @@
+"""The built-in losses, and the one that [trainer] algorithm names, a package's own among them.
+
+Formulas, papers and what each is for: docs/algorithms.md. Several names share a loss: they differ in estimator,
+weighting and clip, which are settings of their own (turnlog.learning_settings.WANTS says which).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from turnlog.infra import offers
+from turnlog.processors.core.methods.catalogue import split
+from turnlog.settings import SettingsError
+from turnlog.trainer.algorithms.tokens import Algorithm, Clip, Measure, TokenLoss, Tokens
+
+KEY = "trainer.algorithm"
+
+
+def clipped(tokens: Tokens, clip: Clip) -> TokenLoss:
+    """-min(r A, clamp(r) A), r = exp(current - old): PPO's surrogate (arXiv 1707.06347, eq. 7) with separate bounds
+    (DAPO, arXiv 2503.14476), and dual clip (arXiv 1912.09729)."""
+    return _surrogate((tokens.logprobs - tokens.old).exp(), tokens.advantages, clip)
+
+
+def by_sequence(tokens: Tokens, clip: Clip) -> TokenLoss:
+    """The same with one ratio per trajectory, the geometric mean of its tokens' (GSPO, arXiv 2507.18071, eq. 5): its
+    value is the trajectory's, its gradient goes to each token by itself (eq. 14)."""
+    assert tokens.trajectory_gap is not None
+    assert tokens.trajectory_tokens is not None
+    whole = (tokens.trajectory_gap / tokens.trajectory_tokens).exp()
+    found = _surrogate(whole * (tokens.logprobs - tokens.logprobs.detach()).exp(), tokens.advantages, clip)
+    measures = {"trajectory_ratio": Measure(whole), "trajectory_ratio_max": Measure(whole, "max")}
+    return TokenLoss(found.value, found.clipped, measures=measures)
+
+
+def soft(tokens: Tokens, clip: Clip, positive: float, negative: float) -> TokenLoss:
+    """-4 / t sigmoid(t (r - 1)) A, t by the sign of A: a gate in place of a bound (SAPO, arXiv 2511.20347)."""
+    sharpness = torch.full_like(tokens.advantages, negative).masked_fill(tokens.advantages > 0, positive)
+    gate = torch.sigmoid(sharpness * ((tokens.logprobs - tokens.old).exp() - 1.0))
+    value = -4.0 / sharpness * gate * tokens.advantages
+    openness = (4.0 * gate * (1.0 - gate)).detach()
+    return TokenLoss(value, torch.zeros_like(tokens.trained), measures={"gate": Measure(openness)})
+
+
+def weighted(tokens: Tokens, clip: Clip) -> TokenLoss:
+    """-clamp(r) A log p with a ratio that has no gradient, so that every token keeps its own (CISPO, arXiv 2506.13585,
+    eq. 4)."""
+    ratio = (tokens.logprobs - tokens.old).exp().detach()
+    weight = ratio.clamp(1.0 - clip.low, 1.0 + clip.high)
+    return TokenLoss(-weight * tokens.advantages * tokens.logprobs, weight != ratio)
+
+
+def _surrogate(ratio: torch.Tensor, advantages: torch.Tensor, clip: Clip) -> TokenLoss:
+    free = ratio * advantages
+    bounded = ratio.clamp(1.0 - clip.low, 1.0 + clip.high) * advantages
+    least = torch.minimum(free, bounded)
+    decided = bounded.detach() < free.detach()
+    if clip.dual:
+        floor = torch.where(advantages < 0, clip.dual * advantages, -torch.inf)
+        decided = decided | (floor > least.detach())
+        least = torch.maximum(least, floor)
+    return TokenLoss(-least, decided)
+
+
+BUILT_IN = {
+    one.name: one
+    for one in (
+        *(Algorithm(name, clipped) for name in ("grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp")),
+        Algorithm("gspo", by_sequence, by_trajectory=True),
+        Algorithm("sapo", soft, {"positive": 1.0, "negative": 1.05}),
+        Algorithm("cispo", weighted),
+    )
+}
+
+
+def chosen(spec: str) -> tuple[Algorithm, tuple[float, ...]]:
+    """The algorithm of [trainer] algorithm, and its numbers. Raises SettingsError."""
+    name, numbers = split(spec, KEY)
+    algorithm = offers.one(name, BUILT_IN, KEY, Algorithm)
+    if numbers and len(numbers) != len(algorithm.arguments):
+        wanted = ":".join([name, *map(str.upper, algorithm.arguments)])
+        raise SettingsError(f"{KEY}: {spec!r} must be {name} or {wanted}, numbers in place of the capitals")
+    return algorithm, numbers or tuple(algorithm.arguments.values())

@@ -1,0 +1,218 @@
+"""What a step minimises: an algorithm's loss, weighted by importance, with divergence and entropy; and the token
+columns that it reads beside those of the rows.
+
+Columns are computed from whole batches, on every rank alike, so that what a trajectory sums is the same number however
+its segments are spread over microbatches and ranks, and in which order they come.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from turnlog.processors.core.batches.rows import BatchRows
+from turnlog.trainer.algorithms.catalogue import BUILT_IN
+from turnlog.trainer.algorithms.tokens import Algorithm, Clip, Measure, TokenLoss, Tokens
+
+Pass = Literal["proximal", "reference"]
+"""A forward pass without gradients over all rows of a draw, by the weights before its first update, or by the frozen
+ones."""
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What the passes of its draw give a batch: log-probs [T], 0 where nothing trains."""
+
+    proximal: Floats | None = None
+    reference: Floats | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """[T] float32 each, aligned with the rows' token columns."""
+
+    old: torch.Tensor | None = None
+    """None: the recorded ones, or, with `old_is_current`, the current ones."""
+    old_is_current: bool = False
+    reference: torch.Tensor | None = None
+    trajectory_gap: torch.Tensor | None = None
+    trajectory_tokens: torch.Tensor | None = None
+    importance: torch.Tensor | None = None
+
+    def on(self, device: torch.device) -> Columns:
+        """The same there."""
+        held: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        held |= {name: one.to(device) for name, one in held.items() if isinstance(one, torch.Tensor)}
+        return Columns(**held)
+
+
+class Objective(Protocol):
+    """Picklable: rank 0 sends it to the others."""
+
+    @property
+    def by_trajectory(self) -> bool:
+        """Whether `prepared` wants the current log-probs, which cost a pass."""
+
+    @property
+    def trains_entropy(self) -> bool:
+        """Whether the entropy needs a gradient."""
+
+    def passes(self, parts: int) -> frozenset[Pass]:
+        """What a draw of `parts` updates has to have computed before its first one."""
+
+    def prepared(self, rows: BatchRows, numbers: Numbers, current: Floats | None) -> tuple[BatchRows, Columns]:
+        """The rows to step on, and the columns beside theirs."""
+
+    def __call__(self, tokens: Tokens) -> TokenLoss:
+        """What each token adds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Imitation:
+    """-log-prob: supervised training on demonstrations."""
+
+    by_trajectory: bool = False
+    trains_entropy: bool = False
+
+    def passes(self, parts: int) -> frozenset[Pass]:
+        return frozenset()
+
+    def prepared(self, rows: BatchRows, numbers: Numbers, current: Floats | None) -> tuple[BatchRows, Columns]:
+        return rows, Columns()
+
+    def __call__(self, tokens: Tokens) -> TokenLoss:
+        return TokenLoss(-tokens.logprobs, torch.zeros_like(tokens.trained))
+
+
+imitation = Imitation()
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyGradient:
+    """What [trainer] says of the loss (turnlog.learning_settings), checked there."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    _: KW_ONLY
+    dual_clip: float = 0.0
+    algorithm: Algorithm = BUILT_IN["grpo"]
+    numbers: tuple[float, ...] = ()
+    logprobs: str = "recorded"
+    importance: str = "none"
+    importance_level: str = "token"
+    importance_low: float = 0.0
+    importance_high: float = 2.0
+    kl: str = "none"
+    kl_coefficient: float = 0.0
+    kl_in: str = "loss"
+    entropy_coefficient: float = 0.0
+
+    @property
+    def by_trajectory(self) -> bool:
+        return self.algorithm.by_trajectory
+
+    @property
+    def trains_entropy(self) -> bool:
+        return self.entropy_coefficient != 0.0
+
+    @property
+    def _penalised(self) -> bool:
+        """Whether the divergence changes advantages."""
+        return self.kl != "none" and self.kl_in == "reward" and self.kl_coefficient != 0.0
+
+    def passes(self, parts: int) -> frozenset[Pass]:
+        found: set[Pass] = set()
+        # The one update of a draw of one part reads what its own forward says, unless a sum over rows comes before it.
+        summed = parts > 1 or self.by_trajectory or self.importance_level != "token"
+        if self._penalised or (self.logprobs == "recomputed" and summed):
+            found.add("proximal")
+        if self.kl != "none":
+            found.add("reference")
+        return frozenset(found)
+
+    def prepared(self, rows: BatchRows, numbers: Numbers, current: Floats | None) -> tuple[BatchRows, Columns]:
+        recomputed = self.logprobs == "recomputed"
+        proximal = numbers.proximal if recomputed else None
+        gap = counts = importance = None
+        if current is not None:
+            counts = _summed(rows, np.ones_like(current))
+            gap = _summed(rows, current - (rows.logprobs if proximal is None else proximal))
+        if proximal is not None and self.importance != "none" and self.importance_level != "token":
+            importance = _summed(rows, proximal - rows.logprobs)
+            if self.importance_level == "geometric":
+                importance = importance / np.maximum(1.0, _summed(rows, np.ones_like(proximal)))
+        columns = Columns(
+            old=_column(proximal),
+            old_is_current=recomputed and proximal is None,
+            reference=_column(numbers.reference),
+            trajectory_gap=_column(gap),
+            trajectory_tokens=None if counts is None else _column(np.maximum(1.0, counts)),
+            importance=_column(importance),
+        )
+        return (self._with_penalty(rows, numbers) if self._penalised else rows), columns
+
+    def __call__(self, tokens: Tokens) -> TokenLoss:
+        found = self.algorithm.loss(tokens, Clip(self.clip_low, self.clip_high, self.dual_clip), *self.numbers)
+        value, masked = found.value, found.masked
+        current = tokens.logprobs.detach()
+        ratio = (current - tokens.old).exp()
+        measures = {
+            "ratio": Measure(ratio),
+            "ratio_max": Measure(ratio, "max"),
+            "effective_sample_size": Measure((current - tokens.recorded).exp(), "effective"),
+            **found.measures,
+        }
+        if self.importance != "none":
+            weight = (tokens.old - tokens.recorded if tokens.importance is None else tokens.importance).exp()
+            measures |= {"importance": Measure(weight), "importance_max": Measure(weight, "max")}
+            within = weight.clamp(self.importance_low, self.importance_high)
+            value = value * within
+            if self.importance == "masked":
+                beyond = within != weight
+                masked = beyond if masked is None else masked | beyond
+        if tokens.reference is not None:
+            divergence = estimate(self.kl, tokens.logprobs, tokens.reference)
+            measures["kl"] = Measure(divergence.detach())
+            if self.kl_coefficient and self.kl_in == "loss":
+                value = value + self.kl_coefficient * divergence
+        if self.trains_entropy:
+            value = value - self.entropy_coefficient * tokens.entropy
+        return TokenLoss(value, found.clipped, masked, measures)
+
+    def _with_penalty(self, rows: BatchRows, numbers: Numbers) -> BatchRows:
+        """Advantages less the divergence to go: from the token to the end of its segment, by the weights before the
+        draw's first update."""
+        assert numbers.proximal is not None
+        assert numbers.reference is not None
+        proximal, reference = (torch.from_numpy(one.astype("f8")) for one in (numbers.proximal, numbers.reference))
+        penalty = self.kl_coefficient * estimate(self.kl, proximal, reference).numpy() * rows.trained
+        parts = np.split(penalty, rows.starts[1:])
+        to_go = np.concatenate([np.cumsum(part[::-1])[::-1] for part in parts])
+        return dataclasses.replace(rows, advantages=((rows.advantages - to_go) * rows.trained).astype("<f4"))
+
+
+def estimate(kind: str, logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """Of KL(policy | reference) at a token that the policy sampled, g = log p - log q: k1 is g, k2 g^2 / 2, k3
+    exp(-g) - 1 + g (Schulman 2020, Approximating KL divergence)."""
+    gap = logprobs - reference
+    if kind == "k1":
+        return gap
+    return gap.square() / 2 if kind == "k2" else (-gap).exp() - 1.0 + gap
+
+
+def _summed(rows: BatchRows, values: NDArray[np.floating]) -> NDArray[np.float64]:
+    """At each token the sum over the trained tokens of its trajectory."""
+    _, trajectory = np.unique(np.asarray(rows.session_ids), return_inverse=True)
+    of = np.repeat(trajectory, rows.lengths)
+    sums = np.bincount(of, weights=np.where(rows.trained, values, 0.0)).astype("f8")
+    return sums[of]
+
+
+def _column(values: NDArray[np.floating] | None) -> torch.Tensor | None:
+    return None if values is None else torch.from_numpy(values.astype("f4"))

@@ -1,0 +1,98 @@
+"""What passes need of Megatron's ranks: frozen weights in place of the trained ones, a column of all ranks, and the
+entropy with a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from turnlog.trainer import mcore
+
+
+class FrozenWeights:
+    """This rank's part of a model's weights as they are now, on the CPU: as many bytes as the rank's parameters."""
+
+    def __init__(self, model: Any) -> None:
+        self._kept = _copies(model)
+
+    @contextmanager
+    @torch.no_grad()
+    def in_place(self, model: Any) -> Iterator[None]:
+        """`model` with these while the block runs, for which its own wait on the CPU; then it is bit for bit as before.
+        What the optimizer holds is not touched."""
+        own = _copies(model)
+        try:
+            _put(model, self._kept)
+            yield
+        finally:
+            _put(model, own)
+
+
+def _copies(model: Any) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().to("cpu", copy=True) for name, parameter in model.named_parameters()}
+
+
+@torch.no_grad()
+def _put(model: Any, weights: dict[str, torch.Tensor]) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.copy_(weights[name])
+
+
+def over_ranks(column: torch.Tensor) -> torch.Tensor:
+    """A column of which each entry stands on one data-parallel rank of the last pipeline stage, 0 on the others: whole,
+    on every rank, on the CPU. Collective."""
+    state = mcore.parallel_state
+    dist.all_reduce(column, group=state.get_data_parallel_group(with_context_parallel=True))
+    if state.get_pipeline_model_parallel_world_size() > 1:
+        last, stages = state.get_pipeline_model_parallel_last_rank(), state.get_pipeline_model_parallel_group()
+        dist.broadcast(column, last, group=stages)
+    return column.cpu()
+
+
+def entropy(logits: torch.Tensor) -> torch.Tensor:
+    """[b, s, v / tensor parallel] -> [b, s]: -sum p log p over the whole vocabulary; with a gradient where `logits`
+    have one."""
+    found: torch.Tensor = _Entropy.apply(logits)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Entropy(torch.autograd.Function):
+    """d H / d x = -p (log p + H), on each rank for its own columns."""
+
+    @staticmethod
+    def forward(context: Any, logits: torch.Tensor) -> torch.Tensor:
+        top, sums = _normaliser(logits)
+        found = sums[0].log() - sums[1] / sums[0]
+        if context.needs_input_grad[0]:
+            context.save_for_backward(logits - (top + sums[0].log())[..., None], found)
+        return found
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        logprobs, found = context.saved_tensors
+        slope: torch.Tensor = -logprobs.exp() * (logprobs.clamp(min=LOWEST) + found[..., None])
+        return gradient[..., None] * slope
+
+
+LOWEST = -1e4
+"""In place of the log-prob of a column that has no mass, which is to count 0 times a finite number."""
+
+
+def _normaliser(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Largest logit, and the sums of exp(x) and exp(x) x over the whole vocabulary, of logits x less the largest."""
+    group = mcore.parallel_state.get_tensor_model_parallel_group()
+    alone = mcore.parallel_state.get_tensor_model_parallel_world_size() == 1
+    top = logits.max(-1).values
+    if not alone:
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+    shifted = logits - top[..., None]
+    exp = shifted.exp()
+    sums = torch.stack([exp.sum(-1), torch.where(exp > 0, exp * shifted, 0.0).sum(-1)])
+    if not alone:
+        dist.all_reduce(sums, group=group)
+    return top, sums

@@ -1,0 +1,101 @@
+"""What a loss is: a function from the tokens of a microbatch to what each of them adds to the step.
+
+    loss(tokens, clip, *numbers) -> TokenLoss
+
+It sums and divides nothing: the step is the sum over trained tokens of value / weight_divisor, whatever a loss masks.
+It knows no rows, so that rows may be padded, packed or spread over ranks: every tensor has an entry a token, and what
+belongs to a trajectory stands at each of its tokens. A package offers one as an Algorithm under the entry point group
+`turnlog.algorithms` (docs/algorithms.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from turnlog.learning_settings import Wants
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """Log-probs are those of logits / temperature over the model's own vocabulary. Where nothing trains, old, recorded
+    and reference ones equal the current ones."""
+
+    logprobs: torch.Tensor
+    """Current; with `entropy` the only one that has a gradient."""
+    old: torch.Tensor
+    """What a ratio is taken against: recorded, or of the weights before the draw's first update."""
+    recorded: torch.Tensor
+    """The engine's."""
+    reference: torch.Tensor | None
+    """The frozen model's; None where no divergence is asked for."""
+    advantages: torch.Tensor
+    trained: torch.Tensor
+    """bool"""
+    entropy: torch.Tensor
+    """Of the whole distribution, nats."""
+    trajectory_gap: torch.Tensor | None = None
+    """Sum of current - old over all trained tokens of the token's trajectory, whatever rows and ranks they are on; for
+    algorithms that are `by_trajectory`."""
+    trajectory_tokens: torch.Tensor | None = None
+    """How many those are, at least 1."""
+    importance: torch.Tensor | None = None
+    """Logarithm of the trajectory's weight, where [trainer] importance_level is not token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """A figure of the step, from a number per token: over the trained tokens of all ranks."""
+
+    values: torch.Tensor
+    of: Literal["mean", "max", "effective"] = "mean"
+    """effective: (sum)^2 / (n x sum of squares), the share of samples that weights like these are worth."""
+
+    def figure(self, total: float, squares: float, largest: float, count: int) -> float:
+        """From the sums over `count` tokens."""
+        if self.of == "max":
+            return largest
+        return total / count if self.of == "mean" else total * total / (count * squares) if squares else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLoss:
+    """Per token, in the shape of the inputs."""
+
+    value: torch.Tensor
+    clipped: torch.Tensor
+    """True where a bound decided."""
+    masked: torch.Tensor | None = None
+    """True where the token is to have no part in the step: booked as `trainer_mask`; no divisor changes."""
+    measures: Mapping[str, Measure] = field(default_factory=dict)
+    """The same names for any tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """[trainer] clip_low, clip_high, dual_clip."""
+
+    low: float
+    high: float
+    dual: float = 0.0
+
+
+Loss = Callable[..., TokenLoss]
+"""(Tokens, Clip, a number for each of the algorithm's arguments) -> TokenLoss."""
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """A loss by name. `loss` is a function of a module, so that rank 0 can name it to the others."""
+
+    name: str
+    loss: Loss
+    arguments: Mapping[str, float] = field(default_factory=dict)
+    """Numbers that the setting may give behind the name, with their defaults."""
+    by_trajectory: bool = False
+    """Whether it reads trajectory_gap and trajectory_tokens: they cost a pass without gradients before each step."""
+    wants: Wants = field(default_factory=dict)
+    """Settings that it is defined with: {"batcher.weighting": ("trajectory",)}."""
