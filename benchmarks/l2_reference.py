@@ -1,7 +1,8 @@
 """L2: optimizer steps of the Megatron learner against plain transformers and torch AdamW, on the same rows.
 
-Loss and gradient norm of every step, in one process, and in every layout of two and four ranks that the suite names. It
-does not show bfloat16, CUDA or a model that does not fit one rank.
+Loss and gradient norm of every step, in one process, and in every layout of two and four ranks that the suite names; by
+the clipped ratio, by a ratio of trajectories, and by one against recomputed log-probs with truncated weights. It does
+not show bfloat16, CUDA or a model that does not fit one rank.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from row import say, size, told
 
 GOAL = 1e-5
 LAYOUTS = {
-    1: ("dp",),
-    2: ("tp2", "tp2-sp", "pp2-tied", "dp", "cp2", "ep2"),
+    1: ("dp", "dp:gspo", "dp:decoupled", "dp:entropy"),
+    2: ("tp2", "tp2-sp", "pp2-tied", "dp", "cp2", "ep2", "dp:gspo", "dp:decoupled", "tp2:entropy"),
     4: ("tp2-pp2", "tp2-sp-ep2", "tp2-sp-cp2"),
 }
-"""Ranks -> what they share, as turnlog.trainer.reference names it."""
+"""Ranks -> what they share, and by which objective they step, as turnlog.trainer.reference names it."""
 STEPS, RANKS = size((6, tuple(LAYOUTS)), smallest=(1, (1,)))
 
 

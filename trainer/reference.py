@@ -5,11 +5,12 @@ the log softmax of each row, torch.optim.AdamW and clip_grad_norm_. Both, on any
 them after another, as a printed line each:
 
 python -m turnlog.trainer.reference STEPS dp
-torchrun --nproc-per-node 4 -m turnlog.trainer.reference 2 tp2-pp2 tp2-sp-ep2 cp2-tied
+torchrun --nproc-per-node 4 -m turnlog.trainer.reference 2 tp2-pp2 tp2-sp-ep2 cp2-tied dp:gspo
 
 A layout is named by what its ranks share: tp tensor, pp pipeline, cp context, ep expert parallel; sp: sequence
 parallel. Ranks that are left are data parallel. With ep or replay the model is a mixture of experts; replay: its
 routing is a recorded one; packed: rows are; again: layers are computed again; tied: the output layer is the embedding.
+Behind a colon stands one of OBJECTIVES, in place of the clipped ratio against recorded log-probs.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ from turnlog.processors.core.batches.rows import BatchRows, rows_sha256
 from turnlog.schemas.events import BatchSample, SampleBatchFormed, Weighting
 from turnlog.schemas.ids import digest
 from turnlog.schemas.types import BlobRef
+from turnlog.trainer.algorithms.catalogue import BUILT_IN
+from turnlog.trainer.algorithms.objective import Numbers
 from turnlog.trainer.launch import layout_of, process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.models.experts import RoutedRows, routed
@@ -56,9 +59,16 @@ def synthetic_model(folder: Path) -> Path:
 
 
 def synthetic_rows(
-    seed: int, *, rows: int = 16, group_size: int = 4, vocabulary: int = 384, lengths: NDArray[np.int32] | None = None
+    seed: int,
+    *,
+    rows: int = 16,
+    group_size: int = 4,
+    vocabulary: int = 384,
+    segments: int = 1,
+    lengths: NDArray[np.int32] | None = None,
 ) -> BatchRows:
-    """`rows` rows of 12 to 40 tokens in groups, or of `lengths`; about half the tokens train, prompt-equal weights."""
+    """`rows` rows of 12 to 40 tokens in groups, or of `lengths`, every `segments` of them one trajectory; about half
+    the tokens train, prompt-equal weights."""
     random = np.random.default_rng(seed)
     if lengths is None:
         lengths = random.integers(12, 41, rows).astype("<i4")
@@ -74,7 +84,7 @@ def synthetic_rows(
     return BatchRows(
         sample_ids=tuple(f"sample-{seed}-{row:03}" for row in range(rows)),
         group_ids=tuple(groups),
-        session_ids=tuple(f"session-{seed}-{row:03}" for row in range(rows)),
+        session_ids=tuple(f"session-{seed}-{row // segments:03}" for row in range(rows)),
         rollout_index=(np.arange(rows) % group_size).astype("<i4"),
         segment_index=np.zeros(rows, "<i4"),
         lengths=lengths,
@@ -187,7 +197,7 @@ class PlainLearner:
         proximal: Sequence[torch.Tensor] | None = None,
     ) -> PlainStep:
         """One step, row by row: a clipped ratio of tokens or, of gspo, of trajectories, against the recorded log-probs
-        or the `proximal` ones, which are then weighted against the recorded ones."""
+        or the `proximal` ones, which are then weighted against the recorded ones; and the entropy."""
         self._optimizer.zero_grad()
         whole = self._trajectory_ratios(rows, proximal) if objective.algorithm.name == "gspo" else None
         total = torch.zeros(())
@@ -204,6 +214,9 @@ class PlainLearner:
                 surrogate = surrogate * (old - recorded).exp().clamp(
                     objective.importance_low, objective.importance_high
                 )
+            if objective.entropy_coefficient:
+                everything = self.distribution(rows, row)
+                surrogate = surrogate - objective.entropy_coefficient * (everything.exp() * everything).sum(-1)
             loss = -(surrogate * mask).sum() / float(rows.weight_divisor[row])
             torch.autograd.backward(loss)
             total = total + loss.detach()
@@ -230,6 +243,11 @@ class PlainLearner:
     def parameters(self) -> Iterator[torch.Tensor]:
         """What a step moves."""
         yield from self._model.parameters()
+
+    @torch.no_grad()
+    def columns(self, rows: BatchRows) -> list[torch.Tensor]:
+        """The log-probs of each row, without a gradient."""
+        return [self.logprobs(rows, row) for row in range(len(rows))]
 
     @torch.no_grad()
     def _trajectory_ratios(self, rows: BatchRows, proximal: Sequence[torch.Tensor] | None) -> dict[str, torch.Tensor]:
@@ -300,6 +318,13 @@ def with_random_experts(rows: BatchRows, shape: ModelShape, seed: int) -> Routed
     return routed(rows, chosen[..., : shape.experts_per_token].astype("u1"), shape)
 
 
+OBJECTIVES = {
+    "": PolicyGradient(0.2, 0.2),
+    "gspo": PolicyGradient(0.01, 0.01, algorithm=BUILT_IN["gspo"]),
+    "decoupled": PolicyGradient(0.2, 0.2, logprobs="recomputed", importance="truncated", importance_high=1.05),
+    "entropy": PolicyGradient(0.2, 0.2, entropy_coefficient=0.1),
+}
+"""The steps of one are the updates of one draw."""
 SHARES = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "cp": "context_parallel", "ep": "expert_parallel"}
 
 WORDS = ("dp", "sp", "tied", "replay", "again", "packed")
@@ -326,6 +351,21 @@ def layout(name: str) -> tuple[ModelShape, LearnerOptions]:
     return shape, options
 
 
+def ours(learner: Learner, objective: PolicyGradient, batches: Sequence[BatchRows]) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each update of a draw of these."""
+    passes = objective.passes(len(batches))
+    numbers = [Numbers(proximal=learner.logprobs(rows)) if passes else Numbers() for rows in batches]
+    results = [learner.step(rows, objective, RATE, its) for rows, its in zip(batches, numbers, strict=True)]
+    return [(result.loss, result.grad_norm) for result in results]
+
+
+def theirs(plain: PlainLearner, objective: PolicyGradient, batches: Sequence[BatchRows]) -> list[tuple[float, float]]:
+    """The same of the reference."""
+    numbers = [plain.columns(rows) if objective.passes(len(batches)) else None for rows in batches]
+    results = [plain.step(rows, objective, RATE, its) for rows, its in zip(batches, numbers, strict=True)]
+    return [(result.loss, result.grad_norm) for result in results]
+
+
 def main(steps: int, names: Sequence[str]) -> None:
     """Print {"layout": name, "steps": [[loss, its reference, gradient norm, its reference], ...], "weights":
     max |difference|, "exact": whether an export gives back what was loaded} of each."""
@@ -336,22 +376,24 @@ def main(steps: int, names: Sequence[str]) -> None:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         met = TCPStore(host, port, is_master=False, wait_for_workers=False)
     for name in names:
-        shape, options = layout(name)
-        weights, objective = random_weights(shape, 1), PolicyGradient(0.2, 0.2)
-        batches = [synthetic_rows(step) for step in range(steps)]
+        of_ranks, _, kind = name.partition(":")
+        shape, options = layout(of_ranks)
+        weights, objective = random_weights(shape, 1), OBJECTIVES[kind]
+        batches = [synthetic_rows(step, segments=2) for step in range(steps)]
         if "replay" in name:
             batches = [with_random_experts(rows, shape, seed) for seed, rows in enumerate(batches)]
         store = PrefixStore(name, met) if met else None
         with process_group(rank=rank, world_size=world_size, store=store, **layout_of(options)):
             learner = Learner(shape, weights, options)
             exact = all(torch.equal(tensor, weights[key]) for key, tensor in learner.export().items())
-            ours = [learner.step(rows, objective, RATE) for rows in batches]
+            stepped = ours(learner, objective, batches)
             exported = learner.export()
         if rank == 0:
             plain = PlainLearner(shape, weights, options)
-            theirs = [plain.step(rows, objective, RATE) for rows in batches]
+            wanted_steps = theirs(plain, objective, batches)
             found = [
-                (own.loss, other.loss, own.grad_norm, other.grad_norm) for own, other in zip(ours, theirs, strict=True)
+                (loss, wanted_loss, norm, wanted_norm)
+                for (loss, norm), (wanted_loss, wanted_norm) in zip(stepped, wanted_steps, strict=True)
             ]
             wanted = plain.export()
             difference = max(float((x - wanted[key]).abs().max()) for key, x in _fused(exported, shape).items())

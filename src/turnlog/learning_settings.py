@@ -60,7 +60,7 @@ class LearningSettings:
     kl_in: Literal["loss", "reward"] = "loss"
     """Where it counts: token by token in the loss, or to go in the advantages."""
     reference: str = ""
-    """Hugging Face folder that the divergence is taken from; empty is what version 0 of the run holds."""
+    """Hugging Face folder that the divergence is taken from; empty is the weights that training began with."""
     entropy_coefficient: Bound = 0.0
     """Of the entropy, which is taken off the loss."""
 

@@ -39,19 +39,13 @@ def learner(reference: int | None = None, **options: Any) -> Learner:
 
 def segments(seed: int) -> BatchRows:
     """Rows of which every two are segments of one trajectory."""
-    rows = synthetic_rows(seed)
-    return dataclasses.replace(rows, session_ids=tuple(f"session-{row // 2}" for row in range(len(rows))))
-
-
-def plain_columns(plain: PlainLearner, rows: BatchRows) -> list[torch.Tensor]:
-    with torch.no_grad():
-        return [plain.logprobs(rows, row) for row in range(len(rows))]
+    return synthetic_rows(seed, segments=2)
 
 
 def test_a_pass_gives_what_transformers_gives_and_nothing_where_nothing_trains() -> None:
     rows = synthetic_rows(0)
     found = learner(vocabulary_multiple=256).logprobs(rows)
-    wanted = plain_columns(PlainLearner(TINY, random_weights(TINY, 1), ONE), rows)
+    wanted = PlainLearner(TINY, random_weights(TINY, 1), ONE).columns(rows)
     for row, (start, length) in enumerate(zip(rows.starts, rows.lengths, strict=True)):
         trained = rows.trained[start + 1 : start + length]
         np.testing.assert_allclose(found[start + 1 : start + length], wanted[row].numpy() * trained, atol=1e-5)
@@ -92,7 +86,7 @@ def test_decoupled_steps_of_a_draw_are_those_of_transformers_against_the_weights
     one, plain = learner(), PlainLearner(TINY, random_weights(TINY, 1), ONE)
     parts = [segments(seed) for seed in range(3)]
     ours_old = [Numbers(proximal=one.logprobs(rows)) for rows in parts]
-    theirs_old = [plain_columns(plain, rows) for rows in parts]
+    theirs_old = [plain.columns(rows) for rows in parts]
     for rows, numbers, old in zip(parts, ours_old, theirs_old, strict=True):
         ours, theirs = one.step(rows, DECOUPLED, 1e-3, numbers), plain.step(rows, DECOUPLED, 1e-3, old)
         assert ours.loss == pytest.approx(theirs.loss, abs=1e-5)
@@ -120,7 +114,7 @@ def test_masked_tokens_are_counted_and_no_divisor_changes(level: str, low: float
     rows, one = segments(0), learner()
     proximal = one.logprobs(rows)
     found = one.measure(rows, objective, Numbers(proximal=proximal))
-    session = np.repeat([int(name.split("-")[1]) for name in rows.session_ids], rows.lengths)
+    session = np.repeat([int(name.split("-")[2]) for name in rows.session_ids], rows.lengths)
     gap = np.where(rows.trained, proximal.astype("f8") - rows.logprobs, 0.0)
     sums, counts = (np.bincount(session, weights=column)[session] for column in (gap, rows.trained))
     weight = np.exp({"token": gap, "product": sums, "geometric": sums / counts}[level])
@@ -168,7 +162,7 @@ def test_entropy_and_divergence_in_the_loss_have_the_gradient_of_torch() -> None
     objective = PolicyGradient(kl="k3", kl_coefficient=0.5, entropy_coefficient=0.1)
     ours = one.step(rows, objective, 1e-3, numbers)
     plain = PlainLearner(TINY, random_weights(TINY, 1), ONE)
-    frozen = plain_columns(PlainLearner(TINY, random_weights(TINY, 2), ONE), rows)
+    frozen = PlainLearner(TINY, random_weights(TINY, 2), ONE).columns(rows)
     total = torch.zeros(())
     for row in range(len(rows)):
         recorded, advantages, mask = (of_row(rows, x, row) for x in (rows.logprobs, rows.advantages, rows.trained))
