@@ -181,6 +181,27 @@ async def test_what_was_sampled_on_is_what_stands_on_the_log(settings: Settings,
         assert text.endswith("<|im_end|>\n<|im_start|>user\n0<|im_end|>\n<|im_start|>assistant\n")
 
 
+async def test_what_an_engine_beside_the_policys_says_is_context_and_keeps_to_a_schema(
+    settings: Settings, engine_url: str
+) -> None:
+    beside = dataclasses.replace(settings.gateway, side_engines=(f"*haiku*={engine_url}",))
+    settings = dataclasses.replace(settings, gateway=beside)
+    shape = {"type": "object", "properties": {"sure": {"type": "boolean"}}, "required": ["sure"]}
+    schema = {"type": "json_schema", "json_schema": {"name": "answer", "schema": shape}}
+    async with gateway(settings) as role, httpx.AsyncClient(base_url=settings.gateway.url, timeout=60) as http:
+        await register(role, engine_url)
+        agent = await Agent.opened(http, sampling={"temperature": 1.0, "max_new_tokens": 64})
+        aside = await agent.chat([QUESTION], model="haiku", response_format=schema)
+        said = aside["choices"][0]
+        assert said["finish_reason"] == "length" or list(orjson.loads(said["message"]["content"])) == ["sure"]
+        await agent.chat([QUESTION, said["message"], {"role": "user", "content": "and?"}])
+        turns, snapshots = await written(role, "TurnCompleted"), await written(role, "TokenSnapshot")
+        assert [turn.engine_id for turn in turns] == [f"side/{engine_url}", "e0"]
+        assert [bool(int32s(each.output_ids).size) for each in snapshots] == [False, True]
+        whole = _tokens(snapshots)[snapshots[1].turn]
+        assert (said["message"]["content"] or "") in TextTokens(Path(settings.model.path)).literal(whole)
+
+
 async def test_a_killed_gateway_is_continued_by_another_with_the_same_tokens(
     settings: Settings, engine_url: str
 ) -> None:

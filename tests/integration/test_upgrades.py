@@ -96,7 +96,7 @@ def test_a_run_of_a_later_fold_version_is_refused_by_name(live_settings: Setting
     for name in ("assembler", "batcher", "gateway"):
         status, why = role(live_settings, name)
         assert status == 2, why
-        assert "UnknownFoldVersion: fold version '99' is unknown here (1, 2 are known)" in why
+        assert "UnknownFoldVersion: fold version '99' is unknown here (1, 2, 3 are known)" in why
 
 
 def test_a_run_that_recorded_a_later_setting_is_refused_by_name(live_settings: Settings) -> None:
@@ -110,12 +110,19 @@ def test_a_run_that_recorded_a_later_setting_is_refused_by_name(live_settings: S
     assert "later" in why
 
 
+def test_the_previous_release_refuses_a_run_that_began_after_it(live_settings: Settings, previous: Path) -> None:
+    append(live_settings, configuration(live_settings))
+    status, why = role(live_settings, "assembler", release=previous)
+    assert status == 2, why
+    assert "fold version '3' is unknown here (1, 2 are known)" in why
+
+
 def test_the_previous_release_refuses_what_it_cannot_go_on_with(
     live_settings: Settings, previous: Path, tmp_path: Path
 ) -> None:
     recorded = configuration(live_settings)
     later = json.loads(recorded.settings) | {"later": {"key": 1}}
-    append(live_settings, dataclasses.replace(recorded, settings=json.dumps(later).encode()))
+    append(live_settings, dataclasses.replace(recorded, settings=json.dumps(later).encode(), fold_version="2"))
     status, why = role(live_settings, "assembler", release=previous)
     assert status != 0
     assert "RecordedSettingsError" in why
