@@ -47,7 +47,14 @@ from turnlog.infra.history import all_events
 from turnlog.infra.log import Partition
 from turnlog.infra.roles.role import Role, opened
 from turnlog.schemas import topics
-from turnlog.schemas.events import EngineRegistered, EngineWeightsLoaded, SampleBatchFormed, ToolCallCompleted
+from turnlog.schemas.events import (
+    EngineRegistered,
+    EngineWeightsLoaded,
+    GroupClosed,
+    GroupRequested,
+    SampleBatchFormed,
+    ToolCallCompleted,
+)
 from turnlog.settings import Settings, load
 
 PROCESS = {
@@ -63,7 +70,7 @@ NO_SUCCESSOR = (*SERVERS, "gateway", "views")
 """A stopped one of these keeps its port, so no second one can start beside it."""
 READ = (
     topics.STEPS, topics.BATCHES, topics.GROUP_REQUESTS, topics.GROUP_SCORES, topics.TREES, topics.SAMPLES,
-    topics.WEIGHTS, topics.ENGINES, topics.TOOL_RESULTS, topics.DEAD_LETTERS,
+    topics.WEIGHTS, topics.ENGINES, topics.TOOL_RESULTS, topics.DEAD_LETTERS, topics.SESSIONS,
 )  # fmt: skip
 VERB = {"archiver": "archive", "reaper": "assembler"}
 SAME_WEIGHTS = 0.01
@@ -85,7 +92,9 @@ directory = "{directory}"
 brokers = {brokers}
 [feeder]
 draws = {draws}
-group_size = 4
+mix = ["calc:3", "household:1"]
+group_size = 3
+oversample = 1
 [batcher]
 prompts_per_draw = 4
 max_lag = 2
@@ -98,6 +107,7 @@ max_age_s = 10.0
 [loader]
 timeout_s = 20.0
 [assembler]
+stragglers = "cut"
 reaper_silence_s = 120.0
 group_deadline_s = 300.0
 [liveness]
@@ -459,6 +469,9 @@ async def verdict(loop: Loop) -> dict[str, Any]:
         "versions": len(numbers), "acknowledged_back": back, "books": answers[-1].returncode == 0,
         "calls": len({event.call_id for event in found[topics.TOOL_RESULTS.name]
                       if isinstance(event, ToolCallCompleted)}),
+        "datasets": Counter(event.dataset.partition("@")[0] for event in found[topics.GROUP_REQUESTS.name]
+                            if isinstance(event, GroupRequested) and event.draw == 0),
+        "closed": Counter(event.reason for event in found[topics.SESSIONS.name] if isinstance(event, GroupClosed)),
         "stale_draws": len(found[topics.BATCHES.name]) - len(formed),
         "learned_from": sum(step.grad_norm > 0 for step in taken),
         "gap_without_lag": max((step.logprob_gap_max for step in taken if not step.lag_max), default=0.0),

@@ -32,6 +32,9 @@ def strikes(folder: Path, *victims: str, kinds: str) -> Counter[str]:
             line,
             done.stderr[-4000:],
         )
+        calc, household = (line["detail"]["datasets"][f"tasks-{name}.jsonl"] for name in ("calc", "household"))
+        assert abs(calc - 3 * household) <= 4, "of the fresh tasks each recipe gets its weight"
+        assert line["detail"]["closed"]["quorum"] > 0, "who is slowest is cut"
     return sum((Counter(line["detail"]["strikes"]) for line in lines), Counter())
 
 
