@@ -30,6 +30,7 @@ COMPOSE_MODULE, COMPOSE_VERSION = "github.com/docker/compose/v2", "v2.40.3"
 VERSITYGW = "github.com/versity/versitygw/cmd/versitygw@v1.8.0"
 BASE, KAFKA, STORE = "python:3.11-slim-bookworm", "apache/kafka:4.3.1", "versity/versitygw:v1.8.0"
 CA = Path("/etc/ssl/certs/ca-certificates.crt")
+PROMETHEUS = "prom/prometheus:v3.7.3"
 PULL_S, BUILD_S = 30, 1800
 DRAWS = 2
 OURS = ("processors", "agents", "sandbox", "demo")
@@ -160,7 +161,7 @@ def compose_program(engine: dict[str, str], go: str | None) -> tuple[str, ...]:
 
 @pytest.fixture(scope="session")
 def others(engine: dict[str, str], go: str | None, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """Images of others that a stack needs, pulled or made to stand in: Kafka's and the store's."""
+    """Images of others that a stack needs, pulled or made to stand in: Kafka's, the store's, Prometheus's."""
     folder = tmp_path_factory.mktemp("images")
 
     def there(image: str) -> bool:
@@ -176,7 +177,14 @@ def others(engine: dict[str, str], go: str | None, tmp_path_factory: pytest.Temp
         (folder / "versitygw").mkdir()
         shutil.copy(built(go, "versitygw", VERSITYGW), folder / "versitygw/versitygw")
         _standin(STORE, "versitygw", folder / "versitygw", engine)
-    return (KAFKA, STORE)
+    if not there(PROMETHEUS):
+        program = shutil.which("prometheus") or lacking(
+            f"{PROMETHEUS} cannot be pulled, nor made", "Install prometheus, or pull it"
+        )
+        (folder / "prometheus").mkdir()
+        shutil.copy(program, folder / "prometheus/prometheus")
+        _standin(PROMETHEUS, "prometheus", folder / "prometheus", engine)
+    return (KAFKA, STORE, PROMETHEUS)
 
 
 def ours(*names: str, env: Mapping[str, str]) -> tuple[str, ...]:
@@ -229,7 +237,12 @@ def compose(
     for name in ("store_secret_key", "gateway_signing_key", "egress_signing_key"):
         (secrets / name).write_text(os.urandom(24).hex() + "\n")
         (secrets / name).chmod(0o444)
-    told = ("GATEWAY_PORT=0", f"TURNLOG_FEEDER_DRAWS={DRAWS}", "TURNLOG_EGRESS_ALLOW=GET http://store:7070/*")
+    told = (
+        "GATEWAY_PORT=0",
+        "PROMETHEUS_PORT=0",
+        f"TURNLOG_FEEDER_DRAWS={DRAWS}",
+        "TURNLOG_EGRESS_ALLOW=GET http://store:7070/*",
+    )
     (folder / "env").write_text("\n".join((f"SECRETS={secrets}", *told)))
     project = f"turnlog-test-{os.getpid()}"
     files = tuple(ROOT / f"infra/deploy/compose/{name}.yaml" for name in ("compose", "egress"))

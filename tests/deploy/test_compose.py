@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from typing import Any
 
 import pytest
 
@@ -14,6 +19,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1800)]
 SCRIPT = "/repo/benchmarks/chaos/assembler.py"
 HEALTHY_S = 60
 LOAD_S = 40
+PROCESSORS = {"assembler", "batcher", "archive", "views", "lag", "registry"}
 OUT = """
 import os, socket, sys, urllib.error, urllib.request
 from turnlog.sandbox_workers.egress.apart import Tokens
@@ -44,8 +50,41 @@ def processors(compose: Compose) -> float:
 
 def test_processors_are_healthy_and_say_so(compose: Compose, processors: float) -> None:
     print(f"healthy after {processors:.0f} s")
-    for role in ("assembler", "batcher", "archive", "views", "lag", "registry"):
+    for role in PROCESSORS:
         assert "ready" in compose("exec", "-T", role, "turnlog", "health", role)
+
+
+def test_prometheus_finds_every_role_and_reads_the_rules(compose: Compose, processors: float) -> None:
+    compose("--profile", "data", "--profile", "observe", "up", "--detach", "--no-recreate", "prometheus")
+    address = compose("port", "prometheus", "9090").strip()
+
+    def said(path: str) -> Any:
+        with urllib.request.urlopen(f"http://{address}/api/v1/{path}", timeout=10) as answer:
+            return json.load(answer)["data"]
+
+    up: set[str] = set()
+    rules: list[Any] = []
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (up >= PROCESSORS and all(rule["health"] == "ok" for rule in rules)):
+        with contextlib.suppress(urllib.error.URLError, ConnectionError):  # it is still starting
+            targets = said("targets?state=active")["activeTargets"]
+            up = {target["labels"]["component"] for target in targets if target["health"] == "up"}
+            rules = [rule for group in said("rules")["groups"] for rule in group["rules"]]
+        time.sleep(1)
+    assert up >= PROCESSORS
+    assert rules
+    assert [rule["name"] for rule in rules if rule["health"] != "ok"] == []
+    for panel in panels():
+        assert said(f"query?{urllib.parse.urlencode({'query': panel})}")["resultType"] in ("vector", "scalar"), panel
+    compose("--profile", "observe", "rm", "--stop", "--force", "prometheus")
+
+
+def panels() -> list[str]:
+    """Every query of the dashboards."""
+    found = [json.loads(path.read_text()) for path in sorted((ROOT / "infra/deploy/monitoring/dashboards").iterdir())]
+    asked = [target["expr"] for board in found for panel in board["panels"] for target in panel.get("targets", ())]
+    assert asked
+    return asked
 
 
 def test_nothing_is_lost_or_counted_twice_while_assemblers_are_scaled_and_killed(
