@@ -22,7 +22,7 @@ VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml | head -1)
 WORKERS ?= 2
 IN_WORKERS := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15
 
-.PHONY: help demo test test-long test-fresh test-compose test-kube test-secured check bench chaos mutants images schemas docs lock clean
+.PHONY: help demo test test-long test-fresh test-compose test-kube test-secured check bench chaos mutants images sbom schemas docs lock clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -71,6 +71,19 @@ images:  ## container images turnlog/NAME (ONLY=processors,sandbox; CA=FILE of a
 	  docker image inspect --format '{{index .RepoTags 0}}  {{.Size}} bytes' turnlog/$$name:$(VERSION); \
 	done
 
+SBOM := .cache/sbom
+LOCK_OF_agents := base
+LOCK_OF_trainer := gpu
+LOCK_OF_engine := gpu
+
+sbom: $(UV)  ## the Python packages of each image with their hashes, as CycloneDX in build/sbom (ONLY=processors,sandbox)
+	@test -x $(SBOM)/bin/python || $(UV) venv --quiet --python $(PYTHON) $(SBOM)
+	@VIRTUAL_ENV=$(SBOM) $(UV) pip sync --quiet --require-hashes locks/sbom.lock
+	@mkdir -p build/sbom
+	@$(foreach name,$(subst $(comma), ,$(or $(ONLY),$(IMAGES) trainer engine)),$(SBOM)/bin/python -W ignore -m cyclonedx_py requirements \
+	  --pyproject pyproject.toml --output-reproducible --no-validate --output-file build/sbom/$(name).cdx.json \
+	  locks/$(or $(LOCK_OF_$(name)),$(name)).lock && echo build/sbom/$(name).cdx.json &&) true
+
 schemas: $(ENVIRONMENT)  ## rewrite schemas/avro from the event dataclasses
 	@$(BIN)/python -m turnlog.schemas.avsc
 
@@ -108,6 +121,7 @@ lock: $(UV)  ## resolve all locks again
 	@$(COMPILE) --extra gpu -o locks/gpu.lock
 	@sed -E '/^openai==/,/[^\\]$$/d' locks/all.lock >.cache/without-openai  # SGLang's pin, older than what frameworks want
 	@$(COMPILE) -c .cache/without-openai --group frameworks -o locks/frameworks.lock
+	@$(filter-out pyproject.toml,$(COMPILE)) -c locks/all.lock --group sbom -o locks/sbom.lock
 
 clean:  ## remove the environment and caches, keep runs
 	@rm -rf .venv .cache build dist *.egg-info src/*.egg-info

@@ -412,3 +412,22 @@ def test_each_alert_has_its_section_of_the_runbook() -> None:
 def test_rules_are_those_of_prometheus() -> None:
     done = subprocess.run(["promtool", "check", "rules", str(RULES)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_bill_of_an_image_names_every_package_of_its_lock_with_its_hashes(tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "locks", tmp_path / "locks")
+    shutil.copytree(ROOT / ".cache/bootstrap", tmp_path / ".cache/bootstrap")
+    made = subprocess.run(
+        ["make", "-C", str(tmp_path), "sbom", "ONLY=processors"], capture_output=True, text=True, timeout=300
+    )
+    assert made.returncode == 0, made.stderr
+    bill = json.loads((tmp_path / "build/sbom/processors.cdx.json").read_text())
+    assert (bill["bomFormat"], bill["metadata"]["component"]["name"]) == ("CycloneDX", "turnlog")
+    lock = (ROOT / "locks/processors.lock").read_text()
+    pinned = {tuple(line.split("==")) for line in re.findall(r"^([\w.\[\]-]+==[^\s;\\]+)", lock, re.MULTILINE)}
+    assert {(one["name"], one["version"]) for one in bill["components"]} == {
+        (name.partition("[")[0], version) for name, version in pinned
+    }
+    assert all(one["externalReferences"][0]["hashes"] for one in bill["components"])
