@@ -141,6 +141,7 @@ card that says which run, step and version it is. It appears when it is whole; o
 Examples:
   turnlog --run demo-20260101-120000 export models/calc                 the newest published version
   turnlog --run demo-20260101-120000 export models/calc-9 --version 9
+  turnlog --run demo-20260101-120000 export models/calc-best --best     what `turnlog eval` finds best
   turnlog --run demo-20260101-120000 export models/calc-10 --checkpoint step-00000010-i0
   turnlog --run demo-20260101-120000 export models/calc --from archive  when the topics are gone
 """
@@ -153,10 +154,41 @@ def export_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("folder", type=Path, metavar="FOLDER", help="folder to make")
     which = verb.add_mutually_exclusive_group()
     which.add_argument("--version", type=int, metavar="N", help="a published weight version (default: the newest)")
+    which.add_argument("--best", action="store_true", help="the version that `turnlog eval` finds best")
     which.add_argument(
         "--checkpoint", default="", metavar="NAME", help="a folder in checkpoints/ of the run's directory instead"
     )
     _source(verb)
+
+
+EVAL_EPILOG = """\
+The feeder asks for a round of [eval] tasks after every [eval] every draws; their sessions never train. A session
+counts for the version that sampled all of it. pass@k is the unbiased estimator of Chen et al. 2021; intervals are at
+95 %, with a task as the unit. The best version is the one with the highest lower end of pass@1.
+
+Examples:
+  TURNLOG_EVAL_EVERY=5 turnlog --run demo-20260101-120000 up
+  turnlog --run demo-20260101-120000 eval
+  turnlog --run demo-20260101-120000 eval --json --k 1,4
+  turnlog --run demo-20260101-120000 export models/calc --best
+"""
+
+
+def eval_arguments(verb: argparse.ArgumentParser) -> None:
+    """What to show."""
+    verb.formatter_class = argparse.RawDescriptionHelpFormatter
+    verb.epilog = EVAL_EPILOG
+    verb.add_argument("--k", type=_ks, metavar="K,...", help="of pass@k (default: 1, 2, 4, ... up to the samples)")
+    verb.add_argument("--json", action="store_true")
+    _source(verb)
+
+
+def _ks(text: str) -> list[int]:
+    """1,4. Raises ArgumentTypeError."""
+    found = [int(part) for part in text.split(",") if part.isdecimal()]
+    if len(found) != len(text.split(",")) or 0 in found:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers from 1 on: 1,4")
+    return found
 
 
 SFT_EPILOG = """\

@@ -49,6 +49,9 @@ from turnlog.schemas.events import (
     EngineRegistered,
     EngineWeightsLoaded,
     Event,
+    GroupEmitted,
+    GroupRequested,
+    Purpose,
     RunPlanned,
     SampleBatchFormed,
     SessionFinished,
@@ -62,7 +65,7 @@ from turnlog.schemas.topics import STEPS
 from turnlog.settings import Settings
 
 WATCHED = (topics.RUNS, topics.SESSIONS, topics.TURNS, topics.TOOL_RESULTS, topics.BATCHES, topics.STEPS,
-           topics.WEIGHTS, topics.ENGINES)  # fmt: skip
+           topics.WEIGHTS, topics.ENGINES, topics.GROUP_REQUESTS, topics.GROUP_SCORES)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -84,6 +87,10 @@ class Picture:
     """Last batch behind the newest version."""
     engines: dict[str, int] = field(default_factory=dict)
     """Engine -> version served; -2 when it is gone."""
+    rounds: dict[int, set[str]] = field(default_factory=dict)
+    """Evaluation round -> its groups."""
+    scored: set[str] = field(default_factory=set)
+    """Groups of them."""
 
     def apply(self, event: Event) -> None:
         """Fold one event."""
@@ -111,11 +118,22 @@ class Picture:
             case EngineGone():
                 self.engines[event.engine_id] = -2
             case _:
-                pass  # other records of these topics are not shown
+                self._evaluation(event)
+
+    def _evaluation(self, event: Event) -> None:
+        """Other records of these topics are not shown."""
+        if isinstance(event, GroupRequested) and event.purpose is Purpose.eval:
+            self.rounds.setdefault(event.dataset_epoch, set()).add(event.group_id)
+        if isinstance(event, GroupEmitted) and event.purpose is Purpose.eval:
+            self.scored.add(event.group_id)
 
     def published_after(self, batch: int) -> bool:
         """Whether the newest weights have seen `batch`."""
         return self.version_batch >= batch
+
+    def evaluated(self, number: int) -> bool:
+        """Whether the round was asked for and all of it is scored."""
+        return number in self.rounds and self.rounds[number] <= self.scored
 
     @property
     def rewards(self) -> list[float]:
@@ -376,13 +394,16 @@ async def _watch(role: Role, display: Display) -> None:
 
 
 async def _over(role: Role, display: Display) -> bool:
-    """Every draw trained, every engine on the newest version. Raises RoleFailed, NotEveryDraw, RunClosed."""
+    """Every draw trained, every engine on the newest version, the last evaluation scored. Raises RoleFailed,
+    NotEveryDraw, RunClosed."""
     settings, picture = role.settings, display.picture
     if picture.phase == RunPhase.CLOSED:
         raise RunClosed(f"run {settings.run.id!r} was closed; what it recorded can be read")
     drawn = len({step.draw_index for step in picture.steps.values()})
     loaded = all(version >= picture.version for version in picture.engines.values())
-    if drawn >= settings.feeder.draws and picture.published_after(max(picture.steps)) and loaded:
+    every = settings.eval.every
+    evaluated = not every or picture.evaluated(settings.feeder.draws // every)
+    if drawn >= settings.feeder.draws and picture.published_after(max(picture.steps)) and loaded and evaluated:
         return True
     for child in status_processes(settings):
         if child["state"] == State.FAILED:

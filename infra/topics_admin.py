@@ -153,8 +153,8 @@ ACCESS: Mapping[str, Access] = {
 VERBS: Mapping[str, str] = {
     "archive": "archive, archive flush and status",
     "lag": "lag",
-    "reader": "status, replay, fold, dataset, export, books, reward, report, session, dead-letters list and show, "
-    "run list",
+    "reader": "status, replay, fold, dataset, eval, export, books, reward, report, session, dead-letters list and "
+    "show, run list",
     "prune": "archive prune",
     "dead-letters": "dead-letters requeue",
     "skip": "dead-letters skip",

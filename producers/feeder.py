@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from prometheus_client import Counter, Gauge
 
@@ -29,8 +29,9 @@ from turnlog.producers.admission import (
     Rows,
     position_of,
 )
+from turnlog.producers.evaluation import EvalTasks, Rounds, eval_tasks
 from turnlog.producers.mix import Source, sources
-from turnlog.producers.tasks import checked_sampling
+from turnlog.producers.tasks import Dataset, checked_sampling
 from turnlog.schemas import UndecodableRecord, ids, topics
 from turnlog.schemas.events import Event, GroupRequested, Limits, Purpose, RolloutRequested, Sampling, SegmentSample
 from turnlog.settings import Settings, SettingsError
@@ -66,6 +67,7 @@ async def main(role: Role) -> None:
     settings = role.settings
     sampling, limits = checked_sampling(settings)
     drawn_from = await asyncio.to_thread(sources, settings)
+    evaluated = await asyncio.to_thread(eval_tasks, settings)
     counts = await _partition_counts(role)
     run = await configured(role)
     if run is None:
@@ -76,7 +78,7 @@ async def main(role: Role) -> None:
         role.log.transactor(TransactionalId.FEEDER.format(run=settings.run.id)) as transactor,
         role.log.reader() as reader,
     ):
-        feeder = Feeder(role, run, transactor, drawn_from, sampling, limits)
+        feeder = Feeder(role, run, transactor, drawn_from, sampling, limits, evaluated)
         reader.assign(await role.log.start_offsets(partitions))
         ends = await role.log.end_offsets(partitions)
         while any(reader.position(partition) < ends[partition] for partition in partitions):
@@ -99,14 +101,32 @@ def _commits(reader: Reader, partitions: list[Partition]) -> dict[Partition, Com
     return {place: Commit(reader.position(place)) for place in partitions}
 
 
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A group to ask for."""
+
+    dataset: Dataset
+    recipe: str
+    epoch: int
+    """Of the dataset; of an evaluation the round."""
+    row: int
+    draw: int
+    purpose: Purpose
+    size: int
+    version: int
+    """The oldest that may sample for it."""
+
+
 class Feeder:
     """What the log says, and the requests that follow from it."""
 
     def __init__(
         self, role: Role, run: Configured, transactor: Transactor, sources: tuple[Source, ...], sampling: Sampling,
-        limits: Limits,
+        limits: Limits, evaluated: EvalTasks | None = None,
     ) -> None:  # fmt: skip
         settings = role.settings
+        self._evaluated = evaluated
+        self._rounds = Rounds(_eval_every(settings, run.fold_version))
         self._role = role
         self._transactor = transactor
         self._sources = sources
@@ -157,7 +177,7 @@ class Feeder:
             behind = {place for place in places if since[place] > starts[place]}
             async for record, request in events(role, topics.TASKS, since=since):
                 role.health.beat()  # a long history takes longer than a round of work may
-                if self.admission.knows(request.group_id):
+                if self.admission.knows(request.group_id) or self._rounds.knows(request.group_id):
                     behind.discard(Partition(record.topic, record.partition))
                 elif request.group_id not in groups:
                     groups[request.group_id] = _group(request)
@@ -170,12 +190,14 @@ class Feeder:
 
     def _apply(self, event: Event) -> None:
         names = [source.dataset.name for source in self._sources]
-        if isinstance(event, GroupRequested) and event.dataset not in names:
+        trains = isinstance(event, GroupRequested) and event.purpose is Purpose.train
+        if trains and event.dataset not in names:
             raise DatasetChanged(
                 f"run {event.run_id} has drawn from {event.dataset}, [feeder] dataset is {', '.join(names)} now: "
                 "restore the file, or start another run ([run] id, and on a shared cluster [kafka] prefix)"
             )
         self.admission.apply(event)
+        self._rounds.apply(event)
 
     async def admit(self) -> None:
         """Ask for the groups that are due, unless the run is paused, or weights are on their way that they must be
@@ -185,43 +207,65 @@ class Feeder:
             return
         self._role.health.met("phase")
         admission = self.admission
-        due = admission.due()
-        waits_for = due and self._readiness.waits_for(
+        due, evaluation = admission.due(), self._rounds.due(admission.draws_trained)
+        waits_for = (due or evaluation is not None) and self._readiness.waits_for(
             batch_to_publish=admission.batch_to_publish, first=admission.asked == 0
         )
         if waits_for:
             self._role.health.unmet("weights", waits_for)
             return
         self._role.health.met("weights")
+        if evaluation is not None:
+            await self._evaluate(evaluation)
         if due:
-            await self._ask(due)
+            await self._ask([self._training(one) for one in due])
+            for one in due:
+                ADMITTED.labels("again" if one.draw else "fresh").inc()
+            self._report()
 
-    async def _ask(self, due: list[DueGroup]) -> None:
+    def _training(self, group: DueGroup) -> _Wanted:
+        settings, (epoch, row, number) = self._role.settings, group.place
+        source = self._sources[number]
+        return _Wanted(
+            source.dataset, source.recipe, epoch, row, group.draw, Purpose.train,
+            size=settings.feeder.group_size + settings.feeder.oversample,
+            version=self._readiness.version_for(versions_ahead=group.versions_ahead, max_lag=settings.batcher.max_lag),
+        )  # fmt: skip
+
+    async def _evaluate(self, number: int) -> None:
+        """Ask for a round, all of it or nothing."""
+        tasks = self._evaluated
+        assert tasks is not None  # else no round is due
+        version = self._readiness.version
+        log.info("evaluation round %d asks for %d tasks of version %d or later", number, len(tasks.rows), version)
+        await self._ask([
+            _Wanted(tasks.dataset, tasks.recipe, number, row, number, Purpose.eval, size=tasks.samples, version=version)
+            for row in tasks.rows
+        ])  # fmt: skip
+        ADMITTED.labels("eval").inc(len(tasks.rows))
+
+    async def _ask(self, wanted: list[_Wanted]) -> None:
         role = self._role
         counts = role.settings.kafka
         sessions = [Partition(topics.SESSIONS.name, number) for number in range(counts.groups)]
         ends = await role.log.end_offsets(sessions)
         floors = {partition.number: offset for partition, offset in ends.items()}
-        requests = [request for one in due for request in await self._requests(one, floors)]
+        requests = [request for one in wanted for request in await self._requests(one, floors)]
         groups = [_group(request) for request in requests if request.rollout_index == 0]
         await role.events.transact(self._transactor, [*groups, *requests], partitions=counts.rollouts)
         for group in groups:
-            self.admission.apply(group)
-        for one in due:
-            ADMITTED.labels("again" if one.draw else "fresh").inc()
-        self._report()
+            self._apply(group)
 
-    async def _requests(self, group: DueGroup, floors: dict[int, int]) -> list[RolloutRequested]:
+    async def _requests(self, group: _Wanted, floors: dict[int, int]) -> list[RolloutRequested]:
         """The group's requests: functions of the run, the task and the draw, but for floor and weight version."""
-        settings, (epoch, row, number) = self._role.settings, group.place
-        source = self._sources[number]
-        task_id = ids.digest("task", source.dataset.name, row)
+        settings = self._role.settings
+        # One file may hold both kinds of tasks; its groups are others.
+        kind = "task" if group.purpose is Purpose.train else "eval task"
+        task_id = ids.digest(kind, group.dataset.name, group.row)
         group_id = ids.group_id(settings.run.id, task_id, group.draw)
-        task = await asyncio.to_thread(source.dataset.task, row)
-        version = self._readiness.version_for(versions_ahead=group.versions_ahead, max_lag=settings.batcher.max_lag)
+        task = await asyncio.to_thread(group.dataset.task, group.row)
         requests = []
-        size = settings.feeder.group_size + settings.feeder.oversample
-        for index in range(size):
+        for index in range(group.size):
             rollout_id = ids.rollout_id(group_id, index)
             request = RolloutRequested(
                 event_id=ids.digest("RolloutRequested", rollout_id),
@@ -231,17 +275,17 @@ class Feeder:
                 task_id=task_id,
                 rollout_id=rollout_id,
                 rollout_index=index,
-                group_size=size,
+                group_size=group.size,
                 draw=group.draw,
-                dataset=source.dataset.name,
-                dataset_epoch=epoch,
-                index=row,
-                recipe=source.recipe,
-                purpose=Purpose.train,
+                dataset=group.dataset.name,
+                dataset_epoch=group.epoch,
+                index=group.row,
+                recipe=group.recipe,
+                purpose=group.purpose,
                 task=task,
                 sampling=self._sampling,
                 limits=self._limits,
-                min_weight_version=version,
+                min_weight_version=group.version,
             )
             requests.append(await externalized(request, self._role.blobs))
         return requests
@@ -254,6 +298,16 @@ class Feeder:
         if self.admission.finished and not self._told:
             self._told = True
             log.info("all %d draws are trained", self.admission.draws_trained)
+
+
+def _eval_every(settings: Settings, version: str) -> int:
+    """Raises SettingsError where the run's log does not say in small which groups are scored."""
+    if settings.eval.every and scores_topic(version) is topics.SAMPLES:
+        raise SettingsError(
+            f"eval.every = {settings.eval.every}: this run began under fold version {version}, which keeps no "
+            "group-scores; leave it at 0, or start another run"
+        )
+    return settings.eval.every
 
 
 def _pass_rates(settings: Settings, version: str) -> PassRates:

@@ -175,9 +175,14 @@ class Unimitable(Exception):
 
 
 def imitated(model: Path) -> Callable[[Sequence[Mapping[str, Any]], Any, bool], list[WarmStartRow]]:
-    """For a model's folder, how a recorded conversation becomes rows. Raises ModelMissing, TemplateMissing."""
-    prompts = Prompts(TextTokens(model), ChatTemplate.load(model))
-    return lambda messages, tools, ended: conversation_rows(prompts, messages, tools, ended=ended)
+    """For a model's folder, how a recorded conversation becomes rows. The first one raises ModelMissing,
+    TemplateMissing: recorded tokens need neither."""
+
+    @cache
+    def prompts() -> Prompts:
+        return Prompts(TextTokens(model), ChatTemplate.load(model))
+
+    return lambda messages, tools, ended: conversation_rows(prompts(), messages, tools, ended=ended)
 
 
 def conversation_rows(

@@ -189,6 +189,7 @@ def _readers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     schemas.add_argument("--against", type=Path, metavar="DIR", help="a folder of releases (default: the package's)")
     of.topics_arguments(_verb(verbs, "topics", _topics, "create or check the catalogue's topics; print ACLs"))
     of.dataset_arguments(_verb(verbs, "dataset", _dataset, "build rows of a run as Parquet or Arrow, or verify them"))
+    of.eval_arguments(_verb(verbs, "eval", _eval, "mean reward and pass@k of each weight version, and the best one"))
     of.export_arguments(_verb(verbs, "export", _export, "weights of a run as a Hugging Face folder"))
     of.sft_arguments(_verb(verbs, "sft", _sft, "supervised fine-tuning of a model folder on a dataset of a run"))
     of.reward_arguments(_verb(verbs, "reward", _reward, "judge recorded sessions again, and write the dataset"))
@@ -401,7 +402,17 @@ def _dataset(settings: Settings, arguments: argparse.Namespace) -> int:
     return run(settings, arguments)
 
 
+def _eval(settings: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.consumers.evaluation import command
+
+    return command(settings, arguments)
+
+
 def _export(settings: Settings, arguments: argparse.Namespace) -> int:
+    if arguments.best:
+        from turnlog.consumers.evaluation import best_version
+
+        arguments.version = best_version(settings, archive=arguments.source == "archive")
     from turnlog.trainer.offline.export import command
 
     return command(settings, arguments)

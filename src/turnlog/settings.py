@@ -287,6 +287,22 @@ class FeederSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSettings:
+    """[eval] Tasks that measure and never train, asked for by the feeder; `turnlog eval` reads what came of them."""
+
+    every: Amount = 0
+    """Draws between two rounds; the first one is before the first draw. 0 asks for none."""
+    recipe: str = ""
+    """Of the tasks; empty for feeder.recipe."""
+    dataset: str = ""
+    """A JSON-lines file, all of whose rows are a round; empty lets the recipe write `tasks` of its own."""
+    tasks: Count = 32
+    """Rows that the recipe writes, by another seed than feeder.seed."""
+    samples: Count = 4
+    """Rollouts of each task: pass@k is known for k up to it. They are sampled as [feeder] says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerSettings:
     """[runner] White-box agents."""
 
@@ -443,6 +459,7 @@ class Settings:
     model: ModelSettings = ModelSettings()
     gateway: GatewaySettings = GatewaySettings()
     feeder: FeederSettings = FeederSettings()
+    eval: EvalSettings = EvalSettings()
     runner: RunnerSettings = RunnerSettings()
     sandbox: SandboxSettings = field(default_factory=SandboxSettings)
     egress: EgressSettings = field(default_factory=EgressSettings)

@@ -46,7 +46,15 @@ from turnlog.schemas.events import (
 )
 from turnlog.schemas.events.batches import BatchSample
 from turnlog.schemas.types import BlobRef
-from turnlog.settings import BatcherSettings, FeederSettings, KafkaSettings, RunSettings, Settings, SettingsError
+from turnlog.settings import (
+    BatcherSettings,
+    EvalSettings,
+    FeederSettings,
+    KafkaSettings,
+    RunSettings,
+    Settings,
+    SettingsError,
+)
 
 PROMPTS, GROUP, DRAWS = 3, 2, 4
 
@@ -308,6 +316,38 @@ async def test_a_run_asks_for_exactly_its_draws_and_then_rests(bench: Bench) -> 
             await bench.broker.changed(0.05)
         assert not task.done()
     assert len(await bench.groups()) == DRAWS * PROMPTS
+
+
+async def test_evaluation_is_asked_for_every_few_draws_of_the_newest_weights_and_once(bench: Bench) -> None:
+    tasks, samples = 5, 3
+    bench.settings = dataclasses.replace(
+        bench.settings, eval=EvalSettings(every=2, tasks=tasks, samples=samples, recipe="household")
+    )
+    await bench.started()
+    seen: set[str] = set()
+    for draw in range(3):
+        async with bench.feeding():  # each draw has a feeder of its own
+            await bench.until((draw + 1) * PROMPTS + (1 + draw // 2) * tasks)
+        fresh = {one.group_id for one in await bench.asked() if one.purpose is Purpose.train} - seen
+        assert len(fresh) == PROMPTS
+        seen |= fresh
+        await bench.train(draw, sorted(fresh))
+    evaluated = [request for request in await bench.asked() if request.purpose is Purpose.eval]
+    assert Counter((one.dataset_epoch, one.min_weight_version, one.recipe) for one in evaluated) == {
+        (0, 0, "household"): tasks * samples,
+        (1, 2, "household"): tasks * samples,
+    }
+    assert {one.group_size for one in evaluated} == {samples}
+    assert len({one.group_id for one in evaluated}) == 2 * tasks
+    assert len({one.task for one in evaluated}) == tasks
+
+
+@pytest.mark.parametrize("bench", ["1"], indirect=True)
+async def test_a_run_of_a_fold_without_group_scores_is_not_evaluated(bench: Bench) -> None:
+    bench.settings = dataclasses.replace(bench.settings, eval=EvalSettings(every=2))
+    async with bench.feeding() as task:
+        with pytest.raises(SettingsError, match=r"eval\.every = 2: this run began under fold version 1"):
+            await task
 
 
 @pytest.mark.parametrize("point", range(1, 24, 2))
