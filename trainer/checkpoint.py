@@ -51,7 +51,28 @@ def load_state(model: Any, optimizer: Any, directory: Path, shape: Mapping[str, 
     with mcore.quiet():
         state = mcore.dist_checkpointing.load(_sharded(model, optimizer, is_loading=True), str(directory))
         model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        optimizer.load_state_dict(regrouped(state["optimizer"], len(optimizer.chained_optimizers)))
+
+
+def regrouped(state: dict[Any, Any], optimizers: int) -> dict[Any, Any]:
+    """What is not sharded, for so many optimizers. Experts that ranks share have one of their own beside that of the
+    rest; all are configured alike and have taken the same steps."""
+    alone = "optimizer" in state
+    if alone == (optimizers == 1):
+        return state
+    own = ("optimizer", "param_state_sharding_type")
+    if optimizers == 1:
+        sharded = {name: value for name, value in state.items() if isinstance(name, str)}
+        return {**sharded, **{name: state[0][name] for name in own}}
+    groups = state["optimizer"]["param_groups"]
+    return {
+        place: {
+            **state[place],
+            "optimizer": {"param_groups": [{**group, "is_expert_parallel": place > 0} for group in groups]},
+            "param_state_sharding_type": state["param_state_sharding_type"],
+        }
+        for place in range(optimizers)
+    }
 
 
 def read_common(directory: Path) -> dict[str, Any]:

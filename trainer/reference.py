@@ -9,7 +9,8 @@ torchrun --nproc-per-node 4 -m turnlog.trainer.reference 2 tp2-pp2 tp2-sp-ep2 cp
 
 A layout is named by what its ranks share: tp tensor, pp pipeline, cp context, ep expert parallel; sp: sequence
 parallel. Ranks that are left are data parallel. With ep or replay the model is a mixture of experts; replay: its
-routing is a recorded one; packed: rows are; again: layers are computed again; tied: the output layer is the embedding.
+routing is a recorded one; packed: rows are; again: layers are computed again; tied: the output layer is the embedding;
+moved: one rank reads the checkpoint at the end.
 Behind a colon stands one of OBJECTIVES, in place of the clipped ratio against recorded log-probs.
 """
 
@@ -19,7 +20,9 @@ import dataclasses
 import functools
 import json
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -327,7 +331,7 @@ OBJECTIVES = {
 """The steps of one are the updates of one draw."""
 SHARES = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "cp": "context_parallel", "ep": "expert_parallel"}
 
-WORDS = ("dp", "sp", "tied", "replay", "again", "packed")
+WORDS = ("dp", "sp", "tied", "replay", "again", "packed", "moved")
 
 
 def layout(name: str) -> tuple[ModelShape, LearnerOptions]:
@@ -366,6 +370,23 @@ def theirs(plain: PlainLearner, objective: PolicyGradient, batches: Sequence[Bat
     return [(result.loss, result.grad_norm) for result in results]
 
 
+def _saved(learner: Learner, control: dist.ProcessGroup, rank: int) -> Path:
+    """A checkpoint, in a folder of this machine that rank 0 makes. Collective."""
+    box = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(box, src=0, group=control)
+    learner.save(Path(box[0]), {})
+    return Path(box[0])
+
+
+def _restored(folder: Path, shape: ModelShape, wanted: Mapping[str, torch.Tensor]) -> bool:
+    """Whether one rank reads those weights, and an optimizer, from a checkpoint. The folder goes."""
+    with process_group():
+        learner = Learner(shape, random_weights(shape, 2), LearnerOptions())
+        learner.restore(folder)
+        shutil.rmtree(folder)
+        return all(torch.equal(tensor, wanted[key]) for key, tensor in learner.export().items())
+
+
 def main(steps: int, names: Sequence[str]) -> None:
     """Print {"layout": name, "steps": [[loss, its reference, gradient norm, its reference], ...], "weights":
     max |difference|, "exact": whether an export gives back what was loaded} of each."""
@@ -383,12 +404,14 @@ def main(steps: int, names: Sequence[str]) -> None:
         if "replay" in name:
             batches = [with_random_experts(rows, shape, seed) for seed, rows in enumerate(batches)]
         store = PrefixStore(name, met) if met else None
-        with process_group(rank=rank, world_size=world_size, store=store, **layout_of(options)):
+        with process_group(rank=rank, world_size=world_size, store=store, **layout_of(options)) as control:
             learner = Learner(shape, weights, options)
             exact = all(torch.equal(tensor, weights[key]) for key, tensor in learner.export().items())
             stepped = ours(learner, objective, batches)
             exported = learner.export()
+            folder = _saved(learner, control, rank) if "moved" in name else None
         if rank == 0:
+            exact = exact and (folder is None or _restored(folder, shape, exported))
             plain = PlainLearner(shape, weights, options)
             wanted_steps = theirs(plain, objective, batches)
             found = [

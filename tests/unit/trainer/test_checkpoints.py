@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from turnlog.trainer import CheckpointUnusable, Superseded
-from turnlog.trainer.checkpoint import MARKERS, Checkpoints, Cursor, cursor_values
+from turnlog.trainer.checkpoint import MARKERS, Checkpoints, Cursor, cursor_values, regrouped
 
 
 def opened(directory: Path, incarnation: int, keep: int = 3) -> Checkpoints:
@@ -132,3 +132,22 @@ def test_the_marker_of_an_earlier_release_is_read(tmp_path: Path) -> None:
     later = Checkpoints(tmp_path, keep=3)
     assert later.claim(0) == 3
     assert later.newest() == folder
+
+
+def test_an_optimizer_goes_on_whether_or_not_ranks_share_the_experts() -> None:
+    """Megatron gives shared experts one of their own; shards are known by name, what is not sharded by place."""
+    groups = [{"is_expert_parallel": False, "wd_mult": mult, "step": 3} for mult in (1.0, 0.0)]
+    alone = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "all"}
+    two = regrouped({**alone, 0: {"param_state": "a"}, 1: {"param_state": "b"}}, 2)
+    assert two == {
+        0: {"param_state": "a", **alone},
+        1: {
+            "param_state": "b",
+            "optimizer": {"param_groups": [{**group, "is_expert_parallel": True} for group in groups]},
+            "param_state_sharding_type": "all",
+        },
+    }
+    own = {place: {name: one[name] for name in alone} for place, one in two.items()}
+    assert regrouped({"param_state": "c", **own}, 1) == {"param_state": "c", **alone}
+    assert regrouped(two, 2) is two
+    assert regrouped(alone, 1) is alone
