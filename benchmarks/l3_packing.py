@@ -17,7 +17,7 @@ from row import say, size, told
 
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer.launch import process_group
-from turnlog.trainer.learner import Learner, microbatches
+from turnlog.trainer.learner import Learner, microbatches, worth_packing
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient
 from turnlog.trainer.reference import synthetic_rows
 from turnlog.trainer.shape import TINY
@@ -70,7 +70,8 @@ def main() -> int:
                 rate = tokens_a_second(rows, dataclasses.replace(options, packing=packing))
                 found["packed" if packing == "on" else "padded"] = round(rate)
             found["real_padded"] = round(real_share(rows, packing=False), 3)
-            found["taken"] = "packed" if options.packs(rows.lengths) else "padded"
+            lengths = rows.lengths.tolist()
+            found["taken"] = "packed" if worth_packing(microbatches(lengths, 1, LIMIT), lengths) else "padded"
             detail[name] = found
             say(f"{name}: {found}")
     value = real_share(drawn(MEANS["long"]), packing=True)

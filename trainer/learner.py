@@ -180,6 +180,16 @@ def microbatches(
     return tuple((*one, *((),) * (count - len(one))) for one in taken)
 
 
+ROW_POSITIONS = 25
+"""What a row of its own costs attention, in positions (benchmark L3)."""
+
+
+def worth_packing(padded_plan: Sequence[Sequence[Microbatch]], lengths: Sequence[int]) -> bool:
+    """Whether the padding of these microbatches costs more than calling attention row by row."""
+    held = [[int(lengths[row]) for row in one] for rank in padded_plan for one in rank if one]
+    return sum(len(one) * max(one) - sum(one) for one in held) > ROW_POSITIONS * len(lengths)
+
+
 def _longest_first(rows: Sequence[int], lengths: Sequence[int]) -> list[int]:
     return sorted(rows, key=lambda row: (-int(lengths[row]), row))
 
@@ -352,10 +362,12 @@ class Learner:
         """This rank's microbatches through Megatron's schedule."""
         rank = mcore.parallel_state.get_data_parallel_rank()
         ranks = mcore.parallel_state.get_data_parallel_world_size()
-        lengths, packing = rows.lengths.tolist(), self._options.packs(rows.lengths)
-        limit, cost = self._options.microbatch_tokens, functools.partial(row_flops, self.shape)
-        plan = microbatches(lengths, ranks, limit, cost=cost, packing=packing)[rank]
-        batches = [self._laid_out(rows, one, packing) for one in plan]
+        lengths, limit = rows.lengths.tolist(), self._options.microbatch_tokens
+        dealt = functools.partial(microbatches, lengths, ranks, limit, cost=functools.partial(row_flops, self.shape))
+        plan, packing = dealt(), self._options.packing == "on"
+        if packing or (self._options.packing == "auto" and worth_packing(plan, lengths)):
+            plan, packing = dealt(packing=True), True
+        batches = [self._laid_out(rows, one, packing) for one in plan[rank]]
         self._schedule(
             forward_step_func=forward,
             data_iterator=self._taken(rows, batches),

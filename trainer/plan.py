@@ -7,9 +7,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from turnlog.learning_settings import check_wants
 from turnlog.settings import Settings, SettingsError, TrainerSettings
@@ -33,10 +31,6 @@ def scaled_logits(
     return scaled.masked_fill(padding, torch.finfo(torch.float32).min) if bool(padding.any()) else scaled
 
 
-PACKED_FROM = 256
-"""Mean tokens of a row."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerOptions:
     """How to learn; the same on every rank."""
@@ -57,11 +51,6 @@ class LearnerOptions:
     dtype: str = "float32"
     threads: int = 1
     vocabulary_multiple: int = 1
-
-    def packs(self, lengths: NDArray[np.int32]) -> bool:
-        """Whether rows of these lengths are packed: short ones cost more by a call of attention each than by the
-        padding between neighbours in length."""
-        return self.packing == "on" or (self.packing == "auto" and float(lengths.mean()) >= PACKED_FROM)
 
     @property
     def multiple(self) -> int:

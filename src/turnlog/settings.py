@@ -347,8 +347,8 @@ class TrainerSettings(LearningSettings):
     microbatch_tokens: Count = 8192
     """Tokens, padding included, that a rank holds at once; a longer row is a microbatch of its own."""
     packing: Literal["auto", "on", "off"] = "auto"
-    """Rows of a microbatch lie behind one another, so that no padding is computed; auto: where that is faster, which is
-    when a batch's rows have 256 tokens or more on average."""
+    """Rows of a microbatch lie behind one another, so that no padding is computed; auto: where that is faster than
+    padding them to the longest."""
     learning_rate: Rate = 8e-4
     """Of the first step after the warm-up."""
     learning_rate_schedule: Literal["linear", "cosine", "constant"] = "linear"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from turnlog.trainer.launch import process_group
-from turnlog.trainer.learner import Learner, microbatches, packed, padded, shared
+from turnlog.trainer.learner import Learner, microbatches, packed, padded, shared, worth_packing
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient
 from turnlog.trainer.reference import PlainLearner, synthetic_rows, with_random_experts
 from turnlog.trainer.shape import TINY, TINY_MIXTURE, ModelShape, row_flops
@@ -47,7 +47,7 @@ def test_a_padded_batch_after_a_packed_one_is_not_cut() -> None:
     learner = Learner(TINY, random_weights(TINY, 1), dataclasses.replace(PACKED, packing="auto"))
     short = synthetic_rows(0)
     before = learner.measure(short, OBJECTIVE)
-    learner.measure(synthetic_rows(1, rows=2, lengths=np.array([300, 400], "<i4")), OBJECTIVE)
+    learner.measure(synthetic_rows(1, rows=2, lengths=np.array([200, 400], "<i4")), OBJECTIVE)
     assert learner.measure(short, OBJECTIVE) == before
 
 
@@ -68,6 +68,14 @@ def test_nearly_all_that_is_computed_of_long_rows_is_real() -> None:
     assert lengths.mean() > 500
     real = lengths.sum() - len(lengths)
     assert real / sum(-(-(length - 1) // 16) * 16 for length in lengths) >= 0.95
+
+
+@pytest.mark.parametrize(
+    ("lengths", "worth"),
+    [([300, 300, 300], False), ([300, 280, 310], False), ([300, 100, 30], True), ([20, 10], False)],
+)
+def test_rows_are_packed_where_their_padding_costs_more_than_they_do(lengths: list[int], worth: bool) -> None:
+    assert worth_packing(microbatches(lengths, 1, 1000), lengths) is worth
 
 
 def test_packed_microbatches_hold_as_many_tokens_as_they_may() -> None:
