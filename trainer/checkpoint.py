@@ -7,13 +7,17 @@ The cursor is part of the checkpoint's common state, so cursor, optimizer and we
 claims its number by making its marker, which only one process can. All that it names carries that number, so a zombie
 changes nothing that its successor goes on from; a process that finds a higher marker is one, and ends.
 
-A folder holds weights, optimizer and common values as a Megatron distributed checkpoint, loadable at any layout.
+A folder holds weights, optimizer and common values as a Megatron distributed checkpoint, loadable at any layout, and
+SHA256SUMS of its files, which are held against it before training goes on from them: where one is altered or gone, the
+checkpoint before it is taken, and the steps between the two are stepped again.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+import logging
 import os
 import queue
 import shutil
@@ -24,6 +28,7 @@ from typing import Any
 
 from turnlog.trainer import CheckpointUnusable, Superseded, mcore
 
+log = logging.getLogger(__name__)
 RESHARDABLE = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -92,6 +97,36 @@ def _sharded(model: Any, optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
     }
 
 
+SUMS = "SHA256SUMS"
+
+
+def check_files(folder: Path) -> None:
+    """Raises CheckpointUnusable for a file that is not as it was written; one of a release that kept no sums passes."""
+    sums = folder / SUMS
+    for line in sums.read_text().splitlines() if sums.exists() else ():
+        wanted, name = line.split("  ", 1)
+        if not (folder / name).is_file():
+            raise CheckpointUnusable(f"{folder / name} is gone; restore it, or remove {folder}")
+        if (found := _sha256(folder / name)) != wanted:
+            raise CheckpointUnusable(
+                f"{folder / name} was altered: sha256 {found}, {SUMS} says {wanted}; restore it, or remove {folder}"
+            )
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write_sums(folder: Path) -> None:
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SUMS)
+    text = "".join(f"{_sha256(path)}  {path.relative_to(folder)}\n" for path in files)
+    with (folder / SUMS).open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 MARKERS = "latest*.json"
 """`latest.json` is what releases before 0.2 kept for all incarnations."""
 PART = ".part"
@@ -131,19 +166,35 @@ class Checkpoints:
         self._directory = directory
         self._keep = keep
         self._incarnation = -1
+        self._sound: Path | None = None
 
     def newest(self) -> Path | None:
-        """The folder that the newest marker names. Raises CheckpointUnusable when it is gone."""
+        """The folder that the newest marker names, or, where its files are not what was written, the newest before it.
+        Raises CheckpointUnusable when there is none."""
         name, marker = self._marker()
         if marker.folder is None:
             return None
-        folder = self._directory / marker.folder
-        if not folder.is_dir():
-            raise CheckpointUnusable(
-                f"{name} names {folder.name}, which is gone; restore it, or remove {MARKERS} there to train from "
-                "[model] path again"
-            )
-        return folder
+        named = self._directory / marker.folder
+        if self._sound is not None and self._sound == named:
+            return named
+        found = [path for path in self._complete() if _age(path) <= _age(named)]
+        for folder in reversed(found):
+            try:
+                check_files(folder)
+            except CheckpointUnusable as damage:
+                log.warning("%s", damage)
+                continue
+            if folder != named:
+                log.warning("training goes on from %s: the steps up to %s are taken again", folder.name, named.name)
+            self._sound = named if folder == named else None
+            return folder
+        raise CheckpointUnusable(
+            f"{name} names {named.name}, which is {'damaged' if named.is_dir() else 'gone'}, and there is none before "
+            f"it; restore it, or remove {MARKERS} there to train from [model] path again"
+        )
+
+    def _complete(self) -> list[Path]:
+        return sorted((path for path in self._directory.glob("step-*-i*") if path.suffix != PART), key=_age)
 
     def claim(self, least: int, folder: str | None = None) -> int:
         """Become the incarnation that the checkpoints belong to, and start from the newest of them, or from `folder`:
@@ -177,11 +228,11 @@ class Checkpoints:
         if folder.exists():
             shutil.rmtree(part)
         else:
+            _write_sums(part)
             part.rename(folder)
         self._mark(folder.name)
         self._check_owner()
-        complete = sorted((path for path in self._directory.glob("step-*-i*") if path.suffix != PART), key=_age)
-        for old in complete[: -self._keep]:
+        for old in self._complete()[: -self._keep]:
             shutil.rmtree(old, ignore_errors=True)
         for path in self._directory.glob(MARKERS):
             if _read(path).incarnation < self._incarnation:
@@ -241,6 +292,7 @@ def find(directory: Path, step: int | None) -> tuple[Path, dict[str, int | None]
         held = ", ".join(map(str, sorted(found))) or "none"
         wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
         raise CheckpointUnusable(f"{directory} holds no {wanted}; there are those of steps: {held}")
+    check_files(folder)
     return folder, dict(read_common(folder)["cursor"])
 
 
@@ -261,6 +313,7 @@ def hand_on(source: Path, directory: Path) -> None:
         raise CheckpointUnusable(
             f"{source} was removed while it was copied: take a newer step, or keep more ([trainer] checkpoints_kept)"
         ) from error
+    _write_sums(part)
     part.rename(folder)
     first = Checkpoints(directory, keep=1)
     first.claim(0, folder.name)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from turnlog.trainer import CheckpointUnusable, Superseded
-from turnlog.trainer.checkpoint import MARKERS, Checkpoints, Cursor, cursor_values, regrouped
+from turnlog.trainer.checkpoint import MARKERS, SUMS, Checkpoints, Cursor, check_files, cursor_values, regrouped
 
 
 def opened(directory: Path, incarnation: int, keep: int = 3) -> Checkpoints:
@@ -84,8 +84,7 @@ def test_only_the_newest_stay(tmp_path: Path) -> None:
 def test_a_marker_without_its_folder_says_what_to_do(tmp_path: Path) -> None:
     checkpoints = opened(tmp_path, 0)
     folder = save(checkpoints, 0)
-    (folder / "content").unlink()
-    folder.rmdir()
+    shutil.rmtree(folder)
     with pytest.raises(CheckpointUnusable, match=re.escape(MARKERS)):
         checkpoints.newest()
 
@@ -151,3 +150,35 @@ def test_an_optimizer_goes_on_whether_or_not_ranks_share_the_experts() -> None:
     assert regrouped({"param_state": "c", **own}, 1) == {"param_state": "c", **alone}
     assert regrouped(two, 2) is two
     assert regrouped(alone, 1) is alone
+
+
+@pytest.mark.parametrize("damage", ["altered", "gone"])
+def test_where_a_file_is_not_what_was_written_the_checkpoint_before_it_is_taken(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = opened(tmp_path, 0)
+    before, last = save(first, 10), save(first, 20)
+    (last / "content").unlink() if damage == "gone" else (last / "content").write_text("2O")
+    with pytest.raises(CheckpointUnusable, match=r"content (was altered|is gone)"):
+        check_files(last)
+    assert opened(tmp_path, 1).newest() == before
+    assert f"{last.name} are taken again" in caplog.text
+    assert str(last / "content") in caplog.text
+    (before / "content").write_text("1O")
+    with pytest.raises(CheckpointUnusable, match="which is damaged, and there is none before it"):
+        opened(tmp_path, 2)
+
+
+def test_what_came_after_a_damaged_checkpoint_was_left_is_gone_on_from(tmp_path: Path) -> None:
+    first = opened(tmp_path, 0)
+    save(first, 10)
+    (save(first, 20) / "content").write_text("2O")
+    second = opened(tmp_path, 1)
+    again = save(second, 15)
+    assert second.newest() == again == opened(tmp_path, 2).newest()
+
+
+def test_a_checkpoint_of_a_release_that_kept_no_sums_is_taken_as_it_is(tmp_path: Path) -> None:
+    folder = save(opened(tmp_path, 0), 10)
+    (folder / SUMS).unlink()
+    assert opened(tmp_path, 1).newest() == folder
