@@ -306,7 +306,7 @@ def hand_on(source: Path, directory: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     try:
         shutil.copytree(source, part)
-        begun = {"cursor": cursor_values(Cursor(step=step, inherited=step)), "draw": {}}
+        begun = {"cursor": cursor_values(Cursor(step=step, inherited=step)), "draw": {}, "learning": {}}
         mcore.rewrite_common(part, {**read_common(part), **begun})
         source.stat()
     except (FileNotFoundError, shutil.Error) as error:

@@ -64,7 +64,7 @@ from turnlog.trainer.launch import Ranks, ranks
 from turnlog.trainer.learner import StepResult
 from turnlog.trainer.models.experts import routed
 from turnlog.trainer.models.recorded import recorded_experts
-from turnlog.trainer.plan import LearningPlan, learning_plan
+from turnlog.trainer.plan import LearningPlan, check_unchanged, learning_plan
 from turnlog.trainer.shape import read_shape
 from turnlog.trainer.tiny_policy import initial_weights
 from turnlog.trainer.weights import published, upload
@@ -306,6 +306,8 @@ class Trainer:
 
     async def _take_over(self) -> None:
         """Incarnation, then the state to go on from."""
+        if (held := self._checkpoints.newest()) is not None:  # refused before anything is claimed
+            check_unchanged(read_common(held).get("learning", {}), self._plan, held.name)
         self._versions = await read_past(self._role.log, self._role.events, self._run_id)
         await self._reached.check_owner()
         self._incarnation = self._checkpoints.claim(self._versions.incarnation + 1)
@@ -429,11 +431,14 @@ class Trainer:
         mark = time.monotonic()
         part = self._checkpoints.begin(self._cursor)
         held = {"draw": self._kept} if any(self._kept.values()) else {}
-        await self._learner.call(Ranks.save, part, {"cursor": cursor_values(self._cursor), **held})
+        await self._learner.call(Ranks.save, part, {**self._common(), **held})
         await self._reached.check_owner()
         folder = self._checkpoints.seal(part)
         self._saved, self._save_s = self._cursor, time.monotonic() - mark
         return folder
+
+    def _common(self) -> dict[str, Any]:
+        return {"cursor": cursor_values(self._cursor), "learning": dict(self._plan.recorded)}
 
     def _completed(
         self, manifest: SampleBatchFormed, rows: BatchRows, result: StepResult, rate: float, seconds: dict[str, float]

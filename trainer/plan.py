@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +19,8 @@ from turnlog.trainer.algorithms import catalogue
 from turnlog.trainer.algorithms.objective import PolicyGradient as PolicyGradient
 from turnlog.trainer.algorithms.objective import imitation as imitation
 from turnlog.trainer.shape import ModelShape
+
+log = logging.getLogger(__name__)
 
 
 def scaled_logits(
@@ -101,6 +106,9 @@ class LearningPlan:
     """Planned optimizer steps of the run."""
     rate: float
     lowest_ratio: float
+    recorded: Mapping[str, str]
+    """What checkpoints say of [trainer]: the settings that decide what is learnt, as JSON by name."""
+    may_change: bool
     schedule: str = "linear"
     warmup: int = 0
     """Steps."""
@@ -166,7 +174,41 @@ def learning_plan(settings: Settings) -> LearningPlan:
         lowest_ratio=trainer.min_learning_rate_ratio,
         schedule=trainer.learning_rate_schedule,
         warmup=trainer.warmup_steps,
+        recorded=recorded(trainer),
+        may_change=trainer.allow_changes,
     )
+
+
+UNRECORDED = frozenset(
+    {"allow_changes", "world_size", "threads", "microbatch_tokens", "packing", "recompute", "sequence_parallel"}
+    | {f"{way}_parallel" for way in ("tensor", "pipeline", "context", "expert")}
+    | {"initial_weights", "warm_start_steps", "warm_start_rate", "warm_start_seed"}
+    | {"publish_every", "checkpoint_every", "checkpoints_kept", "max_skipped"}
+)
+"""Settings of [trainer] that a run may change: how ranks share the work, where it began, and how often."""
+
+
+def recorded(trainer: TrainerSettings) -> dict[str, str]:
+    """What a checkpoint keeps of them."""
+    values = dataclasses.asdict(trainer)
+    return {name: json.dumps(value) for name, value in values.items() if name not in UNRECORDED}
+
+
+def check_unchanged(before: Mapping[str, str], plan: LearningPlan, where: str) -> None:
+    """Raises SettingsError that shows what is otherwise than in a checkpoint, unless [trainer] allow_changes. What it
+    does not name, because an earlier release wrote it, may be anything."""
+    now = plan.recorded
+    changed = [
+        f"trainer.{name} {before[name]} -> {now[name]}" for name in now if before.get(name, now[name]) != now[name]
+    ]
+    if not changed:
+        return
+    if not plan.may_change:
+        raise SettingsError(
+            f"{where} was trained with other settings: {', '.join(changed)}. Set them back, or set "
+            "trainer.allow_changes = true to go on with these"
+        )
+    log.warning("going on from %s with other settings: %s", where, ", ".join(changed))
 
 
 def _objective(trainer: TrainerSettings) -> PolicyGradient:

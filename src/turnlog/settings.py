@@ -373,6 +373,9 @@ class TrainerSettings(LearningSettings):
     """Optimizer steps between checkpoints; one more at the start and at the end."""
     checkpoints_kept: Count = 3
     """The newest ones stay on disk."""
+    allow_changes: bool = False
+    """Go on from a checkpoint that was trained with other settings of learning than these; else the trainer shows them
+    and ends."""
     seed: Amount = 1234
     """Of Megatron's generators."""
     dtype: Literal["float32", "bfloat16"] = "float32"

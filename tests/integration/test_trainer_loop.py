@@ -87,6 +87,11 @@ async def test_a_stop_saves_and_the_next_incarnation_goes_on_behind_it(settings:
     first.terminate()
     assert await first.wait() == 0
     await append_batches(role.events, role.blobs, settings.run.id, 6)
+    bolder = dataclasses.replace(settings, trainer=dataclasses.replace(settings.trainer, clip_low=0.3))
+    refused = await start(bolder, stderr=subprocess.PIPE)
+    _, errors = await refused.communicate()
+    assert refused.returncode != 0
+    assert b"SettingsError: step-00000003-i0 was trained with other settings: trainer.clip_low 0.2 -> 0.3" in errors
     second = await start(settings)
     assert await second.wait() == 0
     steps = await steps_of(role)

@@ -8,7 +8,7 @@ import pytest
 
 from turnlog.settings import SettingsError, from_tables
 from turnlog.trainer import LayoutUnfit
-from turnlog.trainer.plan import LearnerOptions, check_layout, learning_plan
+from turnlog.trainer.plan import LearnerOptions, check_layout, check_unchanged, learning_plan
 from turnlog.trainer.shape import TINY, TINY_MIXTURE
 
 
@@ -87,3 +87,20 @@ def test_a_model_that_the_ranks_cannot_share_is_refused_by_name(
 ) -> None:
     with pytest.raises(LayoutUnfit, match=message):
         check_layout(TINY_MIXTURE if mixture else TINY, LearnerOptions(**options))
+
+
+def test_a_checkpoint_that_was_trained_with_other_settings_is_gone_on_from_only_when_that_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def plan(**trainer: Any) -> Any:
+        return learning_plan(from_tables({"trainer": trainer}, {}, source="test"))
+
+    before = plan().recorded
+    check_unchanged(before, plan(threads=1, checkpoint_every=3), "step-8")
+    check_unchanged({"learning_rate": "0.0008"}, plan(clip_low=0.3), "step-8")  # an earlier release knew no more
+    with pytest.raises(
+        SettingsError, match=r"step-8 .*: trainer\.clip_low 0\.2 -> 0\.3, trainer\.beta1 0\.9 -> 0\.8\. Set"
+    ):
+        check_unchanged(before, plan(clip_low=0.3, beta1=0.8), "step-8")
+    check_unchanged(before, plan(clip_low=0.3, allow_changes=True), "step-8")
+    assert "trainer.clip_low 0.2 -> 0.3" in caplog.text
