@@ -65,7 +65,7 @@ from turnlog.trainer.learner import StepResult
 from turnlog.trainer.models.experts import routed
 from turnlog.trainer.models.recorded import recorded_experts
 from turnlog.trainer.plan import LearningPlan, check_unchanged, learning_plan
-from turnlog.trainer.shape import read_shape
+from turnlog.trainer.shape import ModelShape, read_shape
 from turnlog.trainer.tiny_policy import initial_weights
 from turnlog.trainer.weights import published, upload
 
@@ -253,6 +253,20 @@ class LearnerThread:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
 
+async def trained_rows(manifest: SampleBatchFormed, role: Role, shape: ModelShape) -> BatchRows:
+    """The batch's rows, with the experts that routers are to replay, where the model has some and every row has its.
+    Raises as fetch_rows, and ExpertsUnfit."""
+    rows = await fetch_rows(manifest, role.blobs)
+    if not shape.experts or role.settings.trainer.router_replay == "off":
+        return rows
+    try:
+        return routed(rows, await recorded_experts(manifest, rows, role.log, role.events, role.blobs), shape)
+    except NoExperts as error:
+        UNROUTED.inc(len(rows))
+        log.warning("batch %d: routers choose for themselves: %s", manifest.batch_index, error)
+        return rows
+
+
 class Trainer:
     """One incarnation."""
 
@@ -355,19 +369,7 @@ class Trainer:
             await self._save()
 
     async def _rows(self, manifest: SampleBatchFormed) -> BatchRows:
-        return await self._routed(manifest, await fetch_rows(manifest, self._role.blobs))
-
-    async def _routed(self, manifest: SampleBatchFormed, rows: BatchRows) -> BatchRows:
-        """With the experts that routers are to replay, where the model has some and every row of the batch has its."""
-        if not self._shape.experts or self._role.settings.trainer.router_replay == "off":
-            return rows
-        role = self._role
-        try:
-            return routed(rows, await recorded_experts(manifest, rows, role.log, role.events, role.blobs), self._shape)
-        except NoExperts as error:
-            UNROUTED.inc(len(rows))
-            log.warning("batch %d: routers choose for themselves: %s", manifest.batch_index, error)
-            return rows
+        return await trained_rows(manifest, self._role, self._shape)
 
     def _done(self) -> bool:
         return self._cursor.draws >= self._draws
@@ -552,7 +554,7 @@ async def _losses(role: Role, everyone: Ranks, checkpoint: Path | None, until: i
         async def call(method: Callable[..., Any], rows: BatchRows) -> Any:
             return method(everyone, rows)
 
-        fetch = functools.partial(fetch_rows, blobs=role.blobs)
+        fetch = functools.partial(trained_rows, role=role, shape=read_shape(plan.model))
         passes = draw_passes(plan.objective, call, manifests, fetch, kept)
         while True:
             found = await manifests.next(timeout_s=0.2)
