@@ -18,6 +18,7 @@ from turnlog.infra.log import Partition
 from turnlog.infra.roles.role import opened
 from turnlog.infra.roles.runs import Configured, claimed, recorded
 from turnlog.infra.topics_admin import check, specs
+from turnlog.processors.core.fold_versions import FOLD_VERSION
 from turnlog.schemas.events import (
     EngineWeightsLoaded,
     Event,
@@ -67,7 +68,7 @@ async def test_a_run_is_configured_once_from_nothing_and_a_second_call_says_so(f
     status, said, _ = await done(fresh, "run", "configure")
     assert status == 0
     assert f"created {len(specs(fresh))} topics: " in said
-    assert f"run {fresh.run.id!r} is configured: fold version 2, settings " in said
+    assert f"run {fresh.run.id!r} is configured: fold version {FOLD_VERSION}, settings " in said
     assert "draws 3\n" in said
     assert await done(fresh, "run", "configure") == (
         0, f"nothing to do: run {fresh.run.id!r} is configured with these settings, its topics are there\n", "",
