@@ -302,7 +302,7 @@ class Feeder:
 
 def _eval_every(settings: Settings, version: str) -> int:
     """Raises SettingsError where the run's log does not say in small which groups are scored."""
-    if settings.eval.every and scores_topic(version) is topics.SAMPLES:
+    if settings.eval.every and not fold_version(version).group_scores:
         raise SettingsError(
             f"eval.every = {settings.eval.every}: this run began under fold version {version}, which keeps no "
             "group-scores; leave it at 0, or start another run"

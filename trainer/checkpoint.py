@@ -107,20 +107,21 @@ def check_files(folder: Path) -> None:
         wanted, name = line.split("  ", 1)
         if not (folder / name).is_file():
             raise CheckpointUnusable(f"{folder / name} is gone; restore it, or remove {folder}")
-        if (found := _sha256(folder / name)) != wanted:
+        if (found := file_sha256(folder / name)) != wanted:
             raise CheckpointUnusable(
                 f"{folder / name} was altered: sha256 {found}, {SUMS} says {wanted}; restore it, or remove {folder}"
             )
 
 
-def _sha256(path: Path) -> str:
+def file_sha256(path: Path) -> str:
+    """Hex, of a file of any size."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _write_sums(folder: Path) -> None:
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SUMS)
-    text = "".join(f"{_sha256(path)}  {path.relative_to(folder)}\n" for path in files)
+    text = "".join(f"{file_sha256(path)}  {path.relative_to(folder)}\n" for path in files)
     with (folder / SUMS).open("w") as file:
         file.write(text)
         file.flush()
@@ -166,7 +167,8 @@ class Checkpoints:
         self._directory = directory
         self._keep = keep
         self._incarnation = -1
-        self._sound: Path | None = None
+        self._sound: dict[Path, Path] = {}
+        """Folder that a marker names -> the one to go on from: files are read through once."""
 
     def newest(self) -> Path | None:
         """The folder that the newest marker names, or, where its files are not what was written, the newest before it.
@@ -175,8 +177,8 @@ class Checkpoints:
         if marker.folder is None:
             return None
         named = self._directory / marker.folder
-        if self._sound is not None and self._sound == named:
-            return named
+        if named in self._sound:
+            return self._sound[named]
         found = [path for path in self._complete() if _age(path) <= _age(named)]
         for folder in reversed(found):
             try:
@@ -186,7 +188,7 @@ class Checkpoints:
                 continue
             if folder != named:
                 log.warning("training goes on from %s: the steps up to %s are taken again", folder.name, named.name)
-            self._sound = named if folder == named else None
+            self._sound[named] = folder
             return folder
         raise CheckpointUnusable(
             f"{name} names {named.name}, which is {'damaged' if named.is_dir() else 'gone'}, and there is none before "

@@ -131,8 +131,7 @@ def position(
 ) -> tuple[str, int, tuple[RunPlace, ...], RunPlace | None]:
     """(dataset, how many of its places were asked for, those of them that no group of `seen` was about, the last).
     `requests`: of the parent, in order; fresh places are asked for in order, so the order of their first groups is the
-    dataset's.
-    `before`: what the parent had from its own parent."""
+    dataset's. `before`: what the parent had from its own parent."""
     asked = [one for one in requests if isinstance(one, GroupRequested) and one.purpose is Purpose.train]
     dataset = asked[0].dataset if asked else before.dataset if before else ""
     asked = [one for one in asked if one.dataset == dataset]  # of several, the first goes on; the others begin anew

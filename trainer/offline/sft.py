@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from turnlog.infra.roles.terminal import say
 from turnlog.names import ExitStatus
 from turnlog.settings import Settings
-from turnlog.trainer.checkpoint import PART, read_common
+from turnlog.trainer.checkpoint import PART, file_sha256, read_common
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.offline.export import appearing, card_of, check_free, model_files
@@ -395,6 +395,5 @@ def _sha256_of(model: Path) -> str:
     """Of everything in the folder that decides what is learned."""
     running = hashlib.sha256()
     for file in sorted([*model.glob("*.safetensors"), *model.glob("*.json"), *model.glob("*.jinja")]):
-        with file.open("rb") as content:
-            running.update(f"{file.name} {hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode())
+        running.update(f"{file.name} {file_sha256(file)}\n".encode())
     return running.hexdigest()
