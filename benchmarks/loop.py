@@ -41,7 +41,7 @@ from turnlog.schemas.topics import ENGINES, SESSIONS
 from turnlog.settings import Settings, load
 from turnlog.trainer.launch import Ranks, ranks
 from turnlog.trainer.plan import LearningPlan, learning_plan
-from turnlog.trainer.weights import description, weight_files
+from turnlog.trainer.weights import description
 
 GOAL_SHARE = 0.6
 CALL = re.compile(r'<tool_call>\{"name":"calc","arguments":\{"expr":"(\d+)([-+*])(\d+)"\}\}</tool_call>')
@@ -91,7 +91,7 @@ class Bare:
             await self._control.close()
 
     async def _load(self, learner: Ranks, plan: LearningPlan, folder: Path, version: int) -> None:
-        await asyncio.to_thread(write, folder, {**description(plan.model), **dict(weight_files(learner.export()))})
+        await asyncio.to_thread(export, learner, plan, folder)
         await self._control.load(folder, version, timeout_s=240.0)
 
     async def _group(self, task: Mapping[str, str]) -> list[Episode]:
@@ -126,11 +126,12 @@ class Bare:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-def write(folder: Path, contents: Mapping[str, bytes]) -> None:
-    """A model folder."""
+def export(learner: Ranks, plan: LearningPlan, folder: Path) -> None:
+    """A folder that the engine loads."""
     folder.mkdir(parents=True)
-    for name, content in contents.items():
+    for name, content in description(plan.model).items():
         (folder / name).write_bytes(content)
+    learner.export_files(folder)
 
 
 def batch(groups: Sequence[Sequence[Episode]]) -> BatchRows:

@@ -13,42 +13,41 @@ Every report is a transaction under the engine's own id, and the fence is asked 
 it is resumed: a loader that wakes up behind its successor neither puts old weights back nor acknowledges them. What it
 had begun before that, the successor's next look at the engine's label finds and mends.
 
-BadWeights   SGLang would load wrong tensors and die of short files
-├── TruncatedSafetensors   a file's length is not what its header says, or it has no header
-├── TensorsMismatch        names differ from those of the engine's model
-├── ShapeMismatch          a tensor has another shape than in the engine's model
-├── DtypeMismatch          a tensor has another dtype than the event says
-├── ChecksumMismatch       a file or tensor does not hash to what the event says
-└── UnsafeName             a file name that would leave the folder
+BadWeights is in infra/tensors/versions.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import logging
 import os
-import shutil
 import socket
-import tempfile
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from prometheus_client import Counter, Gauge
-from safetensors import SafetensorError, deserialize, safe_open
 
-from turnlog.infra.blobs import BlobCorrupt, BlobError, Blobs
+from turnlog.infra.blobs import BlobError
 from turnlog.infra.engine import EngineControl, EngineDead, EngineError, EngineRefused, EngineUnreachable, SGLangControl
 from turnlog.infra.log import Commit, Partition, Reached, Reader, Transactor
 from turnlog.infra.roles.role import Role
+from turnlog.infra.tensors.versions import (
+    BadWeights,
+    Chain,
+    Held,
+    Shapes,
+    Timer,
+    WeightFolders,
+    chain_of,
+    check_fits,
+    model_shapes,
+)
 from turnlog.names import ConsumerGroup, TransactionalId
 from turnlog.processors.core.experts import routing_of_model
 from turnlog.schemas.events import (
@@ -63,126 +62,6 @@ from turnlog.schemas.events import (
 from turnlog.schemas.ids import digest
 from turnlog.schemas.topics import ENGINES, WEIGHTS
 from turnlog.settings import Settings
-
-TORCH_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
-SUFFIX = ".safetensors"
-PART = ".part"
-KEPT = 2
-"""Versions that stay on the engine's disk: the one served and the one before."""
-
-
-class BadWeights(Exception):
-    """Base of the tree above: the engine keeps its old weights."""
-
-
-class TruncatedSafetensors(BadWeights):
-    """Not a whole safetensors file."""
-
-
-class TensorsMismatch(BadWeights):
-    """A tensor is missing or unknown."""
-
-
-class ShapeMismatch(BadWeights):
-    """A tensor does not fit."""
-
-
-class DtypeMismatch(BadWeights):
-    """A tensor is of another type."""
-
-
-class ChecksumMismatch(BadWeights):
-    """The bytes are not those that the trainer exported."""
-
-
-class UnsafeName(BadWeights):
-    """File names in an event are plain names."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """One tensor of a safetensors file."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    content: bytearray
-
-
-def parse_safetensors(name: str, content: bytes) -> dict[str, TensorEntry]:
-    """Tensors of a file. Raises TruncatedSafetensors, also for data that its header does not cover."""
-    try:
-        found = deserialize(content)  # type: ignore[no-untyped-call]
-    except SafetensorError as error:
-        raise TruncatedSafetensors(f"{name} of {len(content)} bytes: {error}") from error
-    return {key: TensorEntry(value["dtype"], tuple(value["shape"]), value["data"]) for key, value in found}
-
-
-def model_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Tensor names and shapes of the engine's model folder. Reads headers only. Raises FileNotFoundError."""
-    files = sorted(folder.glob(f"*{SUFFIX}"))
-    if not files:
-        raise FileNotFoundError(f"{folder} has no {SUFFIX} file; [model] path must be the folder that engines serve")
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in files:
-        with safe_open(file, "numpy") as tensors:
-            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    return shapes
-
-
-async def fetch(event: WeightVersionPublished, blobs: Blobs) -> dict[str, bytes]:
-    """Every file of the version by name. Raises ChecksumMismatch, UnsafeName, BlobMissing, StoreUnavailable."""
-    contents: dict[str, bytes] = {}
-    for file in event.files:
-        if file.name != Path(file.name).name or file.name in ("", ".", ".."):
-            raise UnsafeName(f"version {event.version} names a file {file.name!r}")
-        try:
-            contents[file.name] = await blobs.get(file.blob)
-        except BlobCorrupt as error:
-            raise ChecksumMismatch(f"version {event.version}, {file.name}: {error}") from error
-    return contents
-
-
-def verify(
-    event: WeightVersionPublished, contents: Mapping[str, bytes], expected: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Everything that SGLang does not check. `expected`: names and shapes of the engine's model. Raises BadWeights."""
-    tensors: dict[str, TensorEntry] = {}
-    for name, content in contents.items():
-        if name.endswith(SUFFIX):
-            tensors |= parse_safetensors(name, content)
-    differing = sorted(tensors.keys() ^ expected.keys()) or sorted(tensors.keys() ^ event.checksums.keys())
-    if differing:
-        raise TensorsMismatch(
-            f"version {event.version}: {len(differing)} tensors are missing or unknown, the first is {differing[0]}"
-        )
-    wanted_dtype = TORCH_NAMES.get(event.dtype)
-    for name, tensor in tensors.items():
-        if tensor.shape != expected[name]:
-            raise ShapeMismatch(f"version {event.version}: {name} is {tensor.shape}, the model has {expected[name]}")
-        if tensor.dtype != wanted_dtype:
-            raise DtypeMismatch(f"version {event.version}: {name} is {tensor.dtype}, the event says {event.dtype}")
-        found = f"{hashlib.sha256(tensor.content).hexdigest()}:{'x'.join(map(str, tensor.shape))}"
-        if found != event.checksums[name]:
-            raise ChecksumMismatch(f"version {event.version}: {name} is {found}, published {event.checksums[name]}")
-
-
-def write(contents: Mapping[str, bytes], directory: Path, version: int) -> Path:
-    """A folder of the version under `directory`, complete or absent; those of all versions but the KEPT newest go.
-
-    Its name is nobody else's: another loader of the engine, dead or not, never changes what the engine is reading."""
-    directory.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f"{version}-", suffix=PART, dir=directory))
-    folder.chmod(0o755)
-    for name, content in contents.items():
-        (folder / name).write_bytes(content)
-    folder = folder.rename(folder.with_suffix(""))
-    found = {path: int(path.name.partition("-")[0]) for path in directory.iterdir() if path.name[0].isdecimal()}
-    newest = sorted({*found.values()} - {version})[1 - KEPT :]
-    for path, of_version in found.items():
-        if of_version not in (*newest, version):
-            shutil.rmtree(path, ignore_errors=True)
-    return folder
-
 
 log = logging.getLogger(__name__)
 LOADED = Counter("turnlog_loader_loaded", "Weight versions loaded")
@@ -258,22 +137,6 @@ def engine_of(settings: Settings, env: Mapping[str, str]) -> NamedEngine:
     return NamedEngine(f"engine-{int(number)}", urls[int(number)], alone=False)
 
 
-@dataclass(slots=True)
-class Timer:
-    """Seconds by phase."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time the block, also when it fails."""
-        start = time.monotonic()
-        try:
-            yield
-        finally:
-            self.seconds[name] = time.monotonic() - start
-
-
 class Loader:
     """One engine's weights."""
 
@@ -281,15 +144,21 @@ class Loader:
         """`drains`: the engine takes no more turns when the loader stops."""
         settings = role.settings
         self._role, self._control, self._engine_id, self._url = role, control, engine_id, url
-        self._directory = Path(settings.run.directory).resolve() / "weights" / engine_id
+        self._folders = WeightFolders(
+            Path(settings.run.directory).resolve() / "weights",
+            role.blobs,
+            beat=self._beat,
+        )
+        self._folder: Held | None = None
+        """That of the weights served."""
         self._model = Path(settings.model.path)
-        self._expected: Mapping[str, tuple[int, ...]] = {}
+        self._expected: Shapes = {}
         self._owner = TransactionalId.LOADER.format(run=settings.run.id, engine=engine_id)
         self._transactor: Transactor
         self._reached: Reached
         self._version = -1
-        self._recent: deque[WeightVersionPublished] = deque(maxlen=RECENT)
-        """The newest versions on the log, for an engine that comes back without weights."""
+        self._recent: dict[int, WeightVersionPublished] = {}
+        """The newest versions on the log, for an engine that comes back without weights, and what they rest on."""
         self._waiting: list[int] = []
         """Versions neither loaded, refused nor superseded, ascending."""
         self._refused: set[int] = set()
@@ -377,9 +246,19 @@ class Loader:
         for record in await reader.poll(timeout_s=timeout_s):
             event = await self._role.events.known(record)
             if isinstance(event, WeightVersionPublished) and event.run_id == self._role.settings.run.id:
-                self._recent.append(event)
+                self._remember(event)
                 if event.version > self._version:
                     self._waiting.append(event.version)
+
+    def _remember(self, event: WeightVersionPublished) -> None:
+        self._recent[event.version] = event
+        needed = set(sorted(self._recent)[-RECENT:])
+        for version in sorted(needed, reverse=True):
+            base = self._recent[version].base_version
+            while base in self._recent and base not in needed:
+                needed.add(base)
+                base = self._recent[base].base_version
+        self._recent = {version: one for version, one in self._recent.items() if version in needed}
 
     async def _probe(self) -> None:
         """Is the engine there, with the weights that we gave it? One that restarted is registered and loaded anew."""
@@ -399,23 +278,28 @@ class Loader:
             log.warning("%s serves %s, not %d: it restarted", self._url, info.weight_version, self._version)
             await self._register()
             self._waiting = [
-                one.version for one in self._recent if self._version < one.version and one.version not in self._refused
+                version for version in sorted(self._recent) if self._version < version and version not in self._refused
             ]
 
     async def _swap(self) -> None:
         """Load the newest of the waiting versions; refused, the next newest is tried in the next round."""
         newest = self._waiting.pop()
-        event = next((one for one in self._recent if one.version == newest), None)
+        event = self._recent.get(newest)
         if event is None:  # every recent version was refused
             self._waiting = []
             return
         timer = Timer()
         try:
-            contents = await self._fetched(event, timer)
-            with timer.phase("verify"):
-                await asyncio.to_thread(verify, event, contents, self._expected)
-                folder = await asyncio.to_thread(write, contents, self._directory, event.version)
-            await self._load(event, folder, timer)
+            check_fits(event, self._expected)
+            held = await self._fetched(chain_of(event, self._recent), timer)
+            try:
+                await self._load(event, held.path, timer)
+            except BaseException:
+                held.release()
+                raise
+            if self._folder is not None:
+                self._folder.release()
+            self._folder = held
         except (BadWeights, EngineRefused) as error:
             self._refused.add(event.version)
             await self._refuse(event, error)
@@ -423,17 +307,16 @@ class Loader:
             superseded, self._waiting = tuple(self._waiting), []
             await self._loaded(event, superseded, timer.seconds)
 
-    async def _fetched(self, event: WeightVersionPublished, timer: Timer) -> dict[str, bytes]:
-        """The files; a store that does not answer is asked [loader] attempts times, then the process ends."""
-        with timer.phase("fetch"):
-            for attempt in range(1, self._role.settings.loader.attempts + 1):
-                try:
-                    return await fetch(event, self._role.blobs)
-                except BlobError as error:
-                    if attempt == self._role.settings.loader.attempts:
-                        raise
-                    log.warning("version %d: %s; attempt %d", event.version, error, attempt)
-                    await asyncio.sleep(RETRY_S * attempt)
+    async def _fetched(self, chain: Chain, timer: Timer) -> Held:
+        """The folder; a store that does not answer is asked [loader] attempts times, then the process ends."""
+        for attempt in range(1, self._role.settings.loader.attempts + 1):
+            try:
+                return await self._folders.held(chain, timer)
+            except BlobError as error:
+                if attempt == self._role.settings.loader.attempts:
+                    raise
+                log.warning("version %d: %s; attempt %d", chain[-1].version, error, attempt)
+                await asyncio.sleep(RETRY_S * attempt)
         raise AssertionError("unreachable")
 
     async def _load(self, event: WeightVersionPublished, folder: Path, timer: Timer) -> None:

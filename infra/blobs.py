@@ -9,6 +9,7 @@ Payloads that are too large for an event are put here, and fetched where they ar
 BlobError
 ├── BlobMissing       nothing under that hash (yet): retried, then a typed end where it is needed
 ├── BlobCorrupt       the bytes do not hash to their name
+├── NoRoom            the file that a blob was to be fetched into cannot be written
 └── StoreUnavailable      credentials, quota
     ├── StoreUnreachable  transport, TLS or 5xx
     └── BucketMissing     [store] make_bucket is false and nobody has made it yet: waited for
@@ -26,9 +27,11 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Protocol, Union, get_args, get_origin
+from typing import Annotated, Any, BinaryIO, Protocol, Union, get_args, get_origin
 from urllib.parse import quote
 
 import numpy as np
@@ -58,6 +61,10 @@ class BlobMissing(BlobError):
 
 class BlobCorrupt(BlobError):
     """Length or sha256 differ from the reference."""
+
+
+class NoRoom(BlobError):
+    """Of this machine's disk, not of the store."""
 
 
 class StoreUnavailable(BlobError):
@@ -154,6 +161,16 @@ class Blobs(Protocol):
         """The verified bytes. Raises BlobMissing, BlobCorrupt, StoreUnavailable."""
         ...
 
+    async def put_file(self, path: Path, *, sha256: str = "", media_type: str = "application/octet-stream") -> BlobRef:
+        """`put` of what a file holds, a piece at a time. `sha256`: of it, where the writer has hashed it on its way.
+        Raises StoreUnavailable."""
+        ...
+
+    async def get_file(self, ref: BlobRef, path: Path) -> None:
+        """`get` into a new file, a piece at a time. What does not verify is removed again. Raises BlobMissing,
+        BlobCorrupt, NoRoom, StoreUnavailable."""
+        ...
+
     async def put_named(self, name: str, content: bytes, *, media_type: str = "application/octet-stream") -> None:
         """Store `content` under a name of the writer's choice (the archive: files that people look for by name), in
         one piece or not at all; what stood there is replaced. Raises StoreUnavailable."""
@@ -201,7 +218,48 @@ class Folders(ABC):
     def _write(self, name: str, content: bytes, media_type: str) -> None: ...
 
     @abstractmethod
+    def _pieces(self, name: str) -> AbstractContextManager[Iterable[bytes]]:
+        """What `_read` gives, a piece at a time."""
+
+    @abstractmethod
+    def _write_file(self, name: str, path: Path, media_type: str) -> None: ...
+
+    @abstractmethod
+    def _copy(self, name: str, to: str) -> None: ...
+
+    @abstractmethod
     def _names(self, prefix: str) -> list[str]: ...
+
+    def _put_file(self, path: Path, sha256: str, media_type: str) -> BlobRef:
+        if not sha256:
+            with path.open("rb") as file:
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        self._write_file(key(sha256, self.folder), path, media_type)
+        return BlobRef(sha256, path.stat().st_size, media_type)
+
+    def _get_file(self, ref: BlobRef, path: Path) -> None:
+        with path.open("xb", buffering=0) as file:  # what does not fit is known at its own write
+            try:
+                self._found(ref, lambda name: self._saved(name, file))
+            except BaseException:
+                path.unlink()
+                raise
+
+    def _saved(self, name: str, file: BinaryIO) -> tuple[int, str]:
+        """(bytes, sha256) of what lies there, which is in the file then."""
+        running = hashlib.sha256()
+        with self._pieces(name) as pieces:
+            file.seek(0)
+            file.truncate()
+            for piece in pieces:
+                running.update(piece)
+                left = memoryview(piece)
+                try:
+                    while left:
+                        left = left[file.write(left) :]
+                except OSError as error:
+                    raise NoRoom(f"{file.name}: {error.strerror}; make room there") from error
+        return file.tell(), running.hexdigest()
 
     def _put(self, content: bytes, media_type: str) -> BlobRef:
         sha256 = hashlib.sha256(content).hexdigest()
@@ -209,23 +267,35 @@ class Folders(ABC):
         return BlobRef(sha256, len(content), media_type)
 
     def _get(self, ref: BlobRef) -> bytes:
+        content = b""
+
+        def take(name: str) -> tuple[int, str]:
+            nonlocal content
+            content = self._read(name)
+            return len(content), hashlib.sha256(content).hexdigest()
+
+        self._found(ref, take)
+        return content
+
+    def _found(self, ref: BlobRef, take: Callable[[str], tuple[int, str]]) -> None:
+        """`take` what is there first; it says (bytes, sha256) of what it took."""
         missing: BlobMissing | None = None
         for folder, name in self._places(ref.sha256):
             try:
-                content = self._read(name)
+                size, sha256 = take(name)
             except BlobMissing as error:
                 missing = missing or error
                 continue
-            if len(content) != ref.size or hashlib.sha256(content).hexdigest() != ref.sha256:
+            if (size, sha256) != (ref.size, ref.sha256):
                 raise BlobCorrupt(
-                    f"{name}: {len(content)} bytes do not hash to its name (expected {ref.size}); restore the object "
+                    f"{name}: {size} bytes do not hash to its name (expected {ref.size}); restore the object "
                     "from a copy, or remove it and let its writer put it again"
                 )
             if name.startswith(TRASH):
                 log.warning("%s was in the trash and is needed: it is put back", name)
-                self._write(name.removeprefix(TRASH), content, ref.media_type)
+                self._copy(name, name.removeprefix(TRASH))
             self._last = folder
-            return content
+            return
         assert missing is not None, "there is one place at least"
         raise missing
 
@@ -264,6 +334,12 @@ class MemoryBlobs(Folders):
     async def get(self, ref: BlobRef) -> bytes:
         return self._get(ref)
 
+    async def put_file(self, path: Path, *, sha256: str = "", media_type: str = "application/octet-stream") -> BlobRef:
+        return self._put_file(path, sha256, media_type)
+
+    async def get_file(self, ref: BlobRef, path: Path) -> None:
+        self._get_file(ref, path)
+
     async def put_named(self, name: str, content: bytes, *, media_type: str = "application/octet-stream") -> None:
         self.point()
         self._write(name, content, media_type)
@@ -285,7 +361,7 @@ class MemoryBlobs(Folders):
 
     async def copy(self, name: str, to: str) -> None:
         self.point()
-        self._write(to, self._read(name), "")
+        self._copy(name, to)
         self.point()
 
     async def remove(self, name: str) -> None:
@@ -308,6 +384,16 @@ class MemoryBlobs(Folders):
             return held[at]
         except KeyError:
             raise BlobMissing(f"the store holds no object {name}") from None
+
+    @contextmanager
+    def _pieces(self, name: str) -> Iterator[Iterable[bytes]]:
+        yield (self._read(name),)
+
+    def _write_file(self, name: str, path: Path, media_type: str) -> None:
+        self._write(name, path.read_bytes(), media_type)
+
+    def _copy(self, name: str, to: str) -> None:
+        self._write(to, self._read(name), "")
 
     def _write(self, name: str, content: bytes, media_type: str) -> None:
         held, at = self._held(name)

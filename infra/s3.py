@@ -11,10 +11,12 @@ import io
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
+from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -44,6 +46,8 @@ THREADS = 8
 RETRIES = 4
 BACKOFF_S = 0.1
 """Waits between retries: 0, 0.2, 0.4, 0.8 s."""
+PART_BYTES, PIECE_BYTES = 16 << 20, 1 << 20
+"""Of a file: put at once, read at once."""
 CONNECT_TIMEOUT_S = 3.0
 READ_TIMEOUT_S = 60.0
 OBJECT = re.compile(r"<[\w.]+ object at 0x[0-9a-f]+>:? ?")
@@ -72,6 +76,12 @@ class S3Blobs(Folders):
 
     async def get(self, ref: BlobRef) -> bytes:
         return await self._run(lambda: self._get(ref))
+
+    async def put_file(self, path: Path, *, sha256: str = "", media_type: str = "application/octet-stream") -> BlobRef:
+        return await self._run(lambda: self._put_file(path, sha256, media_type))
+
+    async def get_file(self, ref: BlobRef, path: Path) -> None:
+        await self._run(lambda: self._get_file(ref, path))
 
     async def put_named(self, name: str, content: bytes, *, media_type: str = "application/octet-stream") -> None:
         await self._run(lambda: self._write(name, content, media_type))
@@ -133,6 +143,13 @@ class S3Blobs(Folders):
     def _write(self, name: str, content: bytes, media_type: str) -> None:
         self._client.put_object(self._settings.bucket, name, io.BytesIO(content), len(content), content_type=media_type)
 
+    def _write_file(self, name: str, path: Path, media_type: str) -> None:
+        """In parts, of which minio-py holds a few at a time."""
+        with path.open("rb") as file:
+            self._client.put_object(
+                self._settings.bucket, name, file, path.stat().st_size, content_type=media_type, part_size=PART_BYTES
+            )
+
     def _names(self, prefix: str) -> list[str]:
         found = self._client.list_objects(self._settings.bucket, prefix=prefix, recursive=True)
         return sorted(str(entry.object_name) for entry in found)
@@ -166,6 +183,11 @@ class S3Blobs(Folders):
             raise
 
     def _read(self, name: str) -> bytes:
+        with self._pieces(name) as pieces:
+            return b"".join(pieces)
+
+    @contextmanager
+    def _pieces(self, name: str) -> Iterator[Iterable[bytes]]:
         try:
             answer = self._client.get_object(self._settings.bucket, name)
         except MinioException as error:
@@ -173,7 +195,7 @@ class S3Blobs(Folders):
                 raise _missing(name, self._settings) from None
             raise
         try:
-            return bytes(answer.read())
+            yield answer.stream(PIECE_BYTES)
         finally:
             answer.close()
             answer.release_conn()

@@ -32,6 +32,7 @@ from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-de
 
 from turnlog.infra.roles import log_lines
 from turnlog.infra.roles.log_lines import instance_of
+from turnlog.infra.tensors.files import Written
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer import mcore
 from turnlog.trainer.algorithms.objective import Floats, Numbers, Objective
@@ -39,7 +40,7 @@ from turnlog.trainer.learner import NONE, Learner, StepResult
 from turnlog.trainer.mcore import LOCAL_RANK
 from turnlog.trainer.plan import LearnerOptions, LearningPlan, check_layout
 from turnlog.trainer.shape import read_shape
-from turnlog.trainer.weights import Tensors, read_weights
+from turnlog.trainer.weights import read_weights
 
 __all__ = ["HOST", "IDLE", "Store", "meeting_place", "process_group"]
 
@@ -178,10 +179,10 @@ class Ranks:
         result: StepResult = self._everywhere("measure", rows, objective)
         return result
 
-    def export(self) -> Tensors:
-        """See Learner.export."""
-        tensors: Tensors = self._everywhere("export")
-        return tensors
+    def export_files(self, folder: Path) -> Written:
+        """See Learner.export_files."""
+        written: Written = self._everywhere("export_files", folder)
+        return written
 
     def save(self, directory: Path, common: Mapping[str, Any]) -> None:
         """See Learner.save."""

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from turnlog.infra.tensors.files import Written
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer import BooksOff, mcore
 from turnlog.trainer.algorithms.objective import Columns, Floats, Numbers, Objective
@@ -39,7 +40,7 @@ from turnlog.trainer.models.attention import zigzag
 from turnlog.trainer.models.experts import Replay, RoutedRows
 from turnlog.trainer.plan import LearnerOptions, scaled_logits
 from turnlog.trainer.shape import ModelShape, as_dict, row_flops
-from turnlog.trainer.weights import Tensors, export_weights, load_weights
+from turnlog.trainer.weights import Tensors, export_files, export_weights, load_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,8 +322,12 @@ class Learner:
             return self.logprobs(rows)
 
     def export(self) -> Tensors:
-        """The weights under Hugging Face names, on the CPU."""
+        """The weights under Hugging Face names, in rank 0's memory."""
         return export_weights(self._model, self.shape)
+
+    def export_files(self, folder: Path) -> Written | None:
+        """The same as files in rank 0's `folder`, what is in them at rank 0."""
+        return export_files(self._model, self.shape, folder)
 
     def save(self, directory: Path, common: Mapping[str, Any]) -> None:
         """Weights, optimizer and `common` as one Megatron checkpoint in an existing empty folder."""

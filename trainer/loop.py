@@ -24,6 +24,7 @@ import dataclasses
 import functools
 import logging
 import os
+import tempfile
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -408,10 +409,12 @@ class Trainer:
         return last_part and (due or after.draws >= self._draws)
 
     async def _weights(self, cursor: Cursor, checkpoint: Path | None) -> WeightVersionPublished:
-        tensors = await self._learner.call(Ranks.export)
-        files = await upload(tensors, self._plan.model, self._role.blobs)
+        with tempfile.TemporaryDirectory(prefix="export-", dir=self._role.settings.run.directory) as folder:
+            written = await self._learner.call(Ranks.export_files, Path(folder))
+            _beat(self._role)
+            files = await upload(Path(folder), written, self._plan.model, self._role.blobs)
         return published(
-            tensors,
+            written,
             files,
             run_id=self._run_id,
             version=0 if self._versions.newest is None else self._versions.newest + 1,

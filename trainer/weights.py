@@ -8,10 +8,10 @@ that tensor-parallel ranks share them equally.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as functional
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from turnlog.infra.blobs import Blobs
+from turnlog.infra.tensors.files import CODES, DTYPES, SHARD_BYTES, TensorSpec, Written, write_weights
 from turnlog.schemas.events import WeightVersionPublished
 from turnlog.schemas.events.weights import WeightFile
 from turnlog.schemas.ids import digest
@@ -81,28 +82,92 @@ def load_weights(model: Any, state: Mapping[str, torch.Tensor], shape: ModelShap
         parameter.copy_(cut.to(parameter.dtype))
 
 
-@torch.no_grad()
-def export_weights(model: Any, shape: ModelShape) -> Tensors:
-    """The whole model under Hugging Face names, on the CPU, on every rank. Collective. Added rows are dropped."""
-    first = _first(model, shape)
-    mine: Tensors = {}
-    for name, parameter in model.named_parameters():
-        if name == OUTPUT and shape.tied:
-            continue
+class Export:
+    """The whole model under Hugging Face names, tensor by tensor, at rank 0: every rank drops its part as it goes.
+    Collective, and so is each walk through it. Added rows are left out."""
+
+    def __init__(self, model: Any, shape: ModelShape) -> None:
+        self._shape, self._first, self._rank = shape, _first(model, shape), dist.get_rank()
+        self._mine: dict[str, tuple[str, Any]] = {}
+        for name, parameter in model.named_parameters():
+            if not (name == OUTPUT and shape.tied):
+                of_ranks = EXPERT in name
+                names = self._first.global_names(name) if of_ranks else [self._first.global_name(name)]
+                self._mine |= dict.fromkeys(names, (name, parameter))
+        types = {name: parameter.dtype for name, (_, parameter) in self._mine.items()}
+        stages = [types]
+        if mcore.parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            group = mcore.parallel_state.get_pipeline_model_parallel_group()
+            stages = [{} for _ in range(group.size())]
+            dist.all_gather_object(stages, types, group=group)
+        held = {name: (stage, of_stage[name]) for stage, of_stage in enumerate(stages) for name in of_stage}
+        found = [(tensor, *held[tensor.megatron]) for tensor in tensors_of(shape)]
+        # Wide values first, so that each tensor lies where its type may.
+        self._plan: list[tuple[Tensor, int, torch.dtype]] = sorted(found, key=lambda each: -each[2].itemsize)
+
+    @property
+    def specs(self) -> list[TensorSpec]:
+        """What comes, in order."""
+        return [TensorSpec(name, _code(dtype), size) for tensor, _, dtype in self._plan for name, size in tensor.parts]
+
+    @torch.no_grad()
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, values) at rank 0, nothing elsewhere. On a CPU the values may be the model's own."""
+        for tensor, stage, dtype in self._plan:
+            whole = self._at_rank_zero(tensor, stage, dtype)
+            if whole is not None:
+                yield from _to_hugging_face(tensor, whole.cpu(), self._shape)
+
+    def _at_rank_zero(self, tensor: Tensor, stage: int, dtype: torch.dtype) -> torch.Tensor | None:
+        state = mcore.parallel_state
+        own_stage, stages = state.get_pipeline_model_parallel_rank(), state.get_pipeline_model_parallel_world_size()
+        whole = self._of_stage(tensor.megatron) if own_stage == stage else None
+        if stage == 0 or stages == 1:
+            return whole if self._rank == 0 else None
+        group = state.get_pipeline_model_parallel_group()
+        ranks = dist.get_process_group_ranks(group)
+        if ranks[0] != 0:
+            return None
+        if whole is not None:
+            dist.send(whole.contiguous(), 0, group=group)
+        if self._rank != 0:
+            return None
+        rows, rest = sum(size[0] for _, size in tensor.parts), tensor.parts[0][1][1:]
+        whole = torch.empty((rows, *rest), dtype=dtype, device=mcore.DEVICE)
+        dist.recv(whole, ranks[stage], group=group)
+        return whole
+
+    def _of_stage(self, megatron: str) -> torch.Tensor:
+        """One of this stage's tensors, of all tensor- or expert-parallel ranks."""
+        name, parameter = self._mine[megatron]
         if EXPERT in name:
-            for each, tensor in zip(first.global_names(name), _of_expert_ranks(parameter), strict=True):
-                mine[each] = tensor.to("cpu", copy=True)
-            continue
+            return self._of_expert_rank(self._first.global_names(name).index(megatron), parameter.detach())
         tensor = _gathered(name, parameter)
-        if name in (EMBEDDING, OUTPUT):
-            tensor = tensor[: shape.vocabulary]
-        mine[first.global_name(name)] = tensor.detach().to("cpu", copy=True)
-    stages = mcore.parallel_state.get_pipeline_model_parallel_world_size()
-    if stages > 1:
-        parts: list[Tensors] = [{} for _ in range(stages)]
-        dist.all_gather_object(parts, mine, group=mcore.parallel_state.get_pipeline_model_parallel_group())
-        mine = {name: tensor for part in parts for name, tensor in part.items()}
-    return {name: tensor.contiguous() for name, tensor in sorted(_to_hugging_face(mine, shape).items())}
+        return tensor[: self._shape.vocabulary] if name in (EMBEDDING, OUTPUT) else tensor
+
+    def _of_expert_rank(self, owner: int, mine: torch.Tensor) -> torch.Tensor:
+        """An expert of that rank's; `mine` is the one that has its place here."""
+        if self._first.expert_ranks == 1:
+            return mine
+        group = mcore.parallel_state.get_expert_model_parallel_group()
+        found = mine.contiguous() if owner == self._first.expert_rank else torch.empty_like(mine)
+        dist.broadcast(found, dist.get_process_group_ranks(group)[owner], group=group)
+        return found
+
+
+def export_weights(model: Any, shape: ModelShape) -> Tensors:
+    """The whole model in memory, at rank 0; elsewhere nothing. Collective."""
+    return {name: tensor.detach().clone() for name, tensor in Export(model, shape)}
+
+
+def export_files(model: Any, shape: ModelShape, folder: Path) -> Written | None:
+    """The same as safetensors files in rank 0's `folder`, of which a piece is in memory. None elsewhere. Collective."""
+    export = Export(model, shape)
+    if dist.get_rank() == 0:
+        return write_weights(folder, export.specs, ((name, _bytes(tensor)) for name, tensor in export))
+    for _ in export:
+        raise AssertionError("rank 0 alone is given tensors")
+    return None
 
 
 def fuse_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: ModelShape) -> torch.Tensor:
@@ -132,16 +197,12 @@ def _to_megatron(state: Mapping[str, torch.Tensor], shape: ModelShape) -> dict[s
     return whole
 
 
-def _to_hugging_face(whole: Tensors, shape: ModelShape) -> Tensors:
-    out: Tensors = {}
-    for tensor in tensors_of(shape):
-        held = whole[tensor.megatron]
-        parts: tuple[torch.Tensor, ...] = (held,)
-        if tensor.joined:
-            parts = split_qkv(held, shape) if tensor.joined == "qkv" else held.chunk(2, 0)
-        for (name, size), part in zip(tensor.parts, parts, strict=True):
-            out[name] = part.reshape(size)
-    return out
+def _to_hugging_face(tensor: Tensor, held: torch.Tensor, shape: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:
+    parts: tuple[torch.Tensor, ...] = (held,)
+    if tensor.joined:
+        parts = split_qkv(held, shape) if tensor.joined == "qkv" else held.chunk(2, 0)
+    for (name, size), part in zip(tensor.parts, parts, strict=True):
+        yield name, part.reshape(size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,17 +241,6 @@ def _first(model: Any, shape: ModelShape) -> _First:
     )
 
 
-def _of_expert_ranks(parameter: Any) -> list[torch.Tensor]:
-    """An expert's tensor of each expert-parallel rank."""
-    tensor: torch.Tensor = parameter.detach()
-    size = mcore.parallel_state.get_expert_model_parallel_world_size()
-    if size == 1:
-        return [tensor]
-    parts = [torch.empty_like(tensor) for _ in range(size)]
-    dist.all_gather(parts, tensor.contiguous(), group=mcore.parallel_state.get_expert_model_parallel_group())
-    return parts
-
-
 def _cut(tensor: torch.Tensor, dim: int | None, rank: int, size: int, rows: int | None) -> torch.Tensor:
     if rows is not None and rows > tensor.shape[0]:
         tensor = functional.pad(tensor, (0, 0, 0, rows - tensor.shape[0]))
@@ -222,7 +272,6 @@ TOKENIZER = (
     "vocab.json",
     "merges.txt",
 )
-SHARD_BYTES = 4 << 30
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -238,28 +287,20 @@ def description(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in DESCRIPTION if (folder / name).exists()}
 
 
-def weight_files(tensors: Mapping[str, torch.Tensor], *, shard_bytes: int = SHARD_BYTES) -> Iterator[tuple[str, bytes]]:
-    """(file name, content) of the safetensors files, with an index when there are several. The same tensors give the
-    same bytes."""
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    size = 0
-    for name in sorted(tensors):
-        tensor_bytes = tensors[name].nbytes
-        if shards[-1] and size + tensor_bytes > shard_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensors[name].contiguous()
-        size += tensor_bytes
-    if len(shards) == 1:
-        yield "model.safetensors", save(shards[0], {"format": "pt"})
-        return
-    names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
-    for file, shard in zip(names, shards, strict=True):
-        yield file, save(shard, {"format": "pt"})
-    weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    yield "model.safetensors.index.json", json.dumps(index, sort_keys=True).encode()
+def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], *, shard_bytes: int = SHARD_BYTES) -> Written:
+    """Safetensors files, with an index when there are several. The same tensors give the same bytes."""
+    ordered = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    specs = [TensorSpec(name, _code(tensors[name].dtype), tuple(tensors[name].shape)) for name in ordered]
+    contents = ((name, _bytes(tensors[name])) for name in ordered)
+    return write_weights(folder, specs, contents, shard_bytes=shard_bytes)
+
+
+def _code(dtype: torch.dtype) -> str:
+    return CODES[str(dtype).removeprefix("torch.")]
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def write_folder(folder: Path, shape: ModelShape, tensors: Mapping[str, torch.Tensor], tokenizer: Path) -> None:
@@ -272,10 +313,9 @@ def write_folder(folder: Path, shape: ModelShape, tensors: Mapping[str, torch.Te
     for name in TOKENIZER:
         if (tokenizer / name).exists() and tokenizer.resolve() != folder.resolve():
             shutil.copyfile(tokenizer / name, folder / name)
-    for name, content in weight_files(tensors):
-        part = folder / f"{name}.part"
-        part.write_bytes(content)
-        part.replace(folder / name)
+    with tempfile.TemporaryDirectory(prefix=".", dir=folder) as part:
+        for name in write_tensors(Path(part), tensors).sha256:
+            (Path(part) / name).replace(folder / name)
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -301,23 +341,19 @@ SAFETENSORS = "application/vnd.safetensors"
 JSON = "application/json"
 
 
-def checksum(tensor: torch.Tensor) -> str:
-    """sha256 of the tensor's little-endian bytes and its shape: "<hex>:2x3"."""
-    content = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    return f"{hashlib.sha256(content).hexdigest()}:{'x'.join(map(str, tensor.shape))}"
-
-
-async def upload(tensors: Mapping[str, torch.Tensor], model: Path, blobs: Blobs) -> tuple[WeightFile, ...]:
-    """Store the tensors with the config files of the `model` folder; unchanged files keep their names."""
-    contents = {**description(model), **dict(weight_files(tensors))}
-    media = [JSON if name.endswith(".json") else SAFETENSORS for name in contents]
-    puts = [blobs.put(content, media_type=kind) for content, kind in zip(contents.values(), media, strict=True)]
+async def upload(folder: Path, written: Written, model: Path, blobs: Blobs) -> tuple[WeightFile, ...]:
+    """Store what was written with the config files of the `model` folder; unchanged files keep their names."""
+    puts = [blobs.put(content, media_type=JSON) for content in description(model).values()]
+    puts += [
+        blobs.put_file(folder / name, sha256=sha256, media_type=JSON if name.endswith(".json") else SAFETENSORS)
+        for name, sha256 in written.sha256.items()
+    ]
     refs = await asyncio.gather(*puts)
-    return tuple(WeightFile(name, ref) for name, ref in zip(contents, refs, strict=True))
+    return tuple(WeightFile(name, ref) for name, ref in zip((*description(model), *written.sha256), refs, strict=True))
 
 
 def published(
-    tensors: Mapping[str, torch.Tensor],
+    written: Written,
     files: tuple[WeightFile, ...],
     *,
     run_id: str,
@@ -327,7 +363,8 @@ def published(
     checkpoint: Path | None,
 ) -> WeightVersionPublished:
     """The event of weights that stand at `cursor`."""
-    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
+    types = {spec.name: DTYPES[spec.code] for spec in written.specs}
+    several = len(set(types.values())) > 1
     return WeightVersionPublished(
         event_id=digest("WeightVersionPublished", run_id, version),
         run_id=run_id,
@@ -338,7 +375,8 @@ def published(
         kind="full",
         base_version=None,
         files=files,
-        dtype="+".join(sorted(dtypes)),
-        checksums={name: checksum(tensor) for name, tensor in sorted(tensors.items())},
+        dtype="+".join(sorted(set(types.values()))),
+        checksums=dict(sorted(written.checksums.items())),
         checkpoint=None if checkpoint is None else str(checkpoint),
+        dtypes=types if several else {},
     )

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs, Listing, MemoryBlobs
@@ -346,6 +347,15 @@ class ScratchBlobs:
             return await self._own.get(ref)
         except BlobMissing:
             return await self._below.get(ref)
+
+    async def put_file(self, path: Path, *, sha256: str = "", media_type: str = "application/octet-stream") -> BlobRef:
+        return await self._own.put_file(path, sha256=sha256, media_type=media_type)
+
+    async def get_file(self, ref: BlobRef, path: Path) -> None:
+        try:
+            await self._own.get_file(ref, path)
+        except BlobMissing:
+            await self._below.get_file(ref, path)
 
     async def put_named(self, name: str, content: bytes, *, media_type: str = "application/octet-stream") -> None:
         await self._own.put_named(name, content, media_type=media_type)

@@ -4,7 +4,7 @@ such record repeats url, state and version.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from turnlog.schemas.types import BlobRef
 
@@ -47,6 +47,8 @@ class WeightVersionPublished:
     scalar)."""
     checkpoint: str | None
     """Path or URI of the checkpoint that holds the same weights, if one was written."""
+    dtypes: dict[str, str] = field(default_factory=dict)
+    """Tensor name -> its type, where `dtype` names several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,8 @@ import dataclasses
 import hashlib
 import io
 import os
+import resource
+import signal
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from minio import Minio
 
-from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs, MemoryBlobs, Owner, StoreUnavailable, key
+from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs, MemoryBlobs, NoRoom, Owner, StoreUnavailable, key
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.servers import ObjectStore
 from turnlog.infra.s3 import S3Blobs
@@ -55,6 +57,40 @@ async def test_what_was_put_comes_back(blobs: Blobs, content: bytes) -> None:
 @given(content=st.binary(max_size=2000))
 async def test_any_bytes_come_back(blobs: Blobs, content: bytes) -> None:
     assert await blobs.get(await blobs.put(content)) == content
+
+
+@pytest.mark.parametrize("size", [0, 1, 40_000_000], ids=["empty", "one byte", "40 MB, in parts"])
+async def test_a_file_comes_back_as_a_file(blobs: Blobs, tmp_path: Path, size: int) -> None:
+    there, back = tmp_path / "there", tmp_path / "back"
+    content = (uuid4().bytes * (size // 16 + 1))[:size]
+    there.write_bytes(content)
+    ref = await blobs.put_file(there, media_type="text/plain")
+    assert ref == BlobRef(hashlib.sha256(content).hexdigest(), size, "text/plain")
+    assert await blobs.put_file(there, sha256=ref.sha256, media_type="text/plain") == ref
+    await blobs.get_file(ref, back)
+    assert back.read_bytes() == content == await blobs.get(ref)
+
+
+async def test_a_file_that_does_not_verify_is_not_left_behind(blobs: Blobs, tmp_path: Path) -> None:
+    ref = await blobs.put(b"twelve bytes")
+    for wrong, error in ((dataclasses.replace(ref, size=11), BlobCorrupt), (BlobRef("ab" * 32, 1), BlobMissing)):
+        with pytest.raises(error):
+            await blobs.get_file(wrong, tmp_path / "back")
+        assert not os.listdir(tmp_path)
+
+
+async def test_a_disk_without_room_is_named_and_not_the_store(blobs: Blobs, tmp_path: Path) -> None:
+    ref = await blobs.put(bytes(10_000))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, before[1]))
+    try:
+        with pytest.raises(NoRoom, match="back: File too large"):
+            await blobs.get_file(ref, tmp_path / "back")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert not os.listdir(tmp_path)
 
 
 async def test_putting_again_changes_nothing(blobs: Blobs) -> None:

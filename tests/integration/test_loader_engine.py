@@ -14,6 +14,7 @@ from uuid import uuid4
 import httpx
 import pytest
 
+from tests.fakes.weights import version
 from turnlog.consumers.loader import main
 from turnlog.infra.log import Partition
 from turnlog.infra.roles.role import Role, opened
@@ -21,8 +22,7 @@ from turnlog.schemas.events import EngineRegistered, EngineWeightsLoaded, Engine
 from turnlog.schemas.events.weights import WeightFile
 from turnlog.schemas.topics import ENGINES
 from turnlog.settings import Settings
-from turnlog.trainer.checkpoint import Cursor
-from turnlog.trainer.weights import published, read_weights, upload
+from turnlog.trainer.weights import read_weights
 
 pytestmark = [pytest.mark.kafka, pytest.mark.engine]
 PROMPT = [5, 6, 7, 8, 9]
@@ -61,22 +61,18 @@ async def role(live_settings: Settings, tiny_model: Path, engine_url: str) -> As
         yield role
 
 
-async def publish(role: Role, version: int, *, factor: float, truncated: bool = False) -> None:
-    """The engine's own weights with matrices times `factor`, as version `version`."""
+async def publish(role: Role, number: int, *, factor: float, truncated: bool = False) -> None:
+    """The engine's own weights with matrices times `factor`, as version `number`."""
     model = Path(role.settings.model.path)
     tensors = {
         name: tensor.float() * (factor if tensor.dim() > 1 else 1.0) for name, tensor in read_weights(model).items()
     }
-    files = await upload(tensors, model, role.blobs)
+    event = await version(tensors, number, role.blobs, model, run_id=role.settings.run.id)
     if truncated:
-        content = await role.blobs.get(next(file.blob for file in files if file.name == "model.safetensors"))
-        files = (WeightFile("model.safetensors", await role.blobs.put(content[:-100])),)
-    cursor = Cursor(next_batch=version, step=version)
-    await role.events.append(
-        published(
-            tensors, files, run_id=role.settings.run.id, version=version, incarnation=0, cursor=cursor, checkpoint=None
-        )
-    )
+        content = await role.blobs.get(next(file.blob for file in event.files if file.name == "model.safetensors"))
+        short = WeightFile("model.safetensors", await role.blobs.put(content[:-100]))
+        event = dataclasses.replace(event, files=(short,))
+    await role.events.append(event)
 
 
 async def said(role: Role, count: int) -> list[Event]:
@@ -121,7 +117,7 @@ async def test_loads_under_load_refuses_a_truncated_file_and_keeps_serving(role:
     assert (loaded.version, loaded.state) == (first, "serving")
     assert all(len(output) == 12 for output, _, _ in await asyncio.gather(*busy))
 
-    (folder,) = (Path(role.settings.run.directory) / "weights" / "engine-0").glob(f"{first}-*")
+    (folder,) = (Path(role.settings.run.directory) / "weights").glob(f"{first}-*")
     for temperature in (1.0, 0.7):
         output, logprobs, version = await generate(engine_url, temperature)
         assert version == str(first)

@@ -14,22 +14,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load
-
-from turnlog.infra.blobs import BlobCorrupt
 from turnlog.infra.history import all_events
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.terminal import say
+from turnlog.infra.tensors.files import DTYPES, TensorSpec, Written
+from turnlog.infra.tensors.versions import BadWeights, assembled, chain_of
 from turnlog.names import ExitStatus
 from turnlog.schemas import topics
 from turnlog.schemas.events import WeightVersionPublished
@@ -39,22 +38,13 @@ from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import LearnerOptions
 from turnlog.trainer.shape import read_shape
-from turnlog.trainer.weights import (
-    DESCRIPTION,
-    TOKENIZER,
-    Tensors,
-    checksum,
-    description,
-    read_weights,
-    weight_files,
-)
+from turnlog.trainer.weights import DESCRIPTION, TOKENIZER, description, read_weights
 
 CARD = "README.md"
 LICENCES = ("LICENSE", "LICENSE.txt", "NOTICE")
 """Of the model that training began from: whoever passes its weights on passes these on."""
 BESIDE = (*TOKENIZER, "tokenizer.model", *LICENCES)
 """Files of [model] path that go along as they are."""
-SAFETENSORS = ".safetensors"
 
 
 class ExportError(Exception):
@@ -84,11 +74,11 @@ class Exported:
     parameters: int = 0
     dtypes: set[str] = field(default_factory=set)
 
-    def count(self, tensors: Tensors) -> None:
-        """One file more."""
-        self.tensors += len(tensors)
-        self.parameters += sum(tensor.numel() for tensor in tensors.values())
-        self.dtypes |= {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
+    def count(self, specs: Sequence[TensorSpec]) -> None:
+        """All tensors."""
+        self.tensors = len(specs)
+        self.parameters = sum(math.prod(spec.shape) for spec in specs)
+        self.dtypes = {DTYPES[spec.code] for spec in specs}
 
     @property
     def said(self) -> str:
@@ -135,22 +125,11 @@ async def export_version(role: Role, folder: Path, number: int | None) -> Export
         there = f"; there are {found[0].version} to {found[-1].version}" if found else ": did its trainer start?"
         raise ExportRefused(f"run {role.settings.run.id} has published {wanted}{there}")
     done = Exported(role.settings.run.id, Path(role.settings.model.path), event)
-    checked: set[str] = set()
     with appearing(folder) as part:
-        for file in event.files:
-            if file.name != Path(file.name).name or file.name in ("", ".", ".."):
-                raise WeightsDamaged(f"version {event.version} names a file {file.name!r}")
-            try:
-                content = await role.blobs.get(file.blob)
-            except BlobCorrupt as error:
-                raise WeightsDamaged(f"version {event.version}, {file.name}: {error}") from error
-            if file.name.endswith(SAFETENSORS):
-                tensors = _tensors(file.name, content, event)
-                _check(tensors, event)
-                checked |= tensors.keys()
-                done.count(tensors)
-            (part / file.name).write_bytes(content)
-        _check_complete(checked, event)
+        try:
+            done.count(await assembled(chain_of(event, {one.version: one for one in found}), role.blobs, part))
+        except BadWeights as error:
+            raise WeightsDamaged(str(error)) from error
         _finish(part, done)
     return done
 
@@ -164,27 +143,28 @@ def export_checkpoint(
     event = held[-1] if held else None
     model = Path(settings.model.path)
     done = Exported(settings.run.id, model, event, checkpoint.name)
-    tensors = restored(settings, checkpoint)
-    done.count(tensors)
-    if event is not None:
-        _check(tensors, event)
-        _check_complete(tensors.keys(), event)
     with appearing(folder) as part:
-        for name, content in {**description(model), **dict(weight_files(tensors))}.items():
+        written = _restored(settings, checkpoint, part)
+        done.count(written.specs)
+        if event is not None:
+            _check(written, event)
+        for name, content in description(model).items():
             (part / name).write_bytes(content)
         _finish(part, done)
     return done
 
 
-def restored(settings: Settings, checkpoint: Path) -> Tensors:
-    """The weights of a checkpoint under Hugging Face names. Raises CheckpointUnusable, UnsupportedModel."""
+def _restored(settings: Settings, checkpoint: Path, folder: Path) -> Written:
+    """The weights of a checkpoint under Hugging Face names, as files. Raises CheckpointUnusable, UnsupportedModel."""
     read_common(checkpoint)
     model, trainer = Path(settings.model.path), settings.trainer
     with process_group():
         options = LearnerOptions(dtype=trainer.dtype, threads=trainer.threads)
         learner = Learner(read_shape(model), read_weights(model), options)
         learner.restore(checkpoint)
-        return learner.export()
+        written = learner.export_files(folder)
+    assert written is not None, "this process is rank 0"
+    return written
 
 
 def check_free(folder: Path) -> None:
@@ -220,24 +200,13 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _tensors(name: str, content: bytes, event: WeightVersionPublished) -> Tensors:
-    try:
-        return load(content)
-    except SafetensorError as error:
-        raise WeightsDamaged(f"version {event.version}, {name} of {len(content)} bytes: {error}") from error
-
-
-def _check(tensors: Tensors, event: WeightVersionPublished) -> None:
-    for name, tensor in tensors.items():
-        found, published = checksum(tensor), event.checksums.get(name)
+def _check(written: Written, event: WeightVersionPublished) -> None:
+    for name in sorted(written.checksums.keys() | event.checksums.keys()):
+        found, published = written.checksums.get(name), event.checksums.get(name)
         if found != published:
-            raise WeightsDamaged(f"version {event.version}: {name} is {found}, published {published or 'without it'}")
-
-
-def _check_complete(names: Iterable[str], event: WeightVersionPublished) -> None:
-    missing = sorted(event.checksums.keys() - set(names))
-    if missing:
-        raise WeightsDamaged(f"version {event.version}: {len(missing)} tensors are missing, the first is {missing[0]}")
+            raise WeightsDamaged(
+                f"version {event.version}: {name} is {found or 'missing'}, published {published or 'without it'}"
+            )
 
 
 def _finish(part: Path, done: Exported) -> None:

@@ -41,7 +41,7 @@ from turnlog.trainer.offline.export import appearing, card_of, check_free, model
 from turnlog.trainer.plan import LearnerOptions, imitation
 from turnlog.trainer.shape import ModelShape, read_shape
 from turnlog.trainer.warm_start import LOWEST_RATE, RAMP_STEPS, demonstration_rows
-from turnlog.trainer.weights import Tensors, read_weights, weight_files
+from turnlog.trainer.weights import read_weights
 
 RESULT, PLAN = "sft.json", "plan.json"
 LINES_PER_EPOCH = 10
@@ -289,7 +289,7 @@ class Tuning:
             while self.epochs[-1].epoch < self._numbers.epochs:
                 self._epoch(learner, split)
                 self._save(learner)
-            self._write(learner.export())
+            self._write(learner)
         shutil.rmtree(self._beside)
 
     def _begin(self, *, fresh: bool) -> Path | None:
@@ -371,12 +371,12 @@ class Tuning:
         for old in sorted(self._beside.glob("epoch-*"))[:-1]:
             shutil.rmtree(old)
 
-    def _write(self, tensors: Tensors) -> None:
-        dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
+    def _write(self, learner: Learner) -> None:
         last = self.epochs[-1]
         with appearing(self._out) as part:
-            for name, content in weight_files(tensors):
-                (part / name).write_bytes(content)
+            written = learner.export_files(part)
+            assert written is not None, "one rank trains"
+            dtypes = written.dtypes
             model_files(part, self._model, dtypes)
             result = {**self._plan, "losses": [dataclasses.asdict(each) for each in self.epochs]}
             (part / RESULT).write_text(json.dumps(result, indent=2) + "\n")

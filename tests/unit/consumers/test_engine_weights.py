@@ -1,8 +1,10 @@
-"""Weight files are checked for everything that SGLang does not check."""
+"""Weight files are checked for everything that SGLang does not check, and fetched once for all loaders of a machine."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import fcntl
 import struct
 from pathlib import Path
 
@@ -10,90 +12,175 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from turnlog.consumers.loader import (
+from tests.fakes.weights import version
+from turnlog.infra.blobs import MemoryBlobs
+from turnlog.infra.tensors.versions import (
+    TURN,
     ChecksumMismatch,
     DtypeMismatch,
+    Held,
     ShapeMismatch,
     TensorsMismatch,
+    Timer,
     TruncatedSafetensors,
     UnsafeName,
-    fetch,
+    WeightFolders,
+    check_fits,
     model_shapes,
-    parse_safetensors,
     verify,
-    write,
 )
-from turnlog.infra.blobs import MemoryBlobs
 from turnlog.schemas.events import WeightVersionPublished
 from turnlog.schemas.events.weights import WeightFile
 from turnlog.schemas.types import BlobRef
-from turnlog.trainer.checkpoint import Cursor
-from turnlog.trainer.weights import published
 
 TENSORS = {"a": torch.arange(6, dtype=torch.float32).reshape(2, 3), "b": torch.ones(4)}
 SHAPES = {"a": (2, 3), "b": (4,)}
 CONTENT = save(TENSORS, {"format": "pt"})
 
 
-def event(tensors: dict[str, torch.Tensor] = TENSORS) -> WeightVersionPublished:
-    return published(tensors, (), run_id="run", version=3, incarnation=0, cursor=Cursor(), checkpoint=None)
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
 
 
-def test_what_the_trainer_exports_is_good() -> None:
-    verify(event(), {"model.safetensors": CONTENT, "config.json": b"{}"}, SHAPES)
+@pytest.fixture
+def blobs() -> MemoryBlobs:
+    return MemoryBlobs()
+
+
+@pytest.fixture
+async def event(blobs: MemoryBlobs, model: Path) -> WeightVersionPublished:
+    return await version(TENSORS, 3, blobs, model)
+
+
+def folder_of(tmp_path: Path, content: bytes) -> Path:
+    folder = tmp_path / "fetched"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(content)
+    return folder
+
+
+async def test_what_the_trainer_exports_is_good(event: WeightVersionPublished, tmp_path: Path) -> None:
+    check_fits(event, SHAPES)
+    found = await verify(event, folder_of(tmp_path, CONTENT))
+    assert {spec.name: spec.shape for spec in found} == SHAPES
 
 
 @pytest.mark.parametrize("cut", [0, 7, 20, len(CONTENT) - 1])
-def test_a_file_cut_anywhere_is_truncated(cut: int) -> None:
+async def test_a_file_cut_anywhere_is_truncated(event: WeightVersionPublished, tmp_path: Path, cut: int) -> None:
     with pytest.raises(TruncatedSafetensors):
-        parse_safetensors("model.safetensors", CONTENT[:cut])
+        await verify(event, folder_of(tmp_path, CONTENT[:cut]))
 
 
-def test_bytes_behind_the_data_are_refused() -> None:
+@pytest.mark.parametrize(
+    "content", [CONTENT + b"\0", struct.pack("<Q", 1 << 60) + CONTENT[8:]], ids=["bytes behind", "a header that lies"]
+)
+async def test_a_file_that_is_not_what_its_header_says_is_refused(
+    event: WeightVersionPublished, tmp_path: Path, content: bytes
+) -> None:
     with pytest.raises(TruncatedSafetensors):
-        parse_safetensors("model.safetensors", CONTENT + b"\0")
+        await verify(event, folder_of(tmp_path, content))
 
 
-def test_a_header_that_lies_about_its_length_is_refused() -> None:
-    with pytest.raises(TruncatedSafetensors):
-        parse_safetensors("model.safetensors", struct.pack("<Q", 1 << 60) + CONTENT[8:])
-
-
-def test_a_missing_tensor_is_named() -> None:
+async def test_a_version_of_another_model_is_refused_before_it_is_fetched(blobs: MemoryBlobs, model: Path) -> None:
     with pytest.raises(TensorsMismatch, match="the first is b"):
-        verify(event({"a": TENSORS["a"]}), {"model.safetensors": save({"a": TENSORS["a"]})}, SHAPES)
-
-
-def test_a_wrong_shape_is_named() -> None:
+        check_fits(await version({"a": TENSORS["a"]}, 3, blobs, model), SHAPES)
     turned = {"a": TENSORS["a"].T.contiguous(), "b": TENSORS["b"]}
     with pytest.raises(ShapeMismatch, match=r"a is \(3, 2\)"):
-        verify(event(turned), {"model.safetensors": save(turned)}, SHAPES)
+        check_fits(await version(turned, 3, blobs, model), SHAPES)
 
 
-def test_another_dtype_than_published_is_refused() -> None:
-    with pytest.raises(DtypeMismatch):
-        verify(dataclasses.replace(event(), dtype="bfloat16"), {"model.safetensors": CONTENT}, SHAPES)
+async def test_a_tensor_that_the_files_lack_is_named(event: WeightVersionPublished, tmp_path: Path) -> None:
+    with pytest.raises(TensorsMismatch, match="the first is b"):
+        await verify(event, folder_of(tmp_path, save({"a": TENSORS["a"]})))
 
 
-def test_a_flipped_bit_is_found() -> None:
+async def test_another_dtype_than_published_is_refused_and_each_tensor_may_have_its_own(
+    event: WeightVersionPublished, blobs: MemoryBlobs, model: Path, tmp_path: Path
+) -> None:
+    mixed = {"a": TENSORS["a"].bfloat16(), "b": TENSORS["b"]}
+    folder = folder_of(tmp_path, save(mixed))
+    both = await version(mixed, 3, blobs, model)
+    assert (both.dtype, both.dtypes) == ("bfloat16+float32", {"a": "bfloat16", "b": "float32"})
+    assert len(await verify(both, folder)) == 2
+    with pytest.raises(DtypeMismatch, match="a is BF16, the event says float32"):
+        await verify(event, folder)
+
+
+async def test_a_flipped_bit_is_found(event: WeightVersionPublished, tmp_path: Path) -> None:
     flipped = CONTENT[:-1] + bytes([CONTENT[-1] ^ 1])
     with pytest.raises(ChecksumMismatch, match="b is"):
-        verify(event(), {"model.safetensors": flipped}, SHAPES)
+        await verify(event, folder_of(tmp_path, flipped))
 
 
-async def test_a_file_name_cannot_leave_the_folder() -> None:
-    ref = BlobRef("0" * 64, 0)
+class Machine:
+    """One disk, and a store that counts."""
+
+    def __init__(self, directory: Path, blobs: MemoryBlobs, *, patience_s: float = 5.0) -> None:
+        self.directory, self.folders = directory, WeightFolders(directory, blobs, patience_s=patience_s)
+
+    async def held(self, *chain: WeightVersionPublished) -> Held:
+        return await self.folders.held(chain, Timer())
+
+    @property
+    def there(self) -> list[str]:
+        return sorted(path.name for path in self.directory.iterdir() if path.is_dir())
+
+
+class Counting(MemoryBlobs):
+    """Says how many files were fetched."""
+
+    fetched = 0
+
+    async def get_file(self, ref: BlobRef, path: Path) -> None:
+        self.fetched += 1
+        await asyncio.sleep(0)
+        await super().get_file(ref, path)
+
+
+async def test_a_file_name_cannot_leave_the_folder(event: WeightVersionPublished, tmp_path: Path) -> None:
+    machine = Machine(tmp_path / "weights", MemoryBlobs())
     with pytest.raises(UnsafeName):
-        await fetch(dataclasses.replace(event(), files=(WeightFile("../x", ref),)), MemoryBlobs())
+        await machine.held(dataclasses.replace(event, files=(WeightFile("../x", BlobRef("0" * 64, 0)),)))
+    assert machine.there == []
 
 
-def test_two_versions_stay_on_disk(tmp_path: Path) -> None:
-    folders = [write({"model.safetensors": CONTENT}, tmp_path, version) for version in (8, 9, 10)]
-    assert set(tmp_path.iterdir()) == set(folders[1:])
-    assert model_shapes(folders[2]) == SHAPES
+async def test_loaders_of_a_machine_share_one_download(model: Path, tmp_path: Path) -> None:
+    blobs = Counting()
+    event = await version(TENSORS, 3, blobs, model)
+    machines = [Machine(tmp_path / "weights", blobs) for _ in range(3)]
+    found = await asyncio.gather(*(machine.held(event) for machine in machines))
+    assert blobs.fetched == len(event.files)
+    assert len({held.path for held in found}) == 1
+    assert model_shapes(found[0].path) == SHAPES
 
 
-def test_two_loaders_of_an_engine_never_share_a_folder(tmp_path: Path) -> None:
-    first, second = (write({"model.safetensors": CONTENT}, tmp_path, 3) for _ in range(2))
-    assert first != second
-    assert model_shapes(first) == model_shapes(second) == SHAPES
+async def test_two_versions_stay_and_those_that_somebody_holds(blobs: MemoryBlobs, model: Path, tmp_path: Path) -> None:
+    machine = Machine(tmp_path / "weights", blobs)
+    held = [await machine.held(await version(TENSORS, number, blobs, model)) for number in (8, 9, 10)]
+    assert len(machine.there) == 3
+    for one in held:
+        one.release()
+    last = await machine.held(await version(TENSORS, 11, blobs, model))
+    assert machine.there == sorted([held[2].path.name, last.path.name])
+
+
+async def test_what_a_dead_loader_left_half_done_goes(
+    event: WeightVersionPublished, blobs: MemoryBlobs, tmp_path: Path
+) -> None:
+    machine = Machine(tmp_path / "weights", blobs)
+    (machine.directory / "2-left.part").mkdir()
+    held = await machine.held(event)
+    assert machine.there == [held.path.name]
+
+
+async def test_a_loader_that_stopped_while_it_fetched_holds_no_other_up(
+    event: WeightVersionPublished, blobs: MemoryBlobs, tmp_path: Path
+) -> None:
+    machine = Machine(tmp_path / "weights", blobs, patience_s=0.2)
+    with (machine.directory / TURN).open("w") as stopped:
+        fcntl.flock(stopped, fcntl.LOCK_EX)
+        assert model_shapes((await machine.held(event)).path) == SHAPES

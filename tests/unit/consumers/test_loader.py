@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response
 from tests.contract.test_https import served
 from tests.fakes.memory_engine_control import MemoryEngineControl
 from tests.fakes.memory_log import MemoryLog
+from tests.fakes.weights import version
 from tests.secured import Authority
 from turnlog.consumers.lag import by_role, lag_of
 from turnlog.consumers.loader import EngineSwapFailed, Loader, NamedEngine, NoSuchEngine, engine_of, main, update_of
@@ -35,8 +36,6 @@ from turnlog.schemas.events.weights import WeightFile
 from turnlog.schemas.topics import ENGINES
 from turnlog.schemas.types import BlobRef
 from turnlog.settings import EngineSettings, GatewaySettings, ModelSettings, RunSettings, Settings
-from turnlog.trainer.checkpoint import Cursor
-from turnlog.trainer.weights import published
 
 URL = "http://engine"
 
@@ -56,19 +55,16 @@ async def role(tmp_path: Path) -> AsyncIterator[Role]:
         yield Role("loader", "loader-0", settings, log, events, MemoryBlobs(), Health("loader"))
 
 
-def tensors(version: int) -> dict[str, torch.Tensor]:
-    return {"a": torch.full((2, 3), float(version)), "b": torch.ones(4)}
+def tensors(number: int) -> dict[str, torch.Tensor]:
+    return {"a": torch.full((2, 3), float(number)), "b": torch.ones(4)}
 
 
-async def publish(role: Role, version: int, *, content: bytes | None = None) -> None:
-    """Version `version`; `content` stands in for its file."""
-    weights = tensors(version)
-    ref = await role.blobs.put(save(weights) if content is None else content)
-    files = (WeightFile("model.safetensors", ref),)
-    cursor = Cursor(next_batch=version, step=version)
-    await role.events.append(
-        published(weights, files, run_id="run", version=version, incarnation=0, cursor=cursor, checkpoint=None)
-    )
+async def publish(role: Role, number: int, *, content: bytes | None = None) -> None:
+    """Version `number`; `content` stands in for its file."""
+    event = await version(tensors(number), number, role.blobs, Path(role.settings.model.path))
+    if content is not None:
+        event = dataclasses.replace(event, files=(WeightFile("model.safetensors", await role.blobs.put(content)),))
+    await role.events.append(event)
 
 
 async def said(role: Role, count: int) -> list[Event]:
@@ -110,8 +106,8 @@ async def test_registers_and_acknowledges_each_version(
 
 
 async def test_of_several_waiting_versions_only_the_newest_is_loaded(role: Role, control: MemoryEngineControl) -> None:
-    for version in range(4):
-        await publish(role, version)
+    for number in range(4):
+        await publish(role, number)
     task = asyncio.create_task(Loader(role, control, "engine-0", URL).run())
     loaded = (await said(role, 2))[1]
     role.stopping.set()
@@ -235,10 +231,10 @@ async def test_a_truncated_file_is_refused_before_the_engine_sees_it(
     assert (loaded.version, control.loads) == (2, [0, 2])
 
 
-async def publish_after(role: Role, count: int, version: int) -> None:
-    """Publish `version` once `count` status events are there."""
+async def publish_after(role: Role, count: int, number: int) -> None:
+    """Publish version `number` once `count` status events are there."""
     await said(role, count)
-    await publish(role, version)
+    await publish(role, number)
 
 
 async def test_when_the_newest_is_bad_the_next_newest_is_loaded(role: Role, control: MemoryEngineControl) -> None:
@@ -347,9 +343,9 @@ class GatedBlobs(MemoryBlobs):
         super().__init__()
         self.gate = Gate()
 
-    async def get(self, ref: BlobRef) -> bytes:
+    async def get_file(self, ref: BlobRef, path: Path) -> None:
         await self.gate.pass_through()
-        return await super().get(ref)
+        await super().get_file(ref, path)
 
 
 class GatedControl(MemoryEngineControl):
@@ -365,9 +361,10 @@ class GatedControl(MemoryEngineControl):
 
 
 async def test_a_loader_that_wakes_up_behind_its_successor_does_not_touch_the_engine(
-    role: Role, control: MemoryEngineControl
+    role: Role, control: MemoryEngineControl, tmp_path: Path
 ) -> None:
-    zombies = dataclasses.replace(role, blobs=GatedBlobs())
+    elsewhere = dataclasses.replace(role.settings, run=RunSettings(id="run", directory=str(tmp_path / "elsewhere")))
+    zombies = dataclasses.replace(role, blobs=GatedBlobs(), settings=elsewhere)
     await publish(zombies, 0)
     zombie = asyncio.create_task(Loader(zombies, control, "engine-0", URL).run())
     await zombies.blobs.gate.reached.wait()  # type: ignore[attr-defined]

@@ -10,10 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from turnlog.trainer.checkpoint import file_sha256
 from turnlog.trainer.reference import synthetic_model
 from turnlog.trainer.shape import TINY, read_shape
 from turnlog.trainer.warm_start import demonstration_rows, make_base, random_weights, warm_start
-from turnlog.trainer.weights import read_weights, weight_files, write_folder
+from turnlog.trainer.weights import read_weights, write_tensors
 
 DEMONSTRATIONS = [([1, 5, 6, 7, 8, 2], [0, 0, 1, 1, 1, 1]), ([1, 9, 8, 7, 2], [0, 0, 1, 1, 1])]
 
@@ -61,18 +62,28 @@ def test_imitated_tokens_weigh_equally_and_the_first_token_never_trains() -> Non
     assert rows.weight_divisor.tolist() == [2, 2]
 
 
-def test_large_models_are_sharded_with_an_index(tmp_path: Path, tokenizer: Path) -> None:
+def test_large_models_are_sharded_with_an_index(tmp_path: Path) -> None:
     tensors = random_weights(TINY, 0)
-    files = dict(weight_files(tensors, shard_bytes=60_000))
-    index = json.loads(files["model.safetensors.index.json"])
+    written = write_tensors(tmp_path, tensors, shard_bytes=60_000)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(tensors)
-    assert set(index["weight_map"].values()) == {name for name in files if name.endswith(".safetensors")}
-    write_folder(tmp_path, TINY, tensors, tokenizer)
-    (tmp_path / "model.safetensors").unlink()
-    for name, content in files.items():
-        (tmp_path / name).write_bytes(content)
+    assert set(index["weight_map"].values()) == {name for name in written.sha256 if name.endswith(".safetensors")}
+    assert {path.name for path in tmp_path.iterdir()} == set(written.sha256)
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in read_weights(tmp_path).items())
 
 
-def test_the_same_weights_give_the_same_bytes() -> None:
-    assert dict(weight_files(random_weights(TINY, 0))) == dict(weight_files(random_weights(TINY, 0)))
+def test_the_same_weights_give_the_same_bytes_whose_hashes_are_said(tmp_path: Path) -> None:
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+    one, two = (write_tensors(folder, random_weights(TINY, 0)) for folder in folders)
+    assert one == two
+    assert one.sha256 == {path.name: file_sha256(path) for path in folders[0].iterdir()}
+
+
+def test_narrow_values_lie_behind_wide_ones_so_that_both_load(tmp_path: Path) -> None:
+    tensors = {"a": torch.ones(3, dtype=torch.bfloat16), "b": torch.arange(5.0), "c": torch.tensor(2.5)}
+    assert write_tensors(tmp_path, tensors).dtypes == {"float32", "bfloat16"}
+    found = read_weights(tmp_path)
+    assert {name: tensor.dtype for name, tensor in found.items()} == {name: t.dtype for name, t in tensors.items()}
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())

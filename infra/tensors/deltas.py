@@ -1,0 +1,137 @@
+"""What changed between two safetensors files of the same tensors: their bytes xor'd, all values' first bytes before the
+second ones (small steps leave the high ones alone), in zstd. Unchanged pieces cost a zero.
+
+A delta is its frames one after another, then JSON, its length as u64 and MAGIC: {"header": that of the new file,
+"frames": {tensor: [bytes of each piece's frame, 0 where nothing changed]}}. Neither side holds more than a few pieces.
+
+BrokenDelta   not a delta, or not of this base
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from turnlog.infra.tensors.files import WIDTHS, NotSafetensors, Place, ShardFile, pieces, placed, places
+
+SUFFIX = ".delta"
+MAGIC = b"TLDELTA1"
+ZSTD = pa.Codec("zstd", compression_level=1)
+
+
+class BrokenDelta(Exception):
+    """Says which file, and why it cannot be applied."""
+
+
+@dataclass(slots=True)
+class Unchanged:
+    """Values that two files have in common, bit for bit, by how they are held."""
+
+    values: int = 0
+    same: int = 0
+    as_bfloat16: int = 0
+    """Of float32 alone: those that would be the same were they rounded."""
+    float32: int = 0
+
+    def count(self, code: str, before: NDArray[np.uint8], after: NDArray[np.uint8]) -> None:
+        """One piece more."""
+        kind = np.dtype(f"<u{WIDTHS[code]}")
+        old, new = before.view(kind), after.view(kind)
+        self.values += len(new)
+        self.same += int(np.count_nonzero(old == new))
+        if code == "F32":
+            self.float32 += len(new)
+            self.as_bfloat16 += int(np.count_nonzero(_rounded(old) == _rounded(new)))
+
+    def shares(self) -> dict[str, float]:
+        """ "published": as they are; "bfloat16": of float32 values, were they published in that."""
+        found = {"published": self.same / self.values} if self.values else {}
+        return found | ({"bfloat16": self.as_bfloat16 / self.float32} if self.float32 else {})
+
+
+def _rounded(bits: NDArray[Any]) -> NDArray[Any]:
+    """To bfloat16, to the nearest, ties to even."""
+    return (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+
+
+def write_delta(base: Path, new: Path, out: Path, unchanged: Unchanged) -> None:
+    """What makes `new` of `base`. Raises BrokenDelta where they do not hold the same tensors, NotSafetensors."""
+    before, after = places(base), places(new)
+    if [place.spec for place in before] != [place.spec for place in after]:
+        raise BrokenDelta(f"{new} holds other tensors than {base}")
+    frames: dict[str, list[int]] = {}
+    with base.open("rb") as old, new.open("rb") as current, out.open("wb") as file:
+        for left, right in zip(before, after, strict=True):
+            frames[right.spec.name] = found = []
+            for one, other in zip(_arrays(old, left), _arrays(current, right), strict=True):
+                unchanged.count(right.spec.code, one, other)
+                frame = _frame(one ^ other, WIDTHS[right.spec.code])
+                found.append(len(frame))
+                file.write(frame)
+        current.seek(0)
+        (length,) = struct.unpack("<Q", current.read(8))
+        index = json.dumps({"header": current.read(length).decode(), "frames": frames}).encode()
+        file.write(index + struct.pack("<Q", len(index)) + MAGIC)
+
+
+def apply_delta(base: Path, delta: Path, out: Path) -> None:
+    """The new file. Whether it is the one that was meant, its checksums say. Raises BrokenDelta."""
+    try:
+        with base.open("rb") as old, delta.open("rb") as file:
+            header, frames = _index(file)
+            specs = [place.spec for place in header]
+            before = {place.spec.name: place for place in places(base)}
+            if {place.spec for place in before.values()} != set(specs):
+                raise BrokenDelta(f"{delta.name} is of other tensors than {base}")
+            file.seek(0)
+            made = ShardFile(out, specs)
+            try:
+                for spec in specs:
+                    made.add(spec, _applied(old, before[spec.name], file, frames[spec.name]))
+            finally:
+                made.close()
+    except (OSError, ValueError, KeyError, TypeError, NotSafetensors, struct.error) as error:
+        raise BrokenDelta(f"{delta.name} on {base}: {error}") from error
+
+
+def _applied(old: BinaryIO, place: Place, file: BinaryIO, frames: list[int]) -> Iterator[memoryview]:
+    for before, size in zip(_arrays(old, place), frames, strict=True):
+        change = _unframed(file.read(size), len(before), WIDTHS[place.spec.code]) if size else np.uint8(0)
+        yield (before ^ change).data
+
+
+def _index(file: BinaryIO) -> tuple[tuple[Place, ...], dict[str, list[int]]]:
+    end = file.seek(0, os.SEEK_END)
+    file.seek(max(0, end - 16))
+    length, magic = struct.unpack("<Q8s", file.read(16))
+    if magic != MAGIC or length > end - 16:
+        raise ValueError("its end is not that of a delta")
+    file.seek(end - 16 - length)
+    index = json.loads(file.read(length))
+    return placed(index["header"].encode()), index["frames"]
+
+
+def _arrays(file: BinaryIO, place: Place) -> Iterator[NDArray[np.uint8]]:
+    for content in pieces(file, place.begin, place.end):
+        yield np.frombuffer(content, np.uint8)
+
+
+def _frame(changed: NDArray[np.uint8], width: int) -> bytes:
+    if not changed.any():
+        return b""
+    planes = np.ascontiguousarray(changed.reshape(-1, width).T)
+    return bytes(ZSTD.compress(planes.tobytes(), asbytes=True))
+
+
+def _unframed(frame: bytes, size: int, width: int) -> NDArray[np.uint8]:
+    planes = np.frombuffer(ZSTD.decompress(frame, decompressed_size=size, asbytes=True), np.uint8)
+    return np.ascontiguousarray(planes.reshape(width, -1).T).reshape(-1)

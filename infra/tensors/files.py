@@ -1,0 +1,221 @@
+"""Safetensors files as streams: tensors are written one after another behind a header that says beforehand where each
+will lie, and read back one at a time, so that no file ever stands in memory.
+
+The library takes all tensors of a file at once, in copies; of it are the checks of a header.
+
+NotSafetensors   a file's length is not what its header says, or it has no header
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from safetensors import SafetensorError, safe_open
+
+SUFFIX = ".safetensors"
+SHARD_BYTES = 4 << 30
+PIECE = 16 << 20
+"""Bytes that are read at once: whole values of any type."""
+METADATA = {"format": "pt"}
+CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+"""torch's names of types in safetensors' words."""
+DTYPES = {code: name for name, code in CODES.items()}
+WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""Bytes of a value."""
+
+
+class NotSafetensors(Exception):
+    """Says what is wrong with the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor without its values."""
+
+    name: str
+    code: str
+    """A value of CODES."""
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * WIDTHS[self.code]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor lies in its file."""
+
+    spec: TensorSpec
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a folder of weights holds."""
+
+    sha256: dict[str, str]
+    """By file."""
+    checksums: dict[str, str]
+    """By tensor: see `checksum`."""
+    specs: tuple[TensorSpec, ...]
+    """Every tensor, in order."""
+
+    @property
+    def dtypes(self) -> set[str]:
+        """torch's names of the types that there are."""
+        return {DTYPES[spec.code] for spec in self.specs}
+
+    @property
+    def parameters(self) -> int:
+        return sum(math.prod(spec.shape) for spec in self.specs)
+
+
+def checksum(digest: str, shape: Sequence[int]) -> str:
+    """As WeightVersionPublished has it: "<hex>:2x3"."""
+    return f"{digest}:{'x'.join(map(str, shape))}"
+
+
+def places(path: Path) -> tuple[Place, ...]:
+    """Every tensor of the file, in the order of their bytes. Raises NotSafetensors, also for bytes that the header does
+    not cover."""
+    size = path.stat().st_size
+    try:
+        with safe_open(path, "numpy"):
+            pass
+    except (SafetensorError, OSError, ValueError) as error:
+        raise NotSafetensors(f"{path.name} of {size} bytes: {error}") from error
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        return placed(file.read(length))
+
+
+def placed(header: bytes) -> tuple[Place, ...]:
+    """The same of a header that was found good."""
+    behind = 8 + len(header)
+    found = [
+        Place(
+            TensorSpec(name, entry["dtype"], tuple(entry["shape"])),
+            *(behind + offset for offset in entry["data_offsets"]),
+        )
+        for name, entry in json.loads(header).items()
+        if name != "__metadata__"
+    ]
+    return tuple(sorted(found, key=lambda place: (place.begin, place.end)))
+
+
+def header_of(specs: Sequence[TensorSpec]) -> bytes:
+    """Of a file with these tensors in this order; the same tensors give the same bytes."""
+    entries: dict[str, object] = {"__metadata__": METADATA}
+    offset = 0
+    for spec in specs:
+        ends = [offset, offset := offset + spec.nbytes]
+        entries[spec.name] = {"dtype": spec.code, "shape": list(spec.shape), "data_offsets": ends}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8)
+
+
+def pieces(file: BinaryIO, begin: int, end: int, *, size: int = PIECE) -> Iterator[bytes]:
+    """The bytes of a file from `begin` to `end`, `size` at a time."""
+    file.seek(begin)
+    while begin < end:
+        content = file.read(min(size, end - begin))
+        if not content:
+            raise NotSafetensors(f"{file.name} ended at byte {begin} while it was read")
+        begin += len(content)
+        yield content
+
+
+class ShardFile:
+    """A file under way: its tensors come in the order of `specs`, each in one piece or several."""
+
+    def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
+        self._file = path.open("wb")
+        self._running = hashlib.sha256()
+        self.checksums: dict[str, str] = {}
+        header = header_of(specs)
+        self._put(struct.pack("<Q", len(header)) + header)
+
+    def _put(self, content: bytes | memoryview) -> None:
+        self._running.update(content)
+        self._file.write(content)
+
+    def add(self, spec: TensorSpec, content: Iterable[bytes | memoryview]) -> None:
+        """The next tensor."""
+        of_tensor, count = hashlib.sha256(), 0
+        for piece in content:
+            of_tensor.update(piece)
+            self._put(piece)
+            count += len(piece)
+        if count != spec.nbytes:
+            raise ValueError(f"{spec.name} came in {count} bytes, the header says {spec.nbytes}")
+        self.checksums[spec.name] = checksum(of_tensor.hexdigest(), spec.shape)
+
+    def close(self) -> str:
+        """The sha256 of the whole file."""
+        self._file.close()
+        return self._running.hexdigest()
+
+
+def shards(specs: Sequence[TensorSpec], shard_bytes: int = SHARD_BYTES) -> list[tuple[str, list[TensorSpec]]]:
+    """File by file, in the order given: (name, tensors)."""
+    found: list[list[TensorSpec]] = [[]]
+    size = 0
+    for spec in specs:
+        if found[-1] and size + spec.nbytes > shard_bytes:
+            found.append([])
+            size = 0
+        found[-1].append(spec)
+        size += spec.nbytes
+    if len(found) == 1:
+        return [(f"model{SUFFIX}", found[0])]
+    return [(f"model-{number:05}-of-{len(found):05}{SUFFIX}", shard) for number, shard in enumerate(found, start=1)]
+
+
+def write_weights(
+    folder: Path,
+    specs: Sequence[TensorSpec],
+    tensors: Iterator[tuple[str, memoryview]],
+    *,
+    shard_bytes: int = SHARD_BYTES,
+) -> Written:
+    """The safetensors files of a model folder, with an index when there are several. `tensors`: (name, bytes) in the
+    order of `specs`; none is held longer than it takes to write it."""
+    planned, sha256, checksums = shards(specs, shard_bytes), dict[str, str](), dict[str, str]()
+    for name, shard in planned:
+        file = ShardFile(folder / name, shard)
+        for spec in shard:
+            found, content = next(tensors)
+            if found != spec.name:
+                raise ValueError(f"{found} came where {spec.name} was planned")
+            file.add(spec, (content,))
+        sha256[name] = file.close()
+        checksums |= file.checksums
+    if len(planned) > 1:
+        weight_map = {spec.name: name for name, shard in planned for spec in shard}
+        total = sum(spec.nbytes for spec in specs)
+        index = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, sort_keys=True).encode()
+        (folder / INDEX).write_bytes(index)
+        sha256[INDEX] = hashlib.sha256(index).hexdigest()
+    return Written(sha256, checksums, tuple(specs))
+
+
+INDEX = "model.safetensors.index.json"
+
+
+def read_checksums(path: Path) -> Iterator[tuple[TensorSpec, str]]:
+    """Of each tensor of the file, as its bytes are. Raises NotSafetensors."""
+    with path.open("rb") as file:
+        for place in places(path):
+            running = hashlib.sha256()
+            for piece in pieces(file, place.begin, place.end):
+                running.update(piece)
+            yield place.spec, checksum(running.hexdigest(), place.spec.shape)

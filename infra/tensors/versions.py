@@ -1,0 +1,370 @@
+"""A published weight version as a folder: fetched a piece at a time, a delta put on its base, and held against all that
+its event says and an engine does not check. WeightFolders is the disk that the loaders of a machine share.
+
+BadWeights   SGLang would load wrong tensors and die of short files
+├── TruncatedSafetensors   a file's length is not what its header says, or it has no header
+├── TensorsMismatch        names differ from those of the engine's model
+├── ShapeMismatch          a tensor has another shape than in the engine's model
+├── DtypeMismatch          a tensor has another dtype than the event says
+├── BaseMissing            no event names what a delta is of
+├── WrongBase              a delta does not fit what its base holds
+├── ChecksumMismatch       a file or tensor does not hash to what the event says
+└── UnsafeName             a file name that would leave the folder
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from turnlog.infra.blobs import BlobCorrupt, Blobs
+from turnlog.infra.tensors import deltas
+from turnlog.infra.tensors.files import CODES, SUFFIX, NotSafetensors, TensorSpec, places, read_checksums
+from turnlog.schemas.events import WeightVersionPublished
+from turnlog.schemas.events.weights import WeightFile
+
+log = logging.getLogger(__name__)
+Shapes = Mapping[str, tuple[int, ...]]
+Chain = Sequence[WeightVersionPublished]
+AT_ONCE = 4
+"""Files of a version that are fetched or hashed together."""
+
+
+class BadWeights(Exception):
+    """Base of the tree above: the engine keeps its old weights."""
+
+
+class TruncatedSafetensors(BadWeights):
+    """Not a whole safetensors file."""
+
+
+class TensorsMismatch(BadWeights):
+    """A tensor is missing or unknown."""
+
+
+class ShapeMismatch(BadWeights):
+    """A tensor does not fit."""
+
+
+class DtypeMismatch(BadWeights):
+    """A tensor is of another type."""
+
+
+class BaseMissing(BadWeights):
+    """A chain of deltas does not end in full weights."""
+
+
+class WrongBase(BadWeights):
+    """The delta, or the base, is another one."""
+
+
+class ChecksumMismatch(BadWeights):
+    """The bytes are not those that the trainer exported."""
+
+
+class UnsafeName(BadWeights):
+    """File names in an event are plain names."""
+
+
+def model_shapes(folder: Path) -> Shapes:
+    """Tensor names and shapes of a model folder. Reads headers only. Raises FileNotFoundError, NotSafetensors."""
+    files = sorted(folder.glob(f"*{SUFFIX}"))
+    if not files:
+        raise FileNotFoundError(f"{folder} has no {SUFFIX} file; [model] path must be the folder that engines serve")
+    return {place.spec.name: place.spec.shape for file in files for place in places(file)}
+
+
+def published_shapes(event: WeightVersionPublished) -> Shapes:
+    """Tensor names and shapes of the version."""
+    sizes = {name: text.partition(":")[2] for name, text in event.checksums.items()}
+    return {name: tuple(map(int, size.split("x"))) if size else () for name, size in sizes.items()}
+
+
+def check_fits(event: WeightVersionPublished, expected: Shapes) -> None:
+    """That an engine whose model is `expected` can have the version. Raises TensorsMismatch, ShapeMismatch."""
+    found = published_shapes(event)
+    _check_names(event, found.keys(), expected.keys())
+    for name, shape in found.items():
+        if shape != expected[name]:
+            raise ShapeMismatch(f"version {event.version}: {name} is {shape}, the model has {expected[name]}")
+
+
+def _check_names(event: WeightVersionPublished, found: Iterable[str], wanted: Iterable[str]) -> None:
+    if differing := sorted(set(found) ^ set(wanted)):
+        raise TensorsMismatch(
+            f"version {event.version}: {len(differing)} tensors are missing or unknown, the first is {differing[0]}"
+        )
+
+
+def chain_of(event: WeightVersionPublished, known: Mapping[int, WeightVersionPublished]) -> Chain:
+    """The event behind those that it rests on, the first of which is of full weights. Raises BaseMissing."""
+    chain = [event]
+    while (first := chain[0]).kind != "full":
+        base = known.get(-1 if first.base_version is None else first.base_version)
+        if first.kind != "delta" or base is None or base.version >= first.version:
+            raise BaseMissing(
+                f"version {event.version} rests on version {first.version}, {first.kind} of {first.base_version}, "
+                "which is not known here; the next full version will do"
+            )
+        chain.insert(0, base)
+    return chain
+
+
+async def fetch(event: WeightVersionPublished, blobs: Blobs, folder: Path) -> None:
+    """Every file of the version into an empty folder. Raises ChecksumMismatch, UnsafeName, BlobMissing, NoRoom,
+    StoreUnavailable."""
+    for file in event.files:
+        if file.name != Path(file.name).name or file.name in ("", ".", ".."):
+            raise UnsafeName(f"version {event.version} names a file {file.name!r}")
+    limit = asyncio.Semaphore(AT_ONCE)
+
+    async def one(file: WeightFile) -> None:
+        async with limit:
+            try:
+                await blobs.get_file(file.blob, folder / file.name)
+            except BlobCorrupt as error:
+                raise ChecksumMismatch(f"version {event.version}, {file.name}: {error}") from error
+
+    results = await asyncio.gather(*map(one, event.files), return_exceptions=True)  # nothing writes there afterwards
+    for failure in filter(None, results):
+        raise failure
+
+
+async def verify(event: WeightVersionPublished, folder: Path) -> tuple[TensorSpec, ...]:
+    """That the files hold the version's tensors, byte for byte; these. Raises BadWeights."""
+    limit = asyncio.Semaphore(AT_ONCE)
+
+    async def one(path: Path) -> list[tuple[TensorSpec, str]]:
+        async with limit:
+            try:
+                return await asyncio.to_thread(lambda: list(read_checksums(path)))
+            except NotSafetensors as error:
+                raise TruncatedSafetensors(str(error)) from error
+
+    files = await asyncio.gather(*map(one, _files(folder, SUFFIX)))
+    found = [each for file in files for each in file]
+    _check_names(event, [spec.name for spec, _ in found], event.checksums)
+    for spec, checksum in found:
+        dtype = event.dtypes.get(spec.name, event.dtype)
+        if spec.code != CODES.get(dtype):
+            raise DtypeMismatch(f"version {event.version}: {spec.name} is {spec.code}, the event says {dtype}")
+        if checksum != event.checksums[spec.name]:
+            raise ChecksumMismatch(
+                f"version {event.version}: {spec.name} is {checksum}, published {event.checksums[spec.name]}"
+            )
+    return tuple(spec for spec, _ in found)
+
+
+def _files(folder: Path, suffix: str) -> list[Path]:
+    return sorted(folder.glob(f"*{suffix}"))
+
+
+async def rebuild(base: Path, folder: Path) -> None:
+    """Every delta in the folder becomes the file that it makes of the base's. Raises WrongBase."""
+
+    def one(delta: Path) -> None:
+        name = delta.name.removesuffix(deltas.SUFFIX)
+        deltas.apply_delta(base / name, delta, folder / name)
+        delta.unlink()
+
+    try:
+        for delta in _files(folder, deltas.SUFFIX):
+            await asyncio.to_thread(one, delta)
+    except deltas.BrokenDelta as error:
+        raise WrongBase(str(error)) from error
+
+
+@dataclass(slots=True)
+class Timer:
+    """Seconds by phase."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the block, also when it fails."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
+
+
+@dataclass(slots=True)
+class Held:
+    """A folder that stays until it is released, or its process ends."""
+
+    path: Path
+    descriptor: int
+
+    def release(self) -> None:
+        os.close(self.descriptor)
+
+
+PART, ALTERED = ".part", ".altered"
+"""What ends the name of a folder that nobody may load."""
+TURN = ".fetching"
+LOOK_S, PATIENCE_S = 0.1, 5.0
+KEPT = 2
+"""Newest versions that stay though nobody holds them."""
+
+
+class WeightFolders:
+    """Versions on the disk of one machine. Whoever needs one first fetches it while the others wait; a folder is whole
+    or absent, and nothing in it ever changes. Locks are the kernel's: those of a dead process are free."""
+
+    def __init__(
+        self, directory: Path, blobs: Blobs, *, patience_s: float = PATIENCE_S, beat: Callable[[], None] = lambda: None
+    ) -> None:
+        """`patience_s`: who fetches and has not said for so long that it is alive is not waited for; `beat` is called
+        while others are waited for, and between versions."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory, self._blobs, self._patience_s, self._beat = directory, blobs, patience_s, beat
+
+    async def held(self, chain: Chain, timer: Timer) -> Held:
+        """The folder of the chain's last version. Raises BadWeights, BlobError."""
+        began = time.monotonic()
+        async with self._turn():
+            timer.seconds |= {"fetch": time.monotonic() - began, "verify": 0.0}
+            return self._hold(chain[-1].version) or await self._made(chain, timer)
+
+    async def _made(self, chain: Chain, timer: Timer) -> Held:
+        at, base = self._nearest(chain)
+        if base is None:
+            return await self._built(chain, None, timer)
+        try:
+            return await self._built(chain[at + 1 :], base, timer)
+        except (ChecksumMismatch, WrongBase, TruncatedSafetensors) as error:
+            log.warning("%s is not what it was: everything is fetched anew (%s)", base.path, error)
+            base.path.rename(base.path.with_name(base.path.name + ALTERED))
+            return await self._built(chain, None, timer)
+
+    def _nearest(self, chain: Chain) -> tuple[int, Held | None]:
+        """The newest of the bases that is there."""
+        for at in reversed(range(len(chain) - 1)):
+            if (found := self._hold(chain[at].version)) is not None:
+                return at, found
+        return -1, None
+
+    async def _built(self, chain: Chain, base: Held | None, timer: Timer) -> Held:
+        """Version by version from the base on, which is released when the next one is there."""
+        for event in chain:
+            self._beat()
+            made = self._begun(event.version)
+            try:
+                with timer.phase("fetch"):
+                    await fetch(event, self._blobs, made.path)
+                with timer.phase("verify"):
+                    if base is not None and event.kind == "delta":
+                        await rebuild(base.path, made.path)
+                    await verify(event, made.path)
+            except BaseException:
+                await asyncio.to_thread(shutil.rmtree, made.path)
+                made.release()
+                raise
+            finally:
+                if base is not None:
+                    base.release()
+            base = Held(made.path.rename(made.path.with_suffix("")), made.descriptor)
+        assert base is not None, "a chain is not empty"
+        await asyncio.to_thread(self._prune)
+        return base
+
+    def _begun(self, version: int) -> Held:
+        part = Path(tempfile.mkdtemp(prefix=f"{version}-", suffix=PART, dir=self._directory))
+        part.chmod(0o755)
+        descriptor = _locked(part, fcntl.LOCK_SH)
+        assert descriptor is not None, "its name is nobody else's"
+        return Held(part, descriptor)
+
+    def _hold(self, version: int) -> Held | None:
+        for path in self._directory.glob(f"{version}-*"):
+            if path.suffix not in (PART, ALTERED) and (descriptor := _locked(path, fcntl.LOCK_SH)) is not None:
+                return Held(path, descriptor)
+        return None
+
+    def _prune(self) -> None:
+        """Of versions beyond the KEPT newest, and of what nobody may load, what nobody holds."""
+        found = {path: int(path.name.partition("-")[0]) for path in self._directory.glob("[0-9]*-*")}
+        newest = sorted({version for path, version in found.items() if not path.suffix})[-KEPT:]
+        for path, version in found.items():
+            if path.suffix or version not in newest:
+                descriptor = _locked(path, fcntl.LOCK_EX)
+                if descriptor is not None:
+                    shutil.rmtree(path)
+                    os.close(descriptor)
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """To fetch: one at a time, unless the one whose turn it is has stopped."""
+        descriptor = os.open(self._directory / TURN, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            moved, seen = time.monotonic(), -1
+            while not _lock(descriptor, fcntl.LOCK_EX):
+                self._beat()
+                if (said := os.fstat(descriptor).st_mtime_ns) != seen:
+                    moved, seen = time.monotonic(), said
+                if time.monotonic() - moved > self._patience_s:
+                    log.warning("who fetches into %s has stopped: not waited for", self._directory)
+                    break
+                await asyncio.sleep(LOOK_S)
+            alive = asyncio.create_task(_alive(descriptor))
+            try:
+                yield
+            finally:
+                alive.cancel()
+        finally:
+            os.close(descriptor)
+
+
+async def _alive(descriptor: int) -> None:
+    """Until it is cancelled, say so in the file's time."""
+    while True:
+        os.utime(descriptor)
+        await asyncio.sleep(LOOK_S)
+
+
+def _locked(path: Path, kind: int) -> int | None:
+    """A descriptor of the folder with the lock; None where it is gone, or held otherwise."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        return None
+    try:
+        if _lock(descriptor, kind) and path.stat().st_ino == os.fstat(descriptor).st_ino:
+            return descriptor
+    except FileNotFoundError:  # it was removed before we had the lock
+        pass
+    os.close(descriptor)
+    return None
+
+
+def _lock(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+async def assembled(chain: Chain, blobs: Blobs, folder: Path) -> tuple[TensorSpec, ...]:
+    """The chain's last version in an empty folder; its tensors. Raises BadWeights, BlobError."""
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as beside:
+        base: Path | None = None
+        for event in chain:
+            into = folder if event is chain[-1] else Path(beside) / str(event.version)
+            os.makedirs(into, exist_ok=True)
+            await fetch(event, blobs, into)
+            if base is not None:
+                await rebuild(base, into)
+            found, base = await verify(event, into), into
+    return found
