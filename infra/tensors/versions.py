@@ -207,6 +207,7 @@ class Held:
     descriptor: int
 
     def release(self) -> None:
+        """It may go."""
         os.close(self.descriptor)
 
 
