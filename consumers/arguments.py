@@ -30,6 +30,24 @@ def archive_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--yes", action="store_true", help="prune: delete, do not only show")
 
 
+INDEX_EPILOG = """\
+Examples:
+  turnlog index                           the role: follow the log into [index] path, until it is stopped
+  turnlog index build                     everything that is on the log now, and end
+  turnlog index build --from archive      when the topics are gone, or no longer begin at their beginning
+"""
+
+
+def index_arguments(verb: argparse.ArgumentParser) -> None:
+    """Follow, or build and end."""
+    verb.formatter_class = argparse.RawDescriptionHelpFormatter
+    verb.epilog = INDEX_EPILOG
+    verb.add_argument(
+        "action", nargs="?", choices=("run", "build"), default="run", help="run the role (default), or index and end"
+    )
+    _source(verb)
+
+
 GC_EPILOG = """\
 A first call with --delete moves what nothing has named for a grace into the bucket's trash/, from where readers take it
 back; a call a grace later looks again and deletes it for good. It reads every record of every log and archive of the

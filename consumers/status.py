@@ -24,6 +24,7 @@ from turnlog.infra.roles.role import Role, RunPhase, opened
 from turnlog.infra.roles.runs import life
 from turnlog.infra.roles.terminal import Terminal, say_json
 from turnlog.names import ExitStatus
+from turnlog.processors.core.books import counting_steps
 from turnlog.schemas import topics
 from turnlog.schemas.events import SampleBatchFormed, StepCompleted
 from turnlog.settings import Settings
@@ -110,11 +111,7 @@ async def _from_log(settings: Settings) -> dict[str, Any]:
 async def _progress(role: Role) -> dict[str, Any]:
     """How far the run is, by its control topics: draws trained of those planned, batches, the newest weights."""
     said = await life(role)
-    steps: dict[int, StepCompleted] = {}
-    for step in await all_events(role, topics.STEPS):
-        assert isinstance(step, StepCompleted)
-        if (before := steps.get(step.batch_index)) is None or before.incarnation <= step.incarnation:
-            steps[step.batch_index] = step
+    steps: dict[int, StepCompleted] = counting_steps(await all_events(role, topics.STEPS))
     batches = [event for event in await all_events(role, topics.BATCHES) if isinstance(event, SampleBatchFormed)]
     versions = [event.version for event in await all_events(role, topics.WEIGHTS)]
     last = steps[max(steps)] if steps else None

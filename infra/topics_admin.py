@@ -124,6 +124,7 @@ ACCESS: Mapping[str, Access] = {
         owner=TransactionalId.ARCHIVE,
         asks=(ConsumerGroup.ASSEMBLER,),
     ),
+    "index": Access(reads=CATALOGUE, appends=False),
     "lag": Access(reads=CATALOGUE, asks=tuple(ConsumerGroup), appends=False),
     "reader": Access(reads=CATALOGUE, asks=tuple(ConsumerGroup)),
     "prune": Access(
@@ -152,6 +153,7 @@ ACCESS: Mapping[str, Access] = {
 """Roles, and as if they were roles what people do (VERBS)."""
 VERBS: Mapping[str, str] = {
     "archive": "archive, archive flush and status",
+    "index": "index, index build",
     "lag": "lag",
     "reader": "status, replay, fold, dataset, eval, export, books, reward, report, session, dead-letters list and "
     "show, run list",

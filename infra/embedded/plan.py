@@ -33,9 +33,9 @@ from turnlog.infra.roles.probe import health_host
 from turnlog.infra.run_folder import LOGS, SETTINGS, STORE_KEY, Endpoints
 from turnlog.settings import GatewaySettings, LivenessSettings, RegistrySettings, Settings, ViewsSettings
 
-ROLES = ("gateway", "runner", "sandbox", "assembler", "batcher", "trainer", "loader", "views", "archive")
-"""What `turnlog up` runs; a name given twice is two processes, `loader` is one per engine, `views` and `archive` have a
-switch in their settings. Tasks are fed by `turnlog run`."""
+ROLES = ("gateway", "runner", "sandbox", "assembler", "batcher", "trainer", "loader", "views", "archive", "index")
+"""What `turnlog up` runs; a name given twice is two processes, `loader` is one per engine, `views`, `archive` and
+`index` have a switch in their settings. Tasks are fed by `turnlog run`."""
 THREADED = frozenset({"trainer"})
 """Roles that compute; all others get OMP_NUM_THREADS=1."""
 LOG_AND_STORE, ON_LOG, GATEWAY, ROLE = 0, 1, 2, 3
@@ -191,8 +191,8 @@ class LaunchPlan:
         counts = Counter(roles)
         if "loader" in counts:
             counts["loader"] = engines
-        for role, enabled in (("views", self._settings.views.enabled), ("archive", self._settings.archive.enabled)):
-            if not enabled:
+        for role in ("views", "archive", "index"):
+            if not getattr(self._settings, role).enabled:
                 counts.pop(role, None)
         return [Slot(role, number) for role, count in counts.items() for number in range(count)]
 

@@ -55,6 +55,7 @@ def drain_s(role: str, settings: Settings) -> float:
         "batcher": ROUND_S,
         "feeder": ROUND_S,
         "archive": ROUND_S,
+        "index": ROUND_S,
         "runner": 0.0,  # rollouts go on with the next owner
         "views": 0.0,
         "registry": 0.0,

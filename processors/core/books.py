@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 from turnlog.processors.core import BooksDoNotBalance
 from turnlog.schemas.events import (
@@ -118,12 +119,28 @@ def run_books(
         if score.status is not GroupStatus.trained or score.group_id not in taken:
             masked[MaskReason.unused.value] += score.books.trained
     masked[MaskReason.unused.value] += sum(unscored.values())
-    trained = _trained(manifests, {step.batch_index: step for step in sorted(steps, key=_incarnation)}, masked)
+    trained = _trained(manifests, counting_steps(steps), masked)
     return Account(sum(sampled_by_group.values()), trained, Counter({k: n for k, n in sorted(masked.items()) if n}))
 
 
-def _incarnation(step: StepCompleted) -> int:
-    return step.incarnation
+class OfBatch(Protocol):
+    """A step, or what is kept of one."""
+
+    @property
+    def batch_index(self) -> int:
+        """Of the batch that was stepped on."""
+
+    @property
+    def incarnation(self) -> int:
+        """Of the trainer."""
+
+
+Step = TypeVar("Step", bound=OfBatch)
+
+
+def counting_steps(steps: Iterable[Step]) -> dict[int, Step]:
+    """Of each batch the step that counts: that of the highest incarnation, of several the last."""
+    return {step.batch_index: step for step in sorted(steps, key=lambda step: step.incarnation)}
 
 
 def _trained(

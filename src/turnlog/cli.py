@@ -167,7 +167,7 @@ def _askers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     doctor = _verb(verbs, "doctor", _doctor, "check brokers, topics, registry and store, and say what to change")
     doctor.add_argument("--json", action="store_true")
     health = _verb(verbs, "health", _health, "ask a role of this container whether it is ready, for probes")
-    health.add_argument("role", choices=(*ROLES, "sandbox", "archive", "views", "lag", "egress", "registry"))
+    health.add_argument("role", choices=(*ROLES, "sandbox", "archive", "index", "views", "lag", "egress", "registry"))
     asked = health.add_mutually_exclusive_group()
     asked.add_argument("--ready", action="store_true", help="whether it does its work (the default)")
     asked.add_argument("--live", action="store_true", help="whether its loops come round")
@@ -183,6 +183,7 @@ def _readers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     sandbox_arguments(_verb(verbs, "sandbox", _sandbox, "role: run tool calls in sandboxes; pool, check, exec"))
     of.replay_arguments(_verb(verbs, "replay", _replay, "fold the log again: compare, travel in time, refold"))
     of.archive_arguments(_verb(verbs, "archive", _archive, "role: copy topics into the object store; flush, prune"))
+    of.index_arguments(_verb(verbs, "index", _index, "role: keep the log as tables of one file, for questions in SQL"))
     of.gc_arguments(_verb(verbs, "gc", _gc, "what nothing names any more in the store: show it, or let it go"))
     schemas = _verb(verbs, "schemas", _schemas, "check today's schemas against every release, or release them")
     schemas.add_argument("action", choices=("check", "release"))
@@ -365,6 +366,12 @@ def _replay(settings: Settings, arguments: argparse.Namespace) -> int:
 
 def _archive(settings: Settings, arguments: argparse.Namespace) -> int:
     from turnlog.consumers.archive import command
+
+    return command(settings, arguments)
+
+
+def _index(settings: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.consumers.index.indexer import command
 
     return command(settings, arguments)
 

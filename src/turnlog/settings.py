@@ -443,6 +443,16 @@ class LagSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IndexSettings:
+    """[index] The log as tables of one SQLite file, for `turnlog query` and pages (docs/index.md)."""
+
+    enabled: bool = False
+    """`turnlog up` runs an indexer."""
+    path: str = ""
+    """Of the file; empty is index.sqlite in the run's directory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StatusSettings:
     """[status] `turnlog status` where no supervisor of `turnlog up` runs the roles."""
 
@@ -473,6 +483,7 @@ class Settings:
     loader: LoaderSettings = LoaderSettings()
     views: ViewsSettings = ViewsSettings()
     archive: ArchiveSettings = ArchiveSettings()
+    index: IndexSettings = IndexSettings()
     liveness: LivenessSettings = field(default_factory=LivenessSettings)
     lag: LagSettings = LagSettings()
     status: StatusSettings = StatusSettings()

@@ -49,7 +49,7 @@ class ForeignRun(RefusedRecord):
 
 
 class KeyMismatch(RefusedRecord):
-    """Remedy: its producer must use the event's group_id as the key."""
+    """Remedy: its producer must use as the key what the catalogue says."""
 
 
 class WrongTopic(RefusedRecord):
@@ -124,7 +124,7 @@ class UnitFold:
         if self.low_water.is_done(group):
             return Taken()
         try:
-            _check_place(record, event, self._run_id)
+            check_place(record, event, self._run_id)
         except RefusedRecord as misplaced:
             return Taken(refusal=misplaced)
         fold = self.low_water.open_group(group, event.floor)
@@ -154,12 +154,13 @@ def _group(record: InputRecord) -> str:
     return record.key.decode(errors="replace")
 
 
-def _check_place(record: InputRecord, event: Event, run_id: str) -> None:
-    """Raises ForeignRun, KeyMismatch, WrongTopic."""
+def check_place(record: InputRecord, event: Event, run_id: str) -> None:
+    """Of a record of any topic. Raises ForeignRun, KeyMismatch, WrongTopic."""
     name = type(event).__name__
     where = f"{record.topic}[{record.partition}]@{record.offset}"
     ForeignRun.check(event, run_id, where)
     if TOPIC_OF[name].name != record.topic:
         raise WrongTopic(f"{where}: {name} belongs to {TOPIC_OF[name].name}")
-    if event.group_id.encode() != record.key:
-        raise KeyMismatch(f"{where}: key {record.key!r}, but the {name} is of group {event.group_id}")
+    topic = TOPIC_OF[name]
+    if (key := topic.key_of(event)) != record.key:
+        raise KeyMismatch(f"{where}: key {record.key!r}, but the {name} is of {topic.key} {key!r}")

@@ -22,7 +22,7 @@ import yaml
 from helm_python import Chart, HelmError
 
 from turnlog.cli import parser
-from turnlog.infra.embedded.plan import ROLES as UP
+from turnlog.infra.embedded.plan import ROLES as EMBEDDED
 from turnlog.infra.roles.ending import grace_s
 from turnlog.infra.topics_admin import ROLES as RIGHTS
 from turnlog.settings import Settings, load
@@ -46,6 +46,8 @@ OF_PROCESSES = {
 }
 """What a process is told beside its settings."""
 OF_COMPOSE = {"TURNLOG_IMAGES", "TURNLOG_VERSION"}
+UP = tuple(role for role in EMBEDDED if role != "index")
+"""No chart runs the indexer: its file lies where who asks it is."""
 ROLES = {*UP, "feeder", "lag", "registry", "egress"}
 Document = dict[str, Any]
 

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from turnlog import cli
+from turnlog.consumers.index.schema import page as index_page
 from turnlog.infra.topics_admin import ACCESS, VERBS
 from turnlog.producers.gateway.dialects import fields_page
 from turnlog.schemas.catalogue_page import catalogue_page
@@ -111,6 +112,10 @@ def test_the_settings_page_is_what_the_settings_say() -> None:
 
 def test_the_page_of_fields_is_what_the_dialects_do() -> None:
     assert (ROOT / "docs/fields.md").read_text() == fields_page(), "make docs"
+
+
+def test_the_page_of_the_index_is_the_one_that_its_tables_give() -> None:
+    assert (ROOT / "docs/index-schema.md").read_text() == index_page(), "make docs"
 
 
 def test_the_events_page_is_what_the_catalogue_says() -> None:

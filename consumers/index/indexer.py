@@ -1,0 +1,496 @@
+"""`turnlog index`: the one writer of an index. Rows of some records and how far it has read commit together, so that a
+killed indexer goes on where its file ends: nothing is in it twice, nothing is left out.
+
+What a session or group came to is folded by `Spine`, as the assembler and replay fold it, from the rows of
+agent.sessions; sums over several topics are made again from the rows whenever one of them changes. So the tables are a
+function of the records, whatever their order across partitions, and an index of the archive is the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import fcntl
+import logging
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prometheus_client import Counter
+
+from turnlog import __version__
+from turnlog.consumers.arguments import ARCHIVE
+from turnlog.consumers.index import BusyIndex, DamagedIndex, IndexBehind, LaterIndex, OtherIndex, schema
+from turnlog.consumers.index.rows import Rows, Values, as_json
+from turnlog.consumers.index.schema import SCHEMA_VERSION, place_of, standing
+from turnlog.consumers.replay.source import recorded_run
+from turnlog.infra.log import Partition, Reader, Record
+from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.runs import configured, serve
+from turnlog.infra.roles.terminal import say
+from turnlog.names import ExitStatus
+from turnlog.processors.core import FoldError
+from turnlog.processors.core.books import counting_steps
+from turnlog.processors.core.fold.spine import Spine
+from turnlog.processors.core.fold.unit import DEFECTS, RefusedRecord, check_place
+from turnlog.processors.core.fold_versions import FoldVersion, fold_version
+from turnlog.schemas import UndecodableRecord, UnknownSchemaId
+from turnlog.schemas.codec import Codec
+from turnlog.schemas.events import (
+    BatchSkipped,
+    Event,
+    RewardAssigned,
+    RewardFailed,
+    SampleBatchFormed,
+    SessionFinished,
+    SessionStarted,
+)
+from turnlog.schemas.topics import SESSIONS
+from turnlog.settings import Settings
+
+log = logging.getLogger(__name__)
+INDEXED = Counter("turnlog_indexed_records", "Records that are in the index")
+POLL_RECORDS = 2000
+HELD_GROUPS = 2048
+"""Folds of groups in memory; of others the rows are folded again when one of their records comes."""
+
+
+def path_of(settings: Settings) -> Path:
+    """Where the run's index lies."""
+    return Path(settings.index.path or Path(settings.run.directory) / "index.sqlite")
+
+
+@dataclass(slots=True)
+class _Group:
+    """One group's fold, and what of its records the fold does not keep."""
+
+    group_id: str
+    spine: Spine
+    started: dict[str, int] = field(default_factory=dict)
+    """Session -> time of the start that counts."""
+    finished: dict[str, int] = field(default_factory=dict)
+    judged: dict[str, RewardAssigned | RewardFailed] = field(default_factory=dict)
+
+    def fold(self, offset: int, time_ms: int, event: Event) -> None:
+        """What the assembler parks is folded as refused."""
+        with contextlib.suppress(FoldError):
+            self.spine.fold(offset, event)
+        session = self.spine.sessions.get(getattr(event, "session_id", ""))
+        if session is None:
+            return
+        match event:
+            case SessionStarted() if session.started is not None:
+                self.started.setdefault(event.session_id, time_ms)
+            case SessionFinished() if session.finish is not None:
+                self.finished.setdefault(event.session_id, time_ms)
+            case RewardAssigned() | RewardFailed() if session.verdict is not None:
+                self.judged.setdefault(event.session_id, event)
+
+
+class IndexWriter:
+    """The file of one index. Not thread-safe."""
+
+    def __init__(self, connection: sqlite3.Connection, codec: Codec, version: FoldVersion) -> None:
+        """Made by `opened_writer`."""
+        self.sql = connection
+        self._codec = codec
+        self._version = version
+        self._groups: dict[str, _Group] = {}
+
+    def positions(self) -> dict[Partition, int]:
+        """Of each partition the first record that is not in the index."""
+        found = self.sql.execute("SELECT topic, partition, position FROM positions")
+        return {Partition(topic, number): position for topic, number, position in found}
+
+    def apply(self, rows: Rows, events: Sequence[tuple[Record, Event]], positions: Mapping[Partition, int]) -> None:
+        """Add rows, made of `events` and more, in one transaction with how far that is. Raises DamagedIndex."""
+        try:
+            self.sql.execute("BEGIN IMMEDIATE")
+            self._insert(rows)
+            self._fold([(record, event) for record, event in events if record.topic == SESSIONS.name], rows)
+            self._refresh(rows)
+            self.sql.executemany(
+                "INSERT OR REPLACE INTO positions VALUES (?, ?, ?)",
+                [(*place, position) for place, position in positions.items()],
+            )
+            self.about(written_ms=time.time_ns() // 1_000_000)
+            self.sql.execute("COMMIT")
+        except sqlite3.DatabaseError as error:
+            self._roll_back()
+            raise DamagedIndex(f"the index cannot be written: {error}") from error
+        except BaseException:
+            self._roll_back()
+            raise
+
+    def _roll_back(self) -> None:
+        self._groups.clear()
+        if self.sql.in_transaction:
+            self.sql.execute("ROLLBACK")
+
+    def about(self, **values: object) -> None:
+        """Say what the file is."""
+        self.sql.executemany("INSERT OR REPLACE INTO about VALUES (?, ?)", [(k, str(v)) for k, v in values.items()])
+
+    def _insert(self, rows: Rows) -> None:
+        for table, values in rows.inserts.items():
+            self.sql.executemany(table.insert(), values)
+        self.sql.executemany("INSERT INTO search(rowid, text) VALUES (?, ?)", sorted(rows.words))
+        self.sql.executemany("INSERT INTO unread VALUES (?, ?, ?, ?, ?, ?)", rows.unread)
+        for place, manifest in rows.manifests:
+            self._draw(place, manifest)
+        for batch in rows.steps:
+            self._choose_step(batch)
+            of_batch = self.sql.execute("SELECT session_id, group_id FROM batch_rows WHERE batch_index = ?", (batch,))
+            rows.sessions.update(of_batch.fetchall())
+
+    def _draw(self, place: int, event: SampleBatchFormed | BatchSkipped) -> None:
+        """Rows of a manifest that counts."""
+        (counts,) = self.sql.execute("SELECT counts FROM batches_records WHERE place = ?", (place,)).fetchone()
+        if not counts:
+            return
+        index, draw = event.batch_index, event.draw_index
+        if isinstance(event, SampleBatchFormed):
+            self.sql.executemany(
+                "INSERT INTO batch_rows VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                [
+                    (index, number, row.sample_id, row.group_id, row.session_id, row.segment_index, row.tokens,
+                     row.trained_tokens, row.weight_divisor)
+                    for number, row in enumerate(event.samples)
+                ],
+            )  # fmt: skip
+        self.sql.executemany(
+            "INSERT OR IGNORE INTO batch_drops VALUES (?, ?, ?, ?, ?, ?)",
+            [(index, draw, row.sample_id, row.group_id, row.reason, row.sampled_tokens) for row in event.dropped],
+        )
+        self.sql.executemany(
+            "INSERT OR IGNORE INTO batch_groups VALUES (?, ?, ?)", [(index, group, draw) for group in event.groups]
+        )
+
+    def _choose_step(self, batch: int) -> None:
+        """Which step of a batch counts."""
+        found = self.sql.execute(
+            "SELECT place, batch_index, incarnation FROM steps_records WHERE batch_index = ? ORDER BY place", (batch,)
+        )
+        chosen = counting_steps(_Step(*row) for row in found)[batch]
+        self.sql.execute("UPDATE steps_records SET counts = (place = ?) WHERE batch_index = ?", (chosen.place, batch))
+
+    def _fold(self, events: Sequence[tuple[Record, Event]], rows: Rows) -> None:
+        """Fold records of agent.sessions, whose rows are inserted, and write what their groups came to."""
+        touched: dict[str, _Group] = {}
+        for record, event in events:
+            group = touched.get(event.group_id)
+            if group is None:
+                before = place_of(record.topic, record.partition, record.offset)
+                group = touched[event.group_id] = self._group(event.group_id, before)
+            self._fold_one(group, record, event, rows)
+        folded = {event.session_id for _, event in events if hasattr(event, "session_id")}
+        sessions = ((group, name) for group in touched.values() for name in folded & group.spine.sessions.keys())
+        self.sql.executemany(PUT_SESSION, [_session_row(*each) for each in sessions])
+        self.sql.executemany(PUT_GROUP, [_group_row(group) for group in touched.values()])
+        rows.groups.update(touched)
+        while len(self._groups) > HELD_GROUPS:
+            del self._groups[next(iter(self._groups))]
+
+    def _fold_one(self, group: _Group, record: Record, event: Event, rows: Rows) -> None:
+        try:
+            group.fold(record.offset, record.timestamp_ms, event)
+        except DEFECTS as defect:  # a unit would stop here until an operator skips the record; a display goes on
+            values = (record.topic, record.partition, record.offset, record.timestamp_ms)
+            self.sql.execute(
+                "INSERT OR REPLACE INTO unread VALUES (?, ?, ?, ?, ?, ?)", (*values, type(defect).__name__, str(defect))
+            )
+
+    def _group(self, group_id: str, before: int) -> _Group:
+        """Its fold up to a place: as it is held, or of its rows."""
+        group = self._groups.pop(group_id, None)
+        if group is None:
+            group = _Group(group_id, Spine(self._version))
+            found = self.sql.execute(
+                "SELECT place, time_ms, value FROM session_events_records WHERE group_id = ? AND place < ? "
+                "ORDER BY place",
+                (group_id, before),
+            )
+            for place, time_ms, value in found.fetchall():
+                with contextlib.suppress(*DEFECTS):  # named in `unread` when it came
+                    group.fold(standing(place)[1], time_ms, self._codec.decode(value))
+        self._groups[group_id] = group
+        return group
+
+    def _refresh(self, rows: Rows) -> None:
+        """The sums of every session and group that a record was about."""
+        sql = self.sql
+        sql.executemany(MENTION_SESSION, [(session, group) for session, group in rows.sessions.items()])
+        sql.executemany(MENTION_GROUP, [(group,) for group in {*rows.sessions.values(), *rows.groups}])
+        sessions = set(rows.sessions)
+        for group in rows.groups:
+            sessions |= {
+                name for (name,) in sql.execute("SELECT session_id FROM sessions WHERE group_id = ?", (group,))
+            }
+        touched = [(name,) for name in sorted(sessions)]
+        for statement in REFRESH_SESSION:
+            sql.executemany(statement, touched)
+        sql.executemany(REFRESH_GROUP, [(group,) for group in sorted({*rows.sessions.values(), *rows.groups})])
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    place: int
+    batch_index: int
+    incarnation: int
+
+
+def _session_row(group: _Group, name: str) -> Values:
+    session, judged = group.spine.sessions[name], group.judged.get(name)
+    started, finish = session.started, session.finish
+    task: Values = (None,) * 9
+    if started is not None:
+        task = (
+            started.rollout_id, started.rollout_index, started.attempt, started.task_id, started.recipe,
+            started.purpose.value, f"{started.agent.name}/{started.agent.version}", started.model,
+            f"{started.environment.name}/{started.environment.version}",
+        )  # fmt: skip
+    ended: Values = (None,) * 3 if finish is None else (finish.outcome.value, finish.reason, finish.final)
+    verdict: Values = (None,) * 3
+    if judged is not None:
+        parts = as_json(judged.components) if isinstance(judged, RewardAssigned) else None
+        failure = judged.cause if isinstance(judged, RewardFailed) else None
+        verdict = parts, f"{judged.verifier.name}/{judged.verifier.version}", failure
+    return (
+        name, group.group_id, *task, len(session.epochs), group.started.get(name, 0), group.finished.get(name), *ended,
+        session.settled, session.reward, *verdict,
+    )  # fmt: skip
+
+
+def _group_row(group: _Group) -> Values:
+    task, members = group.spine.task, group.spine.members
+    about: Values = (None,) * 4 if task is None else (task.task_id, task.recipe, task.purpose.value, task.group_size)
+    settled_by = None if members is None else as_json(members)
+    return group.group_id, *about, len(group.spine.sessions), settled_by, min(group.started.values(), default=0)
+
+
+def _put(table: schema.Table, width: int) -> str:
+    """Insert the first `width` columns, or write them over the row that is there."""
+    names = [each.name for each in table.columns[:width]]
+    changed = ", ".join(f"{name} = excluded.{name}" for name in names[1:])
+    return (
+        f"INSERT INTO {table.name} ({', '.join(names)}) VALUES ({', '.join('?' * width)}) "
+        f"ON CONFLICT ({table.key}) DO UPDATE SET {changed}"
+    )
+
+
+PUT_SESSION = _put(schema.SESSIONS, 22)
+PUT_GROUP = _put(schema.GROUPS, 8)
+MENTION_SESSION = "INSERT OR IGNORE INTO sessions (session_id, group_id, started_ms, settled) VALUES (?, ?, 0, 0)"
+MENTION_GROUP = "INSERT OR IGNORE INTO groups (group_id, sessions, started_ms) VALUES (?, 0, 0)"
+OWN_SCORE = """FROM group_scores_records g, json_each(g.rollouts) r WHERE g.group_id = sessions.group_id AND g.counts
+    AND json_extract(r.value, '$.session_id') = sessions.session_id"""
+REFRESH_SESSION = (
+    """UPDATE sessions SET
+    (turns, output_tokens, context_tokens, version_min, version_max) = (
+        SELECT count(*), coalesce(sum(output_tokens), 0), coalesce(max(prompt_tokens + output_tokens), 0),
+            min(version_first), max(version_last)
+        FROM turns_records t WHERE t.session_id = sessions.session_id AND t.counts),
+    (calls, failed_calls) = (
+        SELECT count(*), count(CASE WHEN a.status <> 'ok' THEN 1 END) FROM tool_requests_records q
+        LEFT JOIN tool_results_records a ON a.call_id = q.call_id AND a.counts
+        WHERE q.session_id = sessions.session_id AND q.counts),
+    (trained_tokens, batch_index) = (
+        SELECT coalesce(sum(trained_tokens), 0), min(batch_index) FROM batch_rows b
+        WHERE b.session_id = sessions.session_id),
+    (advantage, excluded) = (
+        SELECT json_extract(r.value, '$.advantage'), json_extract(r.value, '$.excluded') """
+    + OWN_SCORE
+    + """)
+    WHERE session_id = ?""",
+    """UPDATE sessions SET fate = CASE
+    WHEN outcome IS NULL THEN 'open'
+    WHEN NOT EXISTS (SELECT 1 FROM group_scores_records g WHERE g.group_id = sessions.group_id AND g.counts)
+        THEN 'unscored'
+    WHEN NOT EXISTS (SELECT 1 """
+    + OWN_SCORE
+    + """) THEN 'not_member'
+    WHEN excluded IS NOT NULL THEN 'excluded'
+    WHEN EXISTS (SELECT 1 FROM batch_rows b JOIN steps_records s ON s.batch_index = b.batch_index AND s.counts
+        AND NOT s.skipped WHERE b.session_id = sessions.session_id) THEN 'trained'
+    WHEN EXISTS (SELECT 1 FROM batch_rows b JOIN steps_records s ON s.batch_index = b.batch_index AND s.counts
+        WHERE b.session_id = sessions.session_id) THEN 'step_skipped'
+    WHEN batch_index IS NOT NULL THEN 'drawn'
+    ELSE (SELECT CASE WHEN g.status <> 'trained' THEN g.status
+        WHEN NOT EXISTS (SELECT 1 FROM samples_records s WHERE s.session_id = sessions.session_id) THEN 'masked'
+        WHEN EXISTS (SELECT 1 FROM batch_groups d WHERE d.group_id = g.group_id) THEN 'dropped'
+        ELSE 'waiting' END
+        FROM group_scores_records g WHERE g.group_id = sessions.group_id AND g.counts) END
+    WHERE session_id = ?""",
+)
+REFRESH_GROUP = """UPDATE groups SET
+    (status, reason, reward_mean) = (
+        SELECT coalesce(max(g.status), CASE WHEN groups.members IS NULL THEN 'open' ELSE 'settled' END), max(g.reason),
+            (SELECT avg(json_extract(r.value, '$.reward')) FROM json_each(max(g.rollouts)) r
+             WHERE json_extract(r.value, '$.excluded') IS NULL)
+        FROM group_scores_records g WHERE g.group_id = groups.group_id AND g.counts),
+    draw_index = (SELECT min(d.draw_index) FROM batch_groups d WHERE d.group_id = groups.group_id)
+    WHERE group_id = ?"""
+
+
+@contextlib.contextmanager
+def opened_writer(path: Path, run_id: str, version: str, codec: Codec) -> Iterator[IndexWriter]:
+    """The index at `path`, made if need be.
+
+    Raises BusyIndex, LaterIndex, OtherIndex, DamagedIndex, UnknownFoldVersion.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{path}.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BusyIndex(f"{path} is being written by another indexer") from error
+        with contextlib.closing(_connection(path, run_id)) as connection:
+            writer = IndexWriter(connection, codec, fold_version(version))
+            writer.about(fold_version=version, turnlog=__version__)
+            yield writer
+
+
+def _connection(path: Path, run_id: str) -> sqlite3.Connection:
+    """Of a file with the tables of this release; that of an earlier one is made anew."""
+    try:
+        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        if _found_version(connection, path) not in (0, SCHEMA_VERSION):
+            log.warning("%s has the tables of an earlier release: it is built again", path)
+            connection.close()
+            for name in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
+                name.unlink(missing_ok=True)
+            connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "cache_size = -65536", "temp_store = MEMORY"):
+            connection.execute(f"PRAGMA {pragma}")
+        if _found_version(connection, path) == 0:
+            connection.execute("BEGIN IMMEDIATE")
+            for statement in schema.statements():
+                connection.execute(statement)
+            connection.execute("INSERT INTO about VALUES ('run_id', ?)", (run_id,))
+            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            connection.execute("COMMIT")
+        (found,) = connection.execute("SELECT value FROM about WHERE name = 'run_id'").fetchone()
+    except sqlite3.DatabaseError as error:
+        raise DamagedIndex(f"{path}: {error}; delete it and build it again") from error
+    if found != run_id:
+        raise OtherIndex(f"{path} is of run {found!r}, not of {run_id!r}: give each run an [index] path of its own")
+    return connection
+
+
+def _found_version(connection: sqlite3.Connection, path: Path) -> int:
+    """Raises LaterIndex."""
+    (found,) = connection.execute("PRAGMA user_version").fetchone()
+    if found > SCHEMA_VERSION:
+        raise LaterIndex(f"{path} has schema version {found}, this turnlog knows up to {SCHEMA_VERSION}")
+    return int(found)
+
+
+class Indexer:
+    """Reads topics, or an archive, into a file."""
+
+    def __init__(self, role: Role, writer: IndexWriter, reader: Reader) -> None:
+        self._role = role
+        self.writer = writer
+        self._reader = reader
+        self._at: dict[Partition, int] = {}
+        self._ends: dict[Partition, int] = {}
+
+    async def open(self) -> None:
+        """Stand behind what is indexed. Raises IndexBehind, OtherIndex."""
+        known = await self._role.log.topics()
+        places = [
+            Partition(t.name, n) for t in schema.NUMBERED if t.name in known for n in range(known[t.name].partitions)
+        ]
+        starts, ends = await self._role.log.start_offsets(places), await self._role.log.end_offsets(places)
+        indexed = self.writer.positions()
+        self._at = {place: indexed.get(place, 0) for place in places}
+        for place, at in self._at.items():
+            if at < starts[place]:
+                raise IndexBehind(
+                    f"{place.topic}[{place.number}] begins at {starts[place]}, the index ends at {at}: "
+                    "`turnlog index build --from archive` reads what lies between, then go on"
+                )
+        self._ends = ends
+        self._reader.assign(self._at)
+
+    async def turn(self) -> int:
+        """One poll into the file; the number of records. Raises DamagedIndex, LogError, RegistryUnavailable."""
+        records = await self._reader.poll(max_records=POLL_RECORDS, timeout_s=0.5)
+        rows, events = Rows(), list[tuple[Record, Event]]()
+        for record in records:
+            try:
+                event = await self._decoded(record)
+                check_place(record, event, self._role.settings.run.id)
+            except (UndecodableRecord, RefusedRecord) as refusal:
+                rows.pass_over(record, refusal)
+                continue
+            rows.take(record, event)
+            events.append((record, event))
+        positions = {place: self._reader.position(place) for place in self._at}
+        moved = {place: at for place, at in positions.items() if at != self._at[place]}
+        if moved:
+            await asyncio.to_thread(self.writer.apply, rows, events, moved)
+            self._at = positions
+            INDEXED.inc(len(records))
+        return len(records)
+
+    async def _decoded(self, record: Record) -> Event:
+        try:
+            return self._role.events.codec.decode(record.value)
+        except UnknownSchemaId:
+            return await self._role.events.decode(record)
+
+    async def catch_up(self) -> int:
+        """Read to the ends that stood when it was opened; the number of records."""
+        read = 0
+        while any(self._at[place] < end for place, end in self._ends.items()):
+            self._role.health.beat()
+            read += await self.turn()
+        return read
+
+
+@contextlib.asynccontextmanager
+async def indexing(role: Role, path: Path, version: str) -> AsyncIterator[Indexer]:
+    """An indexer of a role's log into a file. Raises as `opened_writer` and `Indexer.open`."""
+    with opened_writer(path, role.settings.run.id, version, role.events.codec) as writer:
+        async with role.log.reader(patient=True) as reader:
+            indexer = Indexer(role, writer, reader)
+            await indexer.open()
+            yield indexer
+
+
+async def main(role: Role) -> None:
+    """Index until the role stops. Raises IndexFailure, LogError, RegistryUnavailable: the process ends, uncommitted."""
+    run = await configured(role)
+    if run is None:
+        return
+    async with indexing(role, path_of(role.settings), run.fold_version) as indexer:
+        role.health.started()
+        while not role.stopping.is_set():
+            role.health.beat()
+            await indexer.turn()
+
+
+async def build(role: Role, path: Path) -> int:
+    """Read what is there, to its present end; the number of records. Raises as `main`, NothingToReplay."""
+    run = await recorded_run(role)
+    async with indexing(role, path, run.fold_version) as indexer:
+        return await indexer.catch_up()
+
+
+def command(settings: Settings, arguments: argparse.Namespace) -> int:
+    """One action; the exit status."""
+    if arguments.action == "run":
+        return serve("index", main, settings)
+    return asyncio.run(_build(settings, archive=arguments.source == ARCHIVE))
+
+
+async def _build(settings: Settings, *, archive: bool) -> int:
+    async with opened("index", settings, archive=archive) as role:
+        path, began = path_of(role.settings), time.perf_counter()
+        records = await build(role, path)
+    say(f"{records:,} records in {time.perf_counter() - began:.1f} s: {path}")
+    return ExitStatus.DONE

@@ -1,0 +1,439 @@
+"""The index as typed answers: what a page or a command asks again and again, each within one snapshot of the file.
+
+    with Index.open(path) as index:
+        page = index.sessions(SessionFilter(recipe="calc"), sort="reward", limit=50)
+        page.as_of.positions, page.rows[0].session_id
+
+Any number of processes read while one writes. Not thread-safe: an Index per thread.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final, Self
+
+import orjson
+
+from turnlog.consumers.index import BadQuestion, DamagedIndex, LaterIndex, NoIndex, schema
+from turnlog.consumers.index.schema import SCHEMA_VERSION, standing
+from turnlog.infra.log import Partition
+
+SORTS: Final = ("started_ms", "finished_ms", "reward", "output_tokens", "turns", "calls")
+"""What sessions are sorted by; each has an index."""
+MOST_ROWS: Final = 1000
+Row = Mapping[str, Any]
+"""A row of a table or view, by column (docs/index-schema.md)."""
+
+
+@dataclass(frozen=True, slots=True)
+class AsOf:
+    """How far the index was when it answered."""
+
+    run_id: str
+    written_ms: int
+    """When it was last written, ms since 1970."""
+    positions: Mapping[Partition, int]
+    """Of each partition the first record that it does not hold."""
+
+    def body(self) -> dict[str, Any]:
+        """As JSON."""
+        places = {f"{place.topic}[{place.number}]": position for place, position in sorted(self.positions.items())}
+        return {"run": self.run_id, "written_ms": self.written_ms, "positions": places}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionFilter:
+    """Which sessions; None lets everything pass."""
+
+    recipe: str | None = None
+    task_id: str | None = None
+    group_id: str | None = None
+    purpose: str | None = None
+    outcome: str | None = None
+    fate: str | None = None
+    batch_index: int | None = None
+    min_reward: float | None = None
+    max_reward: float | None = None
+    min_version: int | None = None
+    """Of the oldest weights that sampled for it."""
+    max_version: int | None = None
+    """Of the newest."""
+    failed_calls: bool = False
+    """Only those with a tool call that did not end ok."""
+    text: str | None = None
+    """Words that stand in one turn or one tool's output: FTS5's language."""
+
+    def clauses(self) -> tuple[list[str], list[Any]]:
+        """SQL and its parameters."""
+        found: list[tuple[str, Any]] = []
+        for name in ("recipe", "task_id", "group_id", "purpose", "outcome", "fate", "batch_index"):
+            if (value := getattr(self, name)) is not None:
+                found.append((f"s.{name} = ?", value))
+        bounds = (
+            ("s.reward >= ?", self.min_reward),
+            ("s.reward <= ?", self.max_reward),
+            ("s.version_min >= ?", self.min_version),
+            ("s.version_max <= ?", self.max_version),
+        )
+        for clause, value in bounds:
+            if value is not None:
+                found.append((clause, value))
+        clauses = [clause for clause, _ in found]
+        if self.failed_calls:
+            clauses.append("s.failed_calls > 0")
+        if self.text is not None:
+            clauses.append(f"s.session_id IN ({SAID})")
+        return clauses, [value for _, value in found] + ([self.text] * 2 if self.text is not None else [])
+
+
+UNREADABLE_WORDS: Final = ("fts5", "unterminated string", "no such column", "unknown special query")
+"""In what SQLite says of a text that FTS5 cannot read."""
+SAID = """SELECT t.session_id FROM search f JOIN turns_records t ON t.place = f.rowid WHERE f.text MATCH ? AND t.counts
+    UNION SELECT r.session_id FROM search f JOIN tool_results_records r ON r.place = f.rowid
+    WHERE f.text MATCH ? AND r.counts"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionRow:
+    """One session, as table `sessions` says it."""
+
+    session_id: str
+    group_id: str
+    rollout_id: str | None
+    rollout_index: int | None
+    attempt: int | None
+    task_id: str | None
+    recipe: str | None
+    purpose: str | None
+    agent: str | None
+    model: str | None
+    environment: str | None
+    epochs: int | None
+    started_ms: int
+    finished_ms: int | None
+    outcome: str | None
+    reason: str | None
+    final: int | None
+    settled: int
+    reward: float | None
+    components: str | None
+    verifier: str | None
+    verifier_failure: str | None
+    turns: int
+    calls: int
+    failed_calls: int
+    output_tokens: int
+    context_tokens: int
+    version_min: int | None
+    version_max: int | None
+    advantage: float | None
+    excluded: str | None
+    trained_tokens: int
+    batch_index: int | None
+    fate: str
+
+
+@dataclass(frozen=True, slots=True)
+class SessionPage:
+    """Some sessions in order."""
+
+    rows: Sequence[SessionRow]
+    after: str | None
+    """What the next page comes after; None at the end."""
+    as_of: AsOf
+
+
+@dataclass(frozen=True, slots=True)
+class SessionView:
+    """One session with all that the index holds of it; each row says where its record stands."""
+
+    row: SessionRow
+    events: Sequence[Row]
+    """Of agent.sessions, in order; `value` left out."""
+    turns: Sequence[Row]
+    """In order of the log."""
+    snapshots: Sequence[Row]
+    calls: Sequence[Row]
+    """By call_seq; see tool_calls."""
+    tree: Row | None
+    samples: Sequence[Row]
+    batch_rows: Sequence[Row]
+    """With the step that counts, where there is one."""
+    drops: Sequence[Row]
+    score: Row | None
+    """Of its group."""
+    letters: Sequence[Row]
+    """Dead letters of its group."""
+    as_of: AsOf
+
+
+@dataclass(frozen=True, slots=True)
+class GroupView:
+    """One group."""
+
+    row: Row
+    score: Row | None
+    sessions: Sequence[SessionRow]
+    drops: Sequence[Row]
+    events: Sequence[Row]
+    as_of: AsOf
+
+
+@dataclass(frozen=True, slots=True)
+class BatchView:
+    """One batch, or a draw that left nothing."""
+
+    row: Row
+    rows: Sequence[Row]
+    drops: Sequence[Row]
+    step: Row | None
+    as_of: AsOf
+
+
+class Index:
+    """An index that is read."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        """Made by `open`."""
+        self._sql = connection
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls, path: Path) -> Iterator[Self]:
+        """Raises NoIndex, LaterIndex, DamagedIndex."""
+        with contextlib.closing(connected(path)) as connection:
+            connection.row_factory = sqlite3.Row
+            yield cls(connection)
+
+    @contextlib.contextmanager
+    def snapshot(self) -> Iterator[AsOf]:
+        """What is asked inside is of one moment. Raises DamagedIndex, BadQuestion for words that FTS5 cannot read."""
+        if self._sql.in_transaction:
+            yield self.as_of()
+            return
+        self._sql.execute("BEGIN")
+        try:
+            yield self.as_of()
+        except sqlite3.DatabaseError as error:
+            if any(word in str(error) for word in UNREADABLE_WORDS):
+                raise BadQuestion(f"text: {error}; put what is no plain word in double quotes") from error
+            raise DamagedIndex(f"the index cannot be read: {error}") from error
+        finally:
+            self._sql.execute("ROLLBACK")
+
+    def as_of(self) -> AsOf:
+        """How far the index is."""
+        about = dict(self._sql.execute("SELECT name, value FROM about").fetchall())
+        found = self._sql.execute("SELECT topic, partition, position FROM positions")
+        positions = {Partition(topic, number): position for topic, number, position in found}
+        return AsOf(about["run_id"], int(about.get("written_ms", 0)), positions)
+
+    def rows(self, sql: str, *values: object) -> list[Row]:
+        """Rows of a statement of this release's own."""
+        return [dict(row) for row in self._sql.execute(sql, values)]
+
+    def row(self, sql: str, *values: object) -> Row | None:
+        """The first row, if there is one."""
+        return next(iter(self.rows(sql, *values)), None)
+
+    def sessions(
+        self, wanted: SessionFilter = SessionFilter(), *, sort: str = "started_ms", descending: bool = True,
+        after: str | None = None, limit: int = 50,
+    ) -> SessionPage:  # fmt: skip
+        """A page of the sessions that pass, those without a value of `sort` last. `after`: of the page before.
+        Raises BadQuestion."""
+        if sort not in SORTS:
+            raise BadQuestion(f"sort {sort!r} is none of {', '.join(SORTS)}")
+        limit = max(1, min(limit, MOST_ROWS))
+        value, name, nulls = _cursor(after, sort, descending)
+        order, beyond = ("DESC", "<") if descending else ("ASC", ">")
+        clauses, values = wanted.clauses()
+        found: list[Row] = []
+        with self.snapshot() as as_of:
+            if not nulls:
+                more = [] if name is None else [f"(s.{sort}, s.session_id) {beyond} (?, ?)"]
+                where = " AND ".join([*clauses, f"s.{sort} IS NOT NULL", *more])
+                found = self.rows(
+                    f"SELECT * FROM sessions s WHERE {where} ORDER BY s.{sort} {order}, s.session_id {order} LIMIT ?",
+                    *values, *([] if name is None else [value, name]), limit + 1,
+                )  # fmt: skip
+                name = None
+            if len(found) <= limit:
+                more = [] if name is None else [f"s.session_id {beyond} ?"]
+                where = " AND ".join([*clauses, f"s.{sort} IS NULL", *more])
+                found += self.rows(
+                    f"SELECT * FROM sessions s WHERE {where} ORDER BY s.session_id {order} LIMIT ?",
+                    *values, *([] if name is None else [name]), limit + 1 - len(found),
+                )  # fmt: skip
+        rows = [_session(row) for row in found[:limit]]
+        following = None
+        if len(found) > limit:
+            last = rows[-1]
+            following = _after(sort, descending, getattr(last, sort), last.session_id)
+        return SessionPage(rows, following, as_of)
+
+    def session(self, session_id: str) -> SessionView | None:
+        """One session; None where the index does not know it."""
+        with self.snapshot() as as_of:
+            row = self.row("SELECT * FROM sessions WHERE session_id = ?", session_id)
+            if row is None:
+                return None
+            group, mine = row["group_id"], "WHERE session_id = ?"
+            return SessionView(
+                _session(row),
+                self.rows(
+                    f"{EVENTS} {mine} OR (group_id = ? AND session_id IS NULL) ORDER BY place", session_id, group
+                ),
+                self.rows(f"SELECT * FROM turns {mine} ORDER BY place", session_id),
+                self.rows(f"SELECT * FROM snapshots {mine} ORDER BY place", session_id),
+                self.rows(f"SELECT * FROM tool_calls {mine} ORDER BY call_seq", session_id),
+                self.row(f"SELECT * FROM trees {mine}", session_id),
+                self.rows(f"SELECT * FROM samples {mine} ORDER BY segment_index", session_id),
+                self.rows(f"{ROWS_OF_BATCHES} WHERE b.session_id = ? ORDER BY b.batch_index, b.row", session_id),
+                self.rows(
+                    "SELECT d.* FROM batch_drops d JOIN samples s ON s.sample_id = d.sample_id WHERE s.session_id = ?",
+                    session_id,
+                ),
+                self.row("SELECT * FROM group_scores WHERE group_id = ?", group),
+                self.rows("SELECT * FROM dead_letters WHERE of_key = ? ORDER BY place", group),
+                as_of,
+            )
+
+    def group(self, group_id: str) -> GroupView | None:
+        """One group; None where the index does not know it."""
+        with self.snapshot() as as_of:
+            row = self.row("SELECT * FROM groups WHERE group_id = ?", group_id)
+            if row is None:
+                return None
+            of_group = "SELECT * FROM sessions WHERE group_id = ? ORDER BY rollout_index, attempt, session_id"
+            return GroupView(
+                row,
+                self.row("SELECT * FROM group_scores WHERE group_id = ?", group_id),
+                [_session(each) for each in self.rows(of_group, group_id)],
+                self.rows("SELECT * FROM batch_drops WHERE group_id = ? ORDER BY batch_index", group_id),
+                self.rows(f"{EVENTS} WHERE group_id = ? ORDER BY place", group_id),
+                as_of,
+            )
+
+    def batch(self, batch_index: int) -> BatchView | None:
+        """One batch; None where the index does not know it."""
+        with self.snapshot() as as_of:
+            row = self.row("SELECT * FROM batches WHERE batch_index = ?", batch_index)
+            if row is None:
+                return None
+            return BatchView(
+                row,
+                self.rows("SELECT * FROM batch_rows WHERE batch_index = ? ORDER BY row", batch_index),
+                self.rows("SELECT * FROM batch_drops WHERE batch_index = ? ORDER BY sample_id", batch_index),
+                self.row("SELECT * FROM steps WHERE batch_index = ?", batch_index),
+                as_of,
+            )
+
+    def series(self) -> tuple[Sequence[Row], AsOf]:
+        """Steps in order, each with its batch: what curves over steps are made of."""
+        with self.snapshot() as as_of:
+            return self.rows(SERIES), as_of
+
+    def engines(self) -> tuple[Sequence[Row], AsOf]:
+        """What engines said last."""
+        with self.snapshot() as as_of:
+            newest = "SELECT max(place) FROM engine_events GROUP BY engine_id"
+            return self.rows(f"SELECT * FROM engine_events WHERE place IN ({newest}) ORDER BY engine_id"), as_of
+
+    def versions(self) -> tuple[Sequence[Row], AsOf]:
+        """Published weights, each with the engines that loaded and refused it."""
+        with self.snapshot() as as_of:
+            return self.rows(VERSIONS), as_of
+
+    def rewards(self, wanted: SessionFilter = SessionFilter(), *, bins: int = 20) -> tuple[Sequence[Row], AsOf]:
+        """A histogram of the rewards of sessions that pass: least, most, sessions of each bin that has some."""
+        clauses, values = wanted.clauses()
+        where = " AND ".join([*clauses, "s.reward IS NOT NULL"])
+        with self.snapshot() as as_of:
+            edges = self.row(f"SELECT min(s.reward) least, max(s.reward) most FROM sessions s WHERE {where}", *values)
+            if edges is None or edges["least"] is None:
+                return [], as_of
+            least, width = edges["least"], (edges["most"] - edges["least"]) / bins or 1.0
+            found = self.rows(
+                f"SELECT min(CAST((s.reward - ?) / ? AS INTEGER), ?) bin, count(*) sessions FROM sessions s "
+                f"WHERE {where} GROUP BY bin ORDER BY bin",
+                least, width, bins - 1, *values,
+            )  # fmt: skip
+        return [
+            {"least": least + width * each["bin"], "most": least + width * (each["bin"] + 1),
+             "sessions": each["sessions"]}
+            for each in found
+        ], as_of  # fmt: skip
+
+    def dead_letters(self, *, after: int = -1, limit: int = 50) -> tuple[Sequence[Row], AsOf]:
+        """In order of place, those behind the place `after`."""
+        with self.snapshot() as as_of:
+            return self.rows("SELECT * FROM dead_letters WHERE place > ? ORDER BY place LIMIT ?", after, limit), as_of
+
+
+EVENTS = (
+    f"SELECT kind, {schema.place_sql('place')}, event_id, time_ms, group_id, session_id, place "
+    "FROM session_events_records"
+)
+ROWS_OF_BATCHES = """SELECT b.*, s.step, s.skipped AS step_skipped, s.place AS step_place
+    FROM batch_rows b LEFT JOIN steps s ON s.batch_index = b.batch_index"""
+SERIES = """SELECT s.*, b.trainer_version, b.max_lag, b.masked AS batch_masked, b.rows AS batch_rows, b.prompts,
+    (SELECT json_group_object(reason, tokens) FROM (
+        SELECT reason, sum(sampled_tokens) AS tokens FROM batch_drops d WHERE d.batch_index = s.batch_index
+        GROUP BY reason)) AS dropped
+    FROM steps s LEFT JOIN batches b ON b.batch_index = s.batch_index ORDER BY s.batch_index"""
+VERSIONS = """SELECT v.*,
+    (SELECT json_group_array(DISTINCT engine_id) FROM engine_events e
+     WHERE e.kind = 'EngineWeightsLoaded' AND e.version = v.version) AS loaded,
+    (SELECT json_group_array(json_object('engine', engine_id, 'cause', cause, 'message', message)) FROM engine_events e
+     WHERE e.kind = 'EngineWeightsRefused' AND e.refused_version = v.version) AS refused
+    FROM versions v ORDER BY v.version"""
+
+
+def connected(path: Path) -> sqlite3.Connection:
+    """A connection that cannot write. Raises NoIndex, LaterIndex, DamagedIndex."""
+    if not path.exists():
+        raise NoIndex(f"{path} is not there: `turnlog index build` makes it, `turnlog index` keeps it up to date")
+    try:
+        connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
+        connection.execute("PRAGMA query_only = ON")
+        (found,) = connection.execute("PRAGMA user_version").fetchone()
+    except sqlite3.DatabaseError as error:
+        raise DamagedIndex(f"{path}: {error}; delete it and build it again") from error
+    if found != SCHEMA_VERSION:
+        connection.close()
+        kind, what = (LaterIndex, "a later") if found > SCHEMA_VERSION else (NoIndex, "an earlier")
+        raise kind(f"{path} has schema version {found}, of {what} turnlog; this one has {SCHEMA_VERSION}")
+    return connection
+
+
+def where_of(place: int) -> str:
+    """topic[partition]@offset"""
+    (topic, number), offset = standing(place)
+    return f"{topic}[{number}]@{offset}"
+
+
+def _session(row: Row) -> SessionRow:
+    return SessionRow(**{each.name: row[each.name] for each in fields(SessionRow)})
+
+
+def _after(sort: str, descending: bool, value: object, name: str) -> str:
+    return base64.urlsafe_b64encode(orjson.dumps([sort, descending, value, name])).decode()
+
+
+def _cursor(after: str | None, sort: str, descending: bool) -> tuple[Any, str | None, bool]:
+    """Value and id of the last row, and whether only rows without a value are left. Raises BadQuestion."""
+    if after is None:
+        return None, None, False
+    try:
+        of_sort, of_order, value, name = orjson.loads(base64.urlsafe_b64decode(after))
+    except ValueError as error:
+        raise BadQuestion(f"after {after!r} is of no page") from error
+    if (of_sort, of_order) != (sort, descending) or not isinstance(name, str):
+        raise BadQuestion(f"after {after!r} is of another order")
+    return value, name, value is None

@@ -1,0 +1,322 @@
+"""The index on the log in memory: killed at any point, in any order of polls, it is the one that the archive gives."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.fakes.memory_log import MemoryLog
+from tests.unit.consumers.conftest import CODEC, TrainedRun
+from turnlog.consumers.index import (
+    BadQuestion,
+    BusyIndex,
+    DamagedIndex,
+    IndexBehind,
+    LaterIndex,
+    NoIndex,
+    OtherIndex,
+    schema,
+)
+from turnlog.consumers.index import indexer as indexing_module
+from turnlog.consumers.index.indexer import build, indexing, opened_writer
+from turnlog.consumers.index.reader import Index, SessionFilter, SessionRow
+from turnlog.consumers.index.rows import Rows
+from turnlog.infra.archive import ArchiveDamaged
+from turnlog.infra.log import Partition
+from turnlog.processors.core.fold_versions import FOLD_VERSION
+from turnlog.schemas import topics
+from turnlog.schemas.events import (
+    EngineRegistered,
+    Event,
+    SandboxSpec,
+    SessionStarted,
+    ToolCallCancelled,
+    ToolCallCompleted,
+    ToolCallRequested,
+    ToolCallStarted,
+    ToolStatus,
+)
+
+
+class Killed(BaseException):
+    """kill -9, at a statement of SQL."""
+
+
+def content(path: Path) -> dict[str, list[tuple[Any, ...]]]:
+    """Every table but how far it is, rows in order of their places or keys; of the search, which words stand where."""
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE VIRTUAL TABLE temp.words USING fts5vocab('main', 'search', 'instance')")
+    found: dict[str, list[tuple[Any, ...]]] = {}
+    for table in (*schema.RECORDED, *schema.MADE):
+        if table not in (schema.POSITIONS, schema.ABOUT):
+            key = "place" if table.topic else table.key
+            found[table.name] = connection.execute(f"SELECT * FROM {table.stored} ORDER BY {key}").fetchall()
+    found["search"] = connection.execute("SELECT term, doc, offset FROM temp.words ORDER BY 1, 2, 3").fetchall()
+    connection.close()
+    return found
+
+
+async def noisy_run(seed: int, groups: int = 4) -> TrainedRun:
+    """A trained run of unlucky sessions, with poison, repeats and aborted transactions on its topics."""
+    run, rng = TrainedRun(), random.Random(seed)
+    await run.bad_days(seed, groups=groups)
+    await run.steps()
+    await run.append(
+        told(session) for session in await run.read(topics.SESSIONS) if isinstance(session, SessionStarted)
+    )
+    await run.append(each for session in await run.read(topics.SESSIONS) for each in called(session, rng))
+    log = MemoryLog(run.broker)
+    async with log.appender() as appender, log.transactor("noise") as transactor:
+        for place in sorted(run.broker.logs):
+            records, _ = run.broker.read(place, 0, 10**6)
+            for record in rng.sample(records, min(2, len(records))):
+                await appender.append(place.topic, record.key, record.value, partition=place.number)
+                await transactor.begin()
+                await transactor.send(place.topic, place.number, record.key, record.value)
+                await (transactor.commit if rng.random() < 0.5 else transactor.abort)()
+            await appender.append(place.topic, b"poison", b"\x00poison", partition=place.number)
+    return run
+
+
+def told(session: SessionStarted) -> EngineRegistered:
+    """Of an engine, for its topic."""
+    return EngineRegistered(
+        event_id=f"engine-{session.session_id}", run_id="run", engine_id="engine-0", url="http://engine",
+        state="serving", version=0, model="policy",
+    )  # fmt: skip
+
+
+def called(session: Event, rng: random.Random) -> Iterator[Event]:
+    """A tool call of a session that starts: asked for, now and then cancelled, answered twice."""
+    if not isinstance(session, SessionStarted):
+        return
+    about = {name: getattr(session, name) for name in ("run_id", "group_id", "session_id", "floor", "rollout_id")}
+    call = f"call-{session.session_id}"
+    yield ToolCallRequested(
+        event_id=f"{call}-asked", **about, call_id=call, call_seq=0, tool="python", arguments=b'{"code": "1"}',
+        sandbox=SandboxSpec(), workspace=None, deadline_s=9.0,
+    )  # fmt: skip
+    if rng.random() < 0.3:
+        yield ToolCallCancelled(event_id=f"{call}-cancelled", **about, call_id=call, reason="late")
+    for attempt, status in enumerate((ToolStatus.tool_error, ToolStatus.ok), start=1):
+        yield ToolCallStarted(event_id=f"{call}-{attempt}", **about, call_id=call, attempt=attempt, worker="w")
+        yield ToolCallCompleted(
+            event_id=f"{call}-answer-{attempt}", **about, call_id=call, call_seq=0, status=status, reason="",
+            exit_code=attempt, output=f"Traceback \x1b[31m of attempt {attempt}".encode(), full_output=None,
+            duration_s=1.0, queue_s=0.1, workspace=None, attempt=attempt, worker="w", cached=False,
+        )  # fmt: skip
+
+
+async def index_with_deaths(run: TrainedRun, path: Path, rng: random.Random, deaths: int) -> None:
+    """Index by processes of which each dies within a transaction, but the last."""
+    for number in range(deaths + 1):
+        log = MemoryLog(run.broker, order=random.Random(rng.random()))
+        with contextlib.suppress(Killed):
+            async with indexing(run.role("index", log), path, FOLD_VERSION) as indexer:
+                if number < deaths:
+                    indexer.writer.sql = Mortal(indexer.writer.sql, rng.randrange(1, 80))  # type: ignore[assignment]
+                await indexer.catch_up()
+
+
+class Mortal:
+    """A connection whose process dies before the n-th statement: nothing is rolled back by hand."""
+
+    def __init__(self, connection: sqlite3.Connection, left: int) -> None:
+        self._connection = connection
+        self._left = left
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("execute"):
+            self._left -= 1
+            if self._left < 0:
+                raise Killed
+        return getattr(self._connection, name)
+
+
+@settings(max_examples=5, deadline=None)
+@given(seed=st.integers(0, 10_000), deaths=st.integers(0, 6), poll=st.sampled_from([1, 7, 60, 2000]))
+async def test_an_index_that_was_killed_is_the_one_that_the_archive_gives(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, deaths: int, poll: int
+) -> None:
+    run, folder = await noisy_run(seed), tmp_path_factory.mktemp("index")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(indexing_module, "POLL_RECORDS", poll)
+        await index_with_deaths(run, folder / "live.sqlite", random.Random(seed), deaths)
+    await run.archive()
+    await build(await run.archived(), folder / "archive.sqlite")
+    live, archived = content(folder / "live.sqlite"), content(folder / "archive.sqlite")
+    for table, rows in archived.items():
+        assert live[table] == rows, table
+    assert all(archived[name] for name in ("turns", "sessions", "groups", "batches", "batch_rows", "steps", "search"))
+
+
+async def indexed(run: TrainedRun, path: Path) -> None:
+    """Everything that is on the topics."""
+    await build(run.role("index"), path)
+
+
+async def test_a_session_shows_its_turns_calls_samples_and_the_step_that_trained_it(tmp_path: Path) -> None:
+    run, path = TrainedRun(), tmp_path / "index.sqlite"
+    await run.good_days(groups=4)
+    await run.steps()
+    await indexed(run, path)
+    with Index.open(path) as index:
+        page = index.sessions(SessionFilter(fate="trained"))
+        view = index.session(page.rows[0].session_id)
+        group = index.group(page.rows[0].group_id)
+        series, _ = index.series()
+    assert len(page.rows) == 8
+    assert view is not None
+    assert view.events[0]["kind"] == "SessionStarted"
+    assert len(view.turns) == len(view.snapshots) == view.row.turns == 2
+    assert view.tree is not None
+    assert sum(row["trained_tokens"] for row in view.batch_rows) == view.row.trained_tokens > 0
+    assert {row["step"] for row in view.batch_rows} <= {row["step"] for row in series}
+    assert group is not None
+    assert {row.session_id for row in group.sessions} >= {view.row.session_id}
+    assert group.row["status"] == "trained"
+    (topic, number), offset = schema.standing(view.turns[0]["place"])
+    assert (topic, number, offset) == tuple(view.turns[0][name] for name in ("topic", "partition", "offset"))
+
+
+@pytest.mark.parametrize("sort", ["started_ms", "reward", "output_tokens", "finished_ms"])
+@pytest.mark.parametrize("descending", [True, False])
+async def test_pages_give_every_session_once_in_order(tmp_path: Path, sort: str, *, descending: bool) -> None:
+    run, path = TrainedRun(), tmp_path / "index.sqlite"
+    await run.bad_days(3, groups=8)
+    await indexed(run, path)
+    found, after = list[SessionRow](), None
+    with Index.open(path) as index:
+        while True:
+            page = index.sessions(sort=sort, descending=descending, after=after, limit=3)
+            found += page.rows
+            after = page.after
+            if after is None:
+                break
+        whole = index.sessions(sort=sort, descending=descending, limit=1000)
+    assert found == list(whole.rows)
+    values = [getattr(row, sort) for row in found]
+    known = [value for value in values if value is not None]
+    assert known == sorted(known, reverse=descending)
+    assert values == known + [None] * (len(values) - len(known))
+    assert len({row.session_id for row in found}) == len(found) > 9
+
+
+async def test_a_cursor_of_another_order_and_an_unknown_sort_are_bad_questions(tmp_path: Path) -> None:
+    run, path = TrainedRun(), tmp_path / "index.sqlite"
+    await run.good_days(groups=2)
+    await indexed(run, path)
+    with Index.open(path) as index:
+        after = index.sessions(limit=1).after
+        for question in ({"sort": "text"}, {"after": after, "sort": "reward"}, {"after": "garbage"}):
+            with pytest.raises(BadQuestion):
+                index.sessions(**question)  # type: ignore[arg-type]
+        with pytest.raises(BadQuestion, match="text"):
+            index.sessions(SessionFilter(text='"open'))
+
+
+async def test_words_that_a_tool_said_find_their_sessions_and_the_first_answer_counts(tmp_path: Path) -> None:
+    run, path = TrainedRun(), tmp_path / "index.sqlite"
+    await run.configure()
+    await run.good_groups(groups=2)
+    starts = [event for event in await run.read(topics.SESSIONS) if isinstance(event, SessionStarted)]
+    await run.append(called(starts[0], random.Random(0)))
+    await indexed(run, path)
+    with Index.open(path) as index:
+        found = index.sessions(SessionFilter(text="traceback", failed_calls=True))
+        assert [row.session_id for row in found.rows] == [starts[0].session_id]
+        view = index.session(starts[0].session_id)
+        assert index.sessions(SessionFilter(text="nowhere")).rows == []
+    assert view is not None
+    assert [(call["status"], call["exit_code"]) for call in view.calls] == [("tool_error", 1)]
+
+
+async def test_one_process_writes_an_index_and_any_number_reads_it(tmp_path: Path) -> None:
+    run, path = TrainedRun(), tmp_path / "index.sqlite"
+    await run.good_days(groups=2)
+    await indexed(run, path)
+    with (
+        opened_writer(path, "run", FOLD_VERSION, CODEC) as writer,
+        Index.open(path) as one,
+        Index.open(path) as other,
+    ):
+        with pytest.raises(BusyIndex), opened_writer(path, "run", FOLD_VERSION, CODEC):
+            pass
+        with one.snapshot() as before:
+            writer.apply(Rows(), [], {Partition(topics.RUNS.name, 0): 999})
+            assert one.as_of() == before
+        assert other.as_of().positions[Partition(topics.RUNS.name, 0)] == 999
+
+
+async def test_an_index_of_a_later_turnlog_or_another_run_is_refused_and_an_earlier_one_is_built_again(
+    tmp_path: Path,
+) -> None:
+    run, path = TrainedRun(), tmp_path / "index.sqlite"
+    await run.good_days(groups=2)
+    await indexed(run, path)
+    with pytest.raises(OtherIndex, match="'run'"), opened_writer(path, "another", FOLD_VERSION, CODEC):
+        pass
+    before = content(path)
+    for version, wanted in ((schema.SCHEMA_VERSION + 1, LaterIndex), (schema.SCHEMA_VERSION + 10, LaterIndex)):
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            connection.execute(f"PRAGMA user_version = {version}")
+        with pytest.raises(wanted):
+            await indexed(run, path)
+        with pytest.raises(wanted), Index.open(path):
+            pass
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA user_version = -1")
+        connection.execute("DELETE FROM sessions")
+        connection.commit()
+    await indexed(run, path)
+    assert content(path) == before
+
+
+async def test_a_file_that_is_no_index_is_damaged_and_one_that_is_not_there_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "index.sqlite"
+    with pytest.raises(NoIndex, match="turnlog index build"), Index.open(path):
+        pass
+    path.write_bytes(b"no database at all" * 1000)
+    with pytest.raises(DamagedIndex), Index.open(path):
+        pass
+    with pytest.raises(DamagedIndex), opened_writer(path, "run", FOLD_VERSION, CODEC):
+        pass
+
+
+async def test_a_damaged_archive_ends_a_build_and_what_was_read_of_it_stands(tmp_path: Path) -> None:
+    run, path = TrainedRun(), tmp_path / "index.sqlite"
+    await run.good_days(groups=4)
+    await run.archive()
+    name = max(name for name in run.objects.named if "topic=agent.turns" in name)
+    whole = run.objects.named[name]
+    run.objects.named[name] = whole[:-7]
+    with pytest.raises(ArchiveDamaged, match=r"agent\.turns"):
+        await build(await run.archived(), path)
+    run.objects.named[name] = whole
+    await build(await run.archived(), path)
+    await indexed(run, tmp_path / "topics.sqlite")
+    assert content(path) == content(tmp_path / "topics.sqlite")
+
+
+async def test_pruned_topics_are_read_from_the_archive_first_and_then_go_on(tmp_path: Path) -> None:
+    run, path = TrainedRun(), tmp_path / "index.sqlite"
+    await run.good_days(groups=2)
+    await run.archive()
+    run.broker.truncate(Partition(topics.TURNS.name, 0), 1)
+    run.broker.truncate(Partition(topics.TURNS.name, 1), 1)
+    with pytest.raises(IndexBehind, match="--from archive"):
+        await indexed(run, path)
+    await build(await run.archived(), path)
+    await run.good_groups(groups=1, first=7)
+    await indexed(run, path)
+    with Index.open(path) as index:
+        assert index.group("group-7") is not None
+        assert index.group("group-0") is not None
