@@ -9,8 +9,10 @@ TrainerError
 ├── ExpertsUnfit         recorded experts are not those of this model's layers
 ├── BatchGap             the next manifest is not the next batch
 ├── BooksOff             the ranks together did not train the tokens that the manifest counts
+├── RankLost             a rank ended or hung before it had joined the others
 ├── Diverged             steps in a row had no finite gradient
-├── CheckpointUnusable   missing, incomplete, or of another model
+├── CheckpointUnusable   missing, incomplete, of another model or, by place, of another layout
+├── CheckpointFailed     a rank could not write its part
 └── Superseded           a newer incarnation of the trainer owns the checkpoints
 
 A batch file that is not what its manifest says is infra.batch_files.CorruptBatch: it is never skipped.
@@ -50,12 +52,20 @@ class BooksOff(TrainerError):
     """Raised before the optimizer moves, so that no weights come of it."""
 
 
+class RankLost(TrainerError):
+    """Names the rank, or the limit; a restart begins with all of them anew."""
+
+
 class Diverged(TrainerError):
     """Names the last batch and what to do; the weights are those before it."""
 
 
 class CheckpointUnusable(TrainerError):
     """Names the folder; remove it to start from [model] path."""
+
+
+class CheckpointFailed(TrainerError):
+    """Names the folder and why; the checkpoint before it stands."""
 
 
 class Superseded(TrainerError):

@@ -1,5 +1,6 @@
 """Where checkpoints lie: complete folders, a marker that names the newest, and the cursor inside each of them.
 
+    checkpoints/step-00000010-i0.part/  what is being written; SHA256SUMS of its files comes last
     checkpoints/step-00000010-i0/     a Megatron checkpoint of incarnation 0; renamed into place when it is complete
     checkpoints/latest-i0.json        {"incarnation", "folder"}: what incarnation 0 goes on from; the highest counts
 
@@ -7,7 +8,7 @@ The cursor is part of the checkpoint's common state, so cursor, optimizer and we
 claims its number by making its marker, which only one process can. All that it names carries that number, so a zombie
 changes nothing that its successor goes on from; a process that finds a higher marker is one, and ends.
 
-A folder holds weights, optimizer and common values as a Megatron distributed checkpoint, loadable at any layout, and
+A folder holds weights, optimizer and common values as a Megatron distributed checkpoint (`checkpoints.state`), and
 SHA256SUMS of its files, which are held against it before training goes on from them: where one is altered or gone, the
 checkpoint before it is taken, and the steps between the two are stepped again.
 """
@@ -19,83 +20,14 @@ import hashlib
 import json
 import logging
 import os
-import queue
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from turnlog.trainer import CheckpointUnusable, Superseded, mcore
+from turnlog.trainer.checkpoints.state import read_common
 
 log = logging.getLogger(__name__)
-RESHARDABLE = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": False,
-    "chained_optim_avoid_prefix": True,
-}
-"""Of Megatron's formats the one that loads under another tensor, pipeline and data parallel size."""
-
-
-def save_state(model: Any, optimizer: Any, directory: Path, common: Mapping[str, Any]) -> None:
-    """Write the checkpoint and wait until it is on disk. Collective; `common` is the same on every rank."""
-    # Megatron would start a manager process (5 s, and an orphan after a kill) to carry write results back from an
-    # asynchronous writer; a synchronous save reads them in this process.
-    mcore.filesystem_async._results_queue = queue.SimpleQueue()
-    strategy = mcore.TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
-    with mcore.quiet():
-        state = {**_sharded(model, optimizer, is_loading=False), "common": dict(common)}
-        mcore.dist_checkpointing.save(state, str(directory), strategy)
-
-
-def load_state(model: Any, optimizer: Any, directory: Path, shape: Mapping[str, Any]) -> None:
-    """Load in place. Collective. Raises CheckpointUnusable."""
-    found = read_common(directory)["shape"]
-    if found != dict(shape):
-        raise CheckpointUnusable(f"{directory} is of another model: {found}, not {dict(shape)}")
-    with mcore.quiet():
-        state = mcore.dist_checkpointing.load(_sharded(model, optimizer, is_loading=True), str(directory))
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(regrouped(state["optimizer"], len(optimizer.chained_optimizers)))
-
-
-def regrouped(state: dict[Any, Any], optimizers: int) -> dict[Any, Any]:
-    """What is not sharded, for so many optimizers. Experts that ranks share have one of their own beside that of the
-    rest; all are configured alike and have taken the same steps."""
-    alone = "optimizer" in state
-    if alone == (optimizers == 1):
-        return state
-    own = ("optimizer", "param_state_sharding_type")
-    if optimizers == 1:
-        sharded = {name: value for name, value in state.items() if isinstance(name, str)}
-        return {**sharded, **{name: state[0][name] for name in own}}
-    groups = state["optimizer"]["param_groups"]
-    return {
-        place: {
-            **state[place],
-            "optimizer": {"param_groups": [{**group, "is_expert_parallel": place > 0} for group in groups]},
-            "param_state_sharding_type": state["param_state_sharding_type"],
-        }
-        for place in range(optimizers)
-    }
-
-
-def read_common(directory: Path) -> dict[str, Any]:
-    """The values given to `save`. Raises CheckpointUnusable."""
-    if not mcore.dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
-        raise CheckpointUnusable(f"{directory} holds no complete checkpoint; remove it to start from an older one")
-    common: dict[str, Any] = mcore.dist_checkpointing.load_common_state_dict(str(directory))["common"]
-    return common
-
-
-def _sharded(model: Any, optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
-    weights = model.sharded_state_dict()
-    # The optimizer marks shards by the model's entries, so both come from one call.
-    return {
-        "model": weights,
-        "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=RESHARDABLE),
-    }
-
 
 SUMS = "SHA256SUMS"
 
@@ -119,7 +51,8 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _write_sums(folder: Path) -> None:
+def write_sums(folder: Path) -> None:
+    """The last of its files, on disk when this returns: a folder without it is not complete."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SUMS)
     text = "".join(f"{file_sha256(path)}  {path.relative_to(folder)}\n" for path in files)
     with (folder / SUMS).open("w") as file:
@@ -230,7 +163,8 @@ class Checkpoints:
         if folder.exists():
             shutil.rmtree(part)
         else:
-            _write_sums(part)
+            if not (part / SUMS).exists():
+                write_sums(part)
             part.rename(folder)
         self._mark(folder.name)
         self._check_owner()
@@ -315,7 +249,7 @@ def hand_on(source: Path, directory: Path) -> None:
         raise CheckpointUnusable(
             f"{source} was removed while it was copied: take a newer step, or keep more ([trainer] checkpoints_kept)"
         ) from error
-    _write_sums(part)
+    write_sums(part)
     part.rename(folder)
     first = Checkpoints(directory, keep=1)
     first.claim(0, folder.name)

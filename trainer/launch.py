@@ -7,7 +7,8 @@ learner: what rank 0 is asked to do is broadcast, and every rank does it.
 
 A rank waits in a collective for as long as another one does not come, so a stopped rank looks like a slow step to all
 the others. Hence heartbeats: each counts up a key of the store where the ranks met, from a thread of its own over a
-connection of its own, and rank 0 looks whether it moves.
+connection of its own, and rank 0 looks whether it moves. One that ends or hangs before it has joined the others ends
+rank 0 by a RankLost, and so the gang: the supervisor starts it again, as another incarnation.
 
     LOCAL_RANK=RANK python -m turnlog.trainer.launch RANK WORLD TENSOR PIPELINE CONTEXT EXPERT PORT
                                                     # a rank other than 0 on this machine, and its device
@@ -17,10 +18,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -29,12 +32,13 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from turnlog.infra.roles import log_lines
 from turnlog.infra.roles.log_lines import instance_of
 from turnlog.infra.tensors.files import Written
 from turnlog.processors.core.batches.rows import BatchRows
-from turnlog.trainer import mcore
+from turnlog.trainer import RankLost, mcore
 from turnlog.trainer.algorithms.objective import Floats, Numbers, Objective
 from turnlog.trainer.learner import NONE, Learner, StepResult
 from turnlog.trainer.mcore import LOCAL_RANK
@@ -48,6 +52,10 @@ HOST = "127.0.0.1"
 IDLE = timedelta(days=7)
 """Ranks wait in a collective while rank 0 waits for a batch; a dead peer closes its socket and is noticed at once."""
 
+JOIN_S = 600.0
+"""For tools; a run's is [liveness] join_s."""
+JOIN_LOOK_S = 0.1
+
 
 @contextmanager
 def process_group(
@@ -59,17 +67,20 @@ def process_group(
     pipeline: int = 1,
     context: int = 1,
     expert: int = 1,
+    join_s: float = JOIN_S,
 ) -> Iterator[dist.ProcessGroup]:
     """Groups for `world_size` ranks; yields the control group (gloo on every device). One rank needs no port.
 
-    `store` None with several ranks: torchrun's environment variables say where to meet.
+    `store` None with several ranks: torchrun's environment variables say where to meet. Raises RankLost.
     """
     if world_size == 1:
         store = HashStore()
-    if store is None:
-        dist.init_process_group(mcore.BACKEND, timeout=IDLE)
-    else:
-        dist.init_process_group(mcore.BACKEND, timeout=IDLE, store=store, rank=rank, world_size=world_size)
+    limit = timedelta(seconds=join_s)
+    with _joining(join_s):
+        if store is None:
+            dist.init_process_group(mcore.BACKEND, timeout=limit)
+        else:
+            dist.init_process_group(mcore.BACKEND, timeout=limit, store=store, rank=rank, world_size=world_size)
     try:
         mcore.parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tensor,
@@ -78,11 +89,43 @@ def process_group(
             expert_model_parallel_size=expert,
             expert_tensor_parallel_size=1,  # an expert is whole on a rank
         )
-        yield dist.new_group(backend="gloo", timeout=IDLE)
+        with _joining(join_s):
+            control = dist.new_group(backend="gloo", timeout=limit)
+        for group in (None, control):
+            _set_pg_timeout(IDLE, group)
+        yield control
     finally:
         mcore.RouterReplay.clear_global_router_replay_instances()
         mcore.parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+@contextmanager
+def _joining(limit_s: float) -> Iterator[None]:
+    """What torch says of a rank that went away while the others met it, as a RankLost."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankLost(f"the ranks did not meet within {limit_s:.0f} s ([liveness] join_s): {error}") from error
+
+
+def await_ranks(store: Store, ranks: Mapping[int, subprocess.Popen[bytes]], limit_s: float) -> None:
+    """Until each of these children has said that it is here. Raises RankLost for one that ended, or that says nothing
+    for so long."""
+    deadline = time.monotonic() + limit_s
+    missing = dict(ranks)
+    while missing := {rank: child for rank, child in missing.items() if not store.check([_here(rank)])}:
+        for rank, child in missing.items():
+            if (status := child.poll()) is not None:
+                raise RankLost(f"rank {rank} ended with status {status} before it joined; its log says why")
+        if time.monotonic() > deadline:
+            names = ", ".join(map(str, missing))
+            raise RankLost(f"of the ranks {names} nothing was heard for {limit_s:.0f} s ([liveness] join_s)")
+        time.sleep(JOIN_LOOK_S)
+
+
+def _here(rank: int) -> str:
+    return f"turnlog/here/{rank}"
 
 
 def meeting_place(port: int, world_size: int) -> TCPStore:
@@ -184,9 +227,13 @@ class Ranks:
         written: Written = self._everywhere("export_files", folder)
         return written
 
-    def save(self, directory: Path, common: Mapping[str, Any]) -> None:
-        """See Learner.save."""
-        self._everywhere("save", directory, dict(common))
+    def begin_save(self, directory: Path, common: Mapping[str, Any]) -> None:
+        """See Learner.begin_save."""
+        self._everywhere("begin_save", directory, dict(common))
+
+    def saved(self, wait: bool) -> bool:
+        """See Learner.saved."""
+        return bool(self._everywhere("saved", wait))
 
     def restore(self, directory: Path) -> None:
         self._everywhere("restore", directory)
@@ -227,7 +274,7 @@ def torchrun_rank(environment: Mapping[str, str]) -> int | None:
 @contextmanager
 def ranks(plan: LearningPlan, beat: Beat = lambda _: None) -> Iterator[Ranks]:
     """Rank 0 with its peers, on the weights of the plan's model folder. Raises UnsupportedModel, LayoutUnfit,
-    WeightsMismatch."""
+    WeightsMismatch, RankLost."""
     check_layout(read_shape(plan.model), plan.options)
     if plan.world_size == 1 or torchrun_rank(os.environ) is not None:
         with _rank_zero(plan, None, beat) as everyone:
@@ -235,23 +282,26 @@ def ranks(plan: LearningPlan, beat: Beat = lambda _: None) -> Iterator[Ranks]:
         return
     mcore.check_devices(plan.world_size)
     store = meeting_place(0, plan.world_size)
-    children = [_start(plan, rank, store.port) for rank in range(1, plan.world_size)]
+    children = {rank: _start(plan, rank, store.port) for rank in range(1, plan.world_size)}
     try:
+        await_ranks(store, children, plan.join_s)
         with _rank_zero(plan, store, beat) as everyone:
             yield everyone
-        for child in children:
+        for child in children.values():
             child.wait(END_S)
     finally:
-        for child in children:
+        for child in children.values():
             child.kill()
             child.wait()
 
 
-def serve_rank(*, rank: int, world_size: int, layout: Mapping[str, int], port: int) -> None:
+def serve_rank(*, rank: int, world_size: int, layout: Mapping[str, int], port: int, join_s: float = JOIN_S) -> None:
     """Be a rank other than 0 until released; rank 0 tells the plan. `layout`: see `layout_of`; port 0: meet as torchrun
     says."""
     store = meeting_place(port, world_size) if port else None
-    with process_group(rank=rank, world_size=world_size, store=store, **layout) as control:
+    if store:
+        store.set(_here(rank), "")
+    with process_group(rank=rank, world_size=world_size, store=store, join_s=join_s, **layout) as control:
         box: list[LearningPlan | None] = [None]
         dist.broadcast_object_list(box, src=0, group=control)
         assert box[0] is not None
@@ -271,7 +321,8 @@ def layout_of(options: LearnerOptions) -> dict[str, int]:
 
 @contextmanager
 def _rank_zero(plan: LearningPlan, store: TCPStore | None, beat: Beat) -> Iterator[Ranks]:
-    with process_group(world_size=plan.world_size, store=store, **layout_of(plan.options)) as control:
+    layout = layout_of(plan.options)
+    with process_group(world_size=plan.world_size, store=store, join_s=plan.join_s, **layout) as control:
         if plan.world_size == 1:
             yield Ranks(_learner(plan), control, 1)
             return
@@ -306,6 +357,8 @@ def _start(plan: LearningPlan, rank: int, port: int) -> subprocess.Popen[bytes]:
 
 def main(arguments: list[str]) -> None:
     """Serve until rank 0 releases us or dies."""
+    for number in (signal.SIGTERM, signal.SIGINT):  # a machine that goes away tells every process of it, or a terminal
+        signal.signal(number, signal.SIG_IGN)  # does: rank 0 needs us for a last checkpoint, and we end with it
     rank, world_size, *shares, port = map(int, arguments)
     log_lines.begin(os.environ, sys.stderr)
     log_lines.speaks("trainer", run=os.environ.get("TURNLOG_RUN_ID", ""), instance=f"{instance_of('trainer')}-{rank}")

@@ -34,7 +34,7 @@ from turnlog.trainer.algorithms.objective import Columns, Floats, Numbers, Objec
 from turnlog.trainer.algorithms.passes import FrozenWeights, over_ranks
 from turnlog.trainer.algorithms.passes import entropy as token_entropy
 from turnlog.trainer.algorithms.tokens import Measure, Tokens
-from turnlog.trainer.checkpoint import load_state, save_state
+from turnlog.trainer.checkpoints.state import Save, load_model, load_state
 from turnlog.trainer.model import build_model, model_config
 from turnlog.trainer.models.attention import zigzag
 from turnlog.trainer.models.experts import Replay, RoutedRows
@@ -282,6 +282,7 @@ class Learner:
         self._config.grad_scale_func = self._optimizer.scale_loss
         self._config.finalize_model_grads_func = mcore.finalize_model_grads
         self._schedule = mcore.get_forward_backward_func()
+        self._save: Save | None = None
 
     @mcore.quiet()
     def step(self, rows: BatchRows, objective: Objective, learning_rate: float, numbers: Numbers = NONE) -> StepResult:
@@ -329,13 +330,31 @@ class Learner:
         """The same as files in rank 0's `folder`, what is in them at rank 0."""
         return export_files(self._model, self.shape, folder)
 
+    def begin_save(self, directory: Path, common: Mapping[str, Any]) -> None:
+        """Weights, optimizer and `common` as they are now, as one Megatron checkpoint in an existing empty folder that
+        is written while steps go on: one at a time. Raises CheckpointFailed."""
+        whole = self._options.reshardable or mcore.parallel_state.get_data_parallel_world_size() == 1
+        common = {**common, "shape": as_dict(self.shape)}
+        self._save = Save(self._model, self._optimizer, directory, common, reshardable=whole)
+
+    def saved(self, wait: bool) -> bool:
+        """Whether that checkpoint is whole; `wait`: until it is. Raises CheckpointFailed."""
+        if self._save is not None and self._save.done(wait=wait):
+            self._save = None
+        return self._save is None
+
     def save(self, directory: Path, common: Mapping[str, Any]) -> None:
-        """Weights, optimizer and `common` as one Megatron checkpoint in an existing empty folder."""
-        save_state(self._model, self._optimizer, directory, {**common, "shape": as_dict(self.shape)})
+        """Both at once. Raises CheckpointFailed."""
+        self.begin_save(directory, common)
+        self.saved(True)
 
     def restore(self, directory: Path) -> None:
-        """Become what `save` stored, whatever the layout then was. Raises CheckpointUnusable."""
+        """Become what `save` stored. Raises CheckpointUnusable."""
         load_state(self._model, self._optimizer, directory, as_dict(self.shape))
+
+    def restore_weights(self, directory: Path) -> None:
+        """Of it the weights alone, for an export: whatever the layout then was. Raises CheckpointUnusable."""
+        load_model(self._model, directory, as_dict(self.shape))
 
     def _optimizer_config(self) -> Any:
         options = self._options

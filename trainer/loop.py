@@ -7,7 +7,7 @@ Order of effects, and why a kill at any instruction neither repeats nor skips a 
   2. The newest checkpoint is loaded (none: the model folder) and its weights go out under a new version number.
   3. Per batch: read and check the file, step, upload weights when the draw publishes, then StepCompleted and
      WeightVersionPublished in one transaction. Only after the commit the cursor moves, and only then a checkpoint may
-     be written: a checkpoint never covers a step that is not on the log.
+     begin: one never covers a step that is not on the log. It is written while the next steps go on (`Saves`).
   4. Killed before the commit, the step is not on the log and the next incarnation takes the batch again. Killed after
      it, the batches since the last checkpoint are stepped again from the same weights under the next incarnation,
      whose records win. With the same layout and threads on CPU their losses are the same bits.
@@ -60,7 +60,9 @@ from turnlog.settings import Settings
 from turnlog.trainer import BatchGap, Diverged, launch
 from turnlog.trainer.algorithms.draws import Call, DrawPasses, Kept
 from turnlog.trainer.algorithms.objective import Objective
-from turnlog.trainer.checkpoint import Checkpoints, Cursor, cursor_values, read_common
+from turnlog.trainer.checkpoint import Checkpoints, Cursor, cursor_values
+from turnlog.trainer.checkpoints.saves import Saves
+from turnlog.trainer.checkpoints.state import read_common
 from turnlog.trainer.launch import Ranks, ranks
 from turnlog.trainer.learner import StepResult
 from turnlog.trainer.models.experts import routed
@@ -219,7 +221,8 @@ def _warming(role: Role, step: int, steps: int, loss: float) -> None:
 
 
 def _follow(plan: LearningPlan, rank: int) -> None:
-    launch.serve_rank(rank=rank, world_size=plan.world_size, layout=launch.layout_of(plan.options), port=0)
+    layout = launch.layout_of(plan.options)
+    launch.serve_rank(rank=rank, world_size=plan.world_size, layout=layout, port=0, join_s=plan.join_s)
 
 
 class LearnerThread:
@@ -279,10 +282,9 @@ class Trainer:
         self._checkpoints = Checkpoints(directory, keep=settings.trainer.checkpoints_kept)
         self._shape = read_shape(plan.model)
         self._cursor = Cursor()
-        self._saved: Cursor | None = None
+        self._saves = Saves(self._checkpoints, learner.call, self._check_owner)
         self._incarnation = -1
         self._versions = WeightChain()
-        self._save_s = 0.0
         self._kept: Kept = {}
         self._passes: DrawPasses
         self._reached: Reached
@@ -294,6 +296,17 @@ class Trainer:
         await self._take_over()
         if not self._done():
             await self._publish_start()
+        await self._train_all()
+        if self._cursor.offset is not None:
+            await self._reached.say({PARTITION: Commit(self._cursor.offset)}, last=True)
+        await self._saves.settle()
+        if self._saves.saved is None or self._cursor.step > self._saves.saved.step:  # skipped draws are read again
+            await self._save()
+            await self._saves.settle()
+        log.info("trained %d of %d draws, %d steps", self._cursor.draws, self._draws, self._cursor.step)
+
+    async def _train_all(self) -> None:
+        """Until the draws are trained or the role is to stop."""
         async with self._role.log.reader() as reader:
             start = (await self._role.log.start_offsets([PARTITION]))[PARTITION]
             manifests = Manifests(reader, self._role.events, self._run_id, self._cursor, start=start)
@@ -306,6 +319,7 @@ class Trainer:
                 if self._cursor.offset is not None:
                     await self._reached.say({PARTITION: Commit(self._cursor.offset)})
                 if found is None:
+                    await self._saves.look()
                     continue
                 manifest, offset = found
                 if isinstance(manifest, BatchSkipped):
@@ -313,11 +327,6 @@ class Trainer:
                     continue
                 await self._train(manifest, offset, waited=time.monotonic() - free)
                 free = time.monotonic()
-        if self._cursor.offset is not None:
-            await self._reached.say({PARTITION: Commit(self._cursor.offset)}, last=True)
-        if self._saved is None or self._cursor.step > self._saved.step:  # skipped draws are read again
-            await self._save()
-        log.info("trained %d of %d draws, %d steps", self._cursor.draws, self._draws, self._cursor.step)
 
     async def _take_over(self) -> None:
         """Incarnation, then the state to go on from."""
@@ -329,7 +338,7 @@ class Trainer:
         folder = self._checkpoints.newest()
         if folder is not None:
             common = read_common(folder)
-            self._saved = self._cursor = Cursor(**common["cursor"])
+            self._saves.saved = self._cursor = Cursor(**common["cursor"])
             self._kept = common.get("draw", {})
             self._plan = self._plan.behind(self._cursor.inherited)
             await self._learner.call(Ranks.restore, folder)
@@ -339,11 +348,13 @@ class Trainer:
 
     async def _publish_start(self) -> None:
         """The weights that this incarnation starts from; they always lie in a checkpoint."""
-        folder = self._checkpoints.newest() if self._saved else await self._save()
-        await self._commit([await self._weights(self._cursor, folder)])
+        if self._saves.saved is None:
+            await self._save()
+            await self._saves.settle()
+        await self._commit([await self._weights(self._cursor, self._checkpoints.newest())])
 
     async def _train(self, manifest: SampleBatchFormed, offset: int, *, waited: float) -> None:
-        seconds = {"wait": waited, "checkpoint": self._save_s}
+        seconds = {"wait": waited, "checkpoint": self._saves.waited_s()}
         mark = time.monotonic()
         rows = await self._rows(manifest)
         seconds["read"] = time.monotonic() - mark
@@ -364,8 +375,8 @@ class Trainer:
         await self._commit([completed, *events])
         self._cursor = cursor
         self._observe(rows, completed, waited)
-        self._save_s = 0.0
         self._check_converges(manifest)
+        await self._saves.look()
         if cursor.step % self._role.settings.trainer.checkpoint_every == 0:
             await self._save()
 
@@ -431,19 +442,14 @@ class Trainer:
                 self._versions.apply(event)
                 VERSION.set(event.version)
 
-    async def _save(self) -> Path:
+    async def _save(self) -> None:
         _beat(self._role)
-        mark = time.monotonic()
-        part = self._checkpoints.begin(self._cursor)
         held = {"draw": self._kept} if any(self._kept.values()) else {}
-        await self._learner.call(Ranks.save, part, {**self._common(), **held})
-        await self._reached.check_owner()
-        folder = self._checkpoints.seal(part)
-        self._saved, self._save_s = self._cursor, time.monotonic() - mark
-        return folder
+        said = {"cursor": cursor_values(self._cursor), "learning": dict(self._plan.recorded)}
+        await self._saves.begin(self._cursor, {**said, **held})
 
-    def _common(self) -> dict[str, Any]:
-        return {"cursor": cursor_values(self._cursor), "learning": dict(self._plan.recorded)}
+    async def _check_owner(self) -> None:
+        await self._reached.check_owner()
 
     def _completed(
         self, manifest: SampleBatchFormed, rows: BatchRows, result: StepResult, rate: float, seconds: dict[str, float]

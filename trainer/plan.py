@@ -56,6 +56,8 @@ class LearnerOptions:
     dtype: str = "float32"
     threads: int = 1
     vocabulary_multiple: int = 1
+    reshardable: bool = True
+    """Of checkpoints."""
 
     @property
     def multiple(self) -> int:
@@ -109,6 +111,8 @@ class LearningPlan:
     recorded: Mapping[str, str]
     """What checkpoints say of [trainer]: the settings that decide what is learnt, as JSON by name."""
     may_change: bool
+    join_s: float
+    """For how long ranks wait for one another at the start."""
     schedule: str = "linear"
     warmup: int = 0
     """Steps."""
@@ -166,6 +170,7 @@ def learning_plan(settings: Settings) -> LearningPlan:
             seed=trainer.seed,
             dtype=trainer.dtype,
             threads=trainer.threads,
+            reshardable=trainer.checkpoints_reshardable,
         ),
         objective=objective,
         reference=None if trainer.kl == "none" else Path(trainer.reference or weights),
@@ -176,6 +181,7 @@ def learning_plan(settings: Settings) -> LearningPlan:
         warmup=trainer.warmup_steps,
         recorded=recorded(trainer),
         may_change=trainer.allow_changes,
+        join_s=settings.liveness.join_s,
     )
 
 
@@ -183,7 +189,7 @@ UNRECORDED = frozenset(
     {"allow_changes", "world_size", "threads", "microbatch_tokens", "packing", "recompute", "sequence_parallel"}
     | {f"{way}_parallel" for way in ("tensor", "pipeline", "context", "expert")}
     | {"initial_weights", "warm_start_steps", "warm_start_rate", "warm_start_seed"}
-    | {"publish_every", "checkpoint_every", "checkpoints_kept", "max_skipped"}
+    | {"publish_every", "checkpoint_every", "checkpoints_kept", "checkpoints_reshardable", "max_skipped"}
 )
 """Settings of [trainer] that a run may change: how ranks share the work, where it began, and how often."""
 

@@ -10,7 +10,7 @@ torchrun --nproc-per-node 4 -m turnlog.trainer.reference 2 tp2-pp2 tp2-sp-ep2 cp
 A layout is named by what its ranks share: tp tensor, pp pipeline, cp context, ep expert parallel; sp: sequence
 parallel. Ranks that are left are data parallel. With ep or replay the model is a mixture of experts; replay: its
 routing is a recorded one; packed: rows are; again: layers are computed again; tied: the output layer is the embedding;
-moved: one rank reads the checkpoint at the end.
+moved: one rank reads the checkpoint at the end; kept: the same ranks go on from one that gathers no optimizer.
 Behind a colon stands one of OBJECTIVES, in place of the clipped ratio against recorded log-probs.
 """
 
@@ -331,7 +331,7 @@ OBJECTIVES = {
 """The steps of one are the updates of one draw."""
 SHARES = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "cp": "context_parallel", "ep": "expert_parallel"}
 
-WORDS = ("dp", "sp", "tied", "replay", "again", "packed", "moved")
+WORDS = ("dp", "sp", "tied", "replay", "again", "packed", "moved", "kept")
 
 
 def layout(name: str) -> tuple[ModelShape, LearnerOptions]:
@@ -347,6 +347,7 @@ def layout(name: str) -> tuple[ModelShape, LearnerOptions]:
         sequence_parallel="sp" in words,
         recompute="full" if "again" in words else "none",
         packing="on" if "packed" in words else "off",
+        reshardable="kept" not in words,
         microbatch_tokens=200,
     )
     mixture = "expert_parallel" in shares or "replay" in words
@@ -387,6 +388,18 @@ def _restored(folder: Path, shape: ModelShape, wanted: Mapping[str, torch.Tensor
         return all(torch.equal(tensor, wanted[key]) for key, tensor in learner.export().items())
 
 
+def _goes_on(learner: Learner, control: dist.ProcessGroup, rank: int, options: LearnerOptions, rows: BatchRows) -> bool:
+    """Whether the next step from a checkpoint is that of the learner that wrote it, bit for bit. Collective."""
+    folder = _saved(learner, control, rank)
+    other = Learner(learner.shape, random_weights(learner.shape, 2), options)
+    other.restore(folder)
+    results = [one.step(rows, OBJECTIVES[""], RATE) for one in (learner, other)]
+    wanted, found = learner.export(), other.export()
+    if rank == 0:
+        shutil.rmtree(folder)
+    return results[0] == results[1] and all(torch.equal(tensor, found[key]) for key, tensor in wanted.items())
+
+
 def main(steps: int, names: Sequence[str]) -> None:
     """Print {"layout": name, "steps": [[loss, its reference, gradient norm, its reference], ...], "weights":
     max |difference|, "exact": whether an export gives back what was loaded} of each."""
@@ -409,6 +422,7 @@ def main(steps: int, names: Sequence[str]) -> None:
             exact = all(torch.equal(tensor, weights[key]) for key, tensor in learner.export().items())
             stepped = ours(learner, objective, batches)
             exported = learner.export()
+            exact = exact and ("kept" not in name or _goes_on(learner, control, rank, options, batches[0]))
             folder = _saved(learner, control, rank) if "moved" in name else None
         if rank == 0:
             exact = exact and (folder is None or _restored(folder, shape, exported))

@@ -69,6 +69,8 @@ class LivenessSettings:
     """The same of the trainer: above its longest microbatch, export, upload, checkpoint or restore."""
     rank_s: Silence = 60.0
     """A rank of the trainer other than 0 does not beat."""
+    join_s: Annotated[float, Meta(gt=0, le=31_536_000)] = 600.0
+    """The ranks of the trainer have not met since they were started: above the import of torch on the slowest disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,9 +372,13 @@ class TrainerSettings(LearningSettings):
     publish_every: Count = 1
     """Draws between published weights."""
     checkpoint_every: Count = 10
-    """Optimizer steps between checkpoints; one more at the start and at the end."""
+    """Optimizer steps between checkpoints, which are written while the next steps go on, one at a time; one more at
+    the start, at the end, and when the trainer is asked to stop."""
     checkpoints_kept: Count = 3
     """The newest ones stay on disk."""
+    checkpoints_reshardable: bool = False
+    """Each data-parallel rank gathers the optimizer of its shard, so that checkpoints load on any layout; else nothing
+    is gathered, and they load on any number of data-parallel ranks."""
     allow_changes: bool = False
     """Go on from a checkpoint that was trained with other settings of learning than these; else the trainer shows them
     and ends."""

@@ -19,7 +19,9 @@ ALGORITHMS = ("dp:gspo", "dp:decoupled", "pp2-replay:gspo", "cp2-packed:gspo", "
 @pytest.mark.parametrize(
     ("ranks", "layouts"),
     [
-        pytest.param(2, ("tp2", "pp2-tied", "dp", "cp2-packed", "ep2-moved", *ALGORITHMS), id="two ranks"),
+        pytest.param(
+            2, ("tp2", "pp2-tied", "dp", "cp2-packed", "ep2-moved", "dp-kept", "ep2-kept", *ALGORITHMS), id="two ranks"
+        ),
         pytest.param(4, ("tp2-pp2", "tp2-sp-ep2", "pp2-cp2-replay-again"), id="four ranks"),
         pytest.param(
             4, ("tp2-sp-ep2-replay", "tp2-sp-cp2-tied"), id="four ranks in other layouts", marks=pytest.mark.long

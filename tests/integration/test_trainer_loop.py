@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -158,13 +160,18 @@ async def test_weights_go_out_after_every_second_draw_and_at_the_end(settings: S
     assert [(step.draw_index, step.batch_index) for step in await steps_of(role)] == [(n // 2, n) for n in range(6)]
 
 
-async def test_two_ranks_started_by_the_role_train_the_same(settings: Settings, role: Role) -> None:
-    await append_batches(role.events, role.blobs, settings.run.id, 6)
+async def test_two_ranks_train_the_same_over_a_stop_of_all_their_processes(settings: Settings, role: Role) -> None:
+    await append_batches(role.events, role.blobs, settings.run.id, 3)
     two = dataclasses.replace(settings, trainer=dataclasses.replace(settings.trainer, world_size=2, tensor_parallel=2))
-    trainer = await start(two)
-    assert await trainer.wait() == 0
+    first = await start(two, start_new_session=True)
+    await steps_until(role, 3)
+    os.killpg(first.pid, signal.SIGTERM)  # as a machine that goes away does: to rank 1, too
+    assert await first.wait() == 0
+    await append_batches(role.events, role.blobs, settings.run.id, 6)
+    second = await start(two)
+    assert await second.wait() == 0
     steps = await steps_of(role)
-    assert [step.batch_index for step in steps] == list(range(6))
+    assert [(step.batch_index, step.incarnation) for step in steps] == [(0, 0), (1, 0), (2, 0), (3, 1), (4, 1), (5, 1)]
     assert {step.world_size for step in steps} == {2}
     losses = await asyncio.to_thread(rerun, settings, None, 6)
     assert [step.loss for step in steps] == pytest.approx(losses, abs=1e-5)
@@ -180,9 +187,13 @@ async def steps_until(role: Role, count: int) -> None:
             seen += len(await reader.poll())
 
 
-async def start(settings: Settings, *, stderr: int | None = None) -> asyncio.subprocess.Process:
+async def start(
+    settings: Settings, *, stderr: int | None = None, start_new_session: bool = False
+) -> asyncio.subprocess.Process:
     """A trainer process on `settings`."""
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", ROLE, stdin=subprocess.PIPE, stderr=stderr)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", ROLE), stdin=subprocess.PIPE, stderr=stderr, start_new_session=start_new_session
+    )
     assert process.stdin is not None
     process.stdin.write(json.dumps(tables(settings)).encode())
     process.stdin.close()

@@ -33,7 +33,8 @@ from turnlog.names import ExitStatus
 from turnlog.schemas import topics
 from turnlog.schemas.events import WeightVersionPublished
 from turnlog.settings import Settings
-from turnlog.trainer.checkpoint import PART, read_common
+from turnlog.trainer.checkpoint import PART
+from turnlog.trainer.checkpoints.state import read_common
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import LearnerOptions
@@ -161,7 +162,7 @@ def _restored(settings: Settings, checkpoint: Path, folder: Path) -> Written:
     with process_group():
         options = LearnerOptions(dtype=trainer.dtype, threads=trainer.threads)
         learner = Learner(read_shape(model), read_weights(model), options)
-        learner.restore(checkpoint)
+        learner.restore_weights(checkpoint)
         written = learner.export_files(folder)
     assert written is not None, "this process is rank 0"
     return written

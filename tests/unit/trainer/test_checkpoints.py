@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from turnlog.trainer import CheckpointUnusable, Superseded
-from turnlog.trainer.checkpoint import MARKERS, SUMS, Checkpoints, Cursor, check_files, cursor_values, regrouped
+from turnlog.trainer.checkpoint import MARKERS, SUMS, Checkpoints, Cursor, check_files, cursor_values
+from turnlog.trainer.checkpoints.state import regrouped
 
 
 def opened(directory: Path, incarnation: int, keep: int = 3) -> Checkpoints:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from turnlog.trainer import BooksOff, CheckpointUnusable, WeightsMismatch, reference
-from turnlog.trainer.checkpoint import read_common
+from turnlog.trainer import BooksOff, CheckpointFailed, CheckpointUnusable, WeightsMismatch, mcore, reference
+from turnlog.trainer.checkpoints.state import Save, read_common
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient, imitation
 from turnlog.trainer.reference import synthetic_rows
-from turnlog.trainer.shape import TINY, TINY_MIXTURE, ModelShape
+from turnlog.trainer.shape import TINY, TINY_MIXTURE, ModelShape, as_dict
 from turnlog.trainer.warm_start import random_weights
 
 OBJECTIVE = PolicyGradient(0.2, 0.2)
@@ -119,6 +121,59 @@ def test_a_checkpoint_goes_on_bit_for_bit_with_its_cursor(tmp_path: Path, shape:
     assert read_common(tmp_path)["cursor"] == {"next_batch": 2}
     assert other.step(synthetic_rows(2), OBJECTIVE, 1e-3) == wanted
     assert all(torch.equal(tensor, after[name]) for name, tensor in other.export().items())
+
+
+@pytest.mark.parametrize("reshardable", [True, False], ids=["reshardable", "by place"])
+@pytest.mark.parametrize("shape", [TINY, TINY_MIXTURE], ids=lambda shape: shape.kind)
+def test_what_is_saved_is_the_state_at_the_save_though_steps_go_on_meanwhile(
+    tmp_path: Path, shape: ModelShape, reshardable: bool
+) -> None:
+    begun = threading.Event()
+
+    class Late(Save):
+        """Writes when it is told to."""
+
+        def _write(self, buckets: list[Any]) -> None:
+            begun.wait()
+            super()._write(buckets)
+
+    learner = Learner(shape, random_weights(shape, 1), ONE)
+    learner.step(synthetic_rows(0), OBJECTIVE, 1e-3)
+    said = {"shape": as_dict(shape)}
+    save = Late(learner._model, learner._optimizer, tmp_path, said, reshardable=reshardable)
+    sizes = [tensor.numel() for tensor in learner._model.parameters()]
+    padding = 0 if reshardable else 12 * 64 * len(sizes)
+    assert (4 + 12) * sum(sizes) <= save.bytes <= (4 + 12) * sum(sizes) + padding
+    assert not save.done(wait=False)
+    wanted = [learner.step(synthetic_rows(step), OBJECTIVE, 1e-3) for step in (1, 2)]
+    begun.set()
+    assert save.done(wait=True)
+    other = Learner(shape, random_weights(shape, 9), ONE)
+    other.restore(tmp_path)
+    assert [other.step(synthetic_rows(step), OBJECTIVE, 1e-3) for step in (1, 2)] == wanted
+    after = learner.export()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in other.export().items())
+
+
+def test_a_checkpoint_by_place_is_refused_by_ranks_that_share_the_model_otherwise(tmp_path: Path) -> None:
+    learner = Learner(TINY, random_weights(TINY, 1), ONE)
+    Save(learner._model, learner._optimizer, tmp_path, {"shape": as_dict(TINY)}, reshardable=False).done(wait=True)
+    said = read_common(tmp_path)
+    mcore.rewrite_common(tmp_path, {**said, "shards": {**said["shards"], "tensor_parallel": 2}})
+    with pytest.raises(CheckpointUnusable, match="checkpoints_reshardable = true"):
+        learner.restore(tmp_path)
+    other = Learner(TINY, random_weights(TINY, 9), ONE)
+    other.restore_weights(tmp_path)  # for an export
+    wanted = learner.export()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in other.export().items())
+
+
+def test_a_part_that_cannot_be_written_fails_the_checkpoint_when_it_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "__0_0.distcp").mkdir()
+    learner = Learner(TINY, random_weights(TINY, 1), ONE)
+    learner.begin_save(tmp_path, {})
+    with pytest.raises(CheckpointFailed, match="Is a directory"):
+        learner.saved(True)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:

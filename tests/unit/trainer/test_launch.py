@@ -1,0 +1,78 @@
+"""A gang comes together whole, or ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from turnlog.settings import Settings
+from turnlog.trainer import RankLost
+from turnlog.trainer.launch import await_ranks, meeting_place, process_group, ranks
+from turnlog.trainer.plan import learning_plan
+from turnlog.trainer.reference import synthetic_model
+
+DIES = """
+import os, sys
+if "turnlog.trainer.launch" in sys.orig_argv:
+    os._exit(3)
+"""
+
+
+@contextmanager
+def child(program: str) -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-S", "-c", program]) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_rank_that_ends_before_it_joins_ends_the_gang_by_its_name() -> None:
+    with (
+        child("import time; time.sleep(600)") as alive,
+        child("raise SystemExit(3)") as dead,
+        pytest.raises(RankLost, match="rank 2 ended with status 3"),
+    ):
+        await_ranks(meeting_place(0, 3), {1: alive, 2: dead}, 600)
+
+
+def test_a_rank_that_hangs_before_it_joins_ends_the_gang_after_its_time() -> None:
+    store = meeting_place(0, 3)
+    with child("import time; time.sleep(600)") as one, child("import time; time.sleep(600)") as silent:
+        store.set("turnlog/here/1", "")
+        with pytest.raises(RankLost, match=r"of the ranks 2 nothing was heard .*join_s"):
+            await_ranks(store, {1: one, 2: silent}, 0.3)
+        store.set("turnlog/here/2", "")
+        await_ranks(store, {1: one, 2: silent}, 0.3)
+
+
+def test_a_rank_that_goes_away_while_the_others_meet_it_ends_them_after_their_time() -> None:
+    with (
+        pytest.raises(RankLost, match="did not meet within 1 s"),
+        process_group(world_size=2, store=meeting_place(0, 2), join_s=1.0),
+    ):
+        pytest.fail("one rank met nobody")
+
+
+def test_the_role_ends_with_a_rank_that_dies_as_it_starts_and_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(DIES)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    settings = Settings()
+    settings = dataclasses.replace(
+        settings,
+        model=dataclasses.replace(settings.model, path=str(synthetic_model(tmp_path / "model"))),
+        trainer=dataclasses.replace(settings.trainer, world_size=2, tensor_parallel=2),
+    )
+    before = {process.pid for process in psutil.Process().children()}
+    with pytest.raises(RankLost, match="rank 1 ended with status 3"), ranks(learning_plan(settings)):
+        pytest.fail("rank 1 is dead")
+    assert {process.pid for process in psutil.Process().children()} == before

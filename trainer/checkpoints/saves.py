@@ -1,0 +1,92 @@
+"""Checkpoints of one incarnation that are written while it trains on: at most one at a time.
+
+    begin      state copied (a call of the ranks, between two steps)
+    written    every rank has written its part, and the metadata are there (a look at the ranks, between two steps)
+    summed     SHA256SUMS is there, the last of the files (in a thread)
+    sealed     this is still the owner; the folder has its name, and the marker names it
+
+Killed before it is sealed, a checkpoint was never there. What fails on the way is a CheckpointFailed, which ends the
+trainer at its next look: the state that the run would go on from stays the one before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from turnlog.trainer import CheckpointFailed
+from turnlog.trainer.checkpoint import Checkpoints, Cursor, write_sums
+from turnlog.trainer.launch import Ranks
+
+
+@dataclass(slots=True)
+class _Open:
+    """The one under way."""
+
+    cursor: Cursor
+    part: Path
+    sums: asyncio.Task[None] | None = None
+
+
+class Saves:
+    """Not thread-safe, and not within a transaction: it looks at the fence."""
+
+    def __init__(
+        self, checkpoints: Checkpoints, call: Callable[..., Awaitable[Any]], check_owner: Callable[[], Awaitable[None]]
+    ) -> None:
+        """`call`: of a method of Ranks. `check_owner` raises where another one owns the run."""
+        self._checkpoints, self._call, self._check_owner = checkpoints, call, check_owner
+        self._open: _Open | None = None
+        self._waited_s = 0.0
+        self.saved: Cursor | None = None
+        """Of the newest one that is sealed, or that was gone on from."""
+
+    async def begin(self, cursor: Cursor, common: dict[str, Any]) -> None:
+        """Save the state of `cursor`, which the ranks hold now; first the one before it is ended. Raises
+        CheckpointFailed, Superseded."""
+        await self.settle()
+        mark = time.monotonic()
+        part = self._checkpoints.begin(cursor)
+        await self._call(Ranks.begin_save, part, common)
+        self._open = _Open(cursor, part)
+        self._waited_s += time.monotonic() - mark
+
+    async def look(self) -> None:
+        """Take it a step further where that needs no waiting. Raises CheckpointFailed, Superseded."""
+        mark = time.monotonic()
+        if self._open is not None and self._open.sums is None and await self._call(Ranks.saved, False):
+            self._sum(self._open)
+        if self._open is not None and self._open.sums is not None and self._open.sums.done():
+            await self._seal(self._open, self._open.sums)
+        self._waited_s += time.monotonic() - mark
+
+    async def settle(self) -> None:
+        """The same to its end: nothing is under way then."""
+        mark = time.monotonic()
+        if (held := self._open) is not None:
+            if held.sums is None:
+                await self._call(Ranks.saved, True)
+            await self._seal(held, held.sums or self._sum(held))
+        self._waited_s += time.monotonic() - mark
+
+    def waited_s(self) -> float:
+        """For how long training stood still for checkpoints since this was asked last."""
+        waited, self._waited_s = self._waited_s, 0.0
+        return waited
+
+    def _sum(self, held: _Open) -> asyncio.Task[None]:
+        held.sums = asyncio.create_task(asyncio.to_thread(write_sums, held.part))
+        return held.sums
+
+    async def _seal(self, held: _Open, sums: asyncio.Task[None]) -> None:
+        try:
+            await sums
+            await self._check_owner()
+            await asyncio.to_thread(self._checkpoints.seal, held.part)
+        except OSError as error:
+            raise CheckpointFailed(f"{held.part} could not be written: {error}") from error
+        self.saved, self._open = held.cursor, None

@@ -1,0 +1,202 @@
+"""Weights, optimizer and common values as a Megatron distributed checkpoint: one rank's part of it.
+
+A save copies what this rank holds and returns; a thread writes the copies, and a last collective call, once every rank
+has written, adds the metadata that make them a checkpoint. Steps may be taken between the two.
+
+Two formats of the optimizer:
+
+  by place      each data-parallel rank writes the slice that it steps on: nothing is gathered. It loads where as many
+                ranks share layers and experts; how many differ in their rows alone may change
+  reshardable   each data-parallel rank gathers the optimizer of its whole shard. It loads on any layout
+
+Bytes on the CPU per rank beside what it trains with, for P parameters of its shard of w bytes each, on D data-parallel
+ranks: a save by place holds 12 P / D until it is written; a reshardable one gathers 12 P on each of the D, of which the
+first makes another 12 P that it holds; the first holds w P of weights, too. A load holds 12 P / D by place and 12 P
+reshardable, and w P.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from turnlog.trainer import CheckpointFailed, CheckpointUnusable, mcore
+
+RESHARDABLE = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "chained_optim_avoid_prefix": True,
+}
+"""Of Megatron's formats the one that loads under another tensor, pipeline and data parallel size."""
+BY_PLACE = {"distrib_optim_sharding_type": "dp_reshardable"}
+"""The one that gathers nothing."""
+
+
+class Save:
+    """A checkpoint on its way to disk."""
+
+    def __init__(
+        self, model: Any, optimizer: Any, directory: Path, common: Mapping[str, Any], *, reshardable: bool
+    ) -> None:
+        """Copy the state into memory and begin to write it into an existing empty folder. Collective; `common` is the
+        same on every rank. Raises CheckpointFailed."""
+        self._directory = directory
+        self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        # Megatron would start a manager process (5 s, and an orphan after a kill) to carry write results back from
+        # processes that it forks; a thread of this process needs neither.
+        mcore.filesystem_async._results_queue = self._results
+        strategy = mcore.TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
+        sharding = RESHARDABLE if reshardable else BY_PLACE
+        said = {**common, "sharding": sharding["distrib_optim_sharding_type"], "shards": shards()}
+        state = {**_sharded(model, optimizer, sharding, is_loading=False), "common": said}
+        with mcore.quiet(), self._failing():
+            self._request = mcore.dist_checkpointing.save(state, str(directory), strategy, async_sharded_save=True)
+        del state
+        live = _storages(model, optimizer)
+        buckets = self._request.async_fn_args[1] if self._request.async_fn else []
+        copies = [
+            (path, key, (texts, [(item, _apart(tensor, live)) for item, tensor in tensors]))
+            for path, key, (texts, tensors) in buckets
+        ]
+        self.bytes = sum(tensor.nbytes for _, _, (_, tensors) in copies for _, tensor in tensors)
+        """Of the copies that are held until they are written."""
+        self._thread = threading.Thread(target=self._write, args=(copies,), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def done(self, *, wait: bool) -> bool:
+        """Whether every rank has written its part; the checkpoint is whole then. Collective. Raises CheckpointFailed on
+        rank 0 and on a rank that failed."""
+        if wait:
+            self._thread.join()
+        written = torch.tensor([int(not self._thread.is_alive())], device=mcore.DEVICE)
+        dist.all_reduce(written, op=dist.ReduceOp.MIN)
+        if not written.item():
+            return False
+        with mcore.quiet(), self._failing():
+            for finalize in self._request.finalize_fns:
+                finalize()
+        return True
+
+    def _write(self, buckets: list[Any]) -> None:
+        """In the thread; what it failed at is raised by `done`."""
+        found: dict[int, Any] = {}
+        for place, bucket in enumerate(buckets):
+            results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            pending: queue.Queue[int] = queue.Queue()
+            pending.put(place)
+            transforms = self._request.async_fn.args[0]
+            mcore.filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+                transforms, place, bucket, results, pending, True
+            )
+            _, found[place] = results.get()
+        failures = [result for result in found.values() if isinstance(result, Exception)]
+        self._results.put(failures[0] if failures else found)
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, CheckpointException) as error:
+            raise CheckpointFailed(f"{self._directory} could not be written: {error}") from error
+
+
+def load_model(model: Any, directory: Path, shape: Mapping[str, Any]) -> None:
+    """Load the weights in place, on any layout. Collective. Raises CheckpointUnusable."""
+    _common(directory, shape)
+    with mcore.quiet():
+        state = mcore.dist_checkpointing.load({"model": model.sharded_state_dict()}, str(directory))
+        model.load_state_dict(state["model"])
+
+
+def load_state(model: Any, optimizer: Any, directory: Path, shape: Mapping[str, Any]) -> None:
+    """Load weights and optimizer in place. Collective. Raises CheckpointUnusable."""
+    common = _common(directory, shape)
+    by_place = common.get("sharding") == BY_PLACE["distrib_optim_sharding_type"]
+    if by_place and common["shards"] != shards():
+        raise CheckpointUnusable(
+            f"{directory} is of ranks that shared the model otherwise ({common['shards']}, now {shards()}): go on from "
+            "it as they were, with trainer.checkpoints_reshardable = true, and change that behind the next checkpoint"
+        )
+    with mcore.quiet(), torch.no_grad():  # by place, Megatron writes into parameters
+        sharded = _sharded(model, optimizer, BY_PLACE if by_place else RESHARDABLE, is_loading=True)
+        state = mcore.dist_checkpointing.load(sharded, str(directory))
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(regrouped(state["optimizer"], len(optimizer.chained_optimizers)))
+
+
+def _common(directory: Path, shape: Mapping[str, Any]) -> dict[str, Any]:
+    common = read_common(directory)
+    if common["shape"] != dict(shape):
+        raise CheckpointUnusable(f"{directory} is of another model: {common['shape']}, not {dict(shape)}")
+    return common
+
+
+def shards() -> dict[str, int]:
+    """How many ranks share what of the model."""
+    state = mcore.parallel_state
+    return {
+        "tensor_parallel": state.get_tensor_model_parallel_world_size(),
+        "pipeline_parallel": state.get_pipeline_model_parallel_world_size(),
+        "expert_parallel": state.get_expert_model_parallel_world_size(),
+    }
+
+
+def regrouped(state: dict[Any, Any], optimizers: int) -> dict[Any, Any]:
+    """What is not sharded, for so many optimizers. Experts that ranks share have one of their own beside that of the
+    rest; all are configured alike and have taken the same steps."""
+    alone = "optimizer" in state
+    if alone == (optimizers == 1):
+        return state
+    own = ("optimizer", "param_state_sharding_type")
+    if optimizers == 1:
+        sharded = {name: value for name, value in state.items() if isinstance(name, str)}
+        return {**sharded, **{name: state[0][name] for name in own}}
+    groups = state["optimizer"]["param_groups"]
+    return {
+        place: {
+            **state[place],
+            "optimizer": {"param_groups": [{**group, "is_expert_parallel": place > 0} for group in groups]},
+            "param_state_sharding_type": state["param_state_sharding_type"],
+        }
+        for place in range(optimizers)
+    }
+
+
+def read_common(directory: Path) -> dict[str, Any]:
+    """The values given to `save`. Raises CheckpointUnusable."""
+    if not mcore.dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
+        raise CheckpointUnusable(f"{directory} holds no complete checkpoint; remove it to start from an older one")
+    common: dict[str, Any] = mcore.dist_checkpointing.load_common_state_dict(str(directory))["common"]
+    return common
+
+
+def _sharded(model: Any, optimizer: Any, sharding: Mapping[str, Any], *, is_loading: bool) -> dict[str, Any]:
+    with mcore.quiet():
+        weights = model.sharded_state_dict()
+        # The optimizer marks shards by the model's entries, so both come from one call.
+        held = optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=dict(sharding))
+    return {"model": weights, "optimizer": held}
+
+
+def _storages(model: Any, optimizer: Any) -> set[int]:
+    """Addresses of what a step changes."""
+    states = [one.optimizer for one in optimizer.chained_optimizers]
+    held = [
+        *model.parameters(),
+        *(each for state in states for group in state.param_groups for each in group["params"]),
+    ]
+    held += [value for state in states for own in state.state.values() for value in own.values()]
+    return {each.untyped_storage().data_ptr() for each in held if isinstance(each, torch.Tensor)}
+
+
+def _apart(tensor: torch.Tensor, live: set[int]) -> torch.Tensor:
+    """On the CPU, where no step changes it: Megatron has copied some for reasons of its own."""
+    return tensor.detach().to("cpu", copy=tensor.untyped_storage().data_ptr() in live)
