@@ -24,7 +24,6 @@ import dataclasses
 import functools
 import logging
 import os
-import tempfile
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -70,7 +69,7 @@ from turnlog.trainer.models.recorded import recorded_experts
 from turnlog.trainer.plan import LearningPlan, check_unchanged, learning_plan
 from turnlog.trainer.shape import ModelShape, read_shape
 from turnlog.trainer.tiny_policy import initial_weights
-from turnlog.trainer.weights import published, upload
+from turnlog.trainer.weights import LastExport, published, upload
 
 VERSIONS = Partition(WEIGHTS.name, 0)
 
@@ -188,6 +187,7 @@ LOSS = Gauge("turnlog_trainer_loss", "Loss of the last step")
 REWARD = Gauge("turnlog_trainer_reward", "Mean reward of the last batch")
 UNROUTED = Counter("turnlog_trainer_unrouted_rows", "Rows of a mixture stepped on without recorded experts")
 VERSION = Gauge("turnlog_trainer_weight_version", "Newest published weight version")
+UNCHANGED = Gauge("turnlog_trainer_unchanged", "Share of values that are those of the version before", ["held"])
 MEASURED = Gauge("turnlog_trainer_measure", "What the algorithm measured at the last step", ["name"])
 WAITED = Counter("turnlog_trainer_wait_seconds", "Seconds without a batch")
 
@@ -280,6 +280,7 @@ class Trainer:
         self._run_id, self._draws = settings.run.id, settings.feeder.draws
         directory = Path(settings.run.directory).resolve() / "checkpoints"
         self._checkpoints = Checkpoints(directory, keep=settings.trainer.checkpoints_kept)
+        self._exported = LastExport(directory.with_name("exports"), chain=settings.trainer.delta_chain)
         self._shape = read_shape(plan.model)
         self._cursor = Cursor()
         self._saves = Saves(self._checkpoints, learner.call, self._check_owner)
@@ -420,18 +421,26 @@ class Trainer:
         return last_part and (due or after.draws >= self._draws)
 
     async def _weights(self, cursor: Cursor, checkpoint: Path | None) -> WeightVersionPublished:
-        with tempfile.TemporaryDirectory(prefix="export-", dir=self._role.settings.run.directory) as folder:
-            written = await self._learner.call(Ranks.export_files, Path(folder))
-            _beat(self._role)
-            files = await upload(Path(folder), written, self._plan.model, self._role.blobs)
+        version = 0 if self._versions.newest is None else self._versions.newest + 1
+        folder = await asyncio.to_thread(self._exported.begun, version)
+        written = await self._learner.call(Ranks.export_files, folder)
+        _beat(self._role)
+        difference = await asyncio.to_thread(self._exported.difference, folder, written)
+        files = difference.files if difference and difference.files else written.sha256
+        _beat(self._role)
+        stored = await upload(folder, files, self._plan.model, self._role.blobs)
+        await asyncio.to_thread(self._exported.keep, version, folder, written, difference)
+        for held, share in difference.unchanged.items() if difference else ():
+            UNCHANGED.labels(held).set(share)
         return published(
             written,
-            files,
+            stored,
             run_id=self._run_id,
-            version=0 if self._versions.newest is None else self._versions.newest + 1,
+            version=version,
             incarnation=self._incarnation,
             cursor=cursor,
             checkpoint=checkpoint,
+            difference=difference,
         )
 
     async def _commit(self, events: list[Event]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import shutil
 import tempfile
@@ -24,14 +25,16 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from turnlog.infra.blobs import Blobs
-from turnlog.infra.tensors.files import CODES, DTYPES, SHARD_BYTES, TensorSpec, Written, write_weights
+from turnlog.infra.tensors import deltas
+from turnlog.infra.tensors.files import CODES, DTYPES, SHARD_BYTES, SUFFIX, TensorSpec, Written, write_weights
 from turnlog.schemas.events import WeightVersionPublished
 from turnlog.schemas.events.weights import WeightFile
 from turnlog.schemas.ids import digest
 from turnlog.trainer import UnsupportedModel, WeightsMismatch, mcore
-from turnlog.trainer.checkpoint import Cursor
+from turnlog.trainer.checkpoint import Cursor, file_sha256
 from turnlog.trainer.shape import EMBEDDING, EXPERT, LAYER, OUTPUT, ModelShape, Tensor, config_json, family
 
+log = logging.getLogger(__name__)
 Tensors = dict[str, torch.Tensor]
 
 
@@ -337,19 +340,81 @@ def _text(token: Any) -> str:
     return str(token["content"] if isinstance(token, dict) else token)
 
 
-SAFETENSORS = "application/vnd.safetensors"
-JSON = "application/json"
+MEDIA = {".json": "application/json", ".safetensors": "application/vnd.safetensors"}
+DELTA_MEDIA = "application/vnd.turnlog.delta"
 
 
-async def upload(folder: Path, written: Written, model: Path, blobs: Blobs) -> tuple[WeightFile, ...]:
-    """Store what was written with the config files of the `model` folder; unchanged files keep their names."""
-    puts = [blobs.put(content, media_type=JSON) for content in description(model).values()]
+async def upload(folder: Path, files: Mapping[str, str], model: Path, blobs: Blobs) -> tuple[WeightFile, ...]:
+    """Store files of the folder, {name: sha256 as far as it is known}, with the config files of the `model` folder;
+    unchanged ones keep their names. Raises StoreUnavailable."""
+    puts = [blobs.put(content, media_type=MEDIA[".json"]) for content in description(model).values()]
     puts += [
-        blobs.put_file(folder / name, sha256=sha256, media_type=JSON if name.endswith(".json") else SAFETENSORS)
-        for name, sha256 in written.sha256.items()
+        blobs.put_file(folder / name, sha256=sha256, media_type=MEDIA.get(Path(name).suffix, DELTA_MEDIA))
+        for name, sha256 in files.items()
     ]
     refs = await asyncio.gather(*puts)
-    return tuple(WeightFile(name, ref) for name, ref in zip((*description(model), *written.sha256), refs, strict=True))
+    return tuple(WeightFile(name, ref) for name, ref in zip((*description(model), *files), refs, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Of weights from those that went out before them."""
+
+    base: int
+    """Version."""
+    files: Mapping[str, str]
+    """In the folder of the newer ones, to be published in place of their tensors; empty: it is no smaller than they."""
+    unchanged: Mapping[str, float]
+    """See WeightVersionPublished."""
+
+
+class LastExport:
+    """The trainer's own last export, which stays on disk: what the next one is told apart from. The first of an
+    incarnation has none."""
+
+    def __init__(self, directory: Path, *, chain: int) -> None:
+        """`chain`: most differences in a row; 0 for none, and nothing stays."""
+        self._directory, self._chain = directory, chain
+        self._last: tuple[int, Path, Written] | None = None
+        self._links = 0
+        shutil.rmtree(directory, ignore_errors=True)
+
+    def begun(self, version: int) -> Path:
+        """An empty folder to export into."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f"{version}-", dir=self._directory))
+
+    def difference(self, folder: Path, written: Written) -> Difference | None:
+        """None: from nothing, or from an export that is not any more what was published."""
+        if self._last is None or not self._chain:
+            return None
+        version, base, was = self._last
+        found, unchanged, size, whole = dict[str, str](), deltas.Unchanged(), 0, 0
+        for name, sha256 in written.sha256.items():
+            if not name.endswith(SUFFIX):
+                found[name] = sha256
+                continue
+            if file_sha256(base / name) != was.sha256[name]:
+                log.warning("%s is not what was published as version %d: all tensors go out", base / name, version)
+                return None
+            out = folder / (name + deltas.SUFFIX)
+            deltas.write_delta(base / name, folder / name, out, unchanged)
+            found[out.name] = ""
+            size, whole = size + out.stat().st_size, whole + (folder / name).stat().st_size
+        if size >= whole or self._links >= self._chain:
+            found = {}
+        return Difference(version, found, unchanged.shares())
+
+    def keep(self, version: int, folder: Path, written: Written, difference: Difference | None) -> None:
+        """It went out: what it was told apart from goes."""
+        if not self._chain:
+            shutil.rmtree(folder)
+            return
+        for path in folder.glob(f"*{deltas.SUFFIX}"):
+            path.unlink()
+        if self._last is not None:
+            shutil.rmtree(self._last[1])
+        self._last, self._links = (version, folder, written), self._links + 1 if difference and difference.files else 0
 
 
 def published(
@@ -361,8 +426,10 @@ def published(
     incarnation: int,
     cursor: Cursor,
     checkpoint: Path | None,
+    difference: Difference | None = None,
 ) -> WeightVersionPublished:
     """The event of weights that stand at `cursor`."""
+    base = difference.base if difference and difference.files else None
     types = {spec.name: DTYPES[spec.code] for spec in written.specs}
     several = len(set(types.values())) > 1
     return WeightVersionPublished(
@@ -372,11 +439,12 @@ def published(
         step=cursor.step,
         batch_index=cursor.next_batch - 1,
         incarnation=incarnation,
-        kind="full",
-        base_version=None,
+        kind="full" if base is None else "delta",
+        base_version=base,
         files=files,
         dtype="+".join(sorted(set(types.values()))),
         checksums=dict(sorted(written.checksums.items())),
         checkpoint=None if checkpoint is None else str(checkpoint),
         dtypes=types if several else {},
+        unchanged=dict(difference.unchanged) if difference else {},
     )

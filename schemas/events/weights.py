@@ -37,9 +37,9 @@ class WeightVersionPublished:
     kind: str
     """full | delta"""
     base_version: int | None
-    """Of a delta; null for full."""
+    """Of a delta: the version that its tensors are told apart from; null for full."""
     files: tuple[WeightFile, ...]
-    """The folder."""
+    """The folder; of a delta a file NAME.delta stands for what it makes of the base's file NAME."""
     dtype: str
     """Of the tensors; several joined by +."""
     checksums: dict[str, str]
@@ -49,6 +49,9 @@ class WeightVersionPublished:
     """Path or URI of the checkpoint that holds the same weights, if one was written."""
     dtypes: dict[str, str] = field(default_factory=dict)
     """Tensor name -> its type, where `dtype` names several."""
+    unchanged: dict[str, float] = field(default_factory=dict)
+    """Share of the values that are, bit for bit, those of the version before: "published" as they are, "bfloat16" of
+    float32 values were they rounded to that. Empty of the first weights of an incarnation, and without delta_chain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -371,6 +371,9 @@ class TrainerSettings(LearningSettings):
     """Steps in a row without a finite gradient, after which the trainer ends; 0: it never does."""
     publish_every: Count = 1
     """Draws between published weights."""
+    delta_chain: Amount = 0
+    """Most versions in a row that are published as what changed since the one before; then one is whole. 0: all are.
+    The last export stays on the trainer's disk for it, and every loader of the run must know deltas."""
     checkpoint_every: Count = 10
     """Optimizer steps between checkpoints, which are written while the next steps go on, one at a time; one more at
     the start, at the end, and when the trainer is asked to stop."""

@@ -13,8 +13,9 @@ from uuid import uuid4
 
 import httpx
 import pytest
+import torch
 
-from tests.fakes.weights import version
+from tests.fakes.weights import Publications, version
 from turnlog.consumers.loader import main
 from turnlog.infra.log import Partition
 from turnlog.infra.roles.role import Role, opened
@@ -73,6 +74,72 @@ async def publish(role: Role, number: int, *, factor: float, truncated: bool = F
         short = WeightFile("model.safetensors", await role.blobs.put(content[:-100]))
         event = dataclasses.replace(event, files=(short,))
     await role.events.append(event)
+
+
+async def greedy(url: str) -> tuple[list[float], str]:
+    """(log-probs, weight version) of the likeliest answer."""
+    _, logprobs, label = await generate(url, 0.0)
+    return logprobs, label
+
+
+async def test_what_sglang_would_call_a_success_is_refused_by_name_and_the_old_weights_serve(
+    role: Role, engine_url: str
+) -> None:
+    """A missing tensor, another shape, another architecture, and a version whose files are not what it says."""
+    model, run = Path(role.settings.model.path), role.settings.run.id
+    loader = asyncio.create_task(main(role))
+    (registered,) = await said(role, 1)
+    first = 1000 + registered.version
+    await publish(role, first, factor=1.0)
+    await said(role, 2)
+    before = await greedy(engine_url)
+    weights = {name: tensor.float() for name, tensor in read_weights(model).items()}
+    name = next(name for name in weights if name.endswith("down_proj.weight"))
+    bad = [
+        {key: tensor for key, tensor in weights.items() if key != name},
+        {**weights, name: weights[name].T.contiguous()},
+        {key.replace("self_attn", "attention"): tensor for key, tensor in weights.items()},
+    ]
+    events = [
+        await version(tensors, number, role.blobs, model, run_id=run)
+        for number, tensors in enumerate([*bad, weights], start=first + 1)
+    ]
+    events[3] = dataclasses.replace(events[3], files=events[0].files)
+    for count, event in enumerate(events, start=3):
+        await role.events.append(event)
+        refused = (await said(role, count))[-1]
+        assert isinstance(refused, EngineWeightsRefused)
+        assert (refused.version, refused.refused_version) == (first, event.version)
+        assert refused.cause == ("ShapeMismatch" if count == 4 else "TensorsMismatch")
+    assert await greedy(engine_url) == before
+    role.stopping.set()
+    await loader
+
+
+async def test_an_engine_serves_the_whole_of_what_was_published_as_what_changed(
+    role: Role, engine_url: str, tmp_path: Path
+) -> None:
+    model = Path(role.settings.model.path)
+    trainer = Publications(role.blobs, model, tmp_path / "exports", chain=4, run_id=role.settings.run.id)
+    loader = asyncio.create_task(main(role))
+    (registered,) = await said(role, 1)
+    first = 1000 + registered.version
+    weights = {name: tensor.float() for name, tensor in read_weights(model).items()}
+    await role.events.append(await trainer.version(weights, first))
+    await said(role, 2)
+    before = await greedy(engine_url)
+    changed = {name: tensor * (1.5 if tensor.dim() > 1 else 1.0) for name, tensor in weights.items()}
+    delta = await trainer.version(changed, first + 1)
+    assert (delta.kind, delta.base_version) == ("delta", first)
+    await role.events.append(delta)
+    assert isinstance((await said(role, 3))[2], EngineWeightsLoaded)
+    (folder,) = (Path(role.settings.run.directory) / "weights").glob(f"{first + 1}-*")
+    assert all(torch.equal(tensor, changed[name]) for name, tensor in read_weights(folder).items())
+    logprobs, label = await greedy(engine_url)
+    assert label == str(first + 1)
+    assert logprobs != before[0]
+    role.stopping.set()
+    await loader
 
 
 async def said(role: Role, count: int) -> list[Event]:

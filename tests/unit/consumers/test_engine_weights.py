@@ -1,4 +1,5 @@
-"""Weight files are checked for everything that SGLang does not check, and fetched once for all loaders of a machine."""
+"""Weight files are checked for everything that SGLang does not check, fetched once for all loaders of a machine,
+and rebuilt from what changed."""
 
 from __future__ import annotations
 
@@ -10,12 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 
-from tests.fakes.weights import version
+from tests.fakes.weights import Publications, version
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.tensors.versions import (
     TURN,
+    BaseMissing,
     ChecksumMismatch,
     DtypeMismatch,
     Held,
@@ -25,6 +27,7 @@ from turnlog.infra.tensors.versions import (
     TruncatedSafetensors,
     UnsafeName,
     WeightFolders,
+    chain_of,
     check_fits,
     model_shapes,
     verify,
@@ -184,3 +187,81 @@ async def test_a_loader_that_stopped_while_it_fetched_holds_no_other_up(
     with (machine.directory / TURN).open("w") as stopped:
         fcntl.flock(stopped, fcntl.LOCK_EX)
         assert model_shapes((await machine.held(event)).path) == SHAPES
+
+
+def matrix(step: int) -> dict[str, torch.Tensor]:
+    large = torch.randn(100, 100, generator=torch.Generator().manual_seed(1))
+    return {"a": large * (1 + 1e-3 * step), "b": torch.ones(4)}
+
+
+class Chained:
+    """Versions 0 to 3 of a trainer, each but the first what changed."""
+
+    def __init__(self, events: list[WeightVersionPublished], blobs: Counting) -> None:
+        self.blobs, self.known = blobs, {event.version: event for event in events}
+
+    def chain(self, number: int) -> list[WeightVersionPublished]:
+        return list(chain_of(self.known[number], self.known))
+
+    def fetched(self) -> int:
+        """Files since it was asked last."""
+        count, self.blobs.fetched = self.blobs.fetched, 0
+        return count
+
+
+@pytest.fixture
+async def chained(model: Path, tmp_path: Path) -> Chained:
+    blobs = Counting()
+    trainer = Publications(blobs, model, tmp_path / "exports", chain=10)
+    return Chained([await trainer.version(matrix(number), number) for number in range(4)], blobs)
+
+
+def holds(held: Held, step: int) -> bool:
+    found = load_file(held.path / "model.safetensors")
+    return all(torch.equal(found[name], tensor) for name, tensor in matrix(step).items())
+
+
+async def test_a_version_is_rebuilt_from_the_newest_base_that_is_there(chained: Chained, tmp_path: Path) -> None:
+    machine = Machine(tmp_path / "weights", chained.blobs)
+    first = await machine.held(*chained.chain(1))
+    assert holds(first, 1)
+    assert chained.fetched() == 4
+    last = await machine.held(*chained.chain(3))
+    assert holds(last, 3)
+    assert chained.fetched() == 4
+    assert sorted(path.name for path in last.path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+async def test_without_a_base_the_newest_full_version_is_fetched_and_what_changed_since(
+    chained: Chained, tmp_path: Path
+) -> None:
+    held = await Machine(tmp_path / "weights", chained.blobs).held(*chained.chain(3))
+    assert holds(held, 3)
+    assert chained.fetched() == 8
+
+
+async def test_a_base_that_was_altered_is_fetched_anew(chained: Chained, tmp_path: Path) -> None:
+    machine = Machine(tmp_path / "weights", chained.blobs)
+    held = await machine.held(*chained.chain(2))
+    file = held.path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    chained.fetched()
+    found = await machine.held(*chained.chain(3))
+    assert holds(found, 3)
+    assert chained.fetched() == 2 + 8
+
+
+async def test_a_difference_from_weights_that_nobody_knows_is_refused_by_name(chained: Chained) -> None:
+    del chained.known[1]
+    with pytest.raises(BaseMissing, match="version 3 rests on version 2, delta of 1"):
+        chained.chain(3)
+    with pytest.raises(BaseMissing, match="strange"):
+        chain_of(dataclasses.replace(chained.known[0], kind="strange"), chained.known)
+
+
+async def test_a_difference_that_is_another_versions_is_refused(chained: Chained, tmp_path: Path) -> None:
+    wrong = dataclasses.replace(chained.known[3], files=chained.known[2].files)
+    machine = Machine(tmp_path / "weights", chained.blobs)
+    with pytest.raises(ChecksumMismatch, match="version 3: a is"):
+        await machine.held(*chained.chain(2), wrong)
+    assert not list(machine.directory.glob("3-*"))

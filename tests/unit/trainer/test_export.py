@@ -71,7 +71,7 @@ async def publish(run: TrainedRun, learner: Learner, *, version: int, checkpoint
     with tempfile.TemporaryDirectory() as folder:
         written = learner.export_files(Path(folder))
         assert written is not None
-        files = await upload(Path(folder), written, Path(run.settings.model.path), run.objects)
+        files = await upload(Path(folder), written.sha256, Path(run.settings.model.path), run.objects)
     cursor = Cursor(step=2 * version, next_batch=2 * version)
     await run.append([published(written, files, run_id="run", version=version, incarnation=0, cursor=cursor,
                                 checkpoint=checkpoint)])  # fmt: skip

@@ -1,4 +1,4 @@
-"""An export holds no more in memory than it writes at once."""
+"""An export holds no more in memory than it writes at once; a difference gives back what it was made of."""
 
 from __future__ import annotations
 
@@ -6,6 +6,16 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+import torch
+
+from tests.fakes.weights import Publications
+from turnlog.infra.blobs import MemoryBlobs
+from turnlog.infra.tensors.deltas import BrokenDelta, Unchanged, apply_delta, write_delta
+from turnlog.schemas.events import WeightVersionPublished
+from turnlog.trainer.reference import synthetic_model
+from turnlog.trainer.weights import write_tensors
 
 SHARD = 16 << 20
 PEAK = """
@@ -54,3 +64,85 @@ def test_an_export_takes_less_than_one_and_a_half_shards_of_memory_beside_the_mo
     assert names >= 1 + model // SHARD
     assert streamed < 1.5 * SHARD
     assert whole > 2 * SHARD, "what is measured shows a model in memory"
+
+
+def weights(step: int, *, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """A matrix that moves a little with each step, and what does not move."""
+    generator = torch.Generator().manual_seed(7)
+    still, moving = (torch.randn(200, 300, generator=generator) for _ in range(2))
+    return {
+        "moving": (moving * (1 + 1e-4 * step)).to(dtype),
+        "still": still.to(dtype),
+        "odd": torch.arange(5, dtype=torch.float32) + step,
+        "scalar": torch.tensor(1.5, dtype=dtype),
+    }
+
+
+def files_of(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir()
+    write_tensors(folder, tensors)
+    return folder / "model.safetensors"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_difference_and_its_base_give_every_byte_back(tmp_path: Path, dtype: torch.dtype) -> None:
+    old, new = (files_of(tmp_path / str(step), weights(step, dtype=dtype)) for step in range(2))
+    delta, unchanged = tmp_path / "delta", Unchanged()
+    write_delta(old, new, delta, unchanged)
+    apply_delta(old, delta, tmp_path / "out")
+    assert (tmp_path / "out").read_bytes() == new.read_bytes()
+    assert delta.stat().st_size < 0.5 * new.stat().st_size
+    shares = unchanged.shares()
+    before, after = (weights(step, dtype=dtype) for step in range(2))
+    alike = sum(int((before[name] == after[name]).sum()) for name in before)
+    assert shares["published"] == pytest.approx(alike / unchanged.values)
+    if dtype == torch.float32:
+        rounded = sum(int((before[name].bfloat16() == after[name].bfloat16()).sum()) for name in before)
+        assert alike < rounded
+        assert shares["bfloat16"] == pytest.approx(rounded / unchanged.values)
+
+
+@pytest.mark.parametrize("cut", [0, 15, -1])
+def test_a_difference_that_is_cut_or_of_other_tensors_is_broken(tmp_path: Path, cut: int) -> None:
+    old, new = (files_of(tmp_path / str(step), weights(step)) for step in range(2))
+    other = files_of(tmp_path / "other", {"moving": torch.ones(3)})
+    delta = tmp_path / "delta"
+    with pytest.raises(BrokenDelta, match="other tensors"):
+        write_delta(other, new, delta, Unchanged())
+    write_delta(old, new, delta, Unchanged())
+    with pytest.raises(BrokenDelta, match="other tensors"):
+        apply_delta(other, delta, tmp_path / "out")
+    delta.write_bytes(delta.read_bytes()[:cut])
+    with pytest.raises(BrokenDelta):
+        apply_delta(old, delta, tmp_path / "out")
+
+
+async def published_by(tmp_path: Path, steps: list[int], *, chain: int) -> list[WeightVersionPublished]:
+    trainer = Publications(MemoryBlobs(), synthetic_model(tmp_path / "model"), tmp_path / "exports", chain=chain)
+    return [await trainer.version(weights(step), number) for number, step in enumerate(steps)]
+
+
+async def test_a_chain_of_differences_is_as_long_as_the_setting_says(tmp_path: Path) -> None:
+    events = await published_by(tmp_path, list(range(6)), chain=2)
+    assert [event.kind for event in events] == ["full", "delta", "delta", "full", "delta", "delta"]
+    assert [event.base_version for event in events] == [None, 0, 1, None, 3, 4]
+    assert not events[0].unchanged
+    assert all(0 < event.unchanged["published"] < event.unchanged["bfloat16"] <= 1 for event in events[1:])
+    sizes = [sum(file.blob.size for file in event.files) for event in events]
+    assert max(sizes[1], sizes[2]) < 0.5 * sizes[0]
+    (left,) = (tmp_path / "exports").iterdir()
+    assert [path.name for path in left.iterdir()] == ["model.safetensors"]
+
+
+async def test_without_a_chain_every_version_is_whole_and_nothing_stays_on_disk(tmp_path: Path) -> None:
+    events = await published_by(tmp_path, [0, 1], chain=0)
+    assert [(event.kind, event.unchanged) for event in events] == [("full", {}), ("full", {})]
+    assert not list((tmp_path / "exports").iterdir())
+
+
+async def test_an_export_that_was_altered_on_disk_is_no_base(tmp_path: Path) -> None:
+    trainer = Publications(MemoryBlobs(), synthetic_model(tmp_path / "model"), tmp_path / "exports", chain=5)
+    await trainer.version(weights(0), 0)
+    (file,) = (tmp_path / "exports").glob("*/model.safetensors")
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    assert [(await trainer.version(weights(step), step)).kind for step in (1, 2)] == ["full", "delta"]

@@ -1,0 +1,177 @@
+"""W1: weights from the trainer's memory into a folder that engines load: export, store, fetch, check.
+
+Random parameters (half a billion on request: `BENCH_PARAMETERS=500000000 make bench ONLY=W1`), through the embedded
+object store. Floor: the slower of `cp` of the same files and the store's own copy of them, in the same run. Beside it
+stand the phases, the peak of memory above the model in shards, and what a version takes that goes out as what a small
+step changed. What it does not show: a network, an engine's own load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from row import say, size, told
+
+from turnlog.infra.blobs import key
+from turnlog.infra.embedded.servers import ObjectStore
+from turnlog.infra.s3 import S3Blobs
+from turnlog.infra.tensors import files
+from turnlog.infra.tensors.versions import Timer, WeightFolders
+from turnlog.schemas.events import WeightVersionPublished
+from turnlog.settings import StoreSettings
+from turnlog.trainer import mcore, weights
+from turnlog.trainer.checkpoint import Cursor
+from turnlog.trainer.launch import process_group
+from turnlog.trainer.model import build_model, model_config
+from turnlog.trainer.plan import LearnerOptions
+from turnlog.trainer.shape import TINY, ModelShape
+
+GOAL_SHARE = 0.5
+GOAL_SHARDS = 1.5
+PARAMETERS = int(os.environ.get("BENCH_PARAMETERS", size(50_000_000, smallest=2_000_000)))
+SHARD_BYTES = max(1 << 20, PARAMETERS // 2)
+"""Eight shards of a model in float32."""
+STEP = 1e-6
+"""By how much of itself a value moves."""
+
+
+def shape() -> ModelShape:
+    """About so many parameters: the feed-forward layers have nearly all."""
+    hidden = 1024 if PARAMETERS > 20_000_000 else 128
+    layers = max(1, PARAMETERS // (12 * hidden * hidden))
+    return dataclasses.replace(TINY, hidden=hidden, ffn=4 * hidden, layers=layers)
+
+
+def resident(what: str) -> int:
+    """Bytes, as the kernel counts them: VmRSS now, VmHWM at its peak."""
+    found = re.search(rf"{what}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) << 10
+
+
+def anew() -> int:
+    """Let the peak begin anew; bytes resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident("VmRSS")
+
+
+class Measured:
+    """One model's way out and in."""
+
+    def __init__(self, model: Any, form: ModelShape, directory: Path, blobs: S3Blobs) -> None:
+        self._model, self._shape, self._directory, self._blobs = model, form, directory, blobs
+        self._config = directory / "model"
+        self._config.mkdir()
+        (self._config / "config.json").write_text("{}")
+        self._last = weights.LastExport(directory / "exports", chain=8)
+        self._folders = WeightFolders(directory / "weights", blobs)
+        self._events: list[WeightVersionPublished] = []
+        self.seconds: dict[str, float] = {}
+        self.nbytes = self.stored = self.peak = 0
+
+    def _timed(self, phase: str, work: Callable[[], Any]) -> Any:
+        began = time.perf_counter()
+        found = work()
+        self.seconds[phase] = time.perf_counter() - began
+        return found
+
+    async def version(self, number: int) -> None:
+        """Publish and fetch one; `seconds`, `peak` and sizes are of the last."""
+        folder = self._last.begun(number)
+        before = anew()
+        written = self._timed("export", lambda: self._export(folder))
+        difference = self._timed("difference", lambda: self._last.difference(folder, written))
+        named = difference.files if difference and difference.files else written.sha256
+        began = time.perf_counter()
+        stored = await weights.upload(folder, named, self._config, self._blobs)
+        self.seconds["store"] = time.perf_counter() - began
+        self._last.keep(number, folder, written, difference)
+        event = weights.published(
+            written, stored, run_id="bench", version=number, incarnation=0, cursor=Cursor(), checkpoint=None,
+            difference=difference,
+        )  # fmt: skip
+        self._events.append(event)
+        timer = Timer()
+        held = await self._folders.held(self._events, timer)
+        self.seconds |= timer.seconds
+        self.peak = resident("VmHWM") - before
+        self.nbytes, self.stored = sum(spec.nbytes for spec in written.specs), sum(one.blob.size for one in stored)
+        held.release()
+
+    def _export(self, folder: Path) -> files.Written:
+        export = weights.Export(self._model, self._shape)
+        contents = ((name, weights._bytes(tensor)) for name, tensor in export)
+        return files.write_weights(folder, export.specs, contents, shard_bytes=SHARD_BYTES)
+
+    async def floors(self) -> dict[str, float]:
+        """Bytes a second of `cp`, and of the store's copy of its own objects."""
+        (folder,) = (self._directory / "weights").glob("0-*")
+        began = time.perf_counter()
+        copying = await asyncio.create_subprocess_exec("cp", "-r", str(folder), str(self._directory / "copied"))
+        assert await copying.wait() == 0
+        copied = time.perf_counter() - began
+        began = time.perf_counter()
+        names = [key(one.blob.sha256) for one in self._events[0].files]
+        await asyncio.gather(*(self._blobs.copy(name, f"copied/{name}") for name in names))
+        return {"cp": self.nbytes / copied, "store_copy": self.nbytes / (time.perf_counter() - began)}
+
+
+async def measure(model: Any, form: ModelShape, directory: Path, blobs: S3Blobs) -> int:
+    """A whole version and a small step behind it; the exit status."""
+    measured = Measured(model, form, directory, blobs)
+    await measured.version(0)
+    whole, peak = dict(measured.seconds), measured.peak
+    floors = await measured.floors()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + STEP)
+    await measured.version(1)
+    total = sum(whole.values())
+    detail = {
+        "bytes": measured.nbytes, "seconds": {name: round(taken, 3) for name, taken in whole.items()},
+        "floors": {name: round(rate) for name, rate in floors.items()},
+        "floor_is": "the slower of cp and the store's own copy",
+        "peak_shards": round(peak / SHARD_BYTES, 2), "goal_peak_shards": GOAL_SHARDS,
+        "delta": {
+            "seconds": {name: round(taken, 3) for name, taken in measured.seconds.items()},
+            "share_of_bytes": round(measured.stored / measured.nbytes, 3),
+        },
+    }  # fmt: skip
+    return told(
+        id="W1", value=measured.nbytes / total, unit="bytes/s", goal=None, floor=min(floors.values()),
+        goal_share=GOAL_SHARE, met=peak <= GOAL_SHARDS * SHARD_BYTES or PARAMETERS < 10_000_000, rate=True,
+        detail=detail,
+    )  # fmt: skip
+
+
+def main() -> int:
+    """Print one JSON line."""
+    form = shape()
+    torch.set_num_threads(2)
+    with tempfile.TemporaryDirectory() as folder, ObjectStore(Path(folder) / "store", StoreSettings()) as store:
+        say(f"{form.layers} layers of {form.hidden}")
+        with process_group(), mcore.quiet():
+            mcore.tensor_parallel.model_parallel_cuda_manual_seed(0)
+            model = build_model(form, model_config(form, LearnerOptions()), vocabulary_multiple=1)
+            blobs = S3Blobs(store.settings)
+            return asyncio.run(_closing(measure(model, form, Path(folder), blobs), blobs))
+
+
+async def _closing(work: Any, blobs: S3Blobs) -> int:
+    try:
+        return int(await work)
+    finally:
+        await blobs.close()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
