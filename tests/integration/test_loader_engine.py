@@ -111,7 +111,7 @@ async def test_what_sglang_would_call_a_success_is_refused_by_name_and_the_old_w
         assert isinstance(refused, EngineWeightsRefused)
         assert (refused.version, refused.refused_version) == (first, event.version)
         assert refused.cause == ("ShapeMismatch" if count == 4 else "TensorsMismatch")
-    assert await greedy(engine_url) == before
+    assert await greedy(engine_url) == (pytest.approx(before[0], abs=1e-4), str(first))
     role.stopping.set()
     await loader
 
@@ -137,7 +137,7 @@ async def test_an_engine_serves_the_whole_of_what_was_published_as_what_changed(
     assert all(torch.equal(tensor, changed[name]) for name, tensor in read_weights(folder).items())
     logprobs, label = await greedy(engine_url)
     assert label == str(first + 1)
-    assert logprobs != before[0]
+    assert logprobs != pytest.approx(before[0], abs=1e-2)
     role.stopping.set()
     await loader
 
