@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import json
 import logging
 import os
 import shutil
@@ -213,7 +214,7 @@ class Held:
 
 PART, ALTERED = ".part", ".altered"
 """What ends the name of a folder that nobody may load."""
-TURN = ".fetching"
+TURN, SEAL = ".fetching", ".verified"
 LOOK_S, PATIENCE_S = 0.1, 5.0
 KEPT = 2
 """Newest versions that stay though nobody holds them."""
@@ -243,11 +244,15 @@ class WeightFolders:
         if base is None:
             return await self._built(chain, None, timer)
         try:
-            return await self._built(chain[at + 1 :], base, timer)
+            found = await self._built(chain[at + 1 :], base, timer)
         except (ChecksumMismatch, WrongBase, TruncatedSafetensors) as error:
-            log.warning("%s is not what it was: everything is fetched anew (%s)", base.path, error)
-            base.path.rename(base.path.with_name(base.path.name + ALTERED))
+            self._disown(base, error)
             return await self._built(chain, None, timer)
+        except BaseException:
+            base.release()
+            raise
+        base.release()
+        return found
 
     def _nearest(self, chain: Chain) -> tuple[int, Held | None]:
         """The newest of the bases that is there."""
@@ -257,7 +262,8 @@ class WeightFolders:
         return -1, None
 
     async def _built(self, chain: Chain, base: Held | None, timer: Timer) -> Held:
-        """Version by version from the base on, which is released when the next one is there."""
+        """Version by version from the base on, which stays held."""
+        given = base
         for event in chain:
             self._beat()
             made = self._begun(event.version)
@@ -268,13 +274,15 @@ class WeightFolders:
                     if base is not None and event.kind == "delta":
                         await rebuild(base.path, made.path)
                     await verify(event, made.path)
+                seal(made.path)
             except BaseException:
                 await asyncio.to_thread(shutil.rmtree, made.path)
                 made.release()
-                raise
-            finally:
-                if base is not None:
+                if base is not None and base is not given:
                     base.release()
+                raise
+            if base is not None and base is not given:
+                base.release()
             base = Held(made.path.rename(made.path.with_suffix("")), made.descriptor)
         assert base is not None, "a chain is not empty"
         await asyncio.to_thread(self._prune)
@@ -289,9 +297,18 @@ class WeightFolders:
 
     def _hold(self, version: int) -> Held | None:
         for path in self._directory.glob(f"{version}-*"):
-            if path.suffix not in (PART, ALTERED) and (descriptor := _locked(path, fcntl.LOCK_SH)) is not None:
-                return Held(path, descriptor)
+            if path.suffix in (PART, ALTERED) or (descriptor := _locked(path, fcntl.LOCK_SH)) is None:
+                continue
+            held = Held(path, descriptor)
+            if sealed(path):
+                return held
+            self._disown(held, "its files were touched")
         return None
+
+    def _disown(self, held: Held, why: object) -> None:
+        log.warning("%s is not what it was: not used (%s)", held.path, why)
+        held.path.rename(held.path.with_name(held.path.name + ALTERED))
+        held.release()
 
     def _prune(self) -> None:
         """Of versions beyond the KEPT newest, and of what nobody may load, what nobody holds."""
@@ -332,6 +349,26 @@ async def _alive(descriptor: int) -> None:
     while True:
         os.utime(descriptor)
         await asyncio.sleep(LOOK_S)
+
+
+def seal(folder: Path) -> None:
+    """Say that the files are good as they are now."""
+    (folder / SEAL).write_text(json.dumps(_state(folder)))
+
+
+def sealed(folder: Path) -> bool:
+    """Whether nobody has touched a file since."""
+    try:
+        found: object = json.loads((folder / SEAL).read_bytes())
+    except (FileNotFoundError, ValueError):
+        return False
+    return found == _state(folder)
+
+
+def _state(folder: Path) -> dict[str, list[int]]:
+    """Sizes and times; that of the last change of a file cannot be set."""
+    stats = {path.name: path.stat() for path in folder.iterdir() if path.name != SEAL}
+    return {name: [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for name, stat in sorted(stats.items())}
 
 
 def _locked(path: Path, kind: int) -> int | None:

@@ -30,6 +30,7 @@ from turnlog.infra.tensors.versions import (
     chain_of,
     check_fits,
     model_shapes,
+    seal,
     verify,
 )
 from turnlog.schemas.events import WeightVersionPublished
@@ -229,7 +230,7 @@ async def test_a_version_is_rebuilt_from_the_newest_base_that_is_there(chained: 
     last = await machine.held(*chained.chain(3))
     assert holds(last, 3)
     assert chained.fetched() == 4
-    assert sorted(path.name for path in last.path.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in last.path.iterdir()) == [".verified", "config.json", "model.safetensors"]
 
 
 async def test_without_a_base_the_newest_full_version_is_fetched_and_what_changed_since(
@@ -240,14 +241,35 @@ async def test_without_a_base_the_newest_full_version_is_fetched_and_what_change
     assert chained.fetched() == 8
 
 
-async def test_a_base_that_was_altered_is_fetched_anew(chained: Chained, tmp_path: Path) -> None:
-    machine = Machine(tmp_path / "weights", chained.blobs)
-    held = await machine.held(*chained.chain(2))
+def altered(held: Held) -> None:
     file = held.path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
+    held.release()
+
+
+async def test_weights_that_were_altered_on_disk_are_neither_loaded_nor_built_upon(
+    chained: Chained, tmp_path: Path
+) -> None:
+    machine = Machine(tmp_path / "weights", chained.blobs)
+    altered(await machine.held(*chained.chain(2)))
     chained.fetched()
-    found = await machine.held(*chained.chain(3))
-    assert holds(found, 3)
+    again = await machine.held(*chained.chain(2))
+    assert holds(again, 2)
+    assert chained.fetched() == 2, "the base of before is whole"
+    altered(again)
+    assert holds(await machine.held(*chained.chain(3)), 3)
+    assert chained.fetched() == 4
+
+
+async def test_a_base_whose_bytes_are_wrong_though_nobody_touched_it_is_fetched_anew(
+    chained: Chained, tmp_path: Path
+) -> None:
+    machine = Machine(tmp_path / "weights", chained.blobs)
+    held = await machine.held(*chained.chain(2))
+    altered(held)
+    seal(held.path)
+    chained.fetched()
+    assert holds(await machine.held(*chained.chain(3)), 3)
     assert chained.fetched() == 2 + 8
 
 
