@@ -1,9 +1,13 @@
 """Kill the trainer, again and again: `python benchmarks/chaos/trainer.py [--kills 20]`.
 
-Manifests wait on the log; a real `turnlog trainer` is killed by SIGKILL at random moments, some while it starts and
-some while it steps, publishes or saves, and started again. In the end the history that counts (the highest incarnation
-per batch) must hold every batch once, and every loss of every incarnation must be, bit for bit, that of a re-run over
-the same manifests; a weight version number must stand for one set of weights.
+Manifests wait on the log; a real `turnlog trainer` is killed by SIGKILL again and again and started again: in turns at
+a seeded instant of a step, of an export, of an upload, of a save, of a commit, and while it starts. What is to die in
+one of those is this file (`--dies-in`): the same trainer, in which the n-th call of that kind starts a timer within the
+time that the one before took, and nobody outlives the end of it.
+
+In the end the history that counts (the highest incarnation per batch) must hold every batch once, and every loss of
+every incarnation must be, bit for bit, that of a re-run over the same manifests; a weight version number must stand for
+one set of weights.
 """
 
 from __future__ import annotations
@@ -11,12 +15,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import functools
+import inspect
+import itertools
+import os
 import random
+import signal
+import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 from servers import TURNLOG, environment, say, servers, told
@@ -30,8 +43,8 @@ from turnlog.settings import Settings
 from turnlog.trainer.loop import rerun
 from turnlog.trainer.reference import append_batches, synthetic_model
 
-STEPS_PER_KILL = 12
-CHECKPOINT_EVERY = 5
+STEPS_PER_KILL = 6
+CHECKPOINT_EVERY = 3
 PATIENCE_S = 180.0
 
 
@@ -40,17 +53,17 @@ class Story:
     """What happened."""
 
     kills: int = 0
+    struck: Counter[str] = field(default_factory=Counter)
+    """Kills by what was under way."""
     deaths: int = 0
     """Ends that nobody asked for."""
     exit_status: int | None = None
-    after: list[int] = field(default_factory=list)
-    """Steps on the log when each kill struck."""
     faults: list[str] = field(default_factory=list)
     """Whatever else was not to be."""
 
 
-def trainer(settings: Settings) -> Child:
-    """Start `turnlog trainer`."""
+def trainer(settings: Settings, *doom: str) -> Child:
+    """Start `turnlog trainer`, or one that dies of itself."""
     variables = {
         "TURNLOG_MODEL_PATH": settings.model.path,
         "TURNLOG_FEEDER_DRAWS": str(settings.feeder.draws),
@@ -60,13 +73,77 @@ def trainer(settings: Settings) -> Child:
     name = "trainer-0"
     log = Path(settings.run.directory) / f"{name}.log"
     env = {**environment(settings, name), **variables}
-    return Child(Launch(name=name, argv=(*TURNLOG, "trainer"), log=log, env=env)).start()
+    argv = (sys.executable, __file__, *doom) if doom else (*TURNLOG, "trainer")
+    return Child(Launch(name=name, argv=argv, log=log, env=env)).start()
 
 
-async def records(role: Role, topic: str) -> int:
-    """Committed records and markers of a topic."""
-    partition = Partition(topic, 0)
-    return (await role.log.end_offsets([partition]))[partition]
+def _of_save() -> list[tuple[Any, str]]:
+    from turnlog.trainer.checkpoint import Checkpoints
+    from turnlog.trainer.checkpoints import saves, state
+
+    return [(state.Save, "__init__"), (state.Save, "_write"), (saves, "write_sums"), (Checkpoints, "seal")]
+
+
+def places(kind: str) -> list[tuple[Any, str]]:
+    """What is called while the trainer does that: (owner, name)."""
+    from turnlog.infra.event_log import EventLog
+    from turnlog.trainer import loop
+    from turnlog.trainer.learner import Learner
+
+    return {
+        "step": [(Learner, "step")],
+        "export": [(Learner, "export_files")],
+        "upload": [(loop, "upload")],
+        "save": _of_save(),
+        "commit": [(EventLog, "transact")],
+    }[kind]
+
+
+KINDS = ("step", "export", "upload", "save", "commit")
+START = "start"
+LATEST = 3
+"""Call of its kind that a process dies in."""
+
+
+def die() -> None:
+    """As if somebody had killed us."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def doom(owner: Any, name: str, call: int, share: float) -> None:
+    """From now on that call ends the process after `share` of the time that the one before took, or at its own end."""
+    plain = getattr(owner, name)
+    calls, lasted = itertools.count(1), [0.05]
+
+    @contextmanager
+    def watched() -> Iterator[None]:
+        doomed, mark = next(calls) == call, time.monotonic()
+        if doomed:
+            threading.Timer(share * lasted[0], die).start()
+        yield
+        if doomed:
+            die()
+        lasted[0] = time.monotonic() - mark
+
+    async def later(*arguments: Any, **named: Any) -> Any:
+        with watched():
+            return await plain(*arguments, **named)
+
+    def now(*arguments: Any, **named: Any) -> Any:
+        with watched():
+            return plain(*arguments, **named)
+
+    setattr(owner, name, later if inspect.iscoroutinefunction(plain) else now)
+
+
+def doomed(kind: str, seed: int) -> int:
+    """Be a trainer that dies in the middle of a call of that kind; it always does."""
+    from turnlog.cli import main
+
+    rng = random.Random(seed)
+    owner, name = rng.choice(places(kind))
+    doom(owner, name, 1 if kind == "save" else rng.randint(1, LATEST), rng.random())
+    return main(["trainer"])
 
 
 async def until(condition: Callable[[], bool], limit_s: float) -> None:
@@ -76,30 +153,30 @@ async def until(condition: Callable[[], bool], limit_s: float) -> None:
         await asyncio.sleep(0.1)
 
 
-async def kill(role: Role, settings: Settings, story: Story, *, kills: int, rng: random.Random) -> Child:
-    """Kill at random moments; the process that is left alive."""
-    child = trainer(settings)
-    while story.kills < kills:
-        before = await records(role, WEIGHTS.name)
-        if rng.random() < 0.2:
-            await asyncio.sleep(rng.uniform(0.0, 10.0))  # while it starts
-        else:
-            deadline = time.monotonic() + PATIENCE_S
-            while child.returncode is None and time.monotonic() < deadline:
-                if await records(role, WEIGHTS.name) > before:
-                    break
-                await asyncio.sleep(0.05)
-            await asyncio.sleep(rng.uniform(0.0, 2.0))
-        if child.returncode is None:
+def ended(child: Child) -> bool:
+    """Whether it is dead."""
+    return child.returncode is not None
+
+
+async def kill(settings: Settings, story: Story, *, kills: int, rng: random.Random) -> Child:
+    """Kill in each kind of call in turn, and while it starts; the process that is left alive."""
+    for _, kind in zip(range(kills), itertools.cycle((*KINDS, START)), strict=False):
+        if kind == START:
+            child = trainer(settings)
+            await until(functools.partial(ended, child), rng.uniform(0.0, 10.0))
             child.kill()
-            story.kills += 1
-            story.after.append(await records(role, STEPS.name))
-            say(f"kill {story.kills}")
         else:
-            story.deaths += 1
+            child = trainer(settings, "--dies-in", kind, "--seed", str(rng.getrandbits(32)))
+            await until(functools.partial(ended, child), PATIENCE_S)
+        if kind != START and child.returncode != -signal.SIGKILL:
+            story.faults.append(f"a trainer that was to die in a call of {kind} ended with {child.returncode}")
             say(child.tail())
-        child = trainer(settings)
-    return child
+            child.kill()
+            continue
+        story.kills += 1
+        story.struck[kind] += 1
+        say(f"kill {story.kills}: {kind}")
+    return trainer(settings)
 
 
 async def everything(role: Role, topic: str) -> list[Event]:
@@ -119,7 +196,7 @@ async def torture(settings: Settings, *, kills: int, seed: int) -> tuple[Story, 
     story = Story()
     async with opened("chaos", settings) as role:
         await append_batches(role.events, role.blobs, settings.run.id, settings.feeder.draws)
-        child = await kill(role, settings, story, kills=kills, rng=random.Random(seed))
+        child = await kill(settings, story, kills=kills, rng=random.Random(seed))
         say(f"{story.kills} kills; waiting for the run to end")
         await until(lambda: child.returncode is not None, 2 * PATIENCE_S)
         story.exit_status = child.stop() if child.returncode is None else child.returncode
@@ -155,7 +232,7 @@ def verdict(
     detail = {
         "batches": batches, "steps": len(steps), "versions": len(versions), "deaths": story.deaths,
         "incarnations": 1 + max(version.incarnation for version in versions), "exit_status": story.exit_status,
-        "losses_that_differ": strange, "records_at_kill": story.after,
+        "losses_that_differ": strange, "struck": dict(story.struck),
     }  # fmt: skip
     return told(
         id=id, kills=story.kills, lost=lost, twice=twice, skipped=skipped, identical=identical, ok=ok,
@@ -168,7 +245,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Kill the trainer while it trains.")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dies-in", choices=KINDS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.dies_in:
+        return doomed(arguments.dies_in, arguments.seed)
     with servers(f"chaos-{uuid4().hex[:8]}") as settings:
         replace = dataclasses.replace
         model = synthetic_model(Path(settings.run.directory) / "model")

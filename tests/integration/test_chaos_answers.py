@@ -1,4 +1,4 @@
-"""Runner, gateway and engine as real processes on a real Apache Kafka: killed while sessions are answered."""
+"""Roles as real processes on a real Apache Kafka: killed while sessions are answered, and while batches are trained."""
 
 from __future__ import annotations
 
@@ -48,6 +48,15 @@ def test_sessions_go_on_where_a_killed_runner_left_them_and_no_call_takes_effect
     assert (line["lost"], line["twice"], line["skipped"], line["identical"]) == (0, 0, 0, True)
     assert line["detail"]["effects"] == line["detail"]["calls"] > 0
     assert line["detail"]["struck_while"], "somebody was in the middle of something"
+    assert line["ok"], line
+
+
+def test_a_trainer_killed_in_a_step_an_export_an_upload_a_save_and_a_commit_trains_the_same(
+    live_settings: Settings,
+) -> None:
+    line = told(live_settings, "trainer.py", "--kills", "5")
+    assert line["detail"]["struck"] == {"step": 1, "export": 1, "upload": 1, "save": 1, "commit": 1}
+    assert (line["lost"], line["twice"], line["skipped"], line["identical"]) == (0, 0, 0, True)
     assert line["ok"], line
 
 

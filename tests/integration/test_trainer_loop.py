@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from turnlog.infra.batch_files import MEDIA_TYPE, write_rows
+from turnlog.infra.embedded.ports import free_ports
 from turnlog.infra.log import Partition
 from turnlog.infra.roles.role import Role, opened
 from turnlog.schemas.events import BatchSkipped, Event, StepCompleted, WeightVersionPublished
@@ -61,25 +62,6 @@ async def test_trains_every_batch_once_and_publishes_each_draw(settings: Setting
     assert {step.incarnation for step in steps} == {0}
     assert [(version.version, version.batch_index) for version in versions] == [(n, n - 1) for n in range(7)]
     assert versions[0].checkpoint is not None
-
-
-async def test_a_kill_neither_skips_nor_repeats_and_losses_are_those_of_a_rerun(settings: Settings, role: Role) -> None:
-    await append_batches(role.events, role.blobs, settings.run.id, 6)
-    first = await start(settings)
-    await steps_until(role, 3)
-    first.kill()
-    await first.wait()
-    second = await start(settings)
-    assert await second.wait() == 0
-    steps = await steps_of(role)
-    final = {step.batch_index: step for step in sorted(steps, key=lambda step: step.incarnation)}
-    assert sorted(final) == list(range(6))
-    assert [final[index].step for index in range(6)] == list(range(1, 7))
-    assert {step.incarnation for step in steps} == {0, 1}
-    losses = await asyncio.to_thread(rerun, settings, None, 6)
-    assert [step.loss for step in steps] == [losses[step.batch_index] for step in steps]
-    versions = [version.version for version in await versions_of(role)]
-    assert versions == list(range(len(versions)))
 
 
 async def test_a_stop_saves_and_the_next_incarnation_goes_on_behind_it(settings: Settings, role: Role) -> None:
@@ -160,7 +142,9 @@ async def test_weights_go_out_after_every_second_draw_and_at_the_end(settings: S
     assert [(step.draw_index, step.batch_index) for step in await steps_of(role)] == [(n // 2, n) for n in range(6)]
 
 
-async def test_two_ranks_train_the_same_over_a_stop_of_all_their_processes(settings: Settings, role: Role) -> None:
+async def test_two_ranks_train_the_same_over_a_stop_of_all_their_processes_and_on_two_machines_behind_it(
+    settings: Settings, role: Role, tmp_path: Path
+) -> None:
     await append_batches(role.events, role.blobs, settings.run.id, 3)
     two = dataclasses.replace(settings, trainer=dataclasses.replace(settings.trainer, world_size=2, tensor_parallel=2))
     first = await start(two, start_new_session=True)
@@ -168,8 +152,8 @@ async def test_two_ranks_train_the_same_over_a_stop_of_all_their_processes(setti
     os.killpg(first.pid, signal.SIGTERM)  # as a machine that goes away does: to rank 1, too
     assert await first.wait() == 0
     await append_batches(role.events, role.blobs, settings.run.id, 6)
-    second = await start(two)
-    assert await second.wait() == 0
+    agents = await agents_of_two_machines(two, tmp_path)
+    assert [await agent.wait() for agent in agents] == [0, 0]
     steps = await steps_of(role)
     assert [(step.batch_index, step.incarnation) for step in steps] == [(0, 0), (1, 0), (2, 0), (3, 1), (4, 1), (5, 1)]
     assert {step.world_size for step in steps} == {2}
@@ -198,6 +182,23 @@ async def start(
     process.stdin.write(json.dumps(tables(settings)).encode())
     process.stdin.close()
     return process
+
+
+async def agents_of_two_machines(settings: Settings, folder: Path) -> list[asyncio.subprocess.Process]:
+    """Two torchruns that meet on the loopback, with a rank each."""
+    (folder / "role.py").write_text(ROLE)
+    (folder / "settings.json").write_text(json.dumps(tables(settings)))
+    meet = ("--rdzv-backend", "c10d", "--rdzv-id", "two", "--rdzv-endpoint", f"127.0.0.1:{free_ports(1)[0]}")
+    command = (sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1")
+    agents = []
+    for _ in range(2):
+        with (folder / "settings.json").open() as given:
+            agents.append(
+                await asyncio.create_subprocess_exec(
+                    *command, *meet, "--local-addr", "127.0.0.1", str(folder / "role.py"), stdin=given
+                )
+            )
+    return agents
 
 
 def tables(settings: Settings) -> dict[str, dict[str, object]]:
