@@ -191,8 +191,8 @@ class StepCompleted:
     clip_fraction: float
     """Share of trained tokens whose ratio was clipped."""
     seconds: dict[str, float]
-    """By phase: wait (for the manifest), read (its file), step, export (of weights, upload included), checkpoint (the
-    one written since the step before)."""
+    """By phase: wait (for the manifest), read (its file), step, export (of weights, upload included), checkpoint (for
+    as long as one held training up since the step before)."""
     world_size: int
     """Ranks."""
     lag_excess: int = 0
