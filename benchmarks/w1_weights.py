@@ -1,9 +1,10 @@
 """W1: weights from the trainer's memory into a folder that engines load: export, store, fetch, check.
 
 Random parameters (half a billion on request: `BENCH_PARAMETERS=500000000 make bench ONLY=W1`), through the embedded
-object store. Floor: the slower of `cp` of the same files and the store's own copy of them, in the same run. Beside it
-stand the phases, the peak of memory above the model in shards, and what a version takes that goes out as what a small
-step changed. What it does not show: a network, an engine's own load.
+object store. The value is the slower of the way out (export, store) and the way in (fetch, check): different processes
+go them, so that one version may arrive while the next one leaves. Floor: the slower of `cp` of the same files and the
+store's own copy of them. Beside it stand the phases, the peak of memory above the model in shards, and what a version
+takes that goes out as what a small step changed. What it does not show: a network, an engine's own load.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from turnlog.trainer.shape import TINY, ModelShape
 GOAL_SHARE = 0.5
 GOAL_SHARDS = 1.5
 PARAMETERS = int(os.environ.get("BENCH_PARAMETERS", size(50_000_000, smallest=2_000_000)))
-SHARD_BYTES = max(1 << 20, PARAMETERS // 2)
-"""Eight shards of a model in float32."""
+SHARD_BYTES = max(64 << 20, PARAMETERS // 2)
+"""At most eight shards of a model in float32."""
 STEP = 1e-6
 """By how much of itself a value moves."""
 
@@ -135,9 +136,10 @@ async def measure(model: Any, form: ModelShape, directory: Path, blobs: S3Blobs)
         for parameter in model.parameters():
             parameter.mul_(1 + STEP)
     await measured.version(1)
-    total = sum(whole.values())
+    ways = {"out": whole["export"] + whole["store"], "in": whole["fetch"] + whole["verify"]}
     detail = {
         "bytes": measured.nbytes, "seconds": {name: round(taken, 3) for name, taken in whole.items()},
+        "ways": {name: round(measured.nbytes / taken) for name, taken in ways.items()},
         "floors": {name: round(rate) for name, rate in floors.items()},
         "floor_is": "the slower of cp and the store's own copy",
         "peak_shards": round(peak / SHARD_BYTES, 2), "goal_peak_shards": GOAL_SHARDS,
@@ -147,7 +149,7 @@ async def measure(model: Any, form: ModelShape, directory: Path, blobs: S3Blobs)
         },
     }  # fmt: skip
     return told(
-        id="W1", value=measured.nbytes / total, unit="bytes/s", goal=None, floor=min(floors.values()),
+        id="W1", value=measured.nbytes / max(ways.values()), unit="bytes/s", goal=None, floor=min(floors.values()),
         goal_share=GOAL_SHARE, met=peak <= GOAL_SHARDS * SHARD_BYTES or PARAMETERS < 10_000_000, rate=True,
         detail=detail,
     )  # fmt: skip

@@ -46,8 +46,9 @@ THREADS = 8
 RETRIES = 4
 BACKOFF_S = 0.1
 """Waits between retries: 0, 0.2, 0.4, 0.8 s."""
-PART_BYTES, PIECE_BYTES = 16 << 20, 1 << 20
+PART_BYTES, PIECE_BYTES = 8 << 20, 1 << 20
 """Of a file: put at once, read at once."""
+MOST_PARTS = 10_000
 CONNECT_TIMEOUT_S = 3.0
 READ_TIMEOUT_S = 60.0
 OBJECT = re.compile(r"<[\w.]+ object at 0x[0-9a-f]+>:? ?")
@@ -144,11 +145,14 @@ class S3Blobs(Folders):
         self._client.put_object(self._settings.bucket, name, io.BytesIO(content), len(content), content_type=media_type)
 
     def _write_file(self, name: str, path: Path, media_type: str) -> None:
-        """In parts, of which minio-py holds a few at a time."""
+        """In parts one after another, each of which is in memory while it is sent. S3 takes 10,000 of them."""
+        size = path.stat().st_size
+        part = max(PART_BYTES, -(-size // MOST_PARTS))
         with path.open("rb") as file:
             self._client.put_object(
-                self._settings.bucket, name, file, path.stat().st_size, content_type=media_type, part_size=PART_BYTES
-            )
+                self._settings.bucket, name, file, size, content_type=media_type, part_size=part,
+                num_parallel_uploads=1,
+            )  # fmt: skip
 
     def _names(self, prefix: str) -> list[str]:
         found = self._client.list_objects(self._settings.bucket, prefix=prefix, recursive=True)

@@ -342,18 +342,25 @@ def _text(token: Any) -> str:
 
 MEDIA = {".json": "application/json", ".safetensors": "application/vnd.safetensors"}
 DELTA_MEDIA = "application/vnd.turnlog.delta"
+AT_ONCE = 4
+"""Files of a version that are stored together."""
 
 
 async def upload(folder: Path, files: Mapping[str, str], model: Path, blobs: Blobs) -> tuple[WeightFile, ...]:
     """Store files of the folder, {name: sha256 as far as it is known}, with the config files of the `model` folder;
     unchanged ones keep their names. Raises StoreUnavailable."""
-    puts = [blobs.put(content, media_type=MEDIA[".json"]) for content in description(model).values()]
-    puts += [
-        blobs.put_file(folder / name, sha256=sha256, media_type=MEDIA.get(Path(name).suffix, DELTA_MEDIA))
-        for name, sha256 in files.items()
+    limit = asyncio.Semaphore(AT_ONCE)
+
+    async def one(name: str, sha256: str) -> WeightFile:
+        async with limit:
+            media_type = MEDIA.get(Path(name).suffix, DELTA_MEDIA)
+            return WeightFile(name, await blobs.put_file(folder / name, sha256=sha256, media_type=media_type))
+
+    beside = [
+        WeightFile(name, await blobs.put(content, media_type=MEDIA[".json"]))
+        for name, content in description(model).items()
     ]
-    refs = await asyncio.gather(*puts)
-    return tuple(WeightFile(name, ref) for name, ref in zip((*description(model), *files), refs, strict=True))
+    return (*beside, *await asyncio.gather(*(one(name, sha256) for name, sha256 in files.items())))
 
 
 @dataclass(frozen=True, slots=True)
