@@ -17,7 +17,8 @@ from row import say, size, told
 
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer.launch import process_group
-from turnlog.trainer.learner import Learner, microbatches, worth_packing
+from turnlog.trainer.learner import Learner
+from turnlog.trainer.microbatches import microbatches, worth_packing
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient
 from turnlog.trainer.reference import synthetic_rows
 from turnlog.trainer.shape import TINY

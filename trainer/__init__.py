@@ -6,7 +6,7 @@ TrainerError
 ├── UnsupportedModel     the model folder describes something that the mapping to Megatron does not cover
 ├── LayoutUnfit          the model cannot be shared as the settings say, or this machine lacks a device for a rank
 ├── WeightsMismatch      names or shapes of Hugging Face weights differ from the model's
-├── ExpertsUnfit         recorded experts are not those of this model's layers
+├── ExpertsUnfit         recorded experts are not those of this model's layers, or a sample is not where a batch says
 ├── BatchGap             the next manifest is not the next batch
 ├── BooksOff             the ranks together did not train the tokens that the manifest counts
 ├── RankLost             a rank ended or hung before it had joined the others

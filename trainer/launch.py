@@ -217,6 +217,11 @@ class Ranks:
         found: Floats = self._everywhere("reference_logprobs", rows)
         return found
 
+    def values(self, rows: BatchRows) -> Floats:
+        """See Learner.values."""
+        found: Floats = self._everywhere("values", rows)
+        return found
+
     def measure(self, rows: BatchRows, objective: Objective) -> StepResult:
         """See Learner.measure."""
         result: StepResult = self._everywhere("measure", rows, objective)
@@ -340,7 +345,8 @@ def _meeting_address(store: TCPStore | None) -> tuple[str, int]:
 
 def _learner(plan: LearningPlan) -> Learner:
     reference = None if plan.reference is None else read_weights(plan.reference)
-    return Learner(read_shape(plan.model), read_weights(plan.weights), plan.options, reference)
+    critic = plan.objective.critic is not None
+    return Learner(read_shape(plan.model), read_weights(plan.weights), plan.options, reference, critic=critic)
 
 
 def follower(plan: LearningPlan, rank: int, port: int) -> tuple[list[str], dict[str, str]]:

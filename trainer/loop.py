@@ -65,7 +65,7 @@ from turnlog.trainer.checkpoints.state import read_common
 from turnlog.trainer.launch import Ranks, ranks
 from turnlog.trainer.learner import StepResult
 from turnlog.trainer.models.experts import routed
-from turnlog.trainer.models.recorded import recorded_experts
+from turnlog.trainer.models.recorded import recorded_experts, truncated
 from turnlog.trainer.plan import LearningPlan, check_unchanged, learning_plan
 from turnlog.trainer.shape import ModelShape, read_shape
 from turnlog.trainer.tiny_policy import initial_weights
@@ -171,13 +171,15 @@ async def _fetched(manifest: SampleBatchFormed, blobs: Blobs) -> bytes:
 Fetch = Callable[[SampleBatchFormed], Awaitable[BatchRows]]
 
 
-def draw_passes(objective: Objective, call: Call, manifests: Manifests, fetch: Fetch, kept: Kept) -> DrawPasses:
+def draw_passes(
+    objective: Objective, call: Call, manifests: Manifests, fetch: Fetch, role: Role, kept: Kept
+) -> DrawPasses:
     """Over draws whose further parts are read ahead of their turn."""
 
     async def rest(manifest: SampleBatchFormed) -> list[BatchRows]:
         return [await fetch(one) for one in await manifests.ahead(manifest.parts - 1)]
 
-    return DrawPasses(objective, call, rest, kept)
+    return DrawPasses(objective, call, rest, functools.partial(truncated, log=role.log, events=role.events), kept)
 
 
 log = logging.getLogger(__name__)
@@ -311,7 +313,7 @@ class Trainer:
         async with self._role.log.reader() as reader:
             start = (await self._role.log.start_offsets([PARTITION]))[PARTITION]
             manifests = Manifests(reader, self._role.events, self._run_id, self._cursor, start=start)
-            self._passes = draw_passes(self._plan.objective, self._call, manifests, self._rows, self._kept)
+            self._passes = draw_passes(self._plan.objective, self._call, manifests, self._rows, self._role, self._kept)
             self._role.health.started()
             free = time.monotonic()
             while not self._role.stopping.is_set() and not self._done():
@@ -573,7 +575,7 @@ async def _losses(role: Role, everyone: Ranks, checkpoint: Path | None, until: i
             return method(everyone, rows)
 
         fetch = functools.partial(trained_rows, role=role, shape=read_shape(plan.model))
-        passes = draw_passes(plan.objective, call, manifests, fetch, kept)
+        passes = draw_passes(plan.objective, call, manifests, fetch, role, kept)
         while True:
             found = await manifests.next(timeout_s=0.2)
             if found is None and reader.position(PARTITION) >= end:

@@ -44,6 +44,7 @@ with warnings.catch_warnings():
     from megatron.core.dist_checkpointing.strategies.torch import (
         TorchDistSaveShardedStrategy,
     )
+    from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -102,6 +103,7 @@ __all__ = [
     "TorchDistSaveShardedStrategy",
     "TransformerBlockSubmodules",
     "TransformerConfig",
+    "add_prefix_for_sharding",
     "check_devices",
     "dist_checkpointing",
     "filesystem_async",

@@ -1,4 +1,6 @@
-"""Megatron's GPTModel from a model shape: local layer spec, torch RMSNorm, SDPA core attention, on CPU and CUDA alike.
+"""Megatron's GPTModel from a model shape, and what trains one: DDP, distributed optimizer, schedule.
+
+Local layer spec, torch RMSNorm, SDPA core attention, on CPU and CUDA alike.
 
 The local spec is used on every device, so that the same modules are tested and shipped; Megatron's checkpoint keys are
 those of its TransformerEngine spec as well.
@@ -6,16 +8,24 @@ those of its TransformerEngine spec as well.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as functional
 
+from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer import mcore
+from turnlog.trainer.algorithms.passes import FrozenWeights
+from turnlog.trainer.checkpoints.state import State
+from turnlog.trainer.microbatches import Microbatch, PaddedRows, microbatches, packed, padded, shared, worth_packing
 from turnlog.trainer.models.attention import RMSNorm, SdpaAttention
+from turnlog.trainer.models.experts import Replay, RoutedRows
 from turnlog.trainer.plan import LearnerOptions
-from turnlog.trainer.shape import ModelShape, family
+from turnlog.trainer.shape import ModelShape, family, row_flops
+from turnlog.trainer.weights import load_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -114,6 +124,28 @@ def build_model(shape: ModelShape, config: Any, *, vocabulary_multiple: int = 1)
     return model.bfloat16() if config.bf16 else model
 
 
+class ValueHead(torch.nn.Module):
+    """In place of an output layer: a number at each position, in float32; 0 before it has learnt."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self._parallel = config.sequence_parallel
+        self.weight = torch.nn.Parameter(torch.zeros((1, config.hidden_size), dtype=config.params_dtype))
+
+    def forward(self, hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        """[s, b, h] -> [s, b, 1], as GPTModel calls an output layer; every tensor-parallel rank has all of it."""
+        if self._parallel:
+            hidden = mcore.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return functional.linear(hidden.float(), self.weight.float()), None
+
+    @classmethod
+    def put_on(cls, model: Any) -> None:
+        """Make it the end of a model with its weights loaded."""
+        model.share_embeddings_and_output_weights = False
+        if model.post_process:
+            model.output_layer = cls(model.config).to(mcore.DEVICE)
+
+
 def _layers(config: Any) -> Any:
     """The specs of this pipeline stage's layers and of the norm behind the last."""
     layer = mcore.get_gpt_layer_local_spec(
@@ -139,3 +171,128 @@ def _scale_rope(rotary: Any, shape: ModelShape) -> None:
             high_freq_factor=scaling.high,
             original_max_position_embeddings=scaling.original,
         )
+
+
+Forward = Callable[[Iterator[PaddedRows], Any], tuple[torch.Tensor, Any]]
+"""Megatron's forward_step_func."""
+
+
+class Network:
+    """Collective: every rank makes the same calls with the same arguments. Process groups exist before it."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        weights: Mapping[str, torch.Tensor],
+        options: LearnerOptions,
+        *,
+        reference: Mapping[str, torch.Tensor] | None = None,
+        values: bool = False,
+    ) -> None:
+        """`reference`: weights to keep beside its own; `values`: with a number at each position in place of logits.
+        Raises WeightsMismatch."""
+        self.shape, self._options = shape, options
+        self._config = model_config(shape, options)
+        self.model = build_model(shape, self._config, vocabulary_multiple=options.vocabulary_multiple)
+        self.reference: FrozenWeights | None = None
+        if reference is not None:
+            load_weights(self.model, reference, shape)
+            self.reference = FrozenWeights(self.model)
+        load_weights(self.model, weights, shape)
+        if values:
+            ValueHead.put_on(self.model)
+        distributed = mcore.DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        self._ddp = mcore.DistributedDataParallel(self._config, distributed, self.model)
+        self.optimizer = mcore.get_megatron_optimizer(self._optimizer_config(), [self._ddp])
+        for one in self.optimizer.chained_optimizers:  # moments of 0, so that step 0 can be saved
+            one.init_state_fn(one.optimizer, one.config)
+            for group in one.optimizer.param_groups:
+                group.setdefault("step", 0)
+        self._edges: tuple[int, ...] = ()
+        self.model.register_forward_pre_hook(self._say_where_rows_end, with_kwargs=True)
+        self._replay = Replay(self.model, recompute=options.recompute != "none") if shape.experts else None
+        self._config.grad_scale_func = self.optimizer.scale_loss
+        self._config.finalize_model_grads_func = mcore.finalize_model_grads
+        self._schedule = mcore.get_forward_backward_func()
+
+    @property
+    def state(self) -> State:
+        """What a checkpoint holds."""
+        return self.model, self.optimizer
+
+    def forget_gradients(self) -> None:
+        """Before a pass with gradients."""
+        self._ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def gradient_norm(self) -> float:
+        """Of the last pass, before clipping."""
+        self.optimizer.prepare_grads()
+        return float(self.optimizer.get_grad_norm())
+
+    def step(self, learning_rate: float) -> None:
+        """Move by the gradients whose norm was asked for."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+
+    def run(self, rows: BatchRows, forward: Forward, *, forward_only: bool) -> None:
+        """This rank's microbatches through Megatron's schedule."""
+        rank = mcore.parallel_state.get_data_parallel_rank()
+        ranks = mcore.parallel_state.get_data_parallel_world_size()
+        lengths, limit = rows.lengths.tolist(), self._options.microbatch_tokens
+        dealt = functools.partial(microbatches, lengths, ranks, limit, cost=functools.partial(row_flops, self.shape))
+        plan, packing = dealt(), self._options.packing == "on"
+        if packing or (self._options.packing == "auto" and worth_packing(plan, lengths)):
+            plan, packing = dealt(packing=True), True
+        batches = [self._laid_out(rows, one, packing) for one in plan[rank]]
+        self._schedule(
+            forward_step_func=forward,
+            data_iterator=self._taken(rows, batches),
+            model=[self._ddp],
+            num_microbatches=len(batches),
+            seq_length=max(batch.inputs.size(1) for batch in batches),
+            micro_batch_size=max(batch.inputs.size(0) for batch in batches),
+            forward_only=forward_only,
+        )
+        if self._replay:
+            self._replay.clear()
+
+    def _optimizer_config(self) -> Any:
+        options = self._options
+        return mcore.OptimizerConfig(
+            optimizer="adam",
+            lr=1.0,  # set before every step
+            weight_decay=options.weight_decay,
+            adam_beta1=options.beta1,
+            adam_beta2=options.beta2,
+            clip_grad=options.clip_grad,
+            bf16=self._config.bf16,
+            params_dtype=self._config.params_dtype,
+            use_distributed_optimizer=True,
+        )
+
+    def _laid_out(self, rows: BatchRows, microbatch: Microbatch, packing: bool) -> PaddedRows:
+        """This rank's part of a microbatch."""
+        multiple = self._options.multiple
+        batch = padded(rows, microbatch, mcore.DEVICE, multiple=multiple)
+        if packing:
+            positions = [max(1, int(rows.lengths[row]) - 1) for row in microbatch] or [multiple]
+            batch = packed(batch, [-(-count // multiple) * multiple for count in positions])
+        return shared(batch, mcore.parallel_state.get_context_parallel_rank(), self._options.context_parallel)
+
+    def _taken(self, rows: BatchRows, batches: Sequence[PaddedRows]) -> Iterator[PaddedRows]:
+        """As forward passes take them; routers replay what the rows recorded."""
+        replayed = self._replay is not None and isinstance(rows, RoutedRows)
+        for batch in self._replay.over(batches) if self._replay and replayed else batches:
+            self._edges = batch.edges
+            yield batch
+
+    def _say_where_rows_end(self, _: Any, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Whoever runs the model on a batch that was just taken runs it on rows that do not see each other."""
+        if not self._edges:
+            return arguments, named
+        ends = torch.tensor(self._edges, dtype=torch.int32, device=mcore.DEVICE)
+        longest = int(ends.diff().max())
+        packing = mcore.PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
+        return arguments, {**named, "packed_seq_params": packing}

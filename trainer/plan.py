@@ -16,6 +16,7 @@ from turnlog.learning_settings import check_wants
 from turnlog.settings import Settings, SettingsError, TrainerSettings
 from turnlog.trainer import LayoutUnfit
 from turnlog.trainer.algorithms import catalogue
+from turnlog.trainer.algorithms.gae import CriticRules
 from turnlog.trainer.algorithms.objective import PolicyGradient as PolicyGradient
 from turnlog.trainer.algorithms.objective import imitation as imitation
 from turnlog.trainer.shape import ModelShape
@@ -116,17 +117,22 @@ class LearningPlan:
     schedule: str = "linear"
     warmup: int = 0
     """Steps."""
+    value_warmup: int = 0
+    """Steps of the critic alone, before those."""
 
     def behind(self, steps: int) -> LearningPlan:
         """The same after `steps` steps of a run that this one was forked from: its schedule goes on from there."""
         return dataclasses.replace(self, steps=self.steps + steps)
 
     def learning_rate(self, step: int) -> float:
-        """Of the step after `step` steps: up to `rate` in `warmup` steps, then along the schedule to `lowest_ratio` x
-        `rate` at the last planned step."""
-        if step < self.warmup:
-            return self.rate * (step + 1) / (self.warmup + 1)
-        done = min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
+        """Of the step after `step` steps: 0 while the critic warms up, then up to `rate` in `warmup` steps, then along
+        the schedule to `lowest_ratio` x `rate` at the last planned step."""
+        if step < self.value_warmup:
+            return 0.0
+        begin = self.value_warmup + self.warmup
+        if step < begin:
+            return self.rate * (step - self.value_warmup + 1) / (self.warmup + 1)
+        done = min(1.0, (step - begin) / max(1, self.steps - begin))
         if self.schedule == "constant":
             return self.rate
         if self.schedule == "cosine":
@@ -179,6 +185,7 @@ def learning_plan(settings: Settings) -> LearningPlan:
         lowest_ratio=trainer.min_learning_rate_ratio,
         schedule=trainer.learning_rate_schedule,
         warmup=trainer.warmup_steps,
+        value_warmup=trainer.value_warmup_steps if objective.critic else 0,
         recorded=recorded(trainer),
         may_change=trainer.allow_changes,
         join_s=settings.liveness.join_s,
@@ -234,4 +241,17 @@ def _objective(trainer: TrainerSettings) -> PolicyGradient:
         kl_coefficient=trainer.kl_coefficient,
         kl_in=trainer.kl_in,
         entropy_coefficient=trainer.entropy_coefficient,
+        critic=_critic(trainer) if algorithm.critic else None,
+    )
+
+
+def _critic(trainer: TrainerSettings) -> CriticRules:
+    return CriticRules(
+        discount=trainer.discount,
+        smoothing=trainer.gae_lambda,
+        whiten=trainer.whiten_advantages,
+        bootstrap=trainer.truncated == "bootstrap",
+        rate=trainer.value_learning_rate,
+        clip=trainer.value_clip,
+        updates=trainer.value_updates,
     )

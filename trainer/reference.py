@@ -43,6 +43,7 @@ from turnlog.schemas.events import BatchSample, SampleBatchFormed, Weighting
 from turnlog.schemas.ids import digest
 from turnlog.schemas.types import BlobRef
 from turnlog.trainer.algorithms.catalogue import BUILT_IN
+from turnlog.trainer.algorithms.gae import CriticRules
 from turnlog.trainer.algorithms.objective import Numbers
 from turnlog.trainer.launch import layout_of, process_group
 from turnlog.trainer.learner import Learner
@@ -291,6 +292,80 @@ class PlainLearner:
         return {name: tensor.detach().clone() for name, tensor in self._model.state_dict().items()}
 
 
+class PlainCritic:
+    """transformers' base model with a number at each position, and torch's AdamW; GAE token by token."""
+
+    def __init__(self, shape: ModelShape, weights: Mapping[str, torch.Tensor], options: LearnerOptions) -> None:
+        plain = PlainLearner(shape, weights, options)
+        self._trunk: Any = plain._model.model
+        self.head = torch.nn.Parameter(torch.zeros(shape.hidden))
+        self._parameters = [*self._trunk.parameters(), self.head]
+        self._clip = options.clip_grad
+        self._optimizer = torch.optim.AdamW(
+            self._parameters, betas=(options.beta1, options.beta2), weight_decay=options.weight_decay, foreach=False
+        )
+
+    def values(self, rows: BatchRows, row: int) -> torch.Tensor:
+        """[tokens of the row], entry t behind token t."""
+        start, length = int(rows.starts[row]), int(rows.lengths[row])
+        tokens = torch.from_numpy(rows.token_ids[start : start + length].astype("int64"))
+        found: torch.Tensor = self._trunk(tokens[None]).last_hidden_state[0] @ self.head
+        return found
+
+    @torch.no_grad()
+    def told(self, rows: BatchRows) -> list[list[float]]:
+        """The values of each row."""
+        return [self.values(rows, row).tolist() for row in range(len(rows))]
+
+    def step(self, rows: BatchRows, told: Sequence[Sequence[float]], rules: CriticRules) -> PlainStep:
+        """One update, towards what `told` makes of the batch."""
+        self._optimizer.zero_grad()
+        total = torch.zeros(())
+        for row, (_, returns) in enumerate(credits(rows, told, rules)):
+            before = torch.tensor(told[row][:-1])
+            now, wanted = self.values(rows, row)[:-1], torch.tensor(returns)
+            bounded = before + (now - before).clamp(-rules.clip, rules.clip)
+            errors = torch.maximum((now - wanted).square(), (bounded - wanted).square()) / 2
+            loss = (errors * of_row(rows, rows.trained, row)).sum() / float(rows.weight_divisor[row])
+            torch.autograd.backward(loss)
+            total = total + loss.detach()
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._clip)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rules.rate
+        self._optimizer.step()
+        return PlainStep(float(total), float(norm))
+
+
+def credits(
+    rows: BatchRows, told: Sequence[Sequence[float]], rules: CriticRules, truncated: Sequence[bool] = ()
+) -> list[tuple[list[float], list[float]]]:
+    """(advantages, returns) of the tokens of each row behind its first, 0 where nothing trains; advantages as they are
+    before whitening. `told`: the value behind each token."""
+    found = []
+    for row in range(len(rows)):
+        start, length = int(rows.starts[row]), int(rows.lengths[row])
+        trained = [place for place in range(1, length) if rows.trained[start + place]]
+        advantages, returns = [0.0] * (length - 1), [0.0] * (length - 1)
+        ahead, running = 0.0, 0.0
+        for place in reversed(trained):
+            value, reward = told[row][place - 1], 0.0
+            if place == trained[-1]:
+                reward = float(rows.advantages[start + place])
+                ahead = told[row][place] if rules.bootstrap and truncated and truncated[row] else 0.0
+            running = reward + rules.discount * ahead - value + rules.discount * rules.smoothing * running
+            advantages[place - 1], returns[place - 1], ahead = running, running + value, value
+        found.append((advantages, returns))
+    return found
+
+
+def with_credits(rows: BatchRows, told: Sequence[Sequence[float]], rules: CriticRules) -> BatchRows:
+    """The rows with those advantages, whitened over the batch."""
+    found = np.concatenate([[0.0, *advantages] for advantages, _ in credits(rows, told, rules)])
+    trained = rows.trained == 1
+    whitened = (found - found[trained].mean()) / (found[trained].std() + 1e-6)
+    return dataclasses.replace(rows, advantages=np.where(trained, whitened, 0.0).astype("<f4"))
+
+
 def _fused(weights: Mapping[str, torch.Tensor], shape: ModelShape) -> dict[str, torch.Tensor]:
     """With the experts of a layer as one tensor, as transformers 5 holds them; its files have one each."""
     if not shape.experts:
@@ -327,6 +402,9 @@ OBJECTIVES = {
     "gspo": PolicyGradient(0.01, 0.01, algorithm=BUILT_IN["gspo"]),
     "decoupled": PolicyGradient(0.2, 0.2, logprobs="recomputed", importance="truncated", importance_high=1.05),
     "entropy": PolicyGradient(0.2, 0.2, entropy_coefficient=0.1),
+    "ppo": PolicyGradient(
+        0.2, 0.2, algorithm=BUILT_IN["ppo"], critic=CriticRules(discount=0.99, smoothing=0.9, rate=1e-3, clip=0.01)
+    ),
 }
 """The steps of one are the updates of one draw."""
 SHARES = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "cp": "context_parallel", "ep": "expert_parallel"}
@@ -356,19 +434,40 @@ def layout(name: str) -> tuple[ModelShape, LearnerOptions]:
     return shape, options
 
 
-def ours(learner: Learner, objective: PolicyGradient, batches: Sequence[BatchRows]) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of each update of a draw of these."""
+Figures = list[tuple[float, float]]
+"""(loss, gradient norm) of each update of a draw, and behind that of the critic's."""
+
+
+def ours(learner: Learner, objective: PolicyGradient, batches: Sequence[BatchRows]) -> Figures:
+    """Of a draw of these."""
     passes = objective.passes(len(batches))
-    numbers = [Numbers(proximal=learner.logprobs(rows)) if passes else Numbers() for rows in batches]
+    numbers = [
+        Numbers(
+            proximal=learner.logprobs(rows) if "proximal" in passes else None,
+            values=learner.values(rows) if "values" in passes else None,
+        )
+        for rows in batches
+    ]
     results = [learner.step(rows, objective, RATE, its) for rows, its in zip(batches, numbers, strict=True)]
-    return [(result.loss, result.grad_norm) for result in results]
+    figures = [(result.loss, result.grad_norm) for result in results]
+    if objective.critic:
+        figures += [(result.metrics["value_loss"], result.metrics["value_grad_norm"]) for result in results]
+    return figures
 
 
-def theirs(plain: PlainLearner, objective: PolicyGradient, batches: Sequence[BatchRows]) -> list[tuple[float, float]]:
+def theirs(
+    plain: PlainLearner, critic: PlainCritic | None, objective: PolicyGradient, batches: Sequence[BatchRows]
+) -> Figures:
     """The same of the reference."""
-    numbers = [plain.columns(rows) if objective.passes(len(batches)) else None for rows in batches]
+    lessons: list[PlainStep] = []
+    if critic is not None and objective.critic is not None:
+        told = [critic.told(rows) for rows in batches]
+        lessons = [critic.step(rows, its, objective.critic) for rows, its in zip(batches, told, strict=True)]
+        batches = [with_credits(rows, its, objective.critic) for rows, its in zip(batches, told, strict=True)]
+    proximal = "proximal" in objective.passes(len(batches))
+    numbers = [plain.columns(rows) if proximal else None for rows in batches]
     results = [plain.step(rows, objective, RATE, its) for rows, its in zip(batches, numbers, strict=True)]
-    return [(result.loss, result.grad_norm) for result in results]
+    return [(result.loss, result.grad_norm) for result in (*results, *lessons)]
 
 
 def _saved(learner: Learner, control: dist.ProcessGroup, rank: int) -> Path:
@@ -418,7 +517,7 @@ def main(steps: int, names: Sequence[str]) -> None:
             batches = [with_random_experts(rows, shape, seed) for seed, rows in enumerate(batches)]
         store = PrefixStore(name, met) if met else None
         with process_group(rank=rank, world_size=world_size, store=store, **layout_of(options)) as control:
-            learner = Learner(shape, weights, options)
+            learner = Learner(shape, weights, options, critic=objective.critic is not None)
             exact = all(torch.equal(tensor, weights[key]) for key, tensor in learner.export().items())
             stepped = ours(learner, objective, batches)
             exported = learner.export()
@@ -427,7 +526,8 @@ def main(steps: int, names: Sequence[str]) -> None:
         if rank == 0:
             exact = exact and (folder is None or _restored(folder, shape, exported))
             plain = PlainLearner(shape, weights, options)
-            wanted_steps = theirs(plain, objective, batches)
+            critic = PlainCritic(shape, weights, options) if objective.critic else None
+            wanted_steps = theirs(plain, critic, objective, batches)
             found = [
                 (loss, wanted_loss, norm, wanted_norm)
                 for (loss, norm), (wanted_loss, wanted_norm) in zip(stepped, wanted_steps, strict=True)

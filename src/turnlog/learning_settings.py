@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from turnlog.names import EntryPointGroup
-from turnlog.setting_types import Offered, SettingsError, Share
+from turnlog.setting_types import Amount, Count, Offered, Rate, SettingsError, Share
 
 Bound = Annotated[float, Meta(ge=0, le=1e9)]
 Wants = Mapping[str, tuple[str, ...]]
@@ -27,6 +27,7 @@ WANTS: Mapping[str, Wants] = {
     "gspo": {"batcher.weighting": ("trajectory",)},
     "sapo": {"trainer.dual_clip": ("0.0",)},
     "cispo": {"trainer.dual_clip": ("0.0",)},
+    "ppo": {"fold.estimator": ("none",)},
 }
 """By built-in algorithm."""
 
@@ -63,6 +64,22 @@ class LearningSettings:
     """Hugging Face folder that the divergence is taken from; empty is the weights that training began with."""
     entropy_coefficient: Bound = 0.0
     """Of the entropy, which is taken off the loss."""
+    discount: Share = 1.0
+    """ppo: of what is earned a trained token later."""
+    gae_lambda: Share = 1.0
+    """ppo: 1 credits a token with all that its segment earns after it, 0 with what the critic says of the next one."""
+    whiten_advantages: bool = True
+    """ppo: to mean 0 and deviation 1 over the trained tokens of each batch."""
+    truncated: Literal["terminal", "bootstrap"] = "terminal"
+    """ppo: behind the last trained token of a truncated trajectory nothing is earned, or what the critic says."""
+    value_learning_rate: Rate = 1e-5
+    """ppo: of the critic."""
+    value_clip: Bound = 0.2
+    """ppo: the critic's squared error counts for values so far from those before the draw; 0 does not clip."""
+    value_updates: Count = 1
+    """ppo: of the critic, per batch."""
+    value_warmup_steps: Amount = 0
+    """ppo: first steps of the run that move the critic alone."""
 
 
 def check_learning(settings: object, learning: LearningSettings, source: str) -> None:

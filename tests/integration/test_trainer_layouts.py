@@ -13,7 +13,15 @@ import sys
 import pytest
 
 STEPS = 2
-ALGORITHMS = ("dp:gspo", "dp:decoupled", "pp2-replay:gspo", "cp2-packed:gspo", "tp2:entropy")
+ALGORITHMS = (
+    "dp:gspo",
+    "dp:decoupled",
+    "pp2-replay:gspo",
+    "cp2-packed:gspo",
+    "tp2:entropy",
+    "dp:ppo",
+    "cp2-packed:ppo",
+)
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,7 @@ BUILT_IN = {
         Algorithm("gspo", by_sequence, by_trajectory=True),
         Algorithm("sapo", soft, {"positive": 1.0, "negative": 1.05}),
         Algorithm("cispo", weighted),
+        Algorithm("ppo", clipped, critic=True),
     )
 }
 

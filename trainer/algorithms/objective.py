@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer.algorithms.catalogue import BUILT_IN
+from turnlog.trainer.algorithms.gae import CriticRules, Lesson, credited
 from turnlog.trainer.algorithms.tokens import Algorithm, Clip, Measure, TokenLoss, Tokens
 
-Pass = Literal["proximal", "reference"]
-"""A forward pass without gradients over all rows of a draw, by the weights before its first update, or by the frozen
-ones."""
+Pass = Literal["proximal", "reference", "values"]
+"""A forward pass without gradients over all rows of a draw, by the weights before its first update, by the frozen
+ones, or by the critic's before its first update."""
 Floats = NDArray[np.float32]
 
 
@@ -31,6 +32,10 @@ class Numbers:
 
     proximal: Floats | None = None
     reference: Floats | None = None
+    values: Floats | None = None
+    """[T + n], as Critic.values gives them."""
+    truncated: NDArray[np.bool_] | None = None
+    """[n] whether the row's trajectory was, where the objective asks for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,7 @@ class Columns:
     trajectory_gap: torch.Tensor | None = None
     trajectory_tokens: torch.Tensor | None = None
     importance: torch.Tensor | None = None
+    lesson: Lesson | None = None
 
     def on(self, device: torch.device) -> Columns:
         """The same there."""
@@ -63,6 +69,10 @@ class Objective(Protocol):
     def trains_entropy(self) -> bool:
         """Whether the entropy needs a gradient."""
 
+    @property
+    def critic(self) -> CriticRules | None:
+        """None: without one."""
+
     def passes(self, parts: int) -> frozenset[Pass]:
         """What a draw of `parts` updates has to have computed before its first one."""
 
@@ -79,6 +89,7 @@ class Imitation:
 
     by_trajectory: bool = False
     trains_entropy: bool = False
+    critic: CriticRules | None = None
 
     def passes(self, parts: int) -> frozenset[Pass]:
         return frozenset()
@@ -112,6 +123,7 @@ class PolicyGradient:
     kl_coefficient: float = 0.0
     kl_in: str = "loss"
     entropy_coefficient: float = 0.0
+    critic: CriticRules | None = None
 
     @property
     def by_trajectory(self) -> bool:
@@ -134,6 +146,8 @@ class PolicyGradient:
             found.add("proximal")
         if self.kl != "none":
             found.add("reference")
+        if self.critic is not None:
+            found.add("values")
         return frozenset(found)
 
     def prepared(self, rows: BatchRows, numbers: Numbers, current: Floats | None) -> tuple[BatchRows, Columns]:
@@ -147,6 +161,11 @@ class PolicyGradient:
             importance = _summed(rows, proximal - rows.logprobs)
             if self.importance_level == "geometric":
                 importance = importance / np.maximum(1.0, _summed(rows, np.ones_like(proximal)))
+        lesson = None
+        if self.critic is not None:
+            rows, lesson = self._credited(rows, numbers, self.critic)
+        elif self._penalised:
+            rows = self._with_penalty(rows, numbers)
         columns = Columns(
             old=_column(proximal),
             old_is_current=recomputed and proximal is None,
@@ -154,8 +173,9 @@ class PolicyGradient:
             trajectory_gap=_column(gap),
             trajectory_tokens=None if counts is None else _column(np.maximum(1.0, counts)),
             importance=_column(importance),
+            lesson=lesson,
         )
-        return (self._with_penalty(rows, numbers) if self._penalised else rows), columns
+        return rows, columns
 
     def __call__(self, tokens: Tokens) -> TokenLoss:
         found = self.algorithm.loss(tokens, Clip(self.clip_low, self.clip_high, self.dual_clip), *self.numbers)
@@ -186,15 +206,26 @@ class PolicyGradient:
         return TokenLoss(value, found.clipped, masked, measures)
 
     def _with_penalty(self, rows: BatchRows, numbers: Numbers) -> BatchRows:
-        """Advantages less the divergence to go: from the token to the end of its segment, by the weights before the
-        draw's first update."""
+        """Advantages less the divergence to go: from the token to the end of its segment."""
+        parts = np.split(self._penalty(rows, numbers), rows.starts[1:])
+        to_go = np.concatenate([np.cumsum(part[::-1])[::-1] for part in parts])
+        return dataclasses.replace(rows, advantages=((rows.advantages - to_go) * rows.trained).astype("<f4"))
+
+    def _credited(self, rows: BatchRows, numbers: Numbers, rules: CriticRules) -> tuple[BatchRows, Lesson]:
+        """Advantages against the critic, of rewards less the divergence of each token."""
+        assert numbers.values is not None
+        penalty = self._penalty(rows, numbers) if self._penalised else np.zeros(len(rows.token_ids))
+        truncated = np.zeros(len(rows), bool) if numbers.truncated is None else numbers.truncated
+        advantages, lesson = credited(rows, numbers.values, truncated, penalty, rules)
+        return dataclasses.replace(rows, advantages=advantages), lesson
+
+    def _penalty(self, rows: BatchRows, numbers: Numbers) -> NDArray[np.float64]:
+        """[T] the divergence that costs reward, by the weights before the draw's first update."""
         assert numbers.proximal is not None
         assert numbers.reference is not None
         proximal, reference = (torch.from_numpy(one.astype("f8")) for one in (numbers.proximal, numbers.reference))
-        penalty = self.kl_coefficient * estimate(self.kl, proximal, reference).numpy() * rows.trained
-        parts = np.split(penalty, rows.starts[1:])
-        to_go = np.concatenate([np.cumsum(part[::-1])[::-1] for part in parts])
-        return dataclasses.replace(rows, advantages=((rows.advantages - to_go) * rows.trained).astype("<f4"))
+        found: NDArray[np.float64] = self.kl_coefficient * estimate(self.kl, proximal, reference).numpy() * rows.trained
+        return found
 
 
 def estimate(kind: str, logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:

@@ -97,5 +97,8 @@ class Algorithm:
     """Numbers that the setting may give behind the name, with their defaults."""
     by_trajectory: bool = False
     """Whether it reads trajectory_gap and trajectory_tokens: they cost a pass without gradients before each step."""
+    critic: bool = False
+    """Whether its advantages are those of rewards against a critic (turnlog.trainer.algorithms.gae); then it wants
+    {"fold.estimator": ("none",)}."""
     wants: Wants = field(default_factory=dict)
     """Settings that it is defined with: {"batcher.weighting": ("trajectory",)}."""

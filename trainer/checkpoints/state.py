@@ -17,6 +17,7 @@ reshardable, and w P.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Iterator, Mapping
@@ -30,6 +31,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from turnlog.trainer import CheckpointFailed, CheckpointUnusable, mcore
 
+log = logging.getLogger(__name__)
 RESHARDABLE = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -40,11 +42,15 @@ BY_PLACE = {"distrib_optim_sharding_type": "dp_reshardable"}
 """The one that gathers nothing."""
 
 
+State = tuple[Any, Any]
+"""(model, optimizer) of a network"""
+
+
 class Save:
     """A checkpoint on its way to disk."""
 
     def __init__(
-        self, model: Any, optimizer: Any, directory: Path, common: Mapping[str, Any], *, reshardable: bool
+        self, policy: State, critic: State | None, directory: Path, common: Mapping[str, Any], *, reshardable: bool
     ) -> None:
         """Copy the state into memory and begin to write it into an existing empty folder. Collective; `common` is the
         same on every rank. Raises CheckpointFailed."""
@@ -55,12 +61,13 @@ class Save:
         mcore.filesystem_async._results_queue = self._results
         strategy = mcore.TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
         sharding = RESHARDABLE if reshardable else BY_PLACE
+        common = {**common, "critic": True} if critic else common
         said = {**common, "sharding": sharding["distrib_optim_sharding_type"], "shards": shards()}
-        state = {**_sharded(model, optimizer, sharding, is_loading=False), "common": said}
+        state = {**_sharded(policy, critic, sharding, is_loading=False), "common": said}
         with mcore.quiet(), self._failing():
             self._request = mcore.dist_checkpointing.save(state, str(directory), strategy, async_sharded_save=True)
         del state
-        live = _storages(model, optimizer)
+        live = _storages(*policy) | (_storages(*critic) if critic else set())
         buckets = self._request.async_fn_args[1] if self._request.async_fn else []
         copies = [
             (path, key, (texts, [(item, _apart(tensor, live)) for item, tensor in tensors]))
@@ -116,8 +123,9 @@ def load_model(model: Any, directory: Path, shape: Mapping[str, Any]) -> None:
         model.load_state_dict(state["model"])
 
 
-def load_state(model: Any, optimizer: Any, directory: Path, shape: Mapping[str, Any]) -> None:
-    """Load weights and optimizer in place. Collective. Raises CheckpointUnusable."""
+def load_state(policy: State, critic: State | None, directory: Path, shape: Mapping[str, Any]) -> None:
+    """Load weights and optimizer in place, and those of the critic where it holds one. Collective. Raises
+    CheckpointUnusable."""
     common = _common(directory, shape)
     by_place = common.get("sharding") == BY_PLACE["distrib_optim_sharding_type"]
     if by_place and common["shards"] != shards():
@@ -125,11 +133,17 @@ def load_state(model: Any, optimizer: Any, directory: Path, shape: Mapping[str, 
             f"{directory} is of ranks that shared the model otherwise ({common['shards']}, now {shards()}): go on from "
             "it as they were, with trainer.checkpoints_reshardable = true, and change that behind the next checkpoint"
         )
+    if critic and not common.get("critic"):
+        log.warning("%s holds no critic: it begins as the weights that training began with", directory)
+        critic = None
     with mcore.quiet(), torch.no_grad():  # by place, Megatron writes into parameters
-        sharded = _sharded(model, optimizer, BY_PLACE if by_place else RESHARDABLE, is_loading=True)
+        sharded = _sharded(policy, critic, BY_PLACE if by_place else RESHARDABLE, is_loading=True)
         state = mcore.dist_checkpointing.load(sharded, str(directory))
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(regrouped(state["optimizer"], len(optimizer.chained_optimizers)))
+        for part, found in ((policy, state), (critic, state.get("critic"))):
+            if part is not None:
+                model, optimizer = part
+                model.load_state_dict(found["model"])
+                optimizer.load_state_dict(regrouped(found["optimizer"], len(optimizer.chained_optimizers)))
 
 
 def _common(directory: Path, shape: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,7 +192,16 @@ def read_common(directory: Path) -> dict[str, Any]:
     return common
 
 
-def _sharded(model: Any, optimizer: Any, sharding: Mapping[str, Any], *, is_loading: bool) -> dict[str, Any]:
+def _sharded(policy: State, critic: State | None, sharding: Mapping[str, Any], *, is_loading: bool) -> dict[str, Any]:
+    state = _of(policy, sharding, is_loading=is_loading)
+    if critic:
+        state["critic"] = _of(critic, sharding, is_loading=is_loading)
+        mcore.add_prefix_for_sharding(state["critic"], "critic.")
+    return state
+
+
+def _of(part: State, sharding: Mapping[str, Any], *, is_loading: bool) -> dict[str, Any]:
+    model, optimizer = part
     with mcore.quiet():
         weights = model.sharded_state_dict()
         # The optimizer marks shards by the model's entries, so both come from one call.

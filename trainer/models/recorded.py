@@ -1,4 +1,5 @@
-"""Which experts the engine recorded for a batch: the samples that its manifest names say where their rows lie.
+"""What the samples that a batch's manifest names say beside its file: where the rows of experts that the engine
+recorded lie, and how their trajectories ended.
 
 Batch files hold no experts, which would be most of their bytes: a sample names them by content, so that what its
 record says is as fixed as a column.
@@ -17,7 +18,7 @@ from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Log, Partition
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.processors.core.experts import NoExperts
-from turnlog.schemas.events import SampleBatchFormed, SegmentSample
+from turnlog.schemas.events import Outcome, SampleBatchFormed, SegmentSample
 from turnlog.schemas.topics import SAMPLES
 from turnlog.trainer import ExpertsUnfit
 
@@ -30,18 +31,10 @@ async def recorded_experts(
     Raises NoExperts for the first row without them: rows that are replayed and rows that are not never share a step.
     Raises BrokenExperts, ExpertsDoNotCover, BlobError, LogError, and ExpertsUnfit for rows of samples of other widths.
     """
-    samples = await _samples(manifest, log, events)
-    named = []
-    for row in manifest.samples:
-        if row.sample_id not in samples:
-            place = f"{SAMPLES.name}[{row.partition}]@{row.offset}"
-            raise ExpertsUnfit(
-                f"sample {row.sample_id} does not stand at {place}, where batch {manifest.batch_index} says"
-            )
-        sample = samples[row.sample_id]
+    named = await _samples(manifest, log, events)
+    for sample in named:
         if not sample.experts:
             raise NoExperts(f"sample {sample.sample_id} has none ({sample.experts_gap or 'none were recorded'})")
-        named.append(sample)
     found = await asyncio.gather(*(expert_rows(sample, blobs) for sample in named))
     if len(widths := {each.shape[1:] for each in found}) > 1:
         raise ExpertsUnfit(f"batch {manifest.batch_index}: its samples have experts of shapes {sorted(widths)}")
@@ -51,7 +44,13 @@ async def recorded_experts(
     return whole.astype("u1" if whole.max(initial=0) <= np.iinfo("u1").max else "<u2")
 
 
-async def _samples(manifest: SampleBatchFormed, log: Log, events: EventLog) -> dict[str, SegmentSample]:
+async def truncated(manifest: SampleBatchFormed, log: Log, events: EventLog) -> NDArray[np.bool_]:
+    """[n] whether the trajectory of each row was. Raises ExpertsUnfit, LogError."""
+    return np.array([one.outcome is Outcome.truncated for one in await _samples(manifest, log, events)], bool)
+
+
+async def _samples(manifest: SampleBatchFormed, log: Log, events: EventLog) -> list[SegmentSample]:
+    """In order of the rows. Raises ExpertsUnfit."""
     wanted: dict[int, dict[int, str]] = {}
     for row in manifest.samples:
         wanted.setdefault(row.partition, {})[row.offset] = row.sample_id
@@ -65,4 +64,10 @@ async def _samples(manifest: SampleBatchFormed, log: Log, events: EventLog) -> d
                     event = await events.known(record) if record.offset in ids else None
                     if isinstance(event, SegmentSample) and event.sample_id == ids[record.offset]:
                         found[event.sample_id] = event
-    return found
+    for row in manifest.samples:
+        if row.sample_id not in found:
+            place_said = f"{SAMPLES.name}[{row.partition}]@{row.offset}"
+            raise ExpertsUnfit(
+                f"sample {row.sample_id} does not stand at {place_said}, where batch {manifest.batch_index} says"
+            )
+    return [found[row.sample_id] for row in manifest.samples]

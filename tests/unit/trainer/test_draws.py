@@ -31,6 +31,7 @@ from turnlog.trainer.plan import PolicyGradient, learning_plan
 from turnlog.trainer.reference import append_batches, synthetic_manifest, synthetic_model, synthetic_rows
 
 PARTS = 3
+PPO = {"algorithm": "ppo", "value_updates": 2, "value_warmup_steps": 1, "value_learning_rate": 1e-3}
 DECOUPLED = {"logprobs": "recomputed", "importance": "truncated", "kl": "k3", "kl_coefficient": 0.1}
 
 
@@ -44,6 +45,7 @@ class Run:
                 "run": {"id": "run", "directory": str(folder)},
                 "model": {"path": str(model if model.exists() else synthetic_model(model))},
                 "feeder": {"draws": 2},
+                "fold": {"estimator": "none" if trainer.get("algorithm") == "ppo" else "grpo"},
                 "trainer": {"threads": 1, "checkpoint_every": 1, "checkpoints_kept": 20, **trainer},
             },
             {},
@@ -78,15 +80,18 @@ class Run:
         return found
 
 
-async def test_a_kill_between_two_updates_of_a_draw_gives_the_same_bits(tmp_path: Path) -> None:
-    whole = Run(tmp_path / "whole", **DECOUPLED)
+async def struck_and_whole(
+    tmp_path: Path, trainer: dict[str, Any]
+) -> tuple[dict[int, StepCompleted], dict[int, StepCompleted]]:
+    """(the steps of a run, those that count of one that is killed between two updates of a draw)."""
+    whole = Run(tmp_path / "whole", **trainer)
     await whole.begin()
     async with whole.events() as events:
         await append_batches(events, whole.blobs, "run", 2 * PARTS, parts=PARTS)
     await whole.train()
     undisturbed = {step.batch_index: step for step in await whole.steps(2 * PARTS)}
 
-    struck = Run(tmp_path / "struck", **DECOUPLED)
+    struck = Run(tmp_path / "struck", **trainer)
     await struck.begin()
     async with struck.events() as events:
         await append_batches(events, struck.blobs, "run", 2 * PARTS, parts=PARTS)
@@ -101,6 +106,11 @@ async def test_a_kill_between_two_updates_of_a_draw_gives_the_same_bits(tmp_path
     final = {step.batch_index: step for step in sorted(steps, key=lambda step: step.incarnation)}
     assert (cursor["next_batch"] or 0) % PARTS > 0
     assert {step.incarnation for step in steps} == {0, 1}
+    return undisturbed, final
+
+
+async def test_a_kill_between_two_updates_of_a_draw_gives_the_same_bits(tmp_path: Path) -> None:
+    undisturbed, final = await struck_and_whole(tmp_path, DECOUPLED)
     for index, step in undisturbed.items():
         assert (final[index].loss, final[index].metrics) == (step.loss, step.metrics)
     assert [step.metrics["updates_since_sampling"] for step in undisturbed.values()] == [0, 1, 2, 3, 4, 5]
@@ -109,6 +119,15 @@ async def test_a_kill_between_two_updates_of_a_draw_gives_the_same_bits(tmp_path
     assert undisturbed[1].metrics["ratio_max"] > 1.0
     assert undisturbed[3].metrics["ratio"] == 1.0
     assert undisturbed[3].metrics["kl"] > 0.0
+
+
+async def test_a_kill_inside_a_draw_gives_the_same_bits_of_a_policy_with_a_critic(tmp_path: Path) -> None:
+    undisturbed, final = await struck_and_whole(tmp_path, PPO)
+    for index, step in undisturbed.items():
+        assert (final[index].loss, final[index].metrics) == (step.loss, step.metrics)
+    assert [step.learning_rate > 0 for step in undisturbed.values()] == [False, True, True, True, True, True]
+    assert undisturbed[0].metrics["value_loss"] > 0
+    assert [step.metrics["value_mean"] != 0 for step in undisturbed.values()] == [False, False, False, True, True, True]
 
 
 async def test_steps_without_a_finite_gradient_in_a_row_end_the_trainer_and_name_the_batch(tmp_path: Path) -> None:
@@ -154,7 +173,7 @@ async def test_a_part_whose_draw_was_begun_without_its_passes_is_refused() -> No
     rows = synthetic_rows(1)
     file = await MemoryBlobs().put(write_rows(rows))
     manifest = synthetic_manifest(rows, file, "run", 1, part=1, parts=2)
-    passes = DrawPasses(PolicyGradient(logprobs="recomputed"), unasked, unasked, {})
+    passes = DrawPasses(PolicyGradient(logprobs="recomputed"), unasked, unasked, unasked, {})
     with pytest.raises(
         CheckpointUnusable, match=r"batch 1 is part 1 of draw 0, .* no proximal log-probs of sample-1-000"
     ):

@@ -63,7 +63,7 @@ async def steps(tmp_path: Path) -> Steps:
         learner.save(checkpoint, {})
         await publish(run, learner, version=1, checkpoint=checkpoint)
         with torch.no_grad(), mcore.quiet():
-            logits = learner._model(TOKENS, torch.arange(6)[None], None)[..., : TINY.vocabulary].clone()
+            logits = learner._policy.model(TOKENS, torch.arange(6)[None], None)[..., : TINY.vocabulary].clone()
     return Steps(run, checkpoint, logits)
 
 

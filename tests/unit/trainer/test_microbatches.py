@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnlog.trainer.learner import microbatches
+from turnlog.trainer.microbatches import microbatches
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=0, max_size=60)
 RANKS = st.integers(1, 5)

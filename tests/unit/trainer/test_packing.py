@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from turnlog.trainer.launch import process_group
-from turnlog.trainer.learner import Learner, microbatches, packed, padded, shared, worth_packing
+from turnlog.trainer.learner import Learner
+from turnlog.trainer.microbatches import microbatches, packed, padded, shared, worth_packing
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient
 from turnlog.trainer.reference import PlainLearner, synthetic_rows, with_random_experts
 from turnlog.trainer.shape import TINY, TINY_MIXTURE, ModelShape, row_flops

@@ -21,7 +21,7 @@ from turnlog.schemas.types import BlobRef, pack_float32s, pack_int32s
 from turnlog.settings import Settings
 from turnlog.trainer import ExpertsUnfit
 from turnlog.trainer.models.experts import routed
-from turnlog.trainer.models.recorded import recorded_experts
+from turnlog.trainer.models.recorded import recorded_experts, truncated
 from turnlog.trainer.reference import synthetic_manifest, synthetic_rows, with_random_experts
 from turnlog.trainer.shape import TINY_MIXTURE
 
@@ -38,8 +38,11 @@ async def events() -> AsyncIterator[EventLog]:
         yield events
 
 
-async def formed(events: EventLog, blobs: MemoryBlobs, *, without: int = -1, longer: int = 3) -> SampleBatchFormed:
-    """The manifest of ROWS, whose samples are on the log and were cut by `longer` tokens; one has no experts."""
+async def formed(
+    events: EventLog, blobs: MemoryBlobs, *, without: int = -1, longer: int = 3, cut_short: int = -1
+) -> SampleBatchFormed:
+    """The manifest of ROWS, whose samples are on the log and were cut by `longer` tokens; one has no experts, one's
+    trajectory was truncated."""
     places: list[BatchSample] = []
     manifest = synthetic_manifest(ROWS, NOWHERE, "run", 0)
     for row, entry in enumerate(manifest.samples):
@@ -47,7 +50,9 @@ async def formed(events: EventLog, blobs: MemoryBlobs, *, without: int = -1, lon
         ids = np.concatenate([IDS[start : start + length - 1], np.zeros((longer, *IDS.shape[1:]), "u1")])
         content, _ = packed(ids.astype("<i4"))
         piece = ExpertRows(await blobs.put(content), 0, len(ids), 0)
-        partition, offset = await events.append(sample(entry, length + longer, () if row == without else (piece,)))
+        whole = sample(entry, length + longer, () if row == without else (piece,))
+        ended = Outcome.truncated if row == cut_short else Outcome.completed
+        partition, offset = await events.append(dataclasses.replace(whole, outcome=ended))
         places.append(dataclasses.replace(entry, partition=partition, offset=offset))
     return dataclasses.replace(manifest, samples=tuple(places))
 
@@ -108,3 +113,8 @@ async def test_a_sample_that_is_not_where_the_manifest_says_is_named(events: Eve
     manifest = dataclasses.replace(manifest, samples=(manifest.samples[0], wrong, *manifest.samples[2:]))
     with pytest.raises(ExpertsUnfit, match="sample another does not stand at segment-samples"):
         await recorded_experts(manifest, ROWS, events.log, events, blobs)
+
+
+async def test_each_row_is_truncated_or_not_as_its_sample_says(events: EventLog) -> None:
+    manifest = await formed(events, MemoryBlobs(), cut_short=2)
+    assert (await truncated(manifest, events.log, events)).tolist() == [False, False, True, False]

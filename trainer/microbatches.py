@@ -1,0 +1,201 @@
+"""Which rows a forward pass takes, and as what tensors.
+
+Rows are right-padded, or packed behind one another; position t predicts token t + 1, so token columns are shifted by
+one here. Which rank and microbatch a row goes to is a pure function of lengths, data-parallel size and the token limit,
+so that a checkpoint resumes on another layout, and a re-run sees the same sums in the same order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from turnlog.processors.core.batches.rows import BatchRows
+from turnlog.trainer.models.attention import zigzag
+from turnlog.trainer.models.experts import RoutedRows
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedRows:
+    """b rows, s = longest length - 1 positions. Padding carries weight 0."""
+
+    inputs: torch.Tensor
+    """[b, s] int64"""
+    targets: torch.Tensor
+    """[b, s] int64, the token after each input"""
+    positions: torch.Tensor
+    """[b, s] int64"""
+    trained: torch.Tensor
+    """[b, s] bool"""
+    recorded: torch.Tensor
+    """[b, s] float32, the engine's log-prob of the target"""
+    advantages: torch.Tensor
+    """[b, s] float32"""
+    weights: torch.Tensor
+    """[b, s] float32, 1 / weight_divisor where trained"""
+    temperature: torch.Tensor
+    """[b] float32; packed [1, t]"""
+    places: torch.Tensor
+    """[b, s] int64, where the target stands among all tokens of the batch; 0 for padding"""
+    experts: torch.Tensor | None = None
+    """[b, s, layers, top_k] int64, where routing is replayed"""
+    edges: tuple[int, ...] = ()
+    """Of rows that are packed into one: where each begins, and where the last ends. The others are [1, t] then."""
+
+
+def padded(rows: BatchRows, microbatch: Microbatch, device: torch.device, *, multiple: int = 1) -> PaddedRows:
+    """The rows of one microbatch, `multiple` x n positions each. A trained first token, which nothing predicts, is left
+    out; `step` then finds the books off."""
+    if not microbatch:
+        return stand_in(device, multiple)
+    index = np.asarray(microbatch)
+    starts, lengths = rows.starts[index], rows.lengths[index].astype(np.int64)
+    width = 1 + -(-max(1, int(lengths.max()) - 1) // multiple) * multiple
+    columns = np.arange(width)
+    real = columns < lengths[:, None]
+    at = np.where(real, starts[:, None] + columns, 0)
+
+    def table(values: np.ndarray[tuple[int, ...], np.dtype[np.generic]], dtype: torch.dtype) -> torch.Tensor:
+        return torch.from_numpy(np.where(real, values[at], values.dtype.type(0))).to(dtype)
+
+    trained = table(rows.trained, torch.bool)
+    tokens = table(rows.token_ids, torch.int64)
+    share = torch.from_numpy(1.0 / rows.weight_divisor[index]).to(torch.float32)
+    return PaddedRows(
+        inputs=tokens[:, :-1].contiguous().to(device),
+        targets=tokens[:, 1:].contiguous().to(device),
+        positions=torch.arange(width - 1).expand(len(microbatch), -1).contiguous().to(device),
+        trained=trained[:, 1:].to(device),
+        recorded=table(rows.logprobs, torch.float32)[:, 1:].to(device),
+        advantages=table(rows.advantages, torch.float32)[:, 1:].to(device),
+        weights=(trained[:, 1:] * share[:, None]).to(device),
+        temperature=torch.from_numpy(rows.temperature[index].astype(np.float32)).to(device),
+        places=torch.from_numpy(at[:, 1:].copy()).to(device),
+        experts=_experts(rows, at[:, :-1], columns[:-1] < lengths[:, None] - 1, device),
+    )
+
+
+def _experts(
+    rows: BatchRows, at: NDArray[np.int64], real: NDArray[np.bool_], device: torch.device
+) -> torch.Tensor | None:
+    """Of the inputs; distinct ones for padding."""
+    if not isinstance(rows, RoutedRows):
+        return None
+    found = np.where(real[..., None, None], rows.experts[at], np.arange(rows.experts.shape[-1]))
+    return torch.from_numpy(found.astype(np.int64)).to(device)
+
+
+def stand_in(device: torch.device, positions: int) -> PaddedRows:
+    """One row of weight 0."""
+    integers = torch.zeros((1, positions), dtype=torch.int64, device=device)
+    floats = torch.zeros((1, positions), dtype=torch.float32, device=device)
+    return PaddedRows(
+        inputs=integers,
+        targets=integers,
+        positions=integers,
+        trained=integers.bool(),
+        recorded=floats,
+        advantages=floats,
+        weights=floats,
+        temperature=torch.ones(1, device=device),
+        places=integers,
+    )
+
+
+def packed(batch: PaddedRows, positions: Sequence[int]) -> PaddedRows:
+    """The rows behind one another, of each the first `positions`: no padding but what ranks need to share them."""
+    device = batch.inputs.device
+    row = torch.repeat_interleave(torch.arange(len(positions)), torch.tensor(positions)).to(device)
+    column = torch.cat([torch.arange(count) for count in positions]).to(device)
+    tables: dict[str, Any] = {name: value[row, column][None] for name, value in _tables(batch).items()}
+    edges = tuple(itertools.accumulate(positions, initial=0))
+    return dataclasses.replace(batch, **tables, temperature=batch.temperature[row][None], edges=edges)
+
+
+def shared(batch: PaddedRows, rank: int, ranks: int) -> PaddedRows:
+    """What a context-parallel rank computes of it."""
+    if ranks == 1:
+        return batch
+    edges = batch.edges or (0, batch.inputs.size(1))
+    own = [start + zigzag(end - start, rank, ranks) for start, end in itertools.pairwise(edges)]
+    columns = torch.cat(own).to(batch.inputs.device)
+    tables: dict[str, Any] = {name: value[:, columns] for name, value in _tables(batch).items()}
+    return dataclasses.replace(batch, **tables)
+
+
+def _tables(batch: PaddedRows) -> dict[str, torch.Tensor]:
+    """What has a number for each position."""
+    values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor) and value.dim() > 1}
+
+
+Microbatch = tuple[int, ...]
+"""Row indices in ascending order; empty: a stand-in row of weight 0, so that every rank runs equally many."""
+
+
+Cost = Callable[[int], int]
+"""Of a row, by its length."""
+
+
+def microbatches(
+    lengths: Sequence[int], ranks: int, limit_tokens: int, *, cost: Cost = int, packing: bool = False
+) -> tuple[tuple[Microbatch, ...], ...]:
+    """For each rank its microbatches, equally many for all.
+
+    Every row is in exactly one. A microbatch of several rows takes at most `limit_tokens`, with rows padded to its
+    longest or, when they are packed, behind one another; a longer row goes alone. Ranks are balanced by cost (longest
+    processing time first, Graham 1969).
+    """
+    if ranks < 1 or limit_tokens < 1:
+        raise ValueError(f"ranks {ranks} and limit_tokens {limit_tokens} must be positive")
+    taken = [_taken_together(rows, lengths, limit_tokens, packing) for rows in _dealt(lengths, ranks, cost)]
+    count = max(1, *(len(one) for one in taken))
+    return tuple((*one, *((),) * (count - len(one))) for one in taken)
+
+
+ROW_POSITIONS = 25
+"""What a row of its own costs attention, in positions (benchmark L3)."""
+
+
+def worth_packing(padded_plan: Sequence[Sequence[Microbatch]], lengths: Sequence[int]) -> bool:
+    """Whether the padding of these microbatches costs more than calling attention row by row."""
+    held = [[int(lengths[row]) for row in one] for rank in padded_plan for one in rank if one]
+    return sum(len(one) * max(one) - sum(one) for one in held) > ROW_POSITIONS * len(lengths)
+
+
+def _longest_first(rows: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    return sorted(rows, key=lambda row: (-int(lengths[row]), row))
+
+
+def _dealt(lengths: Sequence[int], ranks: int, cost: Cost) -> list[list[int]]:
+    """Rows by rank: the longest first, each to the rank with the least cost so far (then fewest rows)."""
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [(0, 0, rank) for rank in range(ranks)]
+    for row in _longest_first(range(len(lengths)), lengths):
+        total, rows, rank = min(loads)
+        dealt[rank].append(row)
+        loads[rank] = (total + cost(int(lengths[row])), rows + 1, rank)
+    return dealt
+
+
+def _taken_together(rows: Sequence[int], lengths: Sequence[int], limit_tokens: int, packing: bool) -> list[Microbatch]:
+    """Neighbours in length share a microbatch, so that little of it is padding."""
+    done: list[Microbatch] = []
+    current: list[int] = []
+    for row in _longest_first(rows, lengths):
+        longest = int(lengths[current[0]]) if current else 0
+        size = sum(int(lengths[one]) for one in (*current, row)) if packing else (len(current) + 1) * longest
+        if current and size > limit_tokens:
+            done.append(tuple(sorted(current)))
+            current = []
+        current.append(row)
+    if current:
+        done.append(tuple(sorted(current)))
+    return done
