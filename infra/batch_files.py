@@ -1,9 +1,16 @@
-"""Batch files: Arrow IPC, one row per sample, memory-mappable by pyarrow, DuckDB and Hugging Face datasets."""
+"""Batch files: Arrow IPC, one row per sample, memory-mappable by pyarrow, DuckDB and Hugging Face datasets.
+
+Beside one of them may lie a token file: Parquet, one row per trained token.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as parquet
+from numpy.typing import NDArray
 
 from turnlog.processors.core.batches.draws import FormedBatch
 from turnlog.processors.core.batches.rows import COLUMNS, TEXT, TOKEN, BatchRows, rows_sha256
@@ -11,6 +18,7 @@ from turnlog.processors.core.batches.weighting import check_rows
 from turnlog.schemas.events import Weighting
 
 MEDIA_TYPE = "application/vnd.apache.arrow.file"
+PARQUET = "application/vnd.apache.parquet"
 ARROW = {"<i4": pa.int32(), "<i8": pa.int64(), "|u1": pa.uint8(), "<f4": pa.float32()}
 
 
@@ -47,6 +55,21 @@ def write_rows(rows: BatchRows) -> bytes:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
+    return bytes(sink.getvalue())
+
+
+def write_tokens(rows: BatchRows, figures: Mapping[str, NDArray[np.float32]]) -> bytes:
+    """The Parquet file of a batch's trained tokens, in their order: the sample, the position among its row's
+    token_ids, and of `figures`, [T] each, the token's own."""
+    at = np.flatnonzero(rows.trained)
+    row = np.repeat(np.arange(len(rows), dtype=np.int32), rows.lengths)[at]
+    columns: dict[str, pa.Array] = {
+        "sample_id": pa.DictionaryArray.from_arrays(pa.array(row), pa.array(rows.sample_ids, pa.string())),
+        "position": pa.array((at - rows.starts[row]).astype("<i4")),
+        **{name: pa.array(column[at], pa.float32()) for name, column in figures.items()},
+    }
+    sink = pa.BufferOutputStream()
+    parquet.write_table(pa.table(columns), sink, compression="zstd")
     return bytes(sink.getvalue())
 
 

@@ -202,9 +202,16 @@ class Ranks:
         """`control`: a gloo group of all ranks."""
         self._learner, self._control, self.world_size = learner, control, world_size
 
-    def step(self, rows: BatchRows, objective: Objective, learning_rate: float, numbers: Numbers = NONE) -> StepResult:
+    def step(
+        self,
+        rows: BatchRows,
+        objective: Objective,
+        learning_rate: float,
+        numbers: Numbers = NONE,
+        tell_tokens: bool = False,
+    ) -> StepResult:
         """See Learner.step."""
-        result: StepResult = self._everywhere("step", rows, objective, learning_rate, numbers)
+        result: StepResult = self._everywhere("step", rows, objective, learning_rate, numbers, tell_tokens)
         return result
 
     def logprobs(self, rows: BatchRows) -> Floats:

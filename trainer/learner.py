@@ -55,6 +55,8 @@ class StepResult:
     """Of trained_tokens, those that the objective gave no part in the step."""
     metrics: Mapping[str, float]
     """What the objective measures, by name."""
+    tokens: Mapping[str, Floats] | None = None
+    """[T] each, where they were asked for: logprob, entropy, ratio, advantage; 0 where nothing trains."""
 
 
 NONE = Numbers()
@@ -84,12 +86,20 @@ class Learner:
         self._save: Save | None = None
 
     @mcore.quiet()
-    def step(self, rows: BatchRows, objective: Objective, learning_rate: float, numbers: Numbers = NONE) -> StepResult:
-        """One optimizer step on all rows together; `numbers`: what the passes that the objective asks for gave them.
-        A rate of 0 leaves the policy as it is, its optimizer, too. Raises BooksOff, with the weights as before."""
+    def step(
+        self,
+        rows: BatchRows,
+        objective: Objective,
+        learning_rate: float,
+        numbers: Numbers = NONE,
+        tell_tokens: bool = False,
+    ) -> StepResult:
+        """One optimizer step on all rows together; `numbers`: what the passes that the objective asks for gave them;
+        `tell_tokens`: with the result's `tokens`. A rate of 0 leaves the policy as it is, its optimizer, too. Raises
+        BooksOff, with the weights as before."""
         rows, columns = self._prepared(rows, objective, numbers)
         self._policy.forget_gradients()
-        totals = self._run(rows, objective, columns, forward_only=False)
+        totals, tokens = self._run(rows, objective, columns, forward_only=False, tell_tokens=tell_tokens)
         grad_norm = self._policy.gradient_norm()
         finite = math.isfinite(grad_norm) and math.isfinite(totals.loss)
         metrics: dict[str, float] = {}
@@ -99,13 +109,15 @@ class Learner:
             finite, metrics = self._critic.learn(rows, columns.lesson, objective.critic, beside=finite)
         if finite and learning_rate:
             self._policy.step(learning_rate)
-        return totals.result(grad_norm, skipped=not finite, more=metrics)
+        result = totals.result(grad_norm, skipped=not finite, more=metrics)
+        return dataclasses.replace(result, tokens=tokens)
 
     @mcore.quiet()
     def measure(self, rows: BatchRows, objective: Objective, numbers: Numbers = NONE) -> StepResult:
         """What `step` would report, without moving anything; grad_norm is 0."""
         rows, columns = self._prepared(rows, objective, numbers)
-        return self._run(rows, objective, columns, forward_only=True).result(0.0, skipped=False)
+        totals, _ = self._run(rows, objective, columns, forward_only=True)
+        return totals.result(0.0, skipped=False)
 
     @mcore.quiet()
     @torch.no_grad()
@@ -169,14 +181,23 @@ class Learner:
     def _prepared(self, rows: BatchRows, objective: Objective, numbers: Numbers) -> tuple[BatchRows, Columns]:
         return objective.prepared(rows, numbers, self.logprobs(rows) if objective.by_trajectory else None)
 
-    def _run(self, rows: BatchRows, objective: Objective, columns: Columns, *, forward_only: bool) -> Totals:
+    def _run(
+        self, rows: BatchRows, objective: Objective, columns: Columns, *, forward_only: bool, tell_tokens: bool = False
+    ) -> tuple[Totals, dict[str, Floats] | None]:
         trained = int(rows.trained.sum())
-        forward = _Forward(objective, columns, rows, self.shape.vocabulary)
+        forward = _Forward(objective, columns, rows, self.shape.vocabulary, tell_tokens=tell_tokens)
         self._policy.run(_warm(rows), forward, forward_only=forward_only)
         totals = Totals.over_ranks(forward)
         if totals.trained != trained:
             raise BooksOff(f"the ranks trained {totals.trained} tokens, the batch counts {trained}")
-        return totals
+        if forward.told is None:
+            return totals, None
+        told: list[Floats] = list(over_ranks(forward.told).numpy())
+        return totals, {**dict(zip(TOLD, told, strict=True)), "advantage": rows.advantages}
+
+
+TOLD = ("logprob", "entropy", "ratio")
+"""Of a token, by the forward pass."""
 
 
 def _warm(rows: BatchRows) -> BatchRows:
@@ -190,13 +211,17 @@ def _warm(rows: BatchRows) -> BatchRows:
 class _Forward:
     """Megatron's forward_step_func; sums what the microbatches of this rank report."""
 
-    def __init__(self, objective: Objective, columns: Columns, rows: BatchRows, vocabulary: int) -> None:
+    def __init__(
+        self, objective: Objective, columns: Columns, rows: BatchRows, vocabulary: int, *, tell_tokens: bool
+    ) -> None:
         self._objective, self._vocabulary, self._trained_total = objective, vocabulary, int(rows.trained.sum())
         self._greedy = torch.from_numpy(np.repeat(rows.temperature <= 0, rows.lengths)).to(mcore.DEVICE)
         self._columns = columns.on(mcore.DEVICE)
         self.sums = torch.zeros(6, dtype=torch.float64)
         """weighted loss, trained tokens, entropy, clipped tokens, |gap|, masked tokens"""
         self.gap_max = torch.zeros(1, dtype=torch.float64)
+        self.told = torch.zeros((len(TOLD), len(rows.token_ids)), device=mcore.DEVICE) if tell_tokens else None
+        """This rank's share"""
         # Every rank knows the names, while the last pipeline stage alone has the numbers.
         nothing = torch.zeros((1, 1), device=mcore.DEVICE)
         self.measured = objective(self._tokens(nothing, nothing, stand_in(mcore.DEVICE, 1))).measures
@@ -213,7 +238,8 @@ class _Forward:
         scaled = _scaled(logits, batch, self._vocabulary)
         entropy = token_entropy(scaled if self._objective.trains_entropy else scaled.detach())
         logprobs = -mcore.vocab_parallel_cross_entropy(scaled, batch.targets)  # it overwrites `scaled`
-        token = self._objective(self._tokens(logprobs, entropy, batch))
+        seen = self._tokens(logprobs, entropy, batch)
+        token = self._objective(seen)
         masked = self._greedy[batch.places]
         masked = masked if token.masked is None else masked | token.masked
         weighted = (batch.weights * torch.where(batch.trained & ~masked, token.value, 0.0)).sum()
@@ -229,6 +255,9 @@ class _Forward:
         self.sums += torch.stack([share.double() for share in shares]).cpu()
         self.gap_max = torch.maximum(self.gap_max, gap.max().double().cpu())
         self._measure(token.measures, batch.trained)
+        if self.told is not None:
+            figures = (logprobs, entropy, (logprobs - seen.old).exp())
+            self.told[:, batch.places[batch.trained]] = torch.stack([one.detach()[batch.trained] for one in figures])
         return weighted * self._trained_total, batch.trained.sum().to(torch.int), {}
 
     def _tokens(self, logprobs: torch.Tensor, entropy: torch.Tensor, batch: PaddedRows) -> Tokens:

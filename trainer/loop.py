@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 from prometheus_client import Counter, Gauge
 
-from turnlog.infra.batch_files import CorruptBatch, read_rows
+from turnlog.infra.batch_files import PARQUET, CorruptBatch, read_rows, write_tokens
 from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs, StoreUnavailable
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Commit, Log, Partition, Reached, Reader, Transactor, own_ends
@@ -43,7 +43,7 @@ from turnlog.infra.roles.health import count_tokens
 from turnlog.infra.roles.role import Role, opened
 from turnlog.names import ConsumerGroup, TransactionalId
 from turnlog.processors.core.batches.progress import WeightChain
-from turnlog.processors.core.batches.rows import BatchRows, rows_sha256
+from turnlog.processors.core.batches.rows import ROWS_VERSIONS, BatchRows, rows_sha256
 from turnlog.processors.core.experts import NoExperts
 from turnlog.schemas.events import (
     BatchSkipped,
@@ -141,9 +141,15 @@ class Manifests:
 
 async def fetch_rows(manifest: SampleBatchFormed, blobs: Blobs) -> BatchRows:
     """The batch's rows, checked. Raises CorruptBatch, BlobMissing, StoreUnavailable (after retries)."""
-    rows = read_rows(await _fetched(manifest, blobs))
     where = f"batch {manifest.batch_index} (object {manifest.file.sha256})"
-    found = rows_sha256(rows)
+    if manifest.rows_version not in ROWS_VERSIONS:
+        known = ", ".join(map(str, ROWS_VERSIONS))
+        raise CorruptBatch(
+            f"{where}: its rows are of version {manifest.rows_version}, this release reads {known}: install the "
+            "release of the batcher that formed it"
+        )
+    rows = read_rows(await _fetched(manifest, blobs))
+    found = rows_sha256(rows, manifest.rows_version)
     if found != manifest.rows_sha256:
         raise CorruptBatch(f"{where}: rows hash to {found}, the manifest says {manifest.rows_sha256}")
     trained = int(rows.trained.sum())
@@ -364,7 +370,9 @@ class Trainer:
         mark = time.monotonic()
         rate = self._plan.learning_rate(self._cursor.step)
         numbers = await self._passes.numbers(manifest, rows)
-        result: StepResult = await self._learner.call(Ranks.step, rows, self._plan.objective, rate, numbers)
+        every = self._role.settings.trainer.token_files_every
+        tells = every > 0 and self._cursor.step % every == 0
+        result: StepResult = await self._learner.call(Ranks.step, rows, self._plan.objective, rate, numbers, tells)
         self._passes.stepped(rows)
         seconds["step"] = time.monotonic() - mark
         _beat(self._role)
@@ -373,8 +381,10 @@ class Trainer:
         events: list[Event] = []
         if self._publishes(manifest, cursor):
             events.append(await self._weights(cursor, None))
+        told = result.tokens
+        file = None if told is None else await self._role.blobs.put(write_tokens(rows, told), media_type=PARQUET)
         seconds["export"] = time.monotonic() - mark
-        completed = self._completed(manifest, rows, result, rate, seconds)
+        completed = dataclasses.replace(self._completed(manifest, rows, result, rate, seconds), token_file=file)
         await self._commit([completed, *events])
         self._cursor = cursor
         self._observe(rows, completed, waited)

@@ -197,6 +197,7 @@ UNRECORDED = frozenset(
     | {f"{way}_parallel" for way in ("tensor", "pipeline", "context", "expert")}
     | {"initial_weights", "warm_start_steps", "warm_start_rate", "warm_start_seed"}
     | {"publish_every", "checkpoint_every", "checkpoints_kept", "checkpoints_reshardable", "max_skipped"}
+    | {"token_files_every"}
 )
 """Settings of [trainer] that a run may change: how ranks share the work, where it began, and how often."""
 

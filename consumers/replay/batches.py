@@ -30,7 +30,7 @@ from turnlog.processors.core.batches.draws import (
     reform_batch,
 )
 from turnlog.processors.core.batches.progress import HeldVersion, recorded_version
-from turnlog.processors.core.batches.rows import rows_sha256
+from turnlog.processors.core.batches.rows import ROWS_VERSIONS, rows_sha256
 from turnlog.schemas import UndecodableRecord
 from turnlog.schemas.events import BatchSample, GroupScored, SampleBatchFormed, SegmentSample
 from turnlog.schemas.topics import BATCHES, SAMPLES
@@ -140,11 +140,13 @@ async def batch_difference(
     again = reform_batch(manifest.samples, samples, held, rules)
     if difference := _manifest_difference(manifest, again):
         return f"{where}: {difference}"
-    sha256 = rows_sha256(again.rows)
+    if manifest.rows_version not in ROWS_VERSIONS:
+        return f"{where}: its rows are of version {manifest.rows_version}, which this release does not know"
+    sha256 = rows_sha256(again.rows, manifest.rows_version)
     if sha256 != manifest.rows_sha256:
         return f"{where}: the rows hash to {sha256[:16]}, the manifest says {manifest.rows_sha256[:16]}"
     try:
-        trained = rows_sha256(read_rows(await role.blobs.get(manifest.file)))
+        trained = rows_sha256(read_rows(await role.blobs.get(manifest.file)), manifest.rows_version)
     except (BlobError, CorruptBatch) as error:
         return f"{where}: its file cannot be read: {error}"
     return None if trained == manifest.rows_sha256 else f"{where}: the file holds other rows than the manifest says"

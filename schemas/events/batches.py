@@ -86,7 +86,7 @@ class SampleBatchFormed:
     file: BlobRef
     """Arrow IPC file, one row per entry of `samples`, in that order (docs/attach.md)."""
     rows_sha256: str
-    """Hex sha256 over the columns of `file`, by the rule in docs/attach.md."""
+    """Hex sha256 over the columns of `file` that `rows_version` lists, by the rule in docs/attach.md."""
     samples: tuple[BatchSample, ...]
     """The rows."""
     groups: tuple[str, ...]
@@ -122,6 +122,9 @@ class SampleBatchFormed:
     """Weight version -> its lag, of each that sampled for the draw: weights that a killed trainer's successor published
     again are as old as they were (2^31 - 1: they are of no step of the live trainer). Records of before name only those
     whose lag is not trainer_version minus the version."""
+    rows_version: int = 1
+    """Of the list of columns. A column that comes later stands in a later list, so that the batches before stay whole
+    without it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,3 +202,6 @@ class StepCompleted:
     """By how much lag_max is above [batcher] max_lag: a batch is stepped as it was formed, whatever happened since."""
     metrics: dict[str, float] = field(default_factory=dict)
     """What the algorithm measured before the step, by name: docs/algorithms.md says what each is."""
+    token_file: BlobRef | None = None
+    """Parquet, one row per trained token of the batch: what the trainer made of it before the step (docs/attach.md);
+    null where [trainer] token_files_every passes the step over."""

@@ -367,6 +367,9 @@ class TrainerSettings(LearningSettings):
     """Of AdamW, decoupled."""
     clip_grad: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
     """Largest global norm of a gradient; 0 does not clip."""
+    token_files_every: Amount = 0
+    """Steps, of which the first leaves a file of its trained tokens' log-probs, entropies, ratios and advantages beside
+    its batch file; 0: none does."""
     max_skipped: Amount = 3
     """Steps in a row without a finite gradient, after which the trainer ends; 0: it never does."""
     publish_every: Count = 1

@@ -91,16 +91,21 @@ def _columns() -> tuple[tuple[str, str, str | None], ...]:
 
 
 COLUMNS = _columns()
-"""(name, kind, little-endian dtype or None for text) in schema order: what the hash covers."""
+"""(name, kind, little-endian dtype or None for text) in schema order."""
+ROWS_VERSIONS = {1: tuple(name for name, _, _ in COLUMNS)}
+"""Version of rows, as a manifest says it -> the columns that the hash covers, in this order. A list never changes: a
+column that is new stands in a new one, and batches of older lists are read without it."""
 
 
-def rows_sha256(rows: BatchRows) -> str:
-    """Hex sha256 over the columns in schema order: name, count and bytes, each length-prefixed, little-endian.
+def rows_sha256(rows: BatchRows, version: int = max(ROWS_VERSIONS)) -> str:
+    """Hex sha256 over the columns of a version: name, count and bytes, each length-prefixed, little-endian.
 
     Framing of the file (Arrow) is left out on purpose. Raises ValueError for NaN, which has many byte forms.
     """
     running = hashlib.sha256()
-    for name, kind, dtype in COLUMNS:
+    described = {name: (kind, dtype) for name, kind, dtype in COLUMNS}
+    for name in ROWS_VERSIONS[version]:
+        kind, dtype = described[name]
         column = getattr(rows, name)
         if kind == TEXT:
             parts = [text.encode() for text in column]

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
 
 from tests.fakes.memory_log import MemoryLog
@@ -178,3 +180,25 @@ async def test_a_part_whose_draw_was_begun_without_its_passes_is_refused() -> No
         CheckpointUnusable, match=r"batch 1 is part 1 of draw 0, .* no proximal log-probs of sample-1-000"
     ):
         await passes.numbers(manifest, rows)
+
+
+async def test_token_files_of_every_nth_step_lie_in_the_store_and_say_what_its_tokens_were(tmp_path: Path) -> None:
+    run = Run(tmp_path, token_files_every=2)
+    await run.begin()
+    async with run.events() as events:
+        await append_batches(events, run.blobs, "run", 2, parts=1)
+    await run.train()
+    first, second = await run.steps(2)
+    assert first.token_file is not None
+    assert second.token_file is None
+    table = parquet.read_table(pa.BufferReader(await run.blobs.get(first.token_file)))
+    rows, found = synthetic_rows(0), {name: table[name].to_numpy() for name in table.column_names[1:]}
+    at = np.flatnonzero(rows.trained)
+    row = np.repeat(np.arange(len(rows)), rows.lengths)[at]
+    assert table["sample_id"].to_pylist() == [rows.sample_ids[one] for one in row]
+    assert np.array_equal(rows.starts[row] + found["position"], at)
+    assert np.array_equal(found["advantage"], rows.advantages[at])
+    np.testing.assert_allclose(np.log(found["ratio"]), found["logprob"] - rows.logprobs[at], atol=1e-5)
+    assert found["entropy"].mean() == pytest.approx(first.entropy, rel=1e-5)
+    assert found["ratio"].mean() == pytest.approx(first.metrics["ratio"], rel=1e-5)
+    assert np.abs(found["logprob"] - rows.logprobs[at]).max() == pytest.approx(first.logprob_gap_max, rel=1e-5)

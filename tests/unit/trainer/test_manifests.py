@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
@@ -14,12 +15,15 @@ from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.topics_admin import apply
+from turnlog.processors.core.batches.rows import ROWS_VERSIONS
 from turnlog.schemas.events import SampleBatchFormed
 from turnlog.settings import Settings
 from turnlog.trainer import BatchGap
 from turnlog.trainer.checkpoint import Cursor
 from turnlog.trainer.loop import VERSIONS, Manifests, fetch_rows, read_past
 from turnlog.trainer.reference import append_batches, synthetic_manifest, synthetic_rows
+
+GOLDEN = Path(__file__).parents[2] / "golden"
 
 
 @pytest.fixture
@@ -109,3 +113,20 @@ async def test_counts_that_differ_from_the_manifest_are_corrupt() -> None:
     manifest = await formed(blobs)
     with pytest.raises(CorruptBatch, match="the manifest counts"):
         await fetch_rows(dataclasses.replace(manifest, trained_tokens=1), blobs)
+
+
+async def test_a_batch_of_the_first_rows_version_verifies() -> None:
+    content = (GOLDEN / "batch-rows-1.arrow").read_bytes()
+    blobs = MemoryBlobs()
+    manifest = synthetic_manifest(synthetic_rows(0, rows=4), await blobs.put(content), "run", 0)
+    assert manifest.rows_version == 1
+    assert manifest.rows_sha256 == "a53d6aac4037bd0fca0b65c9e8a45c6520d4f414935f3c70d4ff436219404c65"
+    rows = await fetch_rows(manifest, blobs)
+    assert rows.lengths.tolist() == synthetic_rows(0, rows=4).lengths.tolist()
+
+
+async def test_rows_of_a_version_that_is_not_known_are_refused_by_it() -> None:
+    blobs = MemoryBlobs()
+    later = dataclasses.replace(await formed(blobs), rows_version=max(ROWS_VERSIONS) + 1)
+    with pytest.raises(CorruptBatch, match=r"batch 0 .*: its rows are of version 2, this release reads 1"):
+        await fetch_rows(later, blobs)
