@@ -4,8 +4,8 @@ and reward transforms among it.
 Of two that offer a name the order of sys.path would decide, so nobody is taken.
 
 A package offers one as `name = "module:OBJECT"` under `turnlog.policies`, `turnlog.estimators`, `turnlog.algorithms`,
-`turnlog.group_filters` or `turnlog.reward_transforms`; OBJECT is a Policy, or an Estimator, Algorithm, GroupFilter or
-RewardTransform of that name. Only what the settings name is imported.
+`turnlog.auxiliary_losses`, `turnlog.group_filters` or `turnlog.reward_transforms`; OBJECT is a Policy, or an Estimator,
+Algorithm, Auxiliary, GroupFilter or RewardTransform of that name. Only what the settings name is imported.
 """
 
 from __future__ import annotations

@@ -22,12 +22,12 @@ import torch.distributed as dist
 from turnlog.infra.tensors.files import Written
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer import BooksOff, mcore
+from turnlog.trainer.algorithms.critic import Critic
 from turnlog.trainer.algorithms.objective import Columns, Floats, Numbers, Objective
 from turnlog.trainer.algorithms.passes import entropy as token_entropy
 from turnlog.trainer.algorithms.passes import over_ranks
 from turnlog.trainer.algorithms.tokens import Measure, Tokens
 from turnlog.trainer.checkpoints.state import Save, State, load_model, load_state
-from turnlog.trainer.critic import Critic
 from turnlog.trainer.microbatches import PaddedRows, stand_in
 from turnlog.trainer.model import Network
 from turnlog.trainer.plan import LearnerOptions, scaled_logits
@@ -217,8 +217,8 @@ class _Forward:
         self._objective, self._vocabulary, self._trained_total = objective, vocabulary, int(rows.trained.sum())
         self._greedy = torch.from_numpy(np.repeat(rows.temperature <= 0, rows.lengths)).to(mcore.DEVICE)
         self._columns = columns.on(mcore.DEVICE)
-        self.sums = torch.zeros(6, dtype=torch.float64)
-        """weighted loss, trained tokens, entropy, clipped tokens, |gap|, masked tokens"""
+        self.sums = torch.zeros(7, dtype=torch.float64)
+        """weighted loss, trained tokens, entropy, clipped tokens, |gap|, masked tokens, auxiliary loss"""
         self.gap_max = torch.zeros(1, dtype=torch.float64)
         self.told = torch.zeros((len(TOLD), len(rows.token_ids)), device=mcore.DEVICE) if tell_tokens else None
         """This rank's share"""
@@ -243,6 +243,8 @@ class _Forward:
         masked = self._greedy[batch.places]
         masked = masked if token.masked is None else masked | token.masked
         weighted = (batch.weights * torch.where(batch.trained & ~masked, token.value, 0.0)).sum()
+        beside = self._beside(token.auxiliary, masked, batch)
+        weighted = weighted + beside
         gap = torch.where(batch.trained, (logprobs.detach() - batch.recorded).abs(), 0.0)
         shares = (
             weighted.detach(),
@@ -251,6 +253,7 @@ class _Forward:
             (batch.trained & token.clipped).sum(),
             gap.sum(),
             (batch.trained & masked).sum(),
+            beside.detach(),
         )
         self.sums += torch.stack([share.double() for share in shares]).cpu()
         self.gap_max = torch.maximum(self.gap_max, gap.max().double().cpu())
@@ -259,6 +262,18 @@ class _Forward:
             figures = (logprobs, entropy, (logprobs - seen.old).exp())
             self.told[:, batch.places[batch.trained]] = torch.stack([one.detach()[batch.trained] for one in figures])
         return weighted * self._trained_total, batch.trained.sum().to(torch.int), {}
+
+    @property
+    def auxiliary(self) -> bool:
+        """Whether there is such a loss."""
+        return self._columns.auxiliary is not None
+
+    def _beside(self, values: torch.Tensor | None, masked: torch.Tensor, batch: PaddedRows) -> torch.Tensor:
+        """The auxiliary loss. Padding stands at the batch's first token, which counts nothing."""
+        weights = self._columns.auxiliary
+        if values is None or weights is None:
+            return torch.zeros((), device=mcore.DEVICE)
+        return (weights[batch.places] * torch.where(masked, 0.0, values)).sum()
 
     def _tokens(self, logprobs: torch.Tensor, entropy: torch.Tensor, batch: PaddedRows) -> Tokens:
         """The objective's view. Where nothing trains every log-prob is the current one, so that no ratio overflows."""
@@ -344,7 +359,7 @@ class Totals:
             last, stages = state.get_pipeline_model_parallel_last_rank(), state.get_pipeline_model_parallel_group()
             dist.broadcast(sums, last, group=stages)
             dist.broadcast(largest, last, group=stages)
-        loss, trained, entropy, clipped, gap, masked, *moments = sums.tolist()
+        loss, trained, entropy, clipped, gap, masked, beside, *moments = sums.tolist()
         gap_max, *tops = largest.tolist()
         count = max(1, round(trained))
         metrics = {
@@ -353,6 +368,8 @@ class Totals:
                 forward.measured.items(), moments[::2], moments[1::2], tops, strict=True
             )
         }
+        if forward.auxiliary:
+            metrics["auxiliary_loss"] = beside
         return cls(loss, round(trained), entropy, clipped, gap, gap_max, round(masked), metrics)
 
     def result(self, grad_norm: float, *, skipped: bool, more: Mapping[str, float] | None = None) -> StepResult:

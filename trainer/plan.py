@@ -227,6 +227,7 @@ def check_unchanged(before: Mapping[str, str], plan: LearningPlan, where: str) -
 
 def _objective(trainer: TrainerSettings) -> PolicyGradient:
     algorithm, numbers = catalogue.chosen(trainer.algorithm)
+    auxiliary, auxiliary_numbers = catalogue.chosen_auxiliary(trainer.auxiliary)
     return PolicyGradient(
         trainer.clip_low,
         trainer.clip_high,
@@ -243,6 +244,9 @@ def _objective(trainer: TrainerSettings) -> PolicyGradient:
         kl_in=trainer.kl_in,
         entropy_coefficient=trainer.entropy_coefficient,
         critic=_critic(trainer) if algorithm.critic else None,
+        auxiliary=auxiliary,
+        auxiliary_numbers=auxiliary_numbers,
+        auxiliary_coefficient=trainer.auxiliary_coefficient,
     )
 
 

@@ -64,6 +64,11 @@ class LearningSettings:
     """Hugging Face folder that the divergence is taken from; empty is the weights that training began with."""
     entropy_coefficient: Bound = 0.0
     """Of the entropy, which is taken off the loss."""
+    auxiliary: Annotated[str, Offered(EntryPointGroup.AUXILIARY_LOSSES, ("none", "imitate"), numbers=True)] = "none"
+    """A loss beside that, with a divisor of its own, and its numbers, if it takes any: imitate:1 is the mean of -log p
+    over the trained tokens of trajectories that earned 1 or more."""
+    auxiliary_coefficient: Bound = 0.1
+    """Of that loss."""
     discount: Share = 1.0
     """ppo: of what is earned a trained token later."""
     gae_lambda: Share = 1.0

@@ -83,3 +83,4 @@ class EntryPointGroup(StrEnum):
     REWARD_TRANSFORMS = "turnlog.reward_transforms"
     MODELS = "turnlog.models"
     ALGORITHMS = "turnlog.algorithms"
+    AUXILIARY_LOSSES = "turnlog.auxiliary_losses"

@@ -6,14 +6,20 @@ weighting and clip, which are settings of their own (turnlog.learning_settings.W
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TypeVar
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from turnlog.infra import offers
+from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.processors.core.methods.catalogue import split
 from turnlog.settings import SettingsError
-from turnlog.trainer.algorithms.tokens import Algorithm, Clip, Measure, TokenLoss, Tokens
+from turnlog.trainer.algorithms.tokens import Algorithm, Auxiliary, Clip, Measure, TokenLoss, Tokens
 
-KEY = "trainer.algorithm"
+KEY, AUXILIARY_KEY = "trainer.algorithm", "trainer.auxiliary"
 
 
 def clipped(tokens: Tokens, clip: Clip) -> TokenLoss:
@@ -74,11 +80,38 @@ BUILT_IN = {
 }
 
 
+def imitation_of_good(tokens: Tokens, reward: float) -> torch.Tensor:
+    """-log p (the positive examples of VAPO, arXiv 2504.05118)."""
+    return -tokens.logprobs
+
+
+def among_good(rows: BatchRows, reward: float) -> NDArray[np.float64]:
+    """1 / the trained tokens of all trajectories that earned so much."""
+    good = (rows.trained == 1) & np.repeat(rows.rewards >= reward, rows.lengths)
+    weights: NDArray[np.float64] = good / max(1, int(good.sum()))
+    return weights
+
+
+AUXILIARY = {"imitate": Auxiliary("imitate", imitation_of_good, among_good, {"reward": 1.0})}
+
+
 def chosen(spec: str) -> tuple[Algorithm, tuple[float, ...]]:
     """The algorithm of [trainer] algorithm, and its numbers. Raises SettingsError."""
-    name, numbers = split(spec, KEY)
-    algorithm = offers.one(name, BUILT_IN, KEY, Algorithm)
-    if numbers and len(numbers) != len(algorithm.arguments):
-        wanted = ":".join([name, *map(str.upper, algorithm.arguments)])
-        raise SettingsError(f"{KEY}: {spec!r} must be {name} or {wanted}, numbers in place of the capitals")
-    return algorithm, numbers or tuple(algorithm.arguments.values())
+    return _chosen(spec, KEY, BUILT_IN, Algorithm)
+
+
+def chosen_auxiliary(spec: str) -> tuple[Auxiliary | None, tuple[float, ...]]:
+    """The same of [trainer] auxiliary. Raises SettingsError."""
+    return (None, ()) if spec == "none" else _chosen(spec, AUXILIARY_KEY, AUXILIARY, Auxiliary)
+
+
+Kind = TypeVar("Kind", Algorithm, Auxiliary)
+
+
+def _chosen(spec: str, key: str, built_in: Mapping[str, Kind], kind: type[Kind]) -> tuple[Kind, tuple[float, ...]]:
+    name, numbers = split(spec, key)
+    found: Kind = offers.one(name, built_in, key, kind)
+    if numbers and len(numbers) != len(found.arguments):
+        wanted = ":".join([name, *map(str.upper, found.arguments)])
+        raise SettingsError(f"{key}: {spec!r} must be {name} or {wanted}, numbers in place of the capitals")
+    return found, numbers or tuple(found.arguments.values())

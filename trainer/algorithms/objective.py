@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer.algorithms.catalogue import BUILT_IN
 from turnlog.trainer.algorithms.gae import CriticRules, Lesson, credited
-from turnlog.trainer.algorithms.tokens import Algorithm, Clip, Measure, TokenLoss, Tokens
+from turnlog.trainer.algorithms.tokens import Algorithm, Auxiliary, Clip, Measure, TokenLoss, Tokens
 
 Pass = Literal["proximal", "reference", "values"]
 """A forward pass without gradients over all rows of a draw, by the weights before its first update, by the frozen
@@ -50,6 +50,8 @@ class Columns:
     trajectory_tokens: torch.Tensor | None = None
     importance: torch.Tensor | None = None
     lesson: Lesson | None = None
+    auxiliary: torch.Tensor | None = None
+    """What the auxiliary loss of a token counts."""
 
     def on(self, device: torch.device) -> Columns:
         """The same there."""
@@ -124,6 +126,9 @@ class PolicyGradient:
     kl_in: str = "loss"
     entropy_coefficient: float = 0.0
     critic: CriticRules | None = None
+    auxiliary: Auxiliary | None = None
+    auxiliary_numbers: tuple[float, ...] = ()
+    auxiliary_coefficient: float = 0.0
 
     @property
     def by_trajectory(self) -> bool:
@@ -131,7 +136,7 @@ class PolicyGradient:
 
     @property
     def trains_entropy(self) -> bool:
-        return self.entropy_coefficient != 0.0
+        return self.entropy_coefficient != 0.0 or (self.auxiliary is not None and self.auxiliary.wants_entropy)
 
     @property
     def _penalised(self) -> bool:
@@ -174,6 +179,7 @@ class PolicyGradient:
             trajectory_tokens=None if counts is None else _column(np.maximum(1.0, counts)),
             importance=_column(importance),
             lesson=lesson,
+            auxiliary=_column(self._auxiliary_weights(rows)),
         )
         return rows, columns
 
@@ -201,9 +207,18 @@ class PolicyGradient:
             measures["kl"] = Measure(divergence.detach())
             if self.kl_coefficient and self.kl_in == "loss":
                 value = value + self.kl_coefficient * divergence
-        if self.trains_entropy:
+        if self.entropy_coefficient:
             value = value - self.entropy_coefficient * tokens.entropy
-        return TokenLoss(value, found.clipped, masked, measures)
+        beside = None if self.auxiliary is None else self.auxiliary.loss(tokens, *self.auxiliary_numbers)
+        return TokenLoss(value, found.clipped, masked, measures, beside)
+
+    def _auxiliary_weights(self, rows: BatchRows) -> NDArray[np.float64] | None:
+        """Of no row's first token, which nothing predicts."""
+        if self.auxiliary is None:
+            return None
+        weights = self.auxiliary_coefficient * self.auxiliary.weigh(rows, *self.auxiliary_numbers)
+        weights[rows.starts] = 0.0
+        return weights
 
     def _with_penalty(self, rows: BatchRows, numbers: Numbers) -> BatchRows:
         """Advantages less the divergence to go: from the token to the end of its segment."""

@@ -14,7 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from turnlog.learning_settings import Wants
 
@@ -72,6 +74,8 @@ class TokenLoss:
     """True where the token is to have no part in the step: booked as `trainer_mask`; no divisor changes."""
     measures: Mapping[str, Measure] = field(default_factory=dict)
     """The same names for any tokens."""
+    auxiliary: torch.Tensor | None = None
+    """That of the auxiliary loss; an algorithm leaves it alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,3 +106,23 @@ class Algorithm:
     {"fold.estimator": ("none",)}."""
     wants: Wants = field(default_factory=dict)
     """Settings that it is defined with: {"batcher.weighting": ("trajectory",)}."""
+
+
+Weigh = Callable[..., NDArray[np.float64]]
+"""(BatchRows, a number for each of the auxiliary loss's arguments) -> [T], what a token's loss counts: 1 / the divisor
+where it does, 0 elsewhere. Of the whole batch, so that the divisor is one number on whatever ranks its rows are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Auxiliary:
+    """A loss beside the algorithm's, by name, with a divisor of its own: coefficient x sum of weight x value, also over
+    tokens that do not train. Its functions are those of a module, as an algorithm's is."""
+
+    name: str
+    loss: Callable[..., torch.Tensor]
+    """(Tokens, the same numbers) -> value per token."""
+    weigh: Weigh
+    arguments: Mapping[str, float] = field(default_factory=dict)
+    """Numbers that the setting may give behind the name, with their defaults."""
+    wants_entropy: bool = False
+    """Whether the loss is one of the entropy, which then has a gradient."""

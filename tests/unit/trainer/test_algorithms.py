@@ -19,9 +19,11 @@ from turnlog.names import EntryPointGroup
 from turnlog.setting_types import offered
 from turnlog.settings import SettingsError, TrainerSettings, declarations, from_tables
 from turnlog.trainer.algorithms.catalogue import BUILT_IN, chosen
+from turnlog.trainer.algorithms.objective import Numbers as Passes
 from turnlog.trainer.algorithms.objective import PolicyGradient, estimate
 from turnlog.trainer.algorithms.tokens import Tokens
 from turnlog.trainer.plan import learning_plan
+from turnlog.trainer.reference import synthetic_rows
 
 LOW, HIGH, DUAL = 0.2, 0.28, 1.5
 TRAJECTORIES = np.array([0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 3, 3])
@@ -293,16 +295,23 @@ def test_an_algorithm_is_taken_with_the_settings_that_it_is_defined_with(name: s
     assert learning_plan(from_tables(tables, {}, source="test")).objective.algorithm.name == name
 
 
-def test_an_algorithm_of_a_package_is_added_as_the_guide_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str) -> None:
+    """The package of the guide that offers something under `group`."""
     page = (Path(__file__).parents[3] / "docs/algorithms.md").read_text()
-    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    (tmp_path / "my_losses.py").write_text(code)
-    (point,) = re.findall(r'entry-points\."(turnlog\.algorithms)"\] (.* = "my_losses:.*")$', page, re.MULTILINE)
-    info = tmp_path / "my_losses-1.dist-info"
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (point,) = re.findall(rf'entry-points\."{re.escape(group)}"\] (.*) = "(.*):(.*)"$', page, re.MULTILINE)
+    name, module, value = point
+    (code,) = [block for block in blocks if f"{value} = " in block]
+    (tmp_path / f"{module}.py").write_text(code)
+    info = tmp_path / f"{module}-1.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-losses\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(f"[{point[0]}]\n{point[1].replace(chr(34), '')}\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {module}:{value}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def test_an_algorithm_of_a_package_is_added_as_the_guide_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(tmp_path, monkeypatch, "turnlog.algorithms")
     tables = {"trainer": {"algorithm": "leave_out:0.25", "kl": "k3", "kl_coefficient": 0.1}}
     objective = learning_plan(from_tables(tables, {}, source="test")).objective
     given = numbers(5)
@@ -318,3 +327,28 @@ def test_an_algorithm_of_a_package_is_added_as_the_guide_says(tmp_path: Path, mo
         learning_plan(from_tables({**tables, "batcher": {"weighting": "trajectory"}}, {}, source="test"))
     with pytest.raises(SettingsError, match=r"'leave_out:1:2' must be leave_out or leave_out:DISTANCE"):
         learning_plan(from_tables({"trainer": {"algorithm": "leave_out:1:2"}}, {}, source="test"))
+
+
+def test_an_auxiliary_loss_of_a_package_is_added_as_the_guide_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(tmp_path, monkeypatch, "turnlog.auxiliary_losses")
+    tables = {"trainer": {"auxiliary": "foresee", "auxiliary_coefficient": 0.01}}
+    objective = learning_plan(from_tables(tables, {}, source="test")).objective
+    rows = synthetic_rows(0)
+    _, columns = objective.prepared(rows, Passes(), None)
+    assert columns.auxiliary is not None
+    context = rows.trained == 0
+    wanted = 0.01 * context / context.sum()
+    wanted[rows.starts] = 0.0
+    np.testing.assert_allclose(columns.auxiliary, wanted, rtol=1e-6)
+    assert not objective.trains_entropy
+    with pytest.raises(SettingsError, match=r"'foresee:1' must be foresee"):
+        learning_plan(from_tables({"trainer": {"auxiliary": "foresee:1"}}, {}, source="test"))
+
+
+def test_an_auxiliary_loss_that_nobody_offers_is_refused_by_name() -> None:
+    with pytest.raises(
+        SettingsError, match=r"trainer\.auxiliary must be one of none, imitate.*turnlog\.auxiliary_losses"
+    ):
+        learning_plan(from_tables({"trainer": {"auxiliary": "imitates"}}, {}, source="test"))

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from turnlog.processors.core.batches.rows import BatchRows
-from turnlog.trainer.algorithms.catalogue import BUILT_IN
+from turnlog.trainer.algorithms.catalogue import BUILT_IN, chosen_auxiliary
 from turnlog.trainer.algorithms.objective import Numbers, Objective
+from turnlog.trainer.algorithms.tokens import Auxiliary
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner, StepResult
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient, imitation
@@ -223,3 +224,42 @@ def test_a_trajectory_of_no_trained_token_adds_nothing_under_a_sequence_ratio() 
 
 def test_imitation_measures_nothing() -> None:
     assert stepped(imitation, synthetic_rows(0)).metrics == {}
+
+
+def test_an_auxiliary_loss_has_a_divisor_of_its_own_and_a_step_is_that_of_transformers() -> None:
+    auxiliary, numbers = chosen_auxiliary("imitate:1")
+    objective = PolicyGradient(auxiliary=auxiliary, auxiliary_numbers=numbers, auxiliary_coefficient=0.3)
+    rows, one = segments(1), learner()
+    plain = PlainLearner(TINY, random_weights(TINY, 1), ONE)
+    result = one.step(rows, objective, 1e-3)
+    good = np.repeat(rows.rewards >= 1, rows.lengths) & (rows.trained == 1)
+    total = torch.zeros(())
+    for row in range(len(rows)):
+        recorded, advantages, mask = (of_row(rows, x, row) for x in (rows.logprobs, rows.advantages, rows.trained))
+        logprobs = plain.logprobs(rows, row)
+        ratio = (logprobs - recorded).exp()
+        surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        own = -(surrogate * mask).sum() / float(rows.weight_divisor[row])
+        beside = -(logprobs * of_row(rows, good, row)).sum() / float(good.sum())
+        loss = own + 0.3 * beside
+        torch.autograd.backward(loss)
+        total = total + loss.detach()
+    gradients = [parameter.grad for parameter in plain.parameters() if parameter.grad is not None]
+    norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
+    assert result.loss == pytest.approx(float(total), abs=1e-5)
+    assert result.grad_norm == pytest.approx(float(norm), rel=1e-5)
+    without = learner().step(rows, PolicyGradient(), 1e-3)
+    assert result.metrics["auxiliary_loss"] == pytest.approx(result.loss - without.loss, abs=1e-5)
+
+
+def test_an_auxiliary_loss_may_train_tokens_that_nothing_else_trains_and_no_masked_ones() -> None:
+    everything = Auxiliary("all", lambda tokens: -tokens.logprobs, lambda rows: np.ones(len(rows.token_ids)))
+    nothing = dataclasses.replace(segments(1), advantages=np.zeros_like(segments(1).advantages))
+    objective = PolicyGradient(auxiliary=everything, auxiliary_coefficient=1.0)
+    found = learner().measure(nothing, objective)
+    plain = PlainLearner(TINY, random_weights(TINY, 1), ONE)
+    wanted = -sum(float(column.sum()) for column in plain.columns(nothing))
+    assert found.loss == pytest.approx(wanted, rel=1e-5)
+    assert found.loss == found.metrics["auxiliary_loss"]
+    greedy = dataclasses.replace(nothing, temperature=np.zeros_like(nothing.temperature))
+    assert learner().measure(greedy, objective).loss == 0.0
