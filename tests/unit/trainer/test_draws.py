@@ -98,7 +98,7 @@ async def struck_and_whole(
     async with struck.events() as events:
         await append_batches(events, struck.blobs, "run", 2 * PARTS, parts=PARTS)
     first = asyncio.create_task(struck.train())
-    await struck.steps(2)
+    await struck.steps(3)  # by now the checkpoint behind the first one is being written
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
         await first
@@ -151,7 +151,9 @@ async def test_steps_without_a_finite_gradient_in_a_row_end_the_trainer_and_name
     ]
     with pytest.raises(Diverged, match="batch 2"):  # a restart does not count anew
         await run.train()
-    assert [step.batch_index for step in await run.steps(4)] == [0, 1, 2, 2]
+    again = [step.batch_index for step in await run.steps(4)]
+    assert again[:3] == [0, 1, 2]
+    assert again[3] in (1, 2)  # behind the checkpoint before, where the last one was still being written
 
 
 async def test_manifests_are_read_ahead_without_being_taken() -> None:
