@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 SUFFIX = ".safetensors"
 SHARD_BYTES = 4 << 30
-PIECE = 16 << 20
+PIECE = 4 << 20
 """Bytes that are read at once: whole values of any type."""
 METADATA = {"format": "pt"}
 CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}

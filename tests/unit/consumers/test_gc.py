@@ -11,15 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.fakes.memory_broker import Fate, MemoryBroker, Transaction
 from tests.fakes.memory_broker import Owner as Producer
 from tests.fakes.memory_log import Died, MemoryLog
+from tests.fakes.weights import Publications
+from tests.unit.consumers.conftest import CODEC
 from turnlog.consumers.life.gc import Marked, MarkTooOld, State, UnknownOwner, marked, swept
 from turnlog.infra.blobs import REUSED_S, MemoryBlobs, Owner, key
 from turnlog.infra.log import Partition
+from turnlog.infra.tensors.versions import assembled, chain_of
 from turnlog.infra.topics_admin import specs
 from turnlog.infra.workspaces import Piece
 from turnlog.names import RECORD_HEADER
@@ -28,6 +32,7 @@ from turnlog.sandbox_workers.workspaces.store import Known
 from turnlog.schemas import topics
 from turnlog.schemas.types import BlobRef
 from turnlog.settings import KafkaSettings, RunSettings, Settings
+from turnlog.trainer.reference import synthetic_model
 
 GRACE_S = 100.0
 OURS = Settings(run=RunSettings(id="ours"), kafka=KafkaSettings(prefix="team.", groups=1, rollouts=1))
@@ -283,6 +288,24 @@ async def test_packs_of_a_workspace_that_a_call_names_are_reachable(tmp_path: Pa
     house.now += GRACE_S
     plan = await house.collect(delete=False)
     assert [found.state for found in plan.found] == [State.REACHABLE] * 2
+
+
+async def test_a_version_that_rests_on_others_can_be_fetched_after_any_number_of_collections(tmp_path: Path) -> None:
+    house, model = House(), synthetic_model(tmp_path / "model")
+    trainer = Publications(house.blobs, model, tmp_path / "exports", chain=5, run_id="ours")
+    tensors = {"a": torch.randn(100, 100, generator=torch.Generator().manual_seed(1))}
+    events = [await trainer.version({"a": tensors["a"] * (1 + 1e-3 * step)}, step) for step in range(4)]
+    assert [event.kind for event in events] == ["full", "delta", "delta", "delta"]
+    for event in events:
+        house.broker.write(Partition(topics.WEIGHTS.name, 0), b"ours", CODEC.encode(event), [])
+    house.blobs._put(b"an export that no record names", "")
+    for _ in range(3):
+        house.now += 2 * GRACE_S
+        await house.collect()
+    chain = chain_of(events[-1], {event.version: event for event in events})
+    (tmp_path / "out").mkdir()
+    assert len(await assembled(chain, house.blobs, tmp_path / "out")) == 1
+    assert len(await house.blobs.names(OWNER.folder)) == len({file.blob for event in events for file in event.files})
 
 
 async def test_recordings_and_archives_name_blobs_without_any_log() -> None:
