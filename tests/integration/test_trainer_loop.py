@@ -133,12 +133,19 @@ async def test_weights_go_out_after_every_second_draw_and_at_the_end(settings: S
     rare = dataclasses.replace(
         settings,
         feeder=dataclasses.replace(settings.feeder, draws=3),
-        trainer=dataclasses.replace(settings.trainer, publish_every=2),
+        trainer=dataclasses.replace(settings.trainer, publish_every=2, delta_chain=1),
     )
     await append_batches(role.events, role.blobs, settings.run.id, 6, parts=2)
     trainer = await start(rare)
     assert await trainer.wait() == 0
-    assert [(version.version, version.batch_index) for version in await versions_of(role)] == [(0, -1), (1, 3), (2, 5)]
+    versions = await versions_of(role)
+    assert [(version.version, version.batch_index) for version in versions] == [(0, -1), (1, 3), (2, 5)]
+    assert [(version.kind, version.base_version) for version in versions] == [
+        ("full", None),
+        ("delta", 0),
+        ("full", None),
+    ]
+    assert all(0 <= version.unchanged["published"] <= version.unchanged["bfloat16"] <= 1 for version in versions[1:])
     assert [(step.draw_index, step.batch_index) for step in await steps_of(role)] == [(n // 2, n) for n in range(6)]
 
 
