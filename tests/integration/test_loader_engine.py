@@ -7,22 +7,24 @@ import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from uuid import uuid4
 
 import httpx
+import psutil
 import pytest
 import torch
 
 from tests.fakes.weights import Publications, version
-from turnlog.consumers.loader import main
+from turnlog.consumers.loader import EngineSwapFailed, main
+from turnlog.infra.embedded.servers import Engine
 from turnlog.infra.log import Partition
 from turnlog.infra.roles.role import Role, opened
-from turnlog.schemas.events import EngineRegistered, EngineWeightsLoaded, EngineWeightsRefused, Event
+from turnlog.schemas.events import EngineGone, EngineRegistered, EngineWeightsLoaded, EngineWeightsRefused, Event
 from turnlog.schemas.events.weights import WeightFile
 from turnlog.schemas.topics import ENGINES
-from turnlog.settings import Settings
+from turnlog.settings import EngineSettings, Settings
 from turnlog.trainer.weights import read_weights
 
 pytestmark = [pytest.mark.kafka, pytest.mark.engine]
@@ -202,3 +204,30 @@ async def test_loads_under_load_refuses_a_truncated_file_and_keeps_serving(role:
     assert again.version == first + 2
     role.stopping.set()
     await loader
+
+
+@pytest.fixture
+def struck(role: Role, tiny_model: Path, tmp_path: Path) -> Iterator[Engine]:
+    """The role's engine, which nobody else needs."""
+    with Engine(tiny_model, EngineSettings(), log=tmp_path / "engine.log") as engine:
+        urls = dataclasses.replace(role.settings.engine, urls=(engine.url,))
+        role.settings = dataclasses.replace(role.settings, engine=urls)
+        yield engine
+
+
+def family(engine: Engine) -> list[psutil.Process]:
+    leader = psutil.Process(engine.pid)
+    return [leader, *leader.children(recursive=True)]
+
+
+@pytest.mark.long
+async def test_an_engine_that_is_alive_and_silent_is_said_to_be_gone(role: Role, struck: Engine) -> None:
+    loader = asyncio.create_task(main(role))
+    await said(role, 1)
+    for process in family(struck):
+        process.suspend()
+    with pytest.raises(EngineSwapFailed):
+        await loader
+    gone = (await said(role, 2))[1]
+    assert isinstance(gone, EngineGone)
+    assert "Timeout" in gone.cause
