@@ -48,6 +48,70 @@ def index_arguments(verb: argparse.ArgumentParser) -> None:
     _source(verb)
 
 
+QUERY_EPILOG = """\
+It asks the file that `turnlog index` keeps; docs/index-schema.md lists its tables. A question reads and computes: it
+opens no file, loads no extension, changes nothing, and ends when its time, memory or rows are used up.
+
+Examples:
+  turnlog query "select recipe, avg(reward), count(*) from sessions group by recipe"
+  turnlog query --json "select fate, count(*) from sessions group by fate"
+  turnlog query --out steps.parquet "select * from steps order by step"
+"""
+
+
+def query_arguments(verb: argparse.ArgumentParser) -> None:
+    """What to ask, and what the answer looks like."""
+    verb.formatter_class = argparse.RawDescriptionHelpFormatter
+    verb.epilog = QUERY_EPILOG
+    verb.add_argument("sql", metavar="SQL", help="one SELECT; - reads it from standard input")
+    shape = verb.add_mutually_exclusive_group()
+    shape.add_argument("--json", action="store_true")
+    shape.add_argument("--out", type=Path, metavar="FILE", help="write the answer as Parquet, with where it came from")
+    verb.add_argument("--limit", type=int, default=10_000, metavar="N", help="rows at most (default 10000)")
+    verb.add_argument("--timeout", type=float, default=30.0, metavar="S", help="seconds at most (default 30)")
+    verb.add_argument("--memory", type=int, default=512, metavar="MB", help="memory at most (default 512)")
+
+
+TAIL_EPILOG = """\
+Examples:
+  turnlog tail                                    what comes from now on, until Ctrl-C
+  turnlog tail --all --until-end --kind GroupScored --kind StepCompleted
+  turnlog tail --all --session 3fa2 --json
+"""
+
+
+def tail_arguments(verb: argparse.ArgumentParser) -> None:
+    """Which events."""
+    verb.formatter_class = argparse.RawDescriptionHelpFormatter
+    verb.epilog = TAIL_EPILOG
+    verb.add_argument("--session", default="", metavar="ID", help="only of sessions that begin so")
+    verb.add_argument("--group", default="", metavar="ID", help="only of groups that begin so")
+    verb.add_argument("--kind", action="append", default=[], metavar="RECORD", help="only such records; again for each")
+    verb.add_argument("--all", action="store_true", help="from the beginning (default: what comes from now on)")
+    verb.add_argument("--until-end", action="store_true", help="end where the log ends now")
+    verb.add_argument("--json", action="store_true", help="a JSON object per line")
+    _source(verb)
+
+
+WHY_EPILOG = """\
+ID is a session or group, or its beginning. A token is SESSION:TURN:TOKEN, counted from 0: turns in order of the log,
+tokens of the turn's output. Chains are read from the index, tokens from topics or archive.
+
+Examples:
+  turnlog why 3fa2            why a session was trained, masked, discarded, excluded, stale or not drawn
+  turnlog why 3fa2:1:17       the same of one of its tokens
+"""
+
+
+def why_arguments(verb: argparse.ArgumentParser) -> None:
+    """About what."""
+    verb.formatter_class = argparse.RawDescriptionHelpFormatter
+    verb.epilog = WHY_EPILOG
+    verb.add_argument("about", metavar="ID", help="a session, a group, or SESSION:TURN:TOKEN")
+    verb.add_argument("--json", action="store_true")
+    _source(verb)
+
+
 GC_EPILOG = """\
 A first call with --delete moves what nothing has named for a grace into the bucket's trash/, from where readers take it
 back; a call a grace later looks again and deletes it for good. It reads every record of every log and archive of the

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,7 +33,17 @@ from turnlog.settings import Settings
 TIMEOUT_S = 2.0
 
 
-def show(settings: Settings, *, as_json: bool, health: Sequence[str] = ()) -> int:
+def show(settings: Settings, *, as_json: bool, health: Sequence[str] = (), every_s: float = 0.0) -> int:
+    """Print the status, again every so many seconds until Ctrl-C if that is not 0; the exit status of `once`."""
+    while every_s:
+        if not as_json:
+            Terminal().clear()
+        once(settings, as_json=as_json, health=health)
+        time.sleep(every_s)  # processes and servers of others: there is nothing to wait on
+    return once(settings, as_json=as_json, health=health)
+
+
+def once(settings: Settings, *, as_json: bool, health: Sequence[str] = ()) -> int:
     """Print the status; 0 when all that was asked is ready, 1 otherwise, 3 when the run is not up. Without a supervisor
     of ours the log tells what it can, and `health` (else [status] health) names roles to ask. Raises LogError then."""
     processes, elsewhere = status_processes(settings), False

@@ -8,6 +8,7 @@ IndexFailure
 ├── BusyIndex       another process writes it
 ├── IndexBehind     the topics no longer hold what it has not read yet
 ├── DamagedIndex    SQLite finds it broken, or the disk does not take it
+├── RecordGone      a record that a row names is neither on its topic nor in the archive
 └── BadQuestion     what was asked for cannot be read, or asks for more than it may
 """
 
@@ -40,6 +41,10 @@ class IndexBehind(IndexFailure):
 
 class DamagedIndex(IndexFailure):
     """Remedy: delete the file, and build it again."""
+
+
+class RecordGone(IndexFailure):
+    """Remedy: restore the archive; what the index itself holds can still be asked for."""
 
 
 class BadQuestion(IndexFailure):

@@ -24,6 +24,7 @@ from prometheus_client import Counter
 from turnlog import __version__
 from turnlog.consumers.arguments import ARCHIVE
 from turnlog.consumers.index import BusyIndex, DamagedIndex, IndexBehind, LaterIndex, OtherIndex, schema
+from turnlog.consumers.index.reader import path_of
 from turnlog.consumers.index.rows import Rows, Values, as_json
 from turnlog.consumers.index.schema import SCHEMA_VERSION, place_of, standing
 from turnlog.consumers.replay.source import recorded_run
@@ -56,11 +57,6 @@ INDEXED = Counter("turnlog_indexed_records", "Records that are in the index")
 POLL_RECORDS = 2000
 HELD_GROUPS = 2048
 """Folds of groups in memory; of others the rows are folded again when one of their records comes."""
-
-
-def path_of(settings: Settings) -> Path:
-    """Where the run's index lies."""
-    return Path(settings.index.path or Path(settings.run.directory) / "index.sqlite")
 
 
 @dataclass(slots=True)

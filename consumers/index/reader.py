@@ -22,6 +22,7 @@ import orjson
 from turnlog.consumers.index import BadQuestion, DamagedIndex, LaterIndex, NoIndex, schema
 from turnlog.consumers.index.schema import SCHEMA_VERSION, standing
 from turnlog.infra.log import Partition
+from turnlog.settings import Settings
 
 SORTS: Final = ("started_ms", "finished_ms", "reward", "output_tokens", "turns", "calls")
 """What sessions are sorted by; each has an index."""
@@ -68,17 +69,20 @@ class SessionFilter:
     text: str | None = None
     """Words that stand in one turn or one tool's output: FTS5's language."""
 
-    def clauses(self) -> tuple[list[str], list[Any]]:
-        """SQL and its parameters."""
+    def clauses(self, sort: str = "") -> tuple[list[str], list[Any]]:
+        """SQL and its parameters. A column behind a `+` is looked at in the rows and not sought in its index: of what
+        many sessions share, and of ranges, the order of `sort` finds a page sooner."""
         found: list[tuple[str, Any]] = []
         for name in ("recipe", "task_id", "group_id", "purpose", "outcome", "fate", "batch_index"):
             if (value := getattr(self, name)) is not None:
-                found.append((f"s.{name} = ?", value))
+                shared = name in ("recipe", "purpose", "outcome", "fate") and sort != "started_ms"
+                found.append((f"{'+' if shared else ''}s.{name} = ?", value))
+        seek = "" if sort == "reward" else "+"
         bounds = (
-            ("s.reward >= ?", self.min_reward),
-            ("s.reward <= ?", self.max_reward),
-            ("s.version_min >= ?", self.min_version),
-            ("s.version_max <= ?", self.max_version),
+            (f"{seek}s.reward >= ?", self.min_reward),
+            (f"{seek}s.reward <= ?", self.max_reward),
+            ("+s.version_min >= ?", self.min_version),
+            ("+s.version_max <= ?", self.max_version),
         )
         for clause, value in bounds:
             if value is not None:
@@ -195,6 +199,11 @@ class BatchView:
     as_of: AsOf
 
 
+def path_of(settings: Settings) -> Path:
+    """Where the run's index lies."""
+    return Path(settings.index.path or Path(settings.run.directory) / "index.sqlite")
+
+
 class Index:
     """An index that is read."""
 
@@ -252,7 +261,7 @@ class Index:
         limit = max(1, min(limit, MOST_ROWS))
         value, name, nulls = _cursor(after, sort, descending)
         order, beyond = ("DESC", "<") if descending else ("ASC", ">")
-        clauses, values = wanted.clauses()
+        clauses, values = wanted.clauses(sort)
         found: list[Row] = []
         with self.snapshot() as as_of:
             if not nulls:
@@ -296,7 +305,7 @@ class Index:
                 self.rows(f"SELECT * FROM samples {mine} ORDER BY segment_index", session_id),
                 self.rows(f"{ROWS_OF_BATCHES} WHERE b.session_id = ? ORDER BY b.batch_index, b.row", session_id),
                 self.rows(
-                    "SELECT d.* FROM batch_drops d JOIN samples s ON s.sample_id = d.sample_id WHERE s.session_id = ?",
+                    f"{DROPS} JOIN samples s ON s.sample_id = d.sample_id WHERE s.session_id = ?",
                     session_id,
                 ),
                 self.row("SELECT * FROM group_scores WHERE group_id = ?", group),
@@ -380,8 +389,11 @@ EVENTS = (
     f"SELECT kind, {schema.place_sql('place')}, event_id, time_ms, group_id, session_id, place "
     "FROM session_events_records"
 )
-ROWS_OF_BATCHES = """SELECT b.*, s.step, s.skipped AS step_skipped, s.place AS step_place
-    FROM batch_rows b LEFT JOIN steps s ON s.batch_index = b.batch_index"""
+ROWS_OF_BATCHES = """SELECT b.*, m.place AS batch_place, m.trainer_version, m.lags, s.step, s.skipped AS step_skipped,
+    s.place AS step_place FROM batch_rows b JOIN batches m ON m.batch_index = b.batch_index
+    LEFT JOIN steps s ON s.batch_index = b.batch_index"""
+DROPS = """SELECT d.*, m.place AS batch_place, m.trainer_version, m.lags FROM batch_drops d
+    JOIN batches m ON m.batch_index = d.batch_index"""
 SERIES = """SELECT s.*, b.trainer_version, b.max_lag, b.masked AS batch_masked, b.rows AS batch_rows, b.prompts,
     (SELECT json_group_object(reason, tokens) FROM (
         SELECT reason, sum(sampled_tokens) AS tokens FROM batch_drops d WHERE d.batch_index = s.batch_index

@@ -144,8 +144,12 @@ def session_arguments(verb: argparse.ArgumentParser) -> None:
         help="go on after a call that differs (default: yes)",
     )
     again.add_argument("--strict", action="store_true", help="other surroundings (environment_sha256) count as well")
-    shown = actions.add_parser("show", help="list the recorded calls")
+    shown = actions.add_parser("show", help="list the recorded calls; --tree: its turns, of the index")
     _named(shown)
+    shown.add_argument("--tree", action="store_true", help="turns, each below the one that it continues, and calls")
+    shown.add_argument(
+        "--tokens", action="store_true", help="the tree, and under each turn its tokens by what became of them"
+    )
 
 
 def _named(action: argparse.ArgumentParser) -> None:

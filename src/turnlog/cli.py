@@ -162,6 +162,15 @@ def _askers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     status = _verb(verbs, "status", _status, "roles, lag, engines, versions")
     status.add_argument("--json", action="store_true")
     status.add_argument(
+        "--watch",
+        type=float,
+        nargs="?",
+        const=2.0,
+        default=0.0,
+        metavar="S",
+        help="show it again every S seconds (default 2)",
+    )
+    status.add_argument(
         "--health", default="", metavar="URL,...", help="roles to ask where no supervisor runs them ([status] health)"
     )
     doctor = _verb(verbs, "doctor", _doctor, "check brokers, topics, registry and store, and say what to change")
@@ -184,6 +193,9 @@ def _readers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     of.replay_arguments(_verb(verbs, "replay", _replay, "fold the log again: compare, travel in time, refold"))
     of.archive_arguments(_verb(verbs, "archive", _archive, "role: copy topics into the object store; flush, prune"))
     of.index_arguments(_verb(verbs, "index", _index, "role: keep the log as tables of one file, for questions in SQL"))
+    of.query_arguments(_verb(verbs, "query", _query, "ask the index in SQL; the answer says as of when it is"))
+    of.tail_arguments(_verb(verbs, "tail", _tail, "events as they come, a line each"))
+    of.why_arguments(_verb(verbs, "why", _why, "the chain of records that decided about a session, group or token"))
     of.gc_arguments(_verb(verbs, "gc", _gc, "what nothing names any more in the store: show it, or let it go"))
     schemas = _verb(verbs, "schemas", _schemas, "check today's schemas against every release, or release them")
     schemas.add_argument("action", choices=("check", "release"))
@@ -196,7 +208,9 @@ def _readers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     of.reward_arguments(_verb(verbs, "reward", _reward, "judge recorded sessions again, and write the dataset"))
     of.fold_arguments(_verb(verbs, "fold", _fold, "fold recorded sessions by two policies and compare; write nothing"))
     of.dead_letters_arguments(_verb(verbs, "dead-letters", _dead_letters, "refused records: list, show, requeue, skip"))
-    session_arguments(_verb(verbs, "session", _session, "a session's tool calls: show, or run again and compare"))
+    session_arguments(
+        _verb(verbs, "session", _session, "a session: show its calls, turns and tokens, or run its calls again")
+    )
     books = _verb(verbs, "books", _books, "sampled = trained + masked, by reason")
     books.add_argument("--by", choices=("session", "group", "batch", "run"), default="run", help="default run")
     books.add_argument("--id", default="", metavar="ID", help="one account of that level")
@@ -308,7 +322,7 @@ def _status(settings: Settings, arguments: argparse.Namespace) -> int:
     from turnlog.consumers.status import show
 
     addresses = [address for address in arguments.health.split(",") if address]
-    return show(settings, as_json=arguments.json, health=addresses)
+    return show(settings, as_json=arguments.json, health=addresses, every_s=arguments.watch)
 
 
 def _run(settings: Settings, arguments: argparse.Namespace) -> int:
@@ -374,6 +388,24 @@ def _index(settings: Settings, arguments: argparse.Namespace) -> int:
     from turnlog.consumers.index.indexer import command
 
     return command(settings, arguments)
+
+
+def _query(settings: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.consumers.index.query import command
+
+    return command(settings, arguments)
+
+
+def _tail(settings: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.consumers.index.console import tail_command
+
+    return tail_command(settings, arguments)
+
+
+def _why(settings: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.consumers.index.console import why_command
+
+    return why_command(settings, arguments)
 
 
 def _gc(settings: Settings, arguments: argparse.Namespace) -> int:
@@ -452,6 +484,10 @@ def _dead_letters(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 def _session(settings: Settings, arguments: argparse.Namespace) -> int:
+    if arguments.action == "show" and (arguments.tree or arguments.tokens):
+        from turnlog.consumers.index.console import show_session
+
+        return show_session(settings, arguments)
     from turnlog.sandbox_workers.console.rerun import command
 
     return _finished(command(settings, arguments))

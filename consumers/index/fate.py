@@ -1,0 +1,391 @@
+"""What became of each token of a session, and the chain of records that decided it.
+
+The index names the records; ids and log-probs are read from them, from topics or, where those were pruned, from the
+archive. Masks are those of the fold and of the draw, computed again by their own code (processors/core), so that the
+tokens of a session, counted by reason, are its books.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from turnlog.consumers.index import RecordGone
+from turnlog.consumers.index.reader import Index, Row, SessionView, where_of
+from turnlog.consumers.index.schema import place_of, standing
+from turnlog.consumers.replay.source import recorded_run
+from turnlog.infra.archive import ArchiveLog, NoArchive, archive_name
+from turnlog.infra.blobs import inlined
+from turnlog.infra.event_log import EventLog
+from turnlog.infra.log import Log, Partition, Record
+from turnlog.infra.roles.role import Role
+from turnlog.processors.core import FoldError
+from turnlog.processors.core.batches.draws import DrawRules, PlacedSample, trim
+from turnlog.processors.core.batches.progress import recorded_version
+from turnlog.processors.core.fold.session import SessionRecords, SessionTree, assemble, named_turns
+from turnlog.processors.core.fold.spine import Session, Spine
+from turnlog.processors.core.messages import Dialogues
+from turnlog.processors.core.methods.rules import FoldRules
+from turnlog.processors.core.turns import Tokens, TurnKey, key_of
+from turnlog.schemas.events import Event, MaskReason, SegmentSample, TokenSnapshot, TurnCompleted
+from turnlog.schemas.types import float32s, int32s
+
+POLL_RECORDS = 100
+NEAR = 200
+"""Offsets that are read over rather than sought behind."""
+TRAINED = ""
+"""In place of a reason."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TurnTokens:
+    """One turn's tokens; arrays are of its output."""
+
+    turn: TurnKey
+    """(epoch, index)"""
+    place: int
+    """Of its snapshot."""
+    context: int
+    """Tokens of its prompt that its storage parent holds already."""
+    delta: NDArray[np.int32]
+    """Prompt tokens behind those."""
+    ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    reasons: tuple[str, ...]
+    """Why each is masked; "" of one that was trained."""
+    segment: int | None
+    """Index of the segment that trains it."""
+    sample_id: str | None
+    advantage: float | None
+    batch: int | None
+    step: int | None
+    temperature: float
+    logprob_kind: str
+
+    def body(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "turn": list(self.turn), "at": where_of(self.place), "context": self.context, "delta": self.delta.tolist(),
+            "ids": self.ids.tolist(), "logprobs": [float(f"{each:.6g}") for each in self.logprobs],
+            "versions": self.versions.tolist(), "reasons": list(self.reasons), "segment": self.segment,
+            "sample_id": self.sample_id, "advantage": self.advantage, "batch": self.batch, "step": self.step,
+            "temperature": self.temperature, "logprob_kind": self.logprob_kind,
+        }  # fmt: skip
+
+
+async def events_at(role: Role, places: Iterable[int]) -> dict[int, Event]:
+    """The events of records by place, payloads fetched. Raises RecordGone, BlobMissing, LogError, ArchiveError."""
+    wanted: dict[Partition, list[int]] = {}
+    for place in sorted(set(places)):
+        partition, offset = standing(place)
+        wanted.setdefault(partition, []).append(offset)
+    if not wanted:
+        return {}
+    starts = await role.log.start_offsets(list(wanted))
+    live = {place: [at for at in offsets if at >= starts[place]] for place, offsets in wanted.items()}
+    pruned = {place: [at for at in offsets if at < starts[place]] for place, offsets in wanted.items()}
+    found = await _read(role.log, role.events, live)
+    if any(pruned.values()):
+        try:
+            archive = await ArchiveLog.open(role.blobs, archive_name(role.settings))
+        except NoArchive as error:
+            raise RecordGone(f"{_named(pruned)} is pruned from its topic: {error}") from error
+        found |= await _read(archive, archive.events(writer=role.instance), pruned)
+    return {place: await inlined(event, role.blobs) for place, event in found.items()}
+
+
+async def _read(log: Log, events: EventLog, wanted: Mapping[Partition, list[int]]) -> dict[int, Event]:
+    ends = await log.end_offsets([place for place, offsets in wanted.items() if offsets])
+    found: dict[int, Event] = {}
+    async with log.reader() as reader:
+        for place, offsets in wanted.items():
+            left = deque(offsets)
+            if left:
+                reader.assign({place: left[0]})
+            while left:
+                if left[0] >= ends[place] or reader.position(place) > left[0]:
+                    raise RecordGone(f"{place.topic}[{place.number}]@{left[0]} is not on the log")
+                if left[0] - reader.position(place) > NEAR:
+                    reader.seek(place, left[0])
+                for record in await reader.poll(max_records=POLL_RECORDS):
+                    if left and record.offset == left[0]:
+                        found[place_of(record.topic, record.partition, record.offset)] = await events.decode(record)
+                        left.popleft()
+    return found
+
+
+def _named(wanted: Mapping[Partition, list[int]]) -> str:
+    place, offsets = next((place, offsets) for place, offsets in wanted.items() if offsets)
+    return f"{place.topic}[{place.number}]@{offsets[0]}"
+
+
+class _Told:
+    """One session's records, and what they came to."""
+
+    def __init__(self, view: SessionView, rules: FoldRules, draw_rules: DrawRules) -> None:
+        self.view = view
+        self.rules = rules
+        self.draw_rules = draw_rules
+        self.records = SessionRecords()
+        self.snapshots: dict[TurnKey, tuple[int, TokenSnapshot]] = {}
+        self.samples: list[tuple[int, SegmentSample]] = []
+        self.dialogues: Dialogues | None = Dialogues() if rules.cutting.needs_messages else None
+        self.spine = Spine(rules.version)
+
+    def take(self, place: int, event: Event) -> None:
+        """A record, those of a topic in order of offset; what the fold refuses is kept as refused."""
+        with contextlib.suppress(FoldError):
+            match event:
+                case TokenSnapshot():
+                    self.snapshots[key_of(event.turn)] = place, event
+                    self.records.add_snapshot(standing(place)[1], event)
+                case TurnCompleted():
+                    self.records.add_turn(event)
+                    if self.dialogues is not None:
+                        self.dialogues.add(event)
+                case SegmentSample():
+                    self.samples.append((place, event))
+                case _:
+                    self.spine.fold(standing(place)[1], event)
+
+    def session(self) -> Session | None:
+        """As the spine has it."""
+        return self.spine.sessions.get(self.view.row.session_id)
+
+    def tree(self) -> SessionTree | None:
+        """None of a session whose tree is not on the log."""
+        session = self.session()
+        if self.view.tree is None or session is None or not session.settled:
+            return None
+        return assemble(session, self.records, self.rules, self.dialogues)
+
+
+async def tokens(role: Role, index: Index, view: SessionView) -> list[TurnTokens]:
+    """Every turn of a session that has a snapshot, in order of the log. Raises RecordGone, NothingToReplay and what
+    `events_at` raises."""
+    run = await recorded_run(role)
+    told = _Told(view, run.rules(), run.draw_rules())
+    group = view.row.group_id
+    for row in index.rows(f"{STANDING} WHERE group_id = ? ORDER BY place", group):
+        place, offset = standing(row["place"])
+        record = Record(place.topic, place.number, offset, group.encode(), row["value"], (), row["time_ms"])
+        told.take(row["place"], await role.events.decode(record))
+    found = await events_at(role, (row["place"] for row in (*view.turns, *view.snapshots, *view.samples)))
+    for at in sorted(found):
+        told.take(at, found[at])
+    return list(_tokens(told, _end(index, told)))
+
+
+STANDING = "SELECT place, time_ms, value FROM session_events_records"
+
+
+def _end(index: Index, told: _Told) -> int:
+    """Place of the last snapshot that a tree of the session's group needs."""
+    group = told.view.row.group_id
+    assembled = {row["session_id"] for row in index.rows("SELECT session_id FROM trees WHERE group_id = ?", group)}
+    needed = {
+        (name, turn.epoch, turn.index)
+        for name, session in told.spine.sessions.items()
+        if name in assembled
+        for turn in named_turns(session)
+    }
+    places = [0]
+    for name in assembled:
+        found = index.rows("SELECT epoch, turn_index, place FROM snapshots WHERE session_id = ?", name)
+        places += [row["place"] for row in found if (name, row["epoch"], row["turn_index"]) in needed]
+    return max(places)
+
+
+def _tokens(told: _Told, end: int) -> Iterator[TurnTokens]:
+    tree = told.tree()
+    named = {} if tree is None else {key_of(turn.id): order for order, turn in enumerate(tree.turns)}
+    drawn = dict(_drawn(told))
+    steps = {row["batch_index"]: row["step"] for row in told.view.batch_rows}
+    for key, (place, snapshot) in told.snapshots.items():
+        assert isinstance(snapshot.output_ids, bytes)
+        assert isinstance(snapshot.delta_ids, bytes)
+        assert isinstance(snapshot.output_logprobs, bytes)
+        ids = int32s(snapshot.output_ids)
+        whole = _of_turn(told, tree, named, key, place, end)
+        became = drawn.get(key) if whole is None else None
+        if became is None:
+            became = _Became((whole or MaskReason.unused.value,) * len(ids))
+        spans = [(span.version, span.length) for span in snapshot.version_spans]
+        yield TurnTokens(
+            key, place, snapshot.base_len, int32s(snapshot.delta_ids), ids, float32s(snapshot.output_logprobs),
+            np.repeat(np.array([v for v, _ in spans], "<i4"), [n for _, n in spans]), became.reasons, became.segment,
+            became.sample_id, became.advantage, became.batch, steps.get(became.batch), snapshot.temperature,
+            snapshot.logprob_kind,
+        )  # fmt: skip
+
+
+def _of_turn(
+    told: _Told, tree: SessionTree | None, named: Mapping[TurnKey, int], key: TurnKey, place: int, end: int
+) -> str | None:
+    """Why no token of a turn trains; None where its sample and its batch decide. In the order of the books."""
+    score, view = told.view.score, told.view
+    if score is None:
+        return MaskReason.unused.value
+    if place > end:
+        return MaskReason.late.value
+    if score["status"] != "trained":
+        return MaskReason.discarded_group.value
+    if tree is None or view.row.fate == "not_member":
+        return MaskReason.late.value if tree is None else MaskReason.excluded_outcome.value
+    if tree.refused:
+        return MaskReason.refused.value
+    if view.row.excluded is not None:
+        return MaskReason.excluded_outcome.value
+    if key in named:
+        reason = tree.masked.get(named[key])
+        return None if reason is None else reason.value
+    if not isinstance(tree.records.snapshots.get(key), Tokens):
+        return MaskReason.refused.value
+    assert tree.session.finish is not None
+    undelivered = {key_of(turn) for turn in tree.session.finish.undelivered}
+    return (MaskReason.undelivered if key in undelivered else MaskReason.not_named).value
+
+
+@dataclass(frozen=True, slots=True)
+class _Became:
+    """A turn's output in a training row, and what draw and step made of it."""
+
+    reasons: tuple[str, ...]
+    segment: int | None = None
+    sample_id: str | None = None
+    advantage: float | None = None
+    batch: int | None = None
+
+
+def _drawn(told: _Told) -> Iterator[tuple[TurnKey, _Became]]:
+    """Turns of samples. A sample has its spans in order of its tokens, and a turn's beside each other."""
+    rows = {row["sample_id"]: row for row in told.view.batch_rows}
+    drops = {row["sample_id"]: row for row in told.view.drops}
+    for place, sample in told.samples:
+        row, drop = rows.get(sample.sample_id), drops.get(sample.sample_id)
+        last, lasting = _last_word(row, drop), _trimmed(told, place, sample, row or drop)
+        reasons: dict[TurnKey, list[str]] = {}
+        advantages: dict[TurnKey, float] = {}
+        for span in sample.spans:
+            key = key_of(span.turn)
+            advantages[key] = sample.advantage if span.advantage is None else span.advantage
+            reasons.setdefault(key, []).extend(
+                last if lasting is None else _of_token(position, lasting, last)
+                for position in range(span.start, span.start + span.length)
+            )
+        batch = row["batch_index"] if row else None
+        for key, found in reasons.items():
+            yield key, _Became(tuple(found), sample.segment_index, sample.sample_id, advantages[key], batch)
+
+
+def _of_token(position: int, lasting: NDArray[np.uint8], last: str) -> str:
+    if position >= len(lasting):
+        return MaskReason.length_cut.value
+    return last if lasting[position] else MaskReason.version_mask.value
+
+
+def _last_word(row: Row | None, drop: Row | None) -> str:
+    """What becomes of the tokens that length cut and version mask leave."""
+    if drop is not None:
+        return str(drop["reason"])
+    if row is None or row["step"] is None:
+        return MaskReason.unused.value
+    if row["step_skipped"]:
+        return MaskReason.step_skipped.value
+    return TRAINED
+
+
+def _trimmed(told: _Told, place: int, sample: SegmentSample, drawn: Row | None) -> NDArray[np.uint8] | None:
+    """Of each token of the row whether cut and mask leave it; None of a sample that no draw took."""
+    if drawn is None or drawn["trainer_version"] is None:
+        return None
+    held = recorded_version(drawn["trainer_version"], orjson.loads(drawn["lags"]))
+    (_, number), offset = standing(place)
+    return trim(PlacedSample(sample, number, offset), held, told.draw_rules).trained
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One record of a chain, and what it decided."""
+
+    at: str
+    """topic[partition]@offset"""
+    kind: str
+    says: str
+
+
+def of_session(view: SessionView) -> list[Link]:
+    """The records that decided about a session, in the order in which they decide."""
+    row, found = view.row, [Link(where_of(each["place"]), each["kind"], _spine(view, each)) for each in view.events]
+    found += [
+        Link(where_of(each["place"]), "DeadLetter", f"{each['cause']}: {each['message']}") for each in view.letters
+    ]
+    if view.tree is not None:
+        masked = _counted(view.tree["masked"])
+        found.append(Link(
+            where_of(view.tree["place"]), "TurnTreeAssembled",
+            f"{view.tree['sampled']} tokens sampled, {view.tree['trained']} may train{masked}",
+        ))  # fmt: skip
+    found += [
+        Link(where_of(each["place"]), "SegmentSample",
+             f"segment {each['segment_index']}: {each['trained']} of {each['tokens']} tokens may train, advantage "
+             f"{each['advantage']:.4g}")
+        for each in view.samples
+    ]  # fmt: skip
+    if view.score is not None:
+        why = f": {view.score['reason']}" if view.score["reason"] else ""
+        own = f"; this session is excluded: {row.excluded}" if row.excluded else ""
+        away = "; this session is no member of it" if row.fate == "not_member" else ""
+        found.append(
+            Link(where_of(view.score["place"]), "GroupScored", f"group {view.score['status']}{why}{own}{away}")
+        )
+    found += _draws(view.batch_rows, view.drops)
+    return found
+
+
+def _draws(rows: Sequence[Row], drops: Sequence[Row]) -> Iterator[Link]:
+    for row in rows:
+        yield Link(
+            where_of(row["batch_place"]), "SampleBatchFormed",
+            f"batch {row['batch_index']} row {row['row']}: segment {row['segment_index']}, {row['trained_tokens']} "
+            f"tokens train, each weighs 1/{row['weight_divisor']}",
+        )  # fmt: skip
+        if row["step"] is not None:
+            what = "the gradient was not finite: nothing was learnt" if row["step_skipped"] else "trained"
+            yield Link(where_of(row["step_place"]), "StepCompleted", f"step {row['step']}: {what}")
+    for drop in drops:
+        kind = "BatchSkipped" if drop["trainer_version"] is None else "SampleBatchFormed"
+        what = f"{drop['reason']}, {drop['sampled_tokens']} tokens"
+        says = f"draw {drop['draw_index']} drops sample {drop['sample_id'][:12]}: {what}"
+        yield Link(where_of(drop["batch_place"]), kind, says)
+
+
+def _spine(view: SessionView, event: Row) -> str:
+    row = view.row
+    match event["kind"]:
+        case "SessionStarted":
+            return f"attempt {row.attempt} of rollout {row.rollout_index}, task {row.task_id}"
+        case "SessionFinished":
+            return f"{row.outcome}{f': {row.reason}' if row.reason else ''}{'' if row.final else ', to be tried again'}"
+        case "RewardAssigned":
+            return f"reward {row.reward} by {row.verifier}"
+        case "RewardFailed":
+            return f"{row.verifier} could not judge: {row.verifier_failure}"
+    return {"SessionAdopted": "another gateway took over"}.get(event["kind"], "")
+
+
+def _counted(masked: str) -> str:
+    return "".join(f", {count} {reason}" for reason, count in sorted(orjson.loads(masked).items()))
+
+
+def tally(turns: Iterable[TurnTokens]) -> Counter[str]:
+    """Tokens by reason; "" are those that were trained."""
+    return Counter(reason for turn in turns for reason in turn.reasons)

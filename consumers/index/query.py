@@ -1,0 +1,210 @@
+"""`turnlog query "select ..."`: one question in SQL, answered by a process of its own.
+
+That process opens the index for reading, may call what SQLite computes and nothing that opens a file, loads code or
+changes a row (an authorizer says so to SQLite, statement by statement), and has so much time and memory and no more.
+The answer says as of when it is. Ids of columns and tables: docs/index-schema.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import resource
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+from rich.table import Table
+
+from turnlog.consumers.index import BadQuestion, IndexFailure, reader
+from turnlog.infra.roles.terminal import Terminal, aside, say, say_json
+from turnlog.names import ExitStatus
+from turnlog.settings import Settings
+
+READS: Final = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE})
+NOT_CALLED: Final = frozenset({"load_extension", "fts3_tokenizer", "readfile", "writefile", "edit"})
+VALUE_BYTES: Final = 16 * 2**20
+"""Of one value that a question computes."""
+RESULT_BYTES: Final = 256 * 2**20
+STEPS: Final = 10_000
+"""Of SQLite's machine between two looks at the clock."""
+GRACE_S: Final = 5.0
+"""For a process whose time is over to say so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What one question may take."""
+
+    rows: int = 10_000
+    timeout_s: float = 30.0
+    memory_mb: int = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Rows and where they came from."""
+
+    sql: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    more: bool
+    """There were more rows than asked for."""
+    as_of: dict[str, Any]
+
+    def body(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"sql": self.sql, "as_of": self.as_of, "columns": self.columns, "rows": self.rows, "more": self.more}
+
+
+def ask(path: Path, sql: str, bounds: Bounds = Bounds()) -> Answer:
+    """Raises BadQuestion, NoIndex, LaterIndex, DamagedIndex."""
+    question = {"path": str(path), "sql": sql, "rows": bounds.rows, "s": bounds.timeout_s, "mb": bounds.memory_mb}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", __name__],
+            input=orjson.dumps(question), capture_output=True, timeout=bounds.timeout_s + GRACE_S, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise _too_long(bounds) from None
+    try:
+        said = orjson.loads(done.stdout)
+    except orjson.JSONDecodeError:
+        why = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise BadQuestion(
+            f"its process ended with {done.returncode} before it answered: {why or 'too much memory'}"
+        ) from None
+    if "error" in said:
+        kind = next((each for each in IndexFailure.__subclasses__() if each.__name__ == said["error"]), BadQuestion)
+        raise kind(said["message"])
+    return Answer(sql, said["columns"], said["rows"], said["more"], said["as_of"])
+
+
+def _too_long(bounds: Bounds) -> BadQuestion:
+    return BadQuestion(f"it takes more than {bounds.timeout_s:g} s: ask for less, or give it more time (--timeout)")
+
+
+def _answer(question: dict[str, Any]) -> dict[str, Any]:
+    """In the process of its own. Raises IndexFailure."""
+    bounds = Bounds(rows=question["rows"], timeout_s=question["s"], memory_mb=question["mb"])
+    with contextlib.closing(reader.connected(Path(question["path"]))) as connection:
+        _bound(connection, bounds)
+        index = reader.Index(connection)
+        connection.execute("BEGIN")
+        as_of = index.as_of().body()
+        for table in ("json_each('[]')", "json_tree('[]')", "search"):  # made here: to make one takes more rights
+            connection.execute(f"SELECT 1 FROM {table}").fetchall()
+        connection.set_authorizer(_authorized)
+        columns, rows, more = _rows(connection, question["sql"], bounds)
+    return {"as_of": as_of, "columns": columns, "rows": rows, "more": more}
+
+
+def _bound(connection: sqlite3.Connection, bounds: Bounds) -> None:
+    """Time, memory, and no temporary file."""
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    connection.execute(f"PRAGMA hard_heap_limit = {bounds.memory_mb * 2**20}")
+    connection.execute("PRAGMA temp_store = MEMORY")
+    connection.execute("PRAGMA trusted_schema = OFF")
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, VALUE_BYTES)
+    connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
+    resource.setrlimit(resource.RLIMIT_DATA, (used + (bounds.memory_mb + 1024) * 2**20,) * 2)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    ends = time.monotonic() + bounds.timeout_s
+    connection.set_progress_handler(lambda: int(time.monotonic() > ends), STEPS)
+
+
+def _authorized(action: int, first: str | None, second: str | None, *_: str | None) -> int:
+    """To read tables and call functions, and what FTS5 asks of itself."""
+    called = action == sqlite3.SQLITE_FUNCTION and second not in NOT_CALLED
+    own = action == sqlite3.SQLITE_PRAGMA and first == "data_version"
+    return sqlite3.SQLITE_OK if action in READS or called or own else sqlite3.SQLITE_DENY
+
+
+def _rows(connection: sqlite3.Connection, sql: str, bounds: Bounds) -> tuple[list[str], list[list[Any]], bool]:
+    try:
+        cursor = connection.execute(sql)
+        if cursor.description is None:
+            raise BadQuestion("it is no question: write SELECT ...")
+        columns, rows, held = [each[0] for each in cursor.description], list[list[Any]](), 0
+        for row in cursor:
+            if len(rows) == bounds.rows:
+                return columns, rows, True
+            rows.append([_plain(value) for value in row])
+            held += sum(len(value) if isinstance(value, str) else 8 for value in rows[-1])
+            if held > RESULT_BYTES:
+                raise BadQuestion(f"its answer is larger than {RESULT_BYTES >> 20} MiB: ask for fewer rows or columns")
+    except MemoryError:
+        raise BadQuestion(
+            f"it takes more than {bounds.memory_mb} MB: ask for less, or give it more (--memory)"
+        ) from None
+    except (sqlite3.Error, sqlite3.Warning) as error:
+        if str(error) == "interrupted":
+            raise _too_long(bounds) from error
+        if "not authorized" in str(error) or "prohibited" in str(error):
+            raise BadQuestion(
+                f"{error}: a question reads the tables of docs/index-schema.md, and nothing else"
+            ) from error
+        raise BadQuestion(f"{error}; docs/index-schema.md lists tables and columns") from error
+    return columns, rows, False
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it; bytes in hexadecimal."""
+    return value.hex() if isinstance(value, bytes) else value
+
+
+def command(settings: Settings, arguments: argparse.Namespace) -> int:
+    """Ask, and print or write the answer; the exit status. Raises IndexFailure."""
+    bounds = Bounds(rows=arguments.limit, timeout_s=arguments.timeout, memory_mb=arguments.memory)
+    answer = ask(reader.path_of(settings), sys.stdin.read() if arguments.sql == "-" else arguments.sql, bounds)
+    if arguments.out is not None:
+        write_parquet(answer, arguments.out)
+        say(f"{len(answer.rows):,} rows: {arguments.out}")
+    elif arguments.json:
+        say_json(answer.body(), indent=None)
+    else:
+        Terminal().print(_table(answer))
+    written = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(answer.as_of["written_ms"] / 1000))
+    aside(f"as of {written}, {sum(answer.as_of['positions'].values()):,} offsets of run {answer.as_of['run']}")
+    if answer.more:
+        aside(f"there are more rows than {bounds.rows:,} (--limit)")
+    return ExitStatus.DONE
+
+
+def _table(answer: Answer) -> Table:
+    shown = Table(*answer.columns)
+    for row in answer.rows:
+        shown.add_row(*("" if value is None else str(value) for value in row))
+    return shown
+
+
+def write_parquet(answer: Answer, path: Path) -> None:
+    """The answer as a file, with what was asked and as of when in its metadata. Raises BadQuestion."""
+    import pyarrow as pa  # half a second that a table does not need
+    import pyarrow.parquet as pq
+
+    try:
+        columns = [pa.array([row[number] for row in answer.rows]) for number in range(len(answer.columns))]
+        metadata = {"turnlog.sql": answer.sql, "turnlog.as_of": orjson.dumps(answer.as_of).decode()}
+        pq.write_table(pa.table(columns, names=list(answer.columns)).replace_schema_metadata(metadata), path)
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        raise BadQuestion(f"a column of the answer has several types: {error}; CAST it to one") from error
+    except OSError as error:
+        raise BadQuestion(f"{path}: {error}") from error
+
+
+def _serve() -> Iterator[bytes]:
+    try:
+        yield orjson.dumps(_answer(orjson.loads(sys.stdin.buffer.read())))
+    except IndexFailure as failure:
+        yield orjson.dumps({"error": type(failure).__name__, "message": str(failure)})
+
+
+if __name__ == "__main__":
+    sys.stdout.buffer.writelines(_serve())
