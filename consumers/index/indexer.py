@@ -28,6 +28,7 @@ from turnlog.consumers.index.reader import path_of
 from turnlog.consumers.index.rows import Rows, Values, as_json
 from turnlog.consumers.index.schema import SCHEMA_VERSION, place_of, standing
 from turnlog.consumers.replay.source import recorded_run
+from turnlog.infra.archive import ArchiveLog
 from turnlog.infra.log import Partition, Reader, Record
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.runs import configured, serve
@@ -403,13 +404,19 @@ class Indexer:
         starts, ends = await self._role.log.start_offsets(places), await self._role.log.end_offsets(places)
         indexed = self.writer.positions()
         self._at = {place: indexed.get(place, 0) for place in places}
+        if isinstance(self._role.log, ArchiveLog):  # one that ends before the index does is no other log
+            self._at = {place: at for place, at in self._at.items() if at < ends[place]}
         for place, at in self._at.items():
             if at < starts[place]:
                 raise IndexBehind(
                     f"{place.topic}[{place.number}] begins at {starts[place]}, the index ends at {at}: "
                     "`turnlog index build --from archive` reads what lies between, then go on"
                 )
-        self._ends = ends
+            if at > ends[place]:
+                raise OtherIndex(
+                    f"{place.topic}[{place.number}] ends at {ends[place]}, the index at {at}: it is of another log"
+                )
+        self._ends = {place: ends[place] for place in self._at}
         self._reader.assign(self._at)
 
     async def turn(self) -> int:

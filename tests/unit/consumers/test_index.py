@@ -155,7 +155,7 @@ async def test_an_index_that_was_killed_is_the_one_that_the_archive_gives(
     live, archived = content(folder / "live.sqlite"), content(folder / "archive.sqlite")
     for table, rows in archived.items():
         assert live[table] == rows, table
-    assert all(archived[name] for name in ("turns", "sessions", "groups", "batches", "batch_rows", "steps", "search"))
+    assert all(archived[name] for name in ("turns", "sessions", "groups", "session_events", "tool_results", "search"))
 
 
 async def indexed(run: TrainedRun, path: Path) -> None:
@@ -320,3 +320,18 @@ async def test_pruned_topics_are_read_from_the_archive_first_and_then_go_on(tmp_
     with Index.open(path) as index:
         assert index.group("group-7") is not None
         assert index.group("group-0") is not None
+
+
+async def test_an_index_ahead_of_its_archive_stays_and_one_of_another_log_is_refused(tmp_path: Path) -> None:
+    run, path = TrainedRun(), tmp_path / "index.sqlite"
+    await run.good_days(groups=2)
+    await run.archive()
+    await run.good_groups(groups=2, first=7)
+    await indexed(run, path)
+    before = content(path)
+    assert await build(await run.archived(), path) == 0
+    assert content(path) == before
+    other = TrainedRun()
+    await other.configure()
+    with pytest.raises(OtherIndex, match="another log"):
+        await indexed(other, path)
