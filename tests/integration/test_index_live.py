@@ -1,0 +1,89 @@
+"""The index of a real Kafka: built, asked and explained by commands, and the same again from the archive."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import orjson
+import pytest
+
+from tests.addresses import variables
+from tests.fakes.sessions import bad_days
+from turnlog.consumers.archiver import flush
+from turnlog.consumers.index.indexer import build
+from turnlog.consumers.index.reader import Index, SessionFilter
+from turnlog.infra.archive import live_cut
+from turnlog.infra.log import Partition
+from turnlog.infra.roles.role import opened
+from turnlog.infra.roles.runs import configure
+from turnlog.processors.core.fold_versions import INPUTS
+from turnlog.processors.runtime import assembler
+from turnlog.settings import IndexSettings, Settings
+
+pytestmark = [pytest.mark.kafka]
+
+
+async def history(settings: Settings) -> None:
+    """Groups of unlucky sessions, folded."""
+    async with opened("test", settings) as role:
+        await configure(role)
+        ends = [0] * settings.kafka.groups
+        for event in bad_days(
+            random.Random(5), groups=12, partitions=len(ends), run_id=settings.run.id, name="g", ends=ends
+        ):
+            await role.events.append(event)
+    async with opened("assembler", settings) as role:
+        running = asyncio.create_task(assembler.main(role))
+        inputs = [Partition(topic, unit) for topic in INPUTS for unit in range(settings.kafka.groups)]
+        async with asyncio.timeout(60):
+            target = await role.log.end_offsets(inputs)
+            folded = False
+            while not folded:
+                assert not running.done(), running.exception()
+                cuts = [await live_cut(role.log, settings.run.id, unit) for unit in range(settings.kafka.groups)]
+                folded = all(cut and all(cut.high[t] >= target[Partition(t, cut.unit)] for t in INPUTS) for cut in cuts)
+                await asyncio.sleep(0.05)  # the assembler's commits are not ours to await
+        role.stopping.set()
+        await running
+
+
+def told(settings: Settings, *arguments: str) -> str:
+    """What a command prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "turnlog.cli", *arguments],
+        env={**os.environ, **variables(settings)}, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+async def test_an_index_is_built_asked_and_explained_and_the_archive_gives_the_same(
+    live_settings: Settings, tmp_path: Path
+) -> None:
+    path = tmp_path / "index.sqlite"
+    settings = dataclasses.replace(live_settings, index=IndexSettings(path=str(path)))
+    await history(settings)
+    assert "records in" in told(settings, "index", "build")
+    answer = orjson.loads(told(settings, "query", "--json", "SELECT fate, count(*) FROM sessions GROUP BY fate"))
+    assert answer["as_of"]["run"] == settings.run.id
+    with Index.open(path) as index:
+        page = index.sessions(limit=1000)
+        waiting = index.sessions(SessionFilter(fate="waiting")).rows[0]
+    assert sum(count for _, count in answer["rows"]) == len(page.rows) > 12
+    assert "GroupScored" in told(settings, "why", waiting.session_id)
+    assert "masked: unused" in told(settings, "why", f"{waiting.session_id}:0:0")
+    assert waiting.session_id in told(settings, "session", "show", waiting.session_id, "--tokens")
+    tail = told(settings, "tail", "--all", "--until-end", "--kind", "SessionStarted", "--session", waiting.session_id)
+    assert tail.count("SessionStarted") == len(tail.splitlines()) > 0
+    async with opened("test", settings) as role:
+        await flush(role)
+    async with opened("test", settings, archive=True) as role:
+        await build(role, tmp_path / "archived.sqlite")
+    with Index.open(tmp_path / "archived.sqlite") as index:
+        assert index.sessions(limit=1000).rows == page.rows
