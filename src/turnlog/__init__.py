@@ -1,3 +1,3 @@
 """turnlog: an event-sourced data plane and training loop for agentic RL."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -1,8 +1,0 @@
-"""Moved to turnlog.processors.core.batches.weighting; this path goes with 0.2.0."""
-
-import warnings
-
-from turnlog.processors.core.batches.weighting import LiveRow, weigh
-
-__all__ = ["LiveRow", "weigh"]
-warnings.warn(f"{__name__} moved to turnlog.processors.core.batches.weighting", DeprecationWarning, stacklevel=2)
