@@ -82,6 +82,7 @@ class Learner:
         with mcore.quiet():
             self._policy = Network(shape, weights, options, reference=reference)
             self._critic = Critic(shape, weights, options) if critic else None
+        self._adapters = {"lora_rank": options.lora_rank, "lora_alpha": options.lora_alpha} if options.lora_rank else {}
         self._whole = options.reshardable or mcore.parallel_state.get_data_parallel_world_size() == 1
         self._save: Save | None = None
 
@@ -152,7 +153,7 @@ class Learner:
     def begin_save(self, directory: Path, common: Mapping[str, Any]) -> None:
         """Weights, optimizer, those of the critic and `common` as they are now, as one Megatron checkpoint in an
         existing empty folder that is written while steps go on: one at a time. Raises CheckpointFailed."""
-        common = {**common, "shape": as_dict(self.shape)}
+        common = {**common, "shape": self._stored_shape()}
         self._save = Save(*self._states(), directory, common, reshardable=self._whole)
 
     def saved(self, wait: bool) -> bool:
@@ -168,11 +169,14 @@ class Learner:
 
     def restore(self, directory: Path) -> None:
         """Become what `save` stored; of a checkpoint without a critic, all but that. Raises CheckpointUnusable."""
-        load_state(*self._states(), directory, as_dict(self.shape))
+        load_state(*self._states(), directory, self._stored_shape())
 
     def restore_weights(self, directory: Path) -> None:
         """Of it the policy's weights alone, for an export: whatever the layout then was. Raises CheckpointUnusable."""
-        load_model(self._policy.model, directory, as_dict(self.shape))
+        load_model(self._policy.model, directory, self._stored_shape())
+
+    def _stored_shape(self) -> dict[str, Any]:
+        return as_dict(self.shape) | self._adapters
 
     def _states(self) -> tuple[State, State | None]:
         critic = self._critic.network.state if self._critic else None

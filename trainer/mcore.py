@@ -58,11 +58,14 @@ with warnings.catch_warnings():
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, vocab_parallel_cross_entropy
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer import ModuleSpec, TransformerConfig
     from megatron.core.transformer.enums import ModelType
+    from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
     from megatron.core.transformer.module import Float16Module, MegatronModule
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+    from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
     ON_CPU = megatron_cpu.enable()
     megatron_cpu.install()
@@ -90,20 +93,24 @@ __all__ = [
     "DEVICE",
     "LOCAL_RANK",
     "ON_CPU",
+    "ColumnParallelLinear",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "Float16Module",
     "GPTModel",
     "MegatronModule",
     "ModelType",
+    "ModuleSpec",
     "OptimizerConfig",
     "PackedSeqParams",
     "RouterReplay",
     "RouterReplayAction",
+    "RowParallelLinear",
     "TorchDistSaveShardedStrategy",
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "add_prefix_for_sharding",
+    "apply_swiglu_sharded_factory",
     "check_devices",
     "dist_checkpointing",
     "filesystem_async",
@@ -113,6 +120,7 @@ __all__ = [
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",
     "get_num_layers_to_build",
+    "make_sharded_tensors_for_checkpoint",
     "own_device",
     "parallel_state",
     "quiet",

@@ -21,11 +21,12 @@ from turnlog.trainer import mcore
 from turnlog.trainer.algorithms.passes import FrozenWeights
 from turnlog.trainer.checkpoints.state import State
 from turnlog.trainer.microbatches import Microbatch, PaddedRows, microbatches, packed, padded, shared, worth_packing
+from turnlog.trainer.models import lora
 from turnlog.trainer.models.attention import RMSNorm, SdpaAttention
 from turnlog.trainer.models.experts import Replay, RoutedRows
 from turnlog.trainer.plan import LearnerOptions
 from turnlog.trainer.shape import ModelShape, family, row_flops
-from turnlog.trainer.weights import load_weights
+from turnlog.trainer.weights import global_name, load_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -104,12 +105,12 @@ def _mixture(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def build_model(shape: ModelShape, config: Any, *, vocabulary_multiple: int = 1) -> Any:
+def build_model(shape: ModelShape, config: Any, options: LearnerOptions) -> Any:
     """This rank's part of the model, with Megatron's initial weights. Call after the process groups exist."""
     model = mcore.GPTModel(
         config,
-        _layers(config),
-        vocab_size=padded_vocabulary(shape, config.tensor_model_parallel_size, vocabulary_multiple),
+        _layers(config, options),
+        vocab_size=padded_vocabulary(shape, options.tensor_parallel, options.vocabulary_multiple),
         max_sequence_length=shape.positions,
         pre_process=mcore.parallel_state.is_pipeline_first_stage(),
         post_process=mcore.parallel_state.is_pipeline_last_stage(),
@@ -146,7 +147,7 @@ class ValueHead(torch.nn.Module):
             model.output_layer = cls(model.config).to(mcore.DEVICE)
 
 
-def _layers(config: Any) -> Any:
+def _layers(config: Any, options: LearnerOptions) -> Any:
     """The specs of this pipeline stage's layers and of the norm behind the last."""
     layer = mcore.get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
@@ -156,6 +157,8 @@ def _layers(config: Any) -> Any:
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if options.lora_rank:
+        lora.adapt(layer, options.lora_rank, options.lora_alpha)
     layers = mcore.get_num_layers_to_build(config)
     return mcore.TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
 
@@ -193,7 +196,9 @@ class Network:
         Raises WeightsMismatch."""
         self.shape, self._options = shape, options
         self._config = model_config(shape, options)
-        self.model = build_model(shape, self._config, vocabulary_multiple=options.vocabulary_multiple)
+        self.model = build_model(shape, self._config, options)
+        if options.lora_rank:
+            lora.start(self.model, options.seed, global_name(self.model, shape))
         self.reference: FrozenWeights | None = None
         if reference is not None:
             load_weights(self.model, reference, shape)

@@ -55,6 +55,9 @@ class LearnerOptions:
     clip_grad: float = 1.0
     seed: int = 1234
     dtype: str = "float32"
+    lora_rank: int = 0
+    """0: every weight trains."""
+    lora_alpha: float = 32.0
     threads: int = 1
     vocabulary_multiple: int = 1
     reshardable: bool = True
@@ -175,6 +178,8 @@ def learning_plan(settings: Settings) -> LearningPlan:
             clip_grad=trainer.clip_grad,
             seed=trainer.seed,
             dtype=trainer.dtype,
+            lora_rank=trainer.lora_rank,
+            lora_alpha=trainer.lora_alpha,
             threads=trainer.threads,
             reshardable=trainer.checkpoints_reshardable,
         ),

@@ -10,7 +10,8 @@ torchrun --nproc-per-node 4 -m turnlog.trainer.reference 2 tp2-pp2 tp2-sp-ep2 cp
 A layout is named by what its ranks share: tp tensor, pp pipeline, cp context, ep expert parallel; sp: sequence
 parallel. Ranks that are left are data parallel. With ep or replay the model is a mixture of experts; replay: its
 routing is a recorded one; packed: rows are; again: layers are computed again; tied: the output layer is the embedding;
-moved: one rank reads the checkpoint at the end; kept: the same ranks go on from one that gathers no optimizer.
+moved: one rank reads the checkpoint at the end; kept: the same ranks go on from one that gathers no optimizer; lora:
+low-rank adapters train alone.
 Behind a colon stands one of OBJECTIVES, in place of the clipped ratio against recorded log-probs.
 """
 
@@ -34,6 +35,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.nn.utils.parametrize import register_parametrization
 
 from turnlog.infra.batch_files import MEDIA_TYPE, write_rows
 from turnlog.infra.blobs import Blobs
@@ -48,9 +50,11 @@ from turnlog.trainer.algorithms.objective import Numbers
 from turnlog.trainer.launch import layout_of, process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.models.experts import RoutedRows, routed
+from turnlog.trainer.models.lora import first_factor
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient, check_layout
-from turnlog.trainer.shape import TINY, TINY_MIXTURE, ModelShape, config_json
+from turnlog.trainer.shape import EXPERT, TINY, TINY_MIXTURE, ModelShape, config_json
 from turnlog.trainer.warm_start import make_base, random_weights
+from turnlog.trainer.weights import tensors_of
 
 
 def synthetic_model(folder: Path) -> Path:
@@ -186,9 +190,12 @@ class PlainLearner:
         self._chosen: dict[int, torch.Tensor] = {}
         for layer in range(shape.layers if shape.experts else 0):
             self._model.model.layers[layer].mlp.gate.register_forward_hook(functools.partial(self._routed, layer))
+        self._names = list(self._model.state_dict())
+        if options.lora_rank:
+            _adapted(self._model, shape, options)
         self._clip = options.clip_grad
         self._optimizer = torch.optim.AdamW(
-            self._model.parameters(),
+            self.parameters(),
             betas=(options.beta1, options.beta2),
             weight_decay=options.weight_decay,
             foreach=False,
@@ -247,7 +254,7 @@ class PlainLearner:
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """What a step moves."""
-        yield from self._model.parameters()
+        yield from (parameter for parameter in self._model.parameters() if parameter.requires_grad)
 
     @torch.no_grad()
     def columns(self, rows: BatchRows) -> list[torch.Tensor]:
@@ -289,7 +296,33 @@ class PlainLearner:
 
     def export(self) -> dict[str, torch.Tensor]:
         """The weights, experts fused as transformers holds them."""
-        return {name: tensor.detach().clone() for name, tensor in self._model.state_dict().items()}
+        places = ((name, *name.rpartition(".")[::2]) for name in self._names)
+        return {name: getattr(self._model.get_submodule(at), leaf).detach().clone() for name, at, leaf in places}
+
+
+class _LowRank(torch.nn.Module):
+    """A weight with what an adapter adds to it."""
+
+    def __init__(self, a: torch.nn.Parameter, rows: int, scale: float) -> None:
+        super().__init__()
+        self.a, self.b, self._scale = a, torch.nn.Parameter(torch.zeros(rows, len(a))), scale
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + self._scale * self.b @ self.a
+
+
+def _adapted(model: Any, shape: ModelShape, options: LearnerOptions) -> None:
+    """Frozen but for adapters that begin as the learner's do."""
+    model.requires_grad_(False)
+    for tensor in tensors_of(shape):
+        matrix = tensor.megatron.removesuffix(".weight")
+        if ".linear_" not in matrix or EXPERT in matrix or matrix == tensor.megatron:
+            continue
+        columns = tensor.parts[0][1][1]
+        a = torch.nn.Parameter(first_factor(matrix, options.seed, options.lora_rank, columns))
+        for name, size in tensor.parts:
+            added = _LowRank(a, size[0], options.lora_alpha / options.lora_rank)
+            register_parametrization(model.get_submodule(name.removesuffix(".weight")), "weight", added)
 
 
 class PlainCritic:
@@ -409,7 +442,7 @@ OBJECTIVES = {
 """The steps of one are the updates of one draw."""
 SHARES = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "cp": "context_parallel", "ep": "expert_parallel"}
 
-WORDS = ("dp", "sp", "tied", "replay", "again", "packed", "moved", "kept")
+WORDS = ("dp", "sp", "tied", "replay", "again", "packed", "moved", "kept", "lora")
 
 
 def layout(name: str) -> tuple[ModelShape, LearnerOptions]:
@@ -427,6 +460,8 @@ def layout(name: str) -> tuple[ModelShape, LearnerOptions]:
         packing="on" if "packed" in words else "off",
         reshardable="kept" not in words,
         microbatch_tokens=200,
+        lora_rank=4 if "lora" in words else 0,
+        lora_alpha=8.0,
     )
     mixture = "expert_parallel" in shares or "replay" in words
     shape = dataclasses.replace(TINY_MIXTURE if mixture else TINY, tied="tied" in words)
@@ -478,10 +513,11 @@ def _saved(learner: Learner, control: dist.ProcessGroup, rank: int) -> Path:
     return Path(box[0])
 
 
-def _restored(folder: Path, shape: ModelShape, wanted: Mapping[str, torch.Tensor]) -> bool:
+def _restored(folder: Path, shape: ModelShape, options: LearnerOptions, wanted: Mapping[str, torch.Tensor]) -> bool:
     """Whether one rank reads those weights, and an optimizer, from a checkpoint. The folder goes."""
     with process_group():
-        learner = Learner(shape, random_weights(shape, 2), LearnerOptions())
+        alone = LearnerOptions(lora_rank=options.lora_rank, lora_alpha=options.lora_alpha)
+        learner = Learner(shape, random_weights(shape, 2), alone)
         learner.restore(folder)
         shutil.rmtree(folder)
         return all(torch.equal(tensor, wanted[key]) for key, tensor in learner.export().items())
@@ -524,7 +560,7 @@ def main(steps: int, names: Sequence[str]) -> None:
             exact = exact and ("kept" not in name or _goes_on(learner, control, rank, options, batches[0]))
             folder = _saved(learner, control, rank) if "moved" in name else None
         if rank == 0:
-            exact = exact and (folder is None or _restored(folder, shape, exported))
+            exact = exact and (folder is None or _restored(folder, shape, options, exported))
             plain = PlainLearner(shape, weights, options)
             critic = PlainCritic(shape, weights, options) if objective.critic else None
             wanted_steps = theirs(plain, critic, objective, batches)

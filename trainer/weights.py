@@ -13,7 +13,7 @@ import logging
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from turnlog.schemas.events.weights import WeightFile
 from turnlog.schemas.ids import digest
 from turnlog.trainer import UnsupportedModel, WeightsMismatch, mcore
 from turnlog.trainer.checkpoint import Cursor, file_sha256
+from turnlog.trainer.models import lora
 from turnlog.trainer.shape import EMBEDDING, EXPERT, LAYER, OUTPUT, ModelShape, Tensor, config_json, family
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,8 @@ def load_weights(model: Any, state: Mapping[str, torch.Tensor], shape: ModelShap
     size = mcore.parallel_state.get_tensor_model_parallel_world_size()
     first = _first(model, shape)
     for name, parameter in model.named_parameters():
+        if name.endswith(lora.ADAPTERS):
+            continue
         key = first.global_name(name)
         if key == OUTPUT and shape.tied:  # the last pipeline stage keeps a copy of the embedding
             key = EMBEDDING
@@ -91,9 +94,10 @@ class Export:
 
     def __init__(self, model: Any, shape: ModelShape) -> None:
         self._shape, self._first, self._rank = shape, _first(model, shape), dist.get_rank()
+        self._adapted = lora.adapted(model)
         self._mine: dict[str, tuple[str, Any]] = {}
         for name, parameter in model.named_parameters():
-            if not (name == OUTPUT and shape.tied):
+            if not ((name == OUTPUT and shape.tied) or name.endswith(lora.ADAPTERS)):
                 of_ranks = EXPERT in name
                 names = self._first.global_names(name) if of_ranks else [self._first.global_name(name)]
                 self._mine |= dict.fromkeys(names, (name, parameter))
@@ -145,7 +149,7 @@ class Export:
         name, parameter = self._mine[megatron]
         if EXPERT in name:
             return self._of_expert_rank(self._first.global_names(name).index(megatron), parameter.detach())
-        tensor = _gathered(name, parameter)
+        tensor = _gathered(name, parameter, lora.merged(parameter.detach(), self._adapted.get(name)))
         return tensor[: self._shape.vocabulary] if name in (EMBEDDING, OUTPUT) else tensor
 
     def _of_expert_rank(self, owner: int, mine: torch.Tensor) -> torch.Tensor:
@@ -171,6 +175,11 @@ def export_files(model: Any, shape: ModelShape, folder: Path) -> Written | None:
     for _ in export:
         raise AssertionError("rank 0 alone is given tensors")
     return None
+
+
+def global_name(model: Any, shape: ModelShape) -> Callable[[str], str]:
+    """What a parameter or module of this rank's part is called where layers and experts are counted over all ranks."""
+    return _first(model, shape).global_name
 
 
 def fuse_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: ModelShape) -> torch.Tensor:
@@ -250,10 +259,9 @@ def _cut(tensor: torch.Tensor, dim: int | None, rank: int, size: int, rows: int 
     return tensor if dim is None else tensor.chunk(size, dim)[rank]
 
 
-def _gathered(name: str, parameter: Any) -> torch.Tensor:
-    """The tensor of all tensor-parallel ranks."""
+def _gathered(name: str, parameter: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a parameter on all tensor-parallel ranks."""
     size = mcore.parallel_state.get_tensor_model_parallel_world_size()
-    tensor: torch.Tensor = parameter.detach()
     if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return tensor
     parts = [torch.empty_like(tensor) for _ in range(size)]

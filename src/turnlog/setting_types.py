@@ -25,6 +25,7 @@ Seconds = Annotated[float, Meta(gt=0, le=31_536_000)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Decay = Annotated[float, Meta(ge=0, lt=1)]
 """Of a running mean: 1 would never learn."""
+Scale = Annotated[float, Meta(gt=0, le=1e6)]
 Rate = Annotated[float, Meta(gt=0, le=10)]
 
 

@@ -35,6 +35,7 @@ from turnlog.setting_types import (
     Decay,
     Port,
     Rate,
+    Scale,
     Seconds,
     Seed,
     Share,
@@ -338,6 +339,10 @@ class TrainerSettings(LearningSettings):
     the experts, too."""
     recompute: Literal["none", "full"] = "none"
     """full: keep the inputs of each layer alone and compute it again for the gradient."""
+    lora_rank: Amount = 0
+    """Train low-rank adapters of this rank in attention and dense layers, and nothing else; 0: every weight."""
+    lora_alpha: Scale = 32.0
+    """What adapters add is multiplied by lora_alpha / lora_rank."""
     router_replay: Literal["auto", "off"] = "auto"
     """auto: a mixture trains on the experts that engines recorded, in batches each row of which has them; off:
     its routers choose."""

@@ -13,7 +13,8 @@ import sys
 import pytest
 
 STEPS = 2
-ALGORITHMS = (
+OTHERS = (
+    "tp2-lora-moved",
     "dp:gspo",
     "dp:decoupled",
     "pp2-replay:gspo",
@@ -28,9 +29,9 @@ ALGORITHMS = (
     ("ranks", "layouts"),
     [
         pytest.param(
-            2, ("tp2", "pp2-tied", "dp", "cp2-packed", "ep2-moved", "dp-kept", "ep2-kept", *ALGORITHMS), id="two ranks"
+            2, ("tp2", "pp2-tied", "dp", "cp2-packed", "ep2-moved", "dp-kept", "ep2-kept", *OTHERS), id="two ranks"
         ),
-        pytest.param(4, ("tp2-pp2", "tp2-sp-ep2", "pp2-cp2-replay-again"), id="four ranks"),
+        pytest.param(4, ("tp2-pp2", "tp2-sp-ep2", "pp2-cp2-replay-again", "tp2-sp-pp2-lora-again"), id="four ranks"),
         pytest.param(
             4, ("tp2-sp-ep2-replay", "tp2-sp-cp2-tied"), id="four ranks in other layouts", marks=pytest.mark.long
         ),

@@ -157,10 +157,11 @@ def export_checkpoint(
 
 def _restored(settings: Settings, checkpoint: Path, folder: Path) -> Written:
     """The weights of a checkpoint under Hugging Face names, as files. Raises CheckpointUnusable, UnsupportedModel."""
-    read_common(checkpoint)
+    stored = read_common(checkpoint)["shape"]
+    adapters = {name: stored[name] for name in ("lora_rank", "lora_alpha") if name in stored}
     model, trainer = Path(settings.model.path), settings.trainer
     with process_group():
-        options = LearnerOptions(dtype=trainer.dtype, threads=trainer.threads)
+        options = LearnerOptions(dtype=trainer.dtype, threads=trainer.threads, **adapters)
         learner = Learner(read_shape(model), read_weights(model), options)
         learner.restore_weights(checkpoint)
         written = learner.export_files(folder)

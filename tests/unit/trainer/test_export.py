@@ -45,7 +45,7 @@ class Steps:
 
 
 @pytest.fixture
-async def steps(tmp_path: Path) -> Steps:
+async def steps(tmp_path: Path, request: pytest.FixtureRequest) -> Steps:
     model = synthetic_model(tmp_path / "policy")
     (model / "chat_template.jinja").write_text(TEMPLATE)
     (model / "generation_config.json").unlink()
@@ -56,7 +56,8 @@ async def steps(tmp_path: Path) -> Steps:
     checkpoint = tmp_path / "checkpoints" / "step-00000002-i0"
     checkpoint.mkdir(parents=True)
     with process_group():
-        learner = Learner(TINY, random_weights(TINY, 1), LearnerOptions())
+        options = LearnerOptions(lora_rank=getattr(request, "param", 0))
+        learner = Learner(TINY, random_weights(TINY, 1), options)
         await publish(run, learner, version=0)
         for seed in range(2):
             learner.step(synthetic_rows(seed), imitation, 1e-2)
@@ -104,6 +105,7 @@ async def test_the_newest_version_loads_in_transformers_and_says_what_the_traine
     assert [path.name for path in there(out.parent)] == ["calc"]
 
 
+@pytest.mark.parametrize("steps", [0, 4], ids=["all weights", "adapters"], indirect=True)
 async def test_a_checkpoint_gives_the_weights_of_the_version_that_names_it(steps: Steps, tmp_path: Path) -> None:
     await export_version(steps.run.role(), tmp_path / "version", 1)
     versions = await published_versions(steps.run.role())

@@ -47,10 +47,36 @@ def test_steps_are_those_of_transformers_and_adamw() -> None:
 
 
 @pytest.mark.parametrize("shape", [TINY, TINY_MIXTURE], ids=lambda shape: shape.kind)
-def test_computing_layers_again_changes_no_bit(shape: ModelShape) -> None:
+def test_adapters_take_the_steps_of_a_plain_low_rank_model_and_nothing_else_moves(
+    tmp_path: Path, shape: ModelShape
+) -> None:
+    weights, options = random_weights(shape, 1), dataclasses.replace(ONE, lora_rank=4, lora_alpha=8.0)
+    learner, plain = Learner(shape, weights, options), reference.PlainLearner(shape, weights, options)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in learner.export().items())
+    for step in range(3):
+        rows = synthetic_rows(step)
+        ours, theirs = learner.step(rows, OBJECTIVE, 1e-2), plain.step(rows, OBJECTIVE, 1e-2)
+        assert ours.loss == pytest.approx(theirs.loss, abs=1e-5)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)
+    after = learner.export()
+    moved = {name for name, tensor in after.items() if not torch.equal(tensor, weights[name])}
+    kinds = "qkvo" if shape.experts else ("q", "k", "v", "o", "gate", "up", "down")
+    assert {name.split(".")[-2] for name in moved} == {f"{kind}_proj" for kind in kinds}
+    learner.save(tmp_path, {})
+    other = Learner(shape, random_weights(shape, 9), options)
+    other.restore(tmp_path)
+    assert all(torch.equal(tensor, after[name]) for name, tensor in other.export().items())
+    with pytest.raises(CheckpointUnusable, match="lora_rank"):
+        Learner(shape, weights, ONE).restore(tmp_path)
+
+
+@pytest.mark.parametrize("shape", [TINY, TINY_MIXTURE], ids=lambda shape: shape.kind)
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_computing_layers_again_changes_no_bit(shape: ModelShape, lora_rank: int) -> None:
     results = []
     for recompute in ("none", "full"):
-        learner = Learner(shape, random_weights(shape, 1), dataclasses.replace(ONE, recompute=recompute))
+        options = dataclasses.replace(ONE, recompute=recompute, lora_rank=lora_rank)
+        learner = Learner(shape, random_weights(shape, 1), options)
         results.append((learner.step(synthetic_rows(0), OBJECTIVE, 1e-3), learner.export()))
     (once, exported), (again, other) = results
     assert once == again

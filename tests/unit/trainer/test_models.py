@@ -90,8 +90,9 @@ def check_parity(folder: Path, config: PreTrainedConfig) -> None:
     model = hugging_face(folder, config)
     form, state = read_shape(folder), weights.read_weights(folder)
     tokens = torch.randint(0, 83, (3, 40), generator=torch.Generator().manual_seed(5))
+    options = LearnerOptions(vocabulary_multiple=16)
     with mcore.quiet(), torch.no_grad():
-        megatron = build_model(form, model_config(form, LearnerOptions()), vocabulary_multiple=16)
+        megatron = build_model(form, model_config(form, options), options)
         weights.load_weights(megatron, state, form)
         logits = megatron(tokens, torch.arange(40).expand(3, -1), None)
         wanted = model(tokens).logits

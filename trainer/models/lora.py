@@ -1,0 +1,146 @@
+"""Low-rank adapters: y = W x + alpha / rank B A x, W frozen, A random and B 0 at first (LoRA, Hu et al. 2021).
+
+The matrices of attention and of dense feed-forward layers have them; embedding, output layer, norms, routers and
+experts stay as they are. Tensor-parallel ranks cut that factor which lies on the side where they cut W, and hold the
+other one whole: its gradient is the same on all of them, since what lies between the factors is summed over the ranks.
+q, k and v share an A, as gate and up do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+
+from turnlog.trainer import mcore
+
+ADAPTERS = (".lora_a", ".lora_b")
+"""[rank, in] and [out, rank]"""
+
+
+class Column(mcore.ColumnParallelLinear):  # type: ignore[misc]
+    """Ranks share what comes out."""
+
+    def __init__(self, *sizes: int, rank: int, scale: float, gated: bool = False, **named: Any) -> None:
+        """`gated`: gate and up lie behind one another, which a checkpoint of another layout is to tell apart."""
+        super().__init__(*sizes, **named)
+        self.scale, self._gated = scale, gated
+        self.lora_a = _factor(self.weight, rank, self.input_size)
+        self.lora_b = _factor(self.weight, self.output_size_per_partition, rank)
+        mcore.tensor_parallel.set_tensor_model_parallel_attributes(self.lora_b, True, 0, 1)
+        self.lora_a.sequence_parallel = self.sequence_parallel
+
+    def forward(self, input_: torch.Tensor, *arguments: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[s, b, in] -> [s, b, this rank's share of out], as Megatron's own."""
+        output, bias = super().forward(input_, *arguments, **named)
+        between = functional.linear(input_, self.lora_a)
+        if self.sequence_parallel:
+            between = mcore.gather_from_sequence_parallel_region(between)
+        else:
+            between = mcore.tensor_parallel.copy_to_tensor_model_parallel_region(between)
+        return output + self.scale * functional.linear(between, self.lora_b), bias
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """What a checkpoint holds, and how ranks cut it."""
+        axes = {"weight": 0, "bias": 0, "lora_b": 0}
+        found = _sharded(self, prefix, axes, sharded_offsets, metadata)
+        if self._gated:
+            name = f"{prefix}lora_b"
+            found[name] = mcore.apply_swiglu_sharded_factory(found[name], sharded_offsets)
+        return found
+
+
+class Row(mcore.RowParallelLinear):  # type: ignore[misc]
+    """Ranks share what goes in."""
+
+    def __init__(self, *sizes: int, rank: int, scale: float, **named: Any) -> None:
+        super().__init__(*sizes, **named)
+        self.scale = scale
+        self.lora_a = _factor(self.weight, rank, self.input_size_per_partition)
+        self.lora_b = _factor(self.weight, self.output_size, rank)
+        mcore.tensor_parallel.set_tensor_model_parallel_attributes(self.lora_a, True, 1, 1)
+        self.lora_b.sequence_parallel = self.sequence_parallel
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[s, b, this rank's share of in] -> [s, b, out], as Megatron's own."""
+        output, bias = super().forward(input_)
+        between = functional.linear(input_, self.lora_a)
+        if self.sequence_parallel:
+            between = mcore.tensor_parallel.reduce_scatter_to_sequence_parallel_region(between)
+        else:
+            between = mcore.tensor_parallel.reduce_from_tensor_model_parallel_region(between)
+        return output + self.scale * functional.linear(between, self.lora_b), bias
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """What a checkpoint holds, and how ranks cut it."""
+        return _sharded(self, prefix, {"weight": 1, "lora_a": 1}, sharded_offsets, metadata)
+
+
+def _factor(weight: torch.Tensor, *size: int) -> Any:
+    return torch.nn.Parameter(torch.zeros(size, dtype=weight.dtype, device=weight.device))
+
+
+def _sharded(module: Any, prefix: str, axes: dict[str, int], offsets: Any, metadata: Any) -> dict[str, Any]:
+    found: dict[str, Any] = mcore.make_sharded_tensors_for_checkpoint(
+        module.state_dict(prefix="", keep_vars=True),
+        prefix,
+        axes,
+        offsets,
+        tp_group=module.tp_group,
+        dp_cp_group=metadata["dp_cp_group"],
+    )
+    return found
+
+
+def adapt(layer: Any, rank: int, alpha: float) -> None:
+    """Give the matrices of a layer's spec their adapters."""
+    own = {"rank": rank, "scale": alpha / rank}
+    attention = layer.submodules.self_attention.submodules
+    attention.linear_qkv = mcore.ModuleSpec(Column, params=own)
+    attention.linear_proj = mcore.ModuleSpec(Row, params=own)
+    feed_forward = layer.submodules.mlp.submodules
+    if hasattr(feed_forward, "linear_fc1"):
+        feed_forward.linear_fc1 = mcore.ModuleSpec(Column, params={**own, "gated": True})
+        feed_forward.linear_fc2 = mcore.ModuleSpec(Row, params=own)
+
+
+@torch.no_grad()
+def start(model: Any, seed: int, global_name: Callable[[str], str]) -> None:
+    """Freeze all but the adapters and draw each A, the same in every layout. Before Megatron's DDP looks at it."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith(ADAPTERS))
+    for name, module in model.named_modules():
+        if isinstance(module, Column | Row):
+            whole = first_factor(global_name(name), seed, len(module.lora_a), module.input_size)
+            columns = module.lora_a.size(1)
+            at = mcore.parallel_state.get_tensor_model_parallel_rank() * columns if isinstance(module, Row) else 0
+            module.lora_a.copy_(whole[:, at : at + columns])
+    if model.pre_process:
+        # Layers that are computed again for the gradient ask for one only where what comes in has one.
+        model.embedding.register_forward_hook(lambda _module, _arguments, output: output.requires_grad_())
+
+
+def first_factor(name: str, seed: int, rank: int, columns: int) -> torch.Tensor:
+    """A as it is at first, uniform within 1 / sqrt(columns). `name`: Megatron's of the matrix, over all ranks."""
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    uniform = torch.rand(rank, columns, generator=generator)
+    return (2.0 * uniform - 1.0) / math.sqrt(columns)
+
+
+def adapted(model: Any) -> dict[str, Column | Row]:
+    """The modules with adapters, by the name of their weight."""
+    return {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, Column | Row)}
+
+
+def merged(weight: torch.Tensor, module: Column | Row | None) -> torch.Tensor:
+    """With what the adapter of its module adds, summed in float32."""
+    if module is None:
+        return weight
+    added = module.scale * module.lora_b.detach().float() @ module.lora_a.detach().float()
+    whole: torch.Tensor = (weight.float() + added).to(weight.dtype)
+    return whole
