@@ -557,8 +557,8 @@ def main(steps: int, names: Sequence[str]) -> None:
             exact = all(torch.equal(tensor, weights[key]) for key, tensor in learner.export().items())
             stepped = ours(learner, objective, batches)
             exported = learner.export()
-            exact = exact and ("kept" not in name or _goes_on(learner, control, rank, options, batches[0]))
             folder = _saved(learner, control, rank) if "moved" in name else None
+            exact = exact and ("kept" not in name or _goes_on(learner, control, rank, options, batches[0]))
         if rank == 0:
             exact = exact and (folder is None or _restored(folder, shape, options, exported))
             plain = PlainLearner(shape, weights, options)

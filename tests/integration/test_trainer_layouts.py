@@ -29,7 +29,9 @@ OTHERS = (
     ("ranks", "layouts"),
     [
         pytest.param(
-            2, ("tp2", "pp2-tied", "dp", "cp2-packed", "ep2-moved", "dp-kept", "ep2-kept", *OTHERS), id="two ranks"
+            2,
+            ("tp2", "pp2-tied", "dp", "cp2-packed", "ep2-moved", "dp-kept-moved", "ep2-kept", *OTHERS),
+            id="two ranks",
         ),
         pytest.param(4, ("tp2-pp2", "tp2-sp-ep2", "pp2-cp2-replay-again", "tp2-sp-pp2-lora-again"), id="four ranks"),
         pytest.param(
