@@ -266,6 +266,7 @@ class Index:
         with self.snapshot() as as_of:
             if not nulls:
                 more = [] if name is None else [f"(s.{sort}, s.session_id) {beyond} (?, ?)"]
+                more += self._between(wanted) if sort == "started_ms" else []
                 where = " AND ".join([*clauses, f"s.{sort} IS NOT NULL", *more])
                 found = self.rows(
                     f"SELECT * FROM sessions s WHERE {where} ORDER BY s.{sort} {order}, s.session_id {order} LIMIT ?",
@@ -285,6 +286,19 @@ class Index:
             last = rows[-1]
             following = _after(sort, descending, getattr(last, sort), last.session_id)
         return SessionPage(rows, following, as_of)
+
+    def _between(self, wanted: SessionFilter) -> list[str]:
+        """Weights come one after another, so a range of versions is one of times, which a page is found by: between the
+        first and the last session that began with weights of the range."""
+        if wanted.min_version is None and wanted.max_version is None:
+            return []
+        low, high = wanted.min_version or 0, 2**62 if wanted.max_version is None else wanted.max_version
+        times = self.row(
+            "SELECT min(started_ms) AS first, max(started_ms) AS last FROM sessions WHERE version_min BETWEEN ? AND ?",
+            low, high,
+        )  # fmt: skip
+        assert times is not None, "an aggregate has one row"
+        return ["0"] if times["first"] is None else [f"s.started_ms BETWEEN {times['first']} AND {times['last']}"]
 
     def session(self, session_id: str) -> SessionView | None:
         """One session; None where the index does not know it."""

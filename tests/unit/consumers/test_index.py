@@ -210,6 +210,29 @@ async def test_pages_give_every_session_once_in_order(tmp_path: Path, sort: str,
     assert len({row.session_id for row in found}) == len(found) > 9
 
 
+@pytest.mark.parametrize("sort", ["started_ms", "reward"])
+async def test_a_range_of_versions_passes_those_that_no_other_version_sampled_for(tmp_path: Path, sort: str) -> None:
+    run, path = TrainedRun(), tmp_path / "index.sqlite"
+    await run.bad_days(3, groups=8)
+    await indexed(run, path)
+    with contextlib.closing(sqlite3.connect(path)) as file, file:
+        file.execute("UPDATE sessions SET version_min = started_ms % 4")
+        file.execute("UPDATE sessions SET version_max = version_min + turns % 2")
+    with Index.open(path) as index:
+        every = index.sessions(sort=sort, limit=1000).rows
+        known = [(row.version_min, row.version_max) for row in every]
+        top = max(high for _, high in known if high is not None)
+        assert top > 0
+        for low, high in [(0, 0), (0, top), (1, None), (None, top), (None, 0), (top + 1, None)]:
+            page = index.sessions(SessionFilter(min_version=low, max_version=high), sort=sort, limit=1000)
+            assert page.rows == [
+                row
+                for row, (oldest, newest) in zip(every, known, strict=True)
+                if (low is None or (oldest is not None and oldest >= low))
+                and (high is None or (newest is not None and newest <= high))
+            ]
+
+
 async def test_a_cursor_of_another_order_and_an_unknown_sort_are_bad_questions(tmp_path: Path) -> None:
     run, path = TrainedRun(), tmp_path / "index.sqlite"
     await run.good_days(groups=2)
