@@ -48,7 +48,7 @@ if __name__ == "__main__":
     with process_group():
         weights.mcore.tensor_parallel.model_parallel_cuda_manual_seed(0)
         with weights.mcore.quiet():
-            model = build_model(shape, model_config(shape, options), vocabulary_multiple=1)
+            model = build_model(shape, model_config(shape, options), options)
         written(model, shape)
         streamed, files = more(lambda: written(model, shape))
         whole, _ = more(lambda: weights.export_weights(model, shape))
