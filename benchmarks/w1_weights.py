@@ -164,7 +164,7 @@ def main() -> int:
         say(f"{form.layers} layers of {form.hidden}")
         with process_group(), mcore.quiet():
             mcore.tensor_parallel.model_parallel_cuda_manual_seed(0)
-            model = build_model(form, model_config(form, LearnerOptions()), vocabulary_multiple=1)
+            model = build_model(form, model_config(form, LearnerOptions()), LearnerOptions())
             blobs = S3Blobs(store.settings)
             return asyncio.run(_closing(measure(model, form, Path(folder), blobs), blobs))
 
