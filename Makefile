@@ -90,6 +90,7 @@ schemas: $(ENVIRONMENT)  ## rewrite schemas/avro from the event dataclasses
 docs: $(ENVIRONMENT)  ## rewrite the generated pages
 	@$(BIN)/python -m turnlog.schemas.catalogue_page > docs/events.md
 	@$(BIN)/python -m turnlog.settings_page > docs/settings.md
+	@$(BIN)/python -m turnlog.metrics_page > docs/metrics.md
 	@$(BIN)/python -c 'from turnlog.producers.gateway.dialects import fields_page as p; print(p(), end="")' > docs/fields.md
 	@$(BIN)/python -c 'from turnlog.consumers.index.schema import page as p; print(p(), end="")' > docs/index-schema.md
 	@$(BIN)/python -m turnlog.settings_page infra/deploy/helm/turnlog

@@ -16,6 +16,7 @@ import yaml
 from turnlog import cli
 from turnlog.consumers.index.schema import page as index_page
 from turnlog.infra.topics_admin import ACCESS, VERBS
+from turnlog.metrics_page import metrics_page
 from turnlog.producers.gateway.dialects import fields_page
 from turnlog.schemas.catalogue_page import catalogue_page
 from turnlog.settings import from_tables
@@ -109,6 +110,10 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_the_settings_page_is_what_the_settings_say() -> None:
     assert (ROOT / "docs/settings.md").read_text() == settings_page(), "run `make docs`"
+
+
+def test_the_page_of_metrics_is_what_the_code_declares() -> None:
+    assert (ROOT / "docs/metrics.md").read_text() == metrics_page(), "run `make docs`"
 
 
 def test_the_page_of_fields_is_what_the_dialects_do() -> None:

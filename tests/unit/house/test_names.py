@@ -17,6 +17,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from turnlog import __version__
+from turnlog.metrics_page import metrics as declared
 from turnlog.names import HEADERS, REGISTRY_TOPIC, ConsumerGroup, EntryPointGroup, ExitStatus, TransactionalId
 from turnlog.schemas.events import ALL
 from turnlog.schemas.topics import CATALOGUE
@@ -140,6 +141,28 @@ def test_a_leaving_name_stays_for_one_release_and_not_longer() -> None:
         assert today < left, f"{entry['name']}: its release has come; remove the alias, its name and this entry"
         if entry["kind"] == "imports":
             assert imports_as(entry["name"]) is imports_as(entry["now"])
+
+
+UNBOUNDED = {
+    "session",
+    "session_id",
+    "group_id",
+    "call",
+    "call_id",
+    "task",
+    "task_id",
+    "path",
+    "url",
+    "text",
+    "command",
+}
+
+
+def test_the_page_of_metrics_has_each_of_them_and_no_label_grows_without_bound() -> None:
+    found = declared()
+    families = {each.name.removesuffix("_total") if each.kind == "counter" else each.name for each in found}
+    assert sorted(families) == sorted(line.split()[0] for line in GOLDEN["metrics"])
+    assert {label for each in found for label in each.labels} & UNBOUNDED == set()
 
 
 def test_an_entry_point_group_is_named_in_one_place() -> None:

@@ -1,0 +1,89 @@
+"""Generated from the code: docs/metrics.md, every metric of every process with its unit and labels.
+
+The sources are read and not imported: a metric is a module's constant, and what declares some of them takes seconds.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOMS = ("producers", "processors", "consumers", "sandbox_workers", "trainer", "infra")
+KINDS = {"Counter": "_total", "Gauge": "", "Histogram": "", "Summary": ""}
+"""prometheus_client's class -> what it puts behind the name."""
+UNITS = ("seconds", "bytes", "tokens", "records", "versions")
+HEAD = """\
+# Metrics
+
+Every process serves these in Prometheus' text format at `/metrics` of its health address (`TURNLOG_HEALTH_PORT`),
+those of the modules that it runs. A unit is the last word of a name; where it is none, things are counted. Histograms
+add `_bucket`, `_sum` and `_count`, summaries `_sum` and `_count`. No label holds a session, a group of rollouts, a
+call, an address or what an agent wrote: their number would have no bound. Alerts on them are in
+[runbook.md](runbook.md). This page is generated (`make docs`).
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One family, as its module declares it."""
+
+    room: str
+    """The folder it is declared in."""
+    name: str
+    """As Prometheus sees it."""
+    kind: str
+    labels: tuple[str, ...]
+    about: str
+
+    @property
+    def unit(self) -> str:
+        """Of a value."""
+        last = self.name.removesuffix("_total").rpartition("_")[2]
+        return last if last in UNITS else ""
+
+
+def metrics() -> list[Metric]:
+    """All of them, by room and name."""
+    paths = sorted(path for room in ROOMS for path in (HERE / room).resolve().rglob("*.py"))
+    return sorted((metric for path in paths for metric in _declared(path)), key=lambda each: (each.room, each.name))
+
+
+def _declared(path: Path) -> Iterator[Metric]:
+    tree = ast.parse(path.read_text())
+    values = {
+        node.targets[0].id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    room = next(part for part in reversed(path.parts) if part in ROOMS)
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in KINDS:
+            said = [str(each.value) for each in call.args[:2] if isinstance(each, ast.Constant)]
+            if len(said) == 2 and said[0].startswith("turnlog_"):
+                labels = call.args[2] if len(call.args) > 2 else ast.Tuple([])
+                found = ast.literal_eval(values[labels.id] if isinstance(labels, ast.Name) else labels)
+                name = f"{said[0]}{KINDS[call.func.id]}"
+                yield Metric(room, name, call.func.id.lower(), tuple(found), said[1])
+
+
+def metrics_page() -> str:
+    """The whole page."""
+    parts = [HEAD]
+    for room, found in groupby(metrics(), lambda each: each.room):
+        rows = [
+            f"| `{each.name}` | {each.kind} | {each.unit} | {', '.join(f'`{label}`' for label in each.labels)} | "
+            f"{each.about.replace('|', chr(92) + '|')} |"
+            for each in found
+        ]
+        table = ["| metric | kind | unit | labels | what |", "|---|---|---|---|---|", *rows, ""]
+        parts.append("\n".join([f"\n## {room}\n", *table]))
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(metrics_page())
