@@ -24,6 +24,7 @@ from past import PROMPTS, SESSIONS_PER_DRAW, Past
 from restarts import Restarts
 from row import say, size, told
 
+from tests.fakes.weights import version
 from turnlog.infra import recipes
 from turnlog.infra.embedded.broker import Broker
 from turnlog.infra.embedded.brokers import Brokers
@@ -36,11 +37,10 @@ from turnlog.infra.topics_admin import apply
 from turnlog.producers.mix import DATASET_FILE
 from turnlog.producers.tasks import provided_dataset, read_dataset
 from turnlog.schemas import topics
-from turnlog.schemas.events import WeightFile, WeightVersionPublished
+from turnlog.schemas.events import WeightVersionPublished
 from turnlog.schemas.topics import CONTROL, SESSIONS, SNAPSHOTS, TURNS, Topic
 from turnlog.settings import Settings
-from turnlog.trainer.checkpoint import Cursor
-from turnlog.trainer.weights import published, read_weights
+from turnlog.trainer.weights import read_weights
 
 SIZES = size((1_000, 10_000, 100_000), smallest=(20, 200))
 RESTARTS = size(5, smallest=1)
@@ -48,7 +48,6 @@ ROLES = (
     "feeder", "gateway", "runner", "sandbox", "assembler", "batcher", "trainer", "loader", "archive", "views",
 )  # fmt: skip
 PINNED = "assembler, one group open since the run began"
-WEIGHTS = "model.safetensors"
 GOAL_S, GROWTH, MARGIN_S, BROKER_GOAL_S = 5.0, 1.2, 0.5, 15.0
 
 
@@ -82,17 +81,7 @@ async def dataset(role: Role) -> str:
 
 async def weights(role: Role, model: Path) -> WeightVersionPublished:
     """Version 0: the model's own, in the store."""
-    content = await asyncio.to_thread((model / WEIGHTS).read_bytes)
-    files = (WeightFile(WEIGHTS, await role.blobs.put(content)),)
-    return published(
-        read_weights(model),
-        files,
-        run_id=role.settings.run.id,
-        version=0,
-        incarnation=0,
-        cursor=Cursor(),
-        checkpoint=None,
-    )
+    return await version(read_weights(model), 0, role.blobs, model, run_id=role.settings.run.id)
 
 
 async def restarted(pasts: Mapping[int, Past]) -> dict[int, dict[str, float]]:

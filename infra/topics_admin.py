@@ -61,6 +61,7 @@ AGENTS = (topics.SESSIONS, topics.TURNS, topics.SNAPSHOTS)
 PARKED = topics.DEAD_LETTERS
 REFUSABLE = tuple(topic for topic in CATALOGUE if topic not in (topics.RUNS, topics.TREES, PARKED))
 """Who reads the others parks nothing of them."""
+INDEXED = tuple(topic for topic in CATALOGUE if topic not in (topics.GROUP_REQUESTS, topics.GROUP_SCORES))
 PRUNED = tuple(topic for topic in CATALOGUE if topic not in CONTROL)
 FEEDER = Access(
     group=ConsumerGroup.FEEDER,
@@ -124,7 +125,7 @@ ACCESS: Mapping[str, Access] = {
         owner=TransactionalId.ARCHIVE,
         asks=(ConsumerGroup.ASSEMBLER,),
     ),
-    "index": Access(reads=CATALOGUE, appends=False),
+    "index": Access(reads=INDEXED),
     "lag": Access(reads=CATALOGUE, asks=tuple(ConsumerGroup), appends=False),
     "reader": Access(reads=CATALOGUE, asks=tuple(ConsumerGroup)),
     "prune": Access(

@@ -34,6 +34,7 @@ from tests.secure.test_each_acl import misses_each, with_log
 from tests.secured import PASSWORD, SUPER, Secured
 from turnlog.cli import parser
 from turnlog.consumers.archiver import flush
+from turnlog.consumers.index.indexer import build
 from turnlog.consumers.lag import lag_of
 from turnlog.consumers.loader import Loader
 from turnlog.consumers.replay import refold
@@ -232,6 +233,8 @@ async def first_life(secured: Secured, settings: Settings, folder: Path) -> str:
         await seen(f"{page}/views", lambda now: sum(now["sessions"].values()) == PROMPTS * GROUP)
     async with opened("archive", of("archive", secured, settings)) as archive:
         assert await flush(archive) > 0
+    async with opened("index", of("index", secured, settings)) as index:
+        assert await build(index, Path(settings.run.directory) / "index.sqlite") > 0
     lags = await with_log(of("lag", secured, settings).kafka, lambda log: lag_of(log, settings))
     assert {lag.role for lag in lags} >= {"assembler", "runner", "sandbox", "batcher", "feeder", "trainer", "loader"}
     return str(rewards[0].session_id)
