@@ -88,7 +88,7 @@ async def test_an_output_under_a_grammar_fits_it(engine: Engine, tiny_model: Pat
         "required": ["a"],
         "additionalProperties": False,
     }
-    request = _request(grammar=Grammar("json_schema", json.dumps(schema)), max_new_tokens=64)
+    request = _request(grammar=Grammar("json_schema", json.dumps(schema)), max_new_tokens=CONTEXT - len(PROMPT) - 1)
     whole = joined(await _pieces(engine, request, stream=stream))
     end = len(whole.ids) - (whole.finish == "stop" and whole.ids[-1] in tokens.special)
     assert json.loads(tokens.decode(whole.ids[:end])) in ({"a": True}, {"a": False})
