@@ -21,7 +21,7 @@ from turnlog.infra.history import all_events, partitions, records
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.terminal import Terminal
 from turnlog.names import ExitStatus
-from turnlog.processors.core.books import Account
+from turnlog.processors.core.books import Account, counting_steps
 from turnlog.schemas import topics
 from turnlog.schemas.events import (
     EngineRegistered,
@@ -102,12 +102,8 @@ async def gather(role: Role, verdict: Verdict, measured: Measured) -> Report:
 
 
 def newest_incarnations(steps: list[StepCompleted]) -> list[StepCompleted]:
-    """One step per batch, by batch index: the one of the highest incarnation."""
-    newest: dict[int, StepCompleted] = {}
-    for step in steps:
-        if step.batch_index not in newest or newest[step.batch_index].incarnation <= step.incarnation:
-            newest[step.batch_index] = step
-    return [newest[index] for index in sorted(newest)]
+    """One step per batch, by batch index: the one that counts."""
+    return list(counting_steps(steps).values())
 
 
 async def acknowledgements(role: Role) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from turnlog.trainer.algorithms.tokens import Measure, Tokens
 from turnlog.trainer.checkpoints.state import Save, State, load_model, load_state
 from turnlog.trainer.microbatches import PaddedRows, stand_in
 from turnlog.trainer.model import Network
-from turnlog.trainer.plan import LearnerOptions, scaled_logits
+from turnlog.trainer.plan import ADAPTERS, LearnerOptions, scaled_logits
 from turnlog.trainer.shape import ModelShape, as_dict
 from turnlog.trainer.weights import Tensors, export_files, export_weights
 
@@ -82,7 +82,7 @@ class Learner:
         with mcore.quiet():
             self._policy = Network(shape, weights, options, reference=reference)
             self._critic = Critic(shape, weights, options) if critic else None
-        self._adapters = {"lora_rank": options.lora_rank, "lora_alpha": options.lora_alpha} if options.lora_rank else {}
+        self._adapters = {name: getattr(options, name) for name in ADAPTERS} if options.lora_rank else {}
         self._whole = options.reshardable or mcore.parallel_state.get_data_parallel_world_size() == 1
         self._save: Save | None = None
 

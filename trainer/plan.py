@@ -37,6 +37,10 @@ def scaled_logits(
     return scaled.masked_fill(padding, torch.finfo(torch.float32).min) if bool(padding.any()) else scaled
 
 
+ADAPTERS = ("lora_rank", "lora_alpha")
+"""Options that a checkpoint of adapters names beside its model's shape: it loads with no others."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerOptions:
     """How to learn; the same on every rank."""

@@ -1,4 +1,4 @@
-"""Records to rows: a function per kind of record, of the record alone. What rests on several is made in writer.py."""
+"""Records to rows: a function per kind of record, of the record alone. What rests on several is made in indexer.py."""
 
 from __future__ import annotations
 

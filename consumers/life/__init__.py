@@ -25,6 +25,7 @@ from turnlog.infra.roles.role import Role, RunPhase, opened
 from turnlog.infra.roles.runs import Life, set_phase
 from turnlog.infra.roles.terminal import Terminal, say, say_json
 from turnlog.names import ExitStatus
+from turnlog.processors.core.books import counting_step
 from turnlog.schemas import UndecodableRecord, topics
 from turnlog.schemas.events import StepCompleted
 from turnlog.settings import Settings, SettingsError, load
@@ -133,7 +134,7 @@ class _Seen:
     events: list[Any] = field(default_factory=list)
     """Of topic `runs`, in order."""
     steps: dict[tuple[str, int], StepCompleted] = field(default_factory=dict)
-    """(run, batch) -> the one of the highest incarnation."""
+    """(run, batch) -> the one that counts."""
     newest_ms: int = -1
     asked: bool = False
 
@@ -145,9 +146,7 @@ class _Seen:
             self.events.append(event)
         elif isinstance(event, StepCompleted):
             place = event.run_id, event.batch_index
-            before = self.steps.get(place)
-            if before is None or before.incarnation <= event.incarnation:
-                self.steps[place] = event
+            self.steps[place] = counting_step(self.steps.get(place), event)
 
     def known(self, prefix: str, kafka: str) -> Known | None:
         """The run, if these are topics of one."""

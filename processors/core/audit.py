@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from turnlog.processors.core import FoldError
-from turnlog.processors.core.books import LEVELS, Account, Imbalance, run_books, total
+from turnlog.processors.core.books import LEVELS, Account, Imbalance, counting_step, run_books, total
 from turnlog.processors.core.fold.session import named_turns
 from turnlog.processors.core.fold.spine import Spine
 from turnlog.processors.core.fold_versions import FoldVersion
@@ -104,9 +104,7 @@ class Ledgers:
             case SampleBatchFormed() | BatchSkipped():
                 self._manifests.setdefault(event.batch_index, event)
             case StepCompleted():
-                known = self._steps.get(event.batch_index)
-                if known is None or known.incarnation <= event.incarnation:
-                    self._steps[event.batch_index] = event
+                self._steps[event.batch_index] = counting_step(self._steps.get(event.batch_index), event)
 
     def _group(self, group_id: str) -> GroupRecords:
         return self._groups.setdefault(group_id, GroupRecords(Spine(self.version)))

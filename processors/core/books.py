@@ -138,9 +138,18 @@ class OfBatch(Protocol):
 Step = TypeVar("Step", bound=OfBatch)
 
 
+def counting_step(known: Step | None, step: Step) -> Step:
+    """Which of two steps of a batch counts, `step` being the later on the log: that of the higher incarnation, of one
+    incarnation's the later."""
+    return step if known is None or known.incarnation <= step.incarnation else known
+
+
 def counting_steps(steps: Iterable[Step]) -> dict[int, Step]:
-    """Of each batch the step that counts: that of the highest incarnation, of several the last."""
-    return {step.batch_index: step for step in sorted(steps, key=lambda step: step.incarnation)}
+    """Of each batch the step that counts, by index; `steps` are in order of the log."""
+    found: dict[int, Step] = {}
+    for step in steps:
+        found[step.batch_index] = counting_step(found.get(step.batch_index), step)
+    return dict(sorted(found.items()))
 
 
 def _trained(

@@ -37,7 +37,7 @@ from turnlog.trainer.checkpoint import PART
 from turnlog.trainer.checkpoints.state import read_common
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
-from turnlog.trainer.plan import LearnerOptions
+from turnlog.trainer.plan import ADAPTERS, LearnerOptions
 from turnlog.trainer.shape import read_shape
 from turnlog.trainer.weights import DESCRIPTION, TOKENIZER, description, read_weights
 
@@ -158,7 +158,7 @@ def export_checkpoint(
 def _restored(settings: Settings, checkpoint: Path, folder: Path) -> Written:
     """The weights of a checkpoint under Hugging Face names, as files. Raises CheckpointUnusable, UnsupportedModel."""
     stored = read_common(checkpoint)["shape"]
-    adapters = {name: stored[name] for name in ("lora_rank", "lora_alpha") if name in stored}
+    adapters = {name: stored[name] for name in ADAPTERS if name in stored}
     model, trainer = Path(settings.model.path), settings.trainer
     with process_group():
         options = LearnerOptions(dtype=trainer.dtype, threads=trainer.threads, **adapters)
