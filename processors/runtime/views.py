@@ -198,6 +198,7 @@ SESSION_TIMEOUT_S = 6.0
 """After which a killed worker's partitions go to another: the shortest that a broker grants unless it is told otherwise
 (`group.min.session.timeout.ms`). A successor of the same instance is a static member: it has them at once."""
 LOOK_EVERY_S = 5.0
+MOVING = "partitions move, or tables are read from their changelogs"
 FIXED_VERSION = "0.15.3"
 
 
@@ -436,7 +437,14 @@ def _beats(app: faust.App, health: Health, connection: Connection) -> None:
 
 
 def _pages(app: faust.App, tables: dict[str, Any], health: Health) -> None:
+    def waiting() -> dict[str, str]:
+        recovery: Any = app.tables.recovery  # type: ignore[attr-defined]
+        whole = recovery.completed.is_set() and not app.rebalancing
+        return health.waiting | ({} if whole else {"tables": MOVING})
+
     async def views(web: Any, request: Any) -> Any:
+        if "tables" in waiting():  # half a table looks like a whole one
+            return web.json({"unavailable": MOVING}, status=503)
         return web.json(picture(tables["sessions"].data.outcomes(), tables["steps"], tables["versions"]))
 
     async def healthz(web: Any, request: Any) -> Any:
@@ -444,11 +452,8 @@ def _pages(app: faust.App, tables: dict[str, Any], health: Health) -> None:
         return web.json(said, status=200 if alive else 503)
 
     async def readyz(web: Any, request: Any) -> Any:
-        recovery: Any = app.tables.recovery  # type: ignore[attr-defined]
-        waiting = health.waiting
-        if app.rebalancing or not recovery.completed.is_set():
-            waiting["tables"] = "partitions move, or tables are read from their changelogs"
-        return web.json({"ready": not waiting, "waiting": waiting}, status=503 if waiting else 200)
+        found = waiting()
+        return web.json({"ready": not found, "waiting": found}, status=503 if found else 200)
 
     async def metrics(web: Any, request: Any) -> Any:
         # As a header: aiohttp's `content_type` takes no charset, which Prometheus' own type has.

@@ -230,7 +230,7 @@ async def first_life(secured: Secured, settings: Settings, folder: Path) -> str:
         async with asyncio.timeout(120):
             assert await trainer.wait() == 0
         await watching
-        await seen(f"{page}/views", lambda now: sum(now["sessions"].values()) == PROMPTS * GROUP)
+        await seen(f"{page}/views", lambda now: sum(now.get("sessions", {}).values()) == PROMPTS * GROUP)
     async with opened("archive", of("archive", secured, settings)) as archive:
         assert await flush(archive) > 0
     async with opened("index", of("index", secured, settings)) as index:

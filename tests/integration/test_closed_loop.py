@@ -25,6 +25,7 @@ from turnlog.infra.embedded.up import down, status_processes, up
 from turnlog.infra.history import all_events
 from turnlog.infra.roles.role import opened
 from turnlog.infra.run_folder import resolved
+from turnlog.processors.runtime.views import MOVING
 from turnlog.schemas import topics
 from turnlog.schemas.events import StepCompleted
 from turnlog.settings import Settings, load
@@ -153,8 +154,8 @@ def test_a_rerun_from_the_first_checkpoint_gives_the_same_losses_bit_for_bit(loo
 
 
 def test_the_status_shows_roles_lag_and_versions(loop: Loop) -> None:
-    done = loop.turnlog("status", "--json", file=loop.kept)
-    found = json.loads(done.stdout)
+    while "unavailable" in (found := json.loads(loop.turnlog("status", "--json", file=loop.kept).stdout))["views"]:
+        assert found["views"]["unavailable"] == MOVING
     assert {child["name"] for child in found["processes"]} >= {"kafka", "gateway-0", "assembler-0", "engine-0"}
     assert found["lag"]["assembler"] == {"agent.sessions": 0, "agent.turns": 0, "agent.token-snapshots": 0}
     assert found["views"]["steps"] == DRAWS

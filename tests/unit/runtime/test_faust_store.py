@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import faust
+from aiohttp.test_utils import TestClient, TestServer
 from faust.events import Event
 from faust.tables.recovery import Recovery
 from faust.types import TP
 from faust.types.tuples import Message
 
-from turnlog.processors.runtime.views import make_app
+from turnlog.processors.runtime.views import MOVING, make_app
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.events import ALL
 from turnlog.settings import KafkaSettings, RunSettings, Settings
@@ -89,3 +90,15 @@ async def test_a_table_that_is_reset_reads_its_changelog_from_the_beginning(tmp_
     table.reset_state()
     assert len(table) == 0
     assert table.persisted_offset(place(table, 0)) is None
+
+
+async def test_tables_are_not_shown_while_they_are_read_again(tmp_path: Path) -> None:
+    app, table = sessions_of(tmp_path)
+    table.apply_changelog_batch([changed(app, table, "a", "open", partition=0, offset=0)])
+    app.web.init_server()
+    async with TestClient(TestServer(app.web.web_app)) as http:
+        answer = await http.get("/views")
+        assert (answer.status, await answer.json()) == (503, {"unavailable": MOVING})
+        app.tables.recovery.completed.set()
+        answer = await http.get("/views")
+        assert (answer.status, (await answer.json())["sessions"]) == (200, {"open": 1})
