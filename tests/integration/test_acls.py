@@ -364,6 +364,7 @@ def _kind(kind: str) -> str:
 
 
 @pytest.mark.timeout(900)  # four times what it takes where much else runs
+@pytest.mark.long  # of one role the suite takes each ACL away
 async def test_each_role_and_verb_does_its_work_with_its_printed_acls_and_needs_each_of_them(
     secured: Secured, settings: Settings, tmp_path: Path
 ) -> None:

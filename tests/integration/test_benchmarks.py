@@ -65,13 +65,14 @@ def test_a_benchmark_runs_at_its_smallest_size_and_prints_its_line(name: str, en
 
 
 @pytest.mark.kafka
+@pytest.mark.long
 @pytest.mark.timeout(1900)
 @pytest.mark.parametrize(
     "rows",
-    ["ending", pytest.param("leader,group,begin,offsets,markers,stop,wipe,rolling", marks=pytest.mark.long)],
+    ["ending", "leader,group,begin,offsets,markers,stop,wipe,rolling"],
 )
 def test_a_broker_of_three_is_struck_and_everything_is_folded_once(rows: str) -> None:
-    """The suite strikes over a commit; that one that is stopped or wiped loses nothing is in test_three_brokers.py."""
+    """That a broker that is killed or wiped loses nothing is in test_three_brokers.py, for the suite."""
     command = [sys.executable, str(BENCHMARKS / "chaos/brokers.py"), "--kills", "1", "--only", rows]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
@@ -81,6 +82,16 @@ def test_a_broker_of_three_is_struck_and_everything_is_folded_once(rows: str) ->
         wanted = {"lost": 0, "twice": 0, "skipped": 0, "identical": True, "ok": True}
         assert found == wanted, (line, done.stderr[-4000:])
         assert line["kills"] == len(line["detail"]["strikes"]) == (3 if line["id"] == "brokers-rolling" else 1)
+
+
+@pytest.mark.kafka
+@pytest.mark.long
+def test_each_role_that_can_be_restarted_is(environment: dict[str, str]) -> None:
+    """The suite restarts those that are quick to come."""
+    roles = "feeder,gateway,runner,sandbox,batcher,archive,views"
+    line = json.loads(printed(environment | {"BENCH_ROLES": roles}, "--smallest", "--only", "G9"))
+    checked(line, "G9")
+    assert line["detail"]["p50_s"].keys() == {*roles.split(",")}
 
 
 def test_a_benchmark_that_does_not_exist_is_named_with_those_that_do() -> None:

@@ -51,11 +51,14 @@ def test_sessions_go_on_where_a_killed_runner_left_them_and_no_call_takes_effect
     assert line["ok"], line
 
 
-def test_a_trainer_killed_in_a_step_an_export_an_upload_a_save_and_a_commit_trains_the_same(
-    live_settings: Settings,
+@pytest.mark.parametrize(
+    "places", [("step", "export"), pytest.param(("step", "export", "upload", "save", "commit"), marks=pytest.mark.long)]
+)
+def test_a_trainer_killed_in_each_thing_that_it_does_trains_the_same(
+    live_settings: Settings, places: tuple[str, ...]
 ) -> None:
-    line = told(live_settings, "trainer.py", "--kills", "5")
-    assert line["detail"]["struck"] == {"step": 1, "export": 1, "upload": 1, "save": 1, "commit": 1}
+    line = told(live_settings, "trainer.py", "--kills", str(len(places)))
+    assert line["detail"]["struck"] == dict.fromkeys(places, 1)
     assert (line["lost"], line["twice"], line["skipped"], line["identical"]) == (0, 0, 0, True)
     assert line["ok"], line
 

@@ -165,6 +165,7 @@ ROLES = ("assembler", "batcher", "archive", "runner", "sandbox", "views", "regis
 
 
 @pytest.mark.kafka
+@pytest.mark.long
 async def test_roles_that_start_before_their_servers_wait_alive_and_say_for_what(
     none_there: tuple[Settings, Broker, ObjectStore, int], tmp_path: Path
 ) -> None:

@@ -61,6 +61,7 @@ def test_an_engine_that_cannot_start_dies_with_the_tail_of_its_log(tiny_model: P
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_the_verb_becomes_an_engine_and_obeys(tiny_model: Path, tmp_path: Path) -> None:
     port = free_ports(1)[0]
     url = f"http://127.0.0.1:{port}/model_info"

@@ -125,15 +125,13 @@ def environment(live_settings: Settings, tmp_path: Path, port: int) -> dict[str,
 
 
 @pytest.mark.kafka
-@pytest.mark.parametrize("lives", [2, pytest.param(LIVES, marks=pytest.mark.long)])
-async def test_restarts_with_a_table_to_recover_lose_no_session(
-    live_settings: Settings, tmp_path: Path, lives: int
-) -> None:
+@pytest.mark.long  # the suite kills its workers, below
+async def test_restarts_with_a_table_to_recover_lose_no_session(live_settings: Settings, tmp_path: Path) -> None:
     port = free_ports(1)[0]
     env = environment(live_settings, tmp_path, port)
     wanted: Counter[str] = Counter()
     async with opened("test", live_settings) as role:
-        for life in range(lives):
+        for life in range(LIVES):
             await write(role, life)
             wanted = Counter({"open": SESSIONS, "completed": life * SESSIONS})
             with (tmp_path / f"views-{life}.log").open("wb") as out:
@@ -141,7 +139,7 @@ async def test_restarts_with_a_table_to_recover_lose_no_session(
                 worker = subprocess.Popen(command, env=env, stdout=out, stderr=out)  # noqa: ASYNC220 - starts at once
             try:
                 await seen(f"http://127.0.0.1:{port}", {k: n for k, n in wanted.items() if n}, worker)
-                if life == lives - 1:
+                if life == LIVES - 1:
                     await come_round(f"http://127.0.0.1:{port}", worker)
             finally:
                 worker.send_signal(signal.SIGTERM)
