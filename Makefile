@@ -22,7 +22,7 @@ VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml | head -1)
 WORKERS ?= 2
 IN_WORKERS := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15
 
-.PHONY: help demo test test-long test-fresh test-compose test-kube test-secured check bench chaos mutants images sbom schemas docs lock clean
+.PHONY: help demo test test-long test-fresh test-compose test-kube test-secured screenshots check bench chaos mutants images sbom schemas docs lock clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -47,6 +47,9 @@ test-kube: $(ENVIRONMENT)  ## the chart on a real control plane and two nodes of
 
 test-secured: $(ENVIRONMENT)  ## the whole contract of the log over SASL_SSL and mTLS, each ACL taken away (7 minutes)
 	@TURNLOG_TEST_SESSIONS_S=31 $(BIN)/python -m pytest tests/secure tests/integration/test_secured_kafka.py
+
+screenshots: $(ENVIRONMENT)  ## the pictures of docs/dashboard.md, taken by their test (Debian: chromium)
+	@TURNLOG_WRITE_SCREENSHOTS=1 $(BIN)/python -m pytest -q tests/unit/consumers/test_dashboard_browser.py -k pictures
 
 check: $(ENVIRONMENT)  ## format, lint, types, import floors, unit tests
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/lint-imports

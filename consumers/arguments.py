@@ -48,6 +48,32 @@ def index_arguments(verb: argparse.ArgumentParser) -> None:
     _source(verb)
 
 
+DASHBOARD_EPILOG = """\
+It reads the file that `turnlog index` keeps, and the log or the archive only for tokens and single records. It listens
+on the loopback; [dashboard] host opens it to others, who then log in. docs/dashboard.md shows its pages.
+
+Examples:
+  turnlog dashboard                       serve until Ctrl-C; the first lines say where, and how to log in
+  turnlog dashboard --port 8080           at a port of your choice
+  turnlog dashboard --from archive        when the topics are gone
+  turnlog dashboard link                  another login link to the one that serves
+"""
+
+
+def dashboard_arguments(verb: argparse.ArgumentParser) -> None:
+    """Serve, or print a login link."""
+    verb.formatter_class = argparse.RawDescriptionHelpFormatter
+    verb.epilog = DASHBOARD_EPILOG
+    verb.add_argument(
+        "action", nargs="?", choices=("serve", "link"), default="serve", help="serve (default), or print a login link"
+    )
+    verb.add_argument("--host", default="", metavar="ADDRESS", help="to listen on (default: [dashboard] host)")
+    verb.add_argument(
+        "--port", type=int, default=None, metavar="N", help="there; 0 picks a free one (default: [dashboard] port)"
+    )
+    _source(verb)
+
+
 QUERY_EPILOG = """\
 It asks the file that `turnlog index` keeps; docs/index-schema.md lists its tables. A question reads and computes: it
 opens no file, loads no extension, changes nothing, and ends when its time, memory or rows are used up.

@@ -156,8 +156,8 @@ VERBS: Mapping[str, str] = {
     "archive": "archive, archive flush and status",
     "index": "index, index build",
     "lag": "lag",
-    "reader": "status, replay, fold, dataset, eval, export, books, reward, report, session, tail, why, dead-letters "
-    "list and show, run list",
+    "reader": "status, replay, fold, dataset, eval, export, books, reward, report, session, tail, why, dashboard, "
+    "dead-letters list and show, run list",
     "prune": "archive prune",
     "dead-letters": "dead-letters requeue",
     "skip": "dead-letters skip",

@@ -64,6 +64,8 @@ class TurnTokens:
     segment: int | None
     """Index of the segment that trains it."""
     sample_id: str | None
+    positions: tuple[int, ...]
+    """Of each token in its sample's row; empty where no sample holds them."""
     advantage: float | None
     batch: int | None
     step: int | None
@@ -222,8 +224,8 @@ def _tokens(told: _Told, end: int) -> Iterator[TurnTokens]:
         yield TurnTokens(
             key, place, snapshot.base_len, int32s(snapshot.delta_ids), ids, float32s(snapshot.output_logprobs),
             np.repeat(np.array([v for v, _ in spans], "<i4"), [n for _, n in spans]), became.reasons, became.segment,
-            became.sample_id, became.advantage, became.batch, steps.get(became.batch), snapshot.temperature,
-            snapshot.logprob_kind,
+            became.sample_id, became.positions, became.advantage, became.batch, steps.get(became.batch),
+            snapshot.temperature, snapshot.logprob_kind,
         )  # fmt: skip
 
 
@@ -261,6 +263,7 @@ class _Became:
     reasons: tuple[str, ...]
     segment: int | None = None
     sample_id: str | None = None
+    positions: tuple[int, ...] = ()
     advantage: float | None = None
     batch: int | None = None
 
@@ -273,17 +276,20 @@ def _drawn(told: _Told) -> Iterator[tuple[TurnKey, _Became]]:
         row, drop = rows.get(sample.sample_id), drops.get(sample.sample_id)
         last, lasting = _last_word(row, drop), _trimmed(told, place, sample, row or drop)
         reasons: dict[TurnKey, list[str]] = {}
+        positions: dict[TurnKey, list[int]] = {}
         advantages: dict[TurnKey, float] = {}
         for span in sample.spans:
             key = key_of(span.turn)
             advantages[key] = sample.advantage if span.advantage is None else span.advantage
+            positions.setdefault(key, []).extend(range(span.start, span.start + span.length))
             reasons.setdefault(key, []).extend(
                 last if lasting is None else _of_token(position, lasting, last)
                 for position in range(span.start, span.start + span.length)
             )
         batch = row["batch_index"] if row else None
         for key, found in reasons.items():
-            yield key, _Became(tuple(found), sample.segment_index, sample.sample_id, advantages[key], batch)
+            at = tuple(positions[key])
+            yield key, _Became(tuple(found), sample.segment_index, sample.sample_id, at, advantages[key], batch)
 
 
 def _of_token(position: int, lasting: NDArray[np.uint8], last: str) -> str:

@@ -150,9 +150,19 @@ def session_arguments(verb: argparse.ArgumentParser) -> None:
     shown.add_argument(
         "--tokens", action="store_true", help="the tree, and under each turn its tokens by what became of them"
     )
+    export = actions.add_parser("export", help="the session as one file: a page that loads nothing, or JSON")
+    export.add_argument("id", metavar="ID", help="the session, or the beginning of its id")
+    into = export.add_mutually_exclusive_group(required=True)
+    into.add_argument("--html", metavar="FILE", help="a page for browsers, with its tokens")
+    into.add_argument("--json", dest="json_file", metavar="FILE", help="what docs/dashboard.md describes")
+    _sourced(export)
 
 
 def _named(action: argparse.ArgumentParser) -> None:
     action.add_argument("id", metavar="ID", help="the session")
     action.add_argument("--json", action="store_true")
+    _sourced(action)
+
+
+def _sourced(action: argparse.ArgumentParser) -> None:
     action.add_argument("--from", dest="source", choices=("topics", "archive"), default="topics", help="default topics")

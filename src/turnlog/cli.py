@@ -159,6 +159,8 @@ def _lives(run: argparse.ArgumentParser) -> None:
 
 def _askers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """The verbs that ask what runs how it is."""
+    from turnlog.consumers import arguments as of
+
     status = _verb(verbs, "status", _status, "roles, lag, engines, versions")
     status.add_argument("--json", action="store_true")
     status.add_argument(
@@ -175,6 +177,7 @@ def _askers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     doctor = _verb(verbs, "doctor", _doctor, "check brokers, topics, registry and store, and say what to change")
     doctor.add_argument("--json", action="store_true")
+    of.dashboard_arguments(_verb(verbs, "dashboard", _dashboard, "the run in the browser: sessions, tokens, curves"))
     health = _verb(verbs, "health", _health, "ask a role of this container whether it is ready, for probes")
     health.add_argument("role", choices=(*ROLES, "sandbox", "archive", "index", "views", "lag", "egress", "registry"))
     asked = health.add_mutually_exclusive_group()
@@ -390,6 +393,12 @@ def _index(settings: Settings, arguments: argparse.Namespace) -> int:
     return command(settings, arguments)
 
 
+def _dashboard(settings: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.consumers.dashboard.server import command
+
+    return command(settings, arguments)
+
+
 def _query(settings: Settings, arguments: argparse.Namespace) -> int:
     from turnlog.consumers.index.query import command
 
@@ -488,6 +497,10 @@ def _session(settings: Settings, arguments: argparse.Namespace) -> int:
         from turnlog.consumers.index.console import show_session
 
         return show_session(settings, arguments)
+    if arguments.action == "export":
+        from turnlog.consumers.dashboard.export import command as export
+
+        return export(settings, arguments)
     from turnlog.sandbox_workers.console.rerun import command
 
     return _finished(command(settings, arguments))

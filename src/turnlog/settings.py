@@ -470,6 +470,22 @@ class IndexSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DashboardSettings:
+    """[dashboard] The run in the browser (docs/dashboard.md)."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; beyond the loopback every page demands a login."""
+    port: Port = 0
+    """There; 0 picks a free one."""
+    login: Literal["beyond_loopback", "always"] = "beyond_loopback"
+    """Whether reading on the loopback needs a login, too: other users of the machine reach it."""
+    hosts: tuple[str, ...] = ()
+    """Names that browsers may call it by, beside localhost and addresses in numbers: of a proxy before it, say."""
+    key: str = field(default="", repr=False)
+    """Signs login links and logins; empty makes one in the run's directory, mode 0600."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StatusSettings:
     """[status] `turnlog status` where no supervisor of `turnlog up` runs the roles."""
 
@@ -501,6 +517,7 @@ class Settings:
     views: ViewsSettings = ViewsSettings()
     archive: ArchiveSettings = ArchiveSettings()
     index: IndexSettings = IndexSettings()
+    dashboard: DashboardSettings = field(default_factory=DashboardSettings)
     liveness: LivenessSettings = field(default_factory=LivenessSettings)
     lag: LagSettings = LagSettings()
     status: StatusSettings = StatusSettings()

@@ -100,14 +100,14 @@ class Group:
 class MemoryBroker:
     """Topics, transactions and groups, shared by every connection made to it."""
 
-    def __init__(self, since_ms: int = 1_700_000_000_000) -> None:
-        """`since_ms`: time of the first record, of which each other one is a millisecond later."""
+    def __init__(self, since_ms: int = 1_700_000_000_000, *, every_ms: int = 1) -> None:
+        """`since_ms`: time of the first record; each other one is `every_ms` later."""
         self.specs: dict[str, TopicSpec] = {}
         self.logs: dict[Partition, PartitionLog] = {}
         self.owners: dict[str, Owner] = {}
         self.groups: dict[str, Group] = {}
         self._member_ids = itertools.count()
-        self._clock_ms = itertools.count(since_ms)
+        self._clock_ms = itertools.count(since_ms, every_ms)
         self._waiters: set[asyncio.Future[None]] = set()
 
     # -- topics ------------------------------------------------------------------------------------------------

@@ -1,0 +1,31 @@
+"""The dashboard: a run in the browser, from the index and the records that it names. One more consumer: the loop does
+not know of it.
+
+DashboardFailure
+├── Unknown          the index has no such session, group, batch, record or image
+├── Refused          a request that is not served: a foreign Host or Origin, no login, a form of another login
+└── NotRunning       no dashboard of the run says where it is: there is nothing to log in to
+"""
+
+from __future__ import annotations
+
+
+class DashboardFailure(Exception):
+    """Base of the tree above."""
+
+
+class Unknown(DashboardFailure):
+    """Remedy: an id that the pages link to; the index may be behind the log."""
+
+
+class Refused(DashboardFailure):
+    """Remedy: what the message says."""
+
+    def __init__(self, status: int, message: str) -> None:
+        """`status`: of the answer."""
+        super().__init__(message)
+        self.status = status
+
+
+class NotRunning(DashboardFailure):
+    """Remedy: `turnlog dashboard`."""

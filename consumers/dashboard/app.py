@@ -1,0 +1,372 @@
+"""The pages: which address shows what. Each answer is of one moment of the index and says of which.
+
+Pages of the index are made in threads, each with a connection of its own; what is on the log is asked for by the script
+of a page when it is there (records.Records).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import urlencode
+
+import orjson
+from markupsafe import Markup
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from turnlog.consumers.dashboard import Refused, Unknown, drawing, harmless
+from turnlog.consumers.dashboard.conversation import conversation
+from turnlog.consumers.dashboard.overview import overview
+from turnlog.consumers.dashboard.records import Records
+from turnlog.consumers.index import (
+    BadQuestion,
+    IndexFailure,
+    NoIndex,
+    RecordGone,
+)
+from turnlog.consumers.index.fate import of_session
+from turnlog.consumers.index.reader import SORTS, AsOf, Index, SessionFilter, where_of
+
+STATIC = Path(__file__).parent / "static"
+EVERY_S = 1.0
+"""Between two looks of a live page at the index: it is told no more often that there is something new."""
+STREAMS = 32
+"""Live pages at once."""
+PAGE = 50
+OUTCOMES = ("completed", "truncated", "agent_error", "infra_failure", "expired", "cancelled")
+FATES = (
+    "trained", "open", "unscored", "not_member", "excluded", "discarded", "not_training", "masked", "waiting",
+    "dropped", "drawn", "step_skipped",
+)  # fmt: skip
+STATUS: Mapping[type[Exception], int] = {Unknown: 404, BadQuestion: 400, RecordGone: 410}
+RECIPES = """WITH RECURSIVE found(name) AS (SELECT min(recipe) FROM sessions UNION ALL
+    SELECT (SELECT min(recipe) FROM sessions WHERE recipe > name) FROM found WHERE name IS NOT NULL)
+    SELECT name FROM found WHERE name IS NOT NULL LIMIT 100"""
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """What streams share."""
+
+    stopping: asyncio.Event
+    """Ends them."""
+    tabs: set[object]
+
+
+class Pages:
+    """Of one run."""
+
+    def __init__(self, run: str, index: Path, records: Records, stopping: asyncio.Event, *, hint: str = "") -> None:
+        """`hint`: how the run's index is built, for who finds none."""
+        self._run = run
+        self._index = index
+        self._records = records
+        self._live = Live(stopping, set())
+        self._hint = hint
+        self._templates = harmless.environment()
+        self._templates.filters.update(filters())
+        self._templates.globals.update(asset=asset, outcomes=OUTCOMES, fates=FATES)
+        for name in self._templates.list_templates():  # compiled before anybody waits for it
+            self._templates.get_template(name)
+
+    def application(self) -> Starlette:
+        """What stands behind the guard."""
+        routes: dict[str, Callable[..., Any]] = {
+            "/": self.run, "/sessions": self.sessions, "/sessions/histogram": self.histogram,
+            "/sessions/{id}": self.session, "/sessions/{id}/tokens": self.tokens,
+            "/sessions/{id}/images/{name}": self.image, "/compare": self.compare, "/groups/{id}": self.group,
+            "/batches": self.batches, "/batches/{number:int}": self.batch, "/weights": self.weights,
+            "/dead-letters": self.dead_letters, "/records/{topic}/{partition:int}/{offset:int}": self.record,
+            "/live": self.live, "/login": self.login,
+        }  # fmt: skip
+        return Starlette(
+            routes=[
+                *(Route(path, self._speaking(answer), methods=["GET"]) for path, answer in routes.items()),
+                Mount("/static", StaticFiles(directory=STATIC)),
+            ],
+            exception_handlers={404: self.not_there, 405: self.not_there},
+        )
+
+    def _speaking(self, answer: Callable[..., Any]) -> Callable[[Request], Awaitable[Response]]:
+        """An endpoint whose errors of ours become pages that say what is wrong and what to do."""
+
+        async def spoken(request: Request) -> Response:
+            try:
+                if asyncio.iscoroutinefunction(answer):
+                    return cast(Response, await answer(request))
+                return cast(Response, await asyncio.to_thread(answer, request))
+            except Exception as error:
+                if not type(error).__module__.startswith("turnlog."):
+                    raise
+                return self._failure(request, error)
+
+        return spoken
+
+    def run(self, request: Request) -> Response:
+        """The run at a glance."""
+        with self._opened() as index:
+            found = overview(index, whole="all" in request.query_params)
+        return self._page(request, "run.html", found.as_of, of=found, live=True)
+
+    def sessions(self, request: Request) -> Response:
+        """A page of sessions."""
+        wanted, asked = _filter(request)
+        sort = request.query_params.get("sort", "started_ms")
+        descending = request.query_params.get("order", "desc") != "asc"
+        with self._opened() as index:
+            page = index.sessions(
+                wanted, sort=sort, descending=descending, after=request.query_params.get("after"), limit=PAGE
+            )
+            recipes = [row["name"] for row in index.rows(RECIPES)]
+        kept = {**asked, "sort": sort, "order": "desc" if descending else "asc"}
+        return self._page(
+            request, "sessions.html", page.as_of, page=page, asked=asked, sort=sort, descending=descending,
+            sorts=SORTS, recipes=recipes, link=lambda **more: "/sessions?" + urlencode({**kept, **more}),
+            bars="/sessions/histogram?" + urlencode(asked),
+        )  # fmt: skip
+
+    def histogram(self, request: Request) -> Response:
+        """Rewards of the sessions that pass, whatever range of them is chosen; each bar chooses its own."""
+        wanted, asked = _filter(request, but=("min_reward", "max_reward"))
+        chosen = {"min_reward", "max_reward"} & set(request.query_params)
+        with self._opened() as index:
+            bins, _ = index.rewards(wanted)
+
+        def href(least: float, most: float) -> str:
+            return "/sessions?" + urlencode({**asked, "min_reward": f"{least:.6g}", "max_reward": f"{most:.6g}"})
+
+        return HTMLResponse(drawing.histogram(bins, href, bool(chosen)))
+
+    def session(self, request: Request) -> Response:
+        """One session; its tokens come when the page is there."""
+        name = request.path_params["id"]
+        with self._opened() as index:
+            view = index.session(name)
+            if view is None:
+                raise Unknown(f"the index has no session {name}")
+            siblings = index.rows(
+                "SELECT session_id, rollout_index, attempt, reward, fate FROM sessions WHERE group_id = ? "
+                "ORDER BY rollout_index, attempt LIMIT 100",
+                view.row.group_id,
+            )
+        talk = conversation(view)
+        return self._page(
+            request, "session.html", view.as_of, view=view, talk=talk, tree=drawing.tree(talk), chain=of_session(view),
+            siblings=siblings, exported=None,
+        )  # fmt: skip
+
+    async def tokens(self, request: Request) -> Response:
+        """A session's tokens as JSON (docs/dashboard.md)."""
+        return Response(await self._records.tokens(request.path_params["id"]), media_type="application/json")
+
+    def image(self, request: Request) -> Response:
+        """A picture of pixels that a message of the session holds."""
+        with self._opened() as index:
+            view = index.session(request.path_params["id"])
+        content = None if view is None else conversation(view).images.get(request.path_params["name"])
+        kind = None if content is None else harmless.raster(content)
+        if content is None or kind is None:
+            raise Unknown("no message of the session holds this image")
+        return Response(content, media_type=kind)
+
+    def compare(self, request: Request) -> Response:
+        """Two sessions side by side."""
+        sides = []
+        with self._opened() as index, index.snapshot() as as_of:
+            for side in ("left", "right"):
+                name = request.query_params.get(side, "")
+                view = index.session(name)
+                if view is None:
+                    raise Unknown(f"{side}: the index has no session {name!r}")
+                sides.append((view, conversation(view)))
+        return self._page(request, "compare.html", as_of, sides=sides)
+
+    def group(self, request: Request) -> Response:
+        """One group."""
+        name = request.path_params["id"]
+        with self._opened() as index:
+            found = index.group(name)
+            if found is None:
+                raise Unknown(f"the index has no group {name}")
+            drawn = index.rows("SELECT batch_index, draw_index FROM batch_groups WHERE group_id = ?", name)
+        return self._page(request, "group.html", found.as_of, of=found, drawn=drawn)
+
+    def batches(self, request: Request) -> Response:
+        """Batches, the newest first."""
+        before = _whole(request, "before", 2**62)
+        with self._opened() as index, index.snapshot() as as_of:
+            rows = index.rows(
+                "SELECT b.*, s.step, s.loss, s.reward_mean, s.skipped AS step_skipped FROM batches b LEFT JOIN steps s "
+                "ON s.batch_index = b.batch_index WHERE b.batch_index < ? ORDER BY b.batch_index DESC LIMIT ?",
+                before, PAGE + 1,
+            )  # fmt: skip
+        return self._page(request, "batches.html", as_of, rows=rows[:PAGE], more=len(rows) > PAGE)
+
+    def batch(self, request: Request) -> Response:
+        """One batch."""
+        number = request.path_params["number"]
+        with self._opened() as index:
+            found = index.batch(number)
+            if found is None:
+                raise Unknown(f"the index has no batch {number}")
+        return self._page(request, "batch.html", found.as_of, of=found)
+
+    def weights(self, request: Request) -> Response:
+        """Published versions and who loaded them."""
+        with self._opened() as index, index.snapshot() as as_of:
+            versions, _ = index.versions()
+            engines, _ = index.engines()
+        return self._page(request, "weights.html", as_of, versions=list(reversed(versions)), engines=engines)
+
+    def dead_letters(self, request: Request) -> Response:
+        """Refused records, and those in no table."""
+        after = _whole(request, "after", -1)
+        with self._opened() as index, index.snapshot() as as_of:
+            letters, _ = index.dead_letters(after=after, limit=PAGE + 1)
+            unread = index.rows("SELECT * FROM unread ORDER BY time_ms DESC LIMIT ?", PAGE)
+        more = letters[PAGE - 1]["place"] if len(letters) > PAGE else None
+        return self._page(request, "dead-letters.html", as_of, letters=letters[:PAGE], more=more, unread=unread)
+
+    async def record(self, request: Request) -> Response:
+        """A record as it stands on the log."""
+        place = request.path_params
+        body = await self._records.record(place["topic"], place["partition"], place["offset"])
+        with self._opened() as index:
+            as_of = index.as_of()
+        text = orjson.dumps(body["event"], option=orjson.OPT_INDENT_2).decode()
+        return self._page(request, "record.html", as_of, body=body, text=text)
+
+    async def live(self, request: Request) -> Response:
+        """Server-sent events: `moved` whenever the index is further, at most one every EVERY_S."""
+        if len(self._live.tabs) >= STREAMS:
+            raise Refused(503, f"{STREAMS} pages are live already: close one, and reload this one")
+        headers = {"x-accel-buffering": "no"}
+        return StreamingResponse(self._moves(request), media_type="text/event-stream", headers=headers)
+
+    async def _moves(self, request: Request) -> AsyncIterator[str]:
+        tab, last = object(), -1
+        self._live.tabs.add(tab)
+        try:
+            while not self._live.stopping.is_set() and not await request.is_disconnected():
+                try:
+                    found = await asyncio.to_thread(self._as_of)
+                except IndexFailure as error:
+                    yield f"event: lost\ndata: {orjson.dumps(harmless.visible(str(error))).decode()}\n\n"
+                    found = None
+                if found is not None and found.written_ms != last:
+                    first, last = last == -1, found.written_ms
+                    yield f"event: {'here' if first else 'moved'}\ndata: {orjson.dumps(clock(last)).decode()}\n\n"
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._live.stopping.wait(), EVERY_S)
+        finally:
+            self._live.tabs.discard(tab)
+
+    def _as_of(self) -> AsOf:
+        with self._opened() as index:
+            return index.as_of()
+
+    def login(self, request: Request) -> Response:
+        """What to do without a link."""
+        return self._page(request, "login.html", None)
+
+    async def not_there(self, request: Request, _: Exception) -> Response:
+        """An address that is none of ours."""
+        return self._failure(request, Unknown(f"{request.url.path}: there is no such page"))
+
+    def _failure(self, request: Request, error: Exception) -> Response:
+        """What is no fault of the request's is 503: it may be there later."""
+        status = error.status if isinstance(error, Refused) else STATUS.get(type(error), 503)
+        if request.url.path.endswith(("/tokens", "/live", "/histogram")):
+            said = harmless.visible(f"{type(error).__name__}: {error}")
+            return Response(orjson.dumps({"error": said}), status, media_type="application/json")
+        hint = self._hint if isinstance(error, NoIndex) else ""
+        kind = type(error).__name__
+        return self._page(request, "failure.html", None, status=status, kind=kind, error=error, hint=hint)
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[Index]:
+        with Index.open(self._index) as index:
+            yield index
+
+    def _page(
+        self, request: Request, template: str, as_of: AsOf | None, *, status: int = 200, **about: Any
+    ) -> Response:
+        context = {"live": False, "path": request.url.path, "visitor": request.state.visitor, "as_of": as_of,
+                   "run_id": self._run, **about}  # fmt: skip
+        return HTMLResponse(self._templates.get_template(template).render(context), status)
+
+
+def _filter(request: Request, *, but: tuple[str, ...] = ()) -> tuple[SessionFilter, dict[str, str]]:
+    """What the form asks for, and its fields that say something. Raises BadQuestion."""
+    kinds: dict[str, Callable[[str], Any]] = dict.fromkeys(
+        ("recipe", "task_id", "group_id", "outcome", "fate", "text"), str
+    )
+    kinds |= {"min_reward": float, "max_reward": float, "min_version": int, "max_version": int, "batch_index": int,
+              "failed_calls": bool}  # fmt: skip
+    values, asked = {}, {}
+    for name, kind in kinds.items():
+        text = request.query_params.get(name, "").strip()
+        if not text or name in but:
+            continue
+        try:
+            values[name], asked[name] = kind(text), text
+        except ValueError:
+            raise BadQuestion(f"{name}: {text!r} is no number") from None
+    return SessionFilter(**values), asked
+
+
+def _whole(request: Request, name: str, otherwise: int) -> int:
+    """Raises BadQuestion."""
+    text = request.query_params.get(name, "")
+    if not text:
+        return otherwise
+    if not text.lstrip("-").isdecimal() or len(text) > 19:
+        raise BadQuestion(f"{name}: {text!r} is no whole number")
+    return int(text)
+
+
+def clock(ms: int | None) -> str:
+    """A time of the log, UTC."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(ms / 1000)) + " UTC" if ms else "–"
+
+
+def moment(ms: int | None) -> Markup:
+    """A time in a table: without its year."""
+    if not ms:
+        return Markup("–")
+    short = time.strftime("%m-%d %H:%M:%S", time.gmtime(ms / 1000))
+    return Markup('<time title="{}">{}</time>').format(clock(ms), short)
+
+
+def record_link(place: int | str) -> Markup:
+    """A link to a record, by its place or its topic[partition]@offset."""
+    said = where_of(place) if isinstance(place, int) else place
+    topic, _, rest = said.partition("[")
+    partition, _, offset = rest.partition("]@")
+    return Markup('<a class="at" href="/records/{}/{}/{}">{}</a>').format(topic, partition, offset, said)
+
+
+def filters() -> dict[str, Callable[..., Any]]:
+    """Of templates, how numbers, times and places are shown."""
+    return {
+        "number": drawing.number, "clock": clock, "moment": moment, "where": where_of, "json": _from_json,
+        "record": record_link, "short": lambda text: str(text)[:12],
+    }  # fmt: skip
+
+
+def asset(name: str) -> str:
+    """Address of a file of ours; another content is another address."""
+    return f"/static/{name}?{int((STATIC / name).stat().st_mtime)}"
+
+
+def _from_json(text: str | None) -> Any:
+    return orjson.loads(text) if text else {}

@@ -1,0 +1,103 @@
+"""`turnlog session export`: one session as a page in one file, or as JSON (docs/dashboard.md has the schema)."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import dataclasses
+import hashlib
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+from markupsafe import Markup
+
+from turnlog import __version__
+from turnlog.consumers.arguments import ARCHIVE
+from turnlog.consumers.dashboard import drawing, harmless
+from turnlog.consumers.dashboard.app import STATIC, clock, filters
+from turnlog.consumers.dashboard.conversation import conversation
+from turnlog.consumers.dashboard.records import SessionTokens, Vocabulary, session_tokens
+from turnlog.consumers.index import BadQuestion
+from turnlog.consumers.index.console import resolved
+from turnlog.consumers.index.fate import of_session
+from turnlog.consumers.index.reader import Index, SessionView, path_of, where_of
+from turnlog.infra.roles.role import opened
+from turnlog.infra.roles.terminal import say
+from turnlog.names import ExitStatus
+from turnlog.settings import Settings
+
+SCHEMA: Final = "turnlog.session/1"
+
+
+class _Inlined:
+    """What a page in one file brings with it: style and script, which its policy knows by their hashes, and the tokens
+    as data that cannot end their element."""
+
+    def __init__(self, tokens: dict[str, Any]) -> None:
+        self.style = Markup((STATIC / "dashboard.css").read_text())
+        self.script = Markup((STATIC / "dashboard.js").read_text())
+        self.tokens = Markup(orjson.dumps(tokens).decode().replace("<", "\\u003c"))
+        self.policy = (
+            f"default-src 'none'; script-src '{_hash(self.script)}'; style-src '{_hash(self.style)}'; img-src data:; "
+            "base-uri 'none'; form-action 'none'"
+        )
+
+    def image(self, content: bytes) -> str:
+        """A picture of pixels as its own address."""
+        return f"data:{harmless.raster(content)};base64,{base64.b64encode(content).decode()}"
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def as_html(view: SessionView, tokens: SessionTokens) -> str:
+    """A page that loads nothing and leads nowhere."""
+    templates = harmless.environment()
+    templates.filters.update(filters())
+    talk = conversation(view)
+    return templates.get_template("session.html").render(
+        view=view, talk=talk, tree=drawing.tree(talk), chain=of_session(view), siblings=[], as_of=view.as_of,
+        run_id=view.as_of.run_id, exported=_Inlined(tokens.body()),
+    )  # fmt: skip
+
+
+def as_json(view: SessionView, tokens: SessionTokens) -> dict[str, Any]:
+    """All that the index holds of a session, and its tokens."""
+    return {
+        "schema": SCHEMA, "turnlog": __version__, "as_of": view.as_of.body(), "session": dataclasses.asdict(view.row),
+        "turns": [_placed(row) for row in view.turns], "calls": [dict(row) for row in view.calls],
+        "tree": None if view.tree is None else _placed(view.tree), "samples": [_placed(row) for row in view.samples],
+        "batch_rows": [dict(row) for row in view.batch_rows], "drops": [dict(row) for row in view.drops],
+        "score": None if view.score is None else _placed(view.score),
+        "chain": [dataclasses.asdict(link) for link in of_session(view)], "tokens": tokens.body(),
+    }  # fmt: skip
+
+
+def _placed(row: Any) -> dict[str, Any]:
+    """A row with where its record stands."""
+    return {**{name: value for name, value in row.items() if name != "place"}, "at": where_of(row["place"])}
+
+
+def command(settings: Settings, arguments: argparse.Namespace) -> int:
+    """Write the file; the exit status. Raises IndexFailure, LogError, OSError."""
+    return asyncio.run(_export(settings, arguments))
+
+
+async def _export(settings: Settings, arguments: argparse.Namespace) -> int:
+    with Index.open(path_of(settings)) as index, index.snapshot() as as_of:
+        kind, name = resolved(index, arguments.id)
+        view = index.session(name) if kind == "session" else None
+        if view is None:
+            raise BadQuestion(f"{name} is a group: `turnlog why {name}` names its sessions")
+        async with opened("session", settings, archive=arguments.source == ARCHIVE) as role:
+            tokens = await session_tokens(role, index, view, Vocabulary(settings.model.path))
+    if arguments.html is not None:
+        content, path = as_html(view, tokens).encode(), arguments.html
+    else:
+        content, path = orjson.dumps(as_json(view, tokens), option=orjson.OPT_INDENT_2), arguments.json_file
+    await asyncio.to_thread(Path(path).write_bytes, content)
+    say(f"session {name}, as of {clock(as_of.written_ms)}: {path} ({len(content):,} bytes)", *tokens.notes)
+    return ExitStatus.DONE

@@ -1,0 +1,269 @@
+"""Who may ask the dashboard for what: a wall of ASGI around its pages.
+
+* Host: a loopback name, an address in numbers, or one of [dashboard] hosts; a name of somebody else's that leads here
+  (DNS rebinding) is refused.
+* Reading on the loopback needs no login unless [dashboard] login says so; beyond it every page does.
+* What changes something is a POST by a login, from a page of ours (Origin), with that login's form token (CSRF).
+* A login begins with a link that counts once, and is a cookie that no script reads and no other site sends.
+* Every answer says what it may load: nothing but files of ours.
+
+Links, cookies and form tokens are HMACs under one key ([dashboard] key, else the run's own): nothing is stored.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Final
+from urllib.parse import parse_qs, urlsplit
+
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from turnlog.consumers.dashboard import Refused
+from turnlog.infra.roles.health import BodyTooLarge, body_of
+from turnlog.infra.run_folder import kept_secret, present
+
+KEY: Final = Path("dashboard.key")
+"""In the run's folder."""
+LINK_S: Final = 900.0
+"""For so long a link may be used."""
+LOGIN_S: Final = 7 * 86400.0
+"""For so long a login lasts."""
+FORM_BYTES: Final = 16_384
+POLICY: Final = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; form-action 'self'; "
+    "base-uri 'none'; frame-ancestors 'none'"
+)
+HEADERS: Final = {  # no-referrer would have browsers send "Origin: null" with our own forms
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), geolocation=(), microphone=()",
+}
+OPEN: Final = ("/login", "/static/")
+"""Paths for who has not logged in."""
+LOOPBACK_NAMES: Final = frozenset({"localhost", "localhost."})
+FIELD: Final = "form_token"
+
+
+class Keys:
+    """Makes and knows links, logins and form tokens."""
+
+    def __init__(self, configured: str, directory: Path, now: Callable[[], float] = time.time) -> None:
+        """`configured`: [dashboard] key; empty makes one in the run's directory, mode 0600."""
+        self._key = configured or kept_secret(directory / KEY)
+        self._now = now
+        self._begun = now()
+        self._used: dict[str, float] = {}
+
+    def link_token(self, url: str) -> str:
+        """Of a link to the dashboard at `url`, good once and for LINK_S seconds."""
+        return self._signed("link", url)
+
+    def take_link(self, token: str, url: str) -> None:
+        """Raises Refused for one that was used, is old, older than this process, or of another dashboard."""
+        made = self._opened("link", token, url, LINK_S)
+        if made is None or made < self._begun or token in self._used:
+            raise Refused(403, "this login link was used, or is too old: `turnlog dashboard link` prints another")
+        self._used = {one: at for one, at in self._used.items() if at > self._now() - LINK_S} | {token: made}
+
+    def login(self) -> str:
+        """The value of a new login's cookie."""
+        return self._signed("login", "")
+
+    def is_login(self, cookie: str) -> bool:
+        """Whether the cookie is one of ours, and not over."""
+        return cookie not in self._used and self._opened("login", cookie, "", LOGIN_S) is not None
+
+    def end(self, cookie: str) -> None:
+        """Log out: while this process lives the cookie is worth nothing, wherever it was copied to."""
+        self._used[cookie] = self._now() + LOGIN_S
+
+    def form_token(self, cookie: str) -> str:
+        """What forms of a login carry."""
+        return self._mac("form", cookie, "", "")
+
+    def _signed(self, kind: str, about: str) -> str:
+        made, nonce = f"{self._now():.3f}", secrets.token_urlsafe(18)
+        return f"{made}~{nonce}~{self._mac(kind, made, nonce, about)}"
+
+    def _opened(self, kind: str, text: str, about: str, lasts_s: float) -> float | None:
+        """When it was made; None of one that is not ours, or is over."""
+        made, _, rest = text.partition("~")
+        nonce, _, mac = rest.partition("~")
+        if not text.isascii() or not hmac.compare_digest(mac, self._mac(kind, made, nonce, about)):
+            return None
+        return float(made) if self._now() - float(made) <= lasts_s else None
+
+    def _mac(self, *parts: str) -> str:
+        text = "".join(f"{len(part)}:{part}" for part in parts)
+        return hmac.new(present(self._key).encode(), text.encode(), sha256).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Of one dashboard."""
+
+    hosts: frozenset[str]
+    """Names that people know it by, beside numbers and the loopback's."""
+    login: bool
+    """Reading needs a login, too."""
+    cookie: str
+    """The cookie's name: cookies of all ports of a host are in one jar."""
+    url: str
+    """Where it listens: links are for one dashboard."""
+
+
+@dataclass(slots=True)
+class Visitor:
+    """Who asks: in a request's state."""
+
+    cookie: str = ""
+    """Of a login; empty of none."""
+    form_token: str = field(default="", repr=False)
+
+    @property
+    def logged_in(self) -> bool:
+        return bool(self.cookie)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address that is bound is reached from this machine alone."""
+    if host in LOOPBACK_NAMES:
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class Guard:
+    """The wall; `pages` is what stands behind it."""
+
+    def __init__(self, pages: ASGIApp, keys: Keys, rules: Rules) -> None:
+        self._pages = pages
+        self._keys = keys
+        self._rules = rules
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            raise Refused(400, f"{scope['type']}: only http is spoken here")
+        request = Request(scope, receive)
+        visitor = self._visitor(request)
+        scope.setdefault("state", {})["visitor"] = visitor
+        try:
+            self._check(request, visitor)
+            if request.url.path == "/login" and request.query_params.get("token"):
+                answer = self._logged_in(request)
+            elif request.url.path == "/logout" and request.method == "POST":
+                answer = await self._logged_out(request, visitor)
+            else:
+                await self._pages(scope, receive, _with_headers(send, request.url.path))
+                return
+        except Refused as refusal:
+            answer = Response(f"{refusal}\n", refusal.status, media_type="text/plain")
+        await answer(scope, receive, _with_headers(send, request.url.path))
+
+    def _visitor(self, request: Request) -> Visitor:
+        cookie = request.cookies.get(self._rules.cookie, "")
+        if not cookie or not self._keys.is_login(cookie):
+            return Visitor()
+        return Visitor(cookie, self._keys.form_token(cookie))
+
+    def _check(self, request: Request, visitor: Visitor) -> None:
+        """Raises Refused."""
+        host = request.headers.get("host", "")
+        if not self._knows(host):
+            raise Refused(
+                421, f"this dashboard is not called {host[:200]!r}: use its address in numbers, or add the name to "
+                "[dashboard] hosts"
+            )  # fmt: skip
+        if request.method not in ("GET", "HEAD", "POST"):
+            raise Refused(405, f"{request.method[:20]} is not served")
+        if self._rules.login and not visitor.logged_in and not request.url.path.startswith(OPEN):
+            raise Refused(401, "log in first: `turnlog dashboard link` prints a link that counts once")
+        if request.method == "POST":
+            _check_origin(request)
+            if not visitor.logged_in:
+                raise Refused(403, "log in first: `turnlog dashboard link` prints a link that counts once")
+
+    def _knows(self, host: str) -> bool:
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        if name in self._rules.hosts or name in LOOPBACK_NAMES:
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+    def _logged_in(self, request: Request) -> Response:
+        """Raises Refused."""
+        self._keys.take_link(request.query_params["token"], self._rules.url)
+        answer = RedirectResponse("/", 303)
+        answer.set_cookie(
+            self._rules.cookie, self._keys.login(), max_age=int(LOGIN_S), httponly=True, samesite="strict",
+            secure=request.url.scheme == "https", path="/",
+        )  # fmt: skip
+        return answer
+
+    async def _logged_out(self, request: Request, visitor: Visitor) -> Response:
+        """Raises Refused."""
+        await checked_form(request)
+        self._keys.end(visitor.cookie)
+        answer = RedirectResponse("/", 303)
+        answer.delete_cookie(self._rules.cookie, path="/", httponly=True, samesite="strict")
+        return answer
+
+
+def _check_origin(request: Request) -> None:
+    """Raises Refused for a POST that another site's page sent, or that does not say which page did."""
+    origin, site = request.headers.get("origin", ""), request.headers.get("sec-fetch-site", "same-origin")
+    if urlsplit(origin).netloc != request.headers["host"] or site != "same-origin":
+        raise Refused(
+            403, f"a form of another site ({origin[:200] or 'no Origin'}): actions come from pages of this one"
+        )
+
+
+async def checked_form(request: Request) -> Mapping[str, str]:
+    """The fields of a POST by a login that carries its form token. Raises Refused."""
+    visitor: Visitor = request.scope["state"]["visitor"]
+    try:
+        body = await body_of(request, FORM_BYTES, "send the form of the page")
+        fields = {name: values[-1] for name, values in parse_qs(body.decode(), keep_blank_values=True).items()}
+    except (BodyTooLarge, ValueError) as error:
+        raise Refused(400, f"not a form: {error}") from error
+    if not visitor.logged_in or not hmac.compare_digest(fields.get(FIELD, "").encode(), visitor.form_token.encode()):
+        raise Refused(403, "this form is of another login: open the page again")
+    return fields
+
+
+def _with_headers(send: Send, path: str) -> Send:
+    kept = "max-age=3600" if path.startswith("/static/") else "no-store"
+
+    async def guarded(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            named = {name for name, _ in message["headers"]}
+            more = {"cache-control": kept} | HEADERS
+            message["headers"] = [
+                *message["headers"],
+                *((name.encode(), value.encode()) for name, value in more.items() if name.encode() not in named),
+            ]
+        await send(message)
+
+    return guarded

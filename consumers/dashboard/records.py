@@ -1,0 +1,255 @@
+"""What the index only names: tokens of a session, and single records as they stand on the log. Read from the topics, or
+from the archive, when a page first asks: the pages of the index alone need neither.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as parquet
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from turnlog.consumers.dashboard import Unknown
+from turnlog.consumers.dashboard.harmless import visible
+from turnlog.consumers.index import fate
+from turnlog.consumers.index.console import as_json
+from turnlog.consumers.index.reader import Index, SessionView, where_of
+from turnlog.consumers.index.schema import NUMBER, OFFSET_BITS, PARTITION_BITS, place_of, standing
+from turnlog.infra.blobs import BlobMissing
+from turnlog.infra.log import Record
+from turnlog.infra.roles.role import Role
+from turnlog.schemas.events import SessionStarted, StepCompleted
+
+T = TypeVar("T")
+KEPT = 8
+"""Sessions whose tokens are remembered."""
+FIGURES = ("entropy", "gap", "ratio")
+"""Of a trained token, from its step's token file: `gap` is the trainer's log-prob less the engine's."""
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+NO_MODEL = "[model] path names no tokenizer.json: tokens are shown by id"
+OTHER_MODEL = "the tokenizer of [model] path is not the one that the session was sampled with: tokens are shown by id"
+
+
+class Vocabulary:
+    """Texts of token ids, where the model's tokenizer is at hand."""
+
+    def __init__(self, folder: str) -> None:
+        """`folder`: [model] path; one without a tokenizer.json gives no text."""
+        path = Path(folder) / "tokenizer.json"
+        data = path.read_bytes() if folder and path.is_file() else b""
+        self.sha256 = hashlib.sha256(data).hexdigest() if data else ""
+        self._tokenizer: Any = Tokenizer.from_str(data.decode()) if data else None
+
+    def lacks(self, sha256: str) -> str:
+        """Why it has no text for tokens of the tokenizer with this hash (empty: nobody said which); empty if it has."""
+        if self._tokenizer is None:
+            return NO_MODEL
+        return OTHER_MODEL if sha256 not in ("", self.sha256) else ""
+
+    def texts(self, ids: Iterable[int]) -> dict[int, str]:
+        """Of each id its text, invisible characters as escapes; a part of a character as the tokenizer writes it."""
+        wanted = sorted(set(ids))
+        found = self._tokenizer.decode_batch([[each] for each in wanted], skip_special_tokens=False)
+        return {
+            each: visible(text if UNKNOWN not in text else self._tokenizer.id_to_token(each) or text)
+            for each, text in zip(wanted, found, strict=True)
+        }
+
+    def special(self, ids: Iterable[int]) -> list[int]:
+        """Those that are special tokens."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return sorted({each for each in ids if each in added and added[each].special})
+
+
+@dataclass(frozen=True, slots=True)
+class SessionTokens:
+    """A session's tokens and what a page needs to colour them."""
+
+    turns: Sequence[fate.TurnTokens]
+    figures: Mapping[str, Mapping[str, NDArray[np.float32]]]
+    """Of a sample the trainer's logprob, entropy and ratio by position, NaN where its step's file says nothing."""
+    texts: Mapping[int, str]
+    special: Sequence[int]
+    notes: Sequence[str]
+    """What could not be had, and why."""
+    as_of: Mapping[str, Any]
+
+    def body(self) -> dict[str, Any]:
+        """As JSON, small: texts once an id, what seldom changes as [value, how often]. docs/dashboard.md has the
+        schema."""
+        reasons: dict[str, int] = {}
+        turns = [self._turn(turn, reasons) for turn in self.turns]
+        return {
+            "reasons": list(reasons), "turns": turns, "texts": {str(each): text for each, text in self.texts.items()},
+            "special": list(self.special), "notes": list(self.notes), "as_of": self.as_of,
+        }  # fmt: skip
+
+    def _turn(self, turn: fate.TurnTokens, reasons: dict[str, int]) -> dict[str, Any]:
+        known = self.figures.get(turn.sample_id or "")
+        figures = None
+        if known is not None and len(turn.positions) == len(turn.ids):
+            own = {name: _at(column, turn.positions) for name, column in known.items()}
+            if turn.logprob_kind == "at_temperature" or turn.temperature == 1.0:  # else they are of two distributions
+                own["gap"] = own["logprob"] - turn.logprobs
+            figures = {name: _numbers(own[name]) for name in FIGURES if name in own}
+        return {
+            "at": where_of(turn.place), "context": turn.context, "delta": turn.delta.tolist(), "ids": turn.ids.tolist(),
+            "logprobs": _numbers(turn.logprobs), "versions": runs(turn.versions.tolist()),
+            "fate": runs([reasons.setdefault(reason, len(reasons)) for reason in turn.reasons]),
+            "advantage": turn.advantage, "segment": turn.segment, "sample": turn.sample_id, "batch": turn.batch,
+            "step": turn.step, "temperature": turn.temperature, "logprob_kind": turn.logprob_kind, "figures": figures,
+        }  # fmt: skip
+
+
+class Records:
+    """A run's records behind its index. Of one event loop."""
+
+    def __init__(
+        self, index: Path, vocabulary: Vocabulary, connect: Callable[[], AbstractAsyncContextManager[Role]]
+    ) -> None:
+        """`connect` opens a role on the topics or the archive; it is called when a record is first asked for."""
+        self._index = index
+        self._vocabulary = vocabulary
+        self._connect = connect
+        self._stack = AsyncExitStack()
+        self._role: Role | None = None
+        self._one = asyncio.Lock()
+        self._kept: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+
+    async def close(self) -> None:
+        """Let go of the log."""
+        await self._stack.aclose()
+
+    async def tokens(self, session_id: str) -> bytes:
+        """JSON of SessionTokens, of the index as it is now. Raises Unknown, and as `session_tokens`."""
+        with Index.open(self._index) as index, index.snapshot() as as_of:
+            key = session_id, as_of.written_ms
+            async with self._one:  # one at a time: a session is read whole
+                if key not in self._kept:
+                    view = index.session(session_id)
+                    if view is None:
+                        raise Unknown(f"the index has no session {session_id}")
+                    found = await session_tokens(await self._opened(), index, view, self._vocabulary)
+                    self._kept[key] = orjson.dumps(await asyncio.to_thread(found.body))
+                self._kept.move_to_end(key)
+                while len(self._kept) > KEPT:
+                    self._kept.popitem(last=False)
+                return self._kept[key]
+
+    async def record(self, topic: str, partition: int, offset: int) -> dict[str, Any]:
+        """A record as JSON. Raises Unknown, RecordGone, LogError."""
+        if topic not in NUMBER or partition >= 1 << PARTITION_BITS or offset >= 1 << OFFSET_BITS:
+            raise Unknown(f"{topic}[{partition}]@{offset} is no place that the index knows")
+        place = place_of(topic, partition, offset)
+        role = await self._opened()
+        known = await role.log.topics()
+        if topic not in known or partition >= known[topic].partitions:
+            raise Unknown(f"{topic}[{partition}] is not on the log")
+        event = (await fate.events_at(role, [place]))[place]
+        body = as_json(Record(topic, partition, offset, b"", b"", (), 0), event)
+        del body["time_ms"]
+        return body
+
+    async def _opened(self) -> Role:
+        if self._role is None:
+            self._role = await self._stack.enter_async_context(self._connect())
+        return self._role
+
+
+async def session_tokens(role: Role, index: Index, view: SessionView, vocabulary: Vocabulary) -> SessionTokens:
+    """Raises RecordGone, NothingToReplay, LogError, ArchiveError."""
+    turns = await fate.tokens(role, index, view)
+    notes = [] if turns else ["no turn of this session has tokens on the log"]
+    figures = await _figures(role, view, notes)
+    lacks = vocabulary.lacks(await _tokenizer_of(role, index, view))
+    ids = set().union(*(set(each.tolist()) for turn in turns for each in (turn.ids, turn.delta)))
+    if lacks:
+        notes.append(lacks)
+    texts = {} if lacks else vocabulary.texts(ids)
+    return SessionTokens(turns, figures, texts, [] if lacks else vocabulary.special(ids), notes, view.as_of.body())
+
+
+async def _tokenizer_of(role: Role, index: Index, view: SessionView) -> str:
+    """Its sha256, as SessionStarted says it."""
+    started = next((each["place"] for each in view.events if each["kind"] == SessionStarted.__name__), None)
+    row = None if started is None else index.row("SELECT value FROM session_events_records WHERE place = ?", started)
+    if row is None or started is None:
+        return ""
+    place, offset = standing(started)
+    event = await role.events.decode(Record(place.topic, place.number, offset, b"", row["value"], (), 0))
+    return event.tokenizer_sha256 if isinstance(event, SessionStarted) else ""
+
+
+async def _figures(role: Role, view: SessionView, notes: list[str]) -> dict[str, dict[str, NDArray[np.float32]]]:
+    """Of each sample in a batch whose step left a token file."""
+    steps: dict[int, set[str]] = {}
+    for row in view.batch_rows:
+        if row["step_place"] is not None:
+            steps.setdefault(row["step_place"], set()).add(row["sample_id"])
+    found: dict[str, dict[str, NDArray[np.float32]]] = {}
+    for place, event in (await fate.events_at(role, steps)).items():
+        if not isinstance(event, StepCompleted) or event.token_file is None:
+            continue
+        try:
+            content = await role.blobs.get(event.token_file)
+        except BlobMissing as error:
+            notes.append(f"what step {event.step} made of its tokens is not in the store: {error}")
+            continue
+        found |= await asyncio.to_thread(_columns, content, steps[place])
+    return found
+
+
+def _columns(content: bytes, samples: Iterable[str]) -> dict[str, dict[str, NDArray[np.float32]]]:
+    """Columns of a token file by sample and position."""
+    wanted = list(samples)
+    table = parquet.read_table(pa.BufferReader(content), filters=[("sample_id", "in", wanted)])
+    names = np.array(table["sample_id"].cast(pa.string()).to_pylist(), dtype=object)
+    at = table["position"].to_numpy()
+    found = {}
+    for sample in wanted:
+        own = np.flatnonzero(names == sample)
+        if len(own):
+            found[sample] = {
+                name: _placed(at[own], table[name].to_numpy()[own]) for name in ("logprob", "entropy", "ratio")
+            }
+    return found
+
+
+def _placed(at: NDArray[np.int32], values: NDArray[np.float32]) -> NDArray[np.float32]:
+    found = np.full(int(at.max()) + 1, np.nan, dtype=np.float32)
+    found[at] = values
+    return found
+
+
+def _at(column: NDArray[np.float32], positions: Sequence[int]) -> NDArray[np.float32]:
+    """Its values there; the file ends with its last trained token."""
+    at = np.array(positions, dtype=np.int64)
+    inside = at < len(column)
+    return np.where(inside, column[np.where(inside, at, 0)], np.float32(np.nan))
+
+
+def runs(values: Sequence[T]) -> list[list[Any]]:
+    """[value, how often] of values that stand beside each other."""
+    found: list[list[Any]] = []
+    for value in values:
+        if found and found[-1][0] == value:
+            found[-1][1] += 1
+        else:
+            found.append([value, 1])
+    return found
+
+
+def _numbers(values: NDArray[np.float32]) -> list[float]:
+    """Four decimals; what is no number becomes null in JSON."""
+    return np.round(values.astype(np.float64), 4).tolist()  # type: ignore[no-any-return]

@@ -1,0 +1,144 @@
+"""`turnlog dashboard`: serves the pages of one run until it is stopped, and says first how to log in."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
+from pathlib import Path
+
+from turnlog.consumers.arguments import ARCHIVE
+from turnlog.consumers.dashboard import NotRunning
+from turnlog.consumers.dashboard.app import Pages
+from turnlog.consumers.dashboard.guard import Guard, Keys, Rules, is_loopback
+from turnlog.consumers.dashboard.records import Records, Vocabulary
+from turnlog.consumers.index.reader import path_of
+from turnlog.infra.roles import event_loop
+from turnlog.infra.roles.health import Health, QuietServer, configured, listening, serve_health
+from turnlog.infra.roles.probe import health_address
+from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.starting import asked
+from turnlog.infra.roles.terminal import say
+from turnlog.infra.run_folder import private_folder
+from turnlog.names import ExitStatus
+from turnlog.settings import Settings
+
+log = logging.getLogger(__name__)
+FILE = "dashboard.json"
+"""In the run's folder while a dashboard serves: its address and process."""
+NAME = "dashboard"
+ENDS_S = 5
+"""Answers under way when it is stopped have so long."""
+
+
+def command(settings: Settings, arguments: argparse.Namespace) -> int:
+    """One action; the exit status. Raises CannotListen, NotRunning."""
+    if arguments.action == "link":
+        return _tell_link(settings)
+    own = settings.dashboard
+    host, port = arguments.host or own.host, own.port if arguments.port is None else arguments.port
+    settings = dataclasses.replace(settings, dashboard=dataclasses.replace(own, host=host, port=port))
+    archive = arguments.source == ARCHIVE
+    event_loop.run(NAME, _served(settings, archive=archive))
+    return ExitStatus.DONE
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Address:
+    """Where a dashboard is."""
+
+    url: str
+    pid: int
+
+
+def _tell_link(settings: Settings) -> int:
+    """Print a login link to the dashboard that serves the run. Raises NotRunning."""
+    directory = Path(settings.run.directory)
+    try:
+        found = Address(**json.loads((directory / FILE).read_text()))
+        os.kill(found.pid, 0)
+    except (FileNotFoundError, ProcessLookupError):
+        raise NotRunning(f"no dashboard serves run {settings.run.id!r} from here: `turnlog dashboard` does") from None
+    say(link(Keys(settings.dashboard.key, directory), found.url))
+    return ExitStatus.DONE
+
+
+def link(keys: Keys, url: str) -> str:
+    """That logs in whoever opens it first."""
+    return f"{url}/login?token={keys.link_token(url)}"
+
+
+@asynccontextmanager
+async def serving(
+    settings: Settings,
+    connect: Callable[[], AbstractAsyncContextManager[Role]],
+    *,
+    stopping: asyncio.Event | None = None,
+) -> AsyncIterator[tuple[str, Keys]]:
+    """Serve while the block runs: its address, and what makes links to it. `connect` opens the log when a page first
+    needs a record. Raises CannotListen."""
+    own, directory = settings.dashboard, Path(settings.run.directory)
+    ended = stopping or asyncio.Event()
+    keys = Keys(own.key, directory)
+    records = Records(path_of(settings), Vocabulary(settings.model.path), connect)
+    with closing(listening(own.host, own.port, "[dashboard] host or port")) as listener:
+        url = _url(own.host, listener.getsockname()[1])
+        cookie = "turnlog-" + hashlib.sha256(settings.run.id.encode()).hexdigest()[:12]
+        login = own.login == "always" or not is_loopback(own.host)
+        rules = Rules(frozenset(name.lower() for name in own.hosts), login, cookie, url)
+        pages = Pages(settings.run.id, path_of(settings), records, ended, hint=_hint(settings))
+        config = configured(Guard(pages.application(), keys, rules), timeout_graceful_shutdown=ENDS_S)
+        async with QuietServer(config).running(listener):
+            try:
+                yield url, keys
+            finally:
+                ended.set()
+    await records.close()
+
+
+async def _served(settings: Settings, *, archive: bool) -> None:
+    stopping, health = asked(), Health(NAME)
+
+    def connect() -> AbstractAsyncContextManager[Role]:
+        return opened(NAME, settings, archive=archive, health=health, stopping=stopping)
+
+    async with (
+        serve_health(health, health_address(os.environ)),
+        serving(settings, connect, stopping=stopping) as (url, keys),
+    ):
+        with _told(Path(settings.run.directory), url):
+            say(f"dashboard of run {settings.run.id}: {url}", f"log in once: {link(keys, url)}")
+            if not is_loopback(settings.dashboard.host):
+                log.warning("%s is reached from elsewhere, and not encrypted: put a proxy with TLS before it", url)
+            health.started()
+            await stopping.wait()
+
+
+@contextlib.contextmanager
+def _told(directory: Path, url: str) -> Iterator[None]:
+    """Where it is, for `turnlog dashboard link`, while the block runs."""
+    private_folder(directory)
+    path = directory / FILE
+    path.write_text(json.dumps(dataclasses.asdict(Address(url, os.getpid()))) + "\n")
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _url(host: str, port: int) -> str:
+    """As a browser of this machine opens it, where every interface is listened on."""
+    name = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host) or (f"[{host}]" if ":" in host else host)
+    return f"http://{name}:{port}"
+
+
+def _hint(settings: Settings) -> str:
+    verb = f"turnlog --run {settings.run.id} index"
+    return f"{verb} build     # what is on the log now\n{verb}           # and what comes"
