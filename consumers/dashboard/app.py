@@ -19,14 +19,17 @@ import orjson
 from markupsafe import Markup
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from turnlog.consumers.dashboard import Refused, Unknown, drawing, harmless
 from turnlog.consumers.dashboard.conversation import conversation
+from turnlog.consumers.dashboard.guard import checked_form
 from turnlog.consumers.dashboard.overview import overview
 from turnlog.consumers.dashboard.records import Records
+from turnlog.consumers.dashboard.timeline import timeline
+from turnlog.consumers.dead_letters import FOLDED, PLACE, LetterError
 from turnlog.consumers.index import (
     BadQuestion,
     IndexFailure,
@@ -35,6 +38,8 @@ from turnlog.consumers.index import (
 )
 from turnlog.consumers.index.fate import of_session
 from turnlog.consumers.index.reader import SORTS, AsOf, Index, SessionFilter, where_of
+from turnlog.infra.archive import ReadOnlyArchive
+from turnlog.schemas import UndecodableRecord
 
 STATIC = Path(__file__).parent / "static"
 EVERY_S = 1.0
@@ -47,7 +52,9 @@ FATES = (
     "trained", "open", "unscored", "not_member", "excluded", "discarded", "not_training", "masked", "waiting",
     "dropped", "drawn", "step_skipped",
 )  # fmt: skip
-STATUS: Mapping[type[Exception], int] = {Unknown: 404, BadQuestion: 400, RecordGone: 410}
+STATUS: Mapping[type[Exception], int] = {
+    Unknown: 404, BadQuestion: 400, RecordGone: 410, LetterError: 409, ReadOnlyArchive: 409, UndecodableRecord: 422,
+}  # fmt: skip
 RECIPES = """WITH RECURSIVE found(name) AS (SELECT min(recipe) FROM sessions UNION ALL
     SELECT (SELECT min(recipe) FROM sessions WHERE recipe > name) FROM found WHERE name IS NOT NULL)
     SELECT name FROM found WHERE name IS NOT NULL LIMIT 100"""
@@ -91,6 +98,8 @@ class Pages:
         return Starlette(
             routes=[
                 *(Route(path, self._speaking(answer), methods=["GET"]) for path, answer in routes.items()),
+                Route("/dead-letters/requeue", self._speaking(self.requeue), methods=["POST"]),
+                Route("/dead-letters/skip", self._speaking(self.skip), methods=["POST"]),
                 Mount("/static", StaticFiles(directory=STATIC)),
             ],
             exception_handlers={404: self.not_there, 405: self.not_there},
@@ -214,11 +223,12 @@ class Pages:
     def batch(self, request: Request) -> Response:
         """One batch."""
         number = request.path_params["number"]
-        with self._opened() as index:
+        with self._opened() as index, index.snapshot():
             found = index.batch(number)
             if found is None:
                 raise Unknown(f"the index has no batch {number}")
-        return self._page(request, "batch.html", found.as_of, of=found)
+            drawn = timeline(index, found)
+        return self._page(request, "batch.html", found.as_of, of=found, timeline=drawn)
 
     def weights(self, request: Request) -> Response:
         """Published versions and who loaded them."""
@@ -233,8 +243,32 @@ class Pages:
         with self._opened() as index, index.snapshot() as as_of:
             letters, _ = index.dead_letters(after=after, limit=PAGE + 1)
             unread = index.rows("SELECT * FROM unread ORDER BY time_ms DESC LIMIT ?", PAGE)
+        done, at = (request.query_params.get(name, "") for name in ("done", "at"))
+        said = f"{at}: {done}" if done in ("put back", "passed over") and PLACE.fullmatch(at) else ""
         more = letters[PAGE - 1]["place"] if len(letters) > PAGE else None
-        return self._page(request, "dead-letters.html", as_of, letters=letters[:PAGE], more=more, unread=unread)
+        return self._page(
+            request,
+            "dead-letters.html",
+            as_of,
+            letters=letters[:PAGE],
+            more=more,
+            unread=unread,
+            folded=FOLDED,
+            done=said,
+        )
+
+    async def requeue(self, request: Request) -> Response:
+        """The action of a login: a refused record goes onto its topic once more."""
+        fields = await checked_form(request)
+        place, offset = await self._records.requeue(fields.get("letter", ""))
+        return _done("put back", f"{place.topic}[{place.number}]@{offset}")
+
+    async def skip(self, request: Request) -> Response:
+        """The action of a login: the assembler is told to pass over a record."""
+        fields = await checked_form(request)
+        reason = fields.get("reason", "").strip() or "passed over in the dashboard"
+        await self._records.skip(fields.get("place", ""), reason)
+        return _done("passed over", fields["place"])
 
     async def record(self, request: Request) -> Response:
         """A record as it stands on the log."""
@@ -284,7 +318,8 @@ class Pages:
 
     def _failure(self, request: Request, error: Exception) -> Response:
         """What is no fault of the request's is 503: it may be there later."""
-        status = error.status if isinstance(error, Refused) else STATUS.get(type(error), 503)
+        known = next((status for kind, status in STATUS.items() if isinstance(error, kind)), 503)
+        status = error.status if isinstance(error, Refused) else known
         if request.url.path.endswith(("/tokens", "/live", "/histogram")):
             said = harmless.visible(f"{type(error).__name__}: {error}")
             return Response(orjson.dumps({"error": said}), status, media_type="application/json")
@@ -322,6 +357,10 @@ def _filter(request: Request, *, but: tuple[str, ...] = ()) -> tuple[SessionFilt
         except ValueError:
             raise BadQuestion(f"{name}: {text!r} is no number") from None
     return SessionFilter(**values), asked
+
+
+def _done(what: str, place: str) -> Response:
+    return RedirectResponse("/dead-letters?" + urlencode({"done": what, "at": place}), 303)
 
 
 def _whole(request: Request, name: str, otherwise: int) -> int:

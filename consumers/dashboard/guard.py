@@ -165,7 +165,7 @@ class Guard:
         scope.setdefault("state", {})["visitor"] = visitor
         try:
             self._check(request, visitor)
-            if request.url.path == "/login" and request.query_params.get("token"):
+            if (request.method, request.url.path) == ("GET", "/login") and request.query_params.get("token"):
                 answer = self._logged_in(request)
             elif request.url.path == "/logout" and request.method == "POST":
                 answer = await self._logged_out(request, visitor)

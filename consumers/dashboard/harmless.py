@@ -20,7 +20,7 @@ from markdown_it import MarkdownIt
 from markdown_it.renderer import RendererHTML
 from markdown_it.token import Token
 from markdown_it.utils import EnvType, OptionsDict
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 PAGES = Path(__file__).parent / "pages"
 LONGEST = 60_000
@@ -118,11 +118,6 @@ def markdown(text: str) -> Markup:
     return Markup(visible(html))  # entities may have brought what the text did not show
 
 
-def lines(text: str, most: int) -> tuple[str, int]:
-    """The first `most` characters, and how many are left out."""
-    return (text, 0) if len(text) <= most else (text[:most], len(text) - most)
-
-
 def raster(content: bytes) -> str | None:
     """Its media type, where it is a picture of pixels; what else it calls itself counts for nothing."""
     if content[:4] == b"RIFF" and content[8:12] == b"WEBP":
@@ -131,5 +126,3 @@ def raster(content: bytes) -> str | None:
 
 
 DATA_URL = re.compile(r"data:[\w/+.-]*;base64,([A-Za-z0-9+/=\s]*)", re.ASCII)
-
-__all__ = ["DATA_URL", "environment", "escape", "lines", "markdown", "raster", "visible"]

@@ -20,6 +20,7 @@ import pyarrow.parquet as parquet
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from turnlog.consumers import dead_letters
 from turnlog.consumers.dashboard import Unknown
 from turnlog.consumers.dashboard.harmless import visible
 from turnlog.consumers.index import fate
@@ -27,7 +28,7 @@ from turnlog.consumers.index.console import as_json
 from turnlog.consumers.index.reader import Index, SessionView, where_of
 from turnlog.consumers.index.schema import NUMBER, OFFSET_BITS, PARTITION_BITS, place_of, standing
 from turnlog.infra.blobs import BlobMissing
-from turnlog.infra.log import Record
+from turnlog.infra.log import Partition, Record
 from turnlog.infra.roles.role import Role
 from turnlog.schemas.events import SessionStarted, StepCompleted
 
@@ -160,6 +161,20 @@ class Records:
         body = as_json(Record(topic, partition, offset, b"", b"", (), 0), event)
         del body["time_ms"]
         return body
+
+    async def requeue(self, letter_id: str) -> tuple[Partition, int]:
+        """Append the record of a dead letter once more, unless that was done before; where it stands. Raises
+        LetterError, LogError, ReadOnlyArchive."""
+        role = await self._opened()
+        letter = dead_letters.named(await dead_letters.read(role), letter_id)
+        if times := (await dead_letters.requeued(role, dead_letters.first_places([letter]))).get(letter.event_id, 0):
+            raise dead_letters.NotRequeueable(f"it was requeued {times} times: `requeue --again` does it once more")
+        async with role.log.appender() as appender:
+            return await dead_letters.requeue(role, appender, letter, times=0)
+
+    async def skip(self, place: str, reason: str) -> None:
+        """Order the assembler to pass over a record. Raises NotSkippable, LogError, ReadOnlyArchive."""
+        await dead_letters.skip(await self._opened(), place, reason)
 
     async def _opened(self) -> Role:
         if self._role is None:

@@ -62,7 +62,10 @@ class ToldRun:
 
         @asynccontextmanager
         async def opened() -> AsyncIterator[Role]:
-            yield self.run.role("dashboard")
+            role = self.run.role("dashboard")
+            async with role.log.appender() as appender:
+                role.events._appender = appender  # as EventLog.open leaves it
+                yield role
 
         return opened
 

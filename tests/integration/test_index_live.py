@@ -10,12 +10,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import orjson
 import pytest
 
 from tests.addresses import variables
 from tests.fakes.sessions import bad_days
 from turnlog.consumers.archiver import flush
+from turnlog.consumers.dashboard.server import serving
 from turnlog.consumers.index.indexer import build
 from turnlog.consumers.index.reader import Index, SessionFilter
 from turnlog.infra.archive import live_cut
@@ -26,6 +28,7 @@ from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.runtime import assembler
 from turnlog.settings import IndexSettings, Settings
 
+PLACE = str.maketrans({"[": "/", "]": None, "@": "/"})
 pytestmark = [pytest.mark.kafka]
 
 
@@ -63,6 +66,20 @@ def told(settings: Settings, *arguments: str) -> str:
     return done.stdout
 
 
+async def shown(settings: Settings, session: str, folder: Path) -> None:
+    """The session as files and in the dashboard: its tokens are read from their topics."""
+    told(settings, "session", "export", session, "--json", str(folder / "session.json"))
+    exported = orjson.loads((folder / "session.json").read_bytes())
+    assert exported["session"]["session_id"] == session
+    told(settings, "session", "export", session[:16], "--html", str(folder / "session.html"))
+    assert session in (folder / "session.html").read_text()
+    async with serving(settings, lambda: opened("dashboard", settings)) as (url, _), httpx.AsyncClient() as client:
+        tokens = (await client.get(f"{url}/sessions/{session}/tokens")).json()
+        record = await client.get(f"{url}/records/{exported['turns'][0]['at'].translate(PLACE)}")
+    assert tokens == exported["tokens"]
+    assert "TurnCompleted" in record.text
+
+
 async def test_an_index_is_built_asked_and_explained_and_the_archive_gives_the_same(
     live_settings: Settings, tmp_path: Path
 ) -> None:
@@ -79,6 +96,7 @@ async def test_an_index_is_built_asked_and_explained_and_the_archive_gives_the_s
     assert "GroupScored" in told(settings, "why", waiting.session_id)
     assert "masked: unused" in told(settings, "why", f"{waiting.session_id}:0:0")
     assert waiting.session_id in told(settings, "session", "show", waiting.session_id, "--tokens")
+    await shown(settings, waiting.session_id, tmp_path)
     tail = told(settings, "tail", "--all", "--until-end", "--kind", "SessionStarted", "--session", waiting.session_id)
     assert tail.count("SessionStarted") == len(tail.splitlines()) > 0
     async with opened("test", settings) as role:

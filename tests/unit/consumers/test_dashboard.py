@@ -28,12 +28,13 @@ from turnlog.consumers.dashboard import export, harmless
 from turnlog.consumers.dashboard.conversation import conversation
 from turnlog.consumers.dashboard.records import Vocabulary, runs, session_tokens
 from turnlog.consumers.dashboard.server import serving
+from turnlog.consumers.dashboard.timeline import timeline
 from turnlog.consumers.index.fate import tally
 from turnlog.consumers.index.reader import Index, SessionView
 from turnlog.infra.batch_files import read_rows
 from turnlog.infra.log import Partition
-from turnlog.schemas import topics
-from turnlog.schemas.events import Event, SampleBatchFormed
+from turnlog.schemas import UndecodableRecord, topics
+from turnlog.schemas.events import Event, SampleBatchFormed, SkipRequested
 from turnlog.settings import DashboardSettings
 
 HOSTILE = (
@@ -138,6 +139,26 @@ async def test_every_page_answers_and_says_as_of_when(told: ToldRun) -> None:
             assert (answer.status_code, "BadQuestion" in answer.text) == (400, True), page
 
 
+async def test_a_batch_is_drawn_over_time_a_lane_for_each_of_its_sessions(told: ToldRun) -> None:
+    with Index.open(told.index) as index:
+        batch = index.batch(0)
+        assert batch is not None
+        names = {row["session_id"] for row in batch.rows}
+        marks = ",".join("?" * len(names))
+        (turns,) = index.rows(f"SELECT count(*) AS n FROM turns WHERE session_id IN ({marks})", *names)
+        (calls,) = index.rows(f"SELECT count(*) AS n FROM tool_calls WHERE session_id IN ({marks})", *names)
+        drawn = timeline(index, batch)
+        empty = timeline(index, dataclasses.replace(batch, rows=[], step=None))
+    assert all(f'href="/sessions/{name}"' in drawn.picture for name in names)
+    spans = re.findall(r'class="span (\w+)" x="([\d.]+)" y="\d+" width="([\d.]+)"', drawn.picture)
+    assert sum(style.startswith("v") for style, _, _ in spans) == turns["n"]
+    assert sum(style in ("called", "failed") for style, _, _ in spans) == calls["n"]
+    assert all(0 <= float(x) <= float(x) + float(wide) <= 1105 for _, x, wide in spans)
+    assert {phase for _, phase, _ in drawn.phases} == {"wait", "read", "step", "export"}
+    assert "no turn" in empty.picture
+    assert not empty.phases
+
+
 async def test_sessions_are_filtered_and_paged_on_the_server(told: ToldRun) -> None:
     with Index.open(told.index) as index:
         (count,) = index.rows("SELECT count(*) AS n FROM sessions WHERE reward >= 0.7")
@@ -236,6 +257,42 @@ async def test_a_form_counts_with_origin_login_and_form_token_alone(told: ToldRu
         client.cookies.update(kept)
         assert "Log out" not in (await client.get("/")).text, "a copy of the cookie is worth nothing"
         assert (await client.request("DELETE", "/")).status_code == 405
+
+
+async def test_a_refused_record_is_put_back_or_passed_over_by_who_logged_in(tmp_path: Path) -> None:
+    told = ToldRun(tmp_path)
+    await told.tell(1)
+    place = Partition(topics.TURNS.name, 0)
+    offset = told.run.broker.write(place, b"group-0", b"\x00poison", ())
+    async with told.connect()() as role:
+        (record,), _ = told.run.broker.read(place, offset, 1)
+        await role.park(record, UndecodableRecord("no record of ours <script>"))
+    await told.indexed()
+    async with site(told) as (client, link):
+        origin = {"origin": str(client.base_url).rstrip("/")}
+        assert "Put back" not in (await client.get("/dead-letters")).text
+        await client.get(link)
+        page = (await client.get("/dead-letters")).text
+        check_harmless(page, "letters")
+        form = dict(re.findall(r'<input type="hidden" name="(\w+)" value="([^"]+)">', page))
+        for path in ("/dead-letters/requeue", "/dead-letters/skip"):
+            assert (await client.post(path, data=form)).status_code == 403, "no Origin"
+            assert (await client.post(path, data=form | {"form_token": "x"}, headers=origin)).status_code == 403
+        done = await client.post("/dead-letters/requeue", data=form, headers=origin, follow_redirects=True)
+        assert f"agent.turns[0]@{offset + 1}: put back" in done.text
+        (again,), _ = told.run.broker.read(place, offset + 1, 1)
+        assert (again.value, dict(again.headers)["requeued"]) == (b"\x00poison", form["letter"].encode())
+        assert (await client.post("/dead-letters/requeue", data=form, headers=origin)).status_code == 409
+        skipped = form | {"reason": "poison"}
+        assert (await client.post("/dead-letters/skip", data=skipped, headers=origin)).status_code == 303
+        assert (
+            await client.post("/dead-letters/skip", data=skipped | {"place": "x"}, headers=origin)
+        ).status_code == 409
+        assert (await client.get(f"/records/agent.turns/0/{offset}")).status_code == 422
+        spoofed = await client.get("/dead-letters", params={"done": "put back", "at": "call this number"})
+        assert "call this number" not in spoofed.text
+    orders = [each for each in await told.run.read(topics.SESSIONS) if isinstance(each, SkipRequested)]
+    assert [(each.topic, each.offset, each.reason) for each in orders] == [("agent.turns", offset, "poison")]
 
 
 async def test_every_answer_says_what_it_may_load(told: ToldRun) -> None:

@@ -1,0 +1,155 @@
+"""One batch over wall time: a lane for each of its sessions, with what it waited for, generated and called, when it was
+judged, folded and drawn; then the step, and where its seconds went. Times are those of the records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import orjson
+from markupsafe import Markup
+
+from turnlog.consumers.dashboard.drawing import number
+from turnlog.consumers.index.reader import BatchView, Index, Row
+
+MOST = 48
+"""Lanes; the sessions that began first."""
+WIDTH, LEFT, LANE, TOP = 1100, 112, 15, 22
+VERSIONS = 6
+"""Colours of weight versions, which come again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of a lane, ms since 1970."""
+
+    start: float
+    end: float
+    style: str
+    says: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One session."""
+
+    session: str
+    spans: Sequence[Span]
+    marks: Sequence[Span]
+    """Moments: their ends are their starts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A batch's."""
+
+    picture: Markup
+    seconds: Markup
+    phases: Sequence[tuple[str, str, float]]
+    """(class of the colour, phase, seconds) of the step."""
+    legend: Sequence[tuple[str, str]]
+    left_out: int
+    """Sessions without a lane."""
+
+
+def timeline(index: Index, of: BatchView) -> Timeline:
+    """Of a batch that the index holds, of one moment."""
+    names = list(dict.fromkeys(row["session_id"] for row in of.rows))
+    marks = ",".join("?" * len(names))
+    began = index.rows(f"SELECT session_id FROM sessions WHERE session_id IN ({marks}) ORDER BY started_ms", *names)
+    lanes = [lane for row in began[:MOST] if (lane := _lane(index, row["session_id"])).spans]
+    phases = [(f"v{at % VERSIONS}", phase, seconds) for at, (phase, seconds) in enumerate(_phases(of.step))]
+    versions = sorted({span.style for lane in lanes for span in lane.spans if span.style.startswith("v")})
+    legend = [("wait", "queue"), *((style, "generation, by weight version") for style in versions[:1]),
+              ("called", "tool call"), ("failed", "failed call"), ("mark", "judged, folded")]  # fmt: skip
+    return Timeline(_drawn(lanes, of), _bar(phases), phases, legend, len(began) - min(len(began), MOST))
+
+
+def _lane(index: Index, session: str) -> Lane:
+    turns = index.rows("SELECT * FROM turns WHERE session_id = ? ORDER BY place", session)
+    calls = index.rows("SELECT * FROM tool_calls WHERE session_id = ? ORDER BY call_seq", session)
+    spans = [*(span for row in turns for span in _turn(row)), *(span for row in calls for span in _call(row))]
+    judged = index.rows(
+        "SELECT kind, time_ms FROM session_events_records WHERE session_id = ? AND kind LIKE 'Reward%' "
+        "UNION ALL SELECT 'folded', min(time_ms) FROM samples WHERE session_id = ?",
+        session, session,
+    )  # fmt: skip
+    marks = [Span(row["time_ms"], row["time_ms"], "mark", row["kind"]) for row in judged if row["time_ms"]]
+    return Lane(session, spans, marks)
+
+
+def _turn(row: Row) -> Iterator[Span]:
+    start = row["time_ms"] - 1000 * row["total_s"]
+    asked = start + 1000 * row["queue_s"]
+    said = f"turn {row['turn_index']}: {row['output_tokens']} tokens of version {row['version_first']}"
+    if row["queue_s"]:
+        yield Span(start, asked, "wait", f"turn {row['turn_index']}: {row['queue_s']:.2f} s in the queue")
+    yield Span(asked, row["time_ms"], f"v{row['version_first'] % VERSIONS}", f"{said} in {row['total_s']:.2f} s")
+
+
+def _call(row: Row) -> Iterator[Span]:
+    if row["answered_ms"] is None or row["duration_s"] is None:
+        return
+    style = "called" if row["status"] == "ok" else "failed"
+    said = f"{row['tool']}: {row['status']} in {row['duration_s']:.2f} s"
+    yield Span(row["answered_ms"] - 1000 * row["duration_s"], row["answered_ms"], style, said)
+
+
+def _phases(step: Row | None) -> list[tuple[str, float]]:
+    found: dict[str, float] = orjson.loads(step["seconds"]) if step is not None and step["seconds"] else {}
+    return [(phase, seconds) for phase, seconds in found.items() if seconds > 0]
+
+
+def _drawn(lanes: Sequence[Lane], of: BatchView) -> Markup:
+    if not lanes:
+        return Markup('<p class="empty">no turn of its sessions is in the index</p>')
+    step = of.step["time_ms"] if of.step is not None else None
+    first: float = min(span.start for lane in lanes for span in lane.spans)
+    last = max([of.row["time_ms"], *([step] if step else []), *(span.end for lane in lanes for span in lane.spans)])
+    span_ms = float(max(last - first, 1))
+    height = TOP + LANE * len(lanes) + 16
+
+    def x(ms: float) -> float:
+        return LEFT + (WIDTH - LEFT - 6) * (ms - first) / span_ms
+
+    body = [_lane_drawn(lane, TOP + LANE * at, x(0), (x(1e6) - x(0)) / 1e6) for at, lane in enumerate(lanes)]
+    for ms, name in ((of.row["time_ms"], "drawn"), *(((step, "step"),) if step else ())):
+        tip = f"{name} after {number(round((ms - first) / 1000, 1))} s"
+        body.append(
+            Markup('<path class="moment" d="M{:.1f} {}V{}"/><text class="tick end" x="{:.1f}" y="{}">{}</text>').format(
+                x(ms), TOP - 4, height - 14, x(ms) - 2, TOP - 8 if name == "step" else height - 3, tip
+            )
+        )
+    return Markup('<svg class="timeline" viewBox="0 0 {} {}" role="group" aria-label="{}">{}</svg>').format(
+        WIDTH, height, f"{len(lanes)} sessions over {number(round((last - first) / 1000, 1))} seconds",
+        Markup("").join(body),
+    )  # fmt: skip
+
+
+_BAR = Markup('<rect class="{}" x="{:.1f}" y="{}" width="{:.1f}" height="{}" data-tip="{}"/>')
+
+
+def _lane_drawn(lane: Lane, y: int, zero: float, per_ms: float) -> Markup:
+    """`zero`, `per_ms`: where ms 0 would stand, and how wide one is."""
+    found = [
+        Markup('<a href="/sessions/{}"><text class="tick name" x="2" y="{}">{}</text></a>').format(
+            lane.session, y + 10, lane.session[:12]
+        )
+    ]
+    for span in lane.spans:
+        start, wide = zero + span.start * per_ms, max((span.end - span.start) * per_ms, 1.2)
+        found.append(_BAR.format(f"span {span.style}", start, y + 1, wide, LANE - 4, span.says))
+    for mark in lane.marks:
+        found.append(_BAR.format("span mark", zero + mark.start * per_ms - 1, y, 2, LANE - 2, mark.says))
+    return Markup("").join(found)
+
+
+def _bar(phases: Sequence[tuple[str, str, float]]) -> Markup:
+    total, left, found = sum(seconds for _, _, seconds in phases), 0.0, []
+    for style, phase, seconds in phases:
+        wide = seconds / total * WIDTH
+        found.append(_BAR.format(f"span {style}", left, 0, wide, 14, f"{phase}: {number(round(seconds, 3))} s"))
+        left += wide
+    return Markup(
+        '<svg class="timeline" viewBox="0 0 {} 14" role="img" aria-label="seconds of the step">{}</svg>'
+    ).format(WIDTH, Markup("").join(found))
