@@ -51,7 +51,9 @@ def _stands(char: str) -> bool:
 
 
 def finalized(value: Any) -> Any:
-    """What a template's expression becomes: visible, unless it is ours."""
+    """What a template's expression becomes: visible, unless it is ours; a dash where there is nothing."""
+    if value is None:
+        return "–"
     return value if isinstance(value, Markup) else visible(str(value))
 
 

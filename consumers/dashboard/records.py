@@ -125,7 +125,7 @@ class Records:
         self._connect = connect
         self._stack = AsyncExitStack()
         self._role: Role | None = None
-        self._one = asyncio.Lock()
+        self._one, self._opening = asyncio.Lock(), asyncio.Lock()
         self._kept: OrderedDict[tuple[str, int], bytes] = OrderedDict()
 
     async def close(self) -> None:
@@ -134,19 +134,25 @@ class Records:
 
     async def tokens(self, session_id: str) -> bytes:
         """JSON of SessionTokens, of the index as it is now. Raises Unknown, and as `session_tokens`."""
-        with Index.open(self._index) as index, index.snapshot() as as_of:
-            key = session_id, as_of.written_ms
+        with Index.open(self._index) as index:
+            key = session_id, index.as_of().written_ms
+        if key not in self._kept:
             async with self._one:  # one at a time: a session is read whole
                 if key not in self._kept:
-                    view = index.session(session_id)
-                    if view is None:
-                        raise Unknown(f"the index has no session {session_id}")
-                    found = await session_tokens(await self._opened(), index, view, self._vocabulary)
-                    self._kept[key] = orjson.dumps(await asyncio.to_thread(found.body))
-                self._kept.move_to_end(key)
-                while len(self._kept) > KEPT:
-                    self._kept.popitem(last=False)
-                return self._kept[key]
+                    self._kept[key] = await self._read(session_id)
+        self._kept.move_to_end(key)
+        while len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
+        return self._kept[key]
+
+    async def _read(self, session_id: str) -> bytes:
+        role = await self._opened()
+        with Index.open(self._index) as index, index.snapshot():
+            view = index.session(session_id)
+            if view is None:
+                raise Unknown(f"the index has no session {session_id}")
+            found = await session_tokens(role, index, view, self._vocabulary)
+        return orjson.dumps(await asyncio.to_thread(found.body))
 
     async def record(self, topic: str, partition: int, offset: int) -> dict[str, Any]:
         """A record as JSON. Raises Unknown, RecordGone, LogError."""
@@ -177,9 +183,10 @@ class Records:
         await dead_letters.skip(await self._opened(), place, reason)
 
     async def _opened(self) -> Role:
-        if self._role is None:
-            self._role = await self._stack.enter_async_context(self._connect())
-        return self._role
+        async with self._opening:
+            if self._role is None:
+                self._role = await self._stack.enter_async_context(self._connect())
+            return self._role
 
 
 async def session_tokens(role: Role, index: Index, view: SessionView, vocabulary: Vocabulary) -> SessionTokens:

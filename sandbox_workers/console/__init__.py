@@ -43,6 +43,7 @@ Examples:
   turnlog session rerun 4f1c              execute them again in a fresh sandbox of this machine and compare
   turnlog session rerun 4f1c --call 3     only the call with call_seq 3, on the workspace it had
   turnlog session rerun 4f1c --ignore '0x[0-9a-f]+' --ignore '\\d+\\.\\d+s'
+  turnlog session export 4f1c --html session.html     a page in one file, with its tokens (docs/dashboard.md)
 
 A session is named by its id or any beginning of it that only one session has. Nothing is written, neither to the log
 nor to the object store, and nothing goes out to the network: its recorded answers are given again.

@@ -229,6 +229,7 @@
       for (const entry of entries) find(`.tree a[data-turn="${entry.target.dataset.turn}"]`)?.classList.toggle("now", entry.isIntersecting);
     }, { rootMargin: "-20% 0px -60% 0px" });
     all(".turn[data-turn]").forEach((turn) => now.observe(turn));
+    find("#notes").textContent = "reading its tokens…";
     const inlined = find("#tokens");
     if (inlined) { show(JSON.parse(inlined.textContent)); return; }
     fetch(`/sessions/${encodeURIComponent(session.dataset.session)}/tokens`)

@@ -480,6 +480,22 @@ async def test_a_live_page_is_told_when_there_is_something_new_and_let_go_at_the
     await stream.aclose()
 
 
+async def test_more_live_pages_than_are_kept_are_refused_and_one_that_closes_makes_room(
+    told: ToldRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("turnlog.consumers.dashboard.app.STREAMS", 1)
+    async with site(told) as (client, _), asyncio.timeout(30):
+        async with client.stream("GET", "/live") as first:
+            assert await anext(first.aiter_lines()) == "event: here"
+            refused = await client.get("/live")
+            assert (refused.status_code, "close one" in refused.json()["error"]) == (503, True)
+        while True:  # the server sees that it is gone when it looks at the index next
+            async with client.stream("GET", "/live") as second:
+                if second.status_code == 200:
+                    assert await anext(second.aiter_lines()) == "event: here"
+                    break
+
+
 async def test_an_export_is_one_file_that_loads_nothing_and_a_json_of_all_of_it(told: ToldRun) -> None:
     view = view_of(told)
     with Index.open(told.index) as index:
