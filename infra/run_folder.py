@@ -86,6 +86,7 @@ class Endpoints:
     engines: tuple[str, ...] = ()
     gateway: str = ""
     views: str = ""
+    dashboard: str = ""
     health: dict[str, str] = dataclasses.field(default_factory=dict)
     """Role instance -> base URL of /healthz, /readyz, /metrics."""
     supervisor_pid: int = 0

@@ -31,11 +31,21 @@ from turnlog.infra.embedded.supervisor import Member
 from turnlog.infra.roles.ending import grace_s
 from turnlog.infra.roles.probe import health_host
 from turnlog.infra.run_folder import LOGS, SETTINGS, STORE_KEY, Endpoints
-from turnlog.settings import GatewaySettings, LivenessSettings, RegistrySettings, Settings, ViewsSettings
+from turnlog.settings import (
+    DashboardSettings,
+    GatewaySettings,
+    LivenessSettings,
+    RegistrySettings,
+    Settings,
+    ViewsSettings,
+)
 
-ROLES = ("gateway", "runner", "sandbox", "assembler", "batcher", "trainer", "loader", "views", "archive", "index")
-"""What `turnlog up` runs; a name given twice is two processes, `loader` is one per engine, `views`, `archive` and
-`index` have a switch in their settings. Tasks are fed by `turnlog run`."""
+ROLES = (
+    "gateway", "runner", "sandbox", "assembler", "batcher", "trainer", "loader", "views", "archive", "index",
+    "dashboard",
+)  # fmt: skip
+"""What `turnlog up` runs; a name given twice is two processes, `loader` is one per engine, those from `views` on have a
+switch in their settings, and a dashboard has its indexer. Tasks are fed by `turnlog run`."""
 THREADED = frozenset({"trainer"})
 """Roles that compute; all others get OMP_NUM_THREADS=1."""
 LOG_AND_STORE, ON_LOG, GATEWAY, ROLE = 0, 1, 2, 3
@@ -80,6 +90,7 @@ class LaunchPlan:
         registry = self._registry()
         self._topics()
         slots = self._slots(roles, len(engines))
+        shown = any(slot.role == "dashboard" for slot in slots)
         self.endpoints = Endpoints(
             kafka=kafka,
             registry=registry,
@@ -87,6 +98,7 @@ class LaunchPlan:
             engines=engines,
             gateway=settings.gateway.url or self._address(settings.gateway, "[gateway] port"),
             views=self._address(settings.views, "[views] port"),
+            dashboard=self._address(settings.dashboard, "[dashboard] port") if shown else "",
             health={slot.name: reached(health_host(os.environ), next(self._ports)) for slot in slots},
         )
         if "views-0" in self.endpoints.health:  # Faust serves its pages and its health on one port
@@ -96,7 +108,9 @@ class LaunchPlan:
     def _port(self, wanted: int, setting: str, host: str = HOST) -> int:
         return claim(wanted, setting, host) if wanted else next(self._ports)
 
-    def _address(self, server: GatewaySettings | RegistrySettings | ViewsSettings, setting: str) -> str:
+    def _address(
+        self, server: DashboardSettings | GatewaySettings | RegistrySettings | ViewsSettings, setting: str
+    ) -> str:
         return reached(server.host, self._port(server.port, setting, server.host))
 
     def _log(self, name: str) -> Path:
@@ -191,9 +205,10 @@ class LaunchPlan:
         counts = Counter(roles)
         if "loader" in counts:
             counts["loader"] = engines
-        for role in ("views", "archive", "index"):
-            if not getattr(self._settings, role).enabled:
-                counts.pop(role, None)
+        wanted = {role: getattr(self._settings, role).enabled for role in ("views", "archive", "index", "dashboard")}
+        wanted["index"] |= wanted["dashboard"] and "dashboard" in counts
+        for role in counts.keys() & {role for role, enabled in wanted.items() if not enabled}:
+            del counts[role]
         return [Slot(role, number) for role, count in counts.items() for number in range(count)]
 
     def _role(self, slot: Slot) -> Member:
@@ -208,6 +223,8 @@ class LaunchPlan:
             env["TURNLOG_GATEWAY_PORT"] = _port_of(self.endpoints.gateway)
         if slot.role == "views":
             env["TURNLOG_VIEWS_PORT"] = _port_of(self.endpoints.views)
+        if slot.role == "dashboard":
+            env["TURNLOG_DASHBOARD_PORT"] = _port_of(self.endpoints.dashboard)
         if slot.role == "loader":
             env["TURNLOG_ENGINE_INDEX"] = str(slot.number)
             after += self._there(f"engine-{slot.number}")

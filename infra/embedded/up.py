@@ -231,6 +231,8 @@ def _follow(pipe: BinaryIO, directory: Path, *, wait: bool, timeout_s: float, sa
             if child["state"] in (State.READY, State.RESTARTING):
                 why = child["error"].partition("\n")[0] if child["state"] == State.RESTARTING else ""
                 say(f"{time.monotonic() - began:6.1f} s  {child['name']} {child['state']}{why and ': '}{why}")
+        if "endpoints" in told and (page := run_folder.read_endpoints(directory).dashboard):
+            say(f"dashboard {page}")
         if "ready" in told or ("endpoints" in told and not wait):
             return
     if time.monotonic() < began + timeout_s:

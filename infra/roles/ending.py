@@ -58,6 +58,7 @@ def drain_s(role: str, settings: Settings) -> float:
         "index": ROUND_S,
         "runner": 0.0,  # rollouts go on with the next owner
         "views": 0.0,
+        "dashboard": 0.0,
         "registry": 0.0,
         "lag": 0.0,
         "egress": settings.egress.timeout_s,

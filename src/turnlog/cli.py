@@ -179,7 +179,9 @@ def _askers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     doctor.add_argument("--json", action="store_true")
     of.dashboard_arguments(_verb(verbs, "dashboard", _dashboard, "the run in the browser: sessions, tokens, curves"))
     health = _verb(verbs, "health", _health, "ask a role of this container whether it is ready, for probes")
-    health.add_argument("role", choices=(*ROLES, "sandbox", "archive", "index", "views", "lag", "egress", "registry"))
+    health.add_argument(
+        "role", choices=(*ROLES, "sandbox", "archive", "index", "dashboard", "views", "lag", "egress", "registry")
+    )
     asked = health.add_mutually_exclusive_group()
     asked.add_argument("--ready", action="store_true", help="whether it does its work (the default)")
     asked.add_argument("--live", action="store_true", help="whether its loops come round")

@@ -473,6 +473,8 @@ class IndexSettings:
 class DashboardSettings:
     """[dashboard] The run in the browser (docs/dashboard.md)."""
 
+    enabled: bool = True
+    """`turnlog up` serves it, and runs the indexer that it reads of."""
     host: str = "127.0.0.1"
     """Address to listen on; beyond the loopback every page demands a login."""
     port: Port = 0

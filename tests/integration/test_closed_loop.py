@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
@@ -24,7 +25,7 @@ from turnlog.consumers.report import newest_incarnations
 from turnlog.infra.embedded.up import down, status_processes, up
 from turnlog.infra.history import all_events
 from turnlog.infra.roles.role import opened
-from turnlog.infra.run_folder import resolved
+from turnlog.infra.run_folder import read_endpoints, resolved
 from turnlog.processors.runtime.views import MOVING
 from turnlog.schemas import topics
 from turnlog.schemas.events import StepCompleted
@@ -160,6 +161,15 @@ def test_the_status_shows_roles_lag_and_versions(loop: Loop) -> None:
     assert found["lag"]["assembler"] == {"agent.sessions": 0, "agent.turns": 0, "agent.token-snapshots": 0}
     assert found["views"]["steps"] == DRAWS
     assert found["views"]["newest_version"] == found["engines"]["engine-0"]["version"]
+
+
+def test_the_dashboard_of_a_run_that_is_up_shows_its_sessions(loop: Loop) -> None:
+    page = read_endpoints(loop.directory).dashboard
+    shown = httpx.get(f"{page}/sessions", timeout=30)
+    assert shown.status_code == 200
+    sessions = set(re.findall(r'href="/sessions/(\w+)"', shown.text))
+    assert len(sessions) >= DRAWS * 4 * 4
+    assert "conversation" in httpx.get(f"{page}/sessions/{min(sessions)}", timeout=30).text
 
 
 def test_a_run_that_is_trained_to_its_end_is_over_at_once_when_it_is_run_again(loop: Loop) -> None:

@@ -46,8 +46,8 @@ OF_PROCESSES = {
 }
 """What a process is told beside its settings."""
 OF_COMPOSE = {"TURNLOG_IMAGES", "TURNLOG_VERSION"}
-UP = tuple(role for role in EMBEDDED if role != "index")
-"""No chart runs the indexer: its file lies where who asks it is."""
+UP = tuple(role for role in EMBEDDED if role not in ("index", "dashboard"))
+"""No chart runs the indexer: its file lies where who asks it is, the dashboard among them."""
 ROLES = {*UP, "feeder", "lag", "registry", "egress"}
 Document = dict[str, Any]
 

@@ -12,6 +12,7 @@ from turnlog.infra.embedded.ports import HOST
 from turnlog.infra.embedded.servers import Engine
 from turnlog.settings import (
     ArchiveSettings,
+    DashboardSettings,
     EngineSettings,
     GatewaySettings,
     KafkaSettings,
@@ -95,3 +96,14 @@ def test_an_archiver_runs_where_the_settings_ask_for_one(own_servers: Settings) 
     asked = dataclasses.replace(own_servers, archive=ArchiveSettings(enabled=True))
     names = [[member.launch.name for member in LaunchPlan(settings).members] for settings in (own_servers, asked)]
     assert set(names[1]) - set(names[0]) == {"archive-0"}
+
+
+def test_a_dashboard_comes_with_its_indexer_on_the_address_that_is_told(own_servers: Settings) -> None:
+    plan = LaunchPlan(own_servers, ("index", "dashboard"))
+    launches = {member.launch.name: member.launch for member in plan.members}
+    assert launches["dashboard-0"].env["TURNLOG_DASHBOARD_PORT"] == plan.endpoints.dashboard.rpartition(":")[2]
+    assert "index-0" in launches
+    without = LaunchPlan(
+        dataclasses.replace(own_servers, dashboard=DashboardSettings(enabled=False)), ("index", "dashboard")
+    )
+    assert ([member.launch.name for member in without.members], without.endpoints.dashboard) == (["topics"], "")
