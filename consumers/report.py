@@ -6,7 +6,7 @@ import importlib.metadata
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -72,8 +72,6 @@ async def gather(role: Role, verdict: Verdict, measured: Measured) -> Report:
                if isinstance(e, ToolCallCompleted)}  # fmt: skip
     manifests = [e for e in await all_events(role, topics.BATCHES) if isinstance(e, SampleBatchFormed)]
     weights = await acknowledgements(role)
-    on_policy = [step for step in steps if step.lag_max == 0]  # with a lag, trainer and engine are two policies
-    gaps = {step.batch_index: step.logprob_gap_max for step in on_policy if step.logprob_gap_max > GAP}
     body: dict[str, Any] = {
         "run": role.settings.run.id,
         "steps": len(steps),
@@ -90,8 +88,7 @@ async def gather(role: Role, verdict: Verdict, measured: Measured) -> Report:
         "tool_calls_without_isolation": sum(result.worker.endswith(UNISOLATED) for result in results.values()),
         **weights,
         "max_lag_seen": max((manifest.max_lag for manifest in manifests), default=0),
-        "logprob_gap_max": max((step.logprob_gap_max for step in on_policy), default=None),
-        "logprob_gap_steps": gaps,
+        **gaps(steps),
         "replay": {"samples_compared": verdict.samples_compared, "batches_compared": verdict.batches_compared,
                    "identical": verdict.identical, "divergence": verdict.divergence},
         "seconds": {phase: round(seconds, 2) for phase, seconds in measured.seconds.items()},
@@ -99,6 +96,20 @@ async def gather(role: Role, verdict: Verdict, measured: Measured) -> Report:
         "versions": versions(),
     }  # fmt: skip
     return Report(body, tuple(failures(body, run, verdict)))
+
+
+def gaps(steps: Iterable[StepCompleted]) -> dict[str, Any]:
+    """Trainer against engine at lag 0 (with a lag they are two policies): the largest over tokens whose cache their own
+    weights filled, where it is above GAP, and the largest over the others, which no bound holds; None without any."""
+    on_policy = [step for step in steps if step.lag_max == 0]
+    own = {step.batch_index: step.logprob_gap_max for step in on_policy if step.trained_tokens > step.old_cache_tokens}
+    return {
+        "logprob_gap_max": max(own.values(), default=None),
+        "logprob_gap_steps": {batch: gap for batch, gap in own.items() if gap > GAP},
+        "logprob_gap_old_cache_max": max(
+            (step.old_cache_gap_max for step in on_policy if step.old_cache_tokens), default=None
+        ),
+    }
 
 
 def newest_incarnations(steps: list[StepCompleted]) -> list[StepCompleted]:
@@ -201,6 +212,8 @@ def summary(report: Report) -> Table:
     if body["logprob_gap_max"] is not None:
         where = f"; above {GAP} at batches {list(body['logprob_gap_steps'])}" if body["logprob_gap_steps"] else ""
         shown.add_row("largest |trainer - engine| log-prob at lag 0", f"{body['logprob_gap_max']:.1e}{where}")
+    if body["logprob_gap_old_cache_max"] is not None:
+        shown.add_row("the same of tokens on a cache of older weights", f"{body['logprob_gap_old_cache_max']:.1e}")
     replayed = body["replay"]
     shown.add_row("replay", f"{'identical' if replayed['identical'] else 'DIFFERENT'}: "
                   f"{replayed['samples_compared']:,} samples, {replayed['batches_compared']} batches")  # fmt: skip

@@ -60,16 +60,17 @@ def digest(*about: str | int) -> str:
     return hashlib.sha256(json.dumps(about, ensure_ascii=False, separators=(",", ":")).encode()).hexdigest()[:32]
 
 
-COLUMNS = (
+FIRST = (
     "sample_ids", "group_ids", "session_ids", "rollout_index", "segment_index", "lengths", "token_ids", "trained",
     "logprobs", "advantages", "weight_divisor", "temperature", "rewards", "version_min", "version_max",
 )  # fmt: skip
+COLUMNS = {1: FIRST, 2: (*FIRST, "old_cache")}
 
 
-def rows_sha256(file: bytes) -> str:
+def rows_sha256(file: bytes, rows_version: int) -> str:
     table = pa.ipc.open_file(pa.BufferReader(file)).read_all().combine_chunks()
     hashed = hashlib.sha256()
-    for name in COLUMNS:
+    for name in COLUMNS[rows_version]:
         if name == "lengths":  # not in the file: how long the lists are, as int32
             column = table["token_ids"].combine_chunks().value_lengths()
         else:
@@ -90,7 +91,7 @@ folder = f"{name}/" if (name := next(folders, "")) else ""
 batches = 0
 for kind, manifest in records("sample-batches"):
     if kind == "SampleBatchFormed":
-        assert rows_sha256(payload(manifest["file"])) == manifest["rows_sha256"]
+        assert rows_sha256(payload(manifest["file"]), manifest["rows_version"]) == manifest["rows_sha256"]
         assert manifest["event_id"] == digest(kind, manifest["run_id"], manifest["batch_index"])
         batches += 1
 print(batches, "batch files hash to what their manifests say")

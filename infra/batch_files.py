@@ -13,7 +13,7 @@ import pyarrow.parquet as parquet
 from numpy.typing import NDArray
 
 from turnlog.processors.core.batches.draws import FormedBatch
-from turnlog.processors.core.batches.rows import COLUMNS, TEXT, TOKEN, BatchRows, rows_sha256
+from turnlog.processors.core.batches.rows import COLUMNS, OPTIONAL, TEXT, TOKEN, BatchRows, rows_sha256
 from turnlog.processors.core.batches.weighting import check_rows
 from turnlog.schemas.events import Weighting
 
@@ -45,6 +45,8 @@ def write_rows(rows: BatchRows) -> bytes:
     columns: dict[str, pa.Array] = {}
     for name, kind, dtype in COLUMNS:
         column = getattr(rows, name)
+        if column is None:
+            continue
         if kind == TEXT:
             columns[name] = pa.array(column, pa.string())
         elif kind == TOKEN:
@@ -88,6 +90,8 @@ def _rows(table: pa.Table) -> BatchRows:
         if name == "lengths":
             lists = table["token_ids"].combine_chunks()
             values[name] = np.diff(_list_array(lists).offsets.to_numpy()).astype("<i4")
+            continue
+        if name in OPTIONAL and name not in table.column_names:
             continue
         column = table[name].combine_chunks()
         if kind == TEXT:

@@ -46,8 +46,11 @@ class StepResult:
     skipped: bool
     """The gradient was not finite: weights and optimizer are as before."""
     logprob_gap_max: float
-    """max |trainer - recorded| log-prob over trained tokens."""
+    """max |trainer - recorded| log-prob over trained tokens but those of rows.old_cache, which have their own."""
     logprob_gap_mean: float
+    old_cache_tokens: int
+    old_cache_gap_max: float
+    old_cache_gap_mean: float
     entropy: float
     """Mean over trained tokens, nats, at the row's temperature."""
     clip_fraction: float
@@ -221,9 +224,13 @@ class _Forward:
         self._objective, self._vocabulary, self._trained_total = objective, vocabulary, int(rows.trained.sum())
         self._greedy = torch.from_numpy(np.repeat(rows.temperature <= 0, rows.lengths)).to(mcore.DEVICE)
         self._columns = columns.on(mcore.DEVICE)
-        self.sums = torch.zeros(7, dtype=torch.float64)
-        """weighted loss, trained tokens, entropy, clipped tokens, |gap|, masked tokens, auxiliary loss"""
-        self.gap_max = torch.zeros(1, dtype=torch.float64)
+        old_cache = np.zeros(len(rows.token_ids), "|u1") if rows.old_cache is None else rows.old_cache
+        self._old_cache = torch.from_numpy(old_cache).bool().to(mcore.DEVICE)
+        self.sums = torch.zeros(9, dtype=torch.float64)
+        """weighted loss, trained tokens, entropy, clipped tokens, |gap|, masked tokens, auxiliary loss; of the trained
+        tokens on an old cache, which are not in |gap|, their |gap| and count"""
+        self.gap_max = torch.zeros(2, dtype=torch.float64)
+        """The largest of both"""
         self.told = torch.zeros((len(TOLD), len(rows.token_ids)), device=mcore.DEVICE) if tell_tokens else None
         """This rank's share"""
         # Every rank knows the names, while the last pipeline stage alone has the numbers.
@@ -250,6 +257,8 @@ class _Forward:
         beside = self._beside(token.auxiliary, masked, batch)
         weighted = weighted + beside
         gap = torch.where(batch.trained, (logprobs.detach() - batch.recorded).abs(), 0.0)
+        on_old = batch.trained & self._old_cache[batch.places]
+        gap, old_gap = torch.where(on_old, 0.0, gap), torch.where(on_old, gap, 0.0)
         shares = (
             weighted.detach(),
             batch.trained.sum(),
@@ -258,9 +267,11 @@ class _Forward:
             gap.sum(),
             (batch.trained & masked).sum(),
             beside.detach(),
+            old_gap.sum(),
+            on_old.sum(),
         )
         self.sums += torch.stack([share.double() for share in shares]).cpu()
-        self.gap_max = torch.maximum(self.gap_max, gap.max().double().cpu())
+        self.gap_max = torch.maximum(self.gap_max, torch.stack([gap.max(), old_gap.max()]).double().cpu())
         self._measure(token.measures, batch.trained)
         if self.told is not None:
             figures = (logprobs, entropy, (logprobs - seen.old).exp())
@@ -347,6 +358,9 @@ class Totals:
     clipped: float
     gap: float
     gap_max: float
+    old_gap: float
+    old_gap_max: float
+    on_old: int
     masked: int
     metrics: dict[str, float]
 
@@ -363,8 +377,8 @@ class Totals:
             last, stages = state.get_pipeline_model_parallel_last_rank(), state.get_pipeline_model_parallel_group()
             dist.broadcast(sums, last, group=stages)
             dist.broadcast(largest, last, group=stages)
-        loss, trained, entropy, clipped, gap, masked, beside, *moments = sums.tolist()
-        gap_max, *tops = largest.tolist()
+        loss, trained, entropy, clipped, gap, masked, beside, old_gap, on_old, *moments = sums.tolist()
+        gap_max, old_gap_max, *tops = largest.tolist()
         count = max(1, round(trained))
         metrics = {
             name: measure.figure(total, squares, top, count)
@@ -374,7 +388,10 @@ class Totals:
         }
         if forward.auxiliary:
             metrics["auxiliary_loss"] = beside
-        return cls(loss, round(trained), entropy, clipped, gap, gap_max, round(masked), metrics)
+        return cls(
+            loss, round(trained), entropy, clipped, gap, gap_max, old_gap, old_gap_max, round(on_old), round(masked),
+            metrics,
+        )  # fmt: skip
 
     def result(self, grad_norm: float, *, skipped: bool, more: Mapping[str, float] | None = None) -> StepResult:
         """Means over the trained tokens; `more` metrics."""
@@ -385,7 +402,10 @@ class Totals:
             trained_tokens=self.trained,
             skipped=skipped,
             logprob_gap_max=self.gap_max,
-            logprob_gap_mean=self.gap / each,
+            logprob_gap_mean=self.gap / max(1, self.trained - self.on_old),
+            old_cache_tokens=self.on_old,
+            old_cache_gap_max=self.old_gap_max,
+            old_cache_gap_mean=self.old_gap / max(1, self.on_old),
             entropy=self.entropy / each,
             clip_fraction=self.clipped / each,
             masked=self.masked,

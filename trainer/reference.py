@@ -137,6 +137,7 @@ def synthetic_manifest(
         parts=parts,
         file=file,
         rows_sha256=rows_sha256(rows),
+        rows_version=rows.version,
         samples=samples,
         groups=tuple(sorted(set(rows.group_ids))),
         weighting=Weighting.prompt,

@@ -42,6 +42,8 @@ class FoldVersion:
     """A GroupEmitted goes out with each GroupScored, on a topic of its own. Before, there was none."""
     group_rewards: bool
     """It carries the rewards of the valid rollouts. Before, it had none."""
+    spans_by_cache: bool
+    """A sample's spans say on whose cache their tokens were sampled. Before, spans of one weight version were one."""
 
 
 VERSIONS = {
@@ -49,19 +51,23 @@ VERSIONS = {
     for version in (
         FoldVersion(
             name="1", aborted_leaves_train=False, steps_need_named_turns=False, retries_need_answers=False,
-            empty_groups_fail=False, group_scores=False, group_rewards=False,
+            empty_groups_fail=False, group_scores=False, group_rewards=False, spans_by_cache=False,
         ),
         FoldVersion(
             name="2", aborted_leaves_train=True, steps_need_named_turns=True, retries_need_answers=True,
-            empty_groups_fail=True, group_scores=True, group_rewards=False,
+            empty_groups_fail=True, group_scores=True, group_rewards=False, spans_by_cache=False,
         ),
         FoldVersion(
             name="3", aborted_leaves_train=True, steps_need_named_turns=True, retries_need_answers=True,
-            empty_groups_fail=True, group_scores=True, group_rewards=True,
+            empty_groups_fail=True, group_scores=True, group_rewards=True, spans_by_cache=False,
+        ),
+        FoldVersion(
+            name="4", aborted_leaves_train=True, steps_need_named_turns=True, retries_need_answers=True,
+            empty_groups_fail=True, group_scores=True, group_rewards=True, spans_by_cache=True,
         ),
     )
 }  # fmt: skip
-LATEST = VERSIONS["3"]
+LATEST = VERSIONS["4"]
 FOLD_VERSION = LATEST.name
 """Of runs that begin today."""
 

@@ -31,7 +31,6 @@ from turnlog.processors.core.batches.draws import (
     overtaken,
 )
 from turnlog.processors.core.batches.progress import HeldVersion, Progress
-from turnlog.processors.core.batches.rows import ROWS_VERSIONS
 from turnlog.processors.runtime.by_recipe import drawn
 from turnlog.schemas import ids, topics
 from turnlog.schemas.events import (
@@ -245,7 +244,7 @@ class Batcher:
             parts=parts,
             file=file,
             rows_sha256=sha256,
-            rows_version=max(ROWS_VERSIONS),
+            rows_version=batch.rows.version,
             samples=batch.samples,
             groups=batch.groups,
             weighting=self._rules.weighting,

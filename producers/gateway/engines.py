@@ -533,16 +533,18 @@ def _spans(
 ) -> list[VersionSpan]:
     """Version spans of one call's tokens; `kv`: of the weights that computed what is cached. Raises EngineRefused for
     an engine that never said."""
-    spans = [
-        VersionSpan(int(label), length, None if kv in (None, int(label)) else kv) for label, length in labels if length
-    ]
+
+    def span(version: int, length: int) -> VersionSpan:
+        return VersionSpan(version, length, None if kv == version else kv)
+
+    spans = [span(int(label), length) for label, length in labels if length]
     missing = count - sum(span.length for span in spans)
     if missing < 0:
         raise EngineRefused(f"version spans {labels} cover more than the {count} tokens that were sampled")
     if missing and engine.version < 0:
         raise EngineRefused(f"{engine.url} does not say with which weights it sampled, and is registered with none")
     if missing:
-        spans.append(VersionSpan(engine.version, missing))
+        spans.append(span(engine.version, missing))
     return spans
 
 

@@ -186,9 +186,9 @@ class StepCompleted:
     reward_mean: float
     """Mean reward over the batch's trajectories."""
     logprob_gap_max: float
-    """max |trainer - engine| log-prob over trained tokens, before the step, nats."""
+    """max |trainer - engine| log-prob over trained tokens but `old_cache_tokens`, before the step, nats."""
     logprob_gap_mean: float
-    """Mean of that difference over trained tokens, nats."""
+    """Mean of that difference over the same tokens, nats."""
     entropy: float | None
     """Mean over trained tokens at the row's temperature, nats."""
     clip_fraction: float
@@ -205,3 +205,10 @@ class StepCompleted:
     token_file: BlobRef | None = None
     """Parquet, one row per trained token of the batch: what the trainer made of it before the step (docs/attach.md);
     null where [trainer] token_files_every passes the step over."""
+    old_cache_tokens: int = 0
+    """Of trained_tokens, those sampled on a cache that older weights filled ([engine] update = "in_place"), where the
+    batch tells: from fold version 4 on."""
+    old_cache_gap_max: float = 0.0
+    """As logprob_gap_max, over old_cache_tokens."""
+    old_cache_gap_mean: float = 0.0
+    """As logprob_gap_mean, over old_cache_tokens."""

@@ -135,7 +135,8 @@ class TurnTreeAssembled:
 
 @dataclass(frozen=True, slots=True)
 class SampleSpan:
-    """Output tokens of one turn and one version inside a segment: [start, start + length) of token_ids."""
+    """Output tokens of one turn, sampled by one version on one cache, inside a segment: [start, start + length) of
+    token_ids."""
 
     start: int
     """First token, as an index into token_ids."""
@@ -149,6 +150,9 @@ class SampleSpan:
     """Whether the tree lets them train; length cut and version mask come later."""
     advantage: float | None = None
     """Set by per-turn estimators only; else the sample's advantage holds."""
+    kv_version: int | None = None
+    """As in VersionSpan: of the cache that they were sampled on, where it is another. Written by fold version 4 and
+    later."""
 
 
 @dataclass(frozen=True, slots=True)

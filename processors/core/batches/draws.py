@@ -82,6 +82,7 @@ class TrimmedSample:
     logprobs: NDArray[np.float32]
     advantages: NDArray[np.float64]
     """Within what a float32 can hold: larger magnitudes saturate. 0 where not trained."""
+    old_cache: NDArray[np.uint8]
     trained_tokens: int
     temperature: float
     reward: float
@@ -255,6 +256,7 @@ def _rows(ordered: Sequence[TrimmedSample], weights: Weights, white: Whitening |
     if white is not None:
         advantages = [white.apply(row.advantages) * row.trained for row in ordered]
     rewards = [min(max(row.reward, -LARGEST), LARGEST) for row in ordered]
+    old_cache = np.concatenate([row.old_cache for row in ordered])
     return BatchRows(
         sample_ids=tuple(row.sample_id for row in ordered),
         group_ids=tuple(row.group_id for row in ordered),
@@ -271,6 +273,7 @@ def _rows(ordered: Sequence[TrimmedSample], weights: Weights, white: Whitening |
         rewards=np.array(rewards, "<f4"),
         version_min=np.array([row.version_min for row in ordered], "<i4"),
         version_max=np.array([row.version_max for row in ordered], "<i4"),
+        old_cache=old_cache if old_cache.any() else None,
     )
 
 
@@ -301,6 +304,7 @@ def trim(placed: PlacedSample, held: HeldVersion, rules: DrawRules) -> TrimmedSa
         trained=columns.trained,
         logprobs=columns.logprobs,
         advantages=columns.advantages,
+        old_cache=columns.old_cache,
         trained_tokens=int(columns.trained.sum()),
         temperature=sample.temperature,
         reward=sample.reward,
@@ -332,6 +336,7 @@ class _Columns:
         self.trained = np.zeros(length, "|u1")
         self.logprobs = np.zeros(length, "<f4")
         self.advantages = np.zeros(length, "<f8")
+        self.old_cache = np.zeros(length, "|u1")
         self.masked: Counter[str] = Counter()
         self.versions: set[int] = set()
 
@@ -342,6 +347,7 @@ class _Columns:
         end = max(min(span.start + span.length, self.length), span.start)
         inside = end - span.start
         self.logprobs[span.start : end] = logprobs[:inside]
+        self.old_cache[span.start : end] = span.kv_version not in (None, span.version)
         if not span.trained:
             return
         if inside < span.length:

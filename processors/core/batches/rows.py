@@ -43,11 +43,15 @@ class BatchRows:
     version_min: NDArray[np.int32]
     """[n] oldest weight version among the row's trained tokens; -1 without one."""
     version_max: NDArray[np.int32]
+    old_cache: NDArray[np.uint8] | None = None
+    """[T] 1 where the token was sampled on a cache that older weights filled than sampled it; None: nowhere."""
 
     def __post_init__(self) -> None:
         rows, tokens = len(self.sample_ids), int(self.lengths.sum())
         for name, kind, dtype in COLUMNS:
             column = getattr(self, name)
+            if column is None and name in OPTIONAL:
+                continue
             wanted = tokens if kind == TOKEN else rows
             if len(column) != wanted:
                 raise ValueError(f"column {name} has {len(column)} entries, wanted {wanted}")
@@ -56,6 +60,11 @@ class BatchRows:
 
     def __len__(self) -> int:
         return len(self.sample_ids)
+
+    @property
+    def version(self) -> int:
+        """The least rows version that has all of it."""
+        return 1 if self.old_cache is None else 2
 
     @property
     def starts(self) -> NDArray[np.int64]:
@@ -77,7 +86,7 @@ class BatchRows:
 
 
 def _columns() -> tuple[tuple[str, str, str | None], ...]:
-    tokens = {"token_ids", "trained", "logprobs", "advantages"}
+    tokens = {"token_ids", "trained", "logprobs", "advantages", "old_cache"}
     kinds = {"int32": "<i4", "int64": "<i8", "uint8": "|u1", "float32": "<f4"}
     columns: list[tuple[str, str, str | None]] = []
     for field in dataclasses.fields(BatchRows):
@@ -92,24 +101,30 @@ def _columns() -> tuple[tuple[str, str, str | None], ...]:
 
 COLUMNS = _columns()
 """(name, kind, little-endian dtype or None for text) in schema order."""
-ROWS_VERSIONS = {1: tuple(name for name, _, _ in COLUMNS)}
+OPTIONAL = frozenset({"old_cache"})
+"""Columns that rows need not have."""
+_FIRST = tuple(name for name, _, _ in COLUMNS if name not in OPTIONAL)
+ROWS_VERSIONS = {1: _FIRST, 2: (*_FIRST, "old_cache")}
 """Version of rows, as a manifest says it -> the columns that the hash covers, in this order. A list never changes: a
 column that is new stands in a new one, and batches of older lists are read without it."""
 
 
-def rows_sha256(rows: BatchRows, version: int = max(ROWS_VERSIONS)) -> str:
-    """Hex sha256 over the columns of a version: name, count and bytes, each length-prefixed, little-endian.
+def rows_sha256(rows: BatchRows, version: int | None = None) -> str:
+    """Hex sha256 over the columns of a version (None: that of `rows`): name and bytes, each length-prefixed,
+    little-endian; of a column that they lack no bytes.
 
     Framing of the file (Arrow) is left out on purpose. Raises ValueError for NaN, which has many byte forms.
     """
     running = hashlib.sha256()
     described = {name: (kind, dtype) for name, kind, dtype in COLUMNS}
-    for name in ROWS_VERSIONS[version]:
+    for name in ROWS_VERSIONS[version or rows.version]:
         kind, dtype = described[name]
         column = getattr(rows, name)
         if kind == TEXT:
             parts = [text.encode() for text in column]
             content = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+        elif column is None:
+            content = b""
         else:
             if dtype == "<f4" and np.isnan(column).any():
                 raise ValueError(f"column {name} holds NaN")

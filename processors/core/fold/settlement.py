@@ -65,7 +65,7 @@ def _sample(
     spans = tuple(
         span
         for order in run
-        for span in _spans(tree.turns[order], order not in tree.masked, credit.per_turn.get(order))
+        for span in _spans(tree.turns[order], order not in tree.masked, credit.per_turn.get(order), rules)
     )
     versions = [span.version for span in spans if span.trained]
     sample = sample_id(session.session_id, index)
@@ -100,17 +100,19 @@ def _sample(
     )
 
 
-def _spans(turn: Turn, trained: bool, advantage: float | None) -> Iterator[SampleSpan]:
-    """Runs of one version: adjacent spans of the record that differ in kv_version alone are one."""
-    start, length, version = turn.tokens.prompt_len, 0, -1
+def _spans(turn: Turn, trained: bool, advantage: float | None, rules: FoldRules) -> Iterator[SampleSpan]:
+    """Runs of one version and, where the fold version tells caches apart, of one cache."""
+    start, length, version, cache = turn.tokens.prompt_len, 0, -1, None
     for span in turn.tokens.versions:
-        if span.version != version and length:
-            yield SampleSpan(start, length, turn.id, version, trained, advantage)
+        its_cache = span.kv_version if rules.version.spans_by_cache else None
+        if (span.version, its_cache) != (version, cache) and length:
+            yield SampleSpan(start, length, turn.id, version, trained, advantage, cache)
             start, length = start + length, 0
         length += span.length
-        version = span.version if span.length or not length else version
+        if span.length or not length:
+            version, cache = span.version, its_cache
     if length:
-        yield SampleSpan(start, length, turn.id, version, trained, advantage)
+        yield SampleSpan(start, length, turn.id, version, trained, advantage, cache)
 
 
 def segment_rows(run: Sequence[Tokens]) -> tuple[tuple[ExpertRows, ...], str]:

@@ -9,10 +9,10 @@ from typing import Any
 
 from turnlog.consumers.demo import runnable_here
 from turnlog.consumers.replay.verify import Verdict
-from turnlog.consumers.report import Measured, gather, summary
+from turnlog.consumers.report import Measured, gaps, gather, summary
 from turnlog.infra.roles.terminal import Terminal
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.schemas.events import ToolCallCompleted, ToolStatus
+from turnlog.schemas.events import StepCompleted, ToolCallCompleted, ToolStatus
 from turnlog.schemas.events.tools import UNISOLATED
 from turnlog.settings import Settings
 
@@ -68,3 +68,22 @@ async def test_a_report_counts_the_calls_that_ran_without_isolation(trained_run:
     console = Terminal(file=io.StringIO(), width=200)
     console.print(summary(report))
     assert "TOOLS RAN WITHOUT ISOLATION" in console.file.getvalue()
+
+
+def step(batch: int, own: tuple[int, float], old: tuple[int, float] = (0, 0.0), *, lag: int = 0) -> StepCompleted:
+    """(tokens, largest gap) on a cache of their own weights, and on one of older weights."""
+    return StepCompleted(
+        event_id=str(batch), run_id="run", batch_index=batch, draw_index=batch, incarnation=0, step=batch + 1, loss=0.0,
+        grad_norm=0.0, learning_rate=0.0, lag_max=lag, tokens=9, trained_tokens=own[0] + old[0], masked={},
+        skipped=False, reward_mean=0.0, logprob_gap_max=own[1], logprob_gap_mean=0.0, entropy=None, clip_fraction=0.0,
+        seconds={}, world_size=1, old_cache_tokens=old[0], old_cache_gap_max=old[1],
+    )  # fmt: skip
+
+
+def test_tokens_on_a_cache_of_older_weights_are_no_gap_at_lag_0_and_are_told_apart() -> None:
+    steps = [step(0, (4, 1e-6)), step(1, (3, 2e-6), (1, 0.5)), step(2, (0, 0.0), (4, 0.25)), step(3, (4, 2.0), lag=1)]
+    assert gaps(steps) == {
+        "logprob_gap_max": 2e-6, "logprob_gap_steps": {}, "logprob_gap_old_cache_max": 0.5,
+    }  # fmt: skip
+    assert gaps([step(0, (4, 1e-3)), *steps[1:]])["logprob_gap_steps"] == {0: 1e-3}
+    assert gaps(steps[2:])["logprob_gap_max"] is None

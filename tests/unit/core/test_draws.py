@@ -204,6 +204,17 @@ def test_a_batch_is_a_function_of_its_manifest() -> None:
     assert rows_sha256(again.rows) == rows_sha256(batch.rows)
 
 
+def test_rows_mark_tokens_on_an_old_cache_and_without_one_are_those_of_the_first_version() -> None:
+    told = sample("a", "s0", 2, versions=(3, 4))
+    first, second = told.spans
+    mixed = replace(told, spans=(first, replace(second, kv_version=3)))
+    marked, plain = (draw(group("a", one)).batches[0].rows for one in (mixed, told))
+    assert marked.old_cache is not None
+    assert marked.old_cache.tolist() == [0, 0, 0, 0, 1, 1]
+    assert (marked.version, plain.version, plain.old_cache) == (2, 1, None)
+    assert rows_sha256(marked) != rows_sha256(marked, 1) == rows_sha256(plain)
+
+
 @pytest.mark.parametrize(("groups", "updates", "sizes"), [(4, 2, [2, 2]), (3, 2, [1, 2]), (1, 3, [1])])
 def test_a_draw_is_cut_by_whole_groups(groups: int, updates: int, sizes: list[int]) -> None:
     formed = draw(*(group(f"g{i}", sample(f"g{i}", f"s{i}", 2)) for i in range(groups)), updates_per_draw=updates)

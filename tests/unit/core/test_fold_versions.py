@@ -19,12 +19,13 @@ from turnlog.schemas.events import (
     SessionFinished,
     StepRewardAssigned,
     Verifier,
+    VersionSpan,
 )
 from turnlog.schemas.types import TurnId
 from turnlog.settings import FoldSettings
 
-ONE, TWO, THREE = (
-    FoldRules(run_id="r", settings_sha256="s" * 64, min_valid=1, version=VERSIONS[name]) for name in "123"
+ONE, TWO, THREE, FOUR = (
+    FoldRules(run_id="r", settings_sha256="s" * 64, min_valid=1, version=VERSIONS[name]) for name in "1234"
 )
 BY_STEPS = tuple(replace(rules, estimator="step") for rules in (ONE, TWO))
 STEPS = Expects(reward=False, step_rewards=1)
@@ -91,8 +92,19 @@ def test_the_figures_of_a_group_say_what_its_valid_rollouts_earned_from_version_
     ]
 
 
+def test_spans_say_on_whose_cache_their_tokens_were_sampled_from_version_4_on(story):
+    s = story()
+    s.turn("a", 0, "sq", "ABCDE", version_spans=(VersionSpan(3, 2), VersionSpan(4, 1), VersionSpan(4, 2, kv_version=3)))
+    s.end("a", reward=1.0)
+    found = [
+        [(span.start, span.length, span.version, span.kv_version) for span in s.fold(rules).samples[0].spans]
+        for rules in (THREE, FOUR)
+    ]
+    assert found == [[(2, 2, 3, None), (4, 3, 4, None)], [(2, 2, 3, None), (4, 1, 4, None), (5, 2, 4, 3)]]
+
+
 def test_a_version_that_this_release_does_not_hold_is_refused_by_name():
-    with pytest.raises(UnknownFoldVersion, match=r"fold version '9' is unknown here \(1, 2, 3 are known\)"):
+    with pytest.raises(UnknownFoldVersion, match=r"fold version '9' is unknown here \(1, 2, 3, 4 are known\)"):
         fold_rules(FoldSettings(), run_id="r", settings_sha256="", version="9")
     assert fold_version(FOLD_VERSION) is VERSIONS[max(VERSIONS)]
 

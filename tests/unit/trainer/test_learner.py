@@ -93,6 +93,24 @@ def test_measures_are_taken_before_the_step() -> None:
     assert before.entropy == pytest.approx(np.log(TINY.vocabulary), rel=0.01)
 
 
+def test_the_gap_of_tokens_on_an_old_cache_is_one_of_its_own() -> None:
+    learner, rows = (
+        Learner(TINY, random_weights(TINY, 1), dataclasses.replace(ONE, microbatch_tokens=200)),
+        synthetic_rows(0),
+    )
+    trained = rows.trained == 1
+    marked = (np.random.default_rng(1).random(len(trained)) < 0.3).astype("|u1")
+    apart = np.abs(learner.logprobs(rows) - rows.logprobs)
+    whole = learner.measure(rows, OBJECTIVE)
+    split = learner.measure(dataclasses.replace(rows, old_cache=marked), OBJECTIVE)
+    own, old = apart[trained & (marked == 0)], apart[trained & (marked == 1)]
+    assert (split.logprob_gap_max, split.logprob_gap_mean) == pytest.approx((own.max(), own.mean()), rel=1e-5)
+    assert (split.old_cache_gap_max, split.old_cache_gap_mean) == pytest.approx((old.max(), old.mean()), rel=1e-5)
+    assert (split.old_cache_tokens, whole.old_cache_tokens) == (len(old), 0)
+    assert (split.loss, split.entropy) == (whole.loss, whole.entropy)
+    assert whole.logprob_gap_max == max(split.logprob_gap_max, split.old_cache_gap_max)
+
+
 def test_a_row_without_advantage_still_runs_and_moves_nothing() -> None:
     weights = random_weights(TINY, 1)
     learner = Learner(TINY, weights, ONE)

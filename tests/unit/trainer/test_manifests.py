@@ -15,7 +15,7 @@ from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.topics_admin import apply
-from turnlog.processors.core.batches.rows import ROWS_VERSIONS
+from turnlog.processors.core.batches.rows import ROWS_VERSIONS, BatchRows
 from turnlog.schemas.events import SampleBatchFormed
 from turnlog.settings import Settings
 from turnlog.trainer import BatchGap
@@ -125,8 +125,26 @@ async def test_a_batch_of_the_first_rows_version_verifies() -> None:
     assert rows.lengths.tolist() == synthetic_rows(0, rows=4).lengths.tolist()
 
 
+async def test_a_batch_with_tokens_on_an_old_cache_is_of_the_second_rows_version_and_verifies() -> None:
+    content = (GOLDEN / "batch-rows-2.arrow").read_bytes()
+    blobs, plain = MemoryBlobs(), synthetic_rows(0, rows=4)
+    manifest = synthetic_manifest(on_old_cache(plain), await blobs.put(content), "run", 0)
+    assert manifest.rows_version == 2
+    assert manifest.rows_sha256 == "5f5d58b09c306eabc17fdc76f70ffdfed07fb2b5cbf28f4210aa68deee43e04f"
+    rows = await fetch_rows(manifest, blobs)
+    assert rows.old_cache is not None
+    assert rows.old_cache.tolist() == plain.trained.tolist()
+    with pytest.raises(CorruptBatch, match="rows hash to"):
+        await fetch_rows(dataclasses.replace(manifest, file=await blobs.put(write_rows(plain))), blobs)
+
+
+def on_old_cache(rows: BatchRows) -> BatchRows:
+    """Every trained token is marked."""
+    return dataclasses.replace(rows, old_cache=rows.trained)
+
+
 async def test_rows_of_a_version_that_is_not_known_are_refused_by_it() -> None:
     blobs = MemoryBlobs()
     later = dataclasses.replace(await formed(blobs), rows_version=max(ROWS_VERSIONS) + 1)
-    with pytest.raises(CorruptBatch, match=r"batch 0 .*: its rows are of version 2, this release reads 1"):
+    with pytest.raises(CorruptBatch, match=r"batch 0 .*: its rows are of version 3, this release reads 1, 2"):
         await fetch_rows(later, blobs)
