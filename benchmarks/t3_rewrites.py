@@ -19,6 +19,7 @@ from typing import Any
 import orjson
 from row import say, size, told
 
+from turnlog.processors.core.turns import Ids
 from turnlog.producers.gateway.conversation import continued
 from turnlog.producers.gateway.dialects.openai_chat import OpenAIChat
 from turnlog.producers.gateway.engines import Draft
@@ -85,11 +86,11 @@ def body(messages: list[Any]) -> bytes:
     return orjson.dumps({"model": "m", "messages": messages, "tools": TOOLS})
 
 
-def bare(request: bytes, prompt: list[int]) -> None:
+def bare(request: bytes, prompt: Ids) -> None:
     """What no gateway can leave out."""
     hashlib.sha256(request).hexdigest()
     orjson.loads(request)
-    orjson.dumps({"input_ids": prompt})
+    orjson.dumps({"input_ids": prompt}, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def grown(gateway: Gateway) -> dict[int, tuple[float, float]]:

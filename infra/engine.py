@@ -14,7 +14,7 @@ the tests passes the same tests/contract/test_engine_contract.py.
 from __future__ import annotations
 
 import base64
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -26,6 +26,7 @@ import orjson
 
 from turnlog.infra.roles import Unreachable
 from turnlog.infra.roles.tls import trusting
+from turnlog.processors.core.turns import Ids
 
 KEEP_ALIVE_S = 3.0
 """Below uvicorn's 5 s, so that an idle connection is dropped by us and never by the engine in mid-request."""
@@ -77,7 +78,7 @@ class Generate:
 
     rid: str
     """Unique; SGLang aborts by prefix, so all rids have one length."""
-    input_ids: list[int]
+    input_ids: Ids | Sequence[int]
     temperature: float
     max_new_tokens: int
     stop_token_ids: tuple[int, ...] = ()
@@ -140,7 +141,7 @@ class SGLang:
         self._session: aiohttp.ClientSession | None = None
 
     async def generate(self, request: Generate, *, stream: bool, timeout_s: float) -> AsyncIterator[Piece]:
-        body = orjson.dumps(_body(request, stream))
+        body = orjson.dumps(_body(request, stream), option=orjson.OPT_SERIALIZE_NUMPY)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=timeout_s)
         try:
             async with self._http().post(f"{self.url}/generate", data=body, headers=JSON, timeout=timeout) as answer:
@@ -220,7 +221,7 @@ def _body(request: Generate, stream: bool) -> dict[str, Any]:
         sampling["stop"] = list(request.stop)
     if request.grammar is not None:
         sampling[request.grammar.kind] = request.grammar.text
-    body = {
+    body: dict[str, Any] = {
         "rid": request.rid,
         "input_ids": request.input_ids,
         "sampling_params": sampling,
@@ -252,23 +253,27 @@ async def _server_sent(chunks: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
 
 def _collapsed(request: Generate) -> list[int]:
     """One placeholder per image: SGLang repeats each as often as the model's own processor says."""
-    ids, end = [], 0
+    given, end = list(map(int, request.input_ids)), 0
+    ids: list[int] = []
     for image in request.images:
-        ids += request.input_ids[end : image.position + 1]
+        ids += given[end : image.position + 1]
         end = image.position + image.tokens
-    return ids + request.input_ids[end:]
+    return ids + given[end:]
 
 
 def _check_prompt(request: Generate, answer: dict[str, Any]) -> None:
     """With images some of SGLang's processors write the prompt to text and tokenise it again, or count an image's
     tokens in another way. Raises EngineRefused where the engine sampled on other ids than it was given."""
-    saw = answer.get("prompt_token_ids", request.input_ids)
-    if not request.images or saw == request.input_ids:
+    if not request.images:
         return
-    pairs = enumerate(zip(saw, request.input_ids, strict=False))
-    first = next((at for at, (theirs, ours) in pairs if theirs != ours), min(len(saw), len(request.input_ids)))
+    given = list(map(int, request.input_ids))
+    saw = answer.get("prompt_token_ids", given)
+    if saw == given:
+        return
+    pairs = enumerate(zip(saw, given, strict=False))
+    first = next((at for at, (theirs, ours) in pairs if theirs != ours), min(len(saw), len(given)))
     raise EngineRefused(
-        f"the engine sampled on {len(saw)} prompt ids that differ from the {len(request.input_ids)} given, from "
+        f"the engine sampled on {len(saw)} prompt ids that differ from the {len(given)} given, from "
         f"position {first} on: its processor of images does not keep them, so that its turns cannot be trained"
     )
 

@@ -73,6 +73,8 @@ def float32s(data: bytes) -> NDArray[np.float32]:
 
 def pack_int32s(values: object) -> bytes:
     """Little-endian int32 bytes of a sequence or array of integers. Raises OverflowError beyond int32."""
+    if isinstance(values, np.ndarray) and values.dtype == INT32:
+        return values.tobytes()
     array = np.asarray(values, dtype=np.int64)
     if array.size and (array.max() > 2**31 - 1 or array.min() < -(2**31)):
         raise OverflowError("a token id does not fit int32")

@@ -72,13 +72,13 @@ class Strands:
         self._images: dict[tuple[str, int], int] = {}
         """(sha256, placeholder id) -> the number that stands for it here."""
 
-    def keyed(self, ids: Sequence[int], images: Sequence[ImageRef], start: int) -> Ids:
+    def keyed(self, ids: Ids | Sequence[int], images: Sequence[ImageRef], start: int) -> Ids:
         """Ids of a prompt from `start` on as they are held: with a number of its own, below 0, for each image in place
-        of its placeholders, so that prompts that differ in an image alone part there."""
+        of its placeholders, so that prompts that differ in an image alone part there. A copy."""
         keyed = np.array(ids, dtype=np.int32)
         for one in images:
             if one.position >= start:
-                name = (one.image.sha256, ids[one.position - start])
+                name = (one.image.sha256, int(ids[one.position - start]))
                 number = self._images.setdefault(name, -1 - len(self._images))
                 keyed[one.position - start :][: one.tokens] = number
         return keyed
@@ -408,14 +408,14 @@ class Conversation:
             return passed[-1].root_reason
         return "history_rewritten" if passed else "new_conversation"
 
-    def extends(self, base: Turn, prompt: Sequence[int], images: Sequence[ImageRef], known: Place) -> bool:
+    def extends(self, base: Turn, prompt: Ids, images: Sequence[ImageRef], known: Place) -> bool:
         """Whether a prompt that passes `known` begins with all of the base, the same images in it."""
         if known == base.place:
             return True
         return np.array_equal(self.strands.keyed(prompt, images, 0)[: base.total], line(base.place))
 
     def stored_against(
-        self, ids: Sequence[int], known: Place, images: Sequence[ImageRef] = (), *, covered: bool = False
+        self, ids: Ids | Sequence[int], known: Place, images: Sequence[ImageRef] = (), *, covered: bool = False
     ) -> tuple[Turn | None, int]:
         """Where to store a prompt that passes `known` and goes on with `ids`: a turn with the longest common prefix of
         tokens and images, and its length. `covered`: only turns whose routed experts are stored, where there is any,
@@ -429,9 +429,10 @@ class Conversation:
                     return turn, depth
         return None, 0
 
-    def record(self, turn: Turn, ids: Sequence[int], output: Sequence[int], known: Place) -> None:
+    def record(self, turn: Turn, ids: Ids | Sequence[int], output: Sequence[int], known: Place) -> None:
         """Add a turn whose prompt passes `known` and goes on with `ids`; sets its strand and its messages' places."""
-        self.strands.add(turn, self.strands.keyed([*ids, *output], turn.images, known.depth), known)
+        line = np.concatenate((np.array(ids, dtype=np.int32), np.array(output, dtype=np.int32)))
+        self.strands.add(turn, self.strands.keyed(line, turn.images, known.depth), known)
         said = turn.base.answered if turn.base is not None else self.messages.start
         for raw, one in zip(turn.new_raw, turn.new, strict=True):
             said = self.messages.add(said, raw, one)
@@ -490,7 +491,7 @@ class Conversation:
         return None
 
 
-def continued(hashed: _Hash, ids: Sequence[int]) -> _Hash:
+def continued(hashed: _Hash, ids: Ids | Sequence[int]) -> _Hash:
     """sha256 over what was hashed and `ids` as little-endian int32."""
     hashed = hashed.copy()
     hashed.update(pack_int32s(ids))

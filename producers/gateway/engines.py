@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -38,6 +38,7 @@ from turnlog.infra.engine import (
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Log, Partition
 from turnlog.processors.core.experts import own_rows, routing_of_model
+from turnlog.processors.core.turns import Ids
 from turnlog.producers.gateway import EngineFailed, NoEngine, VersionGone
 from turnlog.schemas import UndecodableRecord, ids
 from turnlog.schemas.events import Event
@@ -369,7 +370,7 @@ class Sampler:
     async def sample(
         self,
         session_id: str,
-        prompt: Sequence[int],
+        prompt: Ids,
         sampling: Sampling,
         *,
         max_new_tokens: int,
@@ -393,8 +394,8 @@ class Sampler:
                 left = self.timeout_s - (loop.time() - draft.started)
                 engine = await self._engine(draft, session_id, wanted, left, first=attempt == 0)
                 request = Generate(
-                    rid=uuid.uuid4().hex,
-                    input_ids=[*prompt, *draft.ids],
+                    rid=secrets.token_hex(16),
+                    input_ids=np.concatenate((prompt, np.array(draft.ids, dtype=np.int32))) if draft.ids else prompt,
                     temperature=sampling.temperature,
                     max_new_tokens=max_new_tokens - len(draft.ids),
                     stop_token_ids=tuple(stops),

@@ -52,8 +52,8 @@ def in_call_order(raw: list[Any]) -> list[Any]:
     most templates print no ids, so that their order alone tells a model which is whose. A result without an id, or
     with one that is none of these calls', stays at its place."""
     ordered = list(raw)
-    for at, one in enumerate(raw):
-        calls = one.get("tool_calls") if isinstance(one, dict) else None
+    for at in [at for at, one in enumerate(raw) if isinstance(one, dict) and "tool_calls" in one]:
+        calls = raw[at]["tool_calls"]
         if not isinstance(calls, list) or len(calls) < 2:
             continue
         ids = [call.get("id") if isinstance(call, dict) else None for call in calls]

@@ -70,7 +70,8 @@ class TextTokens:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a rendered text; nothing is added."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        # the fast one keeps no offsets
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -163,6 +164,7 @@ class ChatTemplate:
         self.source = source
         self._variables = dict(variables)
         self._template = _environment().from_string(source)
+        self._template.globals = dict(self._template.globals)  # each render copies it, and a ChainMap slowly
 
     @classmethod
     def load(cls, folder: Path) -> ChatTemplate:

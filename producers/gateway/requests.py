@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,7 @@ def sign(claims: Claims, key: bytes) -> str:
     return f"{payload}.{_mac(payload, key)}"
 
 
+@lru_cache(maxsize=4096)
 def verify(token: str, *keys: bytes) -> Claims:
     """The claims of a token that was signed with one of the keys. Raises Unauthorized."""
     payload, _, mac = token.partition(".")
@@ -310,11 +312,15 @@ def _sampling(values: dict[str, Any], fallback: Sampling) -> Sampling:
 
 def object_of(body: bytes) -> dict[str, Any]:
     """A body that must be a JSON object. Raises BadRequest."""
-    if deeper_than(body):
-        raise BadRequest(f"the body is nested deeper than {MAX_DEPTH} levels: send what is deeper as text")
     try:
         values = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
+        if body.count(b"[") + body.count(b"{") > MAX_DEPTH:
+            orjson.dumps(values)  # which writes MAX_DEPTH levels, and is quicker than counting them
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError) as error:
+        if deeper_than(body):
+            raise BadRequest(
+                f"the body is nested deeper than {MAX_DEPTH} levels: send what is deeper as text"
+            ) from None
         raise BadRequest(f"the body must be a JSON object: {error}") from None
     if not isinstance(values, dict):
         raise BadRequest("the body must be a JSON object")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import orjson
 from prometheus_client import Counter, Histogram
 
@@ -17,6 +18,7 @@ from turnlog.infra.engine import EngineImage, Grammar
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import LogError
 from turnlog.processors.core.experts import MEDIA_TYPE, packed
+from turnlog.processors.core.turns import Ids
 from turnlog.producers.gateway import (
     BadRequest,
     ConstraintRefused,
@@ -68,7 +70,7 @@ TAIL = 32
 class Prompt(NamedTuple):
     """Ids that are sampled on, and the images in them."""
 
-    ids: list[int]
+    ids: Ids
     images: tuple[ImageRef, ...]
     known: Place
     """What of them is known to be held: they are compared, checked and stored from there on."""
@@ -82,7 +84,7 @@ class TurnPlan(NamedTuple):
     base: Turn | None
     kept: int
     """Messages that the base covers."""
-    prompt: list[int]
+    prompt: Ids
     known: Place
     """What of it the session is known to hold."""
     images: tuple[ImageRef, ...]
@@ -146,7 +148,7 @@ class Planner:
             stored,
         )  # fmt: skip
 
-    def _grammar(self, request: TurnRequest, prompt: Sequence[int], *, trains: bool) -> Grammar | None:
+    def _grammar(self, request: TurnRequest, prompt: Ids, *, trains: bool) -> Grammar | None:
         """What an engine is to hold the output to. What trains takes nothing: log-probs of tokens that a grammar chose
         among are not the policy's. Raises ConstraintRefused."""
         grammar = None
@@ -169,7 +171,7 @@ class Planner:
                 IGNORED.labels(one.field).inc()
         return grammar
 
-    def _said_by(self, one: Constraint, tools: Sequence[Any], prompt: Sequence[int]) -> Grammar | None:
+    def _said_by(self, one: Constraint, tools: Sequence[Any], prompt: Ids) -> Grammar | None:
         if one.json_schema is not None:
             if self.thinking is None:
                 return Grammar("json_schema", one.json_schema)
@@ -179,11 +181,11 @@ class Planner:
         tag = only_call(self.calls, tools, one.tool, self.thinking, inside=self.inside(prompt))
         return None if tag is None else Grammar("structural_tag", tag)
 
-    def inside(self, prompt: Sequence[int]) -> bool:
+    def inside(self, prompt: Ids) -> bool:
         """Whether the model reasons where a prompt ends."""
         if self.thinking is None:
             return False
-        return self.prompts.tokens.literal(prompt[-TAIL:]).rstrip().endswith(self.thinking.opening)
+        return self.prompts.tokens.literal(prompt[-TAIL:].tolist()).rstrip().endswith(self.thinking.opening)
 
     def prompt_tokens(self, session: Session, request: TurnRequest) -> int:
         """Length of the prompt that a turn would submit now. Raises BadRequest."""
@@ -193,9 +195,9 @@ class Planner:
     def _limit(self, session: Session, request: TurnRequest, claims: Claims, prompt: Prompt) -> int:
         """How many tokens may be sampled. Raises BadRequest, ContextOverflow."""
         vocabulary, new = self.prompts.tokens.vocabulary, prompt.ids[prompt.known.depth :]
-        if new and not 0 <= min(new) <= max(new) < vocabulary:
+        if len(new) and not 0 <= new.min() <= new.max() < vocabulary:
             raise BadRequest(
-                f"the prompt has token {max(new)}, outside the model's vocabulary of {vocabulary}: tokenizer and "
+                f"the prompt has token {new.max()}, outside the model's vocabulary of {vocabulary}: tokenizer and "
                 "model in [model] path do not belong together",
                 param="messages",
             )
@@ -218,13 +220,14 @@ class Planner:
             prompt = self._continued(session, request, base, kept, tools_sha256)
         if self.history == "template":
             whole = self._full(session, request, "history_rewritten")
-            if self.prompts.tokens.literal(whole.ids) != self.prompts.tokens.literal(prompt.ids):
+            literal = self.prompts.tokens.literal
+            if literal(whole.ids.tolist()) != literal(prompt.ids.tolist()):
                 return whole
         return prompt
 
     def _reopened(self, session: Session, base: Turn) -> Prompt:
         """The last message is what the base said: it goes on where it ended, before the id that ended it."""
-        held, place = session.conversation.tokens(base).tolist(), base.place
+        held, place = session.conversation.tokens(base), base.place
         stopped = base.finish_reason is FinishReason.stop and base.output_tokens
         if stopped and self.prompts.ends(base.last, session.started.sampling.stop_token_ids):
             held, place = held[:-1], next(above(place, base.total - 1))
@@ -237,8 +240,8 @@ class Planner:
         if more is None:
             return self._full(session, request, "template_not_incremental")
         more, images = placed(more, base.total, self.image_token, _pictures(new, request.images))
-        held = session.conversation.tokens(base).tolist()
-        return Prompt(held + more, base.images + images, base.place, "append")
+        held = np.concatenate((session.conversation.tokens(base), np.array(more, dtype=np.int32)))
+        return Prompt(held, base.images + images, base.place, "append")
 
     def _shown(self, request: TurnRequest) -> Sequence[Message]:
         ids = self.calls.ids if self.calls is not None else None
@@ -247,7 +250,8 @@ class Planner:
     def _full(self, session: Session, request: TurnRequest, reason: str) -> Prompt:
         ids = self.prompts.full(self._shown(request), request.tools)
         pictures = _pictures(request.messages, request.images)
-        return Prompt(*placed(ids, 0, self.image_token, pictures), session.conversation.strands.start, reason)
+        ids, images = placed(ids, 0, self.image_token, pictures)
+        return Prompt(np.array(ids, dtype=np.int32), images, session.conversation.strands.start, reason)
 
 
 def _check_prefill(last: Message) -> None:
@@ -372,10 +376,11 @@ def _snapshot(session: Session, plan: TurnPlan, draft: Draft, turn: TurnId, stor
     """What training reads: the delta to the storage parent, and what the policy sampled; what a side engine did is
     behind the prompt, as context, so that it has no version and trains under no setting."""
     started, prompt = session.started, stored.prompt
-    delta: Sequence[int] = plan.prompt[stored.base_len :]
+    delta = plan.prompt[stored.base_len :]
     sampled = draft
     if not plan.policy:
-        delta, prompt, sampled = [*delta, *draft.ids], continued(prompt, draft.ids), Draft(draft.started)
+        delta = np.concatenate((delta, np.array(draft.ids, dtype=np.int32)))
+        prompt, sampled = continued(prompt, draft.ids), Draft(draft.started)
     return TokenSnapshot(
         event_id=turn_event_id("TokenSnapshot", session.id, turn.epoch, turn.index),
         run_id=started.run_id,

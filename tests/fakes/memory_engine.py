@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -59,6 +60,7 @@ class MemoryEngine:
             event.set()
 
     async def generate(self, request: Generate, *, stream: bool, timeout_s: float) -> AsyncIterator[Piece]:
+        request = replace(request, input_ids=list(map(int, request.input_ids)))
         self._check(request)
         self.requests.append(request)
         stop = self.live[request.rid] = asyncio.Event()
