@@ -38,6 +38,7 @@ from turnlog.infra.event_log import EventLog
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import Log, Partition, TopicSpec
 from turnlog.infra.registry import MemoryRegistry
+from turnlog.infra.roles import event_loop
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role
 from turnlog.producers.gateway.app import Gateway, listening, serving
@@ -216,7 +217,9 @@ def floor(port: int, bootstrap: str, prefix: str, folder: Path) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--gateway"]:
-        uvloop.run(gateway(int(sys.argv[2]), KafkaLog(sys.argv[3], prefix=sys.argv[4]), Path(sys.argv[5])))
+        event_loop.run(
+            "gateway", gateway(int(sys.argv[2]), KafkaLog(sys.argv[3], prefix=sys.argv[4]), Path(sys.argv[5]))
+        )
     elif sys.argv[1:2] == ["--floor"]:
         floor(int(sys.argv[2]), sys.argv[3], sys.argv[4], Path(sys.argv[5]))
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Coroutine
 from typing import Any
 
@@ -11,11 +12,17 @@ from httpcore._backends.anyio import AnyIOStream  # httpx and httpcore both talk
 
 STARTS_PROCESSES = frozenset({"sandbox"})
 """Roles that fork as another user, which uvloop cannot."""
+HOLD_MUCH = frozenset({"gateway"})
+"""Roles that hold many objects for long and leave few cycles behind: by Python's own thresholds each look for those at
+all that is held, a tenth of a second long, comes ten times as often, and takes a sixth of their processor time (T4)."""
+COLLECTIONS = (10_000, 10, 10)
 _ask = AnyIOStream.get_extra_info
 
 
 def run(name: str, main: Coroutine[Any, Any, None]) -> None:
     """Run a role's coroutine to its end. A turn is mostly small socket reads and writes, where uvloop is leaner."""
+    if name in HOLD_MUCH:
+        gc.set_threshold(*COLLECTIONS)
     if name in STARTS_PROCESSES:
         asyncio.run(main)
         return
