@@ -3,16 +3,20 @@
 Timed is a request from its bytes to the turn in memory, without engine and log, at the 10th, 100th and 1,000th turn of
 a conversation that grows by two messages and about 160 tokens a turn. Floor in the same run: what every request costs,
 its body parsed and hashed and the prompt's ids written as JSON for the engine. Held and stored are ids of 200 turns on
-prompts of 5,000 tokens whose last tenth is another each time. Not shown: HTTP, the engine, acknowledgements (T2, G4).
+prompts of 5,000 tokens whose last tenth is another each time. Bytes are those of all that a growing session holds, by
+tokens, at two lengths: what is in proportion to tokens is the same at both. Not shown: HTTP, the engine,
+acknowledgements (T2, G4).
 usage: python benchmarks/t3_rewrites.py
 """
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import tempfile
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +41,9 @@ REPEATS = size(15, smallest=2)
 GOAL_US = 20_000.0
 GOAL_HELD = 1.01
 """Ids in memory per new id."""
+LENGTHS = size((200, 400), smallest=(30, 60))
+GOAL_GROWTH = 1.05
+"""Bytes per token of the longer session by those of the shorter one."""
 CLAIMS = Claims(
     session_id="s", group_id="g", floor=0, min_weight_version=-1, pin_weight_version=None, max_context_tokens=0
 )
@@ -113,6 +120,23 @@ def grown(gateway: Gateway) -> dict[int, tuple[float, float]]:
     return fastest
 
 
+def bytes_per_token(gateway: Gateway, turns: int) -> float:
+    """Of what a session of so many turns holds, messages included."""
+    gc.collect()
+    tracemalloc.start()
+    session, messages, written = opened(), [{"role": "user", "content": "q" * 100}], 0
+    for _ in range(turns):
+        response, _, new = gateway.turn(session, body(messages))
+        messages += [response, {"role": "user", "content": "w" * 100}]
+        written += new
+    del messages, response
+    gc.collect()
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    say(f"{turns} turns, {written} tokens: {held} bytes")
+    return held / written
+
+
 def rewritten(gateway: Gateway) -> tuple[int, int, float]:
     """(ids held, ids written, what of a prompt was new after the first, at most) of a session that is rewritten."""
     session, shared, written = opened(), {"role": "user", "content": "x" * (PROMPT * 9 // 10)}, list[int]()
@@ -128,15 +152,18 @@ def main() -> int:
         gateway = Gateway(Path(folder))
         fastest = grown(gateway)
         held, written, most = rewritten(gateway)
+        short, long = (bytes_per_token(gateway, turns) for turns in LENGTHS)
     value, floor = fastest[TURNS[-1]]
     return told(
         id="T3", value=value, unit="us", goal=GOAL_US, floor=floor,
-        met=value <= GOAL_US and held <= GOAL_HELD * written,
+        met=value <= GOAL_US and held <= GOAL_HELD * written and long <= GOAL_GROWTH * short,
         detail={
             "us_at_turn": {at: round(ours) for at, (ours, _) in fastest.items()},
             "us_beyond_the_floor_at_turn": {at: round(ours - bare_us) for at, (ours, bare_us) in fastest.items()},
             "rewrites": REWRITES, "prompt_tokens": PROMPT, "ids_held": held, "ids_written": written,
-            "most_new_ids_of_a_rewrite": most, "floor_is": "the body parsed and hashed, the ids written as JSON",
+            "most_new_ids_of_a_rewrite": most,
+            "bytes_per_token_at_turn": {LENGTHS[0]: round(short, 1), LENGTHS[1]: round(long, 1)},
+            "floor_is": "the body parsed and hashed, the ids written as JSON",
         },
     )  # fmt: skip
 

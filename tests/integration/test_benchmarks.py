@@ -64,6 +64,12 @@ def test_a_benchmark_runs_at_its_smallest_size_and_prints_its_line(name: str, en
     checked(json.loads(printed(environment, "--smallest", "--only", name)), name)
 
 
+def test_a_session_of_the_gateway_holds_bytes_in_proportion_to_its_tokens() -> None:
+    detail = json.loads(printed(dict(os.environ), "--smallest", "--only", "T3"))["detail"]
+    short, long = detail["bytes_per_token_at_turn"].values()
+    assert 4 < long <= 1.05 * short, "a token is 4 bytes, and the same at twice the length"
+
+
 @pytest.mark.kafka
 @pytest.mark.long
 @pytest.mark.timeout(1900)
