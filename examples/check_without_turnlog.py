@@ -91,7 +91,7 @@ folder = f"{name}/" if (name := next(folders, "")) else ""
 batches = 0
 for kind, manifest in records("sample-batches"):
     if kind == "SampleBatchFormed":
-        assert rows_sha256(payload(manifest["file"]), manifest["rows_version"]) == manifest["rows_sha256"]
+        assert rows_sha256(payload(manifest["file"]), manifest.get("rows_version", 1)) == manifest["rows_sha256"]
         assert manifest["event_id"] == digest(kind, manifest["run_id"], manifest["batch_index"])
         batches += 1
 print(batches, "batch files hash to what their manifests say")
