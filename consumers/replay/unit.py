@@ -1,8 +1,8 @@
-"""One unit folded again beside what was emitted of it: a symmetric difference of hashes, empty when all is the same.
+"""One unit folded again beside what was emitted of it: a symmetric difference, empty when all is the same.
 
-Records are read as the fold gives outputs that wait for them, so little waits for its twin: memory does not grow with
-the history. Finished groups are forgotten by the assembler's own rule (`LowWater`). The first difference is said in
-words: which field, which token of which turn.
+Records are read as the fold gives outputs that wait for them, so little waits for its twin, and what is more than
+HELD_BYTES waits as a hash: memory does not grow with the history. Finished groups are forgotten by the assembler's own
+rule (`LowWater`). The first difference is said in words: which field, which token of which turn.
 """
 
 from __future__ import annotations
@@ -126,10 +126,37 @@ MOST_WAITING = 200_000
 """Outputs that wait for their record; with more, the two sides are not of one history."""
 
 
+HELD_BYTES = 16 << 20
+"""Of values that wait as they are: two hashes of a sample cost a quarter of its fold."""
+
+
+class Content(NamedTuple):
+    """A record's value, or its hash."""
+
+    content: bytes
+    is_digest: bool
+
+    @property
+    def digest(self) -> bytes:
+        """The hash."""
+        return self.content if self.is_digest else _digest(self.content)
+
+    def equals(self, other: Content) -> bool:
+        """Whether both are of the same value."""
+        if self.is_digest == other.is_digest:
+            return self.content == other.content
+        return self.digest == other.digest
+
+    @classmethod
+    def kept(cls, digest: str) -> Content:
+        """As a state keeps it."""
+        return cls(bytes.fromhex(digest), is_digest=True)
+
+
 class Folded(NamedTuple):
     """An output of the fold that was not met on the log yet."""
 
-    digest: bytes
+    value: Content
     group_id: str
     about: str
 
@@ -137,7 +164,7 @@ class Folded(NamedTuple):
 class Emitted(NamedTuple):
     """A record of the log that the fold has not given yet."""
 
-    digest: bytes
+    value: Content
     topic: str
     offset: int
 
@@ -182,8 +209,8 @@ class UnitState:
             "trees": list(self.done.trees),
             "scores": [[group, floor] for floor, group in self.done.floors],
             "outputs": self.outputs,
-            "folded": {key: [value.digest.hex(), *value[1:]] for key, value in self.folded.items()},
-            "emitted": {key: [value.digest.hex(), *value[1:]] for key, value in self.emitted.items()},
+            "folded": {key: [found.value.digest.hex(), *found[1:]] for key, found in self.folded.items()},
+            "emitted": {key: [found.value.digest.hex(), *found[1:]] for key, found in self.emitted.items()},
             "counts": dataclasses.asdict(self.counts),
         }
 
@@ -197,8 +224,8 @@ class UnitState:
             marks=Marks(**value["marks"]),
             done=done,
             outputs=value["outputs"],
-            folded={key: Folded(bytes.fromhex(v[0]), *v[1:]) for key, v in value["folded"].items()},
-            emitted={key: Emitted(bytes.fromhex(v[0]), *v[1:]) for key, v in value["emitted"].items()},
+            folded={key: Folded(Content.kept(v[0]), *v[1:]) for key, v in value["folded"].items()},
+            emitted={key: Emitted(Content.kept(v[0]), *v[1:]) for key, v in value["emitted"].items()},
             counts=Counts(**value["counts"]),
         )
 
@@ -239,17 +266,21 @@ class Difference:
         self.state = state
         self._codec = codec
         self._run_id = run_id
+        self._room = HELD_BYTES
 
     def folded(self, output: Event) -> Suspect | None:
         """Meet an output of the fold with its record."""
         state = self.state
-        mine = Folded(digest_of(self._codec, output), output.group_id, about(output))
+        value = self._codec.encode(as_written(output))
         state.counts.folded_tokens += tokens_of(output)
         theirs = state.emitted.pop(output.event_id, None)
         if theirs is None:
-            state.folded[output.event_id] = mine
+            state.folded[output.event_id] = Folded(self._waiting(value), output.group_id, about(output))
             return None
-        return self._met(output.event_id, mine, theirs)
+        self._waits_no_more(theirs.value)
+        return self._met(
+            output.event_id, Folded(Content(value, is_digest=False), output.group_id, about(output)), theirs
+        )
 
     def emitted(self, record: Record, *, keep: bool) -> Suspect | None:
         """Meet a record with the fold's output; `keep`: the output may still come. Raises UndecodableRecord."""
@@ -257,13 +288,24 @@ class Difference:
         event_id, run_id = lead(record.value)
         if run_id != self._run_id:
             return None
-        theirs = Emitted(_digest(record.value), record.topic, record.offset)
         mine = state.folded.pop(event_id, None)
         if mine is None:
             if keep:
+                theirs = Emitted(self._waiting(record.value), record.topic, record.offset)
                 state.emitted[event_id + "!" * (event_id in state.emitted)] = theirs
             return None
-        return self._met(event_id, mine, theirs)
+        self._waits_no_more(mine.value)
+        return self._met(event_id, mine, Emitted(Content(record.value, is_digest=False), record.topic, record.offset))
+
+    def _waiting(self, value: bytes) -> Content:
+        if len(value) > self._room:
+            return Content(_digest(value), is_digest=True)
+        self._room -= len(value)
+        return Content(value, is_digest=False)
+
+    def _waits_no_more(self, value: Content) -> None:
+        if not value.is_digest:
+            self._room += len(value.content)
 
     def same(self, folded: Folded, tokens: int = 0) -> None:
         """Count a pair that is the same."""
@@ -283,7 +325,7 @@ class Difference:
         return len(self.state.folded) > MOST_WAITING
 
     def _met(self, event_id: str, mine: Folded, theirs: Emitted) -> Suspect | None:
-        if mine.digest == theirs.digest:
+        if mine.value.equals(theirs.value):
             self.same(mine)
             return None
         return Suspect(event_id, mine, theirs.topic, theirs.offset)

@@ -319,7 +319,7 @@ class _Verifier:
             emitted = await inlined(await role.events.decode(record), role.blobs)
         except UndecodableRecord as error:
             return f"{where}: {suspect.folded.about} cannot be decoded: {error}"
-        if digest_of(codec, emitted) == suspect.folded.digest:
+        if digest_of(codec, emitted) == suspect.folded.value.digest:
             self._difference.same(suspect.folded)
             return None
         outputs = await self._inputs.one_group(suspect.folded.group_id, self._cut)

@@ -203,6 +203,21 @@ async def test_a_batch_with_another_weight_or_a_sample_elsewhere_is_named(traine
     assert "its file cannot be read" in ((await run(made.role())).divergence or "")
 
 
+@pytest.mark.parametrize("held", [0, 1000])
+async def test_what_waits_as_a_hash_is_compared_as_what_waits_whole(
+    trained_run: Make, monkeypatch: pytest.MonkeyPatch, held: int
+) -> None:
+    made = trained_run()
+    await made.good_days(groups=6)
+    whole = await run(made.role())
+    monkeypatch.setattr(replay_unit, "HELD_BYTES", held)
+    assert await run(made.role()) == whole
+    assert whole.identical, whole.divergence
+    record, event = first(made, SegmentSample)
+    rewrite(made, record, CODEC.encode(dataclasses.replace(event, advantage=event.advantage + 1)))
+    assert "differs: advantage" in ((await run(made.role())).divergence or "")
+
+
 class Killed(BaseException):
     """kill -9, as far as the process's own state goes."""
 
