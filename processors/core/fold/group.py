@@ -62,7 +62,7 @@ class GroupFold:
         except FoldError as refusal:
             refusal.outputs = self._due()
             raise
-        return self._due()
+        return self._due() if self._waiting or self._spine.members is not None else []
 
     def trees(self) -> frozenset[str]:
         """Sessions whose TurnTreeAssembled was emitted."""
@@ -83,12 +83,14 @@ class GroupFold:
             try:
                 self._add_turn(event)
             finally:
-                self._got(topic, event)
+                if self._waiting:
+                    self._got(topic, event)
         elif topic == SNAPSHOTS.name and isinstance(event, TokenSnapshot):
             try:
                 self._of(event.session_id).add_snapshot(offset, event)
             finally:
-                self._got(topic, event)
+                if self._waiting:
+                    self._got(topic, event)
         else:
             raise MisplacedRecord(
                 f"{topic} offset {offset}", f"holds a {type(event).__name__}", "write it to its topic"
@@ -136,8 +138,6 @@ class GroupFold:
 
     def _due(self) -> list[Event]:
         """Emit every tree that is supplied, then the score if nothing is missing."""
-        if not self._waiting and self._spine.members is None:
-            return []
         outputs: list[Event] = []
         if self._spine.named_by_reaper is not None:
             self._waiting = {s: needs for s, needs in self._waiting.items() if s in self._spine.named_by_reaper}

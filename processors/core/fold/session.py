@@ -38,7 +38,7 @@ from turnlog.schemas.events import (
 from turnlog.schemas.ids import digest
 from turnlog.schemas.types import TurnId
 
-make_turn, make_node = constructor(Turn), constructor(TreeNode)
+make_turn, make_node, make_tree = constructor(Turn), constructor(TreeNode), constructor(TurnTreeAssembled)
 NO_VERSION = (-1,)
 """Of a turn without output."""
 
@@ -58,13 +58,10 @@ class SessionTree:
     refused: bool
     end: int
     """Snapshots of the session up to this offset are in its books."""
-
-    @property
-    def anchor(self) -> int | None:
-        """Index of the segment that holds the last turn of the main lineage."""
-        main = self.lineages.main
-        held = [(turn, index) for index, run in enumerate(self.segments.runs) for turn in run]
-        return max(((t, i) for t, i in held if self.lineages.of[t] == main), default=(0, None))[1]
+    trained: tuple[int, ...]
+    """Output tokens of each segment that the tree does not mask."""
+    anchor: int | None
+    """Index of the segment that holds the last turn of the main lineage."""
 
     def entries(self, end: int) -> Iterator[tuple[int, MaskReason | None]]:
         """(output tokens, why masked) of every turn of the session whose snapshot stands at or below `end`."""
@@ -82,10 +79,6 @@ class SessionTree:
             else:
                 reason = MaskReason.undelivered if turn in undelivered else MaskReason.not_named
             yield output_tokens(snapshot), reason
-
-    def trained(self, run: tuple[int, ...]) -> int:
-        """Output tokens of a segment that the tree does not mask."""
-        return sum(len(self.turns[order].tokens.output) for order in run if order not in self.masked)
 
 
 def named_turns(session: Session) -> tuple[TurnId, ...]:
@@ -109,7 +102,17 @@ def assemble(
     undelivered = {key_of(turn) for turn in session.finish.undelivered}
     segments = rules.cutting.cut(turns, tree, undelivered, rules)
     masked = dict(segments.masked) | _masked(session.finish.outcome, turns, tree, segments, rules)
-    return SessionTree(session, records, turns, tree, segments, masked, refused, records.end(keys))
+    trained = tuple(
+        [sum([len(turns[order].tokens.output) for order in run if order not in masked]) for run in segments.runs]
+    )
+    end, anchor = records.end(keys), _anchor(tree, segments)
+    return SessionTree(session, records, turns, tree, segments, masked, refused, end, trained, anchor)
+
+
+def _anchor(tree: Lineages, segments: Segments) -> int | None:
+    main, of = tree.main, tree.of
+    held = [(turn, index) for index, run in enumerate(segments.runs) for turn in run if of[turn] == main]
+    return max(held, default=(0, None))[1]
 
 
 def tree_event(group_id: str, tree: SessionTree, rules: FoldRules) -> TurnTreeAssembled:
@@ -117,7 +120,7 @@ def tree_event(group_id: str, tree: SessionTree, rules: FoldRules) -> TurnTreeAs
     session = tree.session
     assert session.started is not None
     assert session.finish is not None
-    return TurnTreeAssembled(
+    return make_tree(
         event_id=digest("TurnTreeAssembled", session.session_id),
         run_id=rules.run_id,
         group_id=group_id,
@@ -170,14 +173,13 @@ def _segment(tree: SessionTree, index: int) -> TreeSegment:
     turns = [tree.turns[order] for order in run]
     length = turns[-1].tokens.length
     sampled = sum(len(turn.tokens.output) for turn in turns)
-    return TreeSegment(index, tuple(turn.id for turn in turns), length, tree.trained(run), length - sampled)
+    return TreeSegment(index, tuple(turn.id for turn in turns), length, tree.trained[index], length - sampled)
 
 
 def _books(tree: SessionTree) -> TreeBooks:
     """Trained is counted over segments, sampled over snapshots, masked over turns: three ways to find a lost token."""
     ledger = Ledger()
-    for run in tree.segments.runs:
-        ledger.enter(tree.trained(run), None)
+    ledger.enter(sum(tree.trained), None)
     sampled = 0
     for count, reason in tree.entries(tree.end):
         sampled += count

@@ -18,6 +18,7 @@ from turnlog.processors.core.methods.catalogue import ChosenTransform, estimate
 from turnlog.processors.core.methods.estimators import Advantages, Trajectory, TurnReward
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.processors.core.turns import Tokens
+from turnlog.schemas.binary import constructor
 from turnlog.schemas.events import (
     Event,
     ExpertRows,
@@ -34,6 +35,8 @@ from turnlog.schemas.events import (
 )
 from turnlog.schemas.ids import digest, sample_id
 
+make_span, make_sample = constructor(SampleSpan), constructor(SegmentSample)
+
 
 @dataclass(frozen=True, slots=True)
 class Credit:
@@ -48,10 +51,9 @@ class Credit:
 
 def samples(group_id: str, tree: SessionTree, credit: Credit, rules: FoldRules) -> Iterator[SegmentSample]:
     """The samples of a valid session's segments that train anything, in order of segment."""
-    anchor = tree.anchor
-    for index, run in enumerate(tree.segments.runs):
-        if tree.trained(run):
-            yield _sample(group_id, tree, index, index == anchor, credit, rules)
+    for index, trained in enumerate(tree.trained):
+        if trained:
+            yield _sample(group_id, tree, index, index == tree.anchor, credit, rules)
 
 
 def _sample(
@@ -70,7 +72,7 @@ def _sample(
     versions = [span.version for span in spans if span.trained]
     sample = sample_id(session.session_id, index)
     experts, gap = segment_rows([tree.turns[order].tokens for order in run])
-    return SegmentSample(
+    return make_sample(
         event_id=digest("SegmentSample", sample),
         run_id=rules.run_id,
         group_id=group_id,
@@ -106,13 +108,13 @@ def _spans(turn: Turn, trained: bool, advantage: float | None, rules: FoldRules)
     for span in turn.tokens.versions:
         its_cache = span.kv_version if rules.version.spans_by_cache else None
         if (span.version, its_cache) != (version, cache) and length:
-            yield SampleSpan(start, length, turn.id, version, trained, advantage, cache)
+            yield make_span(start, length, turn.id, version, trained, advantage, cache)
             start, length = start + length, 0
         length += span.length
         if span.length or not length:
             version, cache = span.version, its_cache
     if length:
-        yield SampleSpan(start, length, turn.id, version, trained, advantage, cache)
+        yield make_span(start, length, turn.id, version, trained, advantage, cache)
 
 
 def segment_rows(run: Sequence[Tokens]) -> tuple[tuple[ExpertRows, ...], str]:
@@ -218,7 +220,7 @@ def score(
     purpose = spine.task.purpose if spine.task else Purpose.other
     transforms = rules.transforms
     settlement = settle(purpose, [trajectory(tree, transforms) for tree in valid], rules)
-    if rules.version.empty_groups_fail and not any(tree.trained(run) for tree in valid for run in tree.segments.runs):
+    if rules.version.empty_groups_fail and not any(any(tree.trained) for tree in valid):
         settlement = settlement.without_tokens()
     worth = _credits(valid, settlement, rules)
     outputs: list[Event] = []

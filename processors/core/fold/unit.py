@@ -135,8 +135,9 @@ class UnitFold:
             outputs = fold.apply(record.topic, record.offset, event)
         except FoldError as error:
             outputs, refusal = error.outputs, error
-        new = [output for output in outputs if self._is_new(group, output)]
-        return Taken(list(with_figures(new)), refusal, seen=True)
+        if outputs:
+            outputs = list(with_figures([output for output in outputs if self._is_new(group, output)]))
+        return Taken(outputs, refusal, seen=True)
 
     def pass_over(self, record: InputRecord) -> None:
         """The record was folded, or is no part of any fold."""
@@ -157,10 +158,13 @@ def _group(record: InputRecord) -> str:
 def check_place(record: InputRecord, event: Event, run_id: str) -> None:
     """Of a record of any topic. Raises ForeignRun, KeyMismatch, WrongTopic."""
     name = type(event).__name__
+    topic = TOPIC_OF[name]
+    key = topic.key_of(event)
+    if event.run_id == run_id and topic.name == record.topic and key == record.key:
+        return  # of nearly every record: no words are made
     where = f"{record.topic}[{record.partition}]@{record.offset}"
     ForeignRun.check(event, run_id, where)
-    if TOPIC_OF[name].name != record.topic:
-        raise WrongTopic(f"{where}: {name} belongs to {TOPIC_OF[name].name}")
-    topic = TOPIC_OF[name]
-    if (key := topic.key_of(event)) != record.key:
+    if topic.name != record.topic:
+        raise WrongTopic(f"{where}: {name} belongs to {topic.name}")
+    if key != record.key:
         raise KeyMismatch(f"{where}: key {record.key!r}, but the {name} is of {topic.key} {key!r}")
