@@ -81,8 +81,10 @@ ROOMS: Rooms = (
     ("sandbox-0",),
 )
 LEAN: Rooms = tuple(tuple(member for member in room if member not in ("gateway-1", "runner-1")) for room in ROOMS)
-PROCESSORS: Rooms = (("assembler-0", "batcher-0", "archive-0"),)
-"""What gets on with histories alone, though nobody asks for rollouts. Views want steps."""
+PROCESSORS: Rooms = (("assembler-0", "batcher-0"),)
+"""What gets on with histories alone, though nobody asks for rollouts."""
+KEPT = ("archive-0", "views-0")
+"""What they keep is looked at in the end, whoever is replaced."""
 EVENTS_PER_S = 40
 STEP_S = 0.5
 """What a step takes: it paces the whole loop."""
@@ -402,7 +404,7 @@ async def settled(upgrades: Upgrades, events: EventLog, plan: AssemblerPlan, ove
     found |= await in_batches(events, settings, upgrades)
     over.set()
     await upgrades.beside[1]
-    await upgrades.end_all("archive-0", "views-0")
+    await upgrades.end_all(*KEPT)
     async with opened("chaos", settings) as tool:
         await upgrades.end("archive-0")
         found |= await unlike_log(tool)
@@ -417,7 +419,7 @@ async def run(settings: Settings, *, rooms: Rooms, orders: int, seed: int) -> in
     upgrades = Upgrades(settings, previous())
     async with begun(upgrades) as (events, registry), events.log.appender() as appender:
         writers = Writers(appender, events, registry, random.Random(seed))
-        for member in {*itertools.chain(*rooms), "views-0"}:
+        for member in {*itertools.chain(*rooms), *KEPT}:
             upgrades.start(member, "old")
         upgrades.start_engine()
         upgrades.beside = [

@@ -94,7 +94,7 @@ def test_a_broker_of_three_is_struck_and_everything_is_folded_once(rows: str) ->
 @pytest.mark.long
 def test_each_role_that_can_be_restarted_is(environment: dict[str, str]) -> None:
     """The suite restarts those that are quick to come."""
-    roles = "feeder,gateway,runner,sandbox,batcher,archive,views"
+    roles = "feeder,gateway,runner,sandbox,batcher,trainer,archive,views"
     line = json.loads(printed(environment | {"BENCH_ROLES": roles}, "--smallest", "--only", "G9"))
     checked(line, "G9")
     assert line["detail"]["p50_s"].keys() == {*roles.split(",")}

@@ -52,7 +52,7 @@ def test_sessions_go_on_where_a_killed_runner_left_them_and_no_call_takes_effect
 
 
 @pytest.mark.parametrize(
-    "places", [("step", "export"), pytest.param(("step", "export", "upload", "save", "commit"), marks=pytest.mark.long)]
+    "places", [("step",), pytest.param(("step", "export", "upload", "save", "commit"), marks=pytest.mark.long)]
 )
 def test_a_trainer_killed_in_each_thing_that_it_does_trains_the_same(
     live_settings: Settings, places: tuple[str, ...]

@@ -169,7 +169,8 @@ def test_the_dashboard_of_a_run_that_is_up_shows_its_sessions(loop: Loop) -> Non
     assert shown.status_code == 200
     sessions = set(re.findall(r'href="/sessions/(\w+)"', shown.text))
     assert len(sessions) >= DRAWS * 4 * 4
-    assert "conversation" in httpx.get(f"{page}/sessions/{min(sessions)}", timeout=30).text
+    one = min(sessions)
+    assert f'data-session="{one}"' in httpx.get(f"{page}/sessions/{one}", timeout=30).text
 
 
 def test_a_run_that_is_trained_to_its_end_is_over_at_once_when_it_is_run_again(loop: Loop) -> None:

@@ -190,6 +190,7 @@ async def takes_appends(log: KafkaLog) -> bool:
     return False
 
 
+@pytest.mark.long  # the suite has a role that waits for replicas, and a broker that is wiped
 async def test_what_the_log_cannot_take_is_held_or_ends_uncommitted(run: Settings, log: KafkaLog) -> None:
     impatient = KafkaLog(run.kafka.bootstrap, answer_s=10.0, close_s=3.0)
     await log.create_topics([TopicSpec("strict", 1, 3, {"min.insync.replicas": "3"})])

@@ -48,14 +48,13 @@ def upgraded(*arguments: str, swaps: int) -> dict[str, Any]:
     detail: dict[str, Any] = line["detail"]
     assert min(detail["wrote"].values()) > 0
     assert detail["batches"] > swaps / 2
-    assert detail["archived"] > detail["input_records"]
     return detail
 
 
 @pytest.mark.chaos
 @pytest.mark.usefixtures("previous")
 def test_the_folds_of_a_run_go_through_an_upgrade_and_back_without_loss() -> None:
-    upgraded("--processors", swaps=6)
+    upgraded("--processors", swaps=4)
 
 
 @pytest.mark.chaos
@@ -64,6 +63,7 @@ def test_the_folds_of_a_run_go_through_an_upgrade_and_back_without_loss() -> Non
 def test_a_run_goes_through_an_upgrade_and_back_without_loss() -> None:
     """One order of six, with one gateway and one runner; `make chaos ONLY=upgrades KILLS=6` has the others."""
     detail = upgraded("--lean", swaps=18)
+    assert detail["archived"] > detail["input_records"]
     assert detail["rows"] > detail["rollouts"]
     assert detail["calls"] >= detail["rollouts"] > 0
 
@@ -112,7 +112,7 @@ def test_a_run_of_a_later_fold_version_is_refused_by_name(live_settings: Setting
     for name in ("assembler", "batcher", "gateway"):
         status, why = role(live_settings, name)
         assert status == 2, why
-        assert "UnknownFoldVersion: fold version '99' is unknown here (1, 2, 3 are known)" in why
+        assert "UnknownFoldVersion: fold version '99' is unknown here (1, 2, 3, 4 are known)" in why
 
 
 def test_a_run_that_recorded_a_later_setting_is_refused_by_name(live_settings: Settings) -> None:

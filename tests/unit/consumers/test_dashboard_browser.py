@@ -338,6 +338,9 @@ def test_a_long_session_is_seen_at_once_and_its_tokens_come_as_they_are_looked_a
         page.goto("about:blank")
         page.goto(f"{served.url}/sessions/{row.session_id}")
         page.wait_for_selector("#turn-0 .out .t")
+        page.wait_for_function(
+            "['first-contentful-paint', 'tokens'].every(n => performance.getEntriesByName(n).length)"
+        )
         took.append(page.evaluate("({paint: performance.getEntriesByName('first-contentful-paint')[0].startTime, "
                                   "tokens: performance.getEntriesByName('tokens')[0].startTime})"))  # fmt: skip
     with capsys.disabled():

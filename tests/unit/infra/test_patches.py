@@ -193,7 +193,9 @@ CHEATS = {
 }
 
 
-@pytest.mark.parametrize("case", CHEATS)
+@pytest.mark.parametrize(
+    "case", [case if n % 3 == 0 else pytest.param(case, marks=pytest.mark.long) for n, case in enumerate(CHEATS)]
+)
 async def test_an_agent_that_cheats_does_not_win_and_does_not_void_its_verdict(sandboxes: Grounds, case: str) -> None:
     ways = [BY_TESTS]
     if "fake" in case or "itecustomize" in CHEATS[case]:

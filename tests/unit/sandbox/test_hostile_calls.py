@@ -166,7 +166,10 @@ class Calls:
         return await self.house.answer(request)
 
 
-@pytest.fixture(params=[Bubblewrap, Subprocess], ids=lambda kind: kind.name)
+@pytest.fixture(
+    params=[Bubblewrap, pytest.param(Subprocess, marks=pytest.mark.long)],  # the latter is no boundary
+    ids=lambda kind: kind.name,
+)
 async def calls(request: pytest.FixtureRequest, house: Any) -> AsyncIterator[Calls]:
     """Each local backend in turn."""
     house.backend = request.param
@@ -204,7 +207,7 @@ WAYS = (
 """To do something beside something else."""
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 4))])
 async def test_what_an_agent_does_all_at_once_voids_nothing_either(calls: Calls, seed: int) -> None:
     """Of 500 such calls none did, when this was written."""
     draw = random.Random(seed)

@@ -123,6 +123,7 @@ async def test_a_kill_between_two_updates_of_a_draw_gives_the_same_bits(tmp_path
     assert undisturbed[3].metrics["kl"] > 0.0
 
 
+@pytest.mark.long  # the suite has the same without a critic, above, and a critic that goes on (test_critic.py)
 async def test_a_kill_inside_a_draw_gives_the_same_bits_of_a_policy_with_a_critic(tmp_path: Path) -> None:
     undisturbed, final = await struck_and_whole(tmp_path, PPO)
     for index, step in undisturbed.items():

@@ -82,6 +82,7 @@ def test_epochs_learn_and_say_the_loss_of_tasks_that_they_never_saw(model: Path,
     assert not list(tmp_path.glob(".better*"))
 
 
+@pytest.mark.long  # the suite kills a trainer in a step and between two updates
 def test_a_killed_run_goes_on_after_its_last_epoch_to_the_same_bits(model: Path, split: Split, tmp_path: Path) -> None:
     whole, _ = tuning(model, tmp_path / "whole")
     whole.run(split)
