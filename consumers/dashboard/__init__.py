@@ -9,6 +9,10 @@ DashboardFailure
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+T = TypeVar("T")
+
 
 class DashboardFailure(Exception):
     """Base of the tree above."""
@@ -16,6 +20,13 @@ class DashboardFailure(Exception):
 
 class Unknown(DashboardFailure):
     """Remedy: an id that the pages link to; the index may be behind the log."""
+
+
+def known(found: T | None, what: str) -> T:
+    """What the index gave. Raises Unknown where that is nothing."""
+    if found is None:
+        raise Unknown(f"the index has no {what}")
+    return found
 
 
 class Refused(DashboardFailure):

@@ -23,7 +23,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response, Stream
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from turnlog.consumers.dashboard import Refused, Unknown, drawing, harmless
+from turnlog.consumers.dashboard import Refused, Unknown, drawing, harmless, known
 from turnlog.consumers.dashboard.conversation import conversation
 from turnlog.consumers.dashboard.guard import checked_form
 from turnlog.consumers.dashboard.overview import overview
@@ -40,6 +40,7 @@ from turnlog.consumers.index.fate import of_session
 from turnlog.consumers.index.reader import SORTS, AsOf, Index, SessionFilter, where_of
 from turnlog.infra.archive import ReadOnlyArchive
 from turnlog.schemas import UndecodableRecord
+from turnlog.schemas.events import Outcome
 
 STATIC = Path(__file__).parent / "static"
 EVERY_S = 1.0
@@ -47,7 +48,7 @@ EVERY_S = 1.0
 STREAMS = 32
 """Live pages at once."""
 PAGE = 50
-OUTCOMES = ("completed", "truncated", "agent_error", "infra_failure", "expired", "cancelled")
+OUTCOMES = tuple(outcome.value for outcome in Outcome if outcome is not Outcome.unknown)
 FATES = (
     "trained", "open", "unscored", "not_member", "excluded", "discarded", "not_training", "masked", "waiting",
     "dropped", "drawn", "step_skipped",
@@ -159,9 +160,7 @@ class Pages:
         """One session; its tokens come when the page is there."""
         name = request.path_params["id"]
         with self._opened() as index:
-            view = index.session(name)
-            if view is None:
-                raise Unknown(f"the index has no session {name}")
+            view = known(index.session(name), f"session {name}")
             siblings = index.rows(
                 "SELECT session_id, rollout_index, attempt, reward, fate FROM sessions WHERE group_id = ? "
                 "ORDER BY rollout_index, attempt LIMIT 100",
@@ -203,9 +202,7 @@ class Pages:
         """One group."""
         name = request.path_params["id"]
         with self._opened() as index:
-            found = index.group(name)
-            if found is None:
-                raise Unknown(f"the index has no group {name}")
+            found = known(index.group(name), f"group {name}")
             drawn = index.rows("SELECT batch_index, draw_index FROM batch_groups WHERE group_id = ?", name)
         return self._page(request, "group.html", found.as_of, of=found, drawn=drawn)
 
@@ -224,9 +221,7 @@ class Pages:
         """One batch."""
         number = request.path_params["number"]
         with self._opened() as index, index.snapshot():
-            found = index.batch(number)
-            if found is None:
-                raise Unknown(f"the index has no batch {number}")
+            found = known(index.batch(number), f"batch {number}")
             drawn = timeline(index, found)
         return self._page(request, "batch.html", found.as_of, of=found, timeline=drawn)
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from turnlog.consumers import dead_letters
-from turnlog.consumers.dashboard import Unknown
+from turnlog.consumers.dashboard import Unknown, known
 from turnlog.consumers.dashboard.harmless import visible
 from turnlog.consumers.index import fate
 from turnlog.consumers.index.console import as_json
@@ -148,9 +148,7 @@ class Records:
     async def _read(self, session_id: str) -> bytes:
         role = await self._opened()
         with Index.open(self._index) as index, index.snapshot():
-            view = index.session(session_id)
-            if view is None:
-                raise Unknown(f"the index has no session {session_id}")
+            view = known(index.session(session_id), f"session {session_id}")
             found = await session_tokens(role, index, view, self._vocabulary)
         return orjson.dumps(await asyncio.to_thread(found.body))
 
@@ -160,8 +158,8 @@ class Records:
             raise Unknown(f"{topic}[{partition}]@{offset} is no place that the index knows")
         place = place_of(topic, partition, offset)
         role = await self._opened()
-        known = await role.log.topics()
-        if topic not in known or partition >= known[topic].partitions:
+        there = await role.log.topics()
+        if topic not in there or partition >= there[topic].partitions:
             raise Unknown(f"{topic}[{partition}] is not on the log")
         event = (await fate.events_at(role, [place]))[place]
         body = as_json(Record(topic, partition, offset, b"", b"", (), 0), event)

@@ -205,10 +205,10 @@ class LaunchPlan:
         counts = Counter(roles)
         if "loader" in counts:
             counts["loader"] = engines
-        wanted = {role: getattr(self._settings, role).enabled for role in ("views", "archive", "index", "dashboard")}
-        wanted["index"] |= wanted["dashboard"] and "dashboard" in counts
-        for role in counts.keys() & {role for role, enabled in wanted.items() if not enabled}:
-            del counts[role]
+        shown = self._settings.dashboard.enabled and "dashboard" in counts
+        for role in ("views", "archive", "index", "dashboard"):
+            if not (getattr(self._settings, role).enabled or (role == "index" and shown)):
+                counts.pop(role, None)
         return [Slot(role, number) for role, count in counts.items() for number in range(count)]
 
     def _role(self, slot: Slot) -> Member:
