@@ -25,11 +25,13 @@ from itertools import chain
 from pathlib import Path
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 from row import told
 from tokenizers import Tokenizer
 
 from turnlog.infra.embedded.servers import Engine
+from turnlog.infra.embedded.up import status_processes
 from turnlog.infra.engine import Generate, SGLang, SGLangControl
 from turnlog.infra.history import events
 from turnlog.infra.roles.role import opened
@@ -46,6 +48,7 @@ from turnlog.trainer.weights import description
 GOAL_SHARE = 0.6
 CALL = re.compile(r'<tool_call>\{"name":"calc","arguments":\{"expr":"(\d+)([-+*])(\d+)"\}\}</tool_call>')
 TIMEOUT_S = 1500.0
+ENDS_WITHIN_S = 30.0
 
 
 @dataclass(slots=True)
@@ -175,6 +178,15 @@ def bare_seconds(settings: Settings, url: str, folder: Path) -> float:
         return asyncio.run(Bare(settings, url).run(learner, plan, folder))
 
 
+def alone(settings: Settings) -> str:
+    """The URL of the run's engine, its loader ended: that would put the run's weights back amid the bare loop's."""
+    loaders = [child["pid"] for child in status_processes(settings) if child["name"].startswith("loader-")]
+    for loader in map(psutil.Process, loaders):
+        loader.terminate()
+        loader.wait(ENDS_WITHIN_S)
+    return settings.engine.urls[0]
+
+
 async def log_seconds(settings: Settings) -> float:
     """Seconds from the first session to the last acknowledgement of a run, by the broker's clock."""
     async with opened("bench", settings) as role:
@@ -203,7 +215,7 @@ def main() -> int:
         if sys.argv[1:]:
             settings = resolved(load(Path(sys.argv[1]), {}))
             value = asyncio.run(log_seconds(settings))
-            floor = bare_seconds(settings, settings.engine.urls[0], Path(folder))
+            floor = bare_seconds(settings, alone(settings), Path(folder))
         else:
             settings, value, floor = compared(Path(folder))
     sessions = settings.feeder.draws * settings.batcher.prompts_per_draw * settings.feeder.group_size
