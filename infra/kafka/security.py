@@ -185,8 +185,11 @@ class Channel(AIOKafkaConnection):  # type: ignore[misc]
     """A connection that logs in with what its Login has at that moment, and again before its session ends. What is sent
     meanwhile waits: the broker takes no other request during a login."""
 
-    _renew_at = math.inf
+    renew_at = math.inf
+    """Seconds of the loop's clock: the first request after it waits for another login."""
     _renewing: asyncio.Task[None] | None = None
+    _left = False
+    """It was closed by its client: what was under way then has not failed."""
 
     @property
     def _login(self) -> Login | None:
@@ -212,7 +215,7 @@ class Channel(AIOKafkaConnection):  # type: ignore[misc]
         return streams
 
     async def _do_sasl_handshake(self) -> None:
-        self._renew_at = math.inf
+        self.renew_at = math.inf
         if self._login is not None:
             self._sasl_plain_username, self._sasl_plain_password = self._login.name_and_password()
         try:
@@ -226,7 +229,7 @@ class Channel(AIOKafkaConnection):  # type: ignore[misc]
             return self._noted(super().send(Discreet(request._payload)))
         if isinstance(request, SaslHandShakeRequest):
             return super().send(request)  # type: ignore[no-any-return]
-        if self._renewing is None and self._loop.time() >= self._renew_at:
+        if self._renewing is None and self._loop.time() >= self.renew_at:
             self._renewing = self._loop.create_task(self._renew())
         if self._renewing is None:
             return super().send(request, expect_response)  # type: ignore[no-any-return]
@@ -243,13 +246,21 @@ class Channel(AIOKafkaConnection):  # type: ignore[misc]
             raise SaslAuthenticationFailed(response.sasl_auth_bytes.decode(errors="replace"))
         lifetime_ms = getattr(response, "session_lifetime_ms", 0)
         if lifetime_ms > 0:
-            self._renew_at = self._loop.time() + SPENT * lifetime_ms / 1000
+            self.renew_at = self._loop.time() + SPENT * lifetime_ms / 1000
         return response
+
+    def close(self, reason: CloseReason | None = None, exc: Exception | None = None) -> Any:
+        """See AIOKafkaConnection."""
+        if self.connected():
+            self._left = reason in (None, CloseReason.IDLE_DROP, CloseReason.SHUTDOWN)
+        return super().close(reason, exc)
 
     async def _renew(self) -> None:
         try:
             await self._do_sasl_handshake()
         except (OSError, KafkaError, TimeoutError, TlsFailed, TokenUnavailable) as error:
+            if self._left:
+                return
             if self._login is not None:
                 self._login.said(error)
             log.warning("%s:%s: the session could not be renewed: %s", self.host, self.port, error)

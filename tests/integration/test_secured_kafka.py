@@ -21,9 +21,13 @@ from urllib.parse import parse_qs
 from uuid import uuid4
 
 import pytest
+from aiokafka.conn import CloseReason, create_conn
+from aiokafka.errors import KafkaConnectionError
+from aiokafka.protocol.metadata import MetadataRequest
 
 from tests.secured import PASSWORD, SESSION_MS, SUPER, Authority, Secured
 from turnlog.infra.kafka import KafkaLog
+from turnlog.infra.kafka.security import Login
 from turnlog.infra.log import (
     Commit,
     LoginRefused,
@@ -177,6 +181,23 @@ async def test_every_login_does_all_work_past_the_ends_of_its_sessions(
     ], "no connection was ever lost"
     for secret in (PASSWORD, SECRET, base64.b64encode(SECRET.encode()).decode(), "Bearer ey"):
         assert secret not in caplog.text
+
+
+async def test_a_client_that_closes_amid_a_login_has_not_failed(
+    secured: Secured, caplog: pytest.LogCaptureFixture
+) -> None:
+    kafka = secured.by("PLAIN", username=SUPER, password=PASSWORD)
+    login = Login(kafka)
+    ((host, port),) = login.addresses
+    channel = await create_conn(host, port, **login.options())
+    channel.renew_at = 0.0
+    asked = asyncio.ensure_future(channel.send(MetadataRequest([])))
+    await asyncio.sleep(0)  # the login is begun
+    await channel.close(CloseReason.SHUTDOWN)
+    with pytest.raises(KafkaConnectionError):
+        await asked
+    assert login.refused is None
+    assert not [line for line in caplog.records if line.levelno >= logging.WARNING]
 
 
 async def test_a_key_may_be_locked(secured: Secured, endpoint: TokenEndpoint, tmp_path: Path) -> None:
