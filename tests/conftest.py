@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import functools
 import os
 import shutil
 import subprocess
@@ -89,6 +90,24 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_configure_node(node: Any) -> None:
     """A worker's folder lies beside ours, not within: paths of sockets are short."""
     node.workerinput["parent"] = str(node.config.stash[_PARENT])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file is one worker's, and so are all that ask for `engine_url`: an engine's start takes a core for 20 s."""
+    from xdist.scheduler import LoadFileScheduling  # only where there are workers
+
+    class Files(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "engine_url" if _shares_engine(file) else file
+
+    return Files(config, log)
+
+
+@functools.cache
+def _shares_engine(file: str) -> bool:
+    return "engine_url" in (ROOT / file).read_text()
 
 
 @pytest.hookimpl(optionalhook=True)
