@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import itertools
 import random
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import ChainMap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import itemgetter
 from typing import NamedTuple
 
 from turnlog.processors.core.fold.settlement import PASS
@@ -188,11 +189,10 @@ class Admission:
         """Draws whose every batch has a StepCompleted."""
         return len(self._trained)
 
-    @property
-    def batch_to_publish(self) -> int:
-        """The last batch of the newest trained draw after which weights go out: every publish_every-th; -1 for none."""
-        done = self.draws_trained // self._rules.publish_every * self._rules.publish_every
-        return self._trained[done - 1][1] if done else -1
+    def publications_after(self, batch: int) -> int:
+        """Of the weights after every publish_every-th trained draw, how many hold more than that batch."""
+        held = bisect_right(self._trained, batch, key=itemgetter(1))
+        return self.draws_trained // self._rules.publish_every - held // self._rules.publish_every
 
     @property
     def limit(self) -> int:
@@ -349,7 +349,8 @@ class Readiness:
     """Repeats change nothing; each topic is read in its own order."""
 
     def __init__(self) -> None:
-        self._published_batch = -1
+        self.batch = -1
+        """The last one that its weights have been stepped on."""
         self._engines: dict[str, int] = {}
         """Live engine -> weight version it serves."""
         self.version = -1
@@ -359,31 +360,26 @@ class Readiness:
         """Fold one record; others are passed over."""
         match event:
             case WeightVersionPublished() if event.version > self.version:
-                self.version, self._published_batch = event.version, event.batch_index
+                self.version, self.batch = event.version, event.batch_index
             case EngineRegistered() | EngineWeightsLoaded() | EngineWeightsRefused():
                 self._engines[event.engine_id] = event.version
             case EngineDraining() | EngineGone():
                 self._engines.pop(event.engine_id, None)
 
-    def waits_for(self, *, batch_to_publish: int, first: bool) -> str:
-        """What stands in the way of asking for groups; empty when nothing does. `batch_to_publish`: the batch whose
-        weights must be out by now (Admission), -1 before any; `first`: nothing was asked for yet.
-
-        A step and its weights are one transaction of the trainer over two topics, so a reader may meet the step first;
-        and a trainer that went back to a checkpoint publishes older weights under a new number until it has caught up.
-        """
+    def waits_for(self, *, first: bool) -> str:
+        """What stands in the way of asking for groups; empty when nothing does. `first`: nothing was asked for yet."""
         if self.version < 0:
             return "no weights are published yet: is the trainer running?"
-        if self._published_batch < batch_to_publish:
-            return f"the weights after batch {batch_to_publish} are not published yet"
-        if first:
-            return self._first_acknowledgements()
-        return ""
+        return self._first_acknowledgements() if first else ""
 
     def version_for(self, *, versions_ahead: int, max_lag: int) -> int:
         """The oldest version that a group may be sampled with to be at most `max_lag` behind in the draw that it has a
-        slot in, `versions_ahead` versions from now; the newest one at most."""
-        return max(min(self.version, self.version + versions_ahead - max_lag), 0)
+        slot in, `versions_ahead` versions from now; where it is above `version`, those weights are not out yet.
+
+        A step is on the log before its weights are, and a trainer that went back to a checkpoint publishes older
+        weights under a new number until it has caught up: both count as versions ahead.
+        """
+        return max(self.version + versions_ahead - max_lag, 0)
 
     def _first_acknowledgements(self) -> str:
         """Before the very first task every registered engine serves the first weights."""

@@ -208,35 +208,39 @@ class Feeder:
         self._role.health.met("phase")
         admission = self.admission
         due, evaluation = admission.due(), self._rounds.due(admission.draws_trained)
-        waits_for = (due or evaluation is not None) and self._readiness.waits_for(
-            batch_to_publish=admission.batch_to_publish, first=admission.asked == 0
-        )
+        waits_for = (due or evaluation is not None) and self._readiness.waits_for(first=admission.asked == 0)
         if waits_for:
             self._role.health.unmet("weights", waits_for)
             return
-        self._role.health.met("weights")
+        missing = admission.publications_after(self._readiness.batch)
+        wanted = [one for group in due if (one := self._training(group, missing)).version <= self._readiness.version]
+        if due and not wanted:
+            self._role.health.unmet("weights", f"{missing} versions of steps that were taken are not published yet")
+        else:
+            self._role.health.met("weights")
         if evaluation is not None:
-            await self._evaluate(evaluation)
-        if due:
-            await self._ask([self._training(one) for one in due])
-            for one in due:
+            await self._evaluate(evaluation, self._readiness.version + missing)
+        if wanted:
+            await self._ask(wanted)
+            for one in wanted:
                 ADMITTED.labels("again" if one.draw else "fresh").inc()
             self._report()
 
-    def _training(self, group: DueGroup) -> _Wanted:
+    def _training(self, group: DueGroup, missing: int) -> _Wanted:
+        """`missing`: publications between the weights that are out and those of the last step."""
         settings, (epoch, row, number) = self._role.settings, group.place
         source = self._sources[number]
+        ahead = group.versions_ahead + missing
         return _Wanted(
             source.dataset, source.recipe, epoch, row, group.draw, Purpose.train,
             size=settings.feeder.group_size + settings.feeder.oversample,
-            version=self._readiness.version_for(versions_ahead=group.versions_ahead, max_lag=settings.batcher.max_lag),
+            version=self._readiness.version_for(versions_ahead=ahead, max_lag=settings.batcher.max_lag),
         )  # fmt: skip
 
-    async def _evaluate(self, number: int) -> None:
-        """Ask for a round, all of it or nothing."""
+    async def _evaluate(self, number: int, version: int) -> None:
+        """Ask for a round of that version or later, all of it or nothing."""
         tasks = self._evaluated
         assert tasks is not None  # else no round is due
-        version = self._readiness.version
         log.info("evaluation round %d asks for %d tasks of version %d or later", number, len(tasks.rows), version)
         await self._ask([
             _Wanted(tasks.dataset, tasks.recipe, number, row, number, Purpose.eval, size=tasks.samples, version=version)

@@ -1,13 +1,14 @@
-"""The trainer's loop: manifest -> step -> weights -> one transaction -> checkpoint.
+"""The trainer's loop: manifest -> step -> transaction -> checkpoint, and weights beside the next step.
 
 Order of effects, and why a kill at any instruction neither repeats nor skips a batch in the history that counts
 (readers take the highest incarnation per batch_index):
 
   1. The transactor is entered: the last owner is fenced, its open transaction aborted. Then the incarnation is taken.
   2. The newest checkpoint is loaded (none: the model folder) and its weights go out under a new version number.
-  3. Per batch: read and check the file, step, upload weights when the draw publishes, then StepCompleted and
-     WeightVersionPublished in one transaction. Only after the commit the cursor moves, and only then a checkpoint may
-     begin: one never covers a step that is not on the log. It is written while the next steps go on (`Saves`).
+  3. Per batch: read and check the file, step, export weights when the draw publishes, then StepCompleted in a
+     transaction. Only after the commit the cursor moves, and only then a checkpoint may begin: one never covers a step
+     that is not on the log. It is written while the next steps go on (`Saves`), and so weights go out, in a later
+     transaction (`Publications`): lags count them from their step on, and a checkpoint may cover one that is not out.
   4. Killed before the commit, the step is not on the log and the next incarnation takes the batch again. Killed after
      it, the batches since the last checkpoint are stepped again from the same weights under the next incarnation,
      whose records win. With the same layout and threads on CPU their losses are the same bits.
@@ -47,7 +48,6 @@ from turnlog.processors.core.batches.rows import ROWS_VERSIONS, BatchRows, rows_
 from turnlog.processors.core.experts import NoExperts
 from turnlog.schemas.events import (
     BatchSkipped,
-    Event,
     MaskReason,
     SampleBatchFormed,
     StepCompleted,
@@ -60,6 +60,7 @@ from turnlog.trainer import BatchGap, Diverged, launch
 from turnlog.trainer.algorithms.draws import Call, DrawPasses, Kept
 from turnlog.trainer.algorithms.objective import Objective
 from turnlog.trainer.checkpoint import Checkpoints, Cursor, cursor_values
+from turnlog.trainer.checkpoints.publications import Publications
 from turnlog.trainer.checkpoints.saves import Saves
 from turnlog.trainer.checkpoints.state import read_common
 from turnlog.trainer.launch import Ranks, ranks
@@ -69,7 +70,7 @@ from turnlog.trainer.models.recorded import recorded_experts, truncated
 from turnlog.trainer.plan import LearningPlan, check_unchanged, learning_plan
 from turnlog.trainer.shape import ModelShape, read_shape
 from turnlog.trainer.tiny_policy import initial_weights
-from turnlog.trainer.weights import LastExport, published, upload
+from turnlog.trainer.weights import LastExport, published
 
 VERSIONS = Partition(WEIGHTS.name, 0)
 
@@ -195,7 +196,6 @@ LOSS = Gauge("turnlog_trainer_loss", "Loss of the last step")
 REWARD = Gauge("turnlog_trainer_reward", "Mean reward of the last batch")
 UNROUTED = Counter("turnlog_trainer_unrouted_rows", "Rows of a mixture stepped on without recorded experts")
 VERSION = Gauge("turnlog_trainer_weight_version", "Newest published weight version")
-UNCHANGED = Gauge("turnlog_trainer_unchanged", "Share of values that are those of the version before", ["held"])
 MEASURED = Gauge("turnlog_trainer_measure", "What the algorithm measured at the last step", ["name"])
 WAITED = Counter("turnlog_trainer_wait_seconds", "Seconds without a batch")
 
@@ -212,7 +212,9 @@ async def main(role: Role) -> None:
         role.log.transactor(TransactionalId.TRAINER.format(run=role.settings.run.id)) as transactor,
         LearnerThread(plan, functools.partial(_rank_beats, role)) as learner,
     ):
-        await Trainer(role, transactor, plan, learner).run()
+        trainer = Trainer(role, transactor, plan, learner)
+        async with trainer.publications:
+            await trainer.run()
 
 
 def _beat(role: Role) -> None:
@@ -288,7 +290,8 @@ class Trainer:
         self._run_id, self._draws = settings.run.id, settings.feeder.draws
         directory = Path(settings.run.directory).resolve() / "checkpoints"
         self._checkpoints = Checkpoints(directory, keep=settings.trainer.checkpoints_kept)
-        self._exported = LastExport(directory.with_name("exports"), chain=settings.trainer.delta_chain)
+        exports = LastExport(directory.with_name("exports"), chain=settings.trainer.delta_chain)
+        self.publications = Publications(exports, plan.model, role.blobs, learner.call, self._published)
         self._shape = read_shape(plan.model)
         self._cursor = Cursor()
         self._saves = Saves(self._checkpoints, learner.call, self._check_owner)
@@ -306,6 +309,7 @@ class Trainer:
         if not self._done():
             await self._publish_start()
         await self._train_all()
+        await self.publications.settle()
         if self._cursor.offset is not None:
             await self._reached.say({PARTITION: Commit(self._cursor.offset)}, last=True)
         await self._saves.settle()
@@ -329,6 +333,7 @@ class Trainer:
                     await self._reached.say({PARTITION: Commit(self._cursor.offset)})
                 if found is None:
                     await self._saves.look()
+                    await self.publications.look()
                     continue
                 manifest, offset = found
                 if isinstance(manifest, BatchSkipped):
@@ -360,10 +365,11 @@ class Trainer:
         if self._saves.saved is None:
             await self._save()
             await self._saves.settle()
-        await self._commit([await self._weights(self._cursor, self._checkpoints.newest())])
+        self._versions.apply(await self._due(self._cursor, self._checkpoints.newest()))
+        await self.publications.settle()
 
     async def _train(self, manifest: SampleBatchFormed, offset: int, *, waited: float) -> None:
-        seconds = {"wait": waited, "checkpoint": self._saves.waited_s()}
+        seconds = {"wait": waited, "checkpoint": self._saves.waited_s(), "publish": self.publications.waited_s()}
         mark = time.monotonic()
         rows = await self._rows(manifest)
         seconds["read"] = time.monotonic() - mark
@@ -372,21 +378,22 @@ class Trainer:
         numbers = await self._passes.numbers(manifest, rows)
         every = self._role.settings.trainer.token_files_every
         tells = every > 0 and self._cursor.step % every == 0
-        result: StepResult = await self._learner.call(Ranks.step, rows, self._plan.objective, rate, numbers, tells)
+        step = self._learner.call(Ranks.step, rows, self._plan.objective, rate, numbers, tells)
+        result: StepResult = await self._beside(step)
         self._passes.stepped(rows)
         seconds["step"] = time.monotonic() - mark
         _beat(self._role)
         cursor = self._after(manifest, offset, skipped=result.skipped)
         mark = time.monotonic()
-        events: list[Event] = []
-        if self._publishes(manifest, cursor):
-            events.append(await self._weights(cursor, None))
         told = result.tokens
         file = None if told is None else await self._role.blobs.put(write_tokens(rows, told), media_type=PARQUET)
+        due = await self._due(cursor, None) if self._publishes(manifest, cursor) else None
         seconds["export"] = time.monotonic() - mark
         completed = dataclasses.replace(self._completed(manifest, rows, result, rate, seconds), token_file=file)
-        await self._commit([completed, *events])
+        await self._role.events.transact(self._transactor, [completed])
         self._cursor = cursor
+        if due is not None:  # lags count it from here on
+            self._versions.apply(due)
         self._observe(rows, completed, waited)
         self._check_converges(manifest)
         await self._saves.look()
@@ -432,36 +439,34 @@ class Trainer:
         due = after.draws % self._role.settings.trainer.publish_every == 0
         return last_part and (due or after.draws >= self._draws)
 
-    async def _weights(self, cursor: Cursor, checkpoint: Path | None) -> WeightVersionPublished:
+    async def _due(self, cursor: Cursor, checkpoint: Path | None) -> WeightVersionPublished:
+        """The weights that the ranks hold become the next version, which goes out beside what comes now."""
         version = 0 if self._versions.newest is None else self._versions.newest + 1
-        folder = await asyncio.to_thread(self._exported.begun, version)
-        written = await self._learner.call(Ranks.export_files, folder)
-        _beat(self._role)
-        difference = await asyncio.to_thread(self._exported.difference, folder, written)
-        files = difference.files if difference and difference.files else written.sha256
-        _beat(self._role)
-        stored = await upload(folder, files, self._plan.model, self._role.blobs)
-        await asyncio.to_thread(self._exported.keep, version, folder, written, difference)
-        for held, share in difference.unchanged.items() if difference else ():
-            UNCHANGED.labels(held).set(share)
-        return published(
-            written,
-            stored,
+        said = functools.partial(
+            published,
             run_id=self._run_id,
             version=version,
             incarnation=self._incarnation,
             cursor=cursor,
             checkpoint=checkpoint,
-            difference=difference,
         )
+        due = await self.publications.begin(version, said)
+        _beat(self._role)
+        return due
 
-    async def _commit(self, events: list[Event]) -> None:
-        """All of `events` or none. An error ends the process; nothing is repaired in place."""
-        await self._role.events.transact(self._transactor, events)
-        for event in events:
-            if isinstance(event, WeightVersionPublished):
-                self._versions.apply(event)
-                VERSION.set(event.version)
+    async def _published(self, event: WeightVersionPublished) -> None:
+        """An error ends the process; nothing is repaired in place."""
+        await self._role.events.transact(self._transactor, [event])
+        VERSION.set(event.version)
+
+    async def _beside(self, work: Awaitable[Any]) -> Any:
+        """What the work gives; weights that are stored meanwhile are published meanwhile."""
+        working = asyncio.ensure_future(work)
+        try:
+            await self.publications.beside(working)
+        finally:
+            await asyncio.wait([working])
+        return working.result()
 
     async def _save(self) -> None:
         _beat(self._role)

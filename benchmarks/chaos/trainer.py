@@ -87,13 +87,13 @@ def _of_save() -> list[tuple[Any, str]]:
 def places(kind: str) -> list[tuple[Any, str]]:
     """What is called while the trainer does that: (owner, name)."""
     from turnlog.infra.event_log import EventLog
-    from turnlog.trainer import loop
+    from turnlog.trainer.checkpoints import publications
     from turnlog.trainer.learner import Learner
 
     return {
         "step": [(Learner, "step")],
         "export": [(Learner, "export_files")],
-        "upload": [(loop, "upload")],
+        "upload": [(publications, "upload")],
         "save": _of_save(),
         "commit": [(EventLog, "transact")],
     }[kind]

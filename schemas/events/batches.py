@@ -194,8 +194,8 @@ class StepCompleted:
     clip_fraction: float
     """Share of trained tokens whose ratio was clipped."""
     seconds: dict[str, float]
-    """By phase: wait (for the manifest), read (its file), step, export (of weights, upload included), checkpoint (for
-    as long as one held training up since the step before)."""
+    """By phase: wait (for the manifest), read (its file), step, export (of weights), checkpoint and publish (as long as
+    one, or weights of an earlier step, held training up since the step before)."""
     world_size: int
     """Ranks."""
     lag_excess: int = 0

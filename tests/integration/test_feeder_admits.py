@@ -60,12 +60,17 @@ PROMPTS, GROUP, DRAWS = 3, 2, 4
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> Settings:
+def max_lag() -> int:
+    return 0
+
+
+@pytest.fixture
+def settings(tmp_path: Path, max_lag: int) -> Settings:
     return Settings(
         run=RunSettings(id="r", directory=str(tmp_path)),
         kafka=KafkaSettings(groups=3, rollouts=2),
         feeder=FeederSettings(group_size=GROUP, draws=DRAWS),
-        batcher=BatcherSettings(prompts_per_draw=PROMPTS),
+        batcher=BatcherSettings(prompts_per_draw=PROMPTS, max_lag=max_lag),
     )
 
 
@@ -286,6 +291,29 @@ async def test_the_next_draw_waits_for_the_weights_of_the_last_one(bench: Bench)
         await bench.publish(1, 0)
         requests = await bench.until(2 * PROMPTS)
     assert {request.min_weight_version for request in requests if request.group_id not in first} == {1}
+
+
+@pytest.mark.parametrize("max_lag", [1])
+async def test_with_a_lag_a_group_goes_ahead_on_older_weights_and_none_on_weights_that_will_be_stale(
+    bench: Bench,
+) -> None:
+    bench.settings = dataclasses.replace(bench.settings, batcher=dataclasses.replace(bench.settings.batcher, max_lag=1))
+    await bench.started()
+    async with bench.feeding():
+        await bench.until(2 * PROMPTS)
+        asked = list(await bench.groups())
+        for group in asked[:PROMPTS]:
+            await bench.score(group)
+        await bench.train(0, asked[:PROMPTS], publish=False)
+        await bench.score(asked[-1], GroupStatus.discarded)
+        again = [one for one in await bench.until(2 * PROMPTS + 1) if one.group_id not in asked]
+        for _ in range(5):
+            await bench.broker.changed(0.05)
+        assert len(await bench.groups()) == 2 * PROMPTS + 1
+        await bench.publish(1, 0)
+        later = [one for one in await bench.until(3 * PROMPTS + 1) if one not in again and one.group_id not in asked]
+    assert {one.min_weight_version for one in again} == {0}
+    assert {one.min_weight_version for one in later} == {1}
 
 
 async def test_a_discarded_group_is_drawn_again_whole_as_a_new_group(bench: Bench) -> None:

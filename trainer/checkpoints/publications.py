@@ -1,0 +1,103 @@
+"""Weight versions of one incarnation that go out while it trains on: at most one at a time.
+
+    due          after its step: it has its number, and its tensors are files (a call of the ranks)
+    stored       told apart from the version before it and uploaded (threads, beside the next step)
+    published    WeightVersionPublished is on the log; only then another one may be due
+
+None is skipped or overtaken. Killed before it is published, a version was never there: nothing names what was stored of
+it, and the next incarnation publishes the weights that it starts from. What fails on the way ends the trainer at its
+next look.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from prometheus_client import Gauge
+
+from turnlog.infra.blobs import Blobs
+from turnlog.infra.tensors.files import Written
+from turnlog.schemas.events import WeightFile, WeightVersionPublished
+from turnlog.trainer.launch import Ranks
+from turnlog.trainer.weights import Difference, LastExport, upload
+
+UNCHANGED = Gauge("turnlog_trainer_unchanged", "Share of values that are those of the version before", ["held"])
+
+
+class Said(Protocol):
+    """What the log will say of the version: `published`, of one cursor."""
+
+    def __call__(
+        self, written: Written, files: tuple[WeightFile, ...], *, difference: Difference | None = None
+    ) -> WeightVersionPublished: ...
+
+
+class Publications:
+    """Not thread-safe, and not within a transaction: it commits. Left, it gives up what is under way."""
+
+    def __init__(
+        self,
+        exports: LastExport,
+        model: Path,
+        blobs: Blobs,
+        call: Callable[..., Awaitable[Any]],
+        commit: Callable[[WeightVersionPublished], Awaitable[None]],
+    ) -> None:
+        """`model`: the folder whose config travels along. `call`: of a method of Ranks."""
+        self._exports, self._model, self._blobs, self._call, self._commit = exports, model, blobs, call, commit
+        self._open: asyncio.Task[WeightVersionPublished] | None = None
+        self._waited_s = 0.0
+
+    async def __aenter__(self) -> Publications:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._open is not None:
+            self._open.cancel()
+            await asyncio.wait([self._open])
+
+    async def begin(self, version: int, said: Said) -> WeightVersionPublished:
+        """Of the weights that the ranks hold now; the one before it is published first. What the log will say of it,
+        but for its files. Raises as `settle`."""
+        await self.settle()
+        folder = await asyncio.to_thread(self._exports.begun, version)
+        written = await self._call(Ranks.export_files, folder)
+        self._open = asyncio.create_task(self._stored(version, folder, written, said))
+        return said(written, ())
+
+    async def look(self) -> None:
+        """Publish what is stored. Raises as `settle`."""
+        if self._open is not None and self._open.done():
+            await self.settle()
+
+    async def beside(self, work: asyncio.Future[Any]) -> None:
+        """The same for as long as the work takes."""
+        if self._open is not None:
+            await asyncio.wait([self._open, work], return_when=asyncio.FIRST_COMPLETED)
+            await self.look()
+
+    async def settle(self) -> None:
+        """Nothing is under way then. Raises StoreUnavailable, and as transactions do."""
+        if self._open is not None:
+            mark = time.monotonic()
+            await self._commit(await self._open)
+            self._open = None
+            self._waited_s += time.monotonic() - mark
+
+    def waited_s(self) -> float:
+        """For how long training stood still for publications since this was asked last."""
+        waited, self._waited_s = self._waited_s, 0.0
+        return waited
+
+    async def _stored(self, version: int, folder: Path, written: Written, said: Said) -> WeightVersionPublished:
+        difference = await asyncio.to_thread(self._exports.difference, folder, written)
+        files = difference.files if difference and difference.files else written.sha256
+        stored = await upload(folder, files, self._model, self._blobs)
+        await asyncio.to_thread(self._exports.keep, version, folder, written, difference)
+        for held, share in difference.unchanged.items() if difference else ():
+            UNCHANGED.labels(held).set(share)
+        return said(written, stored, difference=difference)
