@@ -5,7 +5,7 @@ Beside one of them may lie a token file: Parquet, one row per trained token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import pyarrow as pa
@@ -25,17 +25,6 @@ ARROW = {"<i4": pa.int32(), "<i8": pa.int64(), "|u1": pa.uint8(), "<f4": pa.floa
 class CorruptBatch(Exception):
     """The bytes are no batch file, or its columns are not those of this version. Remedy: form the batch again from
     its manifest (`turnlog replay` recomputes it), or restore the object in the store."""
-
-
-def sealed(batch: FormedBatch, weighting: Weighting) -> tuple[bytes, str]:
-    """A batch's file and the rows_sha256 of what it holds, read back and checked against the batch's weights.
-
-    Raises WeightsDoNotAddUp: then nothing may be published.
-    """
-    content = write_rows(batch.rows)
-    held = read_rows(content)
-    check_rows(held, batch.weights, weighting)
-    return content, rows_sha256(held)
 
 
 def write_rows(rows: BatchRows) -> bytes:
@@ -58,6 +47,19 @@ def write_rows(rows: BatchRows) -> bytes:
     with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
     return bytes(sink.getvalue())
+
+
+def sealed(
+    batch: FormedBatch, weighting: Weighting, write: Callable[[BatchRows], bytes] = write_rows
+) -> tuple[bytes, str]:
+    """A batch's file and the rows_sha256 of what it holds, read back and checked against the batch's weights.
+
+    Raises WeightsDoNotAddUp: then nothing may be published.
+    """
+    content = write(batch.rows)
+    held = read_rows(content)
+    check_rows(held, batch.weights, weighting)
+    return content, rows_sha256(held)
 
 
 def write_tokens(rows: BatchRows, figures: Mapping[str, NDArray[np.float32]]) -> bytes:

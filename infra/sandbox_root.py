@@ -43,10 +43,13 @@ class RootRefused(RootError):
     """No image may be called or be made like that."""
 
 
-def root_sha256(image_folder: str, image: str | None) -> str:
+def root_sha256(image_folder: str, image: str | None, cache: Path | None = None) -> str:
     """Of the root file system that a sandbox with this image sees (64 hex digits); None: of the host's. Takes seconds
-    per GB the first time. Raises RootError, OSError (the image cannot be read)."""
-    return _host_sha256() if image is None else _image_sha256(image_root(image_folder, image))
+    per GB the first time; `cache`: where it is kept then (None: `cache_directory()`). Raises RootError, OSError (the
+    image cannot be read)."""
+    if image is None:
+        return _host_sha256()
+    return _image_sha256(image_root(image_folder, image), cache or cache_directory())
 
 
 def image_root(image_folder: str, image: str) -> Path:
@@ -107,9 +110,9 @@ def _host_sha256() -> str:
     return total.hexdigest()
 
 
-def _image_sha256(root: Path) -> str:
+def _image_sha256(root: Path, cache: Path) -> str:
     stamp = _stamp(root)
-    kept = cache_directory() / KEPT / hashlib.sha256(os.fsencode(root)).hexdigest()
+    kept = cache / KEPT / hashlib.sha256(os.fsencode(root)).hexdigest()
     try:
         about = json.loads(kept.read_text()) if _ours(kept) else {}
         if about.get("stamp") == stamp:

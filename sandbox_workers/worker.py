@@ -70,9 +70,21 @@ class Worker:
     """One process's share of agent.tool-calls."""
 
     def __init__(
-        self, role: Role, pools: Pools, *, egress: Egress | None = None, clock: Callable[[], float] = time.time
+        self,
+        role: Role,
+        pools: Pools,
+        *,
+        egress: Egress | None = None,
+        clock: Callable[[], float] = time.time,
+        commit_s: float = COMMIT_S,
+        move_s: float = DRAIN_S,
+        stop_s: float | None = None,
     ) -> None:
-        """`clock` gives seconds since the epoch, as the records' timestamps do."""
+        """`clock` gives seconds since the epoch, as the records' timestamps do. `commit_s`: pause between commits;
+        `move_s`, `stop_s`: how long running calls may go on when their partitions move, and when the role stops (None:
+        as long as one may take)."""
+        self._commit_s, self._move_s = commit_s, move_s
+        self._stop_s = drain_s("sandbox", role.settings) if stop_s is None else stop_s
         self._role = role
         self._pools = pools
         self._runner = CallRunner(role, pools, self._catch_up, clock, egress)
@@ -124,7 +136,7 @@ class Worker:
                 expect = now + EXPECT_S
             if now >= due:
                 await self._commit(self._units)
-                due = time.monotonic() + COMMIT_S
+                due = time.monotonic() + self._commit_s
         await self._drain(reader)
         await self._commit(self._units)
 
@@ -132,7 +144,7 @@ class Worker:
         """Calls that began may end, for as long as one may take; none begins. The group is served meanwhile, and gets
         what moves after DRAIN_S; new records are left to the next owner."""
         tasks = [queue.task for queue in self._hush(self._units).values() if queue.task]
-        deadline = time.monotonic() + drain_s("sandbox", self._role.settings)
+        deadline = time.monotonic() + self._stop_s
         while not all(task.done() for task in tasks) and time.monotonic() < deadline:
             await reader.poll(timeout_s=POLL_S)
         await self._quiet(self._units)
@@ -187,7 +199,7 @@ class Worker:
         queues = self._hush(numbers)
         tasks = [queue.task for queue in queues.values() if queue.task]
         if tasks:
-            _, late = await asyncio.wait(tasks, timeout=DRAIN_S)
+            _, late = await asyncio.wait(tasks, timeout=self._move_s)
             for task in late:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

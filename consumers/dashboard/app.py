@@ -73,9 +73,19 @@ class Live:
 class Pages:
     """Of one run."""
 
-    def __init__(self, run: str, index: Path, records: Records, stopping: asyncio.Event, *, hint: str = "") -> None:
-        """`hint`: how the run's index is built, for who finds none."""
+    def __init__(
+        self,
+        run: str,
+        index: Path,
+        records: Records,
+        stopping: asyncio.Event,
+        *,
+        hint: str = "",
+        streams: int = STREAMS,
+    ) -> None:
+        """`hint`: how the run's index is built, for who finds none; `streams`: live pages at once."""
         self._run = run
+        self._streams = streams
         self._index = index
         self._records = records
         self._live = Live(stopping, set())
@@ -276,8 +286,8 @@ class Pages:
 
     async def live(self, request: Request) -> Response:
         """Server-sent events: `moved` whenever the index is further, at most one every EVERY_S."""
-        if len(self._live.tabs) >= STREAMS:
-            raise Refused(503, f"{STREAMS} pages are live already: close one, and reload this one")
+        if len(self._live.tabs) >= self._streams:
+            raise Refused(503, f"{self._streams} pages are live already: close one, and reload this one")
         headers = {"x-accel-buffering": "no"}
         return StreamingResponse(self._moves(request), media_type="text/event-stream", headers=headers)
 

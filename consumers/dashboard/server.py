@@ -16,7 +16,7 @@ from pathlib import Path
 
 from turnlog.consumers.arguments import ARCHIVE
 from turnlog.consumers.dashboard import NotRunning
-from turnlog.consumers.dashboard.app import Pages
+from turnlog.consumers.dashboard.app import STREAMS, Pages
 from turnlog.consumers.dashboard.guard import Guard, Keys, Rules, is_loopback
 from turnlog.consumers.dashboard.records import Records, Vocabulary
 from turnlog.consumers.index.reader import path_of
@@ -81,9 +81,10 @@ async def serving(
     connect: Callable[[], AbstractAsyncContextManager[Role]],
     *,
     stopping: asyncio.Event | None = None,
+    streams: int = STREAMS,
 ) -> AsyncIterator[tuple[str, Keys]]:
     """Serve while the block runs: its address, and what makes links to it. `connect` opens the log when a page first
-    needs a record. Raises CannotListen."""
+    needs a record; `streams`: live pages at once. Raises CannotListen."""
     own, directory = settings.dashboard, Path(settings.run.directory)
     ended = stopping or asyncio.Event()
     keys = Keys(own.key, directory)
@@ -93,7 +94,7 @@ async def serving(
         cookie = "turnlog-" + hashlib.sha256(settings.run.id.encode()).hexdigest()[:12]
         login = own.login == "always" or not is_loopback(own.host)
         rules = Rules(frozenset(name.lower() for name in own.hosts), login, cookie, url)
-        pages = Pages(settings.run.id, path_of(settings), records, ended, hint=_hint(settings))
+        pages = Pages(settings.run.id, path_of(settings), records, ended, hint=_hint(settings), streams=streams)
         config = configured(Guard(pages.application(), keys, rules), timeout_graceful_shutdown=ENDS_S)
         async with QuietServer(config).running(listener):
             try:

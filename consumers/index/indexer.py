@@ -388,8 +388,9 @@ def _found_version(connection: sqlite3.Connection, path: Path) -> int:
 class Indexer:
     """Reads topics, or an archive, into a file."""
 
-    def __init__(self, role: Role, writer: IndexWriter, reader: Reader) -> None:
+    def __init__(self, role: Role, writer: IndexWriter, reader: Reader, *, poll_records: int = POLL_RECORDS) -> None:
         self._role = role
+        self._poll_records = poll_records
         self.writer = writer
         self._reader = reader
         self._at: dict[Partition, int] = {}
@@ -421,7 +422,7 @@ class Indexer:
 
     async def turn(self) -> int:
         """One poll into the file; the number of records. Raises DamagedIndex, LogError, RegistryUnavailable."""
-        records = await self._reader.poll(max_records=POLL_RECORDS, timeout_s=0.5)
+        records = await self._reader.poll(max_records=self._poll_records, timeout_s=0.5)
         rows, events = Rows(), list[tuple[Record, Event]]()
         for record in records:
             try:
@@ -456,11 +457,11 @@ class Indexer:
 
 
 @contextlib.asynccontextmanager
-async def indexing(role: Role, path: Path, version: str) -> AsyncIterator[Indexer]:
+async def indexing(role: Role, path: Path, version: str, *, poll_records: int = POLL_RECORDS) -> AsyncIterator[Indexer]:
     """An indexer of a role's log into a file. Raises as `opened_writer` and `Indexer.open`."""
     with opened_writer(path, role.settings.run.id, version, role.events.codec) as writer:
         async with role.log.reader(patient=True) as reader:
-            indexer = Indexer(role, writer, reader)
+            indexer = Indexer(role, writer, reader, poll_records=poll_records)
             await indexer.open()
             yield indexer
 

@@ -76,10 +76,17 @@ class Merge:
     """
 
     def __init__(
-        self, log: Log, starts: Mapping[Partition, int], ends: Mapping[Partition, int], *, until_ms: int | None = None
+        self,
+        log: Log,
+        starts: Mapping[Partition, int],
+        ends: Mapping[Partition, int],
+        *,
+        until_ms: int | None = None,
+        poll_records: int = POLL_RECORDS,
     ) -> None:
         """`until_ms`: a partition ends before its first record that is later than that."""
         self._log = log
+        self._poll_records = poll_records
         self._starts = dict(starts)
         self._ends = dict(ends)
         self._until_ms = until_ms
@@ -131,7 +138,7 @@ class Merge:
     async def _fill(self, place: Partition) -> None:
         reader, end, ready = self._readers[place], self._ends[place], self._ready[place]
         while not ready and reader.position(place) < end:
-            for record in await reader.poll(max_records=POLL_RECORDS):
+            for record in await reader.poll(max_records=self._poll_records):
                 self._times[place] = max(self._times[place], record.timestamp_ms)
                 if self._until_ms is not None and self._times[place] > self._until_ms:
                     self._ends[place] = end = min(end, record.offset)

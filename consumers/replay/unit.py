@@ -233,9 +233,9 @@ class UnitState:
 class HistoryFold(UnitFold):
     """The fold of a unit of which nothing is committed: an output stands as soon as it is given."""
 
-    def __init__(self, state: UnitState, rules: FoldRules) -> None:
+    def __init__(self, state: UnitState, rules: FoldRules, group_fold: type[GroupFold] = GroupFold) -> None:
         def factory(group_id: str, floor: int) -> GroupFold:
-            return GroupFold(group_id, floor, rules)
+            return group_fold(group_id, floor, rules)
 
         super().__init__(state.marks, state.done, factory, run_id=rules.run_id, horizon_records=rules.horizon_records)
 
@@ -262,11 +262,11 @@ class HistoryFold(UnitFold):
 class Difference:
     """Outputs that wait for their record, records that wait for their output."""
 
-    def __init__(self, state: UnitState, codec: Codec, run_id: str) -> None:
+    def __init__(self, state: UnitState, codec: Codec, run_id: str, *, held_bytes: int = HELD_BYTES) -> None:
         self.state = state
         self._codec = codec
         self._run_id = run_id
-        self._room = HELD_BYTES
+        self._room = held_bytes
 
     def folded(self, output: Event) -> Suspect | None:
         """Meet an output of the fold with its record."""

@@ -17,6 +17,7 @@ from typing import Any
 from turnlog.consumers.replay.batches import Samples, batch_difference, named
 from turnlog.consumers.replay.progress import Progress, ReplayState, Shown, Silent
 from turnlog.consumers.replay.source import (
+    POLL_RECORDS,
     Inputs,
     Merge,
     Skips,
@@ -29,6 +30,7 @@ from turnlog.consumers.replay.source import (
     recorded_run,
 )
 from turnlog.consumers.replay.unit import (
+    HELD_BYTES,
     Difference,
     HistoryFold,
     Suspect,
@@ -45,15 +47,30 @@ from turnlog.infra.roles.runs import Configured
 from turnlog.infra.roles.terminal import Terminal
 from turnlog.names import ExitStatus
 from turnlog.processors.core.batches.draws import DrawRules
+from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.fold_versions import OUTPUTS
 from turnlog.schemas import UndecodableRecord
 from turnlog.schemas.events import SampleBatchFormed
 from turnlog.schemas.topics import BATCHES
 from turnlog.settings import Settings
 
+FORGET_EVERY = 500
+"""Records between two looks at what may be forgotten."""
 ARCHIVE = "archive"
 FOLDER = "replay"
 """Of a run's directory: what an unfinished replay remembers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """How much of a history a replay holds at once."""
+
+    poll_records: int = POLL_RECORDS
+    held_bytes: int = HELD_BYTES
+    forget_every: int = FORGET_EVERY
+
+
+MEMORY = Memory()
 
 
 @dataclass(slots=True)
@@ -123,6 +140,8 @@ async def run(
     folder: Path | None = None,
     fresh: bool = False,
     save_every_s: float = 5.0,
+    memory: Memory = MEMORY,
+    group_fold: type[GroupFold] = GroupFold,
 ) -> Verdict:
     """Replay the run of `role`. `folder` keeps what a killed replay goes on from; without it nothing is kept.
     Raises ReplayError, LogError, BlobError, RegistryError."""
@@ -131,7 +150,7 @@ async def run(
     state.load(fresh=fresh)
     cuts = await cuts_of(role, state)
     limit = None if until is None else await moment(role, until)
-    question = Question(role, found, cuts, limit, state, progress or Silent())
+    question = Question(role, found, cuts, limit, state, progress or Silent(), memory, group_fold)
     question.progress.begin("folding again", await _total(role, cuts))
     verdict = Verdict(resumed=state.resumed)
     done: dict[str, dict[str, int]] = state.sections.setdefault("done", {})
@@ -182,8 +201,6 @@ async def _total(role: Role, cuts: dict[int, Cut]) -> int:
     return sum(max(end - starts[place], 0) for place, end in ends.items())
 
 
-FORGET_EVERY = 500
-"""Records between two looks at what may be forgotten."""
 UNKNOWN = "unknown"
 
 
@@ -197,6 +214,8 @@ class Question:
     until: Until | None
     state: ReplayState
     progress: Progress
+    memory: Memory
+    group_fold: type[GroupFold]
 
 
 @contextmanager
@@ -244,8 +263,9 @@ class _Verifier:
         role = question.role
         rules = question.configured.rules()
         self._inputs = Inputs(role, rules, unit, skips)
-        self._fold = HistoryFold(state, rules)
-        self._difference = Difference(state, role.events.codec, role.settings.run.id)
+        self._fold = HistoryFold(state, rules, question.group_fold)
+        held = question.memory.held_bytes
+        self._difference = Difference(state, role.events.codec, role.settings.run.id, held_bytes=held)
         self._since = 0
         """Records since the last look at what may be forgotten."""
 
@@ -255,7 +275,11 @@ class _Verifier:
         starts, ends = places(self._unit, self._fold.position), places(self._unit, self._cut.high)
         beside = places(self._unit, state.outputs), places(self._unit, self._cut.ends)
         limit = None if until is None else until.time_ms
-        async with Merge(role.log, starts, ends, until_ms=limit) as inputs, Merge(role.log, *beside) as outputs:
+        poll = self._question.memory.poll_records
+        async with (
+            Merge(role.log, starts, ends, until_ms=limit, poll_records=poll) as inputs,
+            Merge(role.log, *beside, poll_records=poll) as outputs,
+        ):
             while divergence := await self._next(inputs, outputs):
                 if divergence is not UNKNOWN:
                     return UnitResult(divergence)
@@ -339,7 +363,7 @@ class _Verifier:
     def _remember(self, outputs: Merge) -> None:
         """Forget what is over; now and then, write down where a successor goes on."""
         save = self._question.state.due
-        if not save and self._since < FORGET_EVERY:
+        if not save and self._since < self._question.memory.forget_every:
             return
         self._since = 0
         marks = self._fold.advance()

@@ -98,8 +98,17 @@ class Server:
 class Servers:
     """Those of one role, and what /readyz says of them."""
 
-    def __init__(self, servers: list[Server], health: Health) -> None:
+    def __init__(
+        self,
+        servers: list[Server],
+        health: Health,
+        *,
+        watch_s: float = WATCH_S,
+        longest_s: float = LONGEST_S,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
         self._servers, self._health = servers, health
+        self._watch_s, self._longest_s, self._sleep = watch_s, longest_s, sleep
 
     async def there(self, *, later: bool = False) -> None:
         """Wait until each has answered, or of those that come `later`, each. Raises what waiting will not mend:
@@ -115,9 +124,9 @@ class Servers:
 
     async def _watch(self, server: Server) -> None:
         while True:
-            await asyncio.sleep(WATCH_S)
+            await self._sleep(self._watch_s)
             try:
-                await self._until(server, WATCH_S)
+                await self._until(server, self._watch_s)
             except Exception as error:
                 log.warning("%s at %s: %s; see %s", server.name, server.address, error, server.setting)
 
@@ -130,8 +139,8 @@ class Servers:
             log.warning("waiting for %s at %s: %s", server.name, server.address, trouble)
             if looks > 1:  # the second look was made with new connections: it is not ours that is broken
                 self._health.excuse()
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1))
-            pause_s = min(2 * pause_s, LONGEST_S)
+            await self._sleep(pause_s * random.uniform(0.5, 1))
+            pause_s = min(2 * pause_s, self._longest_s)
         if looks:
             log.info("%s at %s answers again", server.name, server.address)
             self._health.excuse()

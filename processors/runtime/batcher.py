@@ -11,7 +11,7 @@ import dataclasses
 import logging
 from collections import Counter as Tally
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from prometheus_client import Counter, Gauge
 
@@ -23,6 +23,7 @@ from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.runs import Configured, configured
 from turnlog.names import ConsumerGroup, TransactionalId
 from turnlog.processors.core.batches.draws import (
+    DrawRules,
     FormedBatch,
     FormedDraw,
     PlacedSample,
@@ -41,6 +42,7 @@ from turnlog.schemas.events import (
     SampleBatchFormed,
     SegmentSample,
     SourcePosition,
+    Weighting,
 )
 from turnlog.schemas.types import BlobRef
 
@@ -65,15 +67,22 @@ async def main(role: Role) -> None:
         await batcher.run()
 
 
+Form = Callable[[Sequence[ReadableGroup], HeldVersion, DrawRules], FormedDraw]
+Seal = Callable[[FormedBatch, Weighting], tuple[bytes, str]]
+
+
 class Batcher:
     """Groups that wait, and what the log says of draws, steps and versions."""
 
-    def __init__(self, role: Role, run: Configured, transactor: Transactor) -> None:
+    def __init__(
+        self, role: Role, run: Configured, transactor: Transactor, *, form: Form = form_draw, seal: Seal = sealed
+    ) -> None:
+        self.progress = Progress(publish_every=role.settings.trainer.publish_every)
+        self._form_draw, self._seal = form, seal
         self._role = role
         self._transactor = transactor
         self._rules = run.draw_rules()
         self._hash = run.settings_sha256
-        self._progress = Progress(publish_every=role.settings.trainer.publish_every)
         self._ready: deque[ReadableGroup] = deque()
         self._open: dict[str, list[PlacedSample]] = {}
         self._starts: dict[str, tuple[int, int]] = {}
@@ -93,7 +102,7 @@ class Batcher:
                 role.health.beat()
                 await self._take(await reader.poll())
             groups = range(role.settings.kafka.groups)
-            starts = {Partition(topics.SAMPLES.name, number): self._progress.position(number) for number in groups}
+            starts = {Partition(topics.SAMPLES.name, number): self.progress.position(number) for number in groups}
             self._next = {partition.number: offset for partition, offset in starts.items()}
             again = await role.log.end_offsets(list(starts))  # whatever was drawn before stands below
             group = ConsumerGroup.BATCHER.format(run=role.settings.run.id)
@@ -104,7 +113,7 @@ class Batcher:
                 role.health.beat()
                 await self._take(await reader.poll(timeout_s=0.05))
                 if again and all(reader.position(partition) >= end for partition, end in again.items()):
-                    self._progress.forget_taken()
+                    self.progress.forget_taken()
                     again = {}
                 while self._may_form():
                     await self._form()
@@ -120,15 +129,15 @@ class Batcher:
             if record.topic == topics.SAMPLES.name:
                 await self._sample(record, event)
             elif event.run_id == self._role.settings.run.id:
-                self._progress.apply(event)
+                self.progress.apply(event)
 
     async def _sample(self, record: Record, event: Event) -> None:
-        taken = self._progress.taken(event.group_id)
+        taken = self.progress.taken(event.group_id)
         if taken and not isinstance(event, GroupScored):
             return  # no position may lie among its records: of those behind it a successor would make the group again
         self._next[record.partition] = record.offset + 1
         if taken:
-            self._progress.forget(event.group_id)
+            self.progress.forget(event.group_id)
         if taken or event.run_id != self._role.settings.run.id:
             return
         self._starts.setdefault(event.group_id, (record.partition, record.offset))
@@ -144,7 +153,7 @@ class Batcher:
                 self._starts.pop(event.group_id, None)
 
     def _may_form(self) -> bool:
-        settings, progress = self._role.settings, self._progress
+        settings, progress = self._role.settings, self.progress
         return (
             len(self._ready) >= self._rules.prompts_per_draw
             and progress.trained_draws_formed < settings.feeder.draws
@@ -154,18 +163,18 @@ class Batcher:
         )
 
     async def _form(self) -> None:
-        held = self._progress.held_at_next_draw({version for group in self._ready for version in group.versions})
+        held = self.progress.held_at_next_draw({version for group in self._ready for version in group.versions})
         groups = self._composed(held)
         for group in groups:
             self._starts.pop(group.score.group_id, None)
         # Rows of a large draw are seconds of arithmetic: keep heartbeats of the clients alive.
-        draw = await asyncio.to_thread(form_draw, groups, held, self._rules)
+        draw = await asyncio.to_thread(self._form_draw, groups, held, self._rules)
         events = await self._events(draw, groups, held)
         await self._role.events.transact(self._transactor, events)
         for event in events:
-            self._progress.apply(event)
+            self.progress.apply(event)
         for group in groups:
-            self._progress.forget(group.score.group_id)
+            self.progress.forget(group.score.group_id)
         self._report(draw, held.number)
         for placed in (placed for group in groups for placed in group.samples):
             drawn(placed.sample, held)
@@ -185,7 +194,7 @@ class Batcher:
 
     async def _events(self, draw: FormedDraw, taken: Sequence[ReadableGroup], held: HeldVersion) -> list[Event]:
         """Upload each batch's file, then make its manifest. Positions already leave the draw's groups behind."""
-        first, index = self._progress.next_batch, self._progress.next_draw
+        first, index = self.progress.next_batch, self.progress.next_draw
         groups = tuple(sorted(group.score.group_id for group in taken))
         lags = held.recorded({version for group in taken for version in group.versions})
         positions = self._positions()
@@ -208,7 +217,7 @@ class Batcher:
         fallen = set(groups) - {name for batch in draw.batches for name in batch.groups}
         manifests: list[Event] = []
         for part, batch in enumerate(draw.batches):
-            content, sha256 = await asyncio.to_thread(sealed, batch, self._rules.weighting)
+            content, sha256 = await asyncio.to_thread(self._seal, batch, self._rules.weighting)
             file = await self._role.blobs.put(content, media_type=MEDIA_TYPE)
             manifest = self._manifest(
                 batch, file, sha256, held.number, first + part, part, len(draw.batches), positions
@@ -239,7 +248,7 @@ class Batcher:
             event_id=ids.digest("SampleBatchFormed", run_id, index),
             run_id=run_id,
             batch_index=index,
-            draw_index=self._progress.next_draw,
+            draw_index=self.progress.next_draw,
             part=part,
             parts=parts,
             file=file,
@@ -282,7 +291,7 @@ class Batcher:
             DROPPED.labels(row.reason).inc()
         lag = max((batch.max_lag for batch in draw.batches), default=0)
         rows = sum(len(batch.rows) for batch in draw.batches)
-        log.info("draw %d: %d rows, %d dropped, lag %d at version %d", self._progress.next_draw - 1, rows,
+        log.info("draw %d: %d rows, %d dropped, lag %d at version %d", self.progress.next_draw - 1, rows,
                  len(draw.dropped), lag, version)  # fmt: skip
 
 

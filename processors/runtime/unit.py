@@ -123,6 +123,7 @@ class AssemblerPlan:
     messages: bool = False
     """Whether the fold's policy needs the messages of turns."""
     horizon_records: int = 20_000
+    pauses_s: Sequence[float] = PAUSES_S
     commit_interval_s: float = 1.0
     """Trees and progress are committed this often; scores and their samples at once."""
 
@@ -311,7 +312,10 @@ class Unit:
         wanted = [self._fold.wants(record) for record in records]
         fresh = [record for record, wants in zip(records, wanted, strict=True) if wants]
         plan = self._plan
-        events = iter(await decoded(fresh, self._events, self._blobs, run_id=plan.run_id, messages=plan.messages))
+        found = await decoded(
+            fresh, self._events, self._blobs, plan.pauses_s, run_id=plan.run_id, messages=plan.messages
+        )
+        events = iter(found)
         now = self._clock()
         for record, wants in zip(records, wanted, strict=True):
             if wants:

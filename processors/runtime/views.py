@@ -321,27 +321,31 @@ def _tables(app: faust.App, settings: Settings) -> dict[str, Any]:
     return {name: app.Table(name, key_type=str, partitions=count, default=None) for name, count in counts.items()}
 
 
-async def event_of(raw: bytes, codec: Codec, ask: Callable[[int], Awaitable[Mapping[str, Any]]]) -> Event | None:
+async def event_of(
+    raw: bytes, codec: Codec, ask: Callable[[int], Awaitable[Mapping[str, Any]]], *, retry_s: float = RETRY_S
+) -> Event | None:
     """The event, under whichever release's schema it was written; None for what is none that we know: the role that
     owns the topic parks it. `ask`: as Registry.schema; while that gives no answer, this waits."""
     try:
         try:
             return codec.decode(raw)
         except UnknownSchemaId as unknown:
-            codec.hold(unknown.schema_id, await _asked(unknown.schema_id, ask))
+            codec.hold(unknown.schema_id, await _asked(unknown.schema_id, ask, retry_s))
             return codec.decode(raw)
     except (SchemaError, KeyError):
         return None
 
 
-async def _asked(schema_id: int, ask: Callable[[int], Awaitable[Mapping[str, Any]]]) -> Mapping[str, Any]:
+async def _asked(
+    schema_id: int, ask: Callable[[int], Awaitable[Mapping[str, Any]]], retry_s: float
+) -> Mapping[str, Any]:
     """Faust would pass over the record for an exception."""
     while True:
         try:
             return await ask(schema_id)
         except RegistryUnavailable as away:
             log.warning("%s", away)
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(retry_s)
 
 
 def _agents(app: faust.App, settings: Settings, codec: Codec, tables: dict[str, Any]) -> None:

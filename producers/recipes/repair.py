@@ -138,10 +138,10 @@ def _folder(row: TaskRow, beside: Path) -> Path:
     return folder
 
 
-def read_folder(folder: Path) -> dict[str, Any]:
+def read_folder(folder: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
     """The files of a repository, as a row holds them. Raises RowUnusable."""
     files: dict[str, Any] = {}
-    left = MOST_BYTES
+    left = most_bytes
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
         if SKIPPED & {*name.parts} or name.suffix == ".pyc":
@@ -152,7 +152,7 @@ def read_folder(folder: Path) -> dict[str, Any]:
             content = path.read_bytes()
             left -= len(content)
             if left < 0:
-                raise RowUnusable(f"{folder} holds more than {MOST_BYTES} bytes: leave out what the task does not need")
+                raise RowUnusable(f"{folder} holds more than {most_bytes} bytes: leave out what the task does not need")
             files[str(name)] = _file(content, stat.S_IMODE(path.stat().st_mode))
     return files
 

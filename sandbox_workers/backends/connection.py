@@ -29,10 +29,6 @@ from turnlog.schemas.events import SandboxLimits, ToolStatus
 log = logging.getLogger(__name__)
 
 START_S = 20.0
-STALLED_S = 1.0
-"""A time-out that comes so late says that this process stood still, not that an init was silent."""
-GRACE_S = 5.0
-"""How much longer than the wall limit the init may take to answer before the sandbox is killed."""
 
 METER_S = 0.05
 """Shortest pause between looks at a call's CPU time."""
@@ -58,6 +54,19 @@ class _Process(Protocol):
     def kill(self) -> None: ...
 
     async def wait(self) -> int: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Patience:
+    """With an init that is to answer a call."""
+
+    grace_s: float = 5.0
+    """How much longer than the wall limit it may take before the sandbox is killed."""
+    stalled_s: float = 1.0
+    """A time-out that comes so late says that this process stood still, not that the init was silent."""
+
+
+PATIENCE = Patience()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,6 +102,7 @@ async def started(
     bounds: Bounds | None = None,
     disk_bytes: int = UNBOUNDED,
     zygote: bool = False,
+    patience: Patience = PATIENCE,
 ) -> InitSandbox:
     """Start `argv(control descriptor)` and wait until its init is ready; with `zygote` the descriptor is that of the
     orders. `ended` runs after the sandbox's death; `exit_s` is how long it may take to end by itself, where killing it
@@ -122,7 +132,9 @@ async def started(
         theirs.close()
     mother = Zygote(ours) if zygote else None
     control = ours if mother is None else mother.fork()
-    sandbox = InitSandbox(process, control, ended, exit_s, bounds=bounds, disk_bytes=disk_bytes, zygote=mother)
+    sandbox = InitSandbox(
+        process, control, ended, exit_s, bounds=bounds, disk_bytes=disk_bytes, zygote=mother, patience=patience
+    )
     try:
         async with asyncio.timeout(START_S):
             await _bounded(sandbox.ready(), process.pid, bounds)
@@ -163,8 +175,10 @@ class InitSandbox(InitFiles):
         bounds: Bounds | None = None,
         disk_bytes: int = UNBOUNDED,
         zygote: Zygote | None = None,
+        patience: Patience = PATIENCE,
     ) -> None:
         super().__init__(control, disk_bytes)
+        self._patience = patience
         self.process = process
         self._zygote = zygote
         self._observed: dict[str, Any] | None = None
@@ -201,7 +215,8 @@ class InitSandbox(InitFiles):
         with self._asking("exec"):
             await self._bound(limits)
             try:
-                async with asyncio.timeout(limits.wall_s + GRACE_S), metered(limits, self._bounds, self._spent):
+                most_s = limits.wall_s + self._patience.grace_s
+                async with asyncio.timeout(most_s), metered(limits, self._bounds, self._spent):
                     await self._channel.send(*request)
                     async with heartbeat.beating(self._channel):
                         answer = await self._output(parts, limits.output_bytes, on_output)
@@ -325,8 +340,10 @@ class InitSandbox(InitFiles):
 
     async def _died(self, error: Exception, limits: SandboxLimits, output: bytes, heartbeat: Heartbeat) -> Execution:
         """Of a call whose sandbox gave no answer, where that is the call's doing. Raises SandboxDied."""
-        late_s = heartbeat.took_s - limits.wall_s - GRACE_S
-        silent = isinstance(error, TimeoutError) and late_s < STALLED_S  # else it was we who did not listen
+        late_s = heartbeat.took_s - limits.wall_s - self._patience.grace_s
+        silent = (
+            isinstance(error, TimeoutError) and late_s < self._patience.stalled_s
+        )  # else it was we who did not listen
         self._evidence = dataclasses.replace(self._evidence, silent=silent, stood=heartbeat.stood)
         said = await self.last_words()
         evidence = await self._ended(error)

@@ -412,11 +412,11 @@ class InitFiles:
             return False
         return head == {"clean": True}
 
-    async def healthy(self) -> bool:
+    async def healthy(self, *, timeout_s: float = HEALTH_S) -> bool:
         if self._asked is not None:
             return True  # it is at work, which has a time limit of its own
         try:
-            head, _ = await self._ask({"op": "health"}, timeout_s=HEALTH_S)
+            head, _ = await self._ask({"op": "health"}, timeout_s=timeout_s)
         except (SandboxDied, FileRefused):
             return False
         return head == {"healthy": True, "interpreter": self.interpreter}

@@ -17,7 +17,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +68,7 @@ class Finding:
 
 async def check(settings: Settings, *, as_json: bool) -> int:
     """Print a line for each; 0 when nothing is missing that is needed."""
-    found = await findings(settings.sandbox)
+    found = await findings(settings.sandbox, known())
     if as_json:
         say_json([dataclasses.asdict(finding) for finding in found])
     else:
@@ -83,10 +83,10 @@ async def check(settings: Settings, *, as_json: bool) -> int:
     return ExitStatus.DIFFERS if missing else ExitStatus.DONE
 
 
-async def findings(settings: SandboxSettings) -> list[Finding]:
-    """Layers first, then backends."""
+async def findings(settings: SandboxSettings, backends: Iterable[str]) -> list[Finding]:
+    """Layers first, then these backends."""
     layers = [await asyncio.to_thread(_bwrap), _users(settings), await asyncio.to_thread(_seccomp), _groups(settings)]
-    return [*layers, *[await _backend(name, settings) for name in known()]]
+    return [*layers, *[await _backend(name, settings) for name in backends]]
 
 
 async def _backend(name: str, settings: SandboxSettings) -> Finding:

@@ -10,6 +10,7 @@ import base64
 import contextlib
 import json
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from turnlog.sandbox_workers.inside import init
@@ -20,7 +21,8 @@ from turnlog.sandbox_workers.inside.zygote import deny
 
 ENGINES = ("HOSTNAME",)
 """Variables that a container engine adds and that no sandbox has."""
-EVENTS = {
+Events = Mapping[str, tuple[tuple[str, str], ...]]
+EVENTS: Events = {
     "memory_bytes": (
         ("/sys/fs/cgroup/memory.events", "oom_kill"),
         ("/sys/fs/cgroup/memory/memory.oom_control", "oom_kill"),
@@ -34,12 +36,13 @@ class Pipes(Control):
     """Standard input and output as one control socket; whatever else is written to standard output goes to standard
     error, so that it cannot be taken for an answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, events: Events = EVENTS) -> None:
+        self._events = events
         self._read, self._write = os.dup(0), os.dup(1)
         with open(os.devnull) as nothing:  # as text: the first such imports a module in Python 3.9
             os.dup2(nothing.fileno(), 0)
         os.dup2(2, 1)
-        self._met = counted()
+        self._met = counted(events)
 
     def fileno(self) -> int:
         return self._read
@@ -54,7 +57,7 @@ class Pipes(Control):
         """See Control. `data` is one frame."""
         head_size, body_size = HEADER.unpack_from(data)
         if not body_size and "status" in (head := json.loads(data[HEADER.size : HEADER.size + head_size])):
-            before, self._met = self._met, counted()
+            before, self._met = self._met, counted(self._events)
             data = frame(judged(head, before, self._met))
         view = memoryview(data)
         while view:
@@ -82,10 +85,10 @@ def judged(head: dict[str, Any], before: dict[str, int], now: dict[str, int]) ->
     return {**head, "status": "resource_limit", "reason": limit, "exit_code": None}
 
 
-def counted() -> dict[str, int]:
+def counted(events: Events = EVENTS) -> dict[str, int]:
     """How often each limit was met until now; nothing of those that cannot be read (gVisor shows no control group)."""
     counts = {}
-    for limit, places in EVENTS.items():
+    for limit, places in events.items():
         for path, name in places:
             with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
                 counts[limit] = int(dict(line.split() for line in file).get(name, 0))

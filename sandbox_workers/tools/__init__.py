@@ -79,6 +79,7 @@ class Prepared:
 
     tool: Tool
     arguments: Mapping[str, Any]
+    grace_s: float = GRACE_S
 
     async def run(
         self, sandbox: Sandbox, limits: SandboxLimits, env: Mapping[str, str], on_output: OnOutput | None = None
@@ -101,15 +102,15 @@ class Prepared:
         """A package's tool, which may raise anything, return anything and never end."""
         running = asyncio.ensure_future(self.tool.run(call))
         try:
-            await asyncio.wait([running], timeout=call.limits.wall_s + GRACE_S)
+            await asyncio.wait([running], timeout=call.limits.wall_s + self.grace_s)
             if not running.done():
                 await call.sandbox.cancel()  # a command that runs now ends, and its sandbox lives
-                await asyncio.wait([running], timeout=GRACE_S)
+                await asyncio.wait([running], timeout=self.grace_s)
                 return call.answer(b"", status=ToolStatus.timeout, reason="wall_s")
         finally:
             while not running.done():
                 running.cancel()
-                await asyncio.wait([running], timeout=GRACE_S)
+                await asyncio.wait([running], timeout=self.grace_s)
         raised = asyncio.CancelledError("cancelled itself") if running.cancelled() else running.exception()
         if isinstance(raised, ToolEnd | SandboxError):
             raise raised

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,12 @@ class Framework(PlainRecipe):
     sandbox = SandboxSpec(durable_workspace=True)
     verifier = FunctionVerifier("called", "1", lambda episode: Verdict(float("8" in str(episode.messages[-1]))))
 
+    def __init__(self, agent: FunctionAgent) -> None:
+        self.agent = agent
 
-RECIPE = Framework()
+
+OFFERED = types.SimpleNamespace()
+"""`recipe`: what the installed package offers."""
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +63,9 @@ def acts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
     def bring(heading: str) -> None:
         module: dict[str, Any] = {"__name__": "page"}
         exec(compile(AGENTS[heading], PAGE, "exec"), module)
-        monkeypatch.setattr(RECIPE, "agent", FunctionAgent(heading, "1", module["acts"]), raising=False)
+        OFFERED.recipe = Framework(FunctionAgent(heading, "1", module["acts"]))
 
-    with offering(tmp_path, monkeypatch, "framework", {"framework": f"{__name__}:RECIPE"}):
+    with offering(tmp_path, monkeypatch, "framework", {"framework": f"{__name__}:OFFERED.recipe"}):
         yield bring
 
 

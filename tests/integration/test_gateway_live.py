@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import hashlib
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ import orjson
 import pytest
 
 from turnlog.infra.engine import Generate, SGLang
+from turnlog.infra.event_log import EventLog
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import Partition
+from turnlog.infra.registry import HttpRegistry
 from turnlog.infra.roles.role import Role, opened
 from turnlog.producers.gateway.app import main
 from turnlog.producers.gateway.prompts import TextTokens
@@ -44,18 +46,56 @@ def settings(live_settings: Settings, tiny_model: Path) -> Settings:
     )
 
 
+class HeldEvents(EventLog):
+    """Tells of no acknowledgement before it is released."""
+
+    def __init__(self, *more: Any, **named: Any) -> None:
+        super().__init__(*more, **named)
+        self.handed_over, self.released = asyncio.Event(), asyncio.Event()
+        self.released.set()
+
+    async def submit(self, event: Event, *, output_tokens: int | None = None) -> Any:
+        done = await super().submit(event, output_tokens=output_tokens)
+
+        async def later() -> Any:
+            self.handed_over.set()
+            await self.released.wait()
+            return await done
+
+        return later()
+
+
+@asynccontextmanager
+async def held_gateway(settings: Settings) -> AsyncIterator[tuple[Role, HeldEvents]]:
+    """A gateway role whose acknowledgements can be held back."""
+    async with opened("gateway", settings) as role, AsyncExitStack() as stack:
+        registry = HttpRegistry(role.settings.registry)
+        stack.push_async_callback(registry.close)
+        opening = HeldEvents.open(role.log, registry, writer=role.instance, blobs=role.blobs)
+        events = await stack.enter_async_context(opening)
+        assert isinstance(events, HeldEvents)
+        async with serving(dataclasses.replace(role, events=events)) as held:
+            yield held, events
+
+
 @asynccontextmanager
 async def gateway(settings: Settings) -> AsyncIterator[Role]:
     """A gateway role as `turnlog gateway` runs it."""
-    async with opened("gateway", settings) as role:
-        ended = asyncio.create_task(main(role))
-        while "start" in role.health.waiting and not ended.done():  # noqa: ASYNC110 - readiness is a state
-            await asyncio.sleep(0.01)
-        try:
-            yield role
-        finally:
-            role.stopping.set()
-            await ended
+    async with opened("gateway", settings) as role, serving(role):
+        yield role
+
+
+@asynccontextmanager
+async def serving(role: Role) -> AsyncIterator[Role]:
+    """It runs while the block does."""
+    ended = asyncio.create_task(main(role))
+    while "start" in role.health.waiting and not ended.done():  # noqa: ASYNC110 - readiness is a state
+        await asyncio.sleep(0.01)
+    try:
+        yield role
+    finally:
+        role.stopping.set()
+        await ended
 
 
 async def register(role: Role, url: str) -> None:
@@ -246,33 +286,20 @@ async def test_bytes_grow_with_tokens_and_not_with_turns_times_tokens(settings: 
         assert per_turn.max() < 1.5 * per_turn.min()
 
 
-async def test_a_broker_that_does_not_acknowledge_holds_back_the_last_byte(
-    settings: Settings, engine_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    released, handed_over = asyncio.Event(), asyncio.Event()
-    async with gateway(settings) as role, httpx.AsyncClient(base_url=settings.gateway.url, timeout=60) as http:
+async def test_a_broker_that_does_not_acknowledge_holds_back_the_last_byte(settings: Settings, engine_url: str) -> None:
+    async with (
+        held_gateway(settings) as (role, events),
+        httpx.AsyncClient(base_url=settings.gateway.url, timeout=60) as http,
+    ):
         await register(role, engine_url)
         agent = await Agent.opened(http)
-        submit = role.events.submit
-
-        async def held(event: Event, **more: Any) -> Any:
-            done = await submit(event, **more)
-
-            async def later() -> Any:
-                handed_over.set()
-                await released.wait()
-                return await done
-
-            return later()
-
-        monkeypatch.setattr(role.events, "submit", held)
         for call in (agent.chat([QUESTION]), agent.streamed([{"role": "user", "content": "7"}])):
-            released.clear()
-            handed_over.clear()
+            events.released.clear()
+            events.handed_over.clear()
             ask = asyncio.create_task(call)
-            await handed_over.wait()
+            await events.handed_over.wait()
             assert not (await asyncio.wait([ask], timeout=0.5))[0]
-            released.set()
+            events.released.set()
             await ask
         assert isinstance(role.log, KafkaLog)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import types
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.integration.conftest import QUESTION, Stage
 from turnlog.infra.recipes import (
     AgentError,
     AgentSession,
+    Episode,
     FunctionAgent,
     FunctionVerifier,
     PlainRecipe,
@@ -40,19 +42,29 @@ class Brought(PlainRecipe):
     name = "brought"
     verifier = FunctionVerifier("last", "1", lambda episode: Verdict(float(episode.messages[-1]["content"] == "8")))
 
+    def __init__(self, function: Acts) -> None:
+        self.agent = FunctionAgent("mine", "7", function)
 
-RECIPE = Brought()
+
+OFFERED = types.SimpleNamespace()
+"""`recipe`: what the installed package offers."""
 
 
 @pytest.fixture
-def acts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Acts], None]]:
-    """Install a package that offers the recipe, with this function as its agent."""
+def offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace]:
+    """Install a package that offers a recipe."""
+    with offering(tmp_path, monkeypatch, "brought", {"brought": f"{__name__}:OFFERED.recipe"}):
+        yield OFFERED
+
+
+@pytest.fixture
+def acts(offered: types.SimpleNamespace) -> Callable[[Acts], None]:
+    """Have the recipe offered, with this function as its agent."""
 
     def bring(function: Acts) -> None:
-        monkeypatch.setattr(RECIPE, "agent", FunctionAgent("mine", "7", function), raising=False)
+        offered.recipe = Brought(function)
 
-    with offering(tmp_path, monkeypatch, "brought", {"brought": f"{__name__}:RECIPE"}):
-        yield bring
+    return bring
 
 
 async def ask(session: AgentSession, *said: dict[str, Any]) -> str:
@@ -246,20 +258,30 @@ def door(call_id: str, number: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": function}
 
 
+class Played(PlainRecipe):
+    """A recipe with a simulation instead of an agent; its reward is the sum of the simulation's."""
+
+    name = "brought"
+    simulation = Doors
+    tools = CALC.tools
+
+    def __init__(self) -> None:
+        self.verifier = FunctionVerifier("total", "1", self.total)
+
+    def total(self, episode: Episode) -> Verdict:
+        found = played(self, episode.task, episode.messages)
+        assert found is not None
+        return Verdict(sum(found.rewards))
+
+
 @pytest.fixture
-def doors(acts: Callable[[Acts], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The recipe has a simulation instead of an agent."""
-    monkeypatch.setattr(Brought, "simulation", Doors, raising=False)
-    monkeypatch.setattr(Brought, "tools", CALC.tools)
-    total = FunctionVerifier(
-        "total",
-        "1",
-        lambda episode: Verdict(sum(played(RECIPE, episode.task, episode.messages).rewards)),  # type: ignore[union-attr]
-    )
-    monkeypatch.setattr(Brought, "verifier", total)
+def doors(offered: types.SimpleNamespace) -> Played:
+    """The recipe that is offered."""
+    offered.recipe = Played()
+    return offered.recipe
 
 
-async def test_a_simulation_answers_calls_and_its_end_is_that_of_the_session(stage: Stage, doors: None) -> None:
+async def test_a_simulation_answers_calls_and_its_end_is_that_of_the_session(stage: Stage, doors: Played) -> None:
     stage.policy = lambda prompt: opens("8") if "[door 7]" in prompt else opens("7")
     assert await outcomes(stage, 1) == [(Outcome.completed, True)]
     [finish], [reward] = await stage.finished(1), await stage.said(RewardAssigned)
@@ -268,7 +290,7 @@ async def test_a_simulation_answers_calls_and_its_end_is_that_of_the_session(sta
 
 
 async def test_the_last_action_of_a_simulation_counts_and_the_log_tells_a_later_judge_of_it(
-    stage: Stage, doors: None
+    stage: Stage, doors: Played
 ) -> None:
     stage.policy = lambda prompt: opens("8") if "[door 7]" in prompt else opens("7")
     assert await outcomes(stage, 1, max_turns=2) == [(Outcome.completed, True)]
@@ -277,19 +299,19 @@ async def test_the_last_action_of_a_simulation_counts_and_the_log_tells_a_later_
     said = [{"role": "user", "content": QUESTION}, {"role": "assistant", "tool_calls": [door("c0", "7")]}]
     said += [{"role": "tool", "tool_call_id": "c0", "content": "[door 7]"}]
     said += [{"role": "assistant", "tool_calls": [door("c1", "8")]}]
-    told = acted_out(RECIPE, {"answer": "8"}, said)
+    told = acted_out(doors, {"answer": "8"}, said)
     assert told == [*said, {"role": "tool", "tool_call_id": "c1", "content": "[door 8]"}]
-    assert acted_out(RECIPE, {"answer": "8"}, told) == told
+    assert acted_out(doors, {"answer": "8"}, told) == told
 
 
-async def test_a_simulation_that_is_not_over_when_its_turns_are_is_truncated(stage: Stage, doors: None) -> None:
+async def test_a_simulation_that_is_not_over_when_its_turns_are_is_truncated(stage: Stage, doors: Played) -> None:
     stage.policy = lambda prompt: opens("7")
     assert await outcomes(stage, 1, max_turns=2) == [(Outcome.truncated, True)]
     [reward] = await stage.said(RewardAssigned)
     assert reward.value == 0.0
 
 
-async def test_a_simulation_goes_on_under_another_runner_where_it_stood(stage: Stage, doors: None) -> None:
+async def test_a_simulation_goes_on_under_another_runner_where_it_stood(stage: Stage, doors: Played) -> None:
     asked = asyncio.Event()
 
     def policy(prompt: str) -> str:
@@ -307,7 +329,7 @@ async def test_a_simulation_goes_on_under_another_runner_where_it_stood(stage: S
     assert (finish.outcome, len(finish.turns), reward.value) == (Outcome.completed, 2, 1.0)
 
 
-async def test_a_simulation_that_raises_is_no_failure_of_the_agent(stage: Stage, doors: None) -> None:
+async def test_a_simulation_that_raises_is_no_failure_of_the_agent(stage: Stage, doors: Played) -> None:
     stage.policy = lambda prompt: opens("break")
     assert await outcomes(stage, 2) == [UNFINISHED, (Outcome.infra_failure, True)]
     assert "raises ValueError: a hinge" in (await stage.finished(2))[0].reason

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import types
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,13 @@ import pytest
 
 from tests.fakes.memory_engine import MemoryEngine
 from tests.fakes.memory_log import Died, MemoryLog
+from tests.fakes.offers import offering
 from tests.integration.conftest import CALL, Policy, Stage
 from turnlog.infra.log import Commit, CommitsExpired, OtherInputs, Partition
 from turnlog.infra.recipes import SandboxCall
 from turnlog.processors.core.fold.group import FoldRules, GroupFold
 from turnlog.producers import runner
-from turnlog.producers.recipes.calc import RECIPE
+from turnlog.producers.recipes.calc import RECIPE, Calc
 from turnlog.schemas import ids, topics
 from turnlog.schemas.events import (
     DeadLetter,
@@ -155,35 +158,71 @@ async def test_a_broken_sandbox_fails_the_attempt_without_a_verdict_and_the_roll
     assert [reward.session_id for reward in await stage.said(RewardAssigned)] == [second.session_id]
 
 
+OFFERED = types.SimpleNamespace()
+"""`recipe`: what the installed package offers."""
+
+
+@pytest.fixture
+def offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace]:
+    """Install a package that offers a recipe."""
+    with offering(tmp_path, monkeypatch, "broken", {"broken": f"{__name__}:OFFERED.recipe"}):
+        yield OFFERED
+
+
+class FallsOver(Calc):
+    """Raises in one method, twice."""
+
+    name = "broken"
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+        self.left = [RecursionError("too deep"), MemoryError()]
+
+    def messages(self, *arguments: Any) -> Any:
+        self.falls("messages")
+        return super().messages(*arguments)
+
+    def tool_call(self, *arguments: Any) -> Any:
+        self.falls("tool_call")
+        return super().tool_call(*arguments)
+
+    def tool_answer(self, *arguments: Any) -> Any:
+        self.falls("tool_answer")
+        return super().tool_answer(*arguments)
+
+    def falls(self, method: str) -> None:
+        if method == self.method and self.left:
+            raise self.left.pop(0)
+
+
 @pytest.mark.parametrize("method", ["messages", "tool_call", "tool_answer"])
 async def test_a_recipe_that_falls_over_fails_the_attempt_by_name_and_the_runner_goes_on(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, method: str
+    stage: Stage, offered: types.SimpleNamespace, method: str
 ) -> None:
-    right, left = getattr(type(RECIPE), method), [RecursionError("too deep"), MemoryError()]
-
-    def wrong(self: Any, *arguments: Any) -> Any:
-        if left:
-            raise left.pop(0)
-        return right(self, *arguments)
-
-    wrong.__name__ = method
-    monkeypatch.setattr(type(RECIPE), method, wrong)
-    await stage.request()
+    offered.recipe = FallsOver(method)
+    await stage.request(recipe="broken")
     async with stage.gateway(), stage.running():
         await stage.finished(2)
-        await stage.request(index=1)
+        await stage.request(recipe="broken", index=1)
         first, second, third = await stage.finished(3)
     assert {first.outcome, second.outcome} == {Outcome.infra_failure}
     assert (third.outcome, third.final) == (Outcome.completed, True)
-    assert first.reason == f"BrokenRecipe: recipe 'calc': {method} raises RecursionError: too deep"
+    assert first.reason == f"BrokenRecipe: recipe 'broken': {method} raises RecursionError: too deep"
     assert await rewards(stage) == [1.0]
 
 
+class NoJson(Calc):
+    name = "broken"
+
+    def tool_call(self, *_: Any) -> SandboxCall:
+        return SandboxCall("python", {"code": {1, 2}})
+
+
 async def test_a_recipe_whose_call_is_no_json_fails_the_attempt_by_name(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, offered: types.SimpleNamespace
 ) -> None:
-    monkeypatch.setattr(type(RECIPE), "tool_call", lambda *_: SandboxCall("python", {"code": {1, 2}}))
-    await stage.request()
+    offered.recipe = NoJson()
+    await stage.request(recipe="broken")
     async with stage.gateway(), stage.running():
         first, last = await stage.finished(2)
     assert (first.outcome, last.outcome, last.final) == (Outcome.infra_failure, Outcome.infra_failure, True)

@@ -7,7 +7,7 @@ function of it, so replay recomputes rows, weights and hashes from the manifest 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -152,8 +152,46 @@ class FormedDraw:
     """Tokens cut or masked in dropped samples."""
 
 
-def form_draw(groups: Sequence[ReadableGroup], held: HeldVersion, rules: DrawRules) -> FormedDraw:
-    """Cut, mask, admit and weigh `groups` for a trainer that will hold that version."""
+def laid_out(ordered: Sequence[TrimmedSample], weights: Weights, white: Whitening | None) -> BatchRows:
+    """Samples in their order as the columns of a batch."""
+    advantages = [row.advantages for row in ordered]
+    if white is not None:
+        advantages = [white.apply(row.advantages) * row.trained for row in ordered]
+    rewards = [min(max(row.reward, -LARGEST), LARGEST) for row in ordered]
+    old_cache = np.concatenate([row.old_cache for row in ordered])
+    return BatchRows(
+        sample_ids=tuple(row.sample_id for row in ordered),
+        group_ids=tuple(row.group_id for row in ordered),
+        session_ids=tuple(row.session_id for row in ordered),
+        rollout_index=np.array([row.rollout_index for row in ordered], "<i4"),
+        segment_index=np.array([row.segment_index for row in ordered], "<i4"),
+        lengths=np.array([len(row.token_ids) for row in ordered], "<i4"),
+        token_ids=np.concatenate([row.token_ids for row in ordered]),
+        trained=np.concatenate([row.trained for row in ordered]),
+        logprobs=np.concatenate([row.logprobs for row in ordered]),
+        advantages=np.concatenate(advantages).astype("<f4"),
+        weight_divisor=np.array(weights.divisors, "<i8"),
+        temperature=np.array([row.temperature for row in ordered], "<f4"),
+        rewards=np.array(rewards, "<f4"),
+        version_min=np.array([row.version_min for row in ordered], "<i4"),
+        version_max=np.array([row.version_max for row in ordered], "<i4"),
+        old_cache=old_cache if old_cache.any() else None,
+    )
+
+
+Weigh = Callable[[Sequence[LiveRow], Weighting, int], Weights]
+LayOut = Callable[[Sequence[TrimmedSample], Weights, Whitening | None], BatchRows]
+
+
+def form_draw(
+    groups: Sequence[ReadableGroup],
+    held: HeldVersion,
+    rules: DrawRules,
+    *,
+    weigh: Weigh = weigh,
+    lay_out: LayOut = laid_out,
+) -> FormedDraw:
+    """Cut, mask, admit and weigh `groups` for a trainer that will hold that version. Raises as `form_batch`."""
     live: list[list[TrimmedSample]] = []
     dropped: list[DroppedSample] = []
     masked: Counter[str] = Counter()
@@ -165,11 +203,14 @@ def form_draw(groups: Sequence[ReadableGroup], held: HeldVersion, rules: DrawRul
         if kept:
             live.append(kept)
     parts = _parts(live, rules.updates_per_draw)
-    batches = tuple(form_batch([row for group in part for row in group], rules) for part in parts)
+    rows = ([row for group in part for row in group] for part in parts)
+    batches = tuple(form_batch(part, rules, weigh=weigh, lay_out=lay_out) for part in rows)
     return FormedDraw(batches, tuple(dropped), dict(sorted(masked.items())))
 
 
-def form_batch(samples: Sequence[TrimmedSample], rules: DrawRules) -> FormedBatch:
+def form_batch(
+    samples: Sequence[TrimmedSample], rules: DrawRules, *, weigh: Weigh = weigh, lay_out: LayOut = laid_out
+) -> FormedBatch:
     """Rows in canonical order with their weights and, where the rules whiten, whitened advantages.
 
     Raises WeightsDoNotAddUp for no rows and whenever invariant I5 does not hold of the columns.
@@ -200,7 +241,7 @@ def form_batch(samples: Sequence[TrimmedSample], rules: DrawRules) -> FormedBatc
     lag = max(row.lag for row in ordered)
     groups = tuple(sorted({row.group_id for row in ordered}))
     white = whitening(row.advantages[row.trained == 1] for row in ordered) if rules.whiten else None
-    rows = _rows(ordered, weights, white)
+    rows = lay_out(ordered, weights, white)
     check_rows(rows, weights, rules.weighting)
     return FormedBatch(rows, manifest, groups, weights, dict(sorted(masked.items())), lag, white)
 
@@ -249,32 +290,6 @@ def _parts(groups: list[list[TrimmedSample]], updates: int) -> list[list[list[Tr
     """At most `updates` runs of whole groups, sizes as equal as can be, none empty."""
     whole, count = len(groups), min(updates, len(groups))
     return [groups[whole * part // count : whole * (part + 1) // count] for part in range(count)]
-
-
-def _rows(ordered: Sequence[TrimmedSample], weights: Weights, white: Whitening | None) -> BatchRows:
-    advantages = [row.advantages for row in ordered]
-    if white is not None:
-        advantages = [white.apply(row.advantages) * row.trained for row in ordered]
-    rewards = [min(max(row.reward, -LARGEST), LARGEST) for row in ordered]
-    old_cache = np.concatenate([row.old_cache for row in ordered])
-    return BatchRows(
-        sample_ids=tuple(row.sample_id for row in ordered),
-        group_ids=tuple(row.group_id for row in ordered),
-        session_ids=tuple(row.session_id for row in ordered),
-        rollout_index=np.array([row.rollout_index for row in ordered], "<i4"),
-        segment_index=np.array([row.segment_index for row in ordered], "<i4"),
-        lengths=np.array([len(row.token_ids) for row in ordered], "<i4"),
-        token_ids=np.concatenate([row.token_ids for row in ordered]),
-        trained=np.concatenate([row.trained for row in ordered]),
-        logprobs=np.concatenate([row.logprobs for row in ordered]),
-        advantages=np.concatenate(advantages).astype("<f4"),
-        weight_divisor=np.array(weights.divisors, "<i8"),
-        temperature=np.array([row.temperature for row in ordered], "<f4"),
-        rewards=np.array(rewards, "<f4"),
-        version_min=np.array([row.version_min for row in ordered], "<i4"),
-        version_max=np.array([row.version_max for row in ordered], "<i4"),
-        old_cache=old_cache if old_cache.any() else None,
-    )
 
 
 def trim(placed: PlacedSample, held: HeldVersion, rules: DrawRules) -> TrimmedSample:

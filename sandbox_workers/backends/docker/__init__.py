@@ -19,6 +19,7 @@ from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends import seccomp
 from turnlog.sandbox_workers.backends.docker.sandbox import (
     FOLDERS,
+    PRYING,
     REMEDY,
     ContainerSandbox,
     ContainerStream,
@@ -37,6 +38,7 @@ from turnlog.sandbox_workers.backends.docker.sandbox import (
 from turnlog.sandbox_workers.inside.loader import UNFIT
 from turnlog.sandbox_workers.protocol import (
     BackendUnavailable,
+    Command,
     ImageMissing,
     SandboxDied,
     SandboxError,
@@ -62,13 +64,17 @@ class Docker:
     sessions = True
     networks = frozenset({"none"})
 
-    def __init__(self, daemon: Daemon, settings: SandboxSettings, ca: Path | None) -> None:
+    def __init__(
+        self, daemon: Daemon, settings: SandboxSettings, ca: Path | None, *, denied: bytes, probe: Command = PRYING
+    ) -> None:
+        """`denied`: a seccomp program, or nothing; `probe`: what reaches into the init where a call can."""
         self._daemon = daemon
         self._client = daemon.client
         self._settings = settings
         self._ca = ca
         self._runtime = daemon.runtime or str(daemon.about["DefaultRuntime"])
-        self._filter = filter_for(daemon.about)
+        self._filter = denied
+        self._probe = probe
         self._guarded: bool | None = None
         if reachable(str(daemon.client.base_url), self._runtime):
             self.networks = frozenset({"none", "allowlist"})
@@ -88,7 +94,7 @@ class Docker:
         except BaseException:
             client.close()
             raise
-        return cls(daemon, settings, ca)
+        return cls(daemon, settings, ca, denied=filter_for(about))
 
     async def start(self, slot: int, shape: Shape) -> ContainerSandbox:
         if shape.network not in self.networks:
@@ -174,7 +180,7 @@ class Docker:
         finally:
             sandbox.proxy = proxy
         if self._guarded is None:
-            self._guarded = await guarded(sandbox)
+            self._guarded = await guarded(sandbox, self._probe)
             if not self._guarded:
                 log.warning("under %s a call can reach the init: every lease gets a new container", self._runtime)
         sandbox.guarded = self._guarded

@@ -296,10 +296,10 @@ class ContainerSandbox(InitSandbox):
         return await asyncio.shield(self._removal)
 
 
-async def guarded(sandbox: ContainerSandbox) -> bool:
+async def guarded(sandbox: ContainerSandbox, probe: Command) -> bool:
     """A call is kept from the init's descriptors, as Linux does of a process that is not dumpable (proc_pid_fd(5));
     gVisor does not. Ask before any code of an agent has run. Raises SandboxDied."""
-    answer = await sandbox.exec(PRYING, SandboxLimits())
+    answer = await sandbox.exec(probe, SandboxLimits())
     return answer.exit_code == DENIED
 
 

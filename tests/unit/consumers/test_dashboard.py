@@ -25,6 +25,7 @@ import pytest
 from tests.fakes.stories import END, Story, repair, spoken
 from tests.fakes.told_run import ToldRun
 from turnlog.consumers.dashboard import export, harmless
+from turnlog.consumers.dashboard.app import STREAMS
 from turnlog.consumers.dashboard.conversation import conversation
 from turnlog.consumers.dashboard.records import Vocabulary, runs, session_tokens
 from turnlog.consumers.dashboard.server import serving
@@ -82,10 +83,11 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> ToldRun:
 
 
 @asynccontextmanager
-async def site(told: ToldRun, **own: object) -> AsyncIterator[tuple[httpx.AsyncClient, str]]:
+async def site(told: ToldRun, *, streams: int = STREAMS, **own: object) -> AsyncIterator[tuple[httpx.AsyncClient, str]]:
     """A browser's connection to a dashboard that serves, and a login link to it."""
     settings = dataclasses.replace(told.settings, dashboard=DashboardSettings(**own))  # type: ignore[arg-type]
-    async with serving(settings, told.connect()) as (url, keys), httpx.AsyncClient(base_url=url) as client:
+    serves = serving(settings, told.connect(), streams=streams)
+    async with serves as (url, keys), httpx.AsyncClient(base_url=url) as client:
         yield client, f"/login?token={keys.link_token(url)}"
 
 
@@ -481,10 +483,9 @@ async def test_a_live_page_is_told_when_there_is_something_new_and_let_go_at_the
 
 
 async def test_more_live_pages_than_are_kept_are_refused_and_one_that_closes_makes_room(
-    told: ToldRun, monkeypatch: pytest.MonkeyPatch
+    told: ToldRun,
 ) -> None:
-    monkeypatch.setattr("turnlog.consumers.dashboard.app.STREAMS", 1)
-    async with site(told) as (client, _), asyncio.timeout(30):
+    async with site(told, streams=1) as (client, _), asyncio.timeout(30):
         async with client.stream("GET", "/live") as first:
             assert await anext(first.aiter_lines()) == "event: here"
             refused = await client.get("/live")

@@ -25,7 +25,6 @@ from turnlog.consumers.index import (
     OtherIndex,
     schema,
 )
-from turnlog.consumers.index import indexer as indexing_module
 from turnlog.consumers.index.indexer import build, indexing, opened_writer
 from turnlog.consumers.index.reader import Index, SessionFilter, SessionRow
 from turnlog.consumers.index.rows import Rows
@@ -115,12 +114,12 @@ def called(session: Event, rng: random.Random) -> Iterator[Event]:
         )  # fmt: skip
 
 
-async def index_with_deaths(run: TrainedRun, path: Path, rng: random.Random, deaths: int) -> None:
+async def index_with_deaths(run: TrainedRun, path: Path, rng: random.Random, deaths: int, poll: int) -> None:
     """Index by processes of which each dies within a transaction, but the last."""
     for number in range(deaths + 1):
         log = MemoryLog(run.broker, order=random.Random(rng.random()))
         with contextlib.suppress(Killed):
-            async with indexing(run.role("index", log), path, FOLD_VERSION) as indexer:
+            async with indexing(run.role("index", log), path, FOLD_VERSION, poll_records=poll) as indexer:
                 if number < deaths:
                     indexer.writer.sql = Mortal(indexer.writer.sql, rng.randrange(1, 80))  # type: ignore[assignment]
                 await indexer.catch_up()
@@ -147,9 +146,7 @@ async def test_an_index_that_was_killed_is_the_one_that_the_archive_gives(
     tmp_path_factory: pytest.TempPathFactory, seed: int, deaths: int, poll: int
 ) -> None:
     run, folder = await noisy_run(seed), tmp_path_factory.mktemp("index")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(indexing_module, "POLL_RECORDS", poll)
-        await index_with_deaths(run, folder / "live.sqlite", random.Random(seed), deaths)
+    await index_with_deaths(run, folder / "live.sqlite", random.Random(seed), deaths, poll)
     await run.archive()
     await build(await run.archived(), folder / "archive.sqlite")
     live, archived = content(folder / "live.sqlite"), content(folder / "archive.sqlite")

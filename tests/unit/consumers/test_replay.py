@@ -16,12 +16,9 @@ import pytest
 from rich.console import Console
 
 from tests.fakes.sessions import GroupName, Shape, whole_group
-from turnlog.consumers.replay import source as replay_merge
-from turnlog.consumers.replay import unit as replay_unit
-from turnlog.consumers.replay import verify as replay_verify
 from turnlog.consumers.replay.progress import Shown
 from turnlog.consumers.replay.source import BrokenFold, HistoryPruned, NoSuchMoment, NothingToReplay
-from turnlog.consumers.replay.verify import run
+from turnlog.consumers.replay.verify import Memory, run
 from turnlog.infra.log import Partition, Record, partition_of
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.schemas import topics
@@ -76,11 +73,9 @@ async def test_a_history_with_records_of_another_run_replays_as_it_was_folded(tr
 
 
 async def test_what_was_too_late_for_the_run_is_too_late_for_its_replay_whatever_the_horizon_is_today(
-    trained_run: Make, monkeypatch: pytest.MonkeyPatch
+    trained_run: Make,
 ) -> None:
     """The horizon moves when the fold forgets, which the assembler does at each commit."""
-    monkeypatch.setattr(replay_merge, "POLL_RECORDS", 10)
-    monkeypatch.setattr(replay_verify, "FORGET_EVERY", 1)
     made = trained_run()
     today = made.settings
     made.settings = dataclasses.replace(today, assembler=dataclasses.replace(today.assembler, horizon_records=0))
@@ -91,7 +86,7 @@ async def test_what_was_too_late_for_the_run_is_too_late_for_its_replay_whatever
     await made.fold()
     assert "late" not in {event.group_id for event in await made.read(topics.TREES)}
     made.settings = today
-    verdict = await run(made.role("replay"))
+    verdict = await run(made.role("replay"), memory=Memory(poll_records=10, forget_every=1))
     assert verdict.identical, verdict.divergence
     assert verdict.samples_compared == 12
 
@@ -204,18 +199,16 @@ async def test_a_batch_with_another_weight_or_a_sample_elsewhere_is_named(traine
 
 
 @pytest.mark.parametrize("held", [0, 1000])
-async def test_what_waits_as_a_hash_is_compared_as_what_waits_whole(
-    trained_run: Make, monkeypatch: pytest.MonkeyPatch, held: int
-) -> None:
+async def test_what_waits_as_a_hash_is_compared_as_what_waits_whole(trained_run: Make, held: int) -> None:
     made = trained_run()
     await made.good_days(groups=6)
     whole = await run(made.role())
-    monkeypatch.setattr(replay_unit, "HELD_BYTES", held)
-    assert await run(made.role()) == whole
+    memory = Memory(held_bytes=held)
+    assert await run(made.role(), memory=memory) == whole
     assert whole.identical, whole.divergence
     record, event = first(made, SegmentSample)
     rewrite(made, record, CODEC.encode(dataclasses.replace(event, advantage=event.advantage + 1)))
-    assert "differs: advantage" in ((await run(made.role())).divergence or "")
+    assert "differs: advantage" in ((await run(made.role(), memory=memory)).divergence or "")
 
 
 class Killed(BaseException):
@@ -317,10 +310,9 @@ async def test_a_run_that_is_not_there_or_lost_its_beginning_is_no_difference(tr
         await run(made.role())
 
 
-async def test_memory_does_not_grow_with_the_history(trained_run: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_memory_does_not_grow_with_the_history(trained_run: Make) -> None:
     """Small chunks, so that a history of forty groups is long beside what is read at once."""
-    monkeypatch.setattr(replay_merge, "POLL_RECORDS", 10)
-    monkeypatch.setattr(replay_verify, "FORGET_EVERY", 50)
+    memory = Memory(poll_records=10, forget_every=50)
     peaks: dict[str, list[int]] = {"topics": [], "archive": []}
     for groups in (30, 100):
         made = trained_run()
@@ -332,7 +324,7 @@ async def test_memory_does_not_grow_with_the_history(trained_run: Make, monkeypa
             gc.collect()
             tracemalloc.start()
             try:
-                assert (await run(role)).identical
+                assert (await run(role, memory=memory)).identical
                 peaks[source].append(tracemalloc.get_traced_memory()[1])
             finally:
                 tracemalloc.stop()
@@ -350,7 +342,7 @@ class Brittle(GroupFold):
 
 
 async def test_a_defect_of_the_fold_names_its_record_and_a_skip_that_was_requested_is_honoured(
-    trained_run: Make, monkeypatch: pytest.MonkeyPatch
+    trained_run: Make,
 ) -> None:
     made = trained_run()
     await made.good_days(groups=4)
@@ -360,16 +352,15 @@ async def test_a_defect_of_the_fold_names_its_record_and_a_skip_that_was_request
         [next(whole_group(GroupName("run", name, floor, 1), np.random.default_rng(0), turns=1, shape=Shape()))]
     )
     await made.fold()
-    monkeypatch.setattr(replay_unit, "GroupFold", Brittle)
     with pytest.raises(BrokenFold, match=rf"agent\.sessions\[1\]@{floor}: ValueError: a defect"):
-        await run(made.role())
+        await run(made.role(), group_fold=Brittle)
     skip = SkipRequested(
         event_id="skip", run_id="run", group_id=name, floor=floor, topic="agent.sessions", partition=1, offset=floor,
         reason="a defect",
     )  # fmt: skip
     await made.append([skip])
     await made.fold()
-    verdict = await run(made.role())
+    verdict = await run(made.role(), group_fold=Brittle)
     assert verdict.identical, verdict.divergence
 
 

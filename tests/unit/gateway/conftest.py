@@ -8,7 +8,7 @@ import dataclasses
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from tests.fakes.memory_log import MemoryLog
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.engine import Engine
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.log import Appender, Log, LogUnavailable, Partition, TopicSpec
+from turnlog.infra.log import Appender, Log, LogUnavailable, Partition, Reader, TopicSpec
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role
@@ -81,12 +81,19 @@ class HeldLog(MemoryLog):
         self.down = False
         self.handed_over: list[str] = []
         """Topics of records that went out while acknowledgements were held."""
+        self.readers = 0
+        """That were opened so far."""
 
     @asynccontextmanager
     async def appender(self) -> AsyncIterator[Appender]:
         """See Log."""
         async with super().appender() as appender:
             yield HeldAppender(self, appender)
+
+    def reader(self, *, patient: bool = False, committed: bool = True) -> AbstractAsyncContextManager[Reader]:
+        """See Log."""
+        self.readers += 1
+        return super().reader(patient=patient, committed=committed)
 
 
 class HeldAppender:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.memory_log import MemoryLog
 from tests.unit.gateway.conftest import until
 from turnlog.schemas.events import Boundary, Outcome
 from turnlog.settings import load
@@ -103,22 +102,15 @@ async def test_after_a_kill_another_gateway_continues_with_the_same_tokens(rig: 
     assert [turn["epoch"] for turn in finished["turns"]] == [session["epoch"], described["epoch"]]
 
 
-async def test_opening_and_adopting_take_a_scan_a_partition_and_not_one_a_session(rig: Any, monkeypatch: Any) -> None:
-    opened = list[str]()
-    reader = MemoryLog.reader
-
-    def counted(log: MemoryLog, *more: Any, **named: Any) -> Any:
-        opened.append("reader")
-        return reader(log, *more, **named)
-
-    monkeypatch.setattr(MemoryLog, "reader", counted)
+async def test_opening_and_adopting_take_a_scan_a_partition_and_not_one_a_session(rig: Any) -> None:
+    before = rig.held.readers
     sessions = await asyncio.gather(*(rig.open(f"rollout-{n}", group_id=f"group-{n}") for n in range(40)))
-    assert not opened
+    assert rig.held.readers == before
     await asyncio.gather(*(rig.chat(session, [QUESTION]) for session in sessions))
     await rig.start("gateway-1")
-    opened.clear()
+    before = rig.held.readers
     await asyncio.gather(*(rig.describe(session) for session in sessions))
-    scans = len(opened)
+    scans = rig.held.readers - before
     assert len(await rig.written("SessionAdopted")) == 40
     assert scans < 40, "back to the floor once for each partition, then turns and snapshots of all who wait at a time"
 

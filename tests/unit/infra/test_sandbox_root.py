@@ -8,14 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from turnlog.infra import sandbox_root
-from turnlog.infra.sandbox_root import RootMissing, RootRefused, image_root, root_sha256, tree_sha256
+from turnlog.infra.sandbox_root import KEPT, RootMissing, RootRefused, image_root, root_sha256, tree_sha256
 
 
 @pytest.fixture
-def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with one image, and a cache of its own."""
-    monkeypatch.setattr(sandbox_root, "cache_directory", lambda: tmp_path / "cache")
+def images(tmp_path: Path) -> Path:
+    """A folder with one image."""
     program = tmp_path / "images/tools/usr/bin/program"
     program.parent.mkdir(parents=True)
     program.write_text("one")
@@ -23,16 +21,21 @@ def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "images"
 
 
+def hashed(images: Path, name: str = "tools") -> str:
+    """Of an image, by a cache beside the folder."""
+    return root_sha256(str(images), name, images.parent / "cache")
+
+
 def test_the_same_files_give_the_same_hash_elsewhere_and_later(images: Path) -> None:
-    before = root_sha256(str(images), "tools")
+    before = hashed(images)
     shutil.copytree(images / "tools", images / "copy", symlinks=True)
     os.utime(images / "copy/usr/bin/program", (1, 1))
-    assert root_sha256(str(images), "copy") == before == root_sha256(str(images), "tools")
+    assert hashed(images, "copy") == before == hashed(images)
 
 
 @pytest.mark.parametrize("change", ["content", "mode", "name", "target", "more", "moved"])
 def test_any_change_gives_another_hash_though_one_was_kept(images: Path, change: str) -> None:
-    before = root_sha256(str(images), "tools")
+    before = hashed(images)
     program = images / "tools/usr/bin/program"
     about = program.stat()
     if change == "content":
@@ -49,28 +52,23 @@ def test_any_change_gives_another_hash_though_one_was_kept(images: Path, change:
         (images / "tools/usr/lib").mkdir()
     else:
         program.rename(images / "tools/usr/program")
-    assert root_sha256(str(images), "tools") != before
+    assert hashed(images) != before
 
 
-def test_a_hash_is_computed_once(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = root_sha256(str(images), "tools")
-    monkeypatch.delattr(sandbox_root, "tree_sha256")
-    assert root_sha256(str(images), "tools") == before
-
-
-def test_a_kept_hash_that_another_user_could_have_written_is_not_taken(images: Path) -> None:
-    before = root_sha256(str(images), "tools")
-    (kept,) = (images.parent / "cache" / sandbox_root.KEPT).iterdir()
+def test_a_kept_hash_is_taken_unless_another_user_could_have_written_it(images: Path) -> None:
+    before = hashed(images)
+    (kept,) = (images.parent / "cache" / KEPT).iterdir()
     kept.write_text(kept.read_text().replace(before, "f" * 64))
+    assert hashed(images) == "f" * 64, "it is not computed again"
     kept.chmod(0o666)
-    assert root_sha256(str(images), "tools") == before
+    assert hashed(images) == before
 
 
 def test_what_follows_a_link_does_not_count(images: Path) -> None:
     outside = images.parent / "outside"
     outside.write_text("a")
     (images / "tools/usr/link").symlink_to(outside)
-    before = root_sha256(str(images), "tools")
+    before = hashed(images)
     outside.write_text("b")
     assert tree_sha256(images / "tools") == before
 

@@ -72,30 +72,25 @@ async def test_each_server_is_waited_for_and_named_with_its_address_its_setting_
     assert set(health.waiting) == {"start"}
 
 
-async def test_pauses_grow_up_to_a_bound_and_differ_between_roles(
-    health: Health, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_pauses_grow_up_to_a_bound_and_differ_between_roles(health: Health) -> None:
     pauses: list[float] = []
     far = Far()
-    pause = asyncio.sleep
 
     async def asleep(seconds: float) -> None:
         pauses.append(seconds)
         if len(pauses) == 12:
             far.trouble = None
-        await pause(0)
 
-    monkeypatch.setattr(starting.asyncio, "sleep", asleep)
-    await Servers([far.server], health).there()
+    await Servers([far.server], health, sleep=asleep).there()
     bounds = [min(starting.FIRST_S * 2**number, starting.LONGEST_S) for number in range(12)]
     assert all(bound / 2 <= found <= bound for bound, found in zip(bounds, pauses, strict=True))
     assert bounds[-1] == starting.LONGEST_S
     assert len({found / bound for bound, found in zip(bounds, pauses, strict=True)}) > 1
 
 
-async def test_a_server_that_is_silent_is_away(health: Health, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(starting, "LOOK_S", 0.05)
-    silent = Server(name="registry", address="http://r", setting="[registry] url", answers=asyncio.Event().wait)
+async def test_a_server_that_is_silent_is_away(health: Health) -> None:
+    never = asyncio.Event().wait
+    silent = Server(name="registry", address="http://r", setting="[registry] url", answers=never, look_s=0.05)
     there = asyncio.create_task(Servers([silent], health).there())
     await until(lambda: "gave no answer within" in health.waiting.get("registry", ""))
     there.cancel()
@@ -120,14 +115,10 @@ async def test_a_server_that_is_asked_for_later_does_not_stand_in_the_way_before
     await servers.there(later=True)
 
 
-async def test_an_outage_is_said_hangs_nobody_and_is_over_when_it_is_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(starting, "WATCH_S", 0.05)
-    monkeypatch.setattr(starting, "LONGEST_S", 0.1)
+async def test_an_outage_is_said_hangs_nobody_and_is_over_when_it_is_over() -> None:
     health, kafka, registry = Health("assembler", work_s=0.5), Far(), Far("registry", lasting=False)
     kafka.trouble = registry.trouble = None
-    servers = Servers([kafka.server, registry.server], health)
+    servers = Servers([kafka.server, registry.server], health, watch_s=0.05, longest_s=0.1)
     await servers.there()
     health.started()
     health.beat()  # and never again

@@ -17,7 +17,6 @@ import pytest
 from turnlog.infra import recipes
 from turnlog.infra.verifiers import PROTECTED
 from turnlog.infra.verifiers import grading as program
-from turnlog.producers.recipes import repair
 from turnlog.producers.recipes.repair import RECIPE, RowUnusable, grading, modules, read_folder, repository
 from turnlog.producers.tasks import RowRefused, read_dataset
 
@@ -138,13 +137,10 @@ def test_a_row_that_is_no_task_is_refused_before_the_run_by_key_and_line(
         read_dataset(tmp_path / "rows.jsonl", RECIPE)
 
 
-def test_a_repository_that_is_too_large_for_a_request_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(repair, "MOST_BYTES", 10)
+def test_a_repository_that_is_too_large_for_a_request_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(bytes(11))
     with pytest.raises(RowUnusable, match="more than 10 bytes"):
-        read_folder(tmp_path)
+        read_folder(tmp_path, most_bytes=10)
     with pytest.raises(RowUnusable, match="was not read"):
         RECIPE.files({"prompt": "x"})
 

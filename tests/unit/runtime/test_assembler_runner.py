@@ -28,7 +28,7 @@ from turnlog.processors.core.fold.settlement import figures
 from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.core.methods.rules import fold_rules
 from turnlog.processors.runtime.assembler import Runner, assembler_plan, main
-from turnlog.processors.runtime.unit import REFOLD_SECONDS, AssemblerPlan, decoded, records_between
+from turnlog.processors.runtime.unit import REFOLD_SECONDS, AssemblerPlan, records_between
 from turnlog.schemas.codec import HEADER, Codec
 from turnlog.schemas.events import (
     ALL,
@@ -429,15 +429,15 @@ async def test_large_payloads_come_from_the_store_and_go_to_it(cluster: Cluster)
 
 
 async def test_a_payload_that_the_store_lost_stops_its_unit_until_it_is_back_or_passed_over(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster,
 ) -> None:
-    monkeypatch.setattr(decoded, "__defaults__", ((0.0, 0.0),))
+    plan = dataclasses.replace(PLAN, pauses_s=(0.0, 0.0))
     events = group("a", turns=1)
     lost = BlobRef("0" * 64, 16)
     events[2] = dataclasses.replace(events[2], output_ids=lost)
     await cluster.append(*events, *group("d"))
     for _ in range(2):
-        waiting = await cluster.fold()
+        waiting = await cluster.fold(plan)
         assert waiting["unit 0"].startswith(f"{SNAPSHOTS}[0]@0: BlobMissing")
         assert await cluster.scored() == ["d"]
     skip = SkipRequested(

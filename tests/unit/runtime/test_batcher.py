@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 
 import pytest
 from prometheus_client import REGISTRY
@@ -22,13 +22,11 @@ from turnlog.infra.log import Partition, Reader, Record, partition_of
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role
-from turnlog.infra.roles.runs import configuration
+from turnlog.infra.roles.runs import configuration, configured
 from turnlog.infra.topics_admin import specs
 from turnlog.names import ConsumerGroup
-from turnlog.processors.core.batches.progress import Progress
 from turnlog.processors.core.batches.rows import rows_sha256
-from turnlog.processors.runtime import batcher
-from turnlog.processors.runtime.batcher import main
+from turnlog.processors.runtime.batcher import Batcher, main
 from turnlog.schemas import topics
 from turnlog.schemas.events import (
     Event,
@@ -163,14 +161,20 @@ class World:
                 await log.append(event)
 
     async def live(
-        self, *, dies_at: int | None = None, draws: int, timeout_s: float = 60.0, log: type[MemoryLog] = MemoryLog
+        self,
+        *,
+        dies_at: int | None = None,
+        draws: int,
+        timeout_s: float = 60.0,
+        log: type[MemoryLog] = MemoryLog,
+        life: Callable[[Role], Coroutine[None, None, None]] = main,
     ) -> None:
         """Run a batcher until the log holds `draws` draws, or it dies at its chosen point."""
         connection = log(self.log.broker)
         async with EventLog.open(connection, self.registry, writer="batcher") as events:
             role = Role("batcher", "b", self.settings, connection, events, self.blobs, Health("batcher"))
             connection.dies_at = dies_at
-            running = asyncio.create_task(main(role))
+            running = asyncio.create_task(life(role))
             async with asyncio.timeout(timeout_s):
                 while not running.done() and len({m.draw_index for m in await self.manifests()}) < draws:
                     await self.log.broker.changed(0.02)
@@ -282,18 +286,17 @@ async def test_a_group_without_samples_waits_over_a_restart_like_any_other() -> 
     assert [set(manifest.groups) for manifest in await here.manifests()] == [{"g0", "g1"}, {"empty", "g2"}]
 
 
-async def test_a_group_without_samples_that_was_drawn_is_forgotten_once_its_score_was_passed_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_group_without_samples_that_was_drawn_is_forgotten_once_its_score_was_passed_again() -> None:
     """Of a group with samples, the manifest says where they stand; this one would be remembered for ever."""
-    made: list[Progress] = []
+    made: list[Batcher] = []
 
-    class Kept(Progress):
-        def __init__(self, *, publish_every: int) -> None:
-            super().__init__(publish_every=publish_every)
-            made.append(self)
+    async def life(role: Role) -> None:
+        run = await configured(role)
+        assert run is not None
+        async with role.log.transactor("local.batcher") as transactor:
+            made.append(Batcher(role, run, transactor))
+            await made[-1].run()
 
-    monkeypatch.setattr(batcher, "Progress", Kept)
     here = await world(
         dataclasses.replace(SETTINGS, batcher=dataclasses.replace(SETTINGS.batcher, max_lag=9, updates_per_draw=1)),
         groups=0,
@@ -301,9 +304,9 @@ async def test_a_group_without_samples_that_was_drawn_is_forgotten_once_its_scor
     await here.write(score("empty"), sample("g0", 0), score("g0"))
     await here.live(draws=1)
     await here.write(step(0, 0), *(row for name in ("g1", "g2") for row in (sample(name, 0), score(name))))
-    await here.live(draws=2, log=OneByOne)
+    await here.live(draws=2, log=OneByOne, life=life)
     assert [set(manifest.groups) for manifest in await here.manifests()] == [{"empty", "g0"}, {"g1", "g2"}]
-    assert not made[-1].taken("empty")
+    assert not made[-1].progress.taken("empty")
 
 
 def lags() -> tuple[float, float]:

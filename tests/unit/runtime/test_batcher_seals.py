@@ -5,28 +5,28 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.fakes.memory_log import MemoryLog
 from turnlog.consumers.replay.batches import batch_difference
-from turnlog.infra import batch_files
-from turnlog.infra.batch_files import read_rows
+from turnlog.infra.batch_files import read_rows, sealed, write_rows
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Partition
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role
-from turnlog.infra.roles.runs import configuration
+from turnlog.infra.roles.runs import configuration, configured
 from turnlog.infra.topics_admin import specs
-from turnlog.processors.core.batches import draws
-from turnlog.processors.core.batches.draws import PlacedSample, draw_rules, reform_batch
+from turnlog.processors.core.batches.draws import PlacedSample, draw_rules, form_draw, laid_out, reform_batch
 from turnlog.processors.core.batches.progress import HeldVersion
 from turnlog.processors.core.batches.rows import BatchRows, rows_sha256
-from turnlog.processors.core.batches.weighting import Weights, WeightsDoNotAddUp, Whitening
-from turnlog.processors.runtime.batcher import main
+from turnlog.processors.core.batches.weighting import Weights, WeightsDoNotAddUp, Whitening, weigh
+from turnlog.processors.runtime.batcher import Batcher
 from turnlog.schemas import topics
 from turnlog.schemas.events import (
     BatchSkipped,
@@ -128,8 +128,8 @@ class World:
     registry: MemoryRegistry = field(default_factory=MemoryRegistry)
     blobs: MemoryBlobs = field(default_factory=MemoryBlobs)
 
-    async def batches(self, *samples: Event, expected: int) -> list[Event]:
-        """Write one group per sample, run the batcher until `expected` records stand in sample-batches."""
+    async def batches(self, *samples: Event, expected: int, **pieces: Any) -> list[Event]:
+        """Write one group per sample, run a batcher of these pieces until sample-batches has `expected` records."""
         await self.log.create_topics(specs(self.settings))
         async with EventLog.open(self.log, self.registry, writer="test") as events:
             await events.append(configuration(self.settings))
@@ -138,7 +138,7 @@ class World:
                 await events.append(one)
                 await events.append(score(one.group_id))
             role = Role("batcher", "b", self.settings, MemoryLog(self.log.broker), events, self.blobs, Health("b"))
-            running = asyncio.create_task(main(role))
+            running = asyncio.create_task(live(role, **pieces))
             try:
                 async with asyncio.timeout(20):
                     while not running.done() and len(await self.manifests(events)) < expected:  # noqa: ASYNC110 - a poll
@@ -159,6 +159,14 @@ class World:
         return found
 
 
+async def live(role: Role, **pieces: Any) -> None:
+    """One life of a batcher of these pieces."""
+    run = await configured(role)
+    assert run is not None
+    async with role.log.transactor("local.batcher") as transactor:
+        await Batcher(role, run, transactor, **pieces).run()
+
+
 def wrong_divisors(weights: Weights) -> Weights:
     return replace(weights, divisors=tuple(divisor + 1 for divisor in weights.divisors))
 
@@ -170,45 +178,35 @@ def wrong_totals(weights: Weights) -> Weights:
 @pytest.mark.parametrize("corrupted", [wrong_divisors, wrong_totals])
 @pytest.mark.parametrize("weighting", ["prompt", "trajectory", "token", "constant"])
 async def test_a_batch_with_a_corrupted_weighting_is_never_published(
-    monkeypatch: pytest.MonkeyPatch, weighting: str, corrupted: Callable[[Weights], Weights]
+    weighting: str, corrupted: Callable[[Weights], Weights]
 ) -> None:
-    weigh = draws.weigh
-    monkeypatch.setattr(draws, "weigh", lambda *arguments: corrupted(weigh(*arguments)))
+    form = partial(form_draw, weigh=lambda *arguments: corrupted(weigh(*arguments)))
     here = World(replace(SETTINGS, batcher=replace(SETTINGS.batcher, weighting=weighting)))
     with pytest.raises(WeightsDoNotAddUp, match=f"weighting {weighting}: .* nothing was published"):
-        await here.batches(sample("a", advantage=1.0), sample("b", advantage=0.0), expected=1)
+        await here.batches(sample("a", advantage=1.0), sample("b", advantage=0.0), expected=1, form=form)
     async with EventLog.open(here.log, here.registry, writer="reader") as events:
         assert await here.manifests(events) == []
     assert here.blobs.objects == {}
 
 
-async def test_columns_that_are_corrupted_on_their_way_into_the_file_are_never_published(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    to_columns = draws._rows
-
-    def one_token_less(*arguments: object) -> BatchRows:
-        rows = to_columns(*arguments)  # type: ignore[arg-type]
+async def test_columns_that_are_corrupted_on_their_way_into_the_file_are_never_published() -> None:
+    def one_token_less(*arguments: Any) -> BatchRows:
+        rows = laid_out(*arguments)
         trained = rows.trained.copy()
         trained[-1] = 0
         return replace(rows, trained=trained)
 
-    monkeypatch.setattr(draws, "_rows", one_token_less)
-    here = World()
+    form, here = partial(form_draw, lay_out=one_token_less), World()
     with pytest.raises(WeightsDoNotAddUp, match="the rows hold"):
-        await here.batches(sample("a", advantage=1.0), sample("b", advantage=0.0), expected=1)
+        await here.batches(sample("a", advantage=1.0), sample("b", advantage=0.0), expected=1, form=form)
     assert here.blobs.objects == {}
 
 
-async def test_a_file_that_holds_other_columns_than_were_formed_is_never_published(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    write = batch_files.write_rows
-    doubled = lambda rows: write(replace(rows, weight_divisor=rows.weight_divisor * 2))  # noqa: E731
-    monkeypatch.setattr(batch_files, "write_rows", doubled)
+async def test_a_file_that_holds_other_columns_than_were_formed_is_never_published() -> None:
+    seal = partial(sealed, write=lambda rows: write_rows(replace(rows, weight_divisor=rows.weight_divisor * 2)))
     here = World()
     with pytest.raises(WeightsDoNotAddUp, match="has divisors"):
-        await here.batches(sample("a", advantage=1.0), sample("b", advantage=0.0), expected=1)
+        await here.batches(sample("a", advantage=1.0), sample("b", advantage=0.0), expected=1, seal=seal)
     assert here.blobs.objects == {}
 
 

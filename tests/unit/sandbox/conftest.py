@@ -106,6 +106,8 @@ class House:
     deaths: int = 0
     backend: type[Subprocess] | type[Bubblewrap] = Subprocess
     clock: Callable[[], float] = lambda: LOG_EPOCH
+    pace: dict[str, float] = field(default_factory=dict)
+    """commit_s, move_s and stop_s of workers to come."""
     shapes: list[Shape] = field(default_factory=list)
     """Of the latest worker's sandboxes."""
 
@@ -136,7 +138,8 @@ class House:
             self.shapes = provider.shapes
             pool = Pool(provider, slots=slots, prewarm=prewarm)
             pools = Pools(dict.fromkeys(("bubblewrap", "subprocess"), pool), fallback=fallback)
-            running = asyncio.create_task(Worker(role, pools, egress=egress, clock=self.clock).run())
+            worker = Worker(role, pools, egress=egress, clock=self.clock, **self.pace)
+            running = asyncio.create_task(worker.run())
             try:
                 yield role
             finally:

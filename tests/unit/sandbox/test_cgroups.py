@@ -171,15 +171,17 @@ def test_cores_are_bounded(made: Cgroups) -> None:
     assert wall > 0.45, "0.3 s of CPU at half a core take 0.6 s"
 
 
-def test_a_call_with_the_same_limits_writes_nothing(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[Path] = []
-    really = cgroups.put
-    monkeypatch.setattr(cgroups, "put", lambda path, text: (written.append(path), really(path, text)))
+def test_a_call_with_the_same_limits_writes_nothing(machine: Path) -> None:
+    tree = found_on(machine)
+    assert tree is not None
+    group = Group(tree, "turnlog-sandbox-0-0-0-0", 1.5)
     group.begin(LIMITS)
-    assert written
-    written.clear()
+    written = list((tree.folders["memory"] / "turnlog-sandbox-0-0-0-0").iterdir())
+    assert {"memory.max", "memory.swap.max", "pids.max"} <= {path.name for path in written}
+    for path in written:
+        path.write_text("as it was")
     group.begin(LIMITS)
-    assert written == []
+    assert {path.read_text() for path in written} == {"as it was"}
 
 
 def test_limits_go_up_and_down(group: Group) -> None:

@@ -13,8 +13,7 @@ import psutil
 import pytest
 
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.backends import connection, init_wire
-from turnlog.sandbox_workers.backends.connection import Account, Bounds, InitSandbox, started
+from turnlog.sandbox_workers.backends.connection import PATIENCE, Account, Bounds, InitSandbox, Patience, started
 from turnlog.sandbox_workers.backends.subprocess_backend import Subprocess
 from turnlog.sandbox_workers.protocol import (
     Command,
@@ -49,7 +48,7 @@ def about(**changes: Any) -> dict[str, Any]:
     return ENTRY | changes
 
 
-async def saying(program: str, bounds: Bounds | None = None) -> InitSandbox:
+async def saying(program: str, bounds: Bounds | None = None, patience: Patience = PATIENCE) -> InitSandbox:
     """A sandbox whose init is this program."""
     return await started(
         lambda control: [sys.executable, "-c", program, str(control)],
@@ -57,6 +56,7 @@ async def saying(program: str, bounds: Bounds | None = None) -> InitSandbox:
         env={},
         bounds=bounds,
         disk_bytes=1 << 20,
+        patience=patience,
     )
 
 
@@ -164,10 +164,9 @@ async def test_a_refusal_is_the_calls_and_leaves_the_sandbox_as_it_is() -> None:
     await sandbox.close()
 
 
-async def test_an_init_that_says_nothing_is_no_healthy_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(init_wire, "HEALTH_S", 0.2)
+async def test_an_init_that_says_nothing_is_no_healthy_one() -> None:
     sandbox = await saying(READY + "heard()")
-    assert not await sandbox.healthy()
+    assert not await sandbox.healthy(timeout_s=0.2)
     assert sandbox.process.returncode is not None
 
 
@@ -239,11 +238,9 @@ async def test_bounds_that_cannot_be_set_are_no_calls_doing() -> None:
 
 @pytest.mark.parametrize("stalled", [False, True], ids=["the init is silent", "the worker stands still"])
 async def test_a_time_out_is_the_calls_where_the_init_is_silent_and_ours_where_we_did_not_listen(
-    stalled: bool, monkeypatch: pytest.MonkeyPatch
+    stalled: bool,
 ) -> None:
-    monkeypatch.setattr(connection, "GRACE_S", 0.1)
-    monkeypatch.setattr(connection, "STALLED_S", 0.5 if stalled else 60.0)
-    sandbox = await saying(READY + "heard()")
+    sandbox = await saying(READY + "heard()", patience=Patience(grace_s=0.1, stalled_s=0.5 if stalled else 60.0))
     limits = dataclasses.replace(LIMITS, wall_s=0.1)
     calling = asyncio.create_task(sandbox.exec(Command(kind=Kind.shell, source="true"), limits))
     if stalled:

@@ -82,6 +82,12 @@ async def docker(server: DockerServer) -> AsyncIterator[Docker]:
     await backend.close()
 
 
+async def opened(**pieces: Any) -> Docker:
+    """The backend on the daemon that answers, made of these pieces."""
+    client = await asyncio.to_thread(connect)
+    return Docker(Daemon(client, await asyncio.to_thread(client.info), None), settings(), None, **pieces)
+
+
 async def begun(backend: Docker) -> tuple[Any, asyncio.Task[Any]]:
     """A sandbox in the middle of a call."""
     sandbox = await backend.start(0, SHAPE)
@@ -212,14 +218,15 @@ async def test_an_abandoned_call_takes_its_container_along(docker: Docker, serve
 
 
 async def test_a_sandbox_whose_init_a_call_can_reach_is_never_as_new(
-    docker: Docker, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    server: DockerServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     prying = Command(kind=Kind.python, source="import os; os.listdir('/proc/self/fd')")
-    monkeypatch.setattr("turnlog.sandbox_workers.backends.docker.sandbox.PRYING", prying)
+    docker = await opened(denied=b"", probe=prying)
     sandbox = await docker.start(0, SHAPE)
     assert not await sandbox.reset()
     assert "every lease gets a new container" in caplog.text
     await sandbox.close()
+    await docker.close()
 
 
 @ROOT
@@ -358,9 +365,10 @@ async def test_the_environment_names_image_runtime_and_init(docker: Docker) -> N
 
 
 async def test_a_first_process_that_ends_at_once_is_said_with_its_last_words(
-    docker: Docker, server: DockerServer, monkeypatch: pytest.MonkeyPatch
+    server: DockerServer,
 ) -> None:
-    monkeypatch.setattr("turnlog.sandbox_workers.backends.docker.FOLDERS", ("/usr",))
-    with pytest.raises(SandboxUnavailable, match="Read-only file system"):
+    docker = await opened(denied=b"no program")
+    with pytest.raises(SandboxUnavailable, match="the seccomp filter was refused"):
         await docker.start(0, SHAPE)
+    await docker.close()
     assert server.boxes.all() == []

@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -22,57 +23,65 @@ from turnlog.sandbox_workers.backends.docker.sandbox import (
     program,
 )
 from turnlog.sandbox_workers.inside import attached
-from turnlog.sandbox_workers.inside.frames import HEADER, frame
+from turnlog.sandbox_workers.inside.attached import Events
+from turnlog.sandbox_workers.inside.frames import HEADER
 from turnlog.sandbox_workers.inside.interpreter import waited_for
 
 ANSWER = {"status": "tool_error", "reason": "", "exit_code": 137}
 
 
+ANSWERING = f"""
+import json, os, sys
+from turnlog.sandbox_workers.inside.attached import Pipes
+from turnlog.sandbox_workers.inside.frames import frame
+pipes = Pipes(json.loads(sys.argv[1]))
+while os.read(pipes.fileno(), 1):
+    print("what a library prints", flush=True)
+    pipes.sendall(frame({ANSWER}))
+"""
+"""A first process that answers to each byte."""
+
+
 @pytest.fixture
-def counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def counters(tmp_path: Path) -> Path:
     """Where the control group counts."""
-    events = {"memory_bytes": ((str(tmp_path / "absent"), "oom_kill"), (str(tmp_path / "memory"), "oom_kill"))}
-    monkeypatch.setattr(attached, "EVENTS", events)
     (tmp_path / "memory").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 2\n")
     return tmp_path / "memory"
 
 
-@pytest.fixture
-def standard(monkeypatch: pytest.MonkeyPatch) -> int:
-    """A descriptor that gets what a container's first process writes as its output; the process's own stays."""
-    read, write = os.pipe()
-    monkeypatch.setattr(os, "dup", lambda number: write if number == 1 else 0)
-    monkeypatch.setattr(os, "dup2", lambda *_: None)
-    return read
+def events(counters: Path) -> Events:
+    """Of this control group alone."""
+    return {"memory_bytes": ((str(counters.with_name("absent")), "oom_kill"), (str(counters), "oom_kill"))}
 
 
-def sent(read: int) -> dict[str, object]:
-    """Head of the frame that left."""
-    head_size, _ = HEADER.unpack(os.read(read, HEADER.size))
-    head: dict[str, object] = json.loads(os.read(read, head_size))
-    return head
+def test_what_the_kernel_killed_for_memory_is_that_limit_and_only_once(counters: Path) -> None:
+    words = [sys.executable, "-c", ANSWERING, json.dumps(events(counters))]
+    with subprocess.Popen(words, stdin=PIPE, stdout=PIPE, stderr=PIPE, bufsize=0) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def answer() -> object:
+            process.stdin.write(b"?")  # type: ignore[union-attr]
+            head_size, _ = HEADER.unpack(os.read(process.stdout.fileno(), HEADER.size))  # type: ignore[union-attr]
+            return json.loads(os.read(process.stdout.fileno(), head_size))  # type: ignore[union-attr]
+
+        assert answer() == ANSWER
+        counters.write_text("oom_kill 3\n")
+        assert answer() == {"status": "resource_limit", "reason": "memory_bytes", "exit_code": None}
+        assert answer() == ANSWER
+        out, aside = process.communicate()
+    assert (out, aside) == (b"", b"what a library prints\n" * 3)
 
 
-def test_what_the_kernel_killed_for_memory_is_that_limit_and_only_once(counters: Path, standard: int) -> None:
-    pipes = attached.Pipes()
-    pipes.sendall(frame(ANSWER))
-    assert sent(standard) == ANSWER
-    counters.write_text("oom_kill 3\n")
-    pipes.sendall(frame(ANSWER))
-    assert sent(standard) == {"status": "resource_limit", "reason": "memory_bytes", "exit_code": None}
-    pipes.sendall(frame(ANSWER))
-    assert sent(standard) == ANSWER
-
-
-def test_a_limit_that_was_named_already_is_not_renamed(counters: Path) -> None:
+def test_a_limit_that_was_named_already_is_not_renamed() -> None:
     answer = {"status": "timeout", "reason": "wall_s", "exit_code": None}
     assert attached.judged(answer, {"memory_bytes": 0}, {"memory_bytes": 1}) == answer
 
 
 def test_where_no_control_group_is_shown_nothing_is_counted(counters: Path) -> None:
-    assert attached.counted() == {"memory_bytes": 2}
+    assert attached.counted(events(counters)) == {"memory_bytes": 2}
     counters.unlink()
-    assert attached.counted() == {}
+    assert attached.counted(events(counters)) == {}
 
 
 def test_a_child_is_waited_for_where_there_is_no_pidfd() -> None:

@@ -14,9 +14,8 @@ import pytest
 from tests.fakes.memory_backend import Memory
 from turnlog.names import EntryPointGroup
 from turnlog.sandbox_settings import LOCAL, SandboxSettings
-from turnlog.sandbox_workers import pooling as pools_module
 from turnlog.sandbox_workers.backends.bubblewrap import Bubblewrap
-from turnlog.sandbox_workers.pooling import Pools, unisolated
+from turnlog.sandbox_workers.pooling import Pools, found, unisolated
 from turnlog.sandbox_workers.protocol import (
     BackendUnavailable,
     Command,
@@ -75,13 +74,13 @@ async def test_a_backend_that_nobody_or_two_packages_offer_or_that_does_not_impo
     with pytest.raises(SettingsError, match=r"one of wasm, docker, e2b.*turnlog.sandbox_backends"):
         value_of("sandbox.backends", declarations(SandboxSettings)["backends"], ["own"], "settings.toml")
     with pytest.raises(BackendUnavailable, match="there is no backend 'own'"):
-        pools_module.found("own")
+        found("own")
     offer("gone", "own = no_such_module:Own")
     with pytest.raises(BackendUnavailable, match=r"own \(no_such_module:Own.*ModuleNotFoundError.*uninstall"):
-        pools_module.found("own")
+        found("own")
     offer("thief", "bubblewrap = tests.fakes.memory_backend:Memory")
     with pytest.raises(BackendUnavailable, match="two packages offer the name"):
-        pools_module.found("bubblewrap")
+        found("bubblewrap")
 
 
 async def test_no_bubblewrap_names_the_setting_and_the_remedy(tmp_path: Path) -> None:
@@ -147,16 +146,18 @@ async def test_a_local_backend_must_be_one_of_this_machine() -> None:
             pass
 
 
-async def test_a_backend_whose_sandboxes_do_not_start_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Refusing(Memory):
-        def __init__(self) -> None:
-            super().__init__()
-            self.refuses = SandboxUnavailable("no space")
+class Refusing(Memory):
+    """One that has no room for a sandbox."""
 
-    monkeypatch.setattr(pools_module, "LOCAL", ("memory",))
-    monkeypatch.setattr(pools_module, "found", lambda name: Refusing)
+    def __init__(self) -> None:
+        super().__init__()
+        self.refuses = SandboxUnavailable("no space")
+
+
+async def test_a_backend_whose_sandboxes_do_not_start_is_unavailable(offer: Callable[..., None]) -> None:
+    offer("own", f"own = {__name__}:Refusing")
     with pytest.raises(BackendUnavailable, match="no space"):
-        async with Pools.opened(dataclasses.replace(SETTINGS, backend="memory")):
+        async with Pools.opened(dataclasses.replace(SETTINGS, backends=("own",))):
             pass
 
 

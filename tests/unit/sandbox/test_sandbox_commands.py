@@ -22,7 +22,6 @@ from turnlog.infra.embedded.ports import free_ports
 from turnlog.infra.roles.health import Health, QuietServer, application
 from turnlog.infra.run_folder import Endpoints, write_endpoints
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.console import actions
 from turnlog.sandbox_workers.console.actions import findings
 from turnlog.sandbox_workers.pooling import LOCAL, Pools
 from turnlog.sandbox_workers.pooling.pool import Pool
@@ -121,9 +120,9 @@ def test_pool_says_when_there_is_no_worker(capsys: pytest.CaptureFixture[str]) -
     assert "turnlog up" in capsys.readouterr().out
 
 
-async def test_check_names_every_layer_and_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actions, "known", lambda: dict.fromkeys(LOCAL))
-    found = {finding.name: finding for finding in await findings(SandboxSettings(cgroups="off", first_uid=232_100))}
+async def test_check_names_every_layer_and_what_is_missing() -> None:
+    settings = SandboxSettings(cgroups="off", first_uid=232_100)
+    found = {finding.name: finding for finding in await findings(settings, LOCAL)}
     assert list(found) == [
         "bwrap", "a user per slot", "seccomp filter", "control groups", "backend bubblewrap", "backend subprocess",
     ]  # fmt: skip
@@ -135,8 +134,7 @@ async def test_check_names_every_layer_and_what_is_missing(monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("here")
 def test_check_ends_with_1_where_the_configured_backend_is_no_boundary(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(actions, "known", lambda: dict.fromkeys(LOCAL))
     assert cli.main(["sandbox", "check"]) == 1
     assert "subprocess is not fully isolated here" in capsys.readouterr().err

@@ -138,16 +138,13 @@ async def test_a_cancelled_call_of_a_packages_tool_is_cancelled(offer: Callable[
     assert (await running).status is ToolStatus.cancelled
 
 
-async def test_a_packages_tool_that_does_not_end_is_ended(
-    offer: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_packages_tool_that_does_not_end_is_ended(offer: Callable[..., None]) -> None:
     loop = 'case "waits":\n            while True:\n                await call.sandbox.exec('
     loop += 'Command(kind=Kind.shell, source="sleep 9"), call.limits)'
     offer("own", "odd = own_tools_of_a_user:ODD\n", own_tools_of_a_user=MODULE.replace('case "raises":', loop))
-    monkeypatch.setattr("turnlog.sandbox_workers.tools.GRACE_S", 0.1)
     call = prepared("odd", b'{"how": "waits"}', SPEC, LIMITS)
     assert isinstance(call, Prepared)
-    done = await call.run(
+    done = await dataclasses.replace(call, grace_s=0.1).run(
         await Memory().start(0, Shape(disk_bytes=1 << 20)), dataclasses.replace(LIMITS, wall_s=0.2), {}
     )
     assert (done.status, done.reason) == (ToolStatus.timeout, "wall_s")

@@ -6,9 +6,6 @@ import dataclasses
 import time
 from typing import Any
 
-import pytest
-
-from turnlog.sandbox_workers import worker
 from turnlog.schemas.events import SandboxLimits, SandboxSpec, ToolStatus
 
 
@@ -70,9 +67,9 @@ async def test_a_stop_lets_the_running_call_end_and_leaves_the_waiting_ones(hous
     assert [answer.call_id for answer in answers] == ["runs", "waits"]
 
 
-async def test_a_stop_waits_for_a_call_as_long_as_a_call_may_take(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stop_waits_for_a_call_as_long_as_a_call_may_take(house: Any) -> None:
     """Longer than for one whose partition moves, for which a whole group waits."""
-    monkeypatch.setattr(worker, "DRAIN_S", 0.1)
+    house.pace = {"move_s": 0.1}
     await house.ask(house.shell("runs", "sleep 1.5; echo ended"))
     async with house.worker():
         await house.until(1, house.starts)
@@ -80,9 +77,8 @@ async def test_a_stop_waits_for_a_call_as_long_as_a_call_may_take(house: Any, mo
     assert (answer.status, answer.output) == (ToolStatus.ok, b"ended\n")
 
 
-async def test_a_stop_ends_a_call_that_takes_longer_than_calls_may(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "DRAIN_S", 0.1)
-    monkeypatch.setattr(worker, "drain_s", lambda *_: 0.5)
+async def test_a_stop_ends_a_call_that_takes_longer_than_calls_may(house: Any) -> None:
+    house.pace = {"move_s": 0.1, "stop_s": 0.5}
     await house.ask(house.shell("runs", "sleep 60"))
     began = time.monotonic()
     async with house.worker():

@@ -16,7 +16,6 @@ import pytest
 from tests.fakes.memory_log import MemoryLog
 from tests.fakes.memory_readers import MemoryGroupReader
 from turnlog.infra.log import Assigned, Record
-from turnlog.sandbox_workers import worker
 from turnlog.schemas.events import ToolCallCompleted, ToolCallStarted, ToolStatus
 from turnlog.schemas.topics import TOOL_RESULTS
 
@@ -62,9 +61,9 @@ def gate(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _commits_at_every_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+def _commits_at_every_chance(house: Any) -> None:
     """What a commit passes is not read again: the more of them, the sooner one that passes too much is found."""
-    monkeypatch.setattr(worker, "COMMIT_S", 0.0)
+    house.pace = {"commit_s": 0.0}
 
 
 async def test_a_zombies_late_answer_counts_for_nothing_and_its_files_are_not_used(house: Any, gate: Path) -> None:

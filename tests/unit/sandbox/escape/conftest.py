@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import pytest
 import pytest_asyncio
 
+from turnlog.infra.sandbox_root import cache_directory
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.backends import bubblewrap
-from turnlog.sandbox_workers.backends.bubblewrap import Bubblewrap
+from turnlog.sandbox_workers.backends.bubblewrap import Bubblewrap, find
 from turnlog.sandbox_workers.backends.connection import InitSandbox
 from turnlog.sandbox_workers.protocol import Command, Execution, Kind, OnOutput, Shape
 from turnlog.schemas.events import SandboxLimits
@@ -143,9 +143,8 @@ async def lab(request: pytest.FixtureRequest, numbers: Mapping[str, int]) -> Asy
     """See Lab. Its worker's bwrap is the distribution's, or the wheel's as where there is no other."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TURNLOG_STORE_SECRET_KEY", SECRET)
-        if request.param == "wheel":
-            patch.setattr(bubblewrap, "OLDEST", (99,))
-        backend = await Bubblewrap.open(SandboxSettings(first_uid=FIRST_UID))
+        wheel = find(cache_directory(), oldest=(99,)) if request.param == "wheel" else None
+        backend = await Bubblewrap.open(SandboxSettings(first_uid=FIRST_UID), bwrap=wheel)
         lab = Lab(backend, await backend.start(0, Shape(disk_bytes=DISK)), numbers)
         yield lab
         await lab.sandbox.close()
