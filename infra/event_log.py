@@ -23,15 +23,24 @@ from turnlog.schemas.topics import INLINE_LIMIT_BYTES, TOPIC_OF
 
 class EventLog:
     """Appends and decodes events of the catalogue. `writer` names role and instance in a header; with `blobs`, payloads
-    that are too large for a record are put there first."""
+    that are too large for a record are put there first; without `appender` it only decodes and transacts."""
 
-    def __init__(self, log: Log, registry: Registry, codec: Codec, writer: str, *, blobs: Blobs | None = None) -> None:
+    def __init__(
+        self,
+        log: Log,
+        registry: Registry,
+        codec: Codec,
+        writer: str,
+        *,
+        blobs: Blobs | None = None,
+        appender: Appender | None = None,
+    ) -> None:
         self.log = log
         self.codec = codec
         self._registry = registry
         self._writer = writer.encode()
         self._blobs = blobs
-        self._appender: Appender | None = None
+        self._appender = appender
 
     @classmethod
     @asynccontextmanager
@@ -39,10 +48,9 @@ class EventLog:
         cls, log: Log, registry: Registry, *, writer: str, blobs: Blobs | None = None
     ) -> AsyncIterator[EventLog]:
         """Register every schema of the catalogue, start one producer. Raises SchemaIncompatible, LogUnavailable."""
-        events = cls(log, registry, Codec(await schema_ids(registry)), writer, blobs=blobs)
+        codec = Codec(await schema_ids(registry))
         async with log.appender() as appender:
-            events._appender = appender
-            yield events
+            yield cls(log, registry, codec, writer, blobs=blobs, appender=appender)
 
     async def append(self, event: Event) -> tuple[int, int]:
         """Append to the event's topic and wait for acks=all; (partition, offset)."""

@@ -176,16 +176,16 @@ class MemoryRegistry:
 
     def __init__(self) -> None:
         self._ids: dict[str, int] = {}
-        self._schemas: dict[int, Mapping[str, Any]] = {}
+        self.schemas: dict[int, Mapping[str, Any]] = {}
 
     async def register(self, subject: str, schema: Mapping[str, Any]) -> int:
         text = json.dumps(schema, sort_keys=True)
         schema_id = self._ids.setdefault(text, len(self._ids) + 1)
-        self._schemas[schema_id] = schema
+        self.schemas[schema_id] = schema
         return schema_id
 
     async def schema(self, schema_id: int) -> Mapping[str, Any]:
-        return self._schemas[schema_id]
+        return self.schemas[schema_id]
 
     async def close(self) -> None:
         """Nothing to release."""

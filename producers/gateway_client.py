@@ -210,6 +210,10 @@ class GatewayClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End its connections; another request opens new ones."""
         await self._http.close()
 
     async def open(self, request: RolloutRequested, recipe: Recipe, attempt: int) -> Session:

@@ -83,7 +83,7 @@ class Learner:
         mcore.tensor_parallel.model_parallel_cuda_manual_seed(options.seed)
         self.shape = shape
         with mcore.quiet():
-            self._policy = Network(shape, weights, options, reference=reference)
+            self.policy = Network(shape, weights, options, reference=reference)
             self._critic = Critic(shape, weights, options) if critic else None
         self._adapters = {name: getattr(options, name) for name in ADAPTERS} if options.lora_rank else {}
         self._whole = options.reshardable or mcore.parallel_state.get_data_parallel_world_size() == 1
@@ -102,9 +102,9 @@ class Learner:
         `tell_tokens`: with the result's `tokens`. A rate of 0 leaves the policy as it is, its optimizer, too. Raises
         BooksOff, with the weights as before."""
         rows, columns = self._prepared(rows, objective, numbers)
-        self._policy.forget_gradients()
+        self.policy.forget_gradients()
         totals, tokens = self._run(rows, objective, columns, forward_only=False, tell_tokens=tell_tokens)
-        grad_norm = self._policy.gradient_norm()
+        grad_norm = self.policy.gradient_norm()
         finite = math.isfinite(grad_norm) and math.isfinite(totals.loss)
         metrics: dict[str, float] = {}
         if objective.critic is not None:
@@ -112,7 +112,7 @@ class Learner:
             assert columns.lesson is not None
             finite, metrics = self._critic.learn(rows, columns.lesson, objective.critic, beside=finite)
         if finite and learning_rate:
-            self._policy.step(learning_rate)
+            self.policy.step(learning_rate)
         result = totals.result(grad_norm, skipped=not finite, more=metrics)
         return dataclasses.replace(result, tokens=tokens)
 
@@ -128,14 +128,14 @@ class Learner:
     def logprobs(self, rows: BatchRows) -> Floats:
         """[T] of the weights as they are, at each row's temperature; 0 where nothing trains. The same on every rank."""
         forward = _LogProbs(self.shape.vocabulary, len(rows.token_ids))
-        self._policy.run(_warm(rows), forward, forward_only=True)
+        self.policy.run(_warm(rows), forward, forward_only=True)
         found: Floats = over_ranks(forward.found).numpy()
         return found
 
     def reference_logprobs(self, rows: BatchRows) -> Floats:
         """The same of the reference."""
-        assert self._policy.reference is not None, "the learner was made without a reference"
-        with self._policy.reference.in_place(self._policy.model):
+        assert self.policy.reference is not None, "the learner was made without a reference"
+        with self.policy.reference.in_place(self.policy.model):
             return self.logprobs(rows)
 
     @mcore.quiet()
@@ -147,17 +147,17 @@ class Learner:
 
     def export(self) -> Tensors:
         """The policy's weights under Hugging Face names, in rank 0's memory."""
-        return export_weights(self._policy.model, self.shape)
+        return export_weights(self.policy.model, self.shape)
 
     def export_files(self, folder: Path) -> Written | None:
         """The same as files in rank 0's `folder`, what is in them at rank 0."""
-        return export_files(self._policy.model, self.shape, folder)
+        return export_files(self.policy.model, self.shape, folder)
 
     def begin_save(self, directory: Path, common: Mapping[str, Any]) -> None:
         """Weights, optimizer, those of the critic and `common` as they are now, as one Megatron checkpoint in an
         existing empty folder that is written while steps go on: one at a time. Raises CheckpointFailed."""
         common = {**common, "shape": self._stored_shape()}
-        self._save = Save(*self._states(), directory, common, reshardable=self._whole)
+        self._save = Save(*self.states(), directory, common, reshardable=self._whole)
 
     def saved(self, wait: bool) -> bool:
         """Whether that checkpoint is whole; `wait`: until it is. Raises CheckpointFailed."""
@@ -172,18 +172,19 @@ class Learner:
 
     def restore(self, directory: Path) -> None:
         """Become what `save` stored; of a checkpoint without a critic, all but that. Raises CheckpointUnusable."""
-        load_state(*self._states(), directory, self._stored_shape())
+        load_state(*self.states(), directory, self._stored_shape())
 
     def restore_weights(self, directory: Path) -> None:
         """Of it the policy's weights alone, for an export: whatever the layout then was. Raises CheckpointUnusable."""
-        load_model(self._policy.model, directory, self._stored_shape())
+        load_model(self.policy.model, directory, self._stored_shape())
 
     def _stored_shape(self) -> dict[str, Any]:
         return as_dict(self.shape) | self._adapters
 
-    def _states(self) -> tuple[State, State | None]:
+    def states(self) -> tuple[State, State | None]:
+        """What a checkpoint holds: of the policy, and of the critic if there is one."""
         critic = self._critic.network.state if self._critic else None
-        return self._policy.state, critic
+        return self.policy.state, critic
 
     def _prepared(self, rows: BatchRows, objective: Objective, numbers: Numbers) -> tuple[BatchRows, Columns]:
         return objective.prepared(rows, numbers, self.logprobs(rows) if objective.by_trajectory else None)
@@ -193,7 +194,7 @@ class Learner:
     ) -> tuple[Totals, dict[str, Floats] | None]:
         trained = int(rows.trained.sum())
         forward = _Forward(objective, columns, rows, self.shape.vocabulary, tell_tokens=tell_tokens)
-        self._policy.run(_warm(rows), forward, forward_only=forward_only)
+        self.policy.run(_warm(rows), forward, forward_only=forward_only)
         totals = Totals.over_ranks(forward)
         if totals.trained != trained:
             raise BooksOff(f"the ranks trained {totals.trained} tokens, the batch counts {trained}")

@@ -106,7 +106,7 @@ class Conversation:
     """By sha256: pictures that messages held, of raster formats alone."""
 
 
-class _Reader:
+class MessageReader:
     """Reads messages, and keeps their pictures."""
 
     def __init__(self) -> None:
@@ -190,7 +190,7 @@ class _Reader:
 def conversation(view: SessionView) -> Conversation:
     """Of a session that the index holds. Turns are numbered in the order of their snapshots; one that has none comes
     last."""
-    reader = _Reader()
+    reader = MessageReader()
     snapshots: dict[Key, Row] = {_key(row): row for row in view.snapshots}
     rank = {key: number for number, key in enumerate(snapshots)}
     rows = sorted(view.turns, key=lambda row: (rank.get(_key(row), len(rank)), row["place"]))
@@ -205,7 +205,7 @@ def conversation(view: SessionView) -> Conversation:
 
 
 def _turn(
-    reader: _Reader, row: Row, snapshot: Row | None, numbers: Mapping[Key, int], kinds: Mapping[Key, str],
+    reader: MessageReader, row: Row, snapshot: Row | None, numbers: Mapping[Key, int], kinds: Mapping[Key, str],
     calls: Mapping[str, Row],
 ) -> Turn:  # fmt: skip
     key = _key(row)

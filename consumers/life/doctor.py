@@ -150,17 +150,18 @@ async def _registry(settings: Settings) -> Findings:
     registry = HttpRegistry(settings.registry, timeout_s=ANSWER_S)
     try:
         answer = await registry.config()
-        found = [_skew("registry", url, answer.headers.get("date")), _level(url, "", answer)]
+        found = [skew("registry", url, answer.headers.get("date")), level_of(url, "", answer)]
         for record in ALL:
             own = await registry.config(record)
             if own.status_code != HTTPStatus.NOT_FOUND:
-                found.append(_level(url, settings.registry.subject_prefix + record, own))
+                found.append(level_of(url, settings.registry.subject_prefix + record, own))
     finally:
         await registry.close()
     return [finding for finding in found if finding.state != GOOD or not finding.where.startswith("subject")]
 
 
-def _level(url: str, subject: str, answer: httpx.Response) -> Finding:
+def level_of(url: str, subject: str, answer: httpx.Response) -> Finding:
+    """What a registry's answer says of the compatibility of a subject; "": of the registry's own."""
     where = f"subject {subject}" if subject else f"registry {url}"
     if answer.is_error:
         return Finding(WORTH_A_LOOK, where, f"its level is not told: {answer.status_code}", "ask who runs it")
@@ -174,7 +175,7 @@ def _level(url: str, subject: str, answer: httpx.Response) -> Finding:
     )  # fmt: skip
 
 
-def _skew(name: str, url: str, said: str | None) -> Finding:
+def skew(name: str, url: str, said: str | None) -> Finding:
     """Of a server's clock, by the Date of its answer: whole seconds, so half a second is taken off."""
     where = f"{name} {url}"
     if said is None:
@@ -190,7 +191,7 @@ async def _store(settings: Settings) -> Findings:
     url, bucket = settings.store.endpoint, settings.store.bucket
     blobs = S3Blobs(settings.store, patient=False)
     try:
-        found = [_skew("store", url, await blobs.date())]
+        found = [skew("store", url, await blobs.date())]
         for look in ("written", "overwritten"):
             content = secrets.token_bytes(32)
             await blobs.put_named(PROBE, content)

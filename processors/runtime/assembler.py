@@ -12,6 +12,7 @@ import functools
 import logging
 import time
 from collections.abc import Coroutine, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager
 
 from prometheus_client import Gauge
 
@@ -109,14 +110,17 @@ class Runner:
         self, stopping: asyncio.Event, *, instance: str | None = None, max_records: int = 500, poll_s: float = 0.02
     ) -> None:
         """Until `stopping`; then commit and leave. Raises what must end the process."""
-        member = self._log.group_reader(
-            self._plan.group, INPUTS, assigned=self._assigned, revoked=self._revoked, instance=instance
-        )
-        async with member as reader:
+        async with self.joined(instance) as reader:
             while not stopping.is_set():
                 self._health.beat()
                 await self.turn(reader, max_records=max_records, poll_s=poll_s)
             await _all(unit.commit() for unit in self.units.values())
+
+    def joined(self, instance: str | None = None) -> AbstractAsyncContextManager[GroupReader]:
+        """A member of the group, whose units these are."""
+        return self._log.group_reader(
+            self._plan.group, INPUTS, assigned=self._assigned, revoked=self._revoked, instance=instance
+        )
 
     async def turn(self, reader: GroupReader, *, max_records: int = 500, poll_s: float = 0.02) -> int:
         """One poll and its transactions; the number of records passed.

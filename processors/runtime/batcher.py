@@ -77,6 +77,7 @@ class Batcher:
     def __init__(
         self, role: Role, run: Configured, transactor: Transactor, *, form: Form = form_draw, seal: Seal = sealed
     ) -> None:
+        """`form`: a draw of groups; `seal`: a batch as its file and the hash of its rows."""
         self.progress = Progress(publish_every=role.settings.trainer.publish_every)
         self._form_draw, self._seal = form, seal
         self._role = role

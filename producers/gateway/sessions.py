@@ -215,7 +215,7 @@ class Sessions:
         self._tail = tail
         self._recovery = recovery
         self._identity = identity
-        self._held: OrderedDict[str, Session] = OrderedDict()
+        self.held: OrderedDict[str, Session] = OrderedDict()
         self._pending: dict[str, asyncio.Task[Session]] = {}
 
     async def open(self, request: OpenRequest) -> Opened:
@@ -235,7 +235,7 @@ class Sessions:
     async def find(self, claims: Claims) -> Session:
         """The session of a token, taken over when another gateway had it. Raises UnknownSession, EpochLost,
         Unauthorized for an expired token, OwnedElsewhere when that gateway lives."""
-        session = self._owned(claims.session_id)
+        session = self.owned(claims.session_id)
         if session is None:
             return await self._once(claims.session_id, lambda: self._found(claims))
         self._check_age(self._tail.known(session.id))
@@ -281,12 +281,12 @@ class Sessions:
 
     async def drain(self) -> None:
         """Wait for every turn that runs."""
-        tasks = [running.task for session in self._held.values() for running in session.running.values()]
+        tasks = [running.task for session in self.held.values() for running in session.running.values()]
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _owned(self, session_id: str) -> Session | None:
+    def owned(self, session_id: str) -> Session | None:
         """A held session whose epoch is still the latest that the log is known to hold."""
-        session = self._held.get(session_id)
+        session = self.held.get(session_id)
         spine = self._tail.known(session_id)
         if session is None or spine is None or not spine.epochs or session.finished:
             return session
@@ -295,7 +295,7 @@ class Sessions:
         own = [epoch for epoch in spine.epochs if epoch.id == session.epoch]
         if not own:  # our own record has not come back yet, so nothing after it has either
             return session
-        del self._held[session_id]
+        del self.held[session_id]
         return None
 
     async def _once(self, session_id: str, work: Callable[[], Awaitable[Session]]) -> Session:
@@ -311,7 +311,7 @@ class Sessions:
         return await asyncio.shield(task)
 
     async def _open(self, request: OpenRequest, floor: int) -> Session:
-        held = self._owned(request.session_id)
+        held = self.owned(request.session_id)
         if held is not None:
             return held
         spine = await self._tail.session(request.session_id, request.group_id, floor)
@@ -438,11 +438,11 @@ class Sessions:
         return await self._recovery.conversation(sought, self._tail.partition(started.group_id).number)
 
     def _hold(self, session: Session) -> Session:
-        self._held[session.id] = session
-        for session_id in list(self._held)[: max(0, len(self._held) - KEPT)]:
-            if self._held[session_id].finished:
-                del self._held[session_id]
-        OPEN.set(len(self._held))
+        self.held[session.id] = session
+        for session_id in list(self.held)[: max(0, len(self.held) - KEPT)]:
+            if self.held[session_id].finished:
+                del self.held[session_id]
+        OPEN.set(len(self.held))
         return session
 
 

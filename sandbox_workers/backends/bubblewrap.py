@@ -76,7 +76,7 @@ class Bubblewrap:
         self._parts = parts
         self._cache = cache
         self._ca = ca
-        self._cgroups = cgroups
+        self.cgroups = cgroups
         self._layers = seccomp.layers()
         self._images: dict[str, Image] = {}
 
@@ -118,7 +118,7 @@ class Bubblewrap:
                 account=own_account(self._settings.first_uid, slot),
                 env={},
                 inherited=[number for number in (seccomp_fd, ca_fd) if number is not None],
-                bounds=bounds_of(self._cgroups),
+                bounds=bounds_of(self.cgroups),
                 disk_bytes=shape.disk_bytes,
                 zygote=True,
             )

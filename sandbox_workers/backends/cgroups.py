@@ -342,16 +342,16 @@ class Group:
     """Bounds of one sandbox: a control group, on version 1 one folder per controller."""
 
     def __init__(self, tree: Tree, name: str, cpus: float) -> None:
-        self._version = tree.version
-        self._folders = {controller: folder / name for controller, folder in tree.folders.items()}
+        self.version = tree.version
+        self.folders = {controller: folder / name for controller, folder in tree.folders.items()}
         self._written: dict[Path, str] = {}
         self._before: dict[str, int] = {}
         self._cpu_before = 0.0
         self._disk_bytes = 0
-        self._places = tuple(dict.fromkeys(self._folders.values()))
-        self._figures = Figures(tree.version, self._folders)
+        self.places = tuple(dict.fromkeys(self.folders.values()))
+        self._figures = Figures(tree.version, self.folders)
         try:
-            for place in self._places:
+            for place in self.places:
                 place.mkdir()
             self._cores(cpus)
         except OSError:
@@ -363,7 +363,7 @@ class Group:
         waits for all cores), 0.2 ms when all are in already: a caller may begin while the sandbox comes up, and
         ask again when it is up. Raises OSError (ESRCH: it is gone)."""
         family = (pid, *below(pid))
-        for place in self._places:
+        for place in self.places:
             inside = processes(place)
             for number in family:
                 if number not in inside:
@@ -377,9 +377,9 @@ class Group:
         # One more than its limit, so that looking sees it beyond; what it then tries is refused and counted here,
         # before the rlimit, which keeps no count.
         self._bound("pids", limits.pids + 1 + (BASELINE_PIDS if standing is None else standing))
-        if "memory" in self._folders:
-            name, most = ("memory.swap.max", 0) if self._version == 2 else (SOCKET_FILE, SOCKET_BYTES)
-            self._write(self._folders["memory"] / name, str(most))
+        if "memory" in self.folders:
+            name, most = ("memory.swap.max", 0) if self.version == 2 else (SOCKET_FILE, SOCKET_BYTES)
+            self._write(self.folders["memory"] / name, str(most))
         self._before = {controller: self._figures.enforced(controller) for controller in CONTROLLERS}
         self._cpu_before = self._figures.cpu_s()
 
@@ -396,25 +396,25 @@ class Group:
     def close(self) -> None:
         """Kill what is left in it and remove it. What takes longer to die than DYING_S is for a later `sweep`."""
         self._figures.close()
-        for place in removed(self._places, DYING_S):
+        for place in removed(self.places, DYING_S):
             _abandoned.add(place)
 
     def _cores(self, cpus: float) -> None:
-        folder = self._folders.get("cpu")
+        folder = self.folders.get("cpu")
         if folder is None or cpus <= 0:
             return
         quota = max(1000, int(cpus * PERIOD_US))
-        if self._version == 2:
+        if self.version == 2:
             put(folder / "cpu.max", f"{quota} {PERIOD_US}")
         else:
             put(folder / "cpu.cfs_period_us", str(PERIOD_US))
             put(folder / "cpu.cfs_quota_us", str(quota))
 
     def _bound(self, controller: str, value: int) -> None:
-        folder = self._folders.get(controller)
+        folder = self.folders.get(controller)
         if folder is None:
             return
-        files = [folder / name for name in LIMIT_FILES[self._version][controller]]
+        files = [folder / name for name in LIMIT_FILES[self.version][controller]]
         if value > int(self._written.get(files[0], value)):
             files.reverse()  # memory alone may never be bounded higher than memory and swap
         for file in files:

@@ -181,12 +181,12 @@ class InitSandbox(InitFiles):
         self._patience = patience
         self.process = process
         self._zygote = zygote
-        self._observed: dict[str, Any] | None = None
+        self.observed: dict[str, Any] | None = None
         """What the first init has found around it (inside/observables.py)."""
         self.proxy: socket.socket | None = None
         self._after = ended
         self._exit_s = exit_s
-        self._bounds = bounds
+        self.bounds = bounds
         self._cancelled = False
         self._closing: asyncio.Task[None] | None = None
 
@@ -195,15 +195,15 @@ class InitSandbox(InitFiles):
         head, self.proxy = await self._channel.greeted()
         if head.get("ready") is not True:
             raise SandboxDied(f"the init began with {head}")
-        if self._zygote is not None and self._observed is None:
-            await self._compared()
+        if self._zygote is not None and self.observed is None:
+            await self.compared()
 
-    async def _compared(self) -> bool:
+    async def compared(self) -> bool:
         """A new init, which has run nothing yet, finds what the slot's first has found. Raises SandboxDied."""
         _, body = await self._ask({"op": "observed"}, most=init_wire.OBSERVED_BYTES)
         seen = init_wire.observed(body)
-        self._observed = self._observed or seen
-        if changed := ", ".join(name for name, value in seen.items() if self._observed.get(name) != value):
+        self.observed = self.observed or seen
+        if changed := ", ".join(name for name, value in seen.items() if self.observed.get(name) != value):
             log.error("a new sandbox finds other than the first of its slot did: %s", changed)
         return not changed
 
@@ -216,7 +216,7 @@ class InitSandbox(InitFiles):
             await self._bound(limits)
             try:
                 most_s = limits.wall_s + self._patience.grace_s
-                async with asyncio.timeout(most_s), metered(limits, self._bounds, self._spent):
+                async with asyncio.timeout(most_s), metered(limits, self.bounds, self._spent):
                     await self._channel.send(*request)
                     async with heartbeat.beating(self._channel):
                         answer = await self._output(parts, limits.output_bytes, on_output)
@@ -238,8 +238,8 @@ class InitSandbox(InitFiles):
         if self._closing is not None:  # its group is gone, too: that is no failure of the bounds
             raise SandboxDied("the sandbox was closed")
         try:
-            if self._bounds is not None:
-                self._bounds.begin(limits)
+            if self.bounds is not None:
+                self.bounds.begin(limits)
         except OSError as error:
             await self.close()
             raise SandboxUnavailable(f"its bounds cannot be set: {error}") from error
@@ -259,7 +259,7 @@ class InitSandbox(InitFiles):
                     if self.proxy is not None:
                         self.proxy.close()
                 await self.ready()
-                return not self._zygote.to_be_compared or await self._compared()
+                return not self._zygote.to_be_compared or await self.compared()
         except (TimeoutError, SandboxDied, OSError):
             await self.close()
             return False
@@ -294,9 +294,9 @@ class InitSandbox(InitFiles):
                 self.process.kill()
         await self.process.wait()
         await closing
-        if self._bounds is not None:
-            self._evidence = dataclasses.replace(self._evidence, limit=self._bounds.exceeded() or "")
-            await asyncio.to_thread(self._bounds.close)
+        if self.bounds is not None:
+            self._evidence = dataclasses.replace(self._evidence, limit=self.bounds.exceeded() or "")
+            await asyncio.to_thread(self.bounds.close)
         self._after()
 
     async def last_words(self) -> str:
@@ -329,10 +329,10 @@ class InitSandbox(InitFiles):
 
     def _judged(self, found: Execution, limits: SandboxLimits) -> Execution:
         """What the kernel stopped or counted is a limit, too, whatever became of the command then."""
-        if self._bounds is None or found.status not in (ToolStatus.ok, ToolStatus.tool_error):
+        if self.bounds is None or found.status not in (ToolStatus.ok, ToolStatus.tool_error):
             return found
-        limit = self._bounds.exceeded()
-        if limit is None and cpu_left(limits, self._bounds, found.duration_s) <= 0:
+        limit = self.bounds.exceeded()
+        if limit is None and cpu_left(limits, self.bounds, found.duration_s) <= 0:
             limit = "cpu_s"
         if limit is None:
             return found

@@ -69,11 +69,15 @@ class CertificateAuthority:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
-        _load(context, _pem(self._leaf(host)) + _private_pem(self._leaf_key))
+        _load(context, self.leaf(host))
         if len(self._contexts) >= CONTEXTS:
             del self._contexts[next(iter(self._contexts))]
         self._contexts[host] = context
         return context
+
+    def leaf(self, host: str) -> bytes:
+        """Certificate and key of `host` as PEM."""
+        return _pem(self._leaf(host)) + _private_pem(self._leaf_key)
 
     def _leaf(self, host: str) -> x509.Certificate:
         from cryptography import x509

@@ -92,7 +92,7 @@ class MemorySandbox:
         """Of the provider's, in order of their start."""
         self._shape = shape
         self._nodes: dict[str, _Node] = {}
-        self._running: asyncio.Future[Result | None] | None = None
+        self.running: asyncio.Future[Result | None] | None = None
         self._closed = False
         self.proxy = None
         self.interpreter = False
@@ -102,8 +102,8 @@ class MemorySandbox:
     def die(self) -> None:
         """As if somebody had killed it."""
         self.provider.alive.discard(self)
-        if self._running is not None and not self._running.done():
-            self._running.set_exception(SandboxDied("it was killed"))
+        if self.running is not None and not self.running.done():
+            self.running.set_exception(SandboxDied("it was killed"))
 
     async def exec(self, command: Command, limits: SandboxLimits, *, on_output: OnOutput | None = None) -> Execution:
         """See Sandbox. Knows true, false, echo, cat, touch, rm, ls, wc -c and sleep; anything else is not found."""
@@ -111,27 +111,27 @@ class MemorySandbox:
         words = shlex.split(command.source) if command.kind is Kind.shell else list(command.argv)
         loop = asyncio.get_running_loop()
         began = loop.time()
-        self._running = loop.create_future()
+        self.running = loop.create_future()
         timers = []
         try:
             if words[:1] == ["sleep"]:
-                timers.append(loop.call_later(float(words[1]), _finish, self._running, (0, b"", b"")))
-                timers.append(loop.call_later(limits.wall_s, _finish, self._running, None))
+                timers.append(loop.call_later(float(words[1]), _finish, self.running, (0, b"", b"")))
+                timers.append(loop.call_later(limits.wall_s, _finish, self.running, None))
             else:
-                loop.call_soon(_finish, self._running, self._done(words, command.stdin))
-            result = await self._running
+                loop.call_soon(_finish, self.running, self._done(words, command.stdin))
+            result = await self.running
         except asyncio.CancelledError:
             await self.close()
             raise
         finally:
-            self._running = None
+            self.running = None
             for timer in timers:
                 timer.cancel()
         return _execution(result, limits, loop.time() - began, on_output)
 
     async def cancel(self) -> None:
-        if self._running is not None:
-            _finish(self._running, (-1, b"", b""))
+        if self.running is not None:
+            _finish(self.running, (-1, b"", b""))
 
     async def read(self, path: str, *, most: int) -> bytes:
         self._check_alive()

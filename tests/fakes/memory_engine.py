@@ -41,6 +41,8 @@ class MemoryEngine:
         """Set when a request stands at `holds_after`."""
         self.routing: tuple[int, int, int] | None = None
         """(layers, experts per token, experts) of a mixture of experts that returns its routing."""
+        self.cached_tokens = 0
+        """Of each prompt, as it tells."""
         self._dead = False
         self.silent = False
         """As SIGSTOP: connections stay, nothing is answered; give `holds_after`, too."""
@@ -119,7 +121,7 @@ class MemoryEngine:
             logprob = logprob_of(request.input_ids, position)
             yield Piece(
                 ids=[token], logprobs=[logprob], finish=finish if last else None, versions=spans(versions),
-                experts=self._experts(request, ids) if last else None,
+                experts=self._experts(request, ids) if last else None, cached_tokens=self.cached_tokens,
             )  # fmt: skip
         if not ids:
             yield Piece(ids=[], logprobs=[], finish="length")

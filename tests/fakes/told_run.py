@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.fakes.memory_broker import MemoryBroker
+from tests.fakes.memory_log import MemoryLog
 from tests.fakes.sessions import GroupName
 from tests.fakes.stories import Story, repair, tokenizer
 from tests.unit.consumers.conftest import SETTINGS, TrainedRun
@@ -62,10 +63,9 @@ class ToldRun:
 
         @asynccontextmanager
         async def opened() -> AsyncIterator[Role]:
-            role = self.run.role("dashboard")
-            async with role.log.appender() as appender:
-                role.events._appender = appender  # as EventLog.open leaves it
-                yield role
+            log = MemoryLog(self.run.broker)
+            async with log.appender() as appender:
+                yield self.run.role("dashboard", log, appender)
 
         return opened
 

@@ -179,11 +179,11 @@ class Stage:
                         self.executed[event.call_id] += 1
                         if status is None:
                             continue
-                        stored[event.call_id] = self._completed(event, status)
+                        stored[event.call_id] = self.completed(event, status)
                     await self.events.append(stored[event.call_id])
             await self.broker.changed(0.2)
 
-    def _completed(self, event: ToolCallRequested, status: ToolStatus) -> ToolCallCompleted:
+    def completed(self, event: ToolCallRequested, status: ToolStatus) -> ToolCallCompleted:
         expression = json.loads(event.arguments)["code"].removeprefix("print(").removesuffix(")")
         return ToolCallCompleted(
             event_id=event.call_id, run_id="r", group_id=event.group_id, session_id=event.session_id,

@@ -56,10 +56,7 @@ async def assembler(settings: Settings, events: EventLog) -> AsyncIterator[Runne
     plan = assembler_plan(Configured.today(settings), settings.assembler)
     runner = Runner(plan, events.log, events, MemoryBlobs(), Health("assembler"), clock=lambda: 0.0)
     names = [Partition(topic, unit) for topic in INPUTS for unit in range(settings.kafka.groups)]
-    member = events.log.group_reader(
-        plan.group, INPUTS, assigned=runner._assigned, revoked=runner._revoked, instance="assembler-0"
-    )
-    async with member as reader:
+    async with runner.joined("assembler-0") as reader:
         ends = await events.log.end_offsets(names)
         while not runner.units or any(
             runner.units[name.number].position[name.topic] < ends[name] for name in names if name.number in runner.units

@@ -120,11 +120,11 @@ def test_what_a_broker_does_not_tell_is_worth_a_look_and_a_longer_pause_asks_for
 @pytest.mark.parametrize(("apart", "state"), [(0, GOOD), (60, WRONG), (-60, WRONG), (None, WORTH_A_LOOK)])
 def test_a_clock_that_is_apart_is_told_by_the_date_of_an_answer(apart: int | None, state: str) -> None:
     said = None if apart is None else format_datetime(datetime.now(UTC) + timedelta(seconds=apart), usegmt=True)
-    assert doctor._skew("store", "http://s", said).state == state
+    assert doctor.skew("store", "http://s", said).state == state
 
 
 @pytest.mark.parametrize(("level", "state"), [("FULL_TRANSITIVE", GOOD), ("BACKWARD", WRONG), ("NONE", WRONG)])
 def test_a_weaker_compatibility_is_wrong_and_the_call_that_mends_it_is_said(level: str, state: str) -> None:
-    found = doctor._level("http://r", "TurnCompleted", httpx.Response(200, json={"compatibilityLevel": level}))
+    found = doctor.level_of("http://r", "TurnCompleted", httpx.Response(200, json={"compatibilityLevel": level}))
     assert found.state == state
     assert state == GOOD or "PUT http://r/config/TurnCompleted" in found.remedy

@@ -371,7 +371,7 @@ async def test_a_session_goes_on_at_a_gateway_that_was_restarted(stage: Stage) -
         async with stage.gateway():
             await asyncio.wait_for(called.wait(), 20)
         [waiting] = await stage.said(ToolCallRequested)
-        await stage.events.append(stage._completed(waiting, ToolStatus.ok))
+        await stage.events.append(stage.completed(waiting, ToolStatus.ok))
         async with stage.gateway():
             [finish] = await stage.finished(1)
     assert (finish.outcome, len(finish.turns), await rewards(stage)) == (Outcome.completed, 2, [1.0])

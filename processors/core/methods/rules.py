@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,22 +89,22 @@ class RecordedSettingsError(SettingsError):
 
 
 def recorded_settings(
-    settings_json: bytes, own: Settings = DEFAULTS
+    settings_json: bytes, own: Settings = DEFAULTS, kinds: Mapping[str, type] = FOLD_SECTIONS
 ) -> tuple[FoldSettings, BatcherSettings, AssemblerSettings]:
     """The sections of a RunConfigured body. A key that its release did not record means what that release did
     (`Since`), which may be what `own`, the settings of who reads, say; operational keys, which old releases recorded,
-    are passed over and have today's defaults.
+    are passed over and have today's defaults. `kinds`: of the sections.
 
     Values are taken by their types: a release checks bounds before it records. Raises RecordedSettingsError for what is
     no such body and for sections, keys and names that this version does not know.
     """
     try:
         tables = json.loads(settings_json)
-        unknown = sorted(set(tables) - set(FOLD_SECTIONS))
+        unknown = sorted(set(tables) - set(kinds))
         if unknown:
             raise SettingsError(f"unknown section [{unknown[0]}]")
         fold, batcher, assembler = (
-            _recorded(name, kind, tables.get(name), getattr(own, name)) for name, kind in FOLD_SECTIONS.items()
+            _recorded(name, kind, tables.get(name), getattr(own, name)) for name, kind in kinds.items()
         )
     except (ValueError, TypeError, SettingsError) as error:
         raise RecordedSettingsError(

@@ -17,7 +17,7 @@ from turnlog.consumers.archiver import flush
 from turnlog.infra.archive import ArchiveLog, live_cut
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.log import Partition, partition_of
+from turnlog.infra.log import Appender, Partition, partition_of
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role
@@ -71,10 +71,11 @@ class TrainedRun:
     def __post_init__(self) -> None:
         self.broker.create(specs(self.settings))
 
-    def role(self, name: str = "test", log: MemoryLog | None = None) -> Role:
-        """A process on the topics."""
+    def role(self, name: str = "test", log: MemoryLog | None = None, appender: Appender | None = None) -> Role:
+        """A process on the topics; by the appender it writes."""
         log = log or MemoryLog(self.broker)
-        return Role(name, name, self.settings, log, EventLog(log, Registry(), CODEC, name), self.objects, Health(name))
+        events = EventLog(log, Registry(), CODEC, name, appender=appender)
+        return Role(name, name, self.settings, log, events, self.objects, Health(name))
 
     async def archived(self) -> Role:
         """A process on the archive alone, as `opened(..., archive=True)` gives it."""

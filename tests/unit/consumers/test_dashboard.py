@@ -547,9 +547,9 @@ def test_a_conversation_is_read_from_every_api_and_hangs_together(told: ToldRun)
     ],
 )  # fmt: skip
 def test_messages_of_every_api_come_down_to_a_few_kinds(raw: object, role: str, kinds: list[str]) -> None:
-    from turnlog.consumers.dashboard.conversation import _Reader
+    from turnlog.consumers.dashboard.conversation import MessageReader
 
-    said = _Reader().message(raw)
+    said = MessageReader().message(raw)
     assert (said.role, [part.kind for part in said.parts]) == (role, kinds)
 
 

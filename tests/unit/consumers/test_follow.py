@@ -111,7 +111,7 @@ async def test_what_does_not_decode_is_passed_over_and_counted(cluster: Cluster)
 async def test_it_registers_no_schema_and_appends_nothing(cluster: Cluster) -> None:
     def state() -> tuple[object, list[int]]:
         logs = [cluster.broker.log_of(Partition(SESSIONS, number)) for number in range(4)]
-        return dict(cluster.registry._schemas), [held.end for held in logs]
+        return dict(cluster.registry.schemas), [held.end for held in logs]
 
     before = state()
     assert await cluster.read() == list(range(20))

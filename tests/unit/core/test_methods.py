@@ -160,7 +160,7 @@ def test_the_first_releases_recorded_settings_mean_what_it_did():
     assert batcher == BatcherSettings()
 
 
-def test_a_key_that_a_release_did_not_have_means_what_that_release_did_and_not_todays_default(monkeypatch):
+def test_a_key_that_a_release_did_not_have_means_what_that_release_did_and_not_todays_default():
     """Every key that came since: with another default than the value before it, the recorded run keeps the latter."""
     later = {
         (name, key): since[0]
@@ -180,8 +180,8 @@ def test_a_key_that_a_release_did_not_have_means_what_that_release_did_and_not_t
         discount: Annotated[float, Since("v2", before=1.0)] = 0.5
         fresh: Annotated[int, Since("v3", before=7)] = 8
 
-    monkeypatch.setitem(FOLD_SECTIONS, "fold", Tomorrow)
-    assert recorded_settings(V1)[0] == Tomorrow(min_valid=2, discount=1.0, fresh=7)
+    kinds = FOLD_SECTIONS | {"fold": Tomorrow}
+    assert recorded_settings(V1, kinds=kinds)[0] == Tomorrow(min_valid=2, discount=1.0, fresh=7)
 
 
 def test_recorded_settings_do_not_look_at_the_environment(monkeypatch):

@@ -16,7 +16,6 @@ from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.runs import Configured
 from turnlog.processors.core import SegmentsDoNotFit
-from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.core.methods.catalogue import Methods
 from turnlog.processors.core.methods.policies import Policies
 from turnlog.processors.core.methods.rules import FoldRules
@@ -50,9 +49,7 @@ async def assembled(events: Sequence[Event], policy: str, blobs: MemoryBlobs) ->
         for event in events:
             await appender.append(event)
         runner = Runner(plan, log, appender, blobs, Health("assembler"), clock=lambda: 0.0)
-        async with log.group_reader(
-            plan.group, INPUTS, assigned=runner._assigned, revoked=runner._revoked, instance="0"
-        ) as reader:
+        async with runner.joined("0") as reader:
             for _ in range(4):
                 await runner.turn(reader, poll_s=0.001)
         name = Partition("turn-trees", 0)

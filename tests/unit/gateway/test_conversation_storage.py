@@ -181,7 +181,7 @@ async def test_a_session_takes_memory_in_proportion_to_what_is_new(
             assert answer.status_code == 200, answer.text
             messages.append({"role": "assistant", "content": f"{number}"})
             if number in (10, 50, 100):
-                sizes[number] = reached(rig.gateway.sessions._held[session["session_id"]])
+                sizes[number] = reached(rig.gateway.sessions.held[session["session_id"]])
         [*_, last] = await rig.written("TurnCompleted")
     early, late = (sizes[50] - sizes[10]) / 40, (sizes[100] - sizes[50]) / 50
     assert late < 1.25 * early, "a turn costs the same wherever it stands in the conversation"
@@ -201,7 +201,7 @@ async def test_a_rewriting_harness_holds_and_stores_only_what_is_new(rig: Any, r
     snapshots = await rig.written("TokenSnapshot")
     new = [len(int32s(each.delta_ids)) + len(int32s(each.output_ids)) for each in snapshots]
     assert max(new[1:]) < 100 < new[0]
-    conversation = rig.gateway.sessions._held[session["session_id"]].conversation
+    conversation = rig.gateway.sessions.held[session["session_id"]].conversation
     assert conversation.strands.held == sum(new)
     prompts = [request.input_ids for request in rig.engines["e0"].requests]
     outputs = [int32s(each.output_ids).tolist() for each in snapshots]

@@ -156,13 +156,13 @@ async def test_every_request_of_a_session_goes_to_the_replica_that_opened_it(
         session = await client.open(request(f"rollout-{number}"), RECIPE, 0)
         assert session.base_url in replicas.urls
         replicas.service.first = 1 - replicas.service.first
-        await client._http.close()
+        await client.close()
         turn = await client.complete(session, [QUESTION], None, step=0)
-        await client._http.close()
+        await client.close()
         assert (await client.state(session)).last_turn == turn.turn
-        await client._http.close()
+        await client.close()
         await client.finish(session, Outcome.completed, "", final=True, reward=True, judged=turn.turn)
-        await client._http.close()
+        await client.close()
     found = await writers(rig)
     assert {record for record, _ in found} == {"SessionStarted"}, "nobody had to take anything over"
     assert {url for _, url in found} == set(replicas.urls), "records name replicas, not the public address"

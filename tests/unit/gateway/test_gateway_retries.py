@@ -63,7 +63,7 @@ async def with_engine(rig: Any, kind: type[MemoryEngine]) -> Any:
 
 def held(rig: Any, session: Any) -> Any:
     """The session as the gateway knows it."""
-    return rig.gateway.sessions._held[session["session_id"]]
+    return rig.gateway.sessions.held[session["session_id"]]
 
 
 async def left(rig: Any, session: Any, engine: Any, *, at: int, **more: Any) -> None:

@@ -98,10 +98,7 @@ class Cluster:
             return self.health.waiting
 
     def joined(self, runner: Runner) -> AbstractAsyncContextManager[GroupReader]:
-        log = runner._log
-        return log.group_reader(
-            PLAN.group, INPUTS, assigned=runner._assigned, revoked=runner._revoked, instance="assembler-0"
-        )
+        return runner.joined("assembler-0")
 
     async def read(self, topic: str) -> list[Event]:
         log = MemoryLog(self.broker)
@@ -345,7 +342,7 @@ async def test_what_a_newer_release_says_in_a_commit_stays_there(cluster: Cluste
 
 async def test_a_kind_of_a_newer_release_is_passed_over_and_counted(cluster: Cluster) -> None:
     later = {"type": "record", "name": "SessionPaused", "namespace": "turnlog.v1", "fields": []}
-    cluster.registry._schemas[900] = later
+    cluster.registry.schemas[900] = later
     labels = {"topic": "agent.sessions", "record": "SessionPaused"}
     before = REGISTRY.get_sample_value("turnlog_later_records_total", labels) or 0
     first, *rest = group("a")

@@ -167,6 +167,11 @@ async def live(role: Role, **pieces: Any) -> None:
         await Batcher(role, run, transactor, **pieces).run()
 
 
+def never(*_: object) -> tuple[bytes, str]:
+    """Where a draw is refused before."""
+    pytest.fail("a corrupted batch came to be sealed")
+
+
 def wrong_divisors(weights: Weights) -> Weights:
     return replace(weights, divisors=tuple(divisor + 1 for divisor in weights.divisors))
 
@@ -183,7 +188,7 @@ async def test_a_batch_with_a_corrupted_weighting_is_never_published(
     form = partial(form_draw, weigh=lambda *arguments: corrupted(weigh(*arguments)))
     here = World(replace(SETTINGS, batcher=replace(SETTINGS.batcher, weighting=weighting)))
     with pytest.raises(WeightsDoNotAddUp, match=f"weighting {weighting}: .* nothing was published"):
-        await here.batches(sample("a", advantage=1.0), sample("b", advantage=0.0), expected=1, form=form)
+        await here.batches(sample("a", advantage=1.0), sample("b", advantage=0.0), expected=1, form=form, seal=never)
     async with EventLog.open(here.log, here.registry, writer="reader") as events:
         assert await here.manifests(events) == []
     assert here.blobs.objects == {}
@@ -198,7 +203,7 @@ async def test_columns_that_are_corrupted_on_their_way_into_the_file_are_never_p
 
     form, here = partial(form_draw, lay_out=one_token_less), World()
     with pytest.raises(WeightsDoNotAddUp, match="the rows hold"):
-        await here.batches(sample("a", advantage=1.0), sample("b", advantage=0.0), expected=1, form=form)
+        await here.batches(sample("a", advantage=1.0), sample("b", advantage=0.0), expected=1, form=form, seal=never)
     assert here.blobs.objects == {}
 
 

@@ -17,7 +17,6 @@ from turnlog.infra.log import GroupReader, Partition, TopicSpec
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.runs import Configured
-from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.runtime.assembler import Runner, assembler_plan
 from turnlog.processors.runtime.reaper import Reaper
 from turnlog.processors.runtime.unit import records_between
@@ -78,10 +77,7 @@ async def assembler(request: pytest.FixtureRequest) -> AsyncIterator[Assembler]:
     await log.create_topics([TopicSpec(topic.name, 1, 1, {}) for topic in CATALOGUE])
     async with EventLog.open(log, MemoryRegistry(), writer="test") as events:
         process = Assembler(log, events, request.param if hasattr(request, "param") else LIMITS)
-        member = log.group_reader(
-            PLAN.group, INPUTS, assigned=process.runner._assigned, revoked=process.runner._revoked
-        )
-        async with member as process.reader:
+        async with process.runner.joined() as process.reader:
             yield process
 
 

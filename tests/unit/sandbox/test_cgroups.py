@@ -114,7 +114,7 @@ def test_the_kernel_refuses_processes_above_the_limit_and_says_so(group: Group) 
         process.communicate(b"\n")
         assert process.returncode == 1
         assert group.exceeded() == "pids"
-        alive = [pid for pid in map(int, (group._places[0] / "cgroup.procs").read_text().split()) if pid]
+        alive = [pid for pid in map(int, (group.places[0] / "cgroup.procs").read_text().split()) if pid]
         assert len(alive) == LIMITS.pids + 1
         group.close()
     assert not [pid for pid in alive if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
@@ -127,7 +127,7 @@ def test_a_whole_tree_is_adopted_and_what_it_starts_later_follows(group: Group) 
         child = int(process.stdout.readline())
         group.adopt(process.pid)
         group.adopt(process.pid)
-        for place in group._places:
+        for place in group.places:
             assert {process.pid, child} <= set(map(int, (place / "cgroup.procs").read_text().split()))
         process.communicate(b"\n")
 
@@ -188,15 +188,15 @@ def test_limits_go_up_and_down(group: Group) -> None:
     more = SandboxLimits(memory_bytes=256 << 20, disk_bytes=8 << 20, pids=32)
     for limits in (LIMITS, more, LIMITS):
         group.begin(limits)
-        name = "memory.limit_in_bytes" if group._version == 1 else "memory.max"
-        bound = int((group._folders["memory"] / name).read_text())
+        name = "memory.limit_in_bytes" if group.version == 1 else "memory.max"
+        bound = int((group.folders["memory"] / name).read_text())
         assert abs(bound - limits.memory_bytes - limits.disk_bytes - BASELINE_BYTES) < 4096
-        assert int((group._folders["pids"] / "pids.max").read_text()) == limits.pids + 1, "nobody stands in it yet"
+        assert int((group.folders["pids"] / "pids.max").read_text()) == limits.pids + 1, "nobody stands in it yet"
 
 
 def test_a_lower_limit_than_what_is_in_use_ends_nobody_by_itself(group: Group) -> None:
     """On version 1 the old bound then holds; version 2 ends whom it must, which is the limit's meaning."""
-    if group._version == 2:
+    if group.version == 2:
         return
     more = SandboxLimits(memory_bytes=256 << 20, disk_bytes=8 << 20, pids=16)
     code = "input(); hoard = bytearray(200 << 20); print('up', flush=True); input()"
@@ -210,11 +210,11 @@ def test_a_lower_limit_than_what_is_in_use_ends_nobody_by_itself(group: Group) -
         assert process.stdout.readline() == b"up\n"
         group.begin(LIMITS)
         assert process.poll() is None
-        assert int((group._folders["memory"] / "memory.limit_in_bytes").read_text()) > 256 << 20
+        assert int((group.folders["memory"] / "memory.limit_in_bytes").read_text()) > 256 << 20
         process.communicate(b"\n")
     assert group.exceeded() is None
     group.begin(LIMITS)
-    assert int((group._folders["memory"] / "memory.limit_in_bytes").read_text()) < 256 << 20
+    assert int((group.folders["memory"] / "memory.limit_in_bytes").read_text()) < 256 << 20
 
 
 def test_version_2_is_found_with_its_controllers(machine: Path) -> None:

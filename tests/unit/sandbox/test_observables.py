@@ -140,19 +140,19 @@ def test_every_observable_is_soiled_here() -> None:
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("name", SOILED)
 async def test_what_a_call_soils_is_as_new_after_a_reset(sandbox: InitSandbox, name: str) -> None:
-    await sandbox._compared()
+    await sandbox.compared()
     assert await said(sandbox, SOILED[name]) == {"refused" if name in REFUSED else "soiled"}
     in_place = await InitFiles.reset(sandbox)
     assert in_place == (name not in OUTLIVES), "a reset in place restores it, or says that it cannot"
     assert await sandbox.reset()
-    assert await sandbox._compared(), "the init that came up finds every observable as the first one did"
+    assert await sandbox.compared(), "the init that came up finds every observable as the first one did"
 
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_the_table_sees_what_a_new_init_would_find_changed(sandbox: InitSandbox) -> None:
-    assert sandbox._observed is not None
-    kept, sandbox._observed = sandbox._observed, {**sandbox._observed, "mounts": "others"}
+    assert sandbox.observed is not None
+    kept, sandbox.observed = sandbox.observed, {**sandbox.observed, "mounts": "others"}
     resets = [await sandbox.reset() for _ in range(COMPARED_EVERY)]
     assert resets.count(False) == 1, "one of so many compares"
     assert await sandbox.healthy(), "it is replaced as unclean, not as dead"
-    sandbox._observed = kept
+    sandbox.observed = kept

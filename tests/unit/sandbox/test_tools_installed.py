@@ -132,7 +132,7 @@ async def test_a_cancelled_call_of_a_packages_tool_is_cancelled(offer: Callable[
     assert isinstance(call, Prepared)
     sandbox = await Memory().start(0, Shape(disk_bytes=1 << 20))
     running = asyncio.create_task(call.run(sandbox, LIMITS, {}))
-    while sandbox._running is None:  # noqa: ASYNC110 - the sandbox offers no event for this
+    while sandbox.running is None:  # noqa: ASYNC110 - the sandbox offers no event for this
         await asyncio.sleep(0)
     await sandbox.cancel()
     assert (await running).status is ToolStatus.cancelled

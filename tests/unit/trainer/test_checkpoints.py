@@ -103,23 +103,25 @@ def test_two_that_start_at_once_are_two_incarnations(tmp_path: Path) -> None:
 
 
 def test_a_zombie_that_wakes_up_within_seal_changes_nothing_that_its_successor_goes_on_from(tmp_path: Path) -> None:
-    zombie = opened(tmp_path, 0, keep=1)
-    newest = save(zombie, 0)
-    part = zombie.begin(Cursor(step=10))
-
-    class Late(Checkpoints):
+    class Zombie(Checkpoints):
         """The one whose second look comes when it is too late."""
+
+        sleeps = False
 
         def _mark(self, folder: str) -> None:
             nonlocal owner
-            owner = opened(tmp_path, 1)
+            if self.sleeps:
+                owner = opened(tmp_path, 1)
             super()._mark(folder)
 
     owner: Checkpoints | None = None
-    late = Late(tmp_path, keep=1)
-    late._incarnation = 0
+    zombie = Zombie(tmp_path, keep=1)
+    zombie.claim(0)
+    newest = save(zombie, 0)
+    part = zombie.begin(Cursor(step=10))
+    zombie.sleeps = True
     with pytest.raises(Superseded):
-        late.seal(part)
+        zombie.seal(part)
     assert owner is not None
     assert owner.newest() == newest
     assert newest.is_dir()

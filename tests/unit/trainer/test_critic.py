@@ -201,7 +201,7 @@ def test_a_checkpoint_goes_on_bit_for_bit_with_its_critic(tmp_path: Path, reshar
     for seed in range(2):
         rows = synthetic_rows(seed)
         one.step(rows, PPO, RATE, Numbers(values=one.values(rows)))
-    Save(*one._states(), tmp_path, {"shape": as_dict(TINY)}, reshardable=reshardable).done(wait=True)
+    Save(*one.states(), tmp_path, {"shape": as_dict(TINY)}, reshardable=reshardable).done(wait=True)
     rows = synthetic_rows(2)
     wanted = one.step(rows, PPO, RATE, Numbers(values=one.values(rows)))
     other = Learner(TINY, random_weights(TINY, 9), ONE, critic=True)

@@ -64,7 +64,7 @@ async def steps(tmp_path: Path, request: pytest.FixtureRequest) -> Steps:
         learner.save(checkpoint, {})
         await publish(run, learner, version=1, checkpoint=checkpoint)
         with torch.no_grad(), mcore.quiet():
-            logits = learner._policy.model(TOKENS, torch.arange(6)[None], None)[..., : TINY.vocabulary].clone()
+            logits = learner.policy.model(TOKENS, torch.arange(6)[None], None)[..., : TINY.vocabulary].clone()
     return Steps(run, checkpoint, logits)
 
 

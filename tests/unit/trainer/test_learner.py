@@ -184,8 +184,8 @@ def test_what_is_saved_is_the_state_at_the_save_though_steps_go_on_meanwhile(
     learner = Learner(shape, random_weights(shape, 1), ONE)
     learner.step(synthetic_rows(0), OBJECTIVE, 1e-3)
     said = {"shape": as_dict(shape)}
-    save = Late(*learner._states(), tmp_path, said, reshardable=reshardable)
-    sizes = [tensor.numel() for tensor in learner._policy.model.parameters()]
+    save = Late(*learner.states(), tmp_path, said, reshardable=reshardable)
+    sizes = [tensor.numel() for tensor in learner.policy.model.parameters()]
     padding = 0 if reshardable else 12 * 64 * len(sizes)
     assert (4 + 12) * sum(sizes) <= save.bytes <= (4 + 12) * sum(sizes) + padding
     assert not save.done(wait=False)
@@ -201,7 +201,7 @@ def test_what_is_saved_is_the_state_at_the_save_though_steps_go_on_meanwhile(
 
 def test_a_checkpoint_by_place_is_refused_by_ranks_that_share_the_model_otherwise(tmp_path: Path) -> None:
     learner = Learner(TINY, random_weights(TINY, 1), ONE)
-    Save(*learner._states(), tmp_path, {"shape": as_dict(TINY)}, reshardable=False).done(wait=True)
+    Save(*learner.states(), tmp_path, {"shape": as_dict(TINY)}, reshardable=False).done(wait=True)
     said = read_common(tmp_path)
     mcore.rewrite_common(tmp_path, {**said, "shards": {**said["shards"], "tensor_parallel": 2}})
     with pytest.raises(CheckpointUnusable, match="checkpoints_reshardable = true"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,9 +54,11 @@ def unused(messages: Sequence[Mapping[str, Any]], tools: Any, ended: bool) -> li
     raise AssertionError("recorded tokens are rendered by nobody")
 
 
-def tuning(model: Path, out: Path, numbers: Numbers = NUMBERS) -> tuple[Tuning, list[str]]:
+def tuning(
+    model: Path, out: Path, numbers: Numbers = NUMBERS, say: Callable[[str], None] | None = None
+) -> tuple[Tuning, list[str]]:
     said: list[str] = []
-    return Tuning(Settings(), model, out, numbers, "0" * 64, said.append), said
+    return Tuning(Settings(), model, out, numbers, "0" * 64, say or said.append), said
 
 
 def test_epochs_learn_and_say_the_loss_of_tasks_that_they_never_saw(model: Path, split: Split, tmp_path: Path) -> None:
@@ -86,13 +88,12 @@ def test_epochs_learn_and_say_the_loss_of_tasks_that_they_never_saw(model: Path,
 def test_a_killed_run_goes_on_after_its_last_epoch_to_the_same_bits(model: Path, split: Split, tmp_path: Path) -> None:
     whole, _ = tuning(model, tmp_path / "whole")
     whole.run(split)
-    cut, _ = tuning(model, tmp_path / "cut")
 
     def dies(line: str) -> None:
         if line.startswith("epoch 2/3  step"):
             raise KeyboardInterrupt
 
-    cut._say = dies
+    cut, _ = tuning(model, tmp_path / "cut", say=dies)
     with pytest.raises(KeyboardInterrupt):
         cut.run(split)
     assert not (tmp_path / "cut").exists()

@@ -151,10 +151,8 @@ async def test_workers_reach_it_over_tls(
 
 def served_by(authority: CertificateAuthority, folder: Path) -> Path:
     """Certificate and key of 127.0.0.1."""
-    from turnlog.sandbox_workers.egress.certificates import _pem, _private_pem
-
     path = folder / "shown.pem"
-    path.write_bytes(_pem(authority._leaf("127.0.0.1")) + _private_pem(authority._leaf_key))
+    path.write_bytes(authority.leaf("127.0.0.1"))
     return path
 
 

@@ -121,7 +121,7 @@ def left_over(lab: Any) -> list[str]:
 
 async def test_memory_that_is_shared_counts_where_there_are_control_groups(lab: Any) -> None:
     """Looking at private pages does not see it; the kernel's own count does."""
-    if lab.backend._cgroups is None:
+    if lab.backend.cgroups is None:
         pytest.skip("cgroups cannot be written")
     answer = await lab.python("""
         import mmap, time
@@ -136,7 +136,7 @@ async def test_memory_that_is_shared_counts_where_there_are_control_groups(lab: 
 
 async def test_buffers_of_sockets_are_bounded_where_there_are_control_groups(lab: Any) -> None:
     """Version 1 counts them beside memory, TCP and UDP together; on version 2 they are memory."""
-    if lab.backend._cgroups is None:
+    if lab.backend.cgroups is None:
         pytest.skip("cgroups cannot be written")
     answer = await lab.python("""
         held, kept = [], 0
@@ -165,7 +165,7 @@ async def test_buffers_of_sockets_are_bounded_where_there_are_control_groups(lab
                 pass
         print(kept)
     """)
-    if lab.backend._cgroups.tree.version == 1:
+    if lab.backend.cgroups.tree.version == 1:
         assert answer.status is ToolStatus.ok
         assert 0 < int(answer.output) < 3 * SOCKET_BYTES, "some of it had gone out again"
     else:
@@ -192,7 +192,7 @@ IGNORED = """
 async def test_children_that_nobody_waits_for_count_against_the_cpu_time(lab: Any, each: float, cgroups: str) -> None:
     """Without control groups as far as they live until they are looked at."""
     backend = await Bubblewrap.open(SandboxSettings(first_uid=FIRST_UID + 50, cgroups=cgroups))
-    if backend._cgroups is None and cgroups == "auto":
+    if backend.cgroups is None and cgroups == "auto":
         pytest.skip("cgroups cannot be written")
     sandbox = await backend.start(0, Shape(disk_bytes=DISK))
     source = textwrap.dedent(IGNORED).format(wall=8, each=each)
@@ -246,7 +246,7 @@ async def test_what_the_kernel_counts_by_user_is_counted_by_sandbox(lab: Any) ->
 
 
 async def test_every_process_is_in_the_sandboxes_control_group(lab: Any) -> None:
-    if lab.backend._cgroups is None:
+    if lab.backend.cgroups is None:
         pytest.skip("cgroups cannot be written")
     source = """
         import time
@@ -263,7 +263,7 @@ async def test_every_process_is_in_the_sandboxes_control_group(lab: Any) -> None
     sandbox = lab.sandbox
     outer = psutil.Process(sandbox.process.pid)
     inside = {process.pid for process in (outer, *outer.children(recursive=True))}
-    for place in sandbox._bounds._places:
+    for place in sandbox.bounds.places:
         assert set(map(int, Path(place / "cgroup.procs").read_text().split())) == inside  # noqa: ASYNC240 - kernel's
     assert len(inside) >= 5
     await sandbox.cancel()
@@ -272,7 +272,7 @@ async def test_every_process_is_in_the_sandboxes_control_group(lab: Any) -> None
 
 async def test_a_group_is_gone_with_its_sandbox(lab: Any) -> None:
     sandbox = await lab.another(1)
-    places = sandbox._bounds._places if sandbox._bounds is not None else ()
+    places = sandbox.bounds.places if sandbox.bounds is not None else ()
     assert all(os.path.isdir(place) for place in places)  # noqa: ASYNC240 - the kernel's
     await sandbox.close()
     assert not any(os.path.isdir(place) for place in places)  # noqa: ASYNC240 - the kernel's
