@@ -42,7 +42,7 @@ test-fresh:  ## the same on a bare Debian as a user without a name (root only; n
 test-compose: $(ENVIRONMENT)  ## images and compose on a container engine (docker; as root, docker.io from Debian will do)
 	@$(BIN)/python -m pytest -s tests/deploy/test_compose.py
 
-test-kube: $(ENVIRONMENT)  ## the chart on a real control plane and two nodes of this machine (root; Go, docker.io, CNI plugins)
+test-kube: $(ENVIRONMENT)  ## the chart on a real control plane and two nodes of this machine (root; Go, docker.io, CNI plugins, ipset)
 	@$(BIN)/python -m pytest -s tests/deploy/test_kube.py
 
 test-secured: $(ENVIRONMENT)  ## the whole contract of the log over SASL_SSL and mTLS, each ACL taken away (7 minutes)

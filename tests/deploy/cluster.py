@@ -1,5 +1,6 @@
-"""A Kubernetes of one machine: released control plane, nodes with real kubelets, names of services; started from
-nothing and gone afterwards with its mounts, bridges, control groups and rules of the packet filter. Root only."""
+"""A Kubernetes of one machine: released control plane, nodes with real kubelets, names of services, policies that are
+enforced; started from nothing and gone afterwards with its mounts, bridges, control groups and rules of the packet
+filter. Root only."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ import yaml
 
 from tests.deploy.conftest import run
 from tests.deploy.node import HOST, PODS, SERVICES, Node, without_groups
+from tests.deploy.policies import enforced
 from turnlog.infra.embedded.ports import free_ports
 from turnlog.infra.embedded.process import Child, Launch
 
@@ -197,6 +199,8 @@ def cluster(folder: Path, programs: Mapping[str, Path], images: Path) -> Iterato
         for name in NODES:
             until(lambda name=name: name in it.kubectl("get", "nodes", "--output", "name"), 60, f"{name} is there")
         it.kubectl("wait", "--for=condition=Ready", "node", "--all", "--timeout=60s")
+        log = folder / "kube-router.log"
+        stack.enter_context(enforced(programs["kube-router"], plane.kubeconfig, NODES[0], SERVICES, log))
         print(f"cluster of {len(nodes)} nodes: Ready after {time.monotonic() - begun:.1f} s")
         yield it
 

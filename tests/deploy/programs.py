@@ -16,6 +16,7 @@ OF_KUBERNETES = (
     "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy", "kubectl",
 )  # fmt: skip
 HELM, ETCD, COREDNS = "v3.22.0", "v3.6.6", "v1.13.1"
+KUBE_ROUTER, FIREWALL = "v2.1.0", "github.com/cloudnativelabs/kube-router/v2/cmd/kube-router"
 DESCRIBED = {
     "keda": ("github.com/kedacore/keda/v2@v2.21.0", "config/crd/bases"),
     "prometheus-operator": (
@@ -33,6 +34,7 @@ def programs(go: str | None) -> dict[str, Path]:
         "helm": built(go, f"helm-{HELM}", f"helm.sh/helm/v3/cmd/helm@{HELM}", *STRIPPED),
         "etcd": built(go, f"etcd-{ETCD}", f"go.etcd.io/etcd/server/v3@{ETCD}", *STRIPPED),
         "coredns": built(go, f"coredns-{COREDNS}", f"github.com/coredns/coredns@{COREDNS}", *STRIPPED, main=NAMES),
+        "kube-router": built(go, f"kube-router-{KUBE_ROUTER}", f"{FIREWALL}@{KUBE_ROUTER}", *STRIPPED),
         **_kubernetes(go),
     }
     described(go)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shlex
 import shutil
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +19,7 @@ import yaml
 
 from tests.deploy.cluster import Cluster, cluster, until
 from tests.deploy.conftest import BASE, ROOT, STANDINS, lacking, ours, run
-from tests.deploy.node import PAUSE, PLUGINS, with_a_share
+from tests.deploy.node import HOST, PAUSE, PLUGINS, with_a_share
 from tests.deploy.programs import KUBERNETES, described, programs
 from turnlog.producers.recipes.calc import RECIPE
 
@@ -26,7 +28,7 @@ CHART = "infra/deploy/helm/turnlog"
 EXAMPLES = sorted((ROOT / CHART / "examples").glob("*.yaml"))
 KUBE = Path(__file__).parent / "kube"
 IMAGE = "turnlog/processors"
-KEYS = ("store_access_key", "store_secret_key", "gateway_signing_key")
+KEYS = ("store_access_key", "store_secret_key", "gateway_signing_key", "egress_signing_key")
 READY_S = 600
 """Patience alone: an idle machine takes a minute."""
 (PAGE,) = re.findall(r"^```console\n(helm install.*?)^```", (ROOT / "docs/kubernetes.md").read_text(), re.M | re.S)
@@ -34,6 +36,29 @@ COMMANDS = PAGE.splitlines()
 DONE: set[str] = set()
 """Beginnings of commands of docs/kubernetes.md that were run."""
 STRUCK = ("assembler", "batcher", "archive", "feeder", "runner", "gateway", "sandbox")
+OUTSIDE = {
+    "public": "203.0.113.213", "inside": "198.51.100.213", "private": "192.168.213.213", "mirror": "192.168.213.214",
+    "metadata": "169.254.213.254",
+}  # fmt: skip
+"""Addresses that this machine is given, each for its kind: the one of a provider's metadata could be in use."""
+SERVERS = frozenset({"kafka", "registry", "store"})
+GRANTED = {"sandbox": SERVERS | {"gateway", "egress", "names"}, "egress": frozenset({"public", "mirror", "names"})}
+SETTLED_S = 60
+CONNECT = """
+import json, socket, sys
+from concurrent.futures import ThreadPoolExecutor
+
+def reached(address):
+    host, port = address.rsplit(":", 1)
+    ((*_, at),) = socket.getaddrinfo(host, int(port), socket.AF_INET, socket.SOCK_STREAM)
+    with socket.socket() as connection:
+        connection.settimeout(5)
+        return connection.connect_ex(at) == 0
+
+addresses = json.loads(sys.argv[1])
+with ThreadPoolExecutor(len(addresses)) as pool:
+    print(json.dumps([name for name, there in zip(addresses, pool.map(reached, addresses.values())) if there]))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +66,13 @@ def kube(
     engine: dict[str, str], go: str | None, others: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
     """Nodes that hold the images."""
-    lacks = [name for name in ("containerd", "ctr", "runc", "iptables", "openssl") if shutil.which(name) is None]
+    needs = ("containerd", "ctr", "runc", "iptables", "ipset", "openssl")
+    lacks = [name for name in needs if shutil.which(name) is None]
     if os.geteuid():
         lacking("nodes are started by root alone", "Be root")
     if lacks or not PLUGINS.is_dir():
-        lacking(f"no {', '.join([*lacks, str(PLUGINS)])}", "Debian: containerd, containernetworking-plugins, iptables")
+        debian = "Debian: containerd, containernetworking-plugins, iptables, ipset"
+        lacking(f"no {', '.join([*lacks, str(PLUGINS)])}", debian)
     folder = tmp_path_factory.mktemp("kube")
     built = programs(go)
     run("docker", "build", "--quiet", "--tag", PAUSE, "--build-arg", f"BASE={BASE}", "--file",
@@ -122,6 +149,25 @@ def environment() -> list[dict[str, str]]:
     ]
 
 
+@pytest.fixture(scope="module")
+def addresses(kube: Cluster, release: float) -> Iterator[dict[str, str]]:
+    """What a pod may try to reach, by a name for it; somebody listens at each."""
+    with contextlib.ExitStack() as stack:
+        outside = {}
+        for name, address in OUTSIDE.items():
+            run("ip", "address", "add", f"{address}/32", "dev", "lo")
+            stack.callback(run, "ip", "address", "delete", f"{address}/32", "dev", "lo")
+            server = stack.enter_context(socket.create_server((address, 0)))
+            outside[name] = f"{address}:{server.getsockname()[1]}"
+        services = {
+            "kafka": "kafka.servers:9092", "registry": "registry.servers:8081", "store": "store.servers:7070",
+            "engine": "engine.servers:30000", "gateway": "turnlog-gateway.rl:8000", "egress": "turnlog-egress.rl:3128",
+            "apiserver": "kubernetes.default:443", "names": f"{HOST}:53",
+        }  # fmt: skip
+        others = {role: f"{pods(kube, role)[0]['status']['podIP']}:8080" for role in ("views", "archive")}
+        yield {**services, **others, **outside}
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_every_example_is_admitted(kube: Cluster, example: Path, go: str | None) -> None:
     """Strictly, with the restricted profile enforced where the release lives."""
@@ -178,9 +224,46 @@ def test_a_worker_that_makes_namespaces_is_refused_where_pods_are_restricted(kub
 
 def test_the_chart_installs_and_its_test_passes(kube: Cluster, release: float) -> None:
     print(f"installed and ready after {release:.0f} s")
-    for role in ("assembler", "batcher", "archive", "views", "lag", "gateway", "runner", "feeder"):
+    for role in ("assembler", "batcher", "archive", "views", "lag", "gateway", "runner", "feeder", "egress"):
         assert "ready" in documented(kube, "kubectl exec", assembler=role)
     assert "Succeeded" in documented(kube, "helm test")
+
+
+@pytest.mark.parametrize("role", GRANTED)
+def test_a_policy_lets_through_what_its_role_needs_and_nothing_else(
+    kube: Cluster, addresses: dict[str, str], role: str
+) -> None:
+    reaches(kube, role, addresses, GRANTED[role])
+
+
+def test_the_egress_proxy_is_asked_by_workers_alone_and_probed_by_everybody(
+    kube: Cluster, addresses: dict[str, str]
+) -> None:
+    ports = {role: f"{pods(kube, role)[0]['status']['podIP']}:8080" for role in GRANTED}
+    reaches(kube, "views", {**ports, "asked": addresses["egress"]}, frozenset(ports))
+
+
+def test_it_is_the_policy_that_refuses(kube: Cluster, addresses: dict[str, str]) -> None:
+    found = kube.get("networkpolicies", "--all-namespaces", "--selector", "app.kubernetes.io/instance=turnlog")
+    for policy in found:
+        policy["metadata"] = {key: policy["metadata"][key] for key in ("name", "namespace", "labels", "annotations")}
+    policies = json.dumps({"apiVersion": "v1", "kind": "List", "items": found})
+    kube.kubectl("delete", "--filename", "-", given=policies)
+    for role in GRANTED:
+        reaches(kube, role, addresses, frozenset(addresses))
+    kube.kubectl("create", "--filename", "-", given=policies)
+    for role, granted in GRANTED.items():
+        reaches(kube, role, addresses, granted)
+
+
+def reaches(kube: Cluster, role: str, addresses: dict[str, str], expected: frozenset[str]) -> None:
+    """From a pod of the role, by connections: these and no others, as soon as the network has heard of its policies."""
+    pod = pods(kube, role)[0]["metadata"]
+    command = ("exec", "--namespace", pod["namespace"], pod["name"], "--", "python", "-c", CONNECT)
+    begun = time.monotonic()
+    while (found := set(json.loads(kube.kubectl(*command, json.dumps(addresses))))) != expected:
+        late = f"{role} reaches {sorted(found)}, not {sorted(expected)}"
+        assert time.monotonic() - begun < SETTLED_S, late
 
 
 def test_nothing_is_lost_or_counted_twice_while_the_release_is_struck(
