@@ -1,5 +1,6 @@
 """What enforces NetworkPolicies in the cluster of one machine: kube-router, of which the firewall alone runs. It knows
-its pods by the node's address, which both nodes share, so one agent sees the pods of both."""
+its pods by the node's address, which both nodes share, so one agent sees the pods of both; and it judges what they send
+to the node itself, where the control plane listens."""
 
 from __future__ import annotations
 
