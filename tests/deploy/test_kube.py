@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,7 +44,9 @@ OUTSIDE = {
 """Addresses that this machine is given, each for its kind: the one of a provider's metadata could be in use."""
 SERVERS = frozenset({"kafka", "registry", "store"})
 GRANTED = {"sandbox": SERVERS | {"gateway", "egress", "names"}, "egress": frozenset({"public", "mirror", "names"})}
+PROBED = frozenset({"health of sandbox", "health of egress"})
 SETTLED_S = 60
+OPEN = "import socket, sys; server = socket.create_server(('', 8888)); print('open', flush=True); sys.stdin.read()"
 CONNECT = """
 import json, socket, sys
 from concurrent.futures import ThreadPoolExecutor
@@ -168,6 +171,19 @@ def addresses(kube: Cluster, release: float) -> Iterator[dict[str, str]]:
         yield {**services, **others, **outside}
 
 
+@pytest.fixture(scope="module")
+def doors(kube: Cluster, addresses: dict[str, str]) -> Iterator[dict[str, str]]:
+    """Ports of pods that have policies; `opened` is what agents' code may do in a worker's."""
+    pod = pods(kube, "sandbox")[0]["metadata"]
+    command = kube.command("exec", "--stdin", "--namespace", pod["namespace"], pod["name"], "--", "python", "-c", OPEN)
+    at = {role: pods(kube, role)[0]["status"]["podIP"] for role in GRANTED}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "open\n"
+        health = {f"health of {role}": f"{ip}:8080" for role, ip in at.items()}
+        yield {**health, "proxy": addresses["egress"], "opened": f"{at['sandbox']}:8888"}
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_every_example_is_admitted(kube: Cluster, example: Path, go: str | None) -> None:
     """Strictly, with the restricted profile enforced where the release lives."""
@@ -236,14 +252,13 @@ def test_a_policy_lets_through_what_its_role_needs_and_nothing_else(
     reaches(kube, role, addresses, GRANTED[role])
 
 
-def test_the_egress_proxy_is_asked_by_workers_alone_and_probed_by_everybody(
-    kube: Cluster, addresses: dict[str, str]
+def test_a_worker_and_the_egress_proxy_are_probed_by_everybody_and_asked_by_no_other_role(
+    kube: Cluster, doors: dict[str, str]
 ) -> None:
-    ports = {role: f"{pods(kube, role)[0]['status']['podIP']}:8080" for role in GRANTED}
-    reaches(kube, "views", {**ports, "asked": addresses["egress"]}, frozenset(ports))
+    reaches(kube, "views", doors, PROBED)
 
 
-def test_it_is_the_policy_that_refuses(kube: Cluster, addresses: dict[str, str]) -> None:
+def test_it_is_the_policy_that_refuses(kube: Cluster, addresses: dict[str, str], doors: dict[str, str]) -> None:
     found = kube.get("networkpolicies", "--all-namespaces", "--selector", "app.kubernetes.io/instance=turnlog")
     for policy in found:
         policy["metadata"] = {key: policy["metadata"][key] for key in ("name", "namespace", "labels", "annotations")}
@@ -251,9 +266,11 @@ def test_it_is_the_policy_that_refuses(kube: Cluster, addresses: dict[str, str])
     kube.kubectl("delete", "--filename", "-", given=policies)
     for role in GRANTED:
         reaches(kube, role, addresses, frozenset(addresses))
+    reaches(kube, "views", doors, frozenset(doors))
     kube.kubectl("create", "--filename", "-", given=policies)
     for role, granted in GRANTED.items():
         reaches(kube, role, addresses, granted)
+    reaches(kube, "views", doors, PROBED)
 
 
 def reaches(kube: Cluster, role: str, addresses: dict[str, str], expected: frozenset[str]) -> None:
