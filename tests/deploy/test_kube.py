@@ -171,7 +171,7 @@ def addresses(kube: Cluster, release: float) -> Iterator[dict[str, str]]:
         yield {**services, **others, **outside}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def doors(kube: Cluster, addresses: dict[str, str]) -> Iterator[dict[str, str]]:
     """Ports of pods that have policies; `opened` is what agents' code may do in a worker's."""
     pod = pods(kube, "sandbox")[0]["metadata"]
