@@ -161,8 +161,9 @@ class ControlPlane:
         for child in reversed(self._children):
             child.kill()
         subprocess.run([self._programs["kube-proxy"], "--cleanup"], capture_output=True, check=False)
-        for rule in LEFT:
-            subprocess.run(["iptables", *rule], capture_output=True, check=False)
+        for program in ("iptables", "ip6tables"):
+            for rule in LEFT:
+                subprocess.run([program, *rule], capture_output=True, check=False)
 
 
 def answers(url: str) -> bool:
