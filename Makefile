@@ -96,6 +96,7 @@ docs: $(ENVIRONMENT)  ## rewrite the generated pages
 	@$(BIN)/python -m turnlog.metrics_page > docs/metrics.md
 	@$(BIN)/python -c 'from turnlog.producers.gateway.dialects import fields_page as p; print(p(), end="")' > docs/fields.md
 	@$(BIN)/python -c 'from turnlog.consumers.index.schema import page as p; print(p(), end="")' > docs/index-schema.md
+	@$(BIN)/python -m turnlog.asyncapi_page > docs/asyncapi.yaml
 	@$(BIN)/python -m turnlog.settings_page infra/deploy/helm/turnlog
 
 $(UV): locks/uv.txt

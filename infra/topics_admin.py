@@ -56,6 +56,11 @@ class Access:
     appends: bool = True
     """It has a producer for events, whatever it writes."""
 
+    @property
+    def receives(self) -> tuple[Topic, ...]:
+        """Every topic whose records it takes."""
+        return tuple(dict.fromkeys((*((topics.RUNS,) if self.follows else ()), *self.consumes, *self.reads)))
+
 
 AGENTS = (topics.SESSIONS, topics.TURNS, topics.SNAPSHOTS)
 PARKED = topics.DEAD_LETTERS
@@ -324,10 +329,9 @@ def acls(settings: Settings, role: str, principal: str = "") -> list[Acl]:
         operations = ("Create", "Read", "Write")
         return [*(on("topic", operation, REGISTRY_TOPIC) for operation in operations),
                 on("transactional-id", "Write", TransactionalId.REGISTRY)]  # fmt: skip
-    read = ((topics.RUNS,) if access.follows else ()) + access.consumes + access.reads
-    seen = {*read, *access.writes, *access.deletes}  # each of these rights brings Describe
+    seen = {*access.receives, *access.writes, *access.deletes}  # each of these rights brings Describe
     found = [
-        *of_topics("Read", read),
+        *of_topics("Read", access.receives),
         *of_topics("Write", access.writes),
         *of_topics("Delete", access.deletes),
         *of_topics("Describe", (t for t in access.measures + access.examines + access.makes if t not in seen)),

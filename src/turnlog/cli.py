@@ -202,8 +202,11 @@ def _readers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     of.tail_arguments(_verb(verbs, "tail", _tail, "events as they come, a line each"))
     of.why_arguments(_verb(verbs, "why", _why, "the chain of records that decided about a session, group or token"))
     of.gc_arguments(_verb(verbs, "gc", _gc, "what nothing names any more in the store: show it, or let it go"))
-    schemas = _verb(verbs, "schemas", _schemas, "check today's schemas against every release, or release them")
-    schemas.add_argument("action", choices=("check", "release"))
+    schemas = _verb(verbs, "schemas", _schemas, "check today's schemas against every release; print them as AsyncAPI")
+    schemas.add_argument(
+        "action", choices=("check", "release", "asyncapi"),
+        help="check, cut the next release, or print topics, records and who reads and writes them as AsyncAPI 3.0",
+    )  # fmt: skip
     schemas.add_argument("--against", type=Path, metavar="DIR", help="a folder of releases (default: the package's)")
     of.topics_arguments(_verb(verbs, "topics", _topics, "create or check the catalogue's topics; print ACLs"))
     of.dataset_arguments(_verb(verbs, "dataset", _dataset, "build rows of a run as Parquet or Arrow, or verify them"))
@@ -431,7 +434,12 @@ def _sandbox(settings: Settings, arguments: argparse.Namespace) -> int:
     return sandbox(settings, arguments)
 
 
-def _schemas(_: Settings, arguments: argparse.Namespace) -> int:
+def _schemas(settings: Settings, arguments: argparse.Namespace) -> int:
+    if arguments.action == "asyncapi":
+        from turnlog.asyncapi_page import asyncapi_page
+
+        print(asyncapi_page(settings), end="")
+        return ExitStatus.DONE
     from turnlog.schemas.releases import run
 
     return run(arguments.action, arguments.against)

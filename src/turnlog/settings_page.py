@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import msgspec
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from turnlog.fold_settings import OPERATIONAL, OWN, Since
 from turnlog.setting_types import legal, notes

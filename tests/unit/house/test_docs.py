@@ -14,12 +14,13 @@ import pytest
 import yaml
 
 from turnlog import cli
+from turnlog.asyncapi_page import asyncapi_page
 from turnlog.consumers.index.schema import page as index_page
 from turnlog.infra.topics_admin import ACCESS, VERBS
 from turnlog.metrics_page import metrics_page
 from turnlog.producers.gateway.dialects import fields_page
 from turnlog.schemas.catalogue_page import catalogue_page
-from turnlog.settings import from_tables
+from turnlog.settings import Settings, from_tables
 from turnlog.settings_page import settings_page
 
 ROOT = Path(__file__).parents[3]
@@ -126,6 +127,10 @@ def test_the_page_of_the_index_is_the_one_that_its_tables_give() -> None:
 
 def test_the_events_page_is_what_the_catalogue_says() -> None:
     assert (ROOT / "docs/events.md").read_text() == catalogue_page(), "run `make docs`"
+
+
+def test_the_asyncapi_document_is_what_the_catalogue_says() -> None:
+    assert (ROOT / "docs/asyncapi.yaml").read_text() == asyncapi_page(Settings()), "run `make docs`"
 
 
 def test_every_field_of_every_record_says_what_it_is() -> None:
