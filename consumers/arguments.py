@@ -138,6 +138,33 @@ def why_arguments(verb: argparse.ArgumentParser) -> None:
     _source(verb)
 
 
+TRACK_EPILOG = """\
+It reads train-steps and writes files alone: what TensorBoard shows, and what `wandb sync` uploads when you call it. How
+far they are is read from the files, so that a killed call's successor writes no step twice and leaves none out. A step
+that a later incarnation of the trainer did again replaces the first one. docs/outlets.md has the names of the curves.
+
+Examples:
+  turnlog track --to tensorboard=curves             follow the run into curves/RUN; tensorboard --logdir curves shows it
+  turnlog track --to tensorboard=curves --to wandb=curves-wandb --until-end
+  turnlog track --to wandb=curves-wandb --from archive      when the topics are gone
+"""
+
+
+def track_arguments(verb: argparse.ArgumentParser) -> None:
+    """Where to, and until when."""
+    verb.formatter_class = argparse.RawDescriptionHelpFormatter
+    verb.epilog = TRACK_EPILOG
+    verb.add_argument(
+        "--to",
+        action="append",
+        required=True,
+        metavar="KIND=DIR",
+        help="tensorboard or wandb, and a folder; again for each",
+    )
+    verb.add_argument("--until-end", action="store_true", help="end where the log ends now (default: follow it)")
+    _source(verb)
+
+
 GC_EPILOG = """\
 A first call with --delete moves what nothing has named for a grace into the bucket's trash/, from where readers take it
 back; a call a grace later looks again and deletes it for good. It reads every record of every log and archive of the

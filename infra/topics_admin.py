@@ -131,6 +131,7 @@ ACCESS: Mapping[str, Access] = {
         asks=(ConsumerGroup.ASSEMBLER,),
     ),
     "index": Access(reads=INDEXED),
+    "track": Access(reads=(topics.STEPS,)),
     "lag": Access(reads=CATALOGUE, asks=tuple(ConsumerGroup), appends=False),
     "reader": Access(reads=CATALOGUE, asks=tuple(ConsumerGroup)),
     "prune": Access(

@@ -134,6 +134,7 @@ def parser() -> argparse.ArgumentParser:
     demo.add_argument("--steps", type=int, default=None, metavar="N", help="draws to train (default 30)")
     demo.add_argument("--engines", type=int, default=None, metavar="N", help="engines (default 1)")
     _readers(verbs)
+    _outlets(verbs)
     return top
 
 
@@ -180,7 +181,8 @@ def _askers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     of.dashboard_arguments(_verb(verbs, "dashboard", _dashboard, "the run in the browser: sessions, tokens, curves"))
     health = _verb(verbs, "health", _health, "ask a role of this container whether it is ready, for probes")
     health.add_argument(
-        "role", choices=(*ROLES, "sandbox", "archive", "index", "dashboard", "views", "lag", "egress", "registry")
+        "role",
+        choices=(*ROLES, "sandbox", "archive", "index", "dashboard", "track", "views", "lag", "egress", "registry"),
     )
     asked = health.add_mutually_exclusive_group()
     asked.add_argument("--ready", action="store_true", help="whether it does its work (the default)")
@@ -226,6 +228,13 @@ def _readers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     books.add_argument("--json", action="store_true")
     books.add_argument("--from", dest="source", choices=("topics", "archive"), default="topics", help="default topics")
     _verb(verbs, "report", _report, "write runs/ID/report.json and print the summary")
+
+
+def _outlets(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """The verbs that hand the log to programs of others."""
+    from turnlog.consumers import arguments as of
+
+    of.track_arguments(_verb(verbs, "track", _track, "role: a run's curves in TensorBoard or Weights & Biases"))
 
 
 Call = Callable[[Settings, argparse.Namespace], int]
@@ -420,6 +429,12 @@ def _why(settings: Settings, arguments: argparse.Namespace) -> int:
     from turnlog.consumers.index.console import why_command
 
     return why_command(settings, arguments)
+
+
+def _track(settings: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.consumers.outlets.tracking import command
+
+    return command(settings, arguments)
 
 
 def _gc(settings: Settings, arguments: argparse.Namespace) -> int:

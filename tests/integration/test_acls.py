@@ -306,6 +306,7 @@ AT_ONCE = (
     ("reader", "dead-letters list"),
     ("reader", "dataset build {folder}/dataset"),
     ("reader", "report"),
+    ("track", "track --to tensorboard={folder}/curves --until-end"),
     ("gc", "gc --grace 2h --delete"),
     ("fork", "run fork --from {directory} --to-prefix {prefix}fork-"),
 )

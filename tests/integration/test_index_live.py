@@ -97,6 +97,7 @@ async def test_an_index_is_built_asked_and_explained_and_the_archive_gives_the_s
     assert "masked: unused" in told(settings, "why", f"{waiting.session_id}:0:0")
     assert waiting.session_id in told(settings, "session", "show", waiting.session_id, "--tokens")
     await shown(settings, waiting.session_id, tmp_path)
+    assert "steps: tensorboard" in told(settings, "track", "--to", f"tensorboard={tmp_path / 'curves'}", "--until-end")
     tail = told(settings, "tail", "--all", "--until-end", "--kind", "SessionStarted", "--session", waiting.session_id)
     assert tail.count("SessionStarted") == len(tail.splitlines()) > 0
     async with opened("test", settings) as role:

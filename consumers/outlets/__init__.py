@@ -1,0 +1,59 @@
+"""A run in programs that are already there: TensorBoard, Weights & Biases, OpenTelemetry.
+
+OutletError
+├── BadOutlet       a --to that names none of them
+├── NoLibrary       the extra is not installed
+├── BusyOutlet      another process writes there
+└── OtherHistory    what stands there is of another log
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+class OutletError(Exception):
+    """Base of the tree above."""
+
+
+class BadOutlet(OutletError):
+    """Remedy: KIND=DIR, as `turnlog track --help` shows."""
+
+
+class NoLibrary(OutletError):
+    """Remedy: install turnlog with the extra that is named."""
+
+
+class BusyOutlet(OutletError):
+    """Remedy: end the other process, or give this one a folder of its own."""
+
+
+class OtherHistory(OutletError):
+    """Remedy: give each run a folder of its own."""
+
+
+def library(name: str, extra: str) -> Any:
+    """A module of an extra. Raises NoLibrary."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise NoLibrary(f"{error.name} is not installed: pip install 'turnlog[{extra}]'") from error
+
+
+@contextlib.contextmanager
+def one_writer(path: Path) -> Iterator[str]:
+    """Hold a folder's lock; what its last holder left in the file. Whoever holds it may write there. Raises
+    BusyOutlet."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BusyOutlet(f"{path.parent} is being written by another process, which holds {path.name}") from error
+        lock.seek(0)
+        yield lock.read()

@@ -1,0 +1,107 @@
+"""`turnlog track`: the curve of a run, from train-steps, in TensorBoard's or Weights & Biases' own files."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from prometheus_client import Counter
+
+from turnlog.consumers.arguments import ARCHIVE
+from turnlog.consumers.outlets import BadOutlet, OtherHistory
+from turnlog.consumers.outlets.event_files import event_files
+from turnlog.consumers.outlets.history import History, Point, Tracker
+from turnlog.consumers.outlets.offline_runs import offline_runs
+from turnlog.consumers.replay.source import recorded_run
+from turnlog.infra.log import Partition
+from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.runs import serve
+from turnlog.infra.roles.terminal import say
+from turnlog.names import ExitStatus
+from turnlog.schemas import UndecodableRecord
+from turnlog.schemas.events import StepCompleted
+from turnlog.schemas.topics import STEPS
+from turnlog.settings import Settings
+
+log = logging.getLogger(__name__)
+TRACKED = Counter("turnlog_tracked_steps", "Steps of the history that counts, those that were there already included")
+PLACE = Partition(STEPS.name, 0)
+KINDS: dict[str, Callable[[Path, str], AbstractContextManager[Tracker]]] = {
+    "tensorboard": event_files, "wandb": offline_runs,
+}  # fmt: skip
+
+
+def outlets(wanted: Sequence[str]) -> list[tuple[str, Path]]:
+    """(kind, folder) of each KIND=DIR. Raises BadOutlet."""
+    found = [(kind, Path(folder)) for kind, _, folder in (each.partition("=") for each in wanted)]
+    for (kind, folder), said in zip(found, wanted, strict=True):
+        if kind not in KINDS or said == f"{kind}=" or folder == Path():
+            raise BadOutlet(f"--to {said}: KIND=DIR, where KIND is one of {', '.join(KINDS)}")
+    return found
+
+
+async def track(role: Role, wanted: Sequence[tuple[str, Path]], *, until_end: bool) -> int:
+    """Write every step that counts until the role stops, or up to the present end; how many there are. The topic is
+    read from its beginning each time: it is small and whole, and what stands in the files is passed over.
+
+    Raises OutletError, OSError, LogError, RegistryUnavailable: what was written stays, and is found again.
+    """
+    with contextlib.ExitStack() as stack:
+        trackers = [stack.enter_context(KINDS[kind](folder, role.settings.run.id)) for kind, folder in wanted]
+        async with role.log.reader(patient=True) as reader:
+            starts, ends = await role.log.start_offsets([PLACE]), await role.log.end_offsets([PLACE])
+            for (kind, folder), tracker in zip(wanted, trackers, strict=True):
+                if tracker.there >= ends[PLACE]:
+                    raise OtherHistory(
+                        f"{kind}={folder} holds the step at offset {tracker.there} of {STEPS.name}, which ends at "
+                        f"{ends[PLACE]}: it is of another log"
+                    )
+            reader.assign(starts)
+            role.health.started()
+            history = History()
+            while not role.stopping.is_set() and not (until_end and reader.position(PLACE) >= ends[PLACE]):
+                role.health.beat()
+                for record in await reader.poll(timeout_s=0.5):
+                    try:
+                        event = await role.events.decode(record)
+                    except UndecodableRecord as error:
+                        log.warning("passed over: %s", error)
+                        continue
+                    if isinstance(event, StepCompleted) and event.run_id == role.settings.run.id:
+                        point = Point(record.offset, record.timestamp_ms / 1000, event)
+                        await asyncio.to_thread(_take, point, history, trackers)
+                for tracker in trackers:
+                    tracker.flush()
+    return len(history.points)
+
+
+def _take(point: Point, history: History, trackers: Sequence[Tracker]) -> None:
+    if history.take(point):
+        TRACKED.inc()
+        for tracker in trackers:
+            tracker.take(history)
+
+
+def command(settings: Settings, arguments: argparse.Namespace) -> int:
+    """Follow, or write what there is and end; the exit status."""
+    wanted = outlets(arguments.to)
+    if arguments.source == ARCHIVE or arguments.until_end:
+        return asyncio.run(_once(settings, wanted, archive=arguments.source == ARCHIVE))
+
+    async def main(role: Role) -> None:
+        await track(role, wanted, until_end=False)
+
+    return serve("track", main, settings)
+
+
+async def _once(settings: Settings, wanted: Sequence[tuple[str, Path]], *, archive: bool) -> int:
+    async with opened("track", settings, archive=archive) as role:
+        await recorded_run(role)  # raises NothingToReplay: the log is of another run
+        steps = await track(role, wanted, until_end=True)
+    say(f"{steps} steps: {', '.join(f'{kind} {folder}' for kind, folder in wanted)}")
+    return ExitStatus.DONE
