@@ -138,6 +138,28 @@ def why_arguments(verb: argparse.ArgumentParser) -> None:
     _source(verb)
 
 
+TRACE_EPILOG = """\
+Sessions with turns, engine calls, tool calls and sandboxes; steps; weights: as OTLP over HTTP. A group's commits say
+how far that is; after a kill some spans come again, with the ids that they had. A session is told when it is over.
+
+Examples:
+  turnlog trace --to http://localhost:4318                  follow the run, until it is stopped
+  TURNLOG_TRACE_RATIO=0.1 turnlog trace --to http://localhost:4318 --until-end
+  turnlog trace --from archive                              when the topics are gone; to [trace] url
+"""
+
+
+def trace_arguments(verb: argparse.ArgumentParser) -> None:
+    """Where to, and until when."""
+    verb.formatter_class = argparse.RawDescriptionHelpFormatter
+    verb.epilog = TRACE_EPILOG
+    verb.add_argument(
+        "--to", default="", metavar="URL", help="of the collector, up to /v1/traces (default [trace] url)"
+    )
+    verb.add_argument("--until-end", action="store_true", help="end where the log ends now (default: follow it)")
+    _source(verb)
+
+
 TRACK_EPILOG = """\
 It reads train-steps and writes files alone: what TensorBoard shows, and what `wandb sync` uploads when you call it. How
 far they are is read from the files, so that a killed call's successor writes no step twice and leaves none out. A step

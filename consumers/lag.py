@@ -150,7 +150,7 @@ def _passed(lag: Lag) -> Lag:
 def _groups(settings: Settings, there: frozenset[str]) -> list[tuple[str, str]]:
     """(role, group) of the run; of loaders one for each engine that the settings name or that ever had one."""
     run, found = settings.run.id, []
-    optional = {"views": settings.views.enabled, "archive": settings.archive.enabled}
+    optional = {"views": settings.views.enabled, "archive": settings.archive.enabled, "trace": False}
     for role, (pattern, _) in ROLES.items():
         if role == "loader":
             names = {pattern.format(run=run, engine=f"engine-{number}") for number in range(len(settings.engine.urls))}

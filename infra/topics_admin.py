@@ -131,6 +131,11 @@ ACCESS: Mapping[str, Access] = {
         asks=(ConsumerGroup.ASSEMBLER,),
     ),
     "index": Access(reads=INDEXED),
+    "trace": Access(
+        group=ConsumerGroup.TRACE,
+        consumes=(*AGENTS[:2], topics.TOOL_CALLS, topics.TOOL_RESULTS, topics.STEPS, topics.WEIGHTS, topics.ENGINES),
+        owner=TransactionalId.TRACE,
+    ),
     "track": Access(reads=(topics.STEPS,)),
     "lag": Access(reads=CATALOGUE, asks=tuple(ConsumerGroup), appends=False),
     "reader": Access(reads=CATALOGUE, asks=tuple(ConsumerGroup)),

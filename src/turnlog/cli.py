@@ -182,7 +182,19 @@ def _askers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     health = _verb(verbs, "health", _health, "ask a role of this container whether it is ready, for probes")
     health.add_argument(
         "role",
-        choices=(*ROLES, "sandbox", "archive", "index", "dashboard", "track", "views", "lag", "egress", "registry"),
+        choices=(
+            *ROLES,
+            "sandbox",
+            "archive",
+            "index",
+            "dashboard",
+            "trace",
+            "track",
+            "views",
+            "lag",
+            "egress",
+            "registry",
+        ),
     )
     asked = health.add_mutually_exclusive_group()
     asked.add_argument("--ready", action="store_true", help="whether it does its work (the default)")
@@ -234,6 +246,7 @@ def _outlets(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     """The verbs that hand the log to programs of others."""
     from turnlog.consumers import arguments as of
 
+    of.trace_arguments(_verb(verbs, "trace", _trace, "role: a run's spans for an OpenTelemetry collector"))
     of.track_arguments(_verb(verbs, "track", _track, "role: a run's curves in TensorBoard or Weights & Biases"))
 
 
@@ -429,6 +442,12 @@ def _why(settings: Settings, arguments: argparse.Namespace) -> int:
     from turnlog.consumers.index.console import why_command
 
     return why_command(settings, arguments)
+
+
+def _trace(settings: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.consumers.outlets.tracing import command
+
+    return command(settings, arguments)
 
 
 def _track(settings: Settings, arguments: argparse.Namespace) -> int:

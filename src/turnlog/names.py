@@ -24,6 +24,7 @@ class ConsumerGroup(StrEnum):
     TRAINER = "{run}.trainer"
     LOADER = "{run}.loader.{engine}"
     ARCHIVE = "{archive}.archive"
+    TRACE = "{run}.trace"
 
 
 class TransactionalId(StrEnum):
@@ -35,6 +36,7 @@ class TransactionalId(StrEnum):
     TRAINER = "{run}.trainer"
     LOADER = "{run}.loader.{engine}"
     ARCHIVE = "{archive}.archive"
+    TRACE = "{run}.trace"
     REGISTRY = "registry"
 
 

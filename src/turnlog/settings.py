@@ -470,6 +470,22 @@ class IndexSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TraceSettings:
+    """[trace] Spans for an OpenTelemetry collector (docs/outlets.md)."""
+
+    url: str = ""
+    """Of its OTLP/HTTP endpoint, up to /v1/traces, as http://localhost:4318."""
+    ca_file: str = ""
+    """Authorities of an https url, PEM; empty trusts those of this machine."""
+    token: str = field(default="", repr=False)
+    """Sent as a bearer token."""
+    ratio: Share = 1.0
+    """Of traces that are kept; chosen by trace id, so that all who ask for it keep the same ones."""
+    timeout_s: Seconds = 10.0
+    """For a request, tries again included; then the process ends, and its successor hands the spans over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DashboardSettings:
     """[dashboard] The run in the browser (docs/dashboard.md)."""
 
@@ -519,6 +535,7 @@ class Settings:
     views: ViewsSettings = ViewsSettings()
     archive: ArchiveSettings = ArchiveSettings()
     index: IndexSettings = IndexSettings()
+    trace: TraceSettings = field(default_factory=TraceSettings)
     dashboard: DashboardSettings = field(default_factory=DashboardSettings)
     liveness: LivenessSettings = field(default_factory=LivenessSettings)
     lag: LagSettings = LagSettings()

@@ -20,6 +20,7 @@ import pytest
 
 from tests.addresses import variables
 from tests.fakes.memory_engine_control import MemoryEngineControl
+from tests.fakes.otlp_collector import collecting
 from tests.integration.test_runner_live import (
     GROUP,
     PROMPTS,
@@ -306,6 +307,7 @@ AT_ONCE = (
     ("reader", "dead-letters list"),
     ("reader", "dataset build {folder}/dataset"),
     ("reader", "report"),
+    ("trace", "trace --to {collector} --until-end"),
     ("track", "track --to tensorboard={folder}/curves --until-end"),
     ("gc", "gc --grace 2h --delete"),
     ("fork", "run fork --from {directory} --to-prefix {prefix}fork-"),
@@ -385,8 +387,9 @@ async def test_each_role_and_verb_does_its_work_with_its_printed_acls_and_needs_
         write_settings(Path(settings.run.directory), of("reader", secured, settings))
         own = {"directory": settings.run.directory, "prefix": settings.kafka.prefix}
         words = {"folder": tmp_path, "session": session} | own
-        for who, line in AT_ONCE:
-            await done(who, line, secured, settings, words)
+        with collecting() as collector:
+            for who, line in AT_ONCE:
+                await done(who, line, secured, settings, words | {"collector": collector.url})
         words |= {"letter": await refused(secured, settings)} | await places(secured, settings)
         for who, line in WITH_LETTERS:
             await done(who, line, secured, settings, words)

@@ -15,6 +15,7 @@ import orjson
 import pytest
 
 from tests.addresses import variables
+from tests.fakes.otlp_collector import collecting
 from tests.fakes.sessions import bad_days
 from turnlog.consumers.archiver import flush
 from turnlog.consumers.dashboard.server import serving
@@ -98,6 +99,13 @@ async def test_an_index_is_built_asked_and_explained_and_the_archive_gives_the_s
     assert waiting.session_id in told(settings, "session", "show", waiting.session_id, "--tokens")
     await shown(settings, waiting.session_id, tmp_path)
     assert "steps: tensorboard" in told(settings, "track", "--to", f"tensorboard={tmp_path / 'curves'}", "--until-end")
+    with collecting() as collector:
+        assert " spans; " in told(settings, "trace", "--to", collector.url, "--until-end")
+        finished = {span.trace_id for span in collector.spans if span.name.startswith("invoke_agent")}
+        assert len(finished) > 3
+        again = len(collector.spans)
+        assert "0 spans; " in told(settings, "trace", "--to", collector.url, "--until-end")
+        assert len(collector.spans) == again
     tail = told(settings, "tail", "--all", "--until-end", "--kind", "SessionStarted", "--session", waiting.session_id)
     assert tail.count("SessionStarted") == len(tail.splitlines()) > 0
     async with opened("test", settings) as role:

@@ -1,0 +1,288 @@
+"""What a run did as spans: sessions with their turns, engine calls, tool calls and sandboxes; steps; weights.
+
+Ids are digests of event ids, and times those of records, so that every process and every replay makes the same spans. A
+session's trace is the digest of its session_id; names and attributes follow OpenTelemetry's semantic conventions for
+generative AI where these have one. Nothing that an agent or a tool said is in a span.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import orjson
+
+from turnlog.infra.log import Partition
+from turnlog.schemas.events import (
+    EngineWeightsLoaded,
+    EngineWeightsRefused,
+    Event,
+    Outcome,
+    SessionAdopted,
+    SessionFinished,
+    SessionStarted,
+    StepCompleted,
+    ToolCallCompleted,
+    ToolCallRequested,
+    ToolStatus,
+    TurnCompleted,
+    WeightVersionPublished,
+)
+from turnlog.schemas.ids import digest
+from turnlog.schemas.types import TurnId
+
+Value = str | int | float | bool
+WELL = (Outcome.completed, Outcome.truncated)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One span; times in nanoseconds since 1970."""
+
+    trace_id: str
+    """32 hex digits."""
+    span_id: str
+    """16 hex digits."""
+    parent_id: str = ""
+    """Empty of a root."""
+    name: str
+    start_ns: int
+    end_ns: int
+    attributes: Mapping[str, Value] = field(default_factory=dict)
+    error: str = ""
+    """Why it is one, in words; empty of what went well."""
+
+
+def trace_of(*about: str | int) -> str:
+    """Of a session ("session", id), a step or a weight version."""
+    return digest("trace", *about)
+
+
+def span_of(event_id: str, part: str = "") -> str:
+    """Of the span that an event tells, or of a part of it."""
+    return digest("span", event_id, part)[:16]
+
+
+def sampled(trace_id: str, ratio: float) -> bool:
+    """By the trace id's lower 64 bits, as OpenTelemetry's TraceIdRatioBased: all who ask keep the same traces."""
+    return int(trace_id[16:], 16) < round(ratio * 2**64)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    at_ms: int
+    event: ToolCallRequested
+
+
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    at_ms: int
+    event: ToolCallCompleted
+
+
+@dataclass(slots=True)
+class _Session:
+    """What has been read of a session that is not over."""
+
+    round: int
+    """That read its first record."""
+    since: dict[Partition, int] = field(default_factory=dict)
+    """Its first record in each partition."""
+    started: tuple[int, SessionStarted] | None = None
+    epoch: str = ""
+    finished: tuple[int, SessionFinished, int] | None = None
+    """When, what, and the round that read it."""
+    turns: dict[TurnId, list[Span]] = field(default_factory=dict)
+    caller: dict[str, TurnId] = field(default_factory=dict)
+    """Tool call -> the turn whose answer asks for it."""
+    asked: dict[str, _Asked] = field(default_factory=dict)
+    answered: dict[str, _Answered] = field(default_factory=dict)
+
+    def named(self) -> list[TurnId]:
+        """The turns that its end names."""
+        return [] if self.finished is None else [*self.finished[1].turns, *self.finished[1].undelivered]
+
+    def is_whole(self) -> bool:
+        """Whether each of them has been read."""
+        return all(turn in self.turns for turn in self.named())
+
+
+class Traces:
+    """Folds records into spans, by rounds. A round reads every partition to the end that stood when it began; so what
+    was written before a record has been read when the round after the one that read it is over."""
+
+    def __init__(self, ratio: float) -> None:
+        """`ratio`: of traces that are kept."""
+        self._ratio = ratio
+        self._round = 0
+        self._sessions: dict[str, _Session] = {}
+        self._told: set[str] = set()
+        """Sessions that are over: a record that comes again opens none of them."""
+
+    def take(self, place: Partition, offset: int, at_ms: int, event: Event) -> list[Span]:
+        """One record, payloads inline; the spans that it tells alone."""
+        if isinstance(event, StepCompleted | WeightVersionPublished | EngineWeightsLoaded | EngineWeightsRefused):
+            return [span for span in _of_the_loop(at_ms, event) if sampled(span.trace_id, self._ratio)]
+        if event.session_id not in self._told and sampled(trace_of("session", event.session_id), self._ratio):
+            session = self._sessions.setdefault(event.session_id, _Session(self._round))
+            session.since.setdefault(place, offset)
+            self._fold(session, at_ms, event)
+        return []
+
+    def settle(self) -> list[Span]:
+        """End the round: the spans of each session that is over, in the order in which they began. One that names a
+        turn which is not on the log is not over.
+
+        A session whose start is not on what was read began before that, and is over, too: it was told then."""
+        found: list[Span] = []
+        for name, session in list(self._sessions.items()):
+            if session.started is None and session.round < self._round:
+                del self._sessions[name]
+            elif session.started and session.finished and session.finished[2] < self._round and session.is_whole():
+                found += _tree(session)
+                del self._sessions[name]
+                self._told.add(name)
+        self._round += 1
+        return found
+
+    def low_water(self, place: Partition, position: int) -> int:
+        """Where a restart begins, so that it reads all of each session that is not over."""
+        return min((session.since.get(place, position) for session in self._sessions.values()), default=position)
+
+    @property
+    def open(self) -> int:
+        """Sessions that are not over."""
+        return len(self._sessions)
+
+    def _fold(self, session: _Session, at_ms: int, event: Event) -> None:
+        match event:
+            case SessionStarted() if session.started is None:
+                session.started, session.epoch = (at_ms, event), event.event_id
+            case SessionAdopted():
+                session.epoch = event.event_id
+            case SessionFinished() if session.finished is None and event.epoch == session.epoch:
+                session.finished = (at_ms, event, self._round)
+            case TurnCompleted() if event.turn not in session.turns:
+                session.turns[event.turn] = list(_of_a_turn(at_ms, event))
+                session.caller |= dict.fromkeys(_calls(event), event.turn)
+            case ToolCallRequested():
+                session.asked.setdefault(event.call_id, _Asked(at_ms, event))
+            case ToolCallCompleted():
+                session.answered.setdefault(event.call_id, _Answered(at_ms, event))
+
+
+def _of_the_loop(at_ms: int, event: Event) -> Iterator[Span]:
+    """Steps, and a trace for each weight version: who published it, and who swapped it in."""
+    match event:
+        case StepCompleted():
+            yield _span(
+                trace_of("step", event.event_id), span_of(event.event_id), "", "step", at_ms,
+                sum(event.seconds.values()),
+                {"turnlog.run": event.run_id, "turnlog.batch_index": event.batch_index, "turnlog.step": event.step,
+                 "turnlog.incarnation": event.incarnation, "turnlog.trained_tokens": event.trained_tokens,
+                 **{f"turnlog.seconds.{phase}": seconds for phase, seconds in sorted(event.seconds.items())}},
+                "the gradient is not finite" if event.skipped else "",
+            )  # fmt: skip
+        case WeightVersionPublished():
+            yield _span(
+                trace_of("weights", event.run_id, event.version), span_of(event.event_id), "", "publish weights",
+                at_ms, 0.0,
+                {"turnlog.run": event.run_id, "turnlog.weight_version": event.version, "turnlog.step": event.step,
+                 "turnlog.batch_index": event.batch_index, "turnlog.incarnation": event.incarnation},
+            )  # fmt: skip
+        case EngineWeightsLoaded():
+            yield _swap(at_ms, event, event.version, sum(event.seconds.values()), "")
+        case EngineWeightsRefused():
+            yield _swap(at_ms, event, event.refused_version, 0.0, event.cause)
+
+
+def _swap(
+    at_ms: int, event: EngineWeightsLoaded | EngineWeightsRefused, version: int, seconds: float, error: str
+) -> Span:
+    """Below the publication, whose record is named by the version."""
+    return _span(
+        trace_of("weights", event.run_id, version), span_of(event.event_id),
+        span_of(digest("WeightVersionPublished", event.run_id, version)), "swap weights", at_ms, seconds,
+        {"turnlog.run": event.run_id, "turnlog.weight_version": version, "turnlog.engine": event.engine_id}, error,
+    )  # fmt: skip
+
+
+def _of_a_turn(at_ms: int, event: TurnCompleted) -> Iterator[Span]:
+    """The turn, as the gateway saw it, and in it the engine's part."""
+    trace, own = trace_of("session", event.session_id), span_of(event.event_id)
+    parent = span_of(digest("SessionStarted", event.session_id))
+    said = "" if not event.aborted else f"aborted: {event.finish_reason.value}"
+    yield _span(
+        trace, own, parent, "turn", at_ms, event.total_s,
+        {"gen_ai.conversation.id": event.session_id, "turnlog.turn.epoch": event.turn.epoch,
+         "turnlog.turn.index": event.turn.index, "turnlog.api": event.api, "turnlog.queue_s": event.queue_s}, said,
+    )  # fmt: skip
+    yield _span(
+        trace, span_of(event.event_id, "engine"), own, "chat", at_ms, max(0.0, event.total_s - event.queue_s),
+        {"gen_ai.operation.name": "chat", "gen_ai.usage.input_tokens": event.prompt_tokens,
+         "gen_ai.usage.output_tokens": event.output_tokens, "turnlog.cached_tokens": event.cached_tokens,
+         "turnlog.finish_reason": event.finish_reason.value, "turnlog.first_token_s": event.first_token_s,
+         "turnlog.engine": event.engine_id, "turnlog.weight_version.first": event.weight_version_first,
+         "turnlog.weight_version.last": event.weight_version_last}, said,
+    )  # fmt: skip
+
+
+def _calls(event: TurnCompleted) -> list[str]:
+    """Tool calls that the turn asks for."""
+    assert isinstance(event.response, bytes)
+    return [call["id"] for call in orjson.loads(event.response).get("tool_calls") or ()]
+
+
+def _tree(session: _Session) -> Iterator[Span]:
+    """A session that is over: the turns that it names, and the calls that were answered before its end."""
+    assert session.started is not None
+    assert session.finished is not None
+    (began_ms, started), (at_ms, finished, _) = session.started, session.finished
+    trace, root = trace_of("session", started.session_id), span_of(started.event_id)
+    yield _span(
+        trace, root, "", f"invoke_agent {started.agent.name}", at_ms, (at_ms - began_ms) / 1000,
+        {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": started.agent.name,
+         "gen_ai.conversation.id": started.session_id, "turnlog.run": started.run_id, "turnlog.recipe": started.recipe,
+         "turnlog.group": started.group_id, "turnlog.rollout": started.rollout_id, "turnlog.attempt": started.attempt,
+         "turnlog.purpose": started.purpose.value, "turnlog.outcome": finished.outcome.value},
+        "" if finished.outcome in WELL else finished.reason or finished.outcome.value,
+    )  # fmt: skip
+    turns = {turn: session.turns[turn] for turn in session.named()}
+    for spans in turns.values():
+        yield from spans
+    for name, answer in session.answered.items():
+        asked, turn = session.asked.get(name), session.caller.get(name)
+        if asked is not None and answer.at_ms <= at_ms:
+            yield from _of_a_call(asked, answer, turns[turn][0].span_id if turn in turns else root)
+
+
+def _of_a_call(asked: _Asked, answer: _Answered, parent: str) -> Iterator[Span]:
+    """The call, from its request to its answer, and in it the sandbox that ran it."""
+    request, result = asked.event, answer.event
+    trace, own = trace_of("session", request.session_id), span_of(request.event_id)
+    said = "" if result.status is ToolStatus.ok else f"{result.status.value} {result.reason}".strip()
+    yield _span(
+        trace, own, parent, f"execute_tool {request.tool}", answer.at_ms, (answer.at_ms - asked.at_ms) / 1000,
+        {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": request.tool,
+         "gen_ai.tool.call.id": request.call_id, "turnlog.call_seq": request.call_seq,
+         "turnlog.status": result.status.value}, said,
+    )  # fmt: skip
+    if result.attempt > 0:  # else it never ran
+        ended_ms = asked.at_ms + round((result.queue_s + result.duration_s) * 1000)
+        yield _span(
+            trace, span_of(result.event_id, "sandbox"), own, "sandbox", ended_ms, result.duration_s,
+            {"turnlog.backend": request.sandbox.backend, "turnlog.worker": result.worker,
+             "turnlog.attempt": result.attempt, "turnlog.queue_s": result.queue_s}, said,
+        )  # fmt: skip
+
+
+def _span(
+    trace_id: str, span_id: str, parent_id: str, name: str, end_ms: int, seconds: float,
+    attributes: Mapping[str, Value], error: str = "",
+) -> Span:  # fmt: skip
+    """One that ends at a record."""
+    end = end_ms * 1_000_000
+    return Span(
+        trace_id=trace_id, span_id=span_id, parent_id=parent_id, name=name, start_ns=end - round(seconds * 1e9),
+        end_ns=end, attributes=attributes, error=error,
+    )  # fmt: skip

@@ -1,0 +1,236 @@
+"""`turnlog trace`: spans of a run (spans.py), handed to an OpenTelemetry collector by OTLP over HTTP, at least once.
+
+The group's commits say how far that is: below the first record of each session that is not over, and only behind spans
+that the collector has taken. So whoever comes after a kill hands a few on again, under the ids that they had, and
+none is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, Protocol
+
+from prometheus_client import Counter
+
+from turnlog import __version__
+from turnlog.consumers.arguments import ARCHIVE
+from turnlog.consumers.outlets import OutletError, library
+from turnlog.consumers.outlets.spans import Span, Traces
+from turnlog.consumers.replay.source import recorded_run
+from turnlog.infra.blobs import inlined
+from turnlog.infra.log import Commit, Partition, Reader, Transactor
+from turnlog.infra.roles import Unreachable
+from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.runs import serve
+from turnlog.infra.roles.terminal import say
+from turnlog.infra.topics_admin import ACCESS
+from turnlog.names import ConsumerGroup, ExitStatus, TransactionalId
+from turnlog.schemas import UndecodableRecord
+from turnlog.schemas.events import (
+    EngineWeightsLoaded,
+    EngineWeightsRefused,
+    SessionAdopted,
+    SessionFinished,
+    SessionStarted,
+    StepCompleted,
+    ToolCallCompleted,
+    ToolCallRequested,
+    TurnCompleted,
+    WeightVersionPublished,
+)
+from turnlog.setting_types import SettingsError
+from turnlog.settings import Settings, TraceSettings
+
+log = logging.getLogger(__name__)
+SPANS = Counter("turnlog_traced_spans", "Spans that the collector has taken, repeated ones included")
+EXTRA = "traces"
+TOLD = (
+    SessionStarted, SessionAdopted, SessionFinished, TurnCompleted, ToolCallRequested, ToolCallCompleted, StepCompleted,
+    WeightVersionPublished, EngineWeightsLoaded, EngineWeightsRefused,
+)  # fmt: skip
+BATCH = 512
+"""Spans of one request."""
+
+
+class CollectorFailed(OutletError, Unreachable):
+    """The collector did not take spans. Remedy: [trace] url, token, ca_file; what it logged."""
+
+
+class Exporter(Protocol):
+    """Where spans go."""
+
+    def export(self, spans: Sequence[Span]) -> None:
+        """Hand them over, and return when they are taken. Raises CollectorFailed."""
+        ...
+
+
+class Collector:
+    """OTLP over HTTP by OpenTelemetry's own exporter, which tries again for `timeout_s`."""
+
+    def __init__(self, rules: TraceSettings, url: str, service: Mapping[str, str]) -> None:
+        """`url` up to /v1/traces. Raises NoLibrary."""
+        self._url = f"{url.rstrip('/')}/v1/traces"
+        self._sdk = library("opentelemetry.sdk.trace", EXTRA)
+        self._api = library("opentelemetry.trace", EXTRA)
+        scope = library("opentelemetry.sdk.util.instrumentation", EXTRA).InstrumentationScope
+        self._common = {
+            "resource": library("opentelemetry.sdk.resources", EXTRA).Resource(dict(service)),
+            "instrumentation_scope": scope("turnlog", __version__),
+        }
+        otlp = library("opentelemetry.exporter.otlp.proto.http.trace_exporter", EXTRA)
+        self._exporter = otlp.OTLPSpanExporter(
+            self._url, certificate_file=rules.ca_file or None, timeout=rules.timeout_s,
+            headers={"authorization": f"Bearer {rules.token}"} if rules.token else None,
+        )  # fmt: skip
+
+    def export(self, spans: Sequence[Span]) -> None:
+        taken = self._exporter.export([self._readable(span) for span in spans])
+        if taken.name != "SUCCESS":
+            raise CollectorFailed(f"{self._url} did not take {len(spans)} spans; the log says why")
+
+    def close(self) -> None:
+        """Let go of connections."""
+        self._exporter.shutdown()
+
+    def _readable(self, span: Span) -> Any:
+        status = self._api.Status(self._api.StatusCode.ERROR, span.error) if span.error else self._api.Status()
+        return self._sdk.ReadableSpan(
+            span.name, self._context(span.trace_id, span.span_id), attributes=dict(span.attributes), status=status,
+            parent=self._context(span.trace_id, span.parent_id) if span.parent_id else None,
+            start_time=span.start_ns, end_time=span.end_ns, **self._common,
+        )  # fmt: skip
+
+    def _context(self, trace_id: str, span_id: str) -> Any:
+        flags = self._api.TraceFlags(self._api.TraceFlags.SAMPLED)
+        return self._api.SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=False, trace_flags=flags)
+
+
+class Tracer:
+    """Reads a run by rounds (spans.Traces), hands spans over, then marks."""
+
+    def __init__(self, role: Role, reader: Reader, exporter: Exporter, transactor: Transactor | None) -> None:
+        """Without `transactor`, as over an archive, nothing is marked."""
+        self._role, self._reader, self._exporter, self._transactor = role, reader, exporter, transactor
+        self._group = ConsumerGroup.TRACE.format(run=role.settings.run.id)
+        self._traces = Traces(role.settings.trace.ratio)
+        self._places: list[Partition] = []
+        self._marked: dict[Partition, Commit] = {}
+        self.exported = 0
+
+    async def open(self) -> None:
+        """Stand where the last tracer's mark is, or at the beginning."""
+        known = await self._role.log.topics()
+        topics = [topic.name for topic in ACCESS["trace"].consumes if topic.name in known]
+        self._places = [Partition(name, number) for name in topics for number in range(known[name].partitions)]
+        starts = await self._role.log.start_offsets(self._places)
+        if self._transactor is not None:
+            self._marked = await self._role.log.commits(self._group, self._places)
+        at = {place: max(start, self._marked.get(place, Commit(0)).offset) for place, start in starts.items()}
+        self._reader.assign(at)
+
+    async def turn(self) -> None:
+        """A round: read to the present ends, hand over what they tell, mark. Raises CollectorFailed, LogError,
+        RegistryUnavailable, BlobError."""
+        ends = await self._role.log.end_offsets(self._places)
+        spans = await self._read()
+        while any(self._reader.position(place) < end for place, end in ends.items()):
+            self._role.health.beat()
+            spans += await self._read()
+            if len(spans) >= BATCH:
+                spans = await self._hand_over(spans)
+        await self._hand_over([*spans, *self._traces.settle()])
+        await self._mark()
+
+    @property
+    def open_sessions(self) -> int:
+        """Not over, so not told yet."""
+        return self._traces.open
+
+    async def _read(self) -> list[Span]:
+        spans: list[Span] = []
+        for record in await self._reader.poll(timeout_s=0.5):
+            try:
+                event = await self._role.events.decode(record)
+            except UndecodableRecord as error:
+                log.warning("passed over: %s", error)
+                continue
+            if isinstance(event, TOLD) and event.run_id == self._role.settings.run.id:
+                if isinstance(event, TurnCompleted):
+                    event = await inlined(event, self._role.blobs)
+                place = Partition(record.topic, record.partition)
+                spans += self._traces.take(place, record.offset, record.timestamp_ms, event)
+        return spans
+
+    async def _hand_over(self, spans: Sequence[Span]) -> list[Span]:
+        for first in range(0, len(spans), BATCH):
+            self._role.health.beat()
+            batch = spans[first : first + BATCH]
+            await asyncio.to_thread(self._exporter.export, batch)
+            self.exported += len(batch)
+            SPANS.inc(len(batch))
+        return []
+
+    async def _mark(self) -> None:
+        if self._transactor is None:
+            return
+        marks = {}
+        for place in self._places:
+            position = self._reader.position(place)
+            low = self._traces.low_water(place, position)
+            marks[place] = Commit.low_water(low, high=position).keeping(self._marked.get(place))
+        moved = {place: mark for place, mark in marks.items() if mark != self._marked.get(place)}
+        if moved:
+            await self._transactor.begin()
+            await self._transactor.offsets(self._group, moved)
+            await self._transactor.commit()
+            self._marked = marks
+
+
+@asynccontextmanager
+async def tracing(role: Role, exporter: Exporter, *, marks: bool = True) -> AsyncIterator[Tracer]:
+    """A tracer of a role's log; with `marks` it fences the one before."""
+    async with AsyncExitStack() as stack:
+        owner = TransactionalId.TRACE.format(run=role.settings.run.id)
+        transactor = await stack.enter_async_context(role.log.transactor(owner)) if marks else None
+        reader = await stack.enter_async_context(role.log.reader(patient=True))
+        tracer = Tracer(role, reader, exporter, transactor)
+        await tracer.open()
+        yield tracer
+
+
+def _collector(settings: Settings, url: str) -> Collector:
+    to = url or settings.trace.url
+    if not to:
+        raise SettingsError("trace.url is empty: name a collector, there or by --to")
+    return Collector(settings.trace, to, {"service.name": "turnlog", "service.instance.id": settings.run.id})
+
+
+def command(settings: Settings, arguments: argparse.Namespace) -> int:
+    """Follow, or hand over what is there and end; the exit status."""
+    collector = _collector(settings, arguments.to)
+    if arguments.source == ARCHIVE or arguments.until_end:
+        return asyncio.run(_once(settings, collector, archive=arguments.source == ARCHIVE))
+
+    async def main(role: Role) -> None:
+        async with tracing(role, collector) as tracer:
+            role.health.started()
+            while not role.stopping.is_set():
+                role.health.beat()
+                await tracer.turn()
+
+    return serve("trace", main, settings)
+
+
+async def _once(settings: Settings, collector: Collector, *, archive: bool) -> int:
+    async with opened("trace", settings, archive=archive) as role:
+        await recorded_run(role)  # raises NothingToReplay: the log is of another run
+        async with tracing(role, collector, marks=not archive) as tracer:
+            for _ in range(2):  # the second knows that all that belongs to a session's end was read
+                await tracer.turn()
+    collector.close()
+    say(f"{tracer.exported} spans; {tracer.open_sessions} sessions are not over, and not among them")
+    return ExitStatus.DONE
