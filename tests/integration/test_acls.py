@@ -294,6 +294,7 @@ def _last(name: str) -> str:
 
 
 AT_ONCE = (
+    ("trace", "trace --to {collector} --until-end"),  # its group is there for `status`
     ("configure", "topics check"),
     ("doctor", "doctor"),
     ("pause", "run pause"),
@@ -307,7 +308,6 @@ AT_ONCE = (
     ("reader", "dead-letters list"),
     ("reader", "dataset build {folder}/dataset"),
     ("reader", "report"),
-    ("trace", "trace --to {collector} --until-end"),
     ("track", "track --to tensorboard={folder}/curves --until-end"),
     ("gc", "gc --grace 2h --delete"),
     ("fork", "run fork --from {directory} --to-prefix {prefix}fork-"),
@@ -340,7 +340,10 @@ RARE: dict[str, set[tuple[str, str]]] = {
     "feeder": {("Read", "segment-samples"), ("Read", "tasks")},  # of runs that older releases began
     "gateway": {("Read", "agent.turns"), ("Read", "agent.token-snapshots")},  # of another's session
     "registry": {("Read", "_schemas")},  # when it starts again
-    "lag": {("Read", topic.name) for topic in CATALOGUE},  # markers at an end
+    "lag": {
+        ("Describe", "{run}.trace"),
+        *(("Read", topic.name) for topic in CATALOGUE),
+    },  # once traced; markers at an end
     "run": {("Read", "segment-samples"), ("Read", "tasks")},  # as of the feeder
     "fork": {("Read", "fork-weight-versions")},  # of a run that has begun, which is refused
     "prune": {("Delete", "sample-scores")},  # nobody wrote any
