@@ -112,8 +112,11 @@ class Collector:
 class Tracer:
     """Reads a run by rounds (spans.Traces), hands spans over, then marks."""
 
-    def __init__(self, role: Role, reader: Reader, exporter: Exporter, transactor: Transactor | None) -> None:
-        """Without `transactor`, as over an archive, nothing is marked."""
+    def __init__(
+        self, role: Role, reader: Reader, exporter: Exporter, transactor: Transactor | None, *, batch: int = BATCH
+    ) -> None:
+        """Without `transactor`, as over an archive, nothing is marked. `batch`: spans of one request."""
+        self._batch = batch
         self._role, self._reader, self._exporter, self._transactor = role, reader, exporter, transactor
         self._group = ConsumerGroup.TRACE.format(run=role.settings.run.id)
         self._traces = Traces(role.settings.trace.ratio)
@@ -140,7 +143,7 @@ class Tracer:
         while any(self._reader.position(place) < end for place, end in ends.items()):
             self._role.health.beat()
             spans += await self._read()
-            if len(spans) >= BATCH:
+            if len(spans) >= self._batch:
                 spans = await self._hand_over(spans)
         await self._hand_over([*spans, *self._traces.settle()])
         await self._mark()
@@ -166,9 +169,9 @@ class Tracer:
         return spans
 
     async def _hand_over(self, spans: Sequence[Span]) -> list[Span]:
-        for first in range(0, len(spans), BATCH):
+        for first in range(0, len(spans), self._batch):
             self._role.health.beat()
-            batch = spans[first : first + BATCH]
+            batch = spans[first : first + self._batch]
             await asyncio.to_thread(self._exporter.export, batch)
             self.exported += len(batch)
             SPANS.inc(len(batch))
@@ -191,13 +194,13 @@ class Tracer:
 
 
 @asynccontextmanager
-async def tracing(role: Role, exporter: Exporter, *, marks: bool = True) -> AsyncIterator[Tracer]:
+async def tracing(role: Role, exporter: Exporter, *, marks: bool = True, batch: int = BATCH) -> AsyncIterator[Tracer]:
     """A tracer of a role's log; with `marks` it fences the one before."""
     async with AsyncExitStack() as stack:
         owner = TransactionalId.TRACE.format(run=role.settings.run.id)
         transactor = await stack.enter_async_context(role.log.transactor(owner)) if marks else None
         reader = await stack.enter_async_context(role.log.reader(patient=True))
-        tracer = Tracer(role, reader, exporter, transactor)
+        tracer = Tracer(role, reader, exporter, transactor, batch=batch)
         await tracer.open()
         yield tracer
 

@@ -17,7 +17,6 @@ from tests.fakes.sessions import bad_days
 from tests.fakes.told_run import ToldRun
 from tests.unit.consumers.conftest import TrainedRun
 from turnlog.cli import parser
-from turnlog.consumers.outlets import tracing as module
 from turnlog.consumers.outlets.spans import Span, sampled, span_of, trace_of
 from turnlog.consumers.outlets.tracing import Collector as Otlp
 from turnlog.consumers.outlets.tracing import CollectorFailed, Exporter, command, tracing
@@ -60,8 +59,8 @@ def collector() -> Iterator[Collector]:
         yield found
 
 
-async def rounds(role: Role, exporter: Exporter, *, count: int = 2, marks: bool = False) -> None:
-    async with tracing(role, exporter, marks=marks) as tracer:
+async def rounds(role: Role, exporter: Exporter, *, count: int = 2, marks: bool = False, batch: int = 512) -> None:
+    async with tracing(role, exporter, marks=marks, batch=batch) as tracer:
         for _ in range(count):
             await tracer.turn()
 
@@ -179,15 +178,14 @@ async def test_spans_do_not_depend_on_when_records_are_read(seed: int) -> None:
 
 
 async def test_a_kill_between_export_and_mark_repeats_spans_and_loses_none(
-    told: TrainedRun, collector: Collector, monkeypatch: pytest.MonkeyPatch
+    told: TrainedRun, collector: Collector
 ) -> None:
-    monkeypatch.setattr(module, "BATCH", 16)
     exporter = Otlp(TraceSettings(timeout_s=5.0), collector.url, SERVICE)
     failures: list[Exception] = []
     for taken in (1, 3, 6, None):  # the collector takes so many requests of this process, and refuses the next
         collector.at = None if taken is None else len(collector.requests) + taken
         try:
-            await rounds(told.role("trace"), exporter, marks=True)
+            await rounds(told.role("trace"), exporter, marks=True, batch=16)
         except CollectorFailed as error:
             failures.append(error)
     expected = await whole(told)
@@ -195,7 +193,7 @@ async def test_a_kill_between_export_and_mark_repeats_spans_and_loses_none(
     assert len(collector.spans) > len(expected)
     assert {each.hex() for each in by_id(collector.spans)} == {span.span_id for span in expected}
     before = len(collector.spans)
-    await rounds(told.role("trace"), exporter, marks=True)
+    await rounds(told.role("trace"), exporter, marks=True, batch=16)
     assert len(collector.spans) == before
 
 
