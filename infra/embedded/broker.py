@@ -32,7 +32,8 @@ from importlib import resources
 from pathlib import Path
 
 from turnlog.infra.embedded import BrokerDied, JarMismatch, JarsUnavailable, NoJava
-from turnlog.infra.embedded.ports import HOST, claim, free_ports, listens
+from turnlog.infra.embedded.liveness import broker_takes_part
+from turnlog.infra.embedded.ports import HOST, claim, free_ports
 from turnlog.infra.embedded.process import Launch, Server
 from turnlog.infra.roles.terminal import aside
 from turnlog.schemas.topics import MAX_MESSAGE_BYTES
@@ -405,7 +406,7 @@ class Broker(Server):
             name=self.node.name,
             argv=serve,
             log=self._log,
-            ready=lambda: listens(self.port),  # the client port opens last
+            ready=lambda: broker_takes_part(self.port),
             ready_timeout_s=READY_TIMEOUT_S,
             stop_timeout_s=30.0,
             died=BrokerDied,

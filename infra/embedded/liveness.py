@@ -24,6 +24,9 @@ ANSWER = "answer"
 API_VERSIONS = struct.pack(">ihhih", 10, 18, 0, 1, -1)
 """Size, ApiVersions, version 0, correlation id 1, no client id (Kafka protocol guide, "Request Header v1")."""
 
+METADATA = struct.pack(">ihhihi", 14, 3, 1, 1, -1, 0)
+"""The same of Metadata, version 1, about no topic."""
+
 Loops = Mapping[str, tuple[float, float]]
 """Loop -> (a number that changes when it comes round, seconds within which it must; 0: whenever)"""
 
@@ -91,6 +94,15 @@ def broker_answers(port: int) -> bool:
     with contextlib.suppress(OSError), socket.create_connection((HOST, port), LOOK_S) as broker:
         broker.sendall(API_VERSIONS)
         return broker.recv(4) != b""
+    return False
+
+
+def broker_takes_part(port: int) -> bool:
+    """Whether the cluster's brokers that a broker tells of are any: it listens before it is one of them."""
+    with contextlib.suppress(OSError, struct.error), socket.create_connection((HOST, port), LOOK_S) as broker:
+        broker.sendall(METADATA)
+        _, _, brokers = struct.unpack(">iii", broker.recv(12, socket.MSG_WAITALL))
+        return bool(brokers)
     return False
 
 

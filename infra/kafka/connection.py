@@ -322,6 +322,8 @@ class Admin(AIOKafkaAdminClient):  # type: ignore[misc]
         if node_id is not None:
             return await super()._send_request(request, node_id)
         nodes = [broker.nodeId for broker in self._client.cluster.brokers()]
+        if not nodes:
+            raise NodeNotReadyError("the broker that answered knows of none yet")
         *others, last = random.sample(nodes, len(nodes))
         for other in others:
             with suppress(NodeNotReadyError, RequestTimedOutError, KafkaConnectionError, TimeoutError):

@@ -15,6 +15,7 @@ from turnlog.infra.embedded.liveness import (
     Silence,
     answering,
     broker_answers,
+    broker_takes_part,
     http_answers,
     role_loops,
 )
@@ -104,6 +105,12 @@ def test_a_broker_that_only_accepts_connections_does_not_answer() -> None:
         assert not broker_answers(port)
         assert not http_answers(f"http://{HOST}:{port}")
     assert not broker_answers(port)
+
+
+@pytest.mark.parametrize(("brokers", "takes_part"), [(b"\0\0\0\1", True), (b"\0\0\0\0", False), (b"", False)])
+def test_a_broker_takes_part_once_it_tells_of_one(brokers: bytes, takes_part: bool) -> None:
+    with _accepting(b"\0\0\0\x0c" + b"\0\0\0\1" + brokers) as port:
+        assert broker_takes_part(port) is takes_part
 
 
 def test_every_answer_of_a_server_is_one() -> None:
