@@ -43,7 +43,7 @@ from turnlog.schemas import ids
 from turnlog.schemas.events import Limits, Purpose, RolloutRequested, Sampling
 from turnlog.settings import Settings
 
-TURN_S, LEVELS, WINDOW_S, ROLLOUTS = size((0.15, (1, 4, 16, 64), 45.0, 640), smallest=(0.01, (1, 2), 0.5, 40))
+TURN_S, LEVELS, WINDOW_S, ROLLOUTS = size((0.15, (1, 4, 16, 64), 45.0, 640), smallest=(0.01, (1,), 0.5, 20))
 TOOL_S, SPREAD = 20 * TURN_S, 0.5
 CALLS = 4
 """Of a session; then it answers."""

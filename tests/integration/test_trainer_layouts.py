@@ -33,7 +33,12 @@ OTHERS = (
             ("tp2", "pp2-tied", "dp", "cp2-packed", "ep2-moved", "dp-kept-moved", "ep2-kept", *OTHERS),
             id="two ranks",
         ),
-        pytest.param(4, ("tp2-pp2", "tp2-sp-ep2", "pp2-cp2-replay-again", "tp2-sp-pp2-lora-again"), id="four ranks"),
+        pytest.param(
+            4,
+            ("tp2-pp2", "tp2-sp-ep2", "pp2-cp2-replay-again", "tp2-sp-pp2-lora-again"),
+            id="four ranks",
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             4, ("tp2-sp-ep2-replay", "tp2-sp-cp2-tied"), id="four ranks in other layouts", marks=pytest.mark.long
         ),

@@ -149,7 +149,7 @@ async def test_weights_go_out_after_every_second_draw_and_at_the_end(settings: S
     assert [(step.draw_index, step.batch_index) for step in await steps_of(role)] == [(n // 2, n) for n in range(6)]
 
 
-@pytest.mark.long  # the suite stops one rank, and steps with two and four (test_trainer_layouts.py)
+@pytest.mark.long  # the suite stops one rank, and steps with two (test_trainer_layouts.py)
 async def test_two_ranks_train_the_same_over_a_stop_of_all_their_processes_and_on_two_machines_behind_it(
     settings: Settings, role: Role, tmp_path: Path
 ) -> None:
