@@ -33,7 +33,7 @@ demo: $(ENVIRONMENT)  ## the whole loop on this machine (STEPS=5 for the impatie
 test: $(ENVIRONMENT)  ## every test: units, contracts, real servers, one small closed loop (TESTS=tests/unit, WORKERS=2)
 	@$(BIN)/python -m pytest $(if $(TESTS),$(TESTS),$(IN_WORKERS))
 
-test-long: $(ENVIRONMENT)  ## the tests that `make test` leaves out, of each of which it holds a smaller one (an hour)
+test-long: $(ENVIRONMENT)  ## the tests that `make test` leaves out, of each of which it holds a smaller one (a quarter of an hour)
 	@$(BIN)/python -m pytest -m long $(IN_WORKERS)
 
 test-fresh:  ## the same on a bare Debian as a user without a name (root only; needs debootstrap)

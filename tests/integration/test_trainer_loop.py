@@ -52,19 +52,7 @@ async def role(settings: Settings) -> AsyncIterator[Role]:
         yield role
 
 
-async def test_trains_every_batch_once_and_publishes_each_draw(settings: Settings, role: Role) -> None:
-    await append_batches(role.events, role.blobs, settings.run.id, 6)
-    trainer = await start(settings)
-    assert await trainer.wait() == 0
-    steps, versions = await steps_of(role), await versions_of(role)
-    assert [step.batch_index for step in steps] == list(range(6))
-    assert [step.step for step in steps] == list(range(1, 7))
-    assert {step.incarnation for step in steps} == {0}
-    assert [(version.version, version.batch_index) for version in versions] == [(n, n - 1) for n in range(7)]
-    assert versions[0].checkpoint is not None
-
-
-async def test_a_stop_saves_and_the_next_incarnation_goes_on_behind_it(settings: Settings, role: Role) -> None:
+async def test_trains_every_batch_once_and_publishes_each_draw_also_over_a_stop(settings: Settings, role: Role) -> None:
     await append_batches(role.events, role.blobs, settings.run.id, 3)
     first = await start(settings)
     await steps_until(role, 3)
@@ -80,7 +68,11 @@ async def test_a_stop_saves_and_the_next_incarnation_goes_on_behind_it(settings:
     assert await second.wait() == 0
     steps = await steps_of(role)
     assert [(step.batch_index, step.incarnation) for step in steps] == [(0, 0), (1, 0), (2, 0), (3, 1), (4, 1), (5, 1)]
+    assert [step.step for step in steps] == list(range(1, 7))
     versions = await versions_of(role)
+    assert [(version.version, version.batch_index) for version in versions[:4]] == [(n, n - 1) for n in range(4)]
+    assert [(version.version, version.batch_index) for version in versions[4:]] == [(n, n - 2) for n in range(4, 8)]
+    assert versions[0].checkpoint is not None
     restored = next(version for version in versions if version.incarnation == 1)
     assert (restored.version, restored.batch_index, restored.step) == (4, 2, 3)
     assert restored.files == versions[3].files
