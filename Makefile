@@ -19,7 +19,7 @@ endif
 # computes fills the gaps that they leave.
 comma := ,
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml | head -1)
-WORKERS ?= 3
+WORKERS ?= 2
 IN_WORKERS := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15
 
 .PHONY: help demo test test-long test-fresh test-compose test-kube test-secured screenshots check bench chaos mutants images sbom schemas docs lock clean
@@ -30,7 +30,7 @@ help:  ## show this list
 demo: $(ENVIRONMENT)  ## the whole loop on this machine (STEPS=5 for the impatient, ENGINES=2)
 	@$(BIN)/turnlog demo
 
-test: $(ENVIRONMENT)  ## every test: units, contracts, real servers, one small closed loop (TESTS=tests/unit, WORKERS=2)
+test: $(ENVIRONMENT)  ## every test: units, contracts, real servers, one small closed loop (TESTS=tests/unit, WORKERS=3)
 	@$(BIN)/python -m pytest $(if $(TESTS),$(TESTS),$(IN_WORKERS))
 
 test-long: $(ENVIRONMENT)  ## the tests that `make test` leaves out, of each of which it holds a smaller one (a quarter of an hour)

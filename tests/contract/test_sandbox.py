@@ -50,8 +50,10 @@ class Running:
 
 
 async def works(sandbox: Sandbox, limits: SandboxLimits) -> bool:
-    """It runs the next call."""
-    return (await sandbox.exec(python("print(3 + 5)"), limits)).output == b"8\n"
+    """It runs the next call. Raises AssertionError with what became of it."""
+    answer = await sandbox.exec(python("print(3 + 5)"), limits)
+    assert answer.output == b"8\n", answer
+    return True
 
 
 async def test_python_prints_and_succeeds(sandbox: Sandbox, limits: SandboxLimits) -> None:
