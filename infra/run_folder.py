@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from turnlog.infra.embedded import AlreadyUp
 from turnlog.secret_files import FileSecret, SecretUnusable
@@ -187,16 +187,25 @@ def read_state(directory: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold the run: one supervisor at a time. The kernel lets go when its process ends. Raises AlreadyUp."""
-    with (directory / LOCK).open("a") as file:
+    """Hold the run: one supervisor at a time. Raises AlreadyUp."""
+    busy = AlreadyUp(
+        f"{directory} is up already: `turnlog status` shows it, `turnlog down` stops it, and another --run ID is "
+        "another run"
+    )
+    with held(directory / LOCK, busy):
+        yield
+
+
+@contextlib.contextmanager
+def held(path: Path, busy: Exception) -> Iterator[TextIO]:
+    """Hold a file, which is made if need be: one process at a time. The kernel lets go when that ends. Raises `busy`
+    where another one holds it."""
+    with path.open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise AlreadyUp(
-                f"{directory} is up already: `turnlog status` shows it, `turnlog down` stops it, and another --run ID "
-                "is another run"
-            ) from None
-        yield
+        except BlockingIOError as error:
+            raise busy from error
+        yield file
 
 
 def is_live(directory: Path) -> bool:

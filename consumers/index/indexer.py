@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import fcntl
 import logging
 import sqlite3
 import time
@@ -33,6 +32,7 @@ from turnlog.infra.log import Partition, Reader, Record
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.runs import configured, serve
 from turnlog.infra.roles.terminal import say
+from turnlog.infra.run_folder import held
 from turnlog.names import ExitStatus
 from turnlog.processors.core import FoldError
 from turnlog.processors.core.books import counting_steps
@@ -339,15 +339,11 @@ def opened_writer(path: Path, run_id: str, version: str, codec: Codec) -> Iterat
     Raises BusyIndex, LaterIndex, OtherIndex, DamagedIndex, UnknownFoldVersion.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{path}.lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise BusyIndex(f"{path} is being written by another indexer") from error
-        with contextlib.closing(_connection(path, run_id)) as connection:
-            writer = IndexWriter(connection, codec, fold_version(version))
-            writer.about(fold_version=version, turnlog=__version__)
-            yield writer
+    busy = BusyIndex(f"{path} is being written by another indexer")
+    with held(Path(f"{path}.lock"), busy), contextlib.closing(_connection(path, run_id)) as connection:
+        writer = IndexWriter(connection, codec, fold_version(version))
+        writer.about(fold_version=version, turnlog=__version__)
+        yield writer
 
 
 def _connection(path: Path, run_id: str) -> sqlite3.Connection:

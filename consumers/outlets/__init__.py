@@ -10,11 +10,12 @@ OutletError
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from turnlog.infra.run_folder import held
 
 
 class OutletError(Exception):
@@ -50,10 +51,7 @@ def one_writer(path: Path) -> Iterator[str]:
     """Hold a folder's lock; what its last holder left in the file. Whoever holds it may write there. Raises
     BusyOutlet."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise BusyOutlet(f"{path.parent} is being written by another process, which holds {path.name}") from error
+    busy = BusyOutlet(f"{path.parent} is being written by another process, which holds {path.name}")
+    with held(path, busy) as lock:
         lock.seek(0)
         yield lock.read()

@@ -91,19 +91,20 @@ def answering(ask: Callable[[], bool]) -> Callable[[], Loops | None]:
 
 def broker_answers(port: int) -> bool:
     """Whether a broker answers ApiVersions, the first request of every client."""
-    with contextlib.suppress(OSError), socket.create_connection((HOST, port), LOOK_S) as broker:
-        broker.sendall(API_VERSIONS)
-        return broker.recv(4) != b""
-    return False
+    return _broker_says(port, API_VERSIONS, 4) != b""
 
 
 def broker_takes_part(port: int) -> bool:
     """Whether the cluster's brokers that a broker tells of are any: it listens before it is one of them."""
-    with contextlib.suppress(OSError, struct.error), socket.create_connection((HOST, port), LOOK_S) as broker:
-        broker.sendall(METADATA)
-        _, _, brokers = struct.unpack(">iii", broker.recv(12, socket.MSG_WAITALL))
-        return bool(brokers)
-    return False
+    return any(_broker_says(port, METADATA, 12)[8:])  # behind size and correlation id: how many
+
+
+def _broker_says(port: int, request: bytes, size: int) -> bytes:
+    """The first bytes of its answer, as many as came; none of a broker that gives none."""
+    with contextlib.suppress(OSError), socket.create_connection((HOST, port), LOOK_S) as broker:
+        broker.sendall(request)
+        return broker.recv(size, socket.MSG_WAITALL)
+    return b""
 
 
 def http_answers(url: str, *, timeout_s: float = LOOK_S) -> bool:

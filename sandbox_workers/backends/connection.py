@@ -341,9 +341,8 @@ class InitSandbox(InitFiles):
     async def _died(self, error: Exception, limits: SandboxLimits, output: bytes, heartbeat: Heartbeat) -> Execution:
         """Of a call whose sandbox gave no answer, where that is the call's doing. Raises SandboxDied."""
         late_s = heartbeat.took_s - limits.wall_s - self._patience.grace_s
-        silent = (
-            isinstance(error, TimeoutError) and late_s < self._patience.stalled_s
-        )  # else it was we who did not listen
+        # Later than that, it was we who did not listen.
+        silent = isinstance(error, TimeoutError) and late_s < self._patience.stalled_s
         self._evidence = dataclasses.replace(self._evidence, silent=silent, stood=heartbeat.stood)
         said = await self.last_words()
         evidence = await self._ended(error)
