@@ -16,7 +16,7 @@ from turnlog.sandbox_workers.inside.child import ARGUMENT_BYTES, become, command
 from turnlog.sandbox_workers.inside.frames import PART_BYTES, Control, ControlClosed, receive, send
 from turnlog.sandbox_workers.inside.interpreter import ENDED, Interpreter, ended
 from turnlog.sandbox_workers.inside.observables import Integrity
-from turnlog.sandbox_workers.inside.processes import Place, Task, Unclaimed, disk_used, exact_memory, tasks
+from turnlog.sandbox_workers.inside.processes import Place, Task, Unclaimed, disk, exact_memory, tasks
 
 SAMPLE_S = 0.05
 """Pause between looks at the tree's processes, memory, CPU and disk."""
@@ -69,6 +69,7 @@ class Call:
         self.unheard_s = 0.0
         self.unclaimed = Unclaimed()
         self.cpu_before = self._cpu()
+        self.disk_before = disk(place)
 
     def run(self, source: bytes, stdin: bytes, folder: int) -> dict[str, Any]:
         """Head of the answer. Raises ControlClosed, also as Tampered."""
@@ -184,7 +185,7 @@ class Call:
             return "resource_limit", "memory_bytes"
         if self._cpu_of(found) - self.cpu_before > self.limits["cpu_s"]:
             return "resource_limit", "cpu_s"
-        if disk_used(self.place) >= self.limits["disk_bytes"]:
+        if disk(self.place).met(self.limits["disk_bytes"], self.disk_before):
             return "resource_limit", "disk_bytes"
         return None
 
@@ -249,7 +250,7 @@ class Call:
             return "resource_limit", "cpu_s"
         if not self.session and self.reaped.peak_bytes[self.main] > self.limits["memory_bytes"]:
             return "resource_limit", "memory_bytes"
-        if disk_used(self.place) >= self.limits["disk_bytes"]:
+        if disk(self.place).met(self.limits["disk_bytes"], self.disk_before):
             return "resource_limit", "disk_bytes"
         return ("tool_error" if self._exit_code() else "ok"), ""
 

@@ -132,18 +132,29 @@ def exact_memory(found: list[Task]) -> int:
     return total
 
 
-def disk_used(place: Place) -> int:
-    """Bytes in the writable folders; each is a tmpfs of its own under bubblewrap."""
+class Disk(NamedTuple):
+    """What the writable folders hold."""
+
+    used: int
+    full: bool
+    """One of them takes no more, however large a call's own limit is."""
+
+    def met(self, most: int, before: Disk) -> bool:
+        """`most` bytes are met, and by more than there was `before`: who found them full may still take away."""
+        return (self.full or self.used >= most) and (self.used > before.used or self.used == sys.maxsize)
+
+
+def disk(place: Place) -> Disk:
+    """Of the writable folders; each is a tmpfs of its own under bubblewrap."""
     if not place.namespace:
-        return sum(_tree_bytes(folder) for folder in place.folders)
-    used = 0
+        return Disk(sum(_tree_bytes(folder) for folder in place.folders), full=False)
+    used, full = 0, False
     for folder in place.folders:
         figures = os.statvfs(folder)
         free = figures.f_bavail * figures.f_frsize
         used += figures.f_blocks * figures.f_frsize - free + (figures.f_files - figures.f_ffree) * INODE_BYTES
-        if not free:
-            return sys.maxsize
-    return used
+        full = full or not free
+    return Disk(used, full)
 
 
 def _tree_bytes(folder: str) -> int:

@@ -21,7 +21,7 @@ from typing import Any
 
 from turnlog.sandbox_workers.inside.frames import PART_BYTES, Control, ControlClosed
 from turnlog.sandbox_workers.inside.observables import empty
-from turnlog.sandbox_workers.inside.processes import INODE_BYTES, Place, disk_used
+from turnlog.sandbox_workers.inside.processes import INODE_BYTES, Place, disk
 
 MOST_ENTRIES = 20_000
 """Of a workspace that is to be kept."""
@@ -289,7 +289,8 @@ def write(place: Place, path: str, content: bytes, mode: int, disk_bytes: int, *
     """Replace or make a file by one rename; `follow`: the one that links lead to, which keeps its mode. Raises
     PathRefused, Quota."""
     *above, name = _named(path)
-    if disk_used(place) + len(content) > disk_bytes:
+    held = disk(place)
+    if held.full or held.used + len(content) > disk_bytes:
         raise Quota(f"{shown(path)}: {len(content)} bytes more do not fit the workspace's {disk_bytes}")
     try:
         with Walk(place.folders[0]) as walk:

@@ -235,6 +235,19 @@ async def test_every_limit_is_enforced_and_named(
     assert await works(sandbox, limited())
 
 
+async def test_who_finds_the_disk_full_may_look_and_tidy_up_and_is_stopped_only_for_more(
+    sandbox: Sandbox, limited: Limited
+) -> None:
+    await sandbox.exec(python("open('full', 'wb').write(bytes(20 << 20))"), limited())
+    slowly = "import os, time; time.sleep(0.2); print(os.path.getsize('full') > 0, flush=True)"
+    answer = await sandbox.exec(python(slowly), limited())
+    assert (answer.status, answer.output) == (ToolStatus.ok, b"True\n")
+    more = "for n in range(99): open(f'{n}', 'w').close()"
+    assert (await sandbox.exec(python(more), limited())).reason == "disk_bytes"
+    tidied = await sandbox.exec(python(slowly + "; os.remove('full'); open('new', 'wb').write(bytes(4096))"), limited())
+    assert tidied.status is ToolStatus.ok
+
+
 @pytest.mark.needs("shell")
 @pytest.mark.parametrize(
     ("source", "changes", "reason"),
