@@ -158,7 +158,9 @@ async def _bounded(ready: Awaitable[None], pid: int, bounds: Bounds | None) -> N
         await ready
     finally:
         await asyncio.wait([adoption])
-    adoption.result()
+        failure = adoption.exception()  # asked for also where `ready` raises, or asyncio logs that nobody did
+    if failure:
+        raise failure
     bounds.adopt(pid)
 
 
