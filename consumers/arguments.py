@@ -429,17 +429,22 @@ def dataset_arguments(verb: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     build.add_argument("out", type=Path, metavar="OUT", help="folder to make; it appears when it is whole")
     build.add_argument(
-        "--view", choices=("rl", "sft", "preference"), default="rl",
-        help="rl: token rows; sft: conversations; preference: pairs of one group (default rl)",
-    )  # fmt: skip
-    build.add_argument("--format", choices=("parquet", "arrow"), default="parquet", help="default parquet")
-    build.add_argument(
         "--from", dest="source", choices=("topics", "archive"), default="topics",
         help="read the topics, or the archive of the run (default topics)",
     )  # fmt: skip
-    build.add_argument("--overwrite", action="store_true", help="replace the dataset that stands at OUT")
-    _add_filters(build.add_argument_group("filters", "Keep only rows ... (a filter given twice takes either)"))
-    _add_choices(build.add_argument_group("choices"))
+    _add_rows(build)
+
+
+def _add_rows(verb: argparse.ArgumentParser) -> None:
+    """Which rows are written, and how."""
+    verb.add_argument(
+        "--view", choices=("rl", "sft", "preference"), default="rl",
+        help="rl: token rows; sft: conversations; preference: pairs of one group (default rl)",
+    )  # fmt: skip
+    verb.add_argument("--format", choices=("parquet", "arrow"), default="parquet", help="default parquet")
+    verb.add_argument("--overwrite", action="store_true", help="replace the dataset that stands at OUT")
+    _add_filters(verb.add_argument_group("filters", "Keep only rows ... (a filter given twice takes either)"))
+    _add_choices(verb.add_argument_group("choices"))
 
 
 def _add_filters(group: argparse._ArgumentGroup) -> None:
@@ -613,6 +618,7 @@ Examples:
   turnlog reward rerun --dry-run                              how many rewards would the installed recipe change?
   turnlog reward rerun --verifier my_recipe:STRICT --dry-run  and another verifier?
   turnlog reward rerun data/strict --verifier my_recipe:STRICT
+  turnlog reward rerun data/pairs --verifier my_recipe:STRICT --view preference --min-margin 0.5
   turnlog --run old reward rerun data/old --from archive --at-once 32
 
 Exit status: 0 done, 2 cannot.
@@ -626,15 +632,15 @@ def reward_arguments(verb: argparse.ArgumentParser) -> None:
     rerun = verb.add_subparsers(dest="action", required=True, metavar="ACTION").add_parser(
         "rerun", help="judge recorded sessions again", epilog=REWARD_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Judge the sessions of a run again, and write the dataset of token rows that it would have given.",
+        description="Judge the sessions of a run again, and write the dataset that it would have given.",
     )  # fmt: skip
     rerun.add_argument("out", nargs="?", type=Path, metavar="OUT", help="folder to make; it appears when it is whole")
     rerun.add_argument("--verifier", default="", metavar="MODULE:NAME", help="who judges (default: the recipe's)")
     rerun.add_argument("--dry-run", action="store_true", help="judge, say what would change, write nothing")
     rerun.add_argument("--at-once", type=int, default=8, metavar="N", help="sessions judged at once (default 8)")
-    rerun.add_argument("--format", choices=("parquet", "arrow"), default="parquet", help="default parquet")
-    rerun.add_argument("--overwrite", action="store_true", help="replace the dataset that stands at OUT")
+    rerun.add_argument("--fresh", action="store_true", help="ask again what a killed rerun has asked")
     _source(rerun)
+    _add_rows(rerun)
 
 
 def topics_arguments(verb: argparse.ArgumentParser) -> None:

@@ -25,7 +25,7 @@ from turnlog.consumers.datasets.columns import VIEWS, row_digests, rows_sha256
 from turnlog.consumers.datasets.conversations import write_conversations
 from turnlog.consumers.datasets.manifest import Counts, DataFile, Manifest, Provenance, read_manifest
 from turnlog.consumers.datasets.query import Facts, Filters, Query, Seen
-from turnlog.consumers.datasets.source import Progress, Source
+from turnlog.consumers.datasets.source import Placed, Progress, Source
 from turnlog.consumers.datasets.writer import DatasetWriter
 from turnlog.infra.log import Partition, Record
 from turnlog.infra.roles.role import Role, opened
@@ -98,14 +98,17 @@ async def build(
     overwrite: bool = False,
     source: str = "topics",
     progress: Progress | None = None,
+    placed: Placed | None = None,
+    provenance: Provenance | None = None,
 ) -> Manifest:
     """Write the rows of `view` that `query` admits to `out`, from `role.log`; `source` says in the manifest what that
-    is. Raises BadQuery, DatasetExists, NotADataset, NothingMatched, MissingContent, Unwritable and what the log and
-    store raise; then `out` is as it was."""
+    is, `provenance` what the manifest says besides. Raises BadQuery, DatasetExists, NotADataset, NothingMatched,
+    MissingContent, Unwritable and what the log and store raise; then `out` is as it was."""
     query.check(view)
-    provenance = Provenance(query={"source": source, **query.asked()})
+    provenance = provenance or Provenance()
+    provenance.query |= {"source": source, **query.asked()}
     with DatasetWriter(out, view, format, overwrite=overwrite) as writer:
-        reads = await Source.open(role, query, provenance, _plan(query, view), progress)
+        reads = await Source.open(role, query, provenance, _plan(query, view), progress, placed)
         joined = await reads.joined(always_tasks=view != "rl")
         filters, seen = Filters(query, joined, provenance.removed), Seen(query.dedupe, provenance.removed)
         for unit in range(role.settings.kafka.groups):

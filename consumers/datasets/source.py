@@ -40,6 +40,8 @@ TOPICS = (topics.BATCHES, topics.SAMPLES, topics.TREES, topics.SESSIONS, topics.
 
 Progress = Callable[[int, int], None]
 """Told (records passed, records in all), now and then."""
+Placed = Callable[[Event], Event | None]
+"""What stands in the place of an event; None: the build passes it over."""
 TELL_EVERY = 256
 
 
@@ -54,12 +56,14 @@ class Source:
     ends: dict[Partition, int]
     total: int = 0
     """Records of all passes planned."""
+    placed: Placed | None = None
     passed: int = field(default=0)
 
     @classmethod
     async def open(
-        cls, role: Role, query: Query, provenance: Provenance, plan: Sequence[Topic], progress: Progress | None
-    ) -> Source:
+        cls, role: Role, query: Query, provenance: Provenance, plan: Sequence[Topic], progress: Progress | None,
+        placed: Placed | None = None,
+    ) -> Source:  # fmt: skip
         """`plan`: the topics to be read, one entry per pass. Their ends are taken here, once: that of the trees behind
         open transactions, since the samples of one may be readable before its trees are."""
         ends: dict[Partition, int] = {}
@@ -68,7 +72,7 @@ class Source:
                 ends |= await role.log.end_offsets(partitions(role, topic), committed=topic is not topics.TREES)
         starts = await role.log.start_offsets(list(ends))
         total = sum(ends[place] - starts[place] for topic in plan for place in partitions(role, topic))
-        return cls(role, query, provenance, progress, ends, total)
+        return cls(role, query, provenance, progress, ends, total, placed)
 
     async def read(self, place: Partition, *names: str) -> AsyncIterator[tuple[Record, Event]]:
         """Events of one partition whose record is one of `names`."""
@@ -83,7 +87,9 @@ class Source:
                     self.progress(self.passed, self.total)
                 await asyncio.sleep(0)  # Ctrl-C is heard here, too, not only when records must be waited for
             self.provenance.runs.add(event.run_id)
-            yield record, event
+            stands = event if self.placed is None else self.placed(event)
+            if stands is not None:
+                yield record, stands
         self.passed = began + self.ends[place] - reading.read[place][0]
         if self.progress is not None:
             self.progress(self.passed, self.total)

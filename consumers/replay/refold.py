@@ -19,7 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from turnlog.consumers.datasets.build import build
 from turnlog.consumers.datasets.manifest import Manifest, Provenance
+from turnlog.consumers.datasets.query import Query
 from turnlog.consumers.datasets.writer import DatasetWriter
 from turnlog.consumers.replay.batches import FOLDER as BATCHES
 from turnlog.consumers.replay.batches import DrawWriter, recorded_draws
@@ -39,7 +41,7 @@ from turnlog.consumers.replay.source import (
 )
 from turnlog.consumers.replay.unit import HistoryFold, UnitState, tokens_of
 from turnlog.consumers.replay.verify import ARCHIVE, FOLDER, FORGET_EVERY, asked, cheap_collections, cuts_of, replay
-from turnlog.infra.archive import Cut
+from turnlog.infra.archive import ArchiveLog, Cut
 from turnlog.infra.log import Partition
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.runs import Configured
@@ -236,9 +238,13 @@ class Refold:
         overwrite: bool = False,
         save_every_s: float = 5.0,
         verdicts: NewVerdicts | None = None,
+        view: str = "rl",
+        query: Query | None = None,
     ) -> None:
-        """`folder` keeps what a killed refold goes on from."""
+        """`folder` keeps what a killed refold goes on from; `query` chooses rows of the other views than `rl`."""
         self._verdicts = verdicts
+        self._view = view
+        self._query = query or Query()
         self._role = role
         self._changes = changes
         self._out = out
@@ -264,7 +270,7 @@ class Refold:
         rules, draw_rules = now.rules(), now.draw_rules()
         question = asked(self._role, self._until_text, now) | {"refold": True}
         if self._verdicts is not None:
-            question |= {"verdicts": self._verdicts.key()}
+            question |= {"verdicts": self._verdicts.key(), "view": self._view, "query": self._query.asked()}
         state = ReplayState(self._folder, question, every_s=self._every_s)
         state.load(fresh=fresh)
         cuts = await cuts_of(self._role, state)
@@ -316,7 +322,7 @@ class Refold:
     def _check_free(self, state: ReplayState) -> None:
         """Refuse what could not be written, before hours of folding. Raises DatasetError, BadRefold."""
         if self._folds and "dataset" not in state.sections:
-            DatasetWriter(self._out, "rl", self._format, overwrite=self._overwrite).abort()
+            DatasetWriter(self._out, self._view, self._format, overwrite=self._overwrite).abort()
         batches = self._out / BATCHES
         if self._changes.batcher and batches.exists():
             if not self._overwrite:
@@ -327,15 +333,16 @@ class Refold:
         self, draw_rules: DrawRules, until: Until | None, provenance: Provenance, state: ReplayState
     ) -> str:
         said: list[str] = []
+        if self._changes.batcher or self._view != "rl":
+            for unit, spool in self._spools.items():
+                self._index |= {events[-1].group_id: (unit, at) for at, events in spool.groups()}
         if self._folds:
             if "dataset" not in state.sections:
-                counts = self._dataset(provenance).counts
+                counts = (await self._dataset(provenance)).counts
                 state.sections["dataset"] = f"{counts.rows:,} rows, {counts.tokens:,} tokens in {self._out}"
                 state.save()
             said.append(state.sections["dataset"])
         if self._changes.batcher:
-            for unit, spool in self._spools.items():
-                self._index |= {events[-1].group_id: (unit, at) for at, events in spool.groups()}
             writer = DrawWriter(self._out, draw_rules, self._group)
             async for draw in recorded_draws(self._role, None if until is None else until.time_ms):
                 writer.write(draw)
@@ -343,12 +350,25 @@ class Refold:
             said.append(f"{writer.batches:,} batches in {self._out / BATCHES}")
         return "; ".join(said)
 
-    def _dataset(self, provenance: Provenance) -> Manifest:
+    async def _dataset(self, provenance: Provenance) -> Manifest:
+        if self._view != "rl":
+            source = ARCHIVE if isinstance(self._role.log, ArchiveLog) else "topics"
+            return await build(
+                self._role, self._query, self._out, view=self._view, format=self._format, overwrite=self._overwrite,
+                source=source, placed=self._scored_again, provenance=provenance,
+            )  # fmt: skip
         with DatasetWriter(self._out, "rl", self._format, overwrite=self._overwrite) as writer:
             for spool in self._spools.values():
                 for _, events in spool.groups():
                     writer.add(event for event in events if isinstance(event, SegmentSample))
             return writer.close(provenance)
+
+    def _scored_again(self, event: Event) -> Event | None:
+        """The group's score as it is now, in the place of the recorded one; None for a group scored since the cut."""
+        if not isinstance(event, GroupScored):
+            return event
+        found = self._group(event.group_id)
+        return None if found is None else found.score
 
     def _group(self, group_id: str) -> ReadableGroup | None:
         if group_id not in self._index:

@@ -2,11 +2,13 @@
 
 Two passes. The first judges every session that the log holds a verdict and a conversation of, and changes nothing. The
 second folds the records again with the new verdicts in the place of the old ones, so that advantages, filters and
-groups follow from them. Nothing is written to the log.
+groups follow from them, and what the other views choose by. Nothing is written to the log. Verdicts are kept on disk
+until the dataset stands, so that a rerun that was killed asks for none of them twice.
 
 RerunError
 ├── NotRerunnable   the verifier needs what is over: a sandbox, an environment
-└── NoVerifier      --verifier, or a recipe of the run, leads to no verifier here
+├── NoVerifier      --verifier, or a recipe of the run, leads to no verifier here
+└── NoSuchRows      what is asked for is of no rerun: OUT is missing, or a filter cannot be used
 """
 
 from __future__ import annotations
@@ -23,10 +25,13 @@ from typing import Any
 
 import orjson
 
+from turnlog.consumers.datasets.build import query_of
 from turnlog.consumers.datasets.conversations import Conversation, conversations
 from turnlog.consumers.datasets.manifest import Provenance
 from turnlog.consumers.datasets.query import Filters, Joined, Query
 from turnlog.consumers.datasets.source import Candidate, Source, candidates
+from turnlog.consumers.datasets.writer import DatasetWriter
+from turnlog.consumers.replay.progress import ReplayState
 from turnlog.consumers.replay.refold import Changes, Refold
 from turnlog.consumers.replay.verify import FOLDER
 from turnlog.infra import recipes
@@ -60,6 +65,10 @@ class NoVerifier(RerunError):
     """Remedy: --verifier MODULE:NAME of a module that can be imported here, or install the recipe's package."""
 
 
+class NoSuchRows(RerunError):
+    """Remedy: say where (OUT), or --dry-run; filters and choices are of the views sft and preference, of one run."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rejudged:
     """One session and its two verdicts."""
@@ -87,6 +96,8 @@ class Verdicts:
     found: dict[str, Rejudged] = field(default_factory=dict)
     left: Counter[str] = field(default_factory=Counter)
     """Why -> sessions that keep what was recorded."""
+    resumed: int = 0
+    """Of those found, how many a killed rerun had asked for."""
 
     def placed(self, event: Event) -> Event:
         """The event, or the new verdict where it is the old one of a session that was judged again."""
@@ -133,6 +144,8 @@ class Verdicts:
             f"rewards change ({told['raised']:,} up, {told['lowered']:,} down), {told['failed']:,} have none any more; "
             f"mean {told['mean_before']:.4f} to {told['mean_after']:.4f}"
         )
+        if self.resumed:
+            yield f"  {self.resumed:,} of them were judged by a rerun that did not end (--fresh asks again)"
         for why, count in told["kept"].items():
             yield f"  {count:,} keep what was recorded: {why}"
         changed = [each for each in self.found.values() if each.changed]
@@ -170,8 +183,11 @@ def rerunnable(verifier: Judged) -> Judged:
 class Rerun:
     """The first pass, over the run of `role`."""
 
-    def __init__(self, role: Role, verifier: Judged | None, *, at_once: int = 8) -> None:
-        """`verifier`: None: each session's own recipe names it, as that is installed here."""
+    def __init__(
+        self, role: Role, verifier: Judged | None, *, at_once: int = 8, state: ReplayState | None = None
+    ) -> None:
+        """`verifier`: None: each session's own recipe names it, as that is installed here. `state` keeps verdicts."""
+        self._state = state or ReplayState(None, {})
         self._role = role
         self._verifier = verifier
         self._slots = asyncio.Semaphore(max(at_once, 1))
@@ -204,13 +220,16 @@ class Rerun:
                     for task in judging:
                         task.cancel()
                     await asyncio.gather(*judging, return_exceptions=True)
+        self._state.save()
         return self.verdicts
 
     async def _judge(self, by: Judged, each: Candidate, episode: Episode, means: Means) -> None:
-        after: Verdict | NoVerdict
+        after: Verdict | NoVerdict | None = self._kept(each.session_id, by)
         try:
-            found = await judge(by, await asyncio.to_thread(_acted_out, each.recipe, episode), means)
-            after = Verdict(found.value, found.components)  # no row has evidence, and a run has many sessions
+            if after is None:
+                found = await judge(by, await asyncio.to_thread(_acted_out, each.recipe, episode), means)
+                after = Verdict(found.value, found.components)  # no row has evidence, and a run has many sessions
+                self._keep(each.session_id, by, after)
         except NoVerdict as failed:
             after = failed
         except recipes.BrokenRecipe as broken:
@@ -218,6 +237,22 @@ class Rerun:
         finally:
             self._slots.release()
         self.verdicts.found[each.session_id] = Rejudged(each.session_id, by, each.reward, after)
+
+    def _kept(self, session: str, by: Judged) -> Verdict | None:
+        """What a killed rerun was told by the same version."""
+        found = self._state.sections.get("verdicts", {}).get(session)
+        if found is None or found["by"] != [by.name, by.version]:
+            return None
+        self.verdicts.resumed += 1
+        return Verdict(found["value"], found["components"])
+
+    def _keep(self, session: str, by: Judged, found: Verdict) -> None:
+        """A failure is not kept: whoever failed may answer when it is asked again."""
+        self._state.sections.setdefault("verdicts", {})[session] = {
+            "by": [by.name, by.version], "value": found.value, "components": dict(found.components),
+        }  # fmt: skip
+        if self._state.due:
+            self._state.save()
 
     async def _tasks(self, source: Source) -> dict[str, Mapping[str, Any]]:
         """Group -> its row. Rows that are no JSON object are none."""
@@ -261,21 +296,37 @@ def _acted_out(name: str, episode: Episode) -> Episode:
     return dataclasses.replace(episode, messages=tuple(messages))
 
 
+def rows_asked(arguments: argparse.Namespace) -> Query:
+    """Which rows of the view are written. Raises NoSuchRows, DatasetError: before anybody is asked to judge."""
+    query, view, out = query_of(arguments), arguments.view, arguments.out
+    if out is None and not arguments.dry_run:
+        raise NoSuchRows("a rerun writes a dataset: say where (OUT), or --dry-run to see what would change")
+    if query.runs:
+        raise NoSuchRows("a rerun judges the sessions of one run, that of --run: leave --include-run out")
+    if view == "rl" and query != Query():
+        raise NoSuchRows(f"the view rl is every sample of the fold: {query.asked()} is of --view sft or preference")
+    query.check(view)
+    if not arguments.dry_run:
+        DatasetWriter(out, view, arguments.format, overwrite=arguments.overwrite).abort()
+    return query
+
+
 async def command(settings: Settings, arguments: argparse.Namespace) -> int:
     """Judge again, say what changes, and write the dataset unless only that was asked. Raises RerunError, ReplayError,
     DatasetError and what log, store and registry raise."""
     verifier = verifier_at(arguments.verifier) if arguments.verifier else None
-    if not arguments.dry_run and arguments.out is None:
-        raise RerunError("a rerun writes a dataset: say where (OUT), or --dry-run to see what would change")
+    query, folder = rows_asked(arguments), Path(settings.run.directory) / FOLDER
+    state = ReplayState(folder, {"rejudged": settings.run.id, "by": "" if verifier is None else verifier.name})
+    state.load(fresh=arguments.fresh)
     async with opened("reward", settings, archive=arguments.source == "archive") as role:
-        verdicts = await Rerun(role, verifier, at_once=arguments.at_once).run()
+        verdicts = await Rerun(role, verifier, at_once=arguments.at_once, state=state).run()
         for line in verdicts.lines():
             say(line)
         if not arguments.dry_run:
-            folder: Path = Path(settings.run.directory) / FOLDER
             work = Refold(
                 role, Changes(), arguments.out, folder, format=arguments.format, overwrite=arguments.overwrite,
-                verdicts=verdicts,
+                verdicts=verdicts, view=arguments.view, query=query,
             )  # fmt: skip
-            say(await work.run(fresh=True))
+            say(await work.run(fresh=arguments.fresh))
+    state.remove()
     return ExitStatus.DONE

@@ -130,6 +130,30 @@ async def test_a_killed_refold_goes_on_and_writes_the_same_dataset(trained_run: 
     assert (tmp_path / "killed" / index).read_text() == (tmp_path / "calm" / index).read_text()
 
 
+async def test_a_killed_refold_goes_on_to_conversations_chosen_by_its_scores(trained_run: Make, tmp_path: Path) -> None:
+    made = trained_run()
+    await made.bad_days(seed=3, groups=30)
+    changes, query = Changes(fold={"estimator": "rloo"}), Query(best=1)
+    built = await build(made.role(), query, tmp_path / "built", view="sft", format="parquet")
+    for calls in (3, None):
+        work = Refold(
+            made.role(), changes, tmp_path / "out", tmp_path / "state", save_every_s=0.0, view="sft", query=query
+        )
+        mortal = Mortal(calls)
+        if calls is None:
+            await work.run(progress=mortal)
+        else:
+            with pytest.raises(Killed):
+                await work.run(progress=mortal)
+            assert not (tmp_path / "out").exists()
+            assert list((tmp_path / "state").iterdir())
+    manifest = json.loads((tmp_path / "out/manifest.json").read_text())
+    assert manifest["rows_sha256"] == built.rows_sha256  # an estimator changes no reward
+    assert manifest["settings_sha256"] != list(built.provenance.settings_sha256)
+    assert manifest["removed"] == dict(built.provenance.removed)
+    assert not list((tmp_path / "state").iterdir())
+
+
 async def test_a_refold_from_the_archive_up_to_a_moment_needs_no_topics(trained_run: Make, tmp_path: Path) -> None:
     made = trained_run()
     await made.good_days(groups=8)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,20 @@ import pytest
 
 from tests.fakes.sessions import GroupName, Shape, whole_group
 from turnlog import cli
+from turnlog.consumers.datasets import BadQuery, DatasetExists, NothingMatched
+from turnlog.consumers.datasets.build import build, verify
+from turnlog.consumers.datasets.query import Query
+from turnlog.consumers.replay.progress import ReplayState
 from turnlog.consumers.replay.refold import Changes, Refold
-from turnlog.consumers.replay.rejudge import NotRerunnable, NoVerifier, Rerun, Verdicts, verifier_at
+from turnlog.consumers.replay.rejudge import (
+    NoSuchRows,
+    NotRerunnable,
+    NoVerifier,
+    Rerun,
+    Verdicts,
+    rows_asked,
+    verifier_at,
+)
 from turnlog.infra.log import Partition, partition_of
 from turnlog.infra.recipes import Episode, FunctionVerifier, UnknownRecipe, Verdict
 from turnlog.infra.roles.role import Role
@@ -25,7 +39,11 @@ from turnlog.schemas.events import Limits, Purpose, RewardAssigned, RolloutReque
 
 Make = Callable[..., Any]
 SAYS = ("right", "wrong", "broken")
+ASKED = b'[{"role": "user", "content": "what is it?"}]'
 EXACT = FunctionVerifier("exact", "2", lambda episode: judged(episode))
+FOND = FunctionVerifier("fond", "1", lambda episode: Verdict(judged(dataclasses.replace(episode, task=WRONG)).value))
+"""Rewards what EXACT does not."""
+WRONG = {"answer": "wrong"}
 TESTS = SandboxVerifier(name="tests", version="1", calls="true")
 BOTH = WeightedSum(name="both", version="1", parts=((EXACT, 1.0), (EnvironmentVerifier(name="env", version="1"), 1.0)))
 
@@ -57,7 +75,9 @@ async def recorded(made: Any, groups: int = 2) -> None:
         sessions = list(dict.fromkeys(event.session_id for event in found))
         await made.append(
             dataclasses.replace(
-                event, response=json.dumps({"content": SAYS[sessions.index(event.session_id)]}).encode()
+                event,
+                new_messages=ASKED,
+                response=json.dumps({"content": SAYS[sessions.index(event.session_id)]}).encode(),
             )
             if isinstance(event, TurnCompleted)
             else event
@@ -108,6 +128,100 @@ async def test_a_rerun_gives_the_rows_that_the_new_rewards_would_have_given(
     assert {event.value for event in recorded_rewards} == {0.0}  # the log is what it was
 
 
+async def chosen(
+    made: Any, out: Path, view: str, query: Query, source: str = "topics"
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    role = made.role() if source == "topics" else await made.archived()
+    verdicts = await Rerun(role, FOND).run()
+    await Refold(role, Changes(), out, out.parent / "state", verdicts=verdicts, view=view, query=query).run()
+    verify(out)
+    rows = [row for file in sorted((out / "data").iterdir()) for row in parquet.read_table(file).to_pylist()]
+    return rows, json.loads((out / "manifest.json").read_text())
+
+
+@pytest.mark.parametrize("source", ["topics", "archive"])
+async def test_conversations_are_chosen_by_the_new_rewards(trained_run: Make, tmp_path: Path, source: str) -> None:
+    made = trained_run()
+    await recorded(made)
+    await made.archive()
+    best = Query(best_of_group=True)
+    await build(made.role(), best, tmp_path / "before", view="sft", format="parquet")
+    before = parquet.read_table(tmp_path / "before/data").to_pylist()
+    assert [(row["messages"][-1]["content"], row["reward"]) for row in before] == [("right", 0.0)] * 2
+    rows, manifest = await chosen(made, tmp_path / "out", "sft", best, source)
+    assert [(row["messages"][-1]["content"], row["reward"]) for row in rows] == [("wrong", 1.0)] * 2
+    assert (manifest["view"], manifest["removed"]) == ("sft", {"excluded": 2, "best_of_group": 2})
+    assert manifest["query"]["rewards"]["verifiers"] == ["fond:1"]
+    assert (manifest["query"]["best_of_group"], manifest["query"]["source"]) == (True, source)
+    assert {each["topic"] for each in manifest["read"]} >= {"agent.turns", "agent.sessions", "segment-samples"}
+
+
+async def test_pairs_are_those_that_the_new_rewards_set_apart(trained_run: Make, tmp_path: Path) -> None:
+    made = trained_run()
+    await recorded(made)
+    rows, manifest = await chosen(made, tmp_path / "out", "preference", Query(min_margin=0.5))
+    assert [
+        (row["chosen"][-1]["content"], row["rejected"][-1]["content"], row["margin"], row["rejected_reward"])
+        for row in rows
+    ] == [("wrong", "right", 1.0, 0.0)] * 2
+    assert manifest["query"]["rewards"]["failed"] == manifest["removed"]["excluded"] == 2
+
+
+async def test_a_group_that_is_scored_behind_the_cut_is_in_no_view(trained_run: Make, tmp_path: Path) -> None:
+    """Nobody has judged it again, so that its rewards are the old ones."""
+    made = trained_run()
+    await recorded(made, groups=1)
+    role = made.role()
+    verdicts = await Rerun(role, FOND).run()
+    work = Refold(role, Changes(), tmp_path / "out", tmp_path / "state", verdicts=verdicts, view="sft", until="1")
+    with pytest.raises(NothingMatched):
+        await work.run()
+    assert not (tmp_path / "out").exists()
+
+
+class Slow:
+    """A verifier's function that counts whom it judged, and stops before one of them."""
+
+    def __init__(self, stop: int | None) -> None:
+        self.stop, self.asked = stop, list[str]()
+        self.stopped, self.released = threading.Event(), threading.Event()
+
+    def __call__(self, episode: Episode) -> Verdict:
+        if len(self.asked) == self.stop:
+            self.stopped.set()
+            self.released.wait(30)
+        self.asked.append(str(episode.messages[-1]["content"]))
+        return judged(episode)
+
+
+async def test_a_killed_rerun_asks_for_no_verdict_twice(trained_run: Make, tmp_path: Path) -> None:
+    made = trained_run()
+    await recorded(made)
+
+    async def attempt(slow: Slow, version: str = "1", *, fresh: bool = False) -> Verdicts:
+        state = ReplayState(tmp_path, {"rejudged": "run"}, every_s=0.0)
+        state.load(fresh=fresh)
+        return await Rerun(made.role(), FunctionVerifier("slow", version, slow), at_once=1, state=state).run()
+
+    first = Slow(stop=4)
+    killed = asyncio.create_task(attempt(first))
+    assert await asyncio.to_thread(first.stopped.wait, 30)
+    killed.cancel()
+    await asyncio.gather(killed, return_exceptions=True)
+    had = first.asked.copy()
+    first.released.set()
+    again = Slow(stop=None)
+    verdicts = await attempt(again)
+    assert len(again.asked) == 6 - verdicts.resumed
+    assert again.asked.count("broken") == 2  # a failure may be another one's answer by now
+    assert verdicts.resumed == sum(said != "broken" for said in had) > 0
+    assert verdicts.summary() == (await attempt(Slow(stop=None), fresh=True)).summary()
+    assert any("were judged by a rerun that did not end" in line for line in verdicts.lines())
+    other = Slow(stop=None)
+    assert (await attempt(other, version="2")).resumed == 0
+    assert len(other.asked) == 6
+
+
 async def test_the_same_reward_is_no_change_and_a_session_that_was_not_judged_keeps_its_own(trained_run: Make) -> None:
     made = trained_run()
     await recorded(made, groups=1)
@@ -143,6 +257,22 @@ def test_who_judges_is_found_by_name_and_what_is_over_is_refused_by_name() -> No
 def test_the_command_line_says_what_is_judged_and_where_to(capsys: pytest.CaptureFixture[str]) -> None:
     given = cli.parser().parse_args(["reward", "rerun", "out", "--verifier", "m:N", "--from", "archive", "--dry-run"])
     assert (given.action, given.out, given.verifier, given.source) == ("rerun", Path("out"), "m:N", "archive")
+    view = ["--view", "preference", "--pairs", "all"]
+    assert rows_asked(cli.parser().parse_args(["reward", "rerun", "--dry-run", *view])) == Query(pairs="all")
     with pytest.raises(SystemExit):
         cli.parser().parse_args(["reward", "rerun", "--help"])
     assert "Functions, services, judge models and sums" in capsys.readouterr().out
+
+
+def test_rows_that_no_rerun_gives_are_refused_before_anybody_judges(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there/manifest.json").write_text("{}")
+    for words, error, said in (
+        ([], NoSuchRows, "say where"),
+        (["out", "--include-run", "other"], NoSuchRows, "of one run"),
+        (["out", "--min-reward", "1"], NoSuchRows, "'min_reward': 1.0"),
+        (["out", "--view", "preference", "--best", "2"], BadQuery, "best is of the view sft"),
+        ([str(tmp_path / "there"), "--view", "sft"], DatasetExists, "--overwrite"),
+    ):
+        with pytest.raises(error, match=said):
+            rows_asked(cli.parser().parse_args(["reward", "rerun", *words]))
