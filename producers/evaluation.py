@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from turnlog.infra import recipes
+from turnlog.infra.verifiers.groups import live
 from turnlog.producers.tasks import Dataset, provided_dataset, read_dataset
 from turnlog.schemas.events import Event, GroupRequested, Purpose
 from turnlog.settings import Settings
@@ -68,7 +69,7 @@ def eval_tasks(settings: Settings) -> EvalTasks | None:
     asked, feeder = settings.eval, settings.feeder
     if not asked.every:
         return None
-    recipe = recipes.recipe(asked.recipe or feeder.recipe)
+    recipe = live(recipes.recipe(asked.recipe or feeder.recipe))
     path = Path(asked.dataset)
     if not asked.dataset:
         beside = Path(settings.run.directory) / DATASET_FILE

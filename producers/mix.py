@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from turnlog.infra import recipes
+from turnlog.infra.verifiers.groups import live
 from turnlog.producers.tasks import Dataset, provided_dataset, read_dataset
 from turnlog.settings import Settings
 
@@ -65,7 +66,7 @@ def _entry(said: str) -> _Entry:
 
 
 def _dataset(settings: Settings, entry: _Entry, *, single: bool) -> Dataset:
-    recipe = recipes.recipe(entry.recipe)
+    recipe = live(recipes.recipe(entry.recipe))
     if entry.file:
         return read_dataset(Path(entry.file), recipe)
     count = settings.feeder.draws * settings.batcher.prompts_per_draw

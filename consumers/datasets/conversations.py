@@ -8,6 +8,7 @@ wrong.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ import orjson
 from turnlog.consumers.datasets import UnreadableMessage
 from turnlog.consumers.datasets.columns import canonical_json
 from turnlog.consumers.datasets.query import Filters, Joined, Seen, Task
-from turnlog.consumers.datasets.source import Candidate, Pair, Source, best_of_groups, candidates, pairs_of
+from turnlog.consumers.datasets.source import Candidate, Source, best_of_groups, candidates, pairs_of
 from turnlog.consumers.datasets.writer import DatasetWriter, Row
 from turnlog.infra.log import Partition
 from turnlog.schemas import topics
@@ -151,6 +152,19 @@ async def conversations(
         yield session, "incomplete"
 
 
+async def whole_groups(
+    source: Source, unit: int, wanted: dict[str, Candidate]
+) -> AsyncIterator[dict[str, Conversation | str]]:
+    """What `conversations` gives, group by group: each once the last of its wanted sessions is there."""
+    sizes = Counter(each.group_id for each in wanted.values())
+    held: dict[str, dict[str, Conversation | str]] = {}
+    async for session, conversation in conversations(source, unit, wanted):
+        group = wanted[session].group_id
+        held.setdefault(group, {})[session] = conversation
+        if len(held[group]) == sizes[group]:
+            yield held.pop(group)
+
+
 def _line(turns: dict[TurnId, TurnCompleted], last: TurnId | None) -> list[TurnCompleted] | None:
     """The turns from the root to `last`; None while one is missing."""
     line: list[TurnCompleted] = []
@@ -201,10 +215,9 @@ async def write_conversations(
         return
     pairs = pairs_of(found, source.query, filters)
     paired = {name: found[name] for each in pairs.values() for pair in each for name in pair}
-    waiting = _Waiting(paired, pairs)
-    async for session, conversation in conversations(source, unit, paired):
-        for chosen, rejected in waiting.complete(session, conversation):
-            pair = preference(waiting.of(chosen), waiting.of(rejected))
+    async for members in whole_groups(source, unit, paired):
+        for chosen, rejected in pairs[paired[next(iter(members))].group_id]:
+            pair = preference(members[chosen], members[rejected])
             if isinstance(pair, str):
                 filters.counted(pair)
                 continue
@@ -243,32 +256,6 @@ def preference(chosen: Conversation | str, rejected: Conversation | str) -> dict
         "rejected": rejected.messages[cut:],
         "tools": chosen.tools,
     }
-
-
-class _Waiting:
-    """Conversations of groups that are not complete yet."""
-
-    def __init__(self, paired: dict[str, Candidate], pairs: dict[str, list[Pair]]) -> None:
-        self._group_of = {name: each.group_id for name, each in paired.items()}
-        self._pairs = pairs
-        self._open: dict[str, int] = {}
-        for group in self._group_of.values():
-            self._open[group] = self._open.get(group, 0) + 1
-        self._held: dict[str, dict[str, Conversation | str]] = {}
-        self._now: dict[str, Conversation | str] = {}
-
-    def complete(self, session: str, conversation: Conversation | str) -> list[Pair]:
-        """The pairs of the session's group, once its last conversation is there."""
-        group = self._group_of[session]
-        self._held.setdefault(group, {})[session] = conversation
-        if len(self._held[group]) < self._open[group]:
-            return []
-        self._now = self._held.pop(group)
-        return self._pairs[group]
-
-    def of(self, session: str) -> Conversation | str:
-        """A conversation of the group that `complete` named last."""
-        return self._now[session]
 
 
 def _same(one: Message, other: Message) -> bool:

@@ -26,7 +26,7 @@ from typing import Any
 import orjson
 
 from turnlog.consumers.datasets.build import query_of
-from turnlog.consumers.datasets.conversations import Conversation, conversations
+from turnlog.consumers.datasets.conversations import Conversation, whole_groups
 from turnlog.consumers.datasets.manifest import Provenance
 from turnlog.consumers.datasets.query import Filters, Joined, Query
 from turnlog.consumers.datasets.source import Candidate, Source, candidates
@@ -41,6 +41,7 @@ from turnlog.infra.recipes import Episode, Judged, Verdict
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.terminal import say
 from turnlog.infra.verifiers import EnvironmentVerifier, PatchVerifier, SandboxVerifier, WeightedSum
+from turnlog.infra.verifiers.groups import Group
 from turnlog.infra.verifiers.judges import Cause, Means, NoVerdict, client, judge
 from turnlog.names import ExitStatus
 from turnlog.schemas import ids, topics
@@ -206,15 +207,13 @@ class Rerun:
                 reasons = await self._reasons(source, unit)
                 judging: list[asyncio.Task[None]] = []
                 try:
-                    async for session, said in conversations(source, unit, found):
-                        if isinstance(said, str):
-                            self.verdicts.left[said] += 1
-                            continue
-                        each, means = found[session], Means(http=http, session_id=session)
-                        by = self._verifier or rerunnable(recipes.recipe(each.recipe).verifier)
-                        episode = _episode(each, said, rows.get(each.group_id, {}), reasons)
-                        await self._slots.acquire()
-                        judging.append(asyncio.create_task(self._judge(by, each, episode, means)))
+                    async for members in whole_groups(source, unit, found):
+                        group = Group(await self._episodes(members, found, rows, reasons))
+                        for session, episode in group.episodes.items():
+                            each, means = found[session], Means(http=http, session_id=session, group=group)
+                            by = self._by(each)
+                            await self._slots.acquire()
+                            judging.append(asyncio.create_task(self._judge(by, each, episode, means)))
                     await asyncio.gather(*judging)
                 finally:
                     for task in judging:
@@ -223,19 +222,41 @@ class Rerun:
         self._state.save()
         return self.verdicts
 
+    async def _episodes(
+        self, members: Mapping[str, Conversation | str], found: Mapping[str, Candidate],
+        rows: Mapping[str, Mapping[str, Any]], reasons: Mapping[tuple[str, str], str],
+    ) -> dict[str, Episode]:  # fmt: skip
+        """Of the sessions of a group that can be judged; what the others come to is noted."""
+        episodes: dict[str, Episode] = {}
+        for session, said in members.items():
+            if isinstance(said, str):
+                self.verdicts.left[said] += 1
+                continue
+            each = found[session]
+            episode = _episode(each, said, rows.get(each.group_id, {}), reasons)
+            try:
+                episodes[session] = await asyncio.to_thread(_acted_out, each.recipe, episode)
+            except recipes.BrokenRecipe as broken:
+                self._note(each, self._by(each), NoVerdict(Cause.crashed, str(broken)))
+        return episodes
+
     async def _judge(self, by: Judged, each: Candidate, episode: Episode, means: Means) -> None:
         after: Verdict | NoVerdict | None = self._kept(each.session_id, by)
         try:
             if after is None:
-                found = await judge(by, await asyncio.to_thread(_acted_out, each.recipe, episode), means)
+                found = await judge(by, episode, means)
                 after = Verdict(found.value, found.components)  # no row has evidence, and a run has many sessions
                 self._keep(each.session_id, by, after)
         except NoVerdict as failed:
             after = failed
-        except recipes.BrokenRecipe as broken:
-            after = NoVerdict(Cause.crashed, str(broken))
         finally:
             self._slots.release()
+        self._note(each, by, after)
+
+    def _by(self, each: Candidate) -> Judged:
+        return self._verifier or rerunnable(recipes.recipe(each.recipe).verifier)
+
+    def _note(self, each: Candidate, by: Judged, after: Verdict | NoVerdict) -> None:
         self.verdicts.found[each.session_id] = Rejudged(each.session_id, by, each.reward, after)
 
     def _kept(self, session: str, by: Judged) -> Verdict | None:

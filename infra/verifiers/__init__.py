@@ -112,7 +112,9 @@ class JudgeVerifier:
     """A model behind an OpenAI-style endpoint judges the conversation by a rubric. The reward is between 0 and 1.
 
     With `reference` it is pairwise: the judge says whether the conversation or the reference is better, twice, each of
-    them once in first place, since judges favour a place. The reward is the share of what was won, a tie half of it."""
+    them once in first place, since judges favour a place. The reward is the share of what was won, a tie half of it.
+    With `opponents` so are sessions of one group with each other, where the whole group is at hand: in a rerun, and not
+    while it is lived through. Raises ValueError for both, and for `read` beside it."""
 
     name: str
     version: str
@@ -125,6 +127,9 @@ class JudgeVerifier:
     """Environment variable that holds the API key, or whose name with _FILE behind it names a file that does."""
     reference: str = ""
     """Key of the task row that holds a reference answer."""
+    opponents: int = 0
+    """Others of its group that each session is compared with, all of them where it has no more; odd numbers are rounded
+    up. Two requests for a comparison, which serves both: a group of n costs at most n times as many requests."""
     scale: tuple[float, float] = (0.0, 10.0)
     """Lowest and highest score; the reward is where between them the judge's score lies."""
     read: Callable[[str], float] | None = None
@@ -137,6 +142,12 @@ class JudgeVerifier:
     """As of HttpVerifier; also while what the judge says cannot be read."""
     late: bool = False
     """See SandboxVerifier."""
+
+    def __post_init__(self) -> None:
+        if self.opponents < 0 or (self.opponents and (self.reference or self.read)):
+            raise ValueError(
+                f"verifier {self.name!r}: opponents are at least 0, and leave no room for reference and read"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

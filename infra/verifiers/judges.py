@@ -35,6 +35,7 @@ from turnlog.infra.verifiers import (
     SandboxVerifier,
     WeightedSum,
 )
+from turnlog.infra.verifiers.groups import Group, why_not_live
 from turnlog.schemas.types import TurnId
 from turnlog.secret_files import FileSecret, SecretUnusable
 
@@ -100,6 +101,8 @@ class Means:
     """Judges by calls. Raises NoVerdict. None: there is no sandbox here."""
     steps: Callable[[], Awaitable[Sequence[EnvStep]]] | None = None
     """What the environment answered. Raises NoVerdict. None: nobody knows it here."""
+    group: Group | None = None
+    """The session's whole group. None: it is not at hand."""
 
 
 Judge = Callable[[Any, Episode, Means], Awaitable[Verdict]]
@@ -394,7 +397,9 @@ WINNER = re.compile(r"^\W*WINNER\W*?(A|B|tie)\W*$", re.MULTILINE | re.IGNORECASE
 async def _by_model(verifier: JudgeVerifier, episode: Episode, means: Means) -> Verdict:
     low, high = verifier.scale
     if verifier.reference:
-        return await _pairwise(verifier, episode, means)
+        return await _by_reference(verifier, episode, means)
+    if verifier.opponents:
+        return await _by_opponents(verifier, means)
     asked = _json(task=episode.task, conversation=episode.messages, ended=episode.outcome.value)
     how = "" if verifier.read else HOW_TO_SCORE.format(material=MATERIAL, low=low, high=high)
 
@@ -410,27 +415,65 @@ async def _by_model(verifier: JudgeVerifier, episode: Episode, means: Means) -> 
     return Verdict(value, components, evidence)
 
 
-async def _pairwise(verifier: JudgeVerifier, episode: Episode, means: Means) -> Verdict:
+async def _by_reference(verifier: JudgeVerifier, episode: Episode, means: Means) -> Verdict:
     """Against the task row's reference, in both orders."""
     if verifier.reference not in episode.task:
         raise NoVerdict(Cause.garbage, f"the task row has no {verifier.reference!r} to compare with")
     answer = next((said.get("content") or "" for said in reversed(episode.messages) if said["role"] == "assistant"), "")
     prompt = [said for said in episode.messages if said["role"] in ("system", "user")]
-    reference, how = episode.task[verifier.reference], HOW_TO_CHOOSE.format(material=MATERIAL)
-
-    async def won(ours: str, first: Any, second: Any) -> tuple[float, dict[str, Any]]:
-        async def read(said: str) -> float:
-            winner = _last(WINNER, said, "WINNER: A, B or tie").upper()
-            return 0.5 if winner == "TIE" else float(winner == ours)
-
-        return await _asked(verifier, means, how, _json(prompt=prompt, A=first, B=second), read)
-
-    first, second = await won("A", answer, reference), await won("B", reference, answer)
+    reference = episode.task[verifier.reference]
+    first, said_first = await _won_by_first(verifier, means, prompt, answer, reference)
+    lost, said_second = await _won_by_first(verifier, means, prompt, reference, answer)
     return Verdict(
-        (first[0] + second[0]) / 2,
-        {"as_first": first[0], "as_second": second[0]},
-        {"as_first": first[1], "as_second": second[1]},
+        (first + 1 - lost) / 2,
+        {"as_first": first, "as_second": 1 - lost},
+        {"as_first": said_first, "as_second": said_second},
     )
+
+
+async def _by_opponents(verifier: JudgeVerifier, means: Means) -> Verdict:
+    """Against others of its group, each in both orders: the mean share of what was won."""
+    group, ours = means.group, means.session_id
+    if group is None:
+        raise NoVerdict(Cause.kind, why_not_live(verifier))
+    opponents = group.opponents(ours, verifier.opponents)
+    if not opponents:
+        raise NoVerdict(Cause.garbage, f"group of session {ours} has no other session that could be compared with it")
+
+    async def won(first: str, second: str) -> float:
+        async def ask() -> float:
+            (prompt, one), (_, other) = _parted(group.episodes[first]), _parted(group.episodes[second])
+            return (await _won_by_first(verifier, means, prompt, one, other))[0]
+
+        return await group.compared(verifier.name, first, second, ask)
+
+    as_first, as_second = [], []
+    for other in opponents:  # one after the other: as many requests at once as sessions are judged
+        as_first.append(await won(ours, other))
+        as_second.append(1 - await won(other, ours))
+    shares = {other: (first + second) / 2 for other, first, second in zip(opponents, as_first, as_second, strict=True)}
+    components = {"as_first": math.fsum(as_first) / len(shares), "as_second": math.fsum(as_second) / len(shares)}
+    value = math.fsum(shares.values()) / len(shares)
+    return Verdict(value, {**components, "opponents": float(len(shares))}, {"won_against": shares})
+
+
+def _parted(episode: Episode) -> tuple[Sequence[Any], Sequence[Any]]:
+    """What the policy was given, and everything from its first message on."""
+    said = episode.messages
+    at = next((at for at, message in enumerate(said) if message["role"] == "assistant"), len(said))
+    return said[:at], said[at:]
+
+
+async def _won_by_first(
+    verifier: JudgeVerifier, means: Means, prompt: Any, first: Any, second: Any
+) -> tuple[float, dict[str, Any]]:
+    """1 if the judge prefers the first one, a tie half of it, else 0; and the evidence. Raises NoVerdict."""
+
+    async def read(said: str) -> float:
+        return {"A": 1.0, "TIE": 0.5, "B": 0.0}[_last(WINNER, said, "WINNER: A, B or tie").upper()]
+
+    asked = _json(prompt=prompt, A=first, B=second)
+    return await _asked(verifier, means, HOW_TO_CHOOSE.format(material=MATERIAL), asked, read)
 
 
 async def _asked(

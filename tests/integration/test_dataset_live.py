@@ -149,6 +149,12 @@ def judge_again(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["dataset", "verify", str(out)]) == 0
     rows = pyarrow.dataset.dataset(out / "data", format="parquet").to_table().to_pylist()
     assert {(row["rollout_index"], row["reward"]) for row in rows} == {(0, 0.0), (1, 1.0)}
+    best = out.with_name("best")
+    assert cli.main([*rerun, str(best), "--view", "sft", "--best-of-group"]) == 0
+    assert cli.main(["dataset", "verify", str(best)]) == 0
+    rows = pyarrow.dataset.dataset(best / "data", format="parquet").to_table().to_pylist()
+    assert [(row["rollout_index"], row["reward"]) for row in rows] == [(1, 1.0)] * 3
+    assert cli.main([*rerun, str(best), "--view", "preference"]) == 2  # it is there
 
 
 def interrupt(out: Path) -> None:

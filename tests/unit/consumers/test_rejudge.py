@@ -15,6 +15,7 @@ import pyarrow.parquet as parquet
 import pytest
 
 from tests.fakes.sessions import GroupName, Shape, whole_group
+from tests.unit.infra.test_verifiers import Service, a_judge, by_length, service  # noqa: F401
 from turnlog import cli
 from turnlog.consumers.datasets import BadQuery, DatasetExists, NothingMatched
 from turnlog.consumers.datasets.build import build, verify
@@ -137,6 +138,36 @@ async def chosen(
     verify(out)
     rows = [row for file in sorted((out / "data").iterdir()) for row in parquet.read_table(file).to_pylist()]
     return rows, json.loads((out / "manifest.json").read_text())
+
+
+async def test_sessions_are_compared_with_those_of_their_own_group_alone(
+    trained_run: Make,
+    tmp_path: Path,
+    service: Service,  # noqa: F811
+) -> None:
+    made = trained_run()
+    await recorded(made)
+    service.answers = by_length
+    role = made.role()
+    verdicts = await Rerun(role, a_judge(service, opponents=2), at_once=3).run()
+    said = {session: found.after for session, found in verdicts.found.items()}
+    assert sorted(each.value for each in said.values() if isinstance(each, Verdict)) == [
+        0.25,
+        0.25,
+        0.25,
+        0.25,
+        1.0,
+        1.0,
+    ]
+    assert len(service.asked) == 2 * 3 * 2
+    pairs = Query(pairs="all")
+    await Refold(
+        role, Changes(), tmp_path / "out", tmp_path / "state", verdicts=verdicts, view="preference", query=pairs
+    ).run()
+    rows = parquet.read_table(tmp_path / "out/data").to_pylist()
+    assert sorted((row["chosen"][-1]["content"], row["rejected"][-1]["content"], row["margin"]) for row in rows) == [
+        ("broken", "right", 0.75), ("broken", "right", 0.75), ("broken", "wrong", 0.75), ("broken", "wrong", 0.75)
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("source", ["topics", "archive"])

@@ -24,6 +24,7 @@ from turnlog.infra.verifiers import (
     is_late,
     rewarding_steps,
 )
+from turnlog.infra.verifiers.groups import Group
 from turnlog.infra.verifiers.judges import EnvStep, Means, NoVerdict, client, judge
 from turnlog.schemas.events import Outcome
 
@@ -324,3 +325,106 @@ async def test_a_cancellation_passes_through(service: Service, means: Means) -> 
     judging.cancel()
     with pytest.raises(asyncio.CancelledError):
         await judging
+
+
+def by_length(number: int, body: dict[str, Any]) -> Answer:
+    """The longer one of two answers wins; of equal ones none."""
+    shown = json.loads(body["messages"][1]["content"])
+    one, other = (len(shown[name][-1]["content"]) for name in "AB")
+    winner = "A" if one > other else "B" if other > one else "tie"
+    usage = {"prompt_tokens": 30, "completion_tokens": 4}
+    return 200, {"choices": [{"message": {"content": f"WINNER: {winner}"}}], "usage": usage}
+
+
+def of_lengths(*lengths: int) -> Group:
+    prompt = {"role": "user", "content": "say a"}
+    return Group(
+        {
+            f"s{at}": replace(EPISODE, messages=(prompt, {"role": "assistant", "content": "a" * length}))
+            for at, length in enumerate(lengths)
+        }
+    )
+
+
+async def each_of(verifier: Judged, group: Group, means: Means) -> dict[str, Verdict | BaseException]:
+    judging = [judge(verifier, episode, replace(means, session_id=name, group=group)) for name, episode in
+               group.episodes.items()]  # fmt: skip
+    return dict(zip(group.episodes, await asyncio.gather(*judging, return_exceptions=True), strict=True))
+
+
+def values(found: dict[str, Verdict | BaseException]) -> list[float]:
+    assert all(isinstance(each, Verdict) for each in found.values()), found
+    return [each.value for each in found.values() if isinstance(each, Verdict)]
+
+
+async def test_sessions_of_a_group_are_compared_in_both_orders_and_each_two_once(
+    service: Service, means: Means
+) -> None:
+    service.answers = by_length
+    labels = {"verifier": "critic", "kind": "prompt"}
+    before = REGISTRY.get_sample_value("turnlog_verifier_tokens_total", labels) or 0.0
+    found = await each_of(a_judge(service, opponents=9), of_lengths(1, 2, 2, 4), means)
+    assert values(found) == pytest.approx([0.0, 0.5, 0.5, 1.0])
+    asked = [json.loads(body["messages"][1]["content"]) for _, body in service.asked]
+    assert len(asked) == 4 * 3
+    assert all(each["prompt"] == [{"role": "user", "content": "say a"}] for each in asked)
+    assert REGISTRY.get_sample_value("turnlog_verifier_tokens_total", labels) == before + 30 * len(asked)
+    best = found["s3"]
+    assert isinstance(best, Verdict)
+    assert best.components == {"as_first": 1.0, "as_second": 1.0, "opponents": 3.0}
+    assert best.evidence["won_against"] == {"s0": 1.0, "s1": 1.0, "s2": 1.0}
+
+
+async def test_a_judge_that_favours_a_place_favours_no_session(service: Service, means: Means) -> None:
+    service.says("WINNER: A")
+    assert set(values(await each_of(a_judge(service, opponents=2), of_lengths(1, 2, 3, 4, 5), means))) == {0.5}
+    assert len(service.asked) == 5 * 2
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6, 7])
+@pytest.mark.parametrize("most", [1, 2, 3, 4, 20])
+def test_who_meets_is_met_as_often_as_anybody_whoever_came_first(size: int, most: int) -> None:
+    group = of_lengths(*range(size))
+    met = {name: group.opponents(name, most) for name in group.episodes}
+    assert {len(others) for others in met.values()} == {min(most + most % 2, size - 1)}
+    assert all(name in met[other] and name != other for name, others in met.items() for other in others)
+    assert all(len(set(others)) == len(others) for others in met.values())
+    backwards = Group(dict(reversed(group.episodes.items())))
+    assert met == {name: backwards.opponents(name, most) for name in group.episodes}
+
+
+async def test_a_comparison_that_fails_leaves_its_two_sessions_without_a_reward_and_no_other(
+    service: Service, means: Means
+) -> None:
+    def silent_about_two(number: int, body: dict[str, Any]) -> Answer:
+        shown = json.loads(body["messages"][1]["content"])
+        if sorted(len(shown[name][-1]["content"]) for name in "AB") == [1, 2]:
+            return 200, {"choices": [{"message": {"content": "I would rather not."}}]}
+        return by_length(number, body)
+
+    service.answers = silent_about_two
+    found = await each_of(a_judge(service, opponents=3, attempts=1), of_lengths(1, 2, 3, 4), means)
+    failed = {name: str(each) for name, each in found.items() if isinstance(each, NoVerdict)}
+    assert set(failed) == {"s0", "s1"}
+    assert all(said.startswith("garbage: the judge says no WINNER") for said in failed.values())
+    assert values({name: found[name] for name in ("s2", "s3")}) == pytest.approx([2 / 3, 1.0])
+    service.answers = lambda number, body: (503, b"down")
+    down = await each_of(a_judge(service, opponents=3, attempts=1), of_lengths(1, 2), means)
+    assert all(str(each).startswith("unreachable:") for each in down.values())
+
+
+async def test_comparisons_of_a_group_are_a_part_of_a_sum(service: Service, means: Means) -> None:
+    service.answers = by_length
+    twice = WeightedSum(name="twice", version="1", parts=((a_judge(service, opponents=1), 2.0),))
+    assert values(await each_of(twice, of_lengths(1, 2), means)) == [0.0, 2.0]
+
+
+async def test_without_its_group_a_session_is_refused_by_name(service: Service, means: Means) -> None:
+    fond = a_judge(service, opponents=4)
+    assert (await refusal(fond, means)).startswith("kind: verifier 'critic' compares the sessions of a group")
+    (alone,) = (await each_of(fond, of_lengths(1), means)).values()
+    assert "has no other session" in str(alone)
+    assert service.asked == []
+    for wrong in ({"reference": "best"}, {"read": float}, {"opponents": -1}):
+        with pytest.raises(ValueError, match="opponents are at least 0, and leave no room"):
+            a_judge(service, **{"opponents": 4} | wrong)

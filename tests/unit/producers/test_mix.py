@@ -7,9 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.offers import offering
 from turnlog.infra.recipes import UnknownRecipe
+from turnlog.infra.verifiers import JudgeVerifier, WeightedSum
+from turnlog.infra.verifiers.groups import NeedsGroup
+from turnlog.producers.evaluation import eval_tasks
 from turnlog.producers.mix import BadMix, sources
-from turnlog.settings import FeederSettings, RunSettings, Settings
+from turnlog.producers.recipes.calc import Calc
+from turnlog.settings import EvalSettings, FeederSettings, RunSettings, Settings
 
 
 def settings(folder: Path, *mix: str) -> Settings:
@@ -48,3 +53,26 @@ def test_two_entries_with_one_dataset_are_refused(tmp_path: Path) -> None:
 def test_a_recipe_that_nobody_offers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnknownRecipe, match="no recipe 'nobody'"):
         sources(settings(tmp_path, "nobody:1"))
+
+
+CRITIC = JudgeVerifier(name="critic", version="1", base_url="http://127.0.0.1:9/v1", model="m", rubric="", opponents=4)
+
+
+class Rivals(Calc):
+    name = "rivals"
+    verifier = WeightedSum(name="rivals", version="1", parts=((CRITIC, 1.0),))
+
+
+RIVALS = Rivals()
+
+
+def test_a_recipe_whose_verifier_needs_the_whole_group_is_refused_before_a_task_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluated = dataclasses.replace(settings(tmp_path), eval=EvalSettings(every=1, recipe="rivals"))
+    with offering(tmp_path, monkeypatch, "rivals", {"rivals": f"{__name__}:RIVALS"}):
+        with pytest.raises(NeedsGroup, match="recipe 'rivals': verifier 'critic' compares the sessions of a group"):
+            sources(settings(tmp_path, "rivals:1"))
+        with pytest.raises(NeedsGroup, match="reward rerun"):
+            eval_tasks(evaluated)
+    assert not list(tmp_path.glob("*.jsonl"))

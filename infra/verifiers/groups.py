@@ -1,0 +1,71 @@
+"""Sessions of one group that are judged by each other: who meets whom, and each comparison asked for once.
+
+Live, a session is judged before its group is there: by then the others may be anywhere, or not have begun. Whoever has
+the whole group at hand hands it to judges as Means.group.
+
+RecipeError
+└── NeedsGroup   what a recipe names can only be asked about recorded groups
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping
+
+from turnlog.infra.recipes import Episode, Judged, Recipe, RecipeError
+from turnlog.infra.verifiers import JudgeVerifier, WeightedSum
+from turnlog.schemas import ids
+
+
+class NeedsGroup(RecipeError):
+    """A verifier with `opponents` cannot judge live. Remedy: `turnlog reward rerun`, or compare with a `reference`."""
+
+
+def live(recipe: Recipe) -> Recipe:
+    """The recipe, whose verifier judges a session by itself. Raises NeedsGroup."""
+    if (found := _comparing(recipe.verifier)) is not None:
+        raise NeedsGroup(f"recipe {recipe.name!r}: {why_not_live(found)}")
+    return recipe
+
+
+def why_not_live(verifier: JudgeVerifier) -> str:
+    """What people read."""
+    return (
+        f"verifier {verifier.name!r} compares the sessions of a group with each other, and a session is judged before "
+        "its group is there: compare with a `reference`, or let `turnlog reward rerun` ask it about recorded groups"
+    )
+
+
+def _comparing(verifier: Judged) -> JudgeVerifier | None:
+    if isinstance(verifier, JudgeVerifier):
+        return verifier if verifier.opponents else None
+    parts = verifier.parts if isinstance(verifier, WeightedSum) else ()
+    return next((found for part, _ in parts if (found := _comparing(part)) is not None), None)
+
+
+class Group:
+    """All sessions of a group that can be judged, by session id."""
+
+    def __init__(self, episodes: Mapping[str, Episode]) -> None:
+        self.episodes = episodes
+        self._circle = sorted(episodes, key=lambda session: ids.digest("opponents", session))
+        self._found: dict[tuple[str, str, str], float] = {}
+        self._asking: defaultdict[tuple[str, str, str], asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    def opponents(self, session: str, most: int) -> tuple[str, ...]:
+        """Whom the session meets: its neighbours on a circle whose order a hash gives, half of them on each side. So
+        everybody meets as many, whoever meets is met, and neither depends on who arrived first."""
+        circle, at = self._circle, self._circle.index(session)
+        reach = min((most + 1) // 2, len(circle) // 2)
+        places = ((at + step) % len(circle) for away in range(1, reach + 1) for step in (away, -away))
+        return tuple(dict.fromkeys(circle[place] for place in places))
+
+    async def compared(self, by: str, first: str, second: str, ask: Callable[[], Awaitable[float]]) -> float:
+        """What verifier `by` gives `first` when it stands before `second`: asked for once, and again by the other one
+        of the two if that failed. Raises what `ask` raises."""
+        key = (by, first, second)
+        async with self._asking[key]:
+            if key not in self._found:
+                self._found[key] = await ask()
+        return self._found[key]
