@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -17,16 +18,23 @@ from tests.integration.test_command_agents import left, offered, outcomes, stage
 from tests.unit.gateway.test_anthropic_messages import THINKS
 from turnlog.infra.recipes import CommandAgent
 from turnlog.infra.tools import GATEWAY_INSIDE, KEY_INSIDE
+from turnlog.processors.core.fold.group import offline
+from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.producers.recipes.calc import RECIPE
 from turnlog.schemas.events import (
     Boundary,
     Outcome,
+    RewardAssigned,
     SandboxLimits,
     SandboxSpec,
+    SessionFinished,
+    SessionStarted,
     TokenSnapshot,
     ToolCallCompleted,
     TurnCompleted,
+    TurnTreeAssembled,
 )
+from turnlog.schemas.topics import TOPIC_OF
 
 pytestmark = pytest.mark.long
 
@@ -43,16 +51,19 @@ EDIT = "sed -i s/-/+/ adds.py"
 TEST = "python3 -m unittest 2>&1 | tail -n 1 | tee result"
 
 
-PROVIDER = {
-    "npm": "@ai-sdk/openai-compatible",
-    "name": "turnlog",
-    "options": {"baseURL": f"{GATEWAY_INSIDE}/v1", "apiKey": KEY_INSIDE},
-    "models": {"policy": {"name": "policy", "limit": {"context": ROOM, "output": 4096}}},
-}
-OPENCODE = {
-    "model": "turnlog/policy", "small_model": "turnlog/policy", "autoupdate": False, "share": "disabled",
-    "permission": {"*": "allow"}, "provider": {"turnlog": PROVIDER},
-}  # fmt: skip
+def opencode(window: int = ROOM, **more: Any) -> dict[str, str]:
+    """The variable that is its configuration. `window`: tokens that it takes the model to have."""
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "turnlog",
+        "options": {"baseURL": f"{GATEWAY_INSIDE}/v1", "apiKey": KEY_INSIDE},
+        "models": {"policy": {"name": "policy", "limit": {"context": window, "output": 4096}}},
+    }
+    config = {
+        "model": "turnlog/policy", "small_model": "turnlog/policy", "autoupdate": False, "share": "disabled",
+        "permission": {"*": "allow"}, "provider": {"turnlog": provider}, **more,
+    }  # fmt: skip
+    return {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +94,7 @@ CLIS = {
     ),
     "opencode": Cli(
         ("run", "--format", "json", "--title", "t1", "-m", "turnlog/policy", TASK),
-        {"PWD": "/workspace", "OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1",
-         "OPENCODE_CONFIG_CONTENT": json.dumps(OPENCODE)},
+        {"PWD": "/workspace", "OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1", **opencode()},
         ("bash", "command"),
     ),
 }  # fmt: skip
@@ -105,12 +115,20 @@ def calc_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def started(stage: Stage, offered: Any) -> Callable[..., Any]:  # noqa: F811
     """Has a CLI as the agent of the recipe, and lets it act until its session has ended."""
 
-    async def start(name: str, policy: Callable[[str], str], *arguments: str, context: int = ROOM) -> Any:
-        """`arguments` are in place of its own; `context`: max_context_tokens of the session."""
+    async def start(
+        name: str,
+        policy: Callable[[str], str],
+        *arguments: str,
+        context: int = ROOM,
+        env: Mapping[str, str] = MappingProxyType({}),
+        ended: tuple[Outcome, str] = (Outcome.completed, ""),
+    ) -> Any:
+        """`arguments` are in place of its own, `env` beside it; `context`: max_context_tokens of the session, which is
+        to end as `ended`."""
         cli, recipe, inside = CLIS[name], offered.a, f"/opt/{name}/node_modules/.bin"
         recipe.agent = CommandAgent(
             name=name, version=PACKAGES[name][1], argv=(f"{inside}/{program(name).name}", *(arguments or cli.argv)),
-            env={"HOME": "/tmp", "PATH": f"{inside}:/usr/bin:/bin", **cli.env}, files=FILES,
+            env={"HOME": "/tmp", "PATH": f"{inside}:/usr/bin:/bin", **cli.env, **env}, files=FILES,
         )  # fmt: skip
         recipe.sandbox = SandboxSpec(image="cli", limits=LIMITS)
         stage.policy, stage.engine.context = policy, ROOM
@@ -120,9 +138,9 @@ def started(stage: Stage, offered: Any) -> Callable[..., Any]:  # noqa: F811
         await stage.request(recipe="a", new_tokens=2000, max_turns=30, max_context_tokens=context, deadline_s=120.0)
         limits = {limit: getattr(LIMITS, limit) for limit in ("memory_bytes", "pids", "disk_bytes")}
         async with working(stage, image_folder=str(IMAGES), **limits), stage.gateway(), stage.running():
-            ended = await outcomes(stage, 1)
+            [(outcome, _, reason)] = await outcomes(stage, 1)
             [call] = await stage.said(ToolCallCompleted)
-            assert ended == [(Outcome.completed, True, "")], call.output.decode()
+            assert (outcome, reason) == ended, call.output.decode()
         return recipe.judged[0]
 
     return start
@@ -135,6 +153,15 @@ async def lines(stage: Stage) -> dict[str, list[Boundary]]:  # noqa: F811
     for one in await stage.said(TokenSnapshot):
         found.setdefault(turns[one.turn], []).append(one.boundary)
     return found
+
+
+async def tree(stage: Stage) -> TurnTreeAssembled:  # noqa: F811
+    """What the fold makes of the one session."""
+    events = await stage.said(SessionStarted, SessionFinished, RewardAssigned, TurnCompleted, TokenSnapshot)
+    placed = [(TOPIC_OF[type(event).__name__].name, 0, offset, event) for offset, event in enumerate(events)]
+    [assembled] = offline(placed, FoldRules(run_id="r", settings_sha256=""))
+    assert isinstance(assembled, TurnTreeAssembled)
+    return assembled
 
 
 def called(name: str, **arguments: Any) -> str:
@@ -194,6 +221,30 @@ async def test_a_sub_agent_in_a_sandbox_has_a_line_of_its_own_and_its_parents_go
     assert (child.partition("/")[0], boundaries) == ("agent", [Boundary.root, Boundary.append])
 
 
+async def test_a_sub_agent_of_opencode_has_a_line_of_its_own_and_its_parents_goes_on(
+    stage: Stage,  # noqa: F811
+    started: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    task = {"description": "write", "prompt": "CHILD: write it", "subagent_type": "general"}
+
+    def policy(prompt: str) -> str:
+        answers = prompt.count("<|im_start|>assistant")
+        if "PARENT: delegate it" in prompt:
+            return "all done" if answers > 1 else called("task", **task)
+        return "written" if answers > 1 else called("bash", command="printf c >> c", description="writes")
+
+    *argv, _ = CLIS["opencode"].argv
+    episode = await started("opencode", policy, *argv, "PARENT: delegate it")
+    assert (await left(tmp_path / "left", episode) / "c").read_text() == "c"
+    assert episode.messages[-1]["content"] == "all done"
+    found = await lines(stage)
+    assert found.pop("main") == [Boundary.root, Boundary.append]
+    [(child, boundaries)] = found.items()
+    assert (child.partition("/")[0], boundaries) == ("agent", [Boundary.root, Boundary.append])
+    assert [one.kind for one in (await tree(stage)).lineages] == ["main", "sub_agent"]
+
+
 async def test_a_compaction_in_a_sandbox_begins_the_main_line_anew(
     stage: Stage,  # noqa: F811
     started: Callable[..., Any],
@@ -208,6 +259,90 @@ async def test_a_compaction_in_a_sandbox_begins_the_main_line_anew(
     main = (await lines(stage))["main"]
     assert main[:3] == [Boundary.root, Boundary.append, Boundary.append]
     assert Boundary.root in main[3:]
+
+
+PRINTED = "It has printed all of it."
+
+
+def forgets(name: str, asked: str) -> Callable[[str], str]:
+    """The policy that prints until it is asked, by a text with `asked`, for a summary, and is done after that."""
+    tool, argument = CLIS[name].shell
+
+    def policy(prompt: str) -> str:
+        if PRINTED in prompt:
+            return "done"
+        return PRINTED if asked in prompt[-4000:] else called(tool, **{argument: "seq 1 900"})
+
+    return policy
+
+
+CODEX_ASKS, OPENCODE_ASKS = "CONTEXT CHECKPOINT COMPACTION", "Create a new anchored summary"
+
+
+def codex(*words: str, called_openai: bool = False) -> list[str]:
+    """Its command line with more words."""
+    *argv, task = CLIS["codex"].argv
+    argv = [word.replace('name="turnlog"', 'name="OpenAI"') if called_openai else word for word in argv]
+    return [*argv, *words, task]
+
+
+async def is_compacted(stage: Stage, episode: Any, main: list[Boundary], side: Boundary) -> None:  # noqa: F811
+    """What was judged came of a summary that was asked for beside the main line, and trains nowhere."""
+    assert await lines(stage) == {"main": main, "side/no-tools": [side]}
+    assert (episode.messages[-1]["content"], PRINTED in str(episode.messages)) == ("done", True)
+    folded = await tree(stage)
+    assert [one.kind for one in folded.lineages] == ["main", "side_call"]
+    [summary] = [node for node in folded.nodes if node.lineage == 1]
+    assert folded.books.masked == {"side_call": summary.output_tokens}
+    assert folded.anchor_segment is not None
+    assert folded.segments[folded.anchor_segment].turns == (folded.nodes[-1].turn,)
+
+
+async def test_codex_sums_up_beside_the_main_line_which_begins_anew(
+    stage: Stage,  # noqa: F811
+    started: Callable[..., Any],
+) -> None:
+    argv = codex("-c", "model_auto_compact_token_limit=20000")
+    episode = await started("codex", forgets("codex", CODEX_ASKS), *argv)
+    await is_compacted(stage, episode, [Boundary.root, Boundary.append, Boundary.root], Boundary.branch)
+
+
+async def test_opencode_sums_up_beside_the_main_line_which_begins_anew(
+    stage: Stage,  # noqa: F811
+    started: Callable[..., Any],
+) -> None:
+    """With the newest call verbatim."""
+    env = opencode(window=20_000, compaction={"preserve_recent_tokens": 2000})
+    episode = await started("opencode", forgets("opencode", OPENCODE_ASKS), env=env)
+    await is_compacted(stage, episode, [Boundary.root, Boundary.append, Boundary.append, Boundary.root], Boundary.root)
+    assert [one["role"] for one in episode.messages[-3:]] == ["tool", "user", "assistant"]
+
+
+async def test_opencode_compacts_at_an_overflow_too_and_ends_with_1(
+    stage: Stage,  # noqa: F811
+    started: Callable[..., Any],
+) -> None:
+    policy, ended = forgets("opencode", OPENCODE_ASKS), (Outcome.completed, "exit 1")
+    episode = await started("opencode", policy, context=14_000, ended=ended)
+    await is_compacted(stage, episode, [Boundary.root, Boundary.append, Boundary.root], Boundary.root)
+
+
+async def test_codex_does_not_compact_at_an_overflow(
+    stage: Stage,  # noqa: F811
+    started: Callable[..., Any],
+) -> None:
+    policy, ended = forgets("codex", CODEX_ASKS), (Outcome.truncated, "context")
+    await started("codex", policy, context=24_000, ended=ended)
+    assert await lines(stage) == {"main": [Boundary.root, Boundary.append]}
+
+
+async def test_a_codex_that_asks_the_server_to_compact_is_told_that_it_does_not(
+    stage: Stage,  # noqa: F811
+    started: Callable[..., Any],
+) -> None:
+    argv = codex("-c", "model_auto_compact_token_limit=20000", called_openai=True)
+    episode = await started("codex", forgets("codex", CODEX_ASKS), *argv, ended=(Outcome.completed, "exit 1"))
+    assert "has type 'compaction_trigger'; served are message" in episode.ended.output
 
 
 async def test_a_call_beside_the_conversation_in_a_sandbox_is_no_turn_of_it(
