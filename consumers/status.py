@@ -15,6 +15,8 @@ from typing import Any
 
 from rich.table import Table
 
+from turnlog.consumers.index import IndexFailure
+from turnlog.consumers.index.reader import Index, path_of
 from turnlog.consumers.lag import Lag, lag_of
 from turnlog.infra import run_folder
 from turnlog.infra.embedded.supervisor import SATISFIED
@@ -49,7 +51,7 @@ def once(settings: Settings, *, as_json: bool, health: Sequence[str] = ()) -> in
     processes, elsewhere = status_processes(settings), False
     asked = _asked(health or settings.status.health)
     found: dict[str, Any] = {"run": settings.run.id, "processes": processes, "health": asked}
-    found["views"] = views(settings, asked)
+    found |= {"views": views(settings, asked), "recipes": recipes(settings)}
     if processes:
         try:
             found |= asyncio.run(_from_log(settings))
@@ -111,6 +113,16 @@ def views(settings: Settings, asked: Mapping[str, Mapping[str, Any]] | None = No
         return {"unavailable": str(error)}
 
 
+def recipes(settings: Settings) -> dict[str, Any]:
+    """What the run's index says of each recipe, and as of when; {"unavailable": why} where there is none."""
+    try:
+        with Index.open(path_of(settings)) as index:
+            rows, as_of = index.recipes()
+            return {"as_of_ms": as_of.written_ms, "of": rows}
+    except IndexFailure as failure:
+        return {"unavailable": str(failure)}
+
+
 async def _from_log(settings: Settings) -> dict[str, Any]:
     async with opened("status", settings) as role:
         lag = _by_topic(await lag_of(role.log, settings))
@@ -169,6 +181,29 @@ def tell(found: dict[str, Any], settings: Settings, console: Terminal) -> None:
     for engine, facts in found.get("engines", {}).items():
         console.print(f"{engine}: {facts['state']}, weight version {facts['version']}, {facts['url']}")
     _tell_progress(found, console)
+    _tell_recipes(found["recipes"], console)
+
+
+FIGURES = {"reward": ".3f", "pass_rate": ".2f", "output_tokens": ".0f", "turns": ".1f", "lag": ".2f"}
+"""Of a recipe, and how each is written; `-` is a mean of nothing."""
+
+
+def _tell_recipes(found: dict[str, Any], console: Terminal) -> None:
+    """One recipe in a line, several in a table."""
+    if "unavailable" in found:
+        console.print(f"recipes: {found['unavailable']}")
+        return
+    table = Table("recipe", "sessions", *(name.replace("_", " ") for name in FIGURES))
+    for row in found["of"]:
+        figures = ("-" if row[name] is None else format(row[name], form) for name, form in FIGURES.items())
+        table.add_row(row["recipe"], str(row["sessions"]), *figures)
+    if table.row_count > 1:
+        written = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(found["as_of_ms"] / 1000))
+        table.title = f"means of settled sessions, index of {written}"
+        console.print(table)
+    elif table.row_count:
+        said = ", ".join(f"{column.header} {next(iter(column.cells))}" for column in table.columns)
+        console.print(said)
 
 
 def _tell_progress(found: dict[str, Any], console: Terminal) -> None:

@@ -22,6 +22,8 @@ import orjson
 from turnlog.consumers.index import BadQuestion, DamagedIndex, LaterIndex, NoIndex, schema
 from turnlog.consumers.index.schema import SCHEMA_VERSION, standing
 from turnlog.infra.log import Partition
+from turnlog.processors.core.batches.progress import OFF_CHAIN
+from turnlog.processors.core.fold.settlement import PASS
 from turnlog.settings import Settings
 
 SORTS: Final = ("started_ms", "finished_ms", "reward", "output_tokens", "turns", "calls")
@@ -393,6 +395,12 @@ class Index:
             for each in found
         ], as_of  # fmt: skip
 
+    def recipes(self) -> tuple[Sequence[Row], AsOf]:
+        """What the settled sessions of each recipe came to (docs/drawing.md): their number, and means of reward,
+        pass_rate, output_tokens, turns and, over rows of batches, lag. A mean of nothing is None."""
+        with self.snapshot() as as_of:
+            return self.rows(RECIPES, OFF_CHAIN, PASS), as_of
+
     def dead_letters(self, *, after: int = -1, limit: int = 50) -> tuple[Sequence[Row], AsOf]:
         """In order of place, those behind the place `after`."""
         with self.snapshot() as as_of:
@@ -413,6 +421,15 @@ SERIES = """SELECT s.*, b.trainer_version, b.max_lag, b.masked AS batch_masked, 
         SELECT reason, sum(sampled_tokens) AS tokens FROM batch_drops d WHERE d.batch_index = s.batch_index
         GROUP BY reason)) AS dropped
     FROM steps s LEFT JOIN batches b ON b.batch_index = s.batch_index ORDER BY s.batch_index"""
+RECIPES = """WITH lags AS (
+    SELECT s.recipe, avg(nullif(coalesce(json_extract(m.lags, '$."' || p.version_min || '"'),
+        m.trainer_version - p.version_min), ?)) AS lag
+    FROM batch_rows b JOIN batches m ON m.batch_index = b.batch_index JOIN samples p ON p.sample_id = b.sample_id
+    JOIN sessions s ON s.session_id = b.session_id GROUP BY s.recipe)
+    SELECT s.recipe, count(*) AS sessions, avg(s.reward) AS reward, avg(s.reward >= ?) AS pass_rate,
+        avg(s.output_tokens) AS output_tokens, avg(s.turns) AS turns, lags.lag
+    FROM sessions s LEFT JOIN lags ON lags.recipe = s.recipe
+    WHERE s.settled AND s.recipe IS NOT NULL GROUP BY s.recipe ORDER BY s.recipe"""
 VERSIONS = """SELECT v.*,
     (SELECT json_group_array(DISTINCT engine_id) FROM engine_events e
      WHERE e.kind = 'EngineWeightsLoaded' AND e.version = v.version) AS loaded,

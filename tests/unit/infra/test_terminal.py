@@ -75,8 +75,9 @@ def test_status_shows_what_engines_and_processes_call_themselves_as_text() -> No
         "processes": [child],
         "engines": {PLANTED: {"state": PLANTED, "version": 1, "url": PLANTED}},
         "views": {"unavailable": PLANTED},
+        "recipes": {"unavailable": PLANTED},
     }
     status.tell(found, Settings(run=RunSettings(id="r")), console)
     shown = console.file.getvalue()
     assert all(char.isprintable() or char == "\n" for char in shown)
-    assert shown.count(SHOWN) == 5
+    assert shown.count(SHOWN) == 6
