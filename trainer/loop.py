@@ -134,7 +134,10 @@ class Manifests:
             await self._read(timeout_s=0.2)
 
     async def _read(self, timeout_s: float) -> None:
-        for record in await self._reader.poll(max_records=16, timeout_s=timeout_s):
+        began = time.monotonic()
+        records = await self._reader.poll(max_records=16, timeout_s=timeout_s)
+        WAITED.inc(time.monotonic() - began)  # as it passes: a wait that does not end is one to be told of
+        for record in records:
             event = await self._events.known(record)
             if isinstance(event, SampleBatchFormed | BatchSkipped) and event.run_id == self._run_id:
                 self._waiting.append((event, record.offset + 1))
@@ -394,7 +397,7 @@ class Trainer:
         self._cursor = cursor
         if due is not None:  # lags count it from here on
             self._versions.apply(due)
-        self._observe(rows, completed, waited)
+        self._observe(rows, completed)
         self._check_converges(manifest)
         await self._saves.look()
         if cursor.step % self._role.settings.trainer.checkpoint_every == 0:
@@ -526,12 +529,11 @@ class Trainer:
             )  # fmt: skip
         return lag
 
-    def _observe(self, rows: BatchRows, result: StepCompleted, waited: float) -> None:
+    def _observe(self, rows: BatchRows, result: StepCompleted) -> None:
         STEPS.inc()
         TOKENS.inc(len(rows.token_ids))
         LOSS.set(result.loss)
         REWARD.set(_mean_reward(rows))
-        WAITED.inc(waited)
         for name, figure in result.metrics.items():
             MEASURED.labels(name).set(figure)
         trained = result.trained_tokens - sum(result.masked.values())

@@ -20,7 +20,7 @@ from turnlog.schemas.events import SampleBatchFormed
 from turnlog.settings import Settings
 from turnlog.trainer import BatchGap
 from turnlog.trainer.checkpoint import Cursor
-from turnlog.trainer.loop import VERSIONS, Manifests, fetch_rows, read_past
+from turnlog.trainer.loop import VERSIONS, WAITED, Manifests, fetch_rows, read_past
 from turnlog.trainer.reference import append_batches, synthetic_manifest, synthetic_rows
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -53,6 +53,18 @@ async def test_each_manifest_comes_once_in_order(events: EventLog) -> None:
 async def test_reading_goes_on_behind_the_cursor(events: EventLog) -> None:
     await append_batches(events, MemoryBlobs(), "run", 4)
     assert await taken(events, Cursor(next_batch=2, offset=2), 9) == [(2, 3), (3, 4)]
+
+
+async def test_a_wait_counts_while_it_lasts_and_not_only_when_a_batch_has_ended_it(events: EventLog) -> None:
+    def waited() -> float:
+        (found,) = (
+            sample.value for metric in WAITED.collect() for sample in metric.samples if sample.name.endswith("_total")
+        )
+        return found
+
+    before = waited()
+    assert await taken(events, Cursor(), 1) == []
+    assert waited() > before
 
 
 async def test_the_past_is_told_once_nothing_of_it_is_hidden(events: EventLog) -> None:

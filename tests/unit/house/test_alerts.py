@@ -1,0 +1,56 @@
+"""Alerts by their cases (tests/deploy/alerts.yaml): in Prometheus's own engine, and that none is without."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import yaml
+
+from turnlog.producers.gateway import GatewayError
+
+ROOT = Path(__file__).parents[3]
+RULES = ROOT / "infra/deploy/monitoring/rules.yaml"
+CASES = ROOT / "tests/deploy/alerts.yaml"
+
+
+def rules() -> dict[str, str]:
+    """Alert -> its expression."""
+    groups = yaml.safe_load(RULES.read_text())["groups"]
+    return {rule["alert"]: rule["expr"] for group in groups for rule in group["rules"]}
+
+
+def ends_of_cases(text: str) -> dict[str, set[bool]]:
+    """Alert -> whether its cases fire."""
+    found: dict[str, set[bool]] = defaultdict(set)
+    for case in yaml.safe_load(text)["tests"]:
+        for moment in case["alert_rule_test"]:
+            found[moment["alertname"]].add(bool(moment.get("exp_alerts")))
+    return found
+
+
+def test_each_alert_has_a_case_that_fires_and_one_that_does_not() -> None:
+    ends = ends_of_cases(CASES.read_text())
+    assert [alert for alert in rules() if ends[alert] != {True, False}] == []
+    assert set(ends) == set(rules()), "a case of an alert that is none"
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_alerts_fire_when_their_cases_say_and_no_sooner() -> None:
+    done = subprocess.run(["promtool", "test", "rules", str(CASES)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_errors_of_the_gateway_that_an_alert_counts_are_its_own_and_all_of_them() -> None:
+    kinds, wanted = [GatewayError], set()
+    while kinds:
+        kind = kinds.pop()
+        kinds += kind.__subclasses__()
+        wanted |= {kind.code} if kind.status >= 500 else set()
+    counted = re.search(r'errors_total\{code=~"([^"]+)"\}', rules()["TurnlogGatewayErrors"])
+    assert counted is not None
+    assert counted[1].split("|") == sorted(wanted)
