@@ -26,8 +26,10 @@ from starlette.staticfiles import StaticFiles
 from turnlog.consumers.dashboard import Refused, Unknown, drawing, harmless, known
 from turnlog.consumers.dashboard.conversation import conversation
 from turnlog.consumers.dashboard.guard import checked_form
-from turnlog.consumers.dashboard.overview import overview
+from turnlog.consumers.dashboard.overview import STANDS, overview
+from turnlog.consumers.dashboard.queues import Queues
 from turnlog.consumers.dashboard.records import Records
+from turnlog.consumers.dashboard.sandboxes import sandboxes
 from turnlog.consumers.dashboard.timeline import timeline
 from turnlog.consumers.dead_letters import FOLDED, PLACE, LetterError
 from turnlog.consumers.index import (
@@ -88,6 +90,7 @@ class Pages:
         self._streams = streams
         self._index = index
         self._records = records
+        self._queues = Queues(records)
         self._live = Live(stopping, set())
         self._hint = hint
         self._templates = harmless.environment()
@@ -104,7 +107,8 @@ class Pages:
             "/sessions/{id}/images/{name}": self.image, "/compare": self.compare, "/groups/{id}": self.group,
             "/batches": self.batches, "/batches/{number:int}": self.batch, "/weights": self.weights,
             "/dead-letters": self.dead_letters, "/records/{topic}/{partition:int}/{offset:int}": self.record,
-            "/live": self.live, "/login": self.login,
+            "/live": self.live, "/login": self.login, "/queues": self.queues,
+            "/sandboxes": self.sandboxes,
         }  # fmt: skip
         return Starlette(
             routes=[
@@ -242,6 +246,17 @@ class Pages:
             engines, _ = index.engines()
         return self._page(request, "weights.html", as_of, versions=list(reversed(versions)), engines=engines)
 
+    def sandboxes(self, request: Request) -> Response:
+        """Tool calls by what came of them."""
+        asked = {name: text for name in ("status", "reason") if (text := request.query_params.get(name)) is not None}
+        sort, after = request.query_params.get("sort", "duration_s"), request.query_params.get("after")
+        with self._opened() as index:
+            found = sandboxes(index, asked.get("status", ""), asked.get("reason"), sort=sort, after=after)
+        return self._page(
+            request, "sandboxes.html", found.as_of, of=found, asked=asked, sort=sort,
+            link=lambda **more: "/sandboxes?" + urlencode(more),
+        )  # fmt: skip
+
     def dead_letters(self, request: Request) -> Response:
         """Refused records, and those in no table."""
         after = _whole(request, "after", -1)
@@ -313,6 +328,10 @@ class Pages:
         with self._opened() as index:
             return index.as_of()
 
+    async def queues(self, request: Request) -> Response:
+        """What waits for each role: a part of the first page, which needs the log and comes when it answers."""
+        return self._page(request, "queues.html", None, of=await self._queues.look(), line=STANDS)
+
     def login(self, request: Request) -> Response:
         """What to do without a link."""
         return self._page(request, "login.html", None)
@@ -325,8 +344,9 @@ class Pages:
         """What is no fault of the request's is 503: it may be there later."""
         known = next((status for kind, status in STATUS.items() if isinstance(error, kind)), 503)
         status = error.status if isinstance(error, Refused) else known
-        if request.url.path.endswith(("/tokens", "/live", "/histogram")):
-            said = harmless.visible(f"{type(error).__name__}: {error}")
+        if request.url.path.endswith(("/tokens", "/live", "/histogram", "/queues")):
+            unknown = "unknown: " if request.url.path == "/queues" else ""
+            said = harmless.visible(f"{unknown}{type(error).__name__}: {error}")
             return Response(orjson.dumps({"error": said}), status, media_type="application/json")
         hint = self._hint if isinstance(error, NoIndex) else ""
         kind = type(error).__name__

@@ -21,6 +21,17 @@ STEPS = 300
 GAP = 0.01
 """Nats: above it trainer and engine do not agree about what was sampled."""
 TRAINED = "trained"
+Line = tuple[str, str]
+"""Section of docs/operations.md and the fault of its line."""
+STANDS: Line = ("Lag and admission", "a role stands still")
+LINES: Mapping[str, Line] = {
+    "dead_letters": ("Folds", "a writer is broken"),
+    "unread": ("Folds", "records of a newer release"),
+    "skipped": ("Trainer and engines", "gradient not finite"),
+    "gap": ("Trainer and engines", "trainer and engine differ without lag"),
+    "refused": ("Trainer and engines", "truncated or wrong weight file"),
+    "late": ("Trainer and engines", "an engine serves an old version"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +54,8 @@ class Overview:
     charts: Sequence[Chart]
     engines: Sequence[Row]
     fates: Sequence[tuple[str, int]]
-    alarms: Sequence[tuple[str, str]]
-    """(what somebody should look at, where it leads)"""
+    alarms: Sequence[tuple[str, str, Line]]
+    """(what is wrong, the evidence, what to do)"""
     as_of: AsOf
 
 
@@ -176,9 +187,10 @@ def _alarms(
     ):
         found = index.row(f"SELECT count(*) AS n FROM {table}")
         if found and found["n"]:
-            yield f"{number(found['n'])} {said}", leads
+            yield f"{number(found['n'])} {said}", leads, LINES[table]
     if skipped := [row["step"] for row in steps if row["skipped"]]:
-        yield f"the gradient was not finite in step {', '.join(map(str, skipped[-5:]))}: nothing was learnt", "/batches"
+        said = f"the gradient was not finite in step {', '.join(map(str, skipped[-5:]))}: nothing was learnt"
+        yield said, "/batches", LINES["skipped"]
     if (
         steps
         and steps[-1]["logprob_gap_max"] is not None
@@ -186,12 +198,13 @@ def _alarms(
         and not steps[-1]["lag_max"]
     ):
         said = f"trainer and engine differ by {number(steps[-1]['logprob_gap_max'])} nats in step {steps[-1]['step']}"
-        yield f"{said}, without lag", f"/batches/{steps[-1]['batch_index']}"
+        yield f"{said}, without lag", f"/batches/{steps[-1]['batch_index']}", LINES["gap"]
     refused = sum(len(orjson.loads(row["refused"] or "[]")) for row in versions[-5:])
     if refused:
-        yield f"{refused} refusals of one of the last five weight versions", "/weights"
+        yield f"{refused} refusals of one of the last five weight versions", "/weights", LINES["refused"]
     late = [
         row["engine_id"] for row in engines if row["state"] == "serving" and (_engine(row, newest)["behind"] or 0) > 1
     ]
     if late:
-        yield f"{', '.join(late)}: serving, and two or more versions behind the newest weights", "/weights"
+        said = f"{', '.join(late)}: serving, and two or more versions behind the newest weights"
+        yield said, "/weights", LINES["late"]

@@ -146,7 +146,7 @@ class Records:
         return self._kept[key]
 
     async def _read(self, session_id: str) -> bytes:
-        role = await self._opened()
+        role = await self.opened()
         with Index.open(self._index) as index, index.snapshot():
             view = known(index.session(session_id), f"session {session_id}")
             found = await session_tokens(role, index, view, self._vocabulary)
@@ -157,7 +157,7 @@ class Records:
         if topic not in NUMBER or partition >= 1 << PARTITION_BITS or offset >= 1 << OFFSET_BITS:
             raise Unknown(f"{topic}[{partition}]@{offset} is no place that the index knows")
         place = place_of(topic, partition, offset)
-        role = await self._opened()
+        role = await self.opened()
         there = await role.log.topics()
         if topic not in there or partition >= there[topic].partitions:
             raise Unknown(f"{topic}[{partition}] is not on the log")
@@ -169,7 +169,7 @@ class Records:
     async def requeue(self, letter_id: str) -> tuple[Partition, int]:
         """Append the record of a dead letter once more, unless that was done before; where it stands. Raises
         LetterError, LogError, ReadOnlyArchive."""
-        role = await self._opened()
+        role = await self.opened()
         letter = dead_letters.named(await dead_letters.read(role), letter_id)
         if times := (await dead_letters.requeued(role, dead_letters.first_places([letter]))).get(letter.event_id, 0):
             raise dead_letters.NotRequeueable(f"it was requeued {times} times: `requeue --again` does it once more")
@@ -178,9 +178,10 @@ class Records:
 
     async def skip(self, place: str, reason: str) -> None:
         """Order the assembler to pass over a record. Raises NotSkippable, LogError, ReadOnlyArchive."""
-        await dead_letters.skip(await self._opened(), place, reason)
+        await dead_letters.skip(await self.opened(), place, reason)
 
-    async def _opened(self) -> Role:
+    async def opened(self) -> Role:
+        """The way into the log; from the first call on."""
         async with self._opening:
             if self._role is None:
                 self._role = await self._stack.enter_async_context(self._connect())

@@ -28,6 +28,8 @@ from turnlog.settings import Settings
 
 SORTS: Final = ("started_ms", "finished_ms", "reward", "output_tokens", "turns", "calls")
 """What sessions are sorted by; each has an index."""
+CALL_SORTS: Final = ("duration_s", "queue_s")
+"""What answered calls are sorted by; each has an index."""
 MOST_ROWS: Final = 1000
 Row = Mapping[str, Any]
 """A row of a table or view, by column (docs/index-schema.md)."""
@@ -401,6 +403,30 @@ class Index:
         with self.snapshot() as as_of:
             return self.rows(RECIPES, OFF_CHAIN, PASS), as_of
 
+    def calls(
+        self, *, status: str = "", reason: str | None = None, sort: str = "duration_s", after: str | None = None,
+        limit: int = 50,
+    ) -> tuple[Sequence[Row], str | None, AsOf]:  # fmt: skip
+        """Answered calls, those with the most of `sort` first, without their outputs; what the next page comes after.
+        `reason` None: any. Raises BadQuestion."""
+        if sort not in CALL_SORTS:
+            raise BadQuestion(f"sort {sort!r} is none of {', '.join(CALL_SORTS)}")
+        value, name, _ = _cursor(after, sort, True)
+        if name is not None and not name.isdecimal():
+            raise BadQuestion(f"after {after!r} is of no page")
+        asked = [("a.status = ?", status)] if status else []
+        asked += [("a.reason = ?", reason)] if reason is not None else []
+        beyond = [] if name is None else [f"(a.{sort}, a.place) < (?, ?)"]
+        where = " AND ".join(["a.counts", *(clause for clause, _ in asked), *beyond])
+        with self.snapshot() as as_of:
+            found = self.rows(
+                f"{ANSWERED} WHERE {where} ORDER BY a.{sort} DESC, a.place DESC LIMIT ?",
+                *(asked_for for _, asked_for in asked), *([] if name is None else [value, int(name)]), limit + 1,
+            )  # fmt: skip
+        rows = found[:limit]
+        last = _after(sort, True, rows[-1][sort], str(rows[-1]["place"])) if len(found) > limit else None
+        return rows, last, as_of
+
     def dead_letters(self, *, after: int = -1, limit: int = 50) -> tuple[Sequence[Row], AsOf]:
         """In order of place, those behind the place `after`."""
         with self.snapshot() as as_of:
@@ -414,6 +440,9 @@ EVENTS = (
 ROWS_OF_BATCHES = """SELECT b.*, m.place AS batch_place, m.trainer_version, m.lags, s.step, s.skipped AS step_skipped,
     s.place AS step_place FROM batch_rows b JOIN batches m ON m.batch_index = b.batch_index
     LEFT JOIN steps s ON s.batch_index = b.batch_index"""
+ANSWERED = """SELECT a.place, a.call_id, a.session_id, a.time_ms, a.status, a.reason, a.exit_code, a.duration_s,
+    a.queue_s, a.attempt, a.worker, a.cached, r.tool FROM tool_results_records a
+    LEFT JOIN tool_requests_records r ON r.call_id = a.call_id AND r.counts"""
 DROPS = """SELECT d.*, m.place AS batch_place, m.trainer_version, m.lags FROM batch_drops d
     JOIN batches m ON m.batch_index = d.batch_index"""
 SERIES = """SELECT s.*, b.trainer_version, b.max_lag, b.masked AS batch_masked, b.rows AS batch_rows, b.prompts,

@@ -14,7 +14,7 @@ from turnlog.infra.log import Partition
 from turnlog.schemas import topics
 from turnlog.schemas.topics import Topic
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Stands in the file (PRAGMA user_version). Any change of a table is a new one, and an index is built again."""
 
 NUMBERED = (
@@ -255,7 +255,8 @@ RESULTS = Table(
         requests INTEGER What it asked of the network.
         refused_requests INTEGER Of them, refused ones.
     """),
-    topics.TOOL_RESULTS, ("call_id",), (("session_id",),),
+    topics.TOOL_RESULTS, ("call_id",),
+    (("session_id",), ("counts", "status", "reason"), ("duration_s", "place"), ("queue_s", "place")),
 )  # fmt: skip
 TREES = Table(
     "trees", "Sessions as trees of turns, with their books.",

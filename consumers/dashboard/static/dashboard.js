@@ -267,11 +267,18 @@
 
   // ---- parts that come later
   for (const place of all("[data-load]")) {
-    fetch(place.dataset.load).then(async (answer) => {
-      const text = await answer.text();
-      if (answer.ok) place.innerHTML = text; // an SVG that the server has drawn
-      else place.textContent = JSON.parse(text).error;
-    }).catch((error) => { place.textContent = error.message; });
+    let busy = false;
+    const load = () => {
+      if (busy) return;
+      busy = true;
+      fetch(place.dataset.load).then(async (answer) => {
+        const text = await answer.text();
+        if (answer.ok) place.innerHTML = text; // what the server has drawn: every value in it is escaped
+        else place.textContent = JSON.parse(text).error;
+      }).catch((error) => { place.textContent = error.message; }).finally(() => { busy = false; });
+    };
+    load();
+    if (place.dataset.every) setInterval(() => { if (!document.hidden) load(); }, 1000 * Number(place.dataset.every));
   }
 
   // ---- a live page: one stream, one look at a time, the last news win

@@ -178,6 +178,7 @@ def views(served: Served) -> dict[str, str]:
         "excluded": f"/sessions/{cut.session_id}", "hostile": f"/sessions/{bad.session_id}",
         "compare": f"/compare?left={row.session_id}&right={cut.session_id}", "group": f"/groups/{row.group_id}",
         "batches": "/batches", "batch": "/batches/0", "weights": "/weights", "dead letters": "/dead-letters",
+        "sandboxes": "/sandboxes",
         "record": "/records/agent.turns/0/0", "login": "/login",
     }  # fmt: skip
 
@@ -189,6 +190,8 @@ def opened(page: Page, served: Served, name: str) -> Page:
         page.wait_for_selector(".tokens .t")
     if name == "sessions":
         page.wait_for_selector(".histogram")
+    if name == "run":
+        page.wait_for_selector("[aria-label=queues]")
     return page
 
 
@@ -214,7 +217,7 @@ def test_every_view_is_whole_quiet_and_has_no_serious_finding_of_axe(
 
 
 def test_what_agents_wrote_runs_nowhere(page: Page, served: Served, faults: list[str]) -> None:
-    for name in ("hostile", "sessions", "run", "compare"):
+    for name in ("hostile", "sessions", "run", "compare", "sandboxes"):
         opened(page, served, name)
         for fold in page.query_selector_all("details"):
             fold.evaluate("one => { one.open = true }")
@@ -292,6 +295,8 @@ def test_the_run_moves_while_it_is_looked_at(page: Page, served: Served) -> None
     expect(page.locator("#as-of.fresh")).to_be_visible()
     served.goes_on()
     expect(sessions).to_have_text(str(before + 1))
+    queue = page.locator("[aria-label=queues] tr:has-text('assembler')")
+    expect(queue).to_contain_text("agent.sessions", timeout=20_000)
     page.hover(".chart .hit >> nth=3")
     expect(page.locator("#tip")).to_contain_text("step 4")
 

@@ -1,0 +1,102 @@
+"""What waits for each role, as its commits say (`turnlog lag` tells the same), and which role takes nothing of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from turnlog.consumers.dashboard.records import Records
+from turnlog.consumers.lag import Lag, Markers, by_role, lag_of
+from turnlog.infra.log import Partition
+from turnlog.infra.topics_admin import ACCESS
+
+STANDS_S = 1800.0
+"""As the alert TurnlogRoleStands has it."""
+TELLS_NOTHING = ("gateway",)
+"""Roles of the loop that take requests and no records: nothing on the log says what waits for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """Of one role."""
+
+    role: str
+    records: int | None
+    """That wait; None: it tells nothing."""
+    topics: Mapping[str, int]
+    """Of them, by topic."""
+    stands_s: float
+    """For how long, as far as anybody has looked, something has waited and nothing of its partition was taken."""
+    first: tuple[Partition, int] | None
+    """Of what has waited so long, the first that was not taken."""
+    why: str = ""
+    """Why it tells nothing."""
+
+    @property
+    def stands(self) -> bool:
+        return self.first is not None and self.stands_s > STANDS_S
+
+
+class Standing:
+    """Since when each group has waited where it is, from looks alone: a queue that was empty at one began anew."""
+
+    def __init__(self) -> None:
+        self._since: dict[tuple[str, Partition], tuple[int, float]] = {}
+
+    def look(self, lags: Iterable[Lag], now: float) -> dict[str, tuple[float, Lag]]:
+        """Role -> seconds, and where; of its partition that has stood longest. Absent: nothing waits."""
+        before, self._since = self._since, {}
+        found: dict[str, tuple[float, Lag]] = {}
+        for one in lags:
+            if one.end <= one.taken:
+                continue
+            key, here = (one.group, one.place), (one.taken, now)
+            known = before.get(key, here)
+            self._since[key] = since = known if known[0] == one.taken else here
+            if one.role not in found or now - since[1] > found[one.role][0]:
+                found[one.role] = now - since[1], one
+        return found
+
+
+class Queues:
+    """Of a run; one look for all pages that ask within [lag] every_s."""
+
+    def __init__(self, records: Records, clock: Callable[[], float] = time.monotonic) -> None:
+        self._records, self._clock = records, clock
+        self._markers, self._standing = Markers(), Standing()
+        self._one = asyncio.Lock()
+        self._last: tuple[float, Sequence[Queue]] | None = None
+
+    async def look(self) -> Sequence[Queue]:
+        """Of every role. Raises LogError, ReadOnlyArchive, and what opening the log raises."""
+        async with self._one:
+            role, now = await self._records.opened(), self._clock()
+            if self._last is None or now - self._last[0] >= role.settings.lag.every_s:
+                lags = await lag_of(role.log, role.settings, self._markers)
+                silent = {one.role for one in lags} - {
+                    one.role for one in lags if await role.log.committed(one.group)
+                }  # fmt: skip
+                self._last = now, list(self._told(lags, silent, now))
+            return self._last[1]
+
+    def _told(self, lags: Sequence[Lag], silent: Iterable[str], now: float) -> Iterable[Queue]:
+        sums, standing = by_role(lags), self._standing.look(lags, now)
+        for role in ACCESS:
+            if role in TELLS_NOTHING:
+                yield Queue(role, None, {}, 0.0, None, "it takes requests, not records")
+            elif role in silent:
+                yield Queue(role, None, {}, 0.0, None, "it has committed nothing yet")
+            elif role in sums:
+                seconds, where = standing.get(role, (0.0, None))
+                first = None if where is None else (where.place, where.taken)
+                yield Queue(role, sums[role], _topics(lags, role), seconds, first)
+
+
+def _topics(lags: Iterable[Lag], role: str) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for one in lags:
+        if one.role == role and one.records:
+            found[one.place.topic] = found.get(one.place.topic, 0) + one.records
+    return found
