@@ -52,10 +52,10 @@ pytestmark = [pytest.mark.kafka, pytest.mark.engine, pytest.mark.chaos, pytest.m
 class Loop:
     """A run that is up, reached as a user does: by the command line."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory / "closed-loop"
+    def __init__(self, directory: Path, settings: str = SETTINGS) -> None:
+        self.directory = directory / "run"
         self.file = directory / "settings.toml"
-        self.file.write_text(SETTINGS.format(directory=self.directory))
+        self.file.write_text(settings.format(directory=self.directory))
 
     def turnlog(self, *verb: str, file: Path | None = None) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "turnlog.cli", "--settings", str(file or self.file), *verb]
