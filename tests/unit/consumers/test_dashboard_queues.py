@@ -10,11 +10,12 @@ from pathlib import Path
 
 import httpx
 import numpy as np
-import pytest
 
 from tests.fakes.stories import Story, repair
 from tests.fakes.told_run import ToldRun
 from tests.unit.consumers.test_dashboard import check_harmless, site
+from turnlog.consumers.dashboard import harmless
+from turnlog.consumers.dashboard.app import filters
 from turnlog.consumers.dashboard.overview import LINES, STANDS
 from turnlog.consumers.dashboard.queues import STANDS_S, Queue, Queues, Standing
 from turnlog.consumers.dashboard.records import Records, Vocabulary
@@ -65,7 +66,7 @@ async def test_queues_are_those_of_turnlog_lag_and_unknown_where_a_role_tells_no
 
 
 async def test_a_role_that_stands_still_is_named_with_the_record_that_waits_and_the_line_of_operations(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     told = ToldRun(tmp_path)
     await told.tell(1)
@@ -76,11 +77,11 @@ async def test_a_role_that_stands_still_is_named_with_the_record_that_waits_and_
     assert not any(one.stands for one in await queues.look())
     now = STANDS_S + 1
     stands = {one.role: one for one in await queues.look() if one.stands}["assembler"]
-    await records.close()
     assert stands.first is not None
-    monkeypatch.setattr("turnlog.consumers.dashboard.queues.STANDS_S", -1.0)
-    async with site(told) as (client, _):
-        page = (await client.get("/queues")).text
+    await records.close()
+    pages = harmless.environment()
+    pages.filters.update(filters())
+    page = pages.get_template("queues.html").render(of=[stands], line=STANDS)
     where = stands.first[0]
     assert f'<a href="/records/{where.topic}/{where.number}/{stands.first[1]}">assembler has taken nothing' in page
     assert f"docs/operations.md: {', '.join(STANDS)}" in page
