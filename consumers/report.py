@@ -32,6 +32,7 @@ from turnlog.schemas.events import (
     StepCompleted,
     ToolCallCompleted,
 )
+from turnlog.schemas.events.batches import HELD_GAP_MAX, HELD_OLD_CACHE_GAP_MAX
 from turnlog.schemas.events.tools import UNISOLATED
 from turnlog.settings import Settings
 
@@ -99,17 +100,27 @@ async def gather(role: Role, verdict: Verdict, measured: Measured) -> Report:
 
 
 def gaps(steps: Iterable[StepCompleted]) -> dict[str, Any]:
-    """Trainer against engine at lag 0 (with a lag they are two policies): the largest over tokens whose cache their own
+    """Trainer against engine with the same weights (others are two policies): the largest over tokens whose cache those
     weights filled, where it is above GAP, and the largest over the others, which no bound holds; None without any."""
-    on_policy = [step for step in steps if step.lag_max == 0]
-    own = {step.batch_index: step.logprob_gap_max for step in on_policy if step.trained_tokens > step.old_cache_tokens}
+    own, old = {}, []
+    for step in steps:
+        if (gap := same_weights_gap(step)) is not None:
+            own[step.batch_index] = gap
+        on_old = step.old_cache_gap_max if step.lag_max == 0 and step.old_cache_tokens else None
+        if (gap := step.metrics.get(HELD_OLD_CACHE_GAP_MAX, on_old)) is not None:
+            old.append(gap)
     return {
         "logprob_gap_max": max(own.values(), default=None),
         "logprob_gap_steps": {batch: gap for batch, gap in own.items() if gap > GAP},
-        "logprob_gap_old_cache_max": max(
-            (step.old_cache_gap_max for step in on_policy if step.old_cache_tokens), default=None
-        ),
+        "logprob_gap_old_cache_max": max(old, default=None),
     }
+
+
+def same_weights_gap(step: StepCompleted) -> float | None:
+    """The largest |trainer - engine| log-prob, nats, over tokens that the weights which the step began with sampled on
+    a cache of their own. One that lags has some, too, where its release measured it; None without any."""
+    all_of_it = step.logprob_gap_max if step.lag_max == 0 and step.trained_tokens > step.old_cache_tokens else None
+    return step.metrics.get(HELD_GAP_MAX, all_of_it)
 
 
 def newest_incarnations(steps: list[StepCompleted]) -> list[StepCompleted]:
@@ -211,7 +222,7 @@ def summary(report: Report) -> Table:
     shown.add_row("largest lag", str(body["max_lag_seen"]))
     if body["logprob_gap_max"] is not None:
         where = f"; above {GAP} at batches {list(body['logprob_gap_steps'])}" if body["logprob_gap_steps"] else ""
-        shown.add_row("largest |trainer - engine| log-prob at lag 0", f"{body['logprob_gap_max']:.1e}{where}")
+        shown.add_row("largest |trainer - engine| log-prob, same weights", f"{body['logprob_gap_max']:.1e}{where}")
     if body["logprob_gap_old_cache_max"] is not None:
         shown.add_row("the same of tokens on a cache of older weights", f"{body['logprob_gap_old_cache_max']:.1e}")
     replayed = body["replay"]

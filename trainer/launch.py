@@ -209,9 +209,10 @@ class Ranks:
         learning_rate: float,
         numbers: Numbers = NONE,
         tell_tokens: bool = False,
+        held: int | None = None,
     ) -> StepResult:
         """See Learner.step."""
-        result: StepResult = self._everywhere("step", rows, objective, learning_rate, numbers, tell_tokens)
+        result: StepResult = self._everywhere("step", rows, objective, learning_rate, numbers, tell_tokens, held)
         return result
 
     def logprobs(self, rows: BatchRows) -> Floats:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from turnlog.infra.tensors.files import Written
 from turnlog.processors.core.batches.rows import BatchRows
+from turnlog.schemas.events.batches import HELD_GAP_MAX, HELD_OLD_CACHE_GAP_MAX
 from turnlog.trainer import BooksOff, mcore
 from turnlog.trainer.algorithms.critic import Critic
 from turnlog.trainer.algorithms.objective import Columns, Floats, Numbers, Objective
@@ -97,13 +98,16 @@ class Learner:
         learning_rate: float,
         numbers: Numbers = NONE,
         tell_tokens: bool = False,
+        held: int | None = None,
     ) -> StepResult:
         """One optimizer step on all rows together; `numbers`: what the passes that the objective asks for gave them;
-        `tell_tokens`: with the result's `tokens`. A rate of 0 leaves the policy as it is, its optimizer, too. Raises
-        BooksOff, with the weights as before."""
+        `tell_tokens`: with the result's `tokens`; `held`: the version that these weights are, if they are one. A rate
+        of 0 leaves the policy as it is, its optimizer, too. Raises BooksOff, with the weights as before."""
         rows, columns = self._prepared(rows, objective, numbers)
         self.policy.forget_gradients()
-        totals, tokens = self._run(rows, objective, columns, forward_only=False, tell_tokens=tell_tokens)
+        totals, tokens = self._run(
+            rows, objective, columns, forward_only=False, tell_tokens=tell_tokens, held=held
+        )  # fmt: skip
         grad_norm = self.policy.gradient_norm()
         finite = math.isfinite(grad_norm) and math.isfinite(totals.loss)
         metrics: dict[str, float] = {}
@@ -190,10 +194,17 @@ class Learner:
         return objective.prepared(rows, numbers, self.logprobs(rows) if objective.by_trajectory else None)
 
     def _run(
-        self, rows: BatchRows, objective: Objective, columns: Columns, *, forward_only: bool, tell_tokens: bool = False
+        self,
+        rows: BatchRows,
+        objective: Objective,
+        columns: Columns,
+        *,
+        forward_only: bool,
+        tell_tokens: bool = False,
+        held: int | None = None,
     ) -> tuple[Totals, dict[str, Floats] | None]:
         trained = int(rows.trained.sum())
-        forward = _Forward(objective, columns, rows, self.shape.vocabulary, tell_tokens=tell_tokens)
+        forward = _Forward(objective, columns, rows, self.shape.vocabulary, tell_tokens=tell_tokens, held=held)
         self.policy.run(_warm(rows), forward, forward_only=forward_only)
         totals = Totals.over_ranks(forward)
         if totals.trained != trained:
@@ -204,6 +215,7 @@ class Learner:
         return totals, {**dict(zip(TOLD, told, strict=True)), "advantage": rows.advantages}
 
 
+HELD_GAPS = (HELD_GAP_MAX, HELD_OLD_CACHE_GAP_MAX)
 TOLD = ("logprob", "entropy", "ratio")
 """Of a token, by the forward pass."""
 
@@ -220,7 +232,14 @@ class _Forward:
     """Megatron's forward_step_func; sums what the microbatches of this rank report."""
 
     def __init__(
-        self, objective: Objective, columns: Columns, rows: BatchRows, vocabulary: int, *, tell_tokens: bool
+        self,
+        objective: Objective,
+        columns: Columns,
+        rows: BatchRows,
+        vocabulary: int,
+        *,
+        tell_tokens: bool,
+        held: int | None,
     ) -> None:
         self._objective, self._vocabulary, self._trained_total = objective, vocabulary, int(rows.trained.sum())
         self._greedy = torch.from_numpy(np.repeat(rows.temperature <= 0, rows.lengths)).to(mcore.DEVICE)
@@ -232,6 +251,10 @@ class _Forward:
         tokens on an old cache, which are not in |gap|, their |gap| and count"""
         self.gap_max = torch.zeros(2, dtype=torch.float64)
         """The largest of both"""
+        known = np.zeros(len(rows.token_ids), bool) if held is None else rows.known_of(held)
+        self._known = torch.from_numpy(known).to(mcore.DEVICE)
+        self.held_gap_max = torch.full((len(HELD_GAPS),), -torch.inf, dtype=torch.float64)
+        """The largest of both among tokens of the weights held; -inf without one"""
         self.told = torch.zeros((len(TOLD), len(rows.token_ids)), device=mcore.DEVICE) if tell_tokens else None
         """This rank's share"""
         # Every rank knows the names, while the last pipeline stage alone has the numbers.
@@ -273,6 +296,9 @@ class _Forward:
         )
         self.sums += torch.stack([share.double() for share in shares]).cpu()
         self.gap_max = torch.maximum(self.gap_max, torch.stack([gap.max(), old_gap.max()]).double().cpu())
+        known = batch.trained & self._known[batch.places]
+        held = [torch.where(known & ~on_old, gap, -torch.inf), torch.where(known & on_old, old_gap, -torch.inf)]
+        self.held_gap_max = torch.maximum(self.held_gap_max, torch.stack([one.max() for one in held]).double().cpu())
         self._measure(token.measures, batch.trained)
         if self.told is not None:
             figures = (logprobs, entropy, (logprobs - seen.old).exp())
@@ -370,7 +396,7 @@ class Totals:
         """Only the last pipeline stage has sums; every rank gets them."""
         state = mcore.parallel_state
         sums = torch.cat([forward.sums, forward.measures.flatten()]).to(mcore.DEVICE)
-        largest = torch.cat([forward.gap_max, forward.largest]).to(mcore.DEVICE)
+        largest = torch.cat([forward.gap_max, forward.held_gap_max, forward.largest]).to(mcore.DEVICE)
         group = state.get_data_parallel_group(with_context_parallel=True)
         dist.all_reduce(sums, group=group)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
@@ -380,6 +406,8 @@ class Totals:
             dist.broadcast(largest, last, group=stages)
         loss, trained, entropy, clipped, gap, masked, beside, old_gap, on_old, *moments = sums.tolist()
         gap_max, old_gap_max, *tops = largest.tolist()
+        held = {name: gap for name, gap in zip(HELD_GAPS, tops, strict=False) if math.isfinite(gap)}
+        del tops[: len(HELD_GAPS)]
         count = max(1, round(trained))
         metrics = {
             name: measure.figure(total, squares, top, count)
@@ -389,6 +417,7 @@ class Totals:
         }
         if forward.auxiliary:
             metrics["auxiliary_loss"] = beside
+        metrics |= held
         return cls(
             loss, round(trained), entropy, clipped, gap, gap_max, old_gap, old_gap_max, round(on_old), round(masked),
             metrics,

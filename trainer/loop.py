@@ -381,7 +381,9 @@ class Trainer:
         numbers = await self._passes.numbers(manifest, rows)
         every = self._role.settings.trainer.token_files_every
         tells = every > 0 and self._cursor.step % every == 0
-        step = self._learner.call(Ranks.step, rows, self._plan.objective, rate, numbers, tells)
+        step = self._learner.call(
+            Ranks.step, rows, self._plan.objective, rate, numbers, tells, self._versions.of_step(self._cursor.step)
+        )  # fmt: skip
         result: StepResult = await self._beside(step)
         self._passes.stepped(rows)
         seconds["step"] = time.monotonic() - mark

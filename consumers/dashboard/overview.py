@@ -15,6 +15,7 @@ from markupsafe import Markup
 
 from turnlog.consumers.dashboard.drawing import Curve, Spread, bands, curves, number
 from turnlog.consumers.index.reader import AsOf, Index, Row
+from turnlog.schemas.events.batches import HELD_GAP_MAX
 
 STEPS = 300
 """The newest so many are looked at, unless all are asked for."""
@@ -28,7 +29,7 @@ LINES: Mapping[str, Line] = {
     "dead_letters": ("Folds", "a writer is broken"),
     "unread": ("Folds", "records of a newer release"),
     "skipped": ("Trainer and engines", "gradient not finite"),
-    "gap": ("Trainer and engines", "trainer and engine differ without lag"),
+    "gap": ("Trainer and engines", "trainer and engine differ with the same weights"),
     "refused": ("Trainer and engines", "truncated or wrong weight file"),
     "late": ("Trainer and engines", "an engine serves an old version"),
 }
@@ -167,6 +168,13 @@ def _measured(row: Row, name: str) -> float | None:
     return next((value for key, value in metrics.items() if key.startswith(name)), None)
 
 
+def _gap(row: Row) -> float | None:
+    """Of trainer and engine with the same weights."""
+    all_of_it = None if row["lag_max"] else row["logprob_gap_max"]
+    found: float | None = orjson.loads(row["metrics"] or "{}").get(HELD_GAP_MAX, all_of_it)
+    return found
+
+
 def _speed(row: Row) -> float | None:
     """Tokens of a step's rows over all of its seconds, those in which it waited for them included."""
     seconds = sum(orjson.loads(row["seconds"] or "{}").values())
@@ -191,14 +199,9 @@ def _alarms(
     if skipped := [row["step"] for row in steps if row["skipped"]]:
         said = f"the gradient was not finite in step {', '.join(map(str, skipped[-5:]))}: nothing was learnt"
         yield said, "/batches", LINES["skipped"]
-    if (
-        steps
-        and steps[-1]["logprob_gap_max"] is not None
-        and steps[-1]["logprob_gap_max"] > GAP
-        and not steps[-1]["lag_max"]
-    ):
-        said = f"trainer and engine differ by {number(steps[-1]['logprob_gap_max'])} nats in step {steps[-1]['step']}"
-        yield f"{said}, without lag", f"/batches/{steps[-1]['batch_index']}", LINES["gap"]
+    if steps and (gap := _gap(steps[-1])) is not None and gap > GAP:
+        said = f"trainer and engine differ by {number(gap)} nats in step {steps[-1]['step']}"
+        yield f"{said}, with the same weights", f"/batches/{steps[-1]['batch_index']}", LINES["gap"]
     refused = sum(len(orjson.loads(row["refused"] or "[]")) for row in versions[-5:])
     if refused:
         yield f"{refused} refusals of one of the last five weight versions", "/weights", LINES["refused"]

@@ -153,6 +153,11 @@ class BatchSkipped:
     settings_sha256: str
 
 
+HELD_GAP_MAX, HELD_OLD_CACHE_GAP_MAX = "held_gap_max", "held_old_cache_gap_max"
+"""Of StepCompleted.metrics: as logprob_gap_max and old_cache_gap_max, over the tokens that the weights which the step
+began with are known to have sampled. So they tell of a step with a lag, too; absent without such a token."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCompleted:
     """One optimizer step. Readers take the highest incarnation per batch_index."""

@@ -102,6 +102,10 @@ class WeightChain:
         place = self._places.get(version)
         return None if place is None else self._links[place][0]
 
+    def of_step(self, step: int) -> int | None:
+        """The newest version, where its weights have so many optimizer steps behind them."""
+        return self.newest if self.newest is not None and self.step_of(self.newest) == step else None
+
     def _go_back(self, step: int) -> None:
         """A new incarnation starts from the weights of `step`: what the chain holds beyond them is off it."""
         kept = next((place for place, (steps, _) in enumerate(self._links) if steps > step), len(self._links))

@@ -84,6 +84,15 @@ class BatchRows:
         between = {version for version in known for oldest, newest in spans if oldest < version < newest}
         return between.union(*spans)
 
+    def known_of(self, version: int) -> NDArray[np.bool_]:
+        """[T] tokens that these weights sampled for sure: those of rows that name no other version, and of rows that
+        name the one before, too, those on an older cache: weights change before such a token, never behind it."""
+        newest = self.version_max == version
+        known: NDArray[np.bool_] = np.repeat(newest & (self.version_min == version), self.lengths)
+        if self.old_cache is not None:
+            known |= np.repeat(newest & (self.version_min == version - 1), self.lengths) & (self.old_cache > 0)
+        return known
+
 
 def _columns() -> tuple[tuple[str, str, str | None], ...]:
     tokens = {"token_ids", "trained", "logprobs", "advantages", "old_cache"}

@@ -70,13 +70,15 @@ async def test_a_report_counts_the_calls_that_ran_without_isolation(trained_run:
     assert "TOOLS RAN WITHOUT ISOLATION" in console.file.getvalue()
 
 
-def step(batch: int, own: tuple[int, float], old: tuple[int, float] = (0, 0.0), *, lag: int = 0) -> StepCompleted:
+def step(
+    batch: int, own: tuple[int, float], old: tuple[int, float] = (0, 0.0), *, lag: int = 0, **metrics: float
+) -> StepCompleted:
     """(tokens, largest gap) on a cache of their own weights, and on one of older weights."""
     return StepCompleted(
         event_id=str(batch), run_id="run", batch_index=batch, draw_index=batch, incarnation=0, step=batch + 1, loss=0.0,
         grad_norm=0.0, learning_rate=0.0, lag_max=lag, tokens=9, trained_tokens=own[0] + old[0], masked={},
         skipped=False, reward_mean=0.0, logprob_gap_max=own[1], logprob_gap_mean=0.0, entropy=None, clip_fraction=0.0,
-        seconds={}, world_size=1, old_cache_tokens=old[0], old_cache_gap_max=old[1],
+        seconds={}, world_size=1, old_cache_tokens=old[0], old_cache_gap_max=old[1], metrics=metrics,
     )  # fmt: skip
 
 
@@ -87,3 +89,10 @@ def test_tokens_on_a_cache_of_older_weights_are_no_gap_at_lag_0_and_are_told_apa
     }  # fmt: skip
     assert gaps([step(0, (4, 1e-3)), *steps[1:]])["logprob_gap_steps"] == {0: 1e-3}
     assert gaps(steps[2:])["logprob_gap_max"] is None
+
+
+def test_a_step_with_a_lag_is_compared_by_the_tokens_of_its_own_weights() -> None:
+    late = step(4, (4, 2.0), (4, 1.0), lag=1, held_gap_max=1e-3, held_old_cache_gap_max=0.75)
+    assert gaps([step(3, (4, 2.0), lag=1), late]) == {
+        "logprob_gap_max": 1e-3, "logprob_gap_steps": {4: 1e-3}, "logprob_gap_old_cache_max": 0.75,
+    }  # fmt: skip

@@ -111,6 +111,25 @@ def test_the_gap_of_tokens_on_an_old_cache_is_one_of_its_own() -> None:
     assert whole.logprob_gap_max == max(split.logprob_gap_max, split.old_cache_gap_max)
 
 
+def test_gaps_of_the_weights_held_are_over_the_tokens_that_they_sampled() -> None:
+    rows = synthetic_rows(0)
+    oldest, newest = rows.version_min.copy(), rows.version_max.copy()
+    oldest[:], newest[:] = 1, 1  # of the version before
+    newest[1:3] = 2  # of both, in this order
+    oldest[3:5], newest[3:5] = 2, 2
+    oldest[5], newest[5] = 0, 2  # who knows which of its tokens on an older cache are of which
+    marked = (np.random.default_rng(1).random(len(rows.trained)) < 0.5).astype("|u1")
+    rows = dataclasses.replace(rows, version_min=oldest, version_max=newest, old_cache=marked)
+    learner = Learner(TINY, random_weights(TINY, 1), dataclasses.replace(ONE, microbatch_tokens=200))
+    apart, row = np.abs(learner.logprobs(rows) - rows.logprobs), np.repeat(np.arange(len(rows)), rows.lengths)
+    trained, alone, changed = rows.trained == 1, (row == 3) | (row == 4), (row == 1) | (row == 2)
+    found = learner.step(rows, OBJECTIVE, 0.0, held=2).metrics
+    wanted = apart[trained & alone & (marked == 0)].max(), apart[trained & (alone | changed) & (marked == 1)].max()
+    assert (found["held_gap_max"], found["held_old_cache_gap_max"]) == pytest.approx(wanted, rel=1e-5)
+    for other in (None, 7):
+        assert not {name for name in learner.step(rows, OBJECTIVE, 0.0, held=other).metrics if "held" in name}
+
+
 def test_a_row_without_advantage_still_runs_and_moves_nothing() -> None:
     weights = random_weights(TINY, 1)
     learner = Learner(TINY, weights, ONE)
