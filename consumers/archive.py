@@ -8,7 +8,6 @@ groups, the batcher's last manifest, the requests of rollouts that are not over.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from turnlog.consumers.archiver import flush, main
 from turnlog.infra.archive import ArchiveError, ArchiveIndex, archive_name
 from turnlog.infra.history import all_events, partitions, records
 from turnlog.infra.log import Commit, Partition, partition_of
+from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.runs import serve
 from turnlog.infra.roles.terminal import Terminal, say
@@ -41,11 +41,11 @@ def command(settings: Settings, arguments: argparse.Namespace) -> int:
         case "run":
             return serve("archive", main, settings)
         case "flush":
-            return asyncio.run(flush_all(settings))
+            return run_verb(flush_all(settings))
         case "status":
-            return asyncio.run(status(settings))
+            return run_verb(status(settings))
         case _:
-            return asyncio.run(prune(settings, arguments.before, delete=arguments.yes))
+            return run_verb(prune(settings, arguments.before, delete=arguments.yes))
 
 
 async def flush_all(settings: Settings) -> int:

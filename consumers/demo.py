@@ -16,6 +16,7 @@ from turnlog.consumers.report import Measured, Report, gather, plot_rewards, sto
 from turnlog.consumers.run import Display, beside, curve, stop_at_signal, until_trained
 from turnlog.infra.embedded import NotUp
 from turnlog.infra.embedded.up import down, up
+from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.role import opened
 from turnlog.infra.roles.terminal import Terminal
 from turnlog.names import ExitStatus
@@ -40,13 +41,13 @@ def demo(
     measured = Measured()
     directory = Path(settings.run.directory)
     console.print(f"run {settings.run.id}, files in {directory}", style="bold")
-    settings = asyncio.run(runnable_here(settings, unisolated, console))
+    settings = run_verb(runnable_here(settings, unisolated, console))
     with _phase(measured, "model"), console.status("making the tiny model (torch needs a few seconds to import)"):
         settings = prepare(settings)
     try:
         with _phase(measured, "servers"):
             up(settings, attached=True, say=lambda line: console.print(f"  {line}", highlight=False))
-        report = asyncio.run(_judged(settings, console, measured))
+        report = run_verb(_judged(settings, console, measured))
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("interrupted; stopping everything")
         return ExitStatus.INTERRUPTED

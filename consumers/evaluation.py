@@ -12,7 +12,6 @@ task varies more than a coin, so that it is rather too wide. The mean reward's i
 from __future__ import annotations
 
 import argparse
-import asyncio
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +22,7 @@ from typing import Any
 from rich.table import Table
 
 from turnlog.infra.history import all_events, events
+from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.terminal import Terminal, say_json
 from turnlog.names import ExitStatus
@@ -205,7 +205,7 @@ def versions_of(tree: TurnTreeAssembled) -> tuple[int, int]:
 
 def command(settings: Settings, arguments: argparse.Namespace) -> int:
     """Print what the evaluations say; 0. Raises NothingEvaluated, LogUnavailable, NoArchive."""
-    found = asyncio.run(_read(settings, archive=arguments.source == "archive"))
+    found = run_verb(_read(settings, archive=arguments.source == "archive"))
     ks = arguments.k or found.ks()
     if arguments.json:
         say_json(body(settings.run.id, found, ks))
@@ -216,7 +216,7 @@ def command(settings: Settings, arguments: argparse.Namespace) -> int:
 
 def best_version(settings: Settings, *, archive: bool) -> int:
     """The number of the best version. Raises NothingEvaluated."""
-    best = asyncio.run(_read(settings, archive=archive)).best
+    best = run_verb(_read(settings, archive=archive)).best
     assert best is not None  # else _read has raised
     return best.number
 

@@ -7,7 +7,6 @@ discarded, late) is the same under every policy and is left out. Memory: the ope
 from __future__ import annotations
 
 import argparse
-import asyncio
 import dataclasses
 import heapq
 from collections import Counter
@@ -22,6 +21,7 @@ from turnlog.consumers.replay.progress import Progress, Shown, Silent
 from turnlog.consumers.replay.source import Inputs, Merge, recorded_run
 from turnlog.infra.history import events, partitions
 from turnlog.infra.log import Partition, partition_of
+from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.runs import Configured
 from turnlog.infra.roles.terminal import Terminal, say_json
@@ -256,7 +256,7 @@ class _UnitComparison:
 
 def show(settings: Settings, arguments: argparse.Namespace) -> int:
     """Print the comparison; 0. Raises what `compare` raises."""
-    return asyncio.run(_show(settings, arguments, Terminal()))
+    return run_verb(_show(settings, arguments, Terminal()))
 
 
 async def _show(settings: Settings, arguments: argparse.Namespace, console: Terminal) -> int:

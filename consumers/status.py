@@ -3,7 +3,6 @@ supervisor of ours runs the roles, the log tells most of it, and health addresse
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 import urllib.error
@@ -23,6 +22,7 @@ from turnlog.infra.embedded.supervisor import SATISFIED
 from turnlog.infra.embedded.up import status_processes
 from turnlog.infra.history import all_events
 from turnlog.infra.log import LogUnavailable
+from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.role import Role, RunPhase, opened
 from turnlog.infra.roles.runs import life
 from turnlog.infra.roles.terminal import Terminal, say_json
@@ -54,11 +54,11 @@ def once(settings: Settings, *, as_json: bool, health: Sequence[str] = ()) -> in
     found |= {"views": views(settings, asked), "recipes": recipes(settings)}
     if processes:
         try:
-            found |= asyncio.run(_from_log(settings))
+            found |= run_verb(_from_log(settings))
         except LogUnavailable as error:
             found["log"] = str(error)
     elif elsewhere := _runs_elsewhere(settings):
-        found |= asyncio.run(_from_log(settings))
+        found |= run_verb(_from_log(settings))
     if as_json:
         say_json(found)
     else:

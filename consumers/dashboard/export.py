@@ -23,6 +23,7 @@ from turnlog.consumers.index import BadQuestion
 from turnlog.consumers.index.console import resolved
 from turnlog.consumers.index.fate import of_session
 from turnlog.consumers.index.reader import Index, SessionView, path_of, where_of
+from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.role import opened
 from turnlog.infra.roles.terminal import say
 from turnlog.names import ExitStatus
@@ -83,7 +84,7 @@ def _placed(row: Any) -> dict[str, Any]:
 
 def command(settings: Settings, arguments: argparse.Namespace) -> int:
     """Write the file; the exit status. Raises IndexFailure, LogError, OSError."""
-    return asyncio.run(_export(settings, arguments))
+    return run_verb(_export(settings, arguments))
 
 
 async def _export(settings: Settings, arguments: argparse.Namespace) -> int:

@@ -7,7 +7,6 @@ view is segment-samples in offset order, unit by unit, each sample held no longe
 from __future__ import annotations
 
 import argparse
-import asyncio
 import dataclasses
 import hashlib
 import tempfile
@@ -28,6 +27,7 @@ from turnlog.consumers.datasets.query import Facts, Filters, Query, Seen
 from turnlog.consumers.datasets.source import Placed, Progress, Source
 from turnlog.consumers.datasets.writer import DatasetWriter
 from turnlog.infra.log import Partition, Record
+from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.terminal import Terminal, say
 from turnlog.schemas import topics
@@ -213,7 +213,7 @@ def run(settings: Settings, arguments: argparse.Namespace) -> int:
         manifest = verify(arguments.out)
         say(f"{arguments.out}: whole, {_said(manifest)}")
         return 0
-    manifest = asyncio.run(_built(settings, arguments))
+    manifest = run_verb(_built(settings, arguments))
     came = manifest.provenance
     say(f"{arguments.out}: {_said(manifest)}")
     for name, count in came.removed.most_common():

@@ -6,7 +6,6 @@ What agents and tools wrote is shown as text: no escape of theirs reaches the te
 from __future__ import annotations
 
 import argparse
-import asyncio
 import dataclasses
 import re
 import time
@@ -22,6 +21,7 @@ from turnlog.consumers.index import BadQuestion, fate
 from turnlog.consumers.index.reader import GroupView, Index, Row, SessionView, path_of, where_of
 from turnlog.consumers.index.rows import spoken
 from turnlog.infra.log import Partition, Record
+from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.terminal import Terminal, aside, say, say_json
 from turnlog.names import ExitStatus
@@ -145,7 +145,7 @@ def tail_command(settings: Settings, arguments: argparse.Namespace) -> int:
     if unknown := set(arguments.kind) - set(ALL):
         raise BadQuestion(f"--kind {', '.join(sorted(unknown))}: docs/events.md lists the kinds")
     wanted = Wanted(session=arguments.session, group=arguments.group, kinds=frozenset(arguments.kind))
-    return asyncio.run(_tail(settings, arguments, wanted))
+    return run_verb(_tail(settings, arguments, wanted))
 
 
 async def _tail(settings: Settings, arguments: argparse.Namespace, wanted: Wanted) -> int:
@@ -195,7 +195,7 @@ def why_command(settings: Settings, arguments: argparse.Namespace) -> int:
         assert view is not None
         if token is None:
             return _tell_chain(_session_head(view), fate.of_session(view), arguments)
-        turns = asyncio.run(_tokens(settings, index, view, archive=arguments.source == ARCHIVE))
+        turns = run_verb(_tokens(settings, index, view, archive=arguments.source == ARCHIVE))
         return _tell_chain(_token_head(turns, int(token[2]), int(token[3])), fate.of_session(view), arguments)
 
 
@@ -287,7 +287,7 @@ def show_session(settings: Settings, arguments: argparse.Namespace) -> int:
         assert view is not None
         turns = None
         if arguments.tokens:
-            turns = asyncio.run(_tokens(settings, index, view, archive=arguments.source == ARCHIVE))
+            turns = run_verb(_tokens(settings, index, view, archive=arguments.source == ARCHIVE))
     if arguments.json:
         body = dataclasses.asdict(view.row) | {"turns": view.turns, "calls": view.calls, "tree": view.tree}
         say_json(body | ({} if turns is None else {"tokens": [turn.body() for turn in turns]}))

@@ -29,6 +29,7 @@ from turnlog.consumers.index.schema import SCHEMA_VERSION, place_of, standing
 from turnlog.consumers.replay.source import recorded_run
 from turnlog.infra.archive import ArchiveLog
 from turnlog.infra.log import Partition, Reader, Record
+from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.runs import configured, serve
 from turnlog.infra.roles.terminal import say
@@ -485,7 +486,7 @@ def command(settings: Settings, arguments: argparse.Namespace) -> int:
     """One action; the exit status."""
     if arguments.action == "run":
         return serve("index", main, settings)
-    return asyncio.run(_build(settings, archive=arguments.source == ARCHIVE))
+    return run_verb(_build(settings, archive=arguments.source == ARCHIVE))
 
 
 async def _build(settings: Settings, *, archive: bool) -> int:

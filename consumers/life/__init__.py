@@ -6,7 +6,6 @@ to tell, and whoever starts later knows it, too.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Mapping
@@ -21,6 +20,7 @@ from turnlog.infra import run_folder
 from turnlog.infra.blobs import BlobError
 from turnlog.infra.log import LogError, Partition, Record
 from turnlog.infra.registry import RegistryError
+from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.role import Role, RunPhase, opened
 from turnlog.infra.roles.runs import Life, set_phase
 from turnlog.infra.roles.terminal import Terminal, say, say_json
@@ -51,7 +51,7 @@ def phase_command(settings: Settings, wanted: RunPhase) -> int:
         async with opened("run", settings) as role:
             return await set_phase(role, wanted)
 
-    before = asyncio.run(run())
+    before = run_verb(run())
     again = " already" if before is wanted else ""
     say(f"run {settings.run.id!r} is{again} {SAID[wanted]}")
     return ExitStatus.DONE
@@ -84,7 +84,7 @@ def list_command(settings: Settings, *, as_json: bool) -> int:
     """Print the runs of the cluster of `settings`, of every cluster that a run beside `[run] directory` serves, and of
     those directories; 0. Raises LogUnavailable, RegistryUnavailable, StoreUnavailable for the cluster of `settings`."""
     named = _served(settings)
-    found = {} if named is None else {named.kafka.bootstrap: asyncio.run(runs_of(named))}
+    found = {} if named is None else {named.kafka.bootstrap: run_verb(runs_of(named))}
     for path in sorted(Path(settings.run.directory).parent.glob(f"*/{run_folder.SETTINGS}")):
         _add_local(path, found)
     runs = [run for cluster in found.values() for run in cluster]
@@ -108,7 +108,7 @@ def _add_local(path: Path, found: dict[str, list[Known]]) -> None:
     why, served = "its servers do not run", _served(own)
     if served is not None and served.kafka.bootstrap not in found:
         try:
-            found[served.kafka.bootstrap] = asyncio.run(runs_of(served))
+            found[served.kafka.bootstrap] = run_verb(runs_of(served))
         except (LogError, RegistryError, BlobError) as error:
             served, why = None, str(error)
     there = {(run.run, run.prefix): run for run in (found[served.kafka.bootstrap] if served else ())}

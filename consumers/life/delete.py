@@ -40,6 +40,7 @@ from turnlog.infra.blobs import KEY, OWNED, TRASH, Blobs, Owner, key
 from turnlog.infra.embedded.broker import kept_cluster
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import Partition, RemovableLog
+from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.role import RunPhase, opened
 from turnlog.infra.roles.runs import OtherRun, set_phase
 from turnlog.infra.roles.terminal import Terminal, aside, say, say_json
@@ -405,7 +406,7 @@ def command(settings: Settings, arguments: argparse.Namespace) -> int:
     directory = Path(own.run.directory)
     if directory.exists() and run_folder.is_live(directory):
         raise RunIsUp(f"{directory} is up: `turnlog --run {own.run.id} down` stops it; then say this again")
-    asyncio.run(_command(own, arguments))
+    run_verb(_command(own, arguments))
     return ExitStatus.DONE
 
 

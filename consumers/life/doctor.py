@@ -26,6 +26,7 @@ from turnlog.infra.kafka.connection import METADATA_LIMIT_BYTES, Membership
 from turnlog.infra.kafka.producers import TRANSACTION_TIMEOUT_MS
 from turnlog.infra.log import LogError
 from turnlog.infra.registry import HttpRegistry, RegistryError
+from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.terminal import Terminal, say_json
 from turnlog.infra.roles.tls import TlsFileUnusable
 from turnlog.infra.run_folder import resolved
@@ -66,7 +67,7 @@ Findings = Iterable[Finding]
 def command(settings: Settings, *, as_json: bool) -> int:
     """Look at everything that the settings name and print what was found; 1 when something is wrong, else 0. Raises
     NoEndpoints."""
-    found = asyncio.run(examined(resolved(settings)))
+    found = run_verb(examined(resolved(settings)))
     if as_json:
         about = {"turnlog": __version__, "packages": versions()}
         say_json({**about, "findings": [dataclasses.asdict(finding) for finding in found]})

@@ -10,7 +10,6 @@ ForkRefused   the new run has begun otherwise, or would lie where its parent lie
 from __future__ import annotations
 
 import argparse
-import asyncio
 import dataclasses
 import json
 import os
@@ -21,6 +20,7 @@ from pathlib import Path
 from turnlog.consumers.run import prepared
 from turnlog.infra import run_folder
 from turnlog.infra.history import all_events
+from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.runs import PARENT_FILE, life, parent_of
 from turnlog.infra.roles.terminal import say
@@ -50,9 +50,9 @@ def fork(settings: Settings, arguments: argparse.Namespace, find: Find, hand_on:
     new = _new_settings(settings, arguments, parent)
     _check_apart(parent, new)
     folder, cursor = find(directory / CHECKPOINTS, arguments.step)
-    about = asyncio.run(_about(parent, folder, cursor, archive=arguments.archive))
+    about = run_verb(_about(parent, folder, cursor, archive=arguments.archive))
     if new.kafka.bootstrap:
-        asyncio.run(_check_unbegun(new, about))
+        run_verb(_check_unbegun(new, about))
     _write(new, about, directory, lambda checkpoints: hand_on(folder, checkpoints), keep=arguments.settings is None)
     say(f"run {new.run.id!r} begins at step {about.step} of {about.run_id!r} ({folder})")
     if about.dataset:
@@ -60,7 +60,7 @@ def fork(settings: Settings, arguments: argparse.Namespace, find: Find, hand_on:
             f"its feeder begins {about.places} tasks into {about.dataset}, and asks for {len(about.left)} of them first"
         )
     if new.kafka.bootstrap:
-        say(*asyncio.run(_configured(new, about)))
+        say(*run_verb(_configured(new, about)))
     else:
         say(f"next: turnlog --run {new.run.id} up, then turnlog --run {new.run.id} run")
     return ExitStatus.DONE

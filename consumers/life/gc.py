@@ -32,6 +32,7 @@ from turnlog.infra.archive import ArchiveLog
 from turnlog.infra.blobs import KEY, OWNED, OWNERS, REUSED_S, TRASH, BlobMissing, Blobs, Listed, Owner, key
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import Log, Partition
+from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.terminal import Terminal, aside, say_json
 from turnlog.infra.run_folder import resolved
 from turnlog.infra.s3 import S3Blobs
@@ -333,7 +334,7 @@ def command(settings: Settings, arguments: argparse.Namespace) -> int:
             f"is {LEAST_GRACE_S:g} s"
         )
     everyone = [resolved(settings), *(resolved(load(path, {})) for path in arguments.also)]
-    plan, done = asyncio.run(_run(everyone, arguments))
+    plan, done = run_verb(_run(everyone, arguments))
     rows = _rows(plan)
     if arguments.json:
         about = {"grace_s": plan.grace_s, "deleted": arguments.delete, "objects": rows, "done": dict(done)}

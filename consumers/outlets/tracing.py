@@ -24,6 +24,7 @@ from turnlog.consumers.replay.source import recorded_run
 from turnlog.infra.blobs import inlined
 from turnlog.infra.log import Commit, Partition, Reader, Transactor
 from turnlog.infra.roles import Unreachable
+from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.runs import serve
 from turnlog.infra.roles.terminal import say
@@ -216,7 +217,7 @@ def command(settings: Settings, arguments: argparse.Namespace) -> int:
     """Follow, or hand over what is there and end; the exit status."""
     collector = _collector(settings, arguments.to)
     if arguments.source == ARCHIVE or arguments.until_end:
-        return asyncio.run(_once(settings, collector, archive=arguments.source == ARCHIVE))
+        return run_verb(_once(settings, collector, archive=arguments.source == ARCHIVE))
 
     async def main(role: Role) -> None:
         async with tracing(role, collector) as tracer:

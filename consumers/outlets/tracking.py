@@ -19,6 +19,7 @@ from turnlog.consumers.outlets.history import History, Point, Tracker
 from turnlog.consumers.outlets.offline_runs import offline_runs
 from turnlog.consumers.replay.source import recorded_run
 from turnlog.infra.log import Partition
+from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.runs import serve
 from turnlog.infra.roles.terminal import say
@@ -91,7 +92,7 @@ def command(settings: Settings, arguments: argparse.Namespace) -> int:
     """Follow, or write what there is and end; the exit status."""
     wanted = outlets(arguments.to)
     if arguments.source == ARCHIVE or arguments.until_end:
-        return asyncio.run(_once(settings, wanted, archive=arguments.source == ARCHIVE))
+        return run_verb(_once(settings, wanted, archive=arguments.source == ARCHIVE))
 
     async def main(role: Role) -> None:
         await track(role, wanted, until_end=False)

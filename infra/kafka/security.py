@@ -255,13 +255,6 @@ class Channel(AIOKafkaConnection):  # type: ignore[misc]
             self._left = reason in (None, CloseReason.IDLE_DROP, CloseReason.SHUTDOWN)
         return super().close(reason, exc)
 
-    def _handle_frame(self, resp: bytes) -> None:
-        try:
-            super()._handle_frame(resp)
-        except asyncio.InvalidStateError:
-            # Ctrl-C cancels who waits from within the signal's handler (asyncio.Runner), even amid the decoding.
-            self._requests.popleft()
-
     async def _renew(self) -> None:
         try:
             await self._do_sasl_handshake()

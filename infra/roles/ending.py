@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Coroutine
 from types import FrameType
+from typing import Any, TypeVar
 
 from turnlog.settings import Settings
 
@@ -20,6 +22,7 @@ ROUND_S = 30.0
 UNWATCHED_STEP_S = 1800.0
 """Of a step of the trainer where nobody watches it ([liveness] step_s = 0)."""
 _terminated = threading.Event()
+_T = TypeVar("_T")
 
 
 def obey() -> None:
@@ -27,6 +30,51 @@ def obey() -> None:
     alone; a role drains instead (`starting.asked`)."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _interrupt)
+
+
+def run_verb(main: Coroutine[Any, Any, _T]) -> _T:
+    """Run a verb's coroutine to its end. The first Ctrl-C or SIGTERM cancels it, the second one interrupts at once.
+    Raises KeyboardInterrupt.
+
+    asyncio.run alone cancels from within the signal's handler, amid whatever callback runs, and one that has just
+    seen that somebody waits for its result then complains that nobody does (InvalidStateError)."""
+    import asyncio  # 60 ms that a probe does not need
+
+    asked = threading.Event()
+    try:
+        return asyncio.run(_cancelled_between_callbacks(main, asked))
+    except asyncio.CancelledError:
+        if asked.is_set():
+            raise KeyboardInterrupt from None
+        raise
+
+
+async def _cancelled_between_callbacks(main: Coroutine[Any, Any, _T], asked: threading.Event) -> _T:
+    import asyncio
+
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    here = threading.current_thread() is threading.main_thread()
+    known = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if here}
+    heard = [number for number, handler in known.items() if callable(handler)]  # a shell's background job ignores one
+
+    def ask(number: int) -> None:
+        asked.set()
+        if number == signal.SIGTERM:
+            _terminated.set()
+        for each in heard:
+            loop.remove_signal_handler(each)
+            signal.signal(each, signal.default_int_handler)
+        task.cancel()
+
+    for number in heard:
+        loop.add_signal_handler(number, ask, number)
+    try:
+        return await main
+    finally:
+        for number in heard:
+            loop.remove_signal_handler(number)
+            signal.signal(number, known[number])
 
 
 def was_terminated() -> bool:

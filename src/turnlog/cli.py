@@ -8,9 +8,9 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from turnlog import __version__
 from turnlog.infra.roles import ending, log_lines
@@ -277,12 +277,6 @@ def _role(name: str, module: str) -> Call:
     return call
 
 
-def _finished(work: Coroutine[Any, Any, int]) -> int:
-    import asyncio  # 60 ms that a probe does not need
-
-    return asyncio.run(work)
-
-
 def _views(settings: Settings, _: argparse.Namespace) -> int:
     from turnlog.processors.runtime.views import serve_views
 
@@ -485,7 +479,7 @@ def _topics(settings: Settings, arguments: argparse.Namespace) -> int:
     if arguments.action == "acls":
         print(*acls_page(settings, arguments.principal, arguments.format), sep="\n")
         return ExitStatus.DONE
-    return _finished(run(arguments.action, settings))
+    return ending.run_verb(run(arguments.action, settings))
 
 
 def _dataset(settings: Settings, arguments: argparse.Namespace) -> int:
@@ -521,7 +515,7 @@ def _sft(settings: Settings, arguments: argparse.Namespace) -> int:
 def _reward(settings: Settings, arguments: argparse.Namespace) -> int:
     from turnlog.consumers.replay.rejudge import command
 
-    return _finished(command(settings, arguments))
+    return ending.run_verb(command(settings, arguments))
 
 
 def _fold(settings: Settings, arguments: argparse.Namespace) -> int:
@@ -533,7 +527,7 @@ def _fold(settings: Settings, arguments: argparse.Namespace) -> int:
 def _dead_letters(settings: Settings, arguments: argparse.Namespace) -> int:
     from turnlog.consumers.dead_letters import command
 
-    return _finished(command(settings, arguments))
+    return ending.run_verb(command(settings, arguments))
 
 
 def _session(settings: Settings, arguments: argparse.Namespace) -> int:
@@ -547,7 +541,7 @@ def _session(settings: Settings, arguments: argparse.Namespace) -> int:
         return export(settings, arguments)
     from turnlog.sandbox_workers.console.rerun import command
 
-    return _finished(command(settings, arguments))
+    return ending.run_verb(command(settings, arguments))
 
 
 def _books(settings: Settings, arguments: argparse.Namespace) -> int:
@@ -555,13 +549,13 @@ def _books(settings: Settings, arguments: argparse.Namespace) -> int:
 
     archive = arguments.source == "archive"
     asked = Asked(arguments.by, arguments.id, as_json=arguments.json, limit=arguments.limit, archive=archive)
-    return _finished(show(settings, asked))
+    return ending.run_verb(show(settings, asked))
 
 
 def _report(settings: Settings, _: argparse.Namespace) -> int:
     from turnlog.consumers.report import write
 
-    return _finished(write(settings))
+    return ending.run_verb(write(settings))
 
 
 __all__ = ["SettingsError", "main"]

@@ -200,32 +200,6 @@ async def test_a_client_that_closes_amid_a_login_has_not_failed(
     assert not [line for line in caplog.records if line.levelno >= logging.WARNING]
 
 
-async def test_who_is_interrupted_while_his_answer_is_decoded_leaves_a_whole_connection(
-    secured: Secured, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Interrupting(MetadataRequest):  # type: ignore[misc]
-        def build(self, request_struct_class: Any) -> Any:
-            class Answer(request_struct_class.RESPONSE_TYPE):  # type: ignore[misc]
-                @classmethod
-                def decode(cls, data: Any) -> Any:
-                    waiting.cancel()
-                    return super().decode(data)
-
-            class Interrupted(request_struct_class):  # type: ignore[misc]
-                RESPONSE_TYPE = Answer
-
-            return super().build(Interrupted)
-
-    host, port = secured.plain.split(":")
-    channel = await create_conn(host, int(port))
-    waiting = asyncio.ensure_future(channel.send(Interrupting([])))
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    assert (await channel.send(MetadataRequest([]))).brokers
-    await channel.close()
-    assert not [line for line in caplog.records if line.levelno >= logging.WARNING]
-
-
 async def test_a_key_may_be_locked(secured: Secured, endpoint: TokenEndpoint, tmp_path: Path) -> None:
     kafka = logins(secured, endpoint, tmp_path)["mTLS with a locked key"]
     async with opened(kafka) as log:

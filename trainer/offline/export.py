@@ -12,7 +12,6 @@ ExportError
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import math
 import os
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from turnlog.infra.history import all_events
+from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.terminal import say
 from turnlog.infra.tensors.files import DTYPES, TensorSpec, Written
@@ -95,7 +95,7 @@ def command(settings: Settings, arguments: argparse.Namespace) -> int:
     """Export and say what; 0. Raises ExportError, BlobError, LogUnavailable, CheckpointUnusable, UnsupportedModel."""
     folder: Path = arguments.folder
     check_free(folder)
-    done = asyncio.run(_export(settings, arguments))
+    done = run_verb(_export(settings, arguments))
     held = "held against its published checksums" if done.version else "of no published version: nothing to hold it to"
     say(f"{folder}: {done.said}", f"  {done.tensors} tensors, {done.parameters:,} parameters, {held}")
     return ExitStatus.DONE

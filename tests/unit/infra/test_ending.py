@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -14,7 +15,7 @@ import pytest
 
 from turnlog.cli import ROLES
 from turnlog.infra.embedded.ports import HOST
-from turnlog.infra.roles.ending import CLOSE_S, drain_s, grace_s
+from turnlog.infra.roles.ending import CLOSE_S, drain_s, grace_s, run_verb
 from turnlog.names import ExitStatus
 from turnlog.settings import Settings, from_tables
 
@@ -103,3 +104,55 @@ def test_a_role_that_has_opened_nothing_ends_by_sigterm() -> None:
     """Without a handler it would be killed by the signal here, and as pid 1 of a container go on."""
     done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, timeout=60)
     assert done.returncode == ExitStatus.TERMINATED, done.stderr.decode()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_verb_is_cancelled_between_two_callbacks_and_never_amid_one(number: int) -> None:
+    complaints: list[object] = []
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler), signal.getsignal(signal.SIGINT)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, said: complaints.append(said))
+        answer = loop.create_future()
+
+        def answered() -> None:
+            assert not answer.done()
+            signal.raise_signal(number)
+            answer.set_result(None)  # an InvalidStateError, were its waiter cancelled by now
+
+        loop.call_soon(answered)
+        await answer
+        await asyncio.Event().wait()
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_verb(main())
+        assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == (
+            signal.default_int_handler,
+            before[1],
+        )
+    finally:
+        signal.signal(signal.SIGTERM, before[0])
+    assert not complaints
+
+
+def test_the_second_interrupt_of_a_verb_does_not_wait_for_the_first() -> None:
+    async def main() -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+            await asyncio.Event().wait()
+        finally:
+            signal.raise_signal(signal.SIGINT)
+            pytest.fail("it went on")
+
+    with pytest.raises(KeyboardInterrupt):
+        run_verb(main())
+
+
+def test_a_verb_that_is_cancelled_by_nobody_outside_says_so() -> None:
+    async def main() -> int:
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        run_verb(main())
