@@ -46,7 +46,7 @@ from turnlog.trainer.weights import read_weights
 SIZES = size((1_000, 10_000, 100_000), smallest=(20, 200))
 RESTARTS = size(5, smallest=1)
 ALL = ("feeder", "gateway", "runner", "sandbox", "assembler", "batcher", "trainer", "loader", "archive", "views")
-ROLES = tuple(filter(None, os.environ.get("BENCH_ROLES", "").split(","))) or size(ALL, smallest=("assembler", "loader"))
+ROLES = tuple(filter(None, os.environ.get("BENCH_ROLES", "").split(","))) or size(ALL, smallest=("assembler",))
 PINNED = "assembler, one group open since the run began"
 GOAL_S, GROWTH, MARGIN_S, BROKER_GOAL_S = 5.0, 1.2, 0.5, 15.0
 

@@ -93,8 +93,8 @@ def test_a_broker_of_three_is_struck_and_everything_is_folded_once(rows: str) ->
 @pytest.mark.kafka
 @pytest.mark.long
 def test_each_role_that_can_be_restarted_is(environment: dict[str, str]) -> None:
-    """The suite restarts those that are quick to come."""
-    roles = "feeder,gateway,runner,sandbox,batcher,trainer,archive,views"
+    """The suite restarts the assembler."""
+    roles = "feeder,gateway,runner,sandbox,batcher,trainer,loader,archive,views"
     line = json.loads(printed(environment | {"BENCH_ROLES": roles}, "--smallest", "--only", "G9"))
     checked(line, "G9")
     assert line["detail"]["p50_s"].keys() == {*roles.split(",")}
