@@ -106,10 +106,22 @@ def test_a_role_that_has_opened_nothing_ends_by_sigterm() -> None:
     assert done.returncode == ExitStatus.TERMINATED, done.stderr.decode()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+HEARD = (signal.SIGINT, signal.SIGTERM)
+
+
+@pytest.fixture
+def _heard() -> Iterator[None]:
+    """Tests that a shell runs in the background ignore one of them."""
+    before = {number: signal.signal(number, signal.default_int_handler) for number in HEARD}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("_heard")
+@pytest.mark.parametrize("number", HEARD)
 def test_a_verb_is_cancelled_between_two_callbacks_and_never_amid_one(number: int) -> None:
     complaints: list[object] = []
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler), signal.getsignal(signal.SIGINT)
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -125,18 +137,13 @@ def test_a_verb_is_cancelled_between_two_callbacks_and_never_amid_one(number: in
         await answer
         await asyncio.Event().wait()
 
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            run_verb(main())
-        assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == (
-            signal.default_int_handler,
-            before[1],
-        )
-    finally:
-        signal.signal(signal.SIGTERM, before[0])
+    with pytest.raises(KeyboardInterrupt):
+        run_verb(main())
+    assert {signal.getsignal(each) for each in HEARD} == {signal.default_int_handler}
     assert not complaints
 
 
+@pytest.mark.usefixtures("_heard")
 def test_the_second_interrupt_of_a_verb_does_not_wait_for_the_first() -> None:
     async def main() -> None:
         try:
