@@ -32,7 +32,7 @@ from turnlog.schemas.events import (
     StepCompleted,
     ToolCallCompleted,
 )
-from turnlog.schemas.events.batches import HELD_GAP_MAX, HELD_OLD_CACHE_GAP_MAX
+from turnlog.schemas.events.batches import HELD_OLD_CACHE_GAP_MAX, same_weights_gap
 from turnlog.schemas.events.tools import UNISOLATED
 from turnlog.settings import Settings
 
@@ -104,23 +104,17 @@ def gaps(steps: Iterable[StepCompleted]) -> dict[str, Any]:
     weights filled, where it is above GAP, and the largest over the others, which no bound holds; None without any."""
     own, old = {}, []
     for step in steps:
-        if (gap := same_weights_gap(step)) is not None:
+        on_own = step.logprob_gap_max if step.trained_tokens > step.old_cache_tokens else None
+        if (gap := same_weights_gap(step.lag_max, on_own, step.metrics)) is not None:
             own[step.batch_index] = gap
-        on_old = step.old_cache_gap_max if step.lag_max == 0 and step.old_cache_tokens else None
-        if (gap := step.metrics.get(HELD_OLD_CACHE_GAP_MAX, on_old)) is not None:
+        on_old = step.old_cache_gap_max if step.old_cache_tokens else None
+        if (gap := same_weights_gap(step.lag_max, on_old, step.metrics, HELD_OLD_CACHE_GAP_MAX)) is not None:
             old.append(gap)
     return {
         "logprob_gap_max": max(own.values(), default=None),
         "logprob_gap_steps": {batch: gap for batch, gap in own.items() if gap > GAP},
         "logprob_gap_old_cache_max": max(old, default=None),
     }
-
-
-def same_weights_gap(step: StepCompleted) -> float | None:
-    """The largest |trainer - engine| log-prob, nats, over tokens that the weights which the step began with sampled on
-    a cache of their own. One that lags has some, too, where its release measured it; None without any."""
-    all_of_it = step.logprob_gap_max if step.lag_max == 0 and step.trained_tokens > step.old_cache_tokens else None
-    return step.metrics.get(HELD_GAP_MAX, all_of_it)
 
 
 def newest_incarnations(steps: list[StepCompleted]) -> list[StepCompleted]:

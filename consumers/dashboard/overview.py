@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from turnlog.consumers.dashboard.drawing import Curve, Spread, bands, curves, number
 from turnlog.consumers.index.reader import AsOf, Index, Row
-from turnlog.schemas.events.batches import HELD_GAP_MAX
+from turnlog.schemas.events.batches import same_weights_gap
 
 STEPS = 300
 """The newest so many are looked at, unless all are asked for."""
@@ -168,13 +168,6 @@ def _measured(row: Row, name: str) -> float | None:
     return next((value for key, value in metrics.items() if key.startswith(name)), None)
 
 
-def _gap(row: Row) -> float | None:
-    """Of trainer and engine with the same weights."""
-    all_of_it = None if row["lag_max"] else row["logprob_gap_max"]
-    found: float | None = orjson.loads(row["metrics"] or "{}").get(HELD_GAP_MAX, all_of_it)
-    return found
-
-
 def _speed(row: Row) -> float | None:
     """Tokens of a step's rows over all of its seconds, those in which it waited for them included."""
     seconds = sum(orjson.loads(row["seconds"] or "{}").values())
@@ -199,9 +192,11 @@ def _alarms(
     if skipped := [row["step"] for row in steps if row["skipped"]]:
         said = f"the gradient was not finite in step {', '.join(map(str, skipped[-5:]))}: nothing was learnt"
         yield said, "/batches", LINES["skipped"]
-    if steps and (gap := _gap(steps[-1])) is not None and gap > GAP:
-        said = f"trainer and engine differ by {number(gap)} nats in step {steps[-1]['step']}"
-        yield f"{said}, with the same weights", f"/batches/{steps[-1]['batch_index']}", LINES["gap"]
+    for step in steps[-1:]:
+        gap = same_weights_gap(step["lag_max"], step["logprob_gap_max"], orjson.loads(step["metrics"] or "{}"))
+        if gap is not None and gap > GAP:
+            said = f"trainer and engine differ by {number(gap)} nats in step {step['step']}, with the same weights"
+            yield said, f"/batches/{step['batch_index']}", LINES["gap"]
     refused = sum(len(orjson.loads(row["refused"] or "[]")) for row in versions[-5:])
     if refused:
         yield f"{refused} refusals of one of the last five weight versions", "/weights", LINES["refused"]

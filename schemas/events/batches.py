@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -156,6 +157,14 @@ class BatchSkipped:
 HELD_GAP_MAX, HELD_OLD_CACHE_GAP_MAX = "held_gap_max", "held_old_cache_gap_max"
 """Of StepCompleted.metrics: as logprob_gap_max and old_cache_gap_max, over the tokens that the weights which the step
 began with are known to have sampled. So they tell of a step with a lag, too; absent without such a token."""
+
+
+def same_weights_gap(
+    lag_max: int, whole: float | None, metrics: Mapping[str, float], name: str = HELD_GAP_MAX
+) -> float | None:
+    """A step's largest |trainer - engine| log-prob, nats, where both have the same weights (others are two policies):
+    what it measured, else of a step without a lag `whole`, the gap of all its tokens. None without any."""
+    return metrics.get(name, None if lag_max else whole)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
