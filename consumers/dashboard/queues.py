@@ -75,9 +75,9 @@ class Queues:
             role, now = await self._records.opened(), self._clock()
             if self._last is None or now - self._last[0] >= role.settings.lag.every_s:
                 lags = await lag_of(role.log, role.settings, self._markers)
-                silent = {one.role for one in lags} - {
-                    one.role for one in lags if await role.log.committed(one.group)
-                }  # fmt: skip
+                groups = {(one.role, one.group) for one in lags}  # a lag is of a partition, a commit of a group
+                speak = {name for name, group in groups if await role.log.committed(group)}
+                silent = {name for name, _ in groups} - speak
                 self._last = now, list(self._told(lags, silent, now))
             return self._last[1]
 
