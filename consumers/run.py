@@ -37,6 +37,7 @@ from turnlog.infra.embedded.process import Launch
 from turnlog.infra.embedded.supervisor import Member, State, Supervisor
 from turnlog.infra.embedded.up import status_processes
 from turnlog.infra.history import all_events, partitions
+from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.role import Role, RunPhase, opened
 from turnlog.infra.roles.runs import Begun, RunClosed, begin
 from turnlog.infra.roles.terminal import Terminal, say
@@ -277,7 +278,7 @@ def configure_command(settings: Settings) -> int:
         say(*done.said())
         return ExitStatus.DIFFERS if done.wrong else ExitStatus.DONE
 
-    return asyncio.run(run())
+    return run_verb(run())
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,11 +111,10 @@ def sandbox(settings: Settings, arguments: argparse.Namespace) -> int:
 
             return show_pools(settings, arguments)
         case "check":
-            import asyncio  # not for --help, nor for `turnlog health`
-
+            from turnlog.infra.roles.ending import run_verb
             from turnlog.sandbox_workers.console.actions import check
 
-            return asyncio.run(check(settings, as_json=arguments.json))
+            return run_verb(check(settings, as_json=arguments.json))
         case "exec":
             from turnlog.sandbox_workers.console.actions import execute
 
