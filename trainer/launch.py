@@ -27,8 +27,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -36,11 +34,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from turnlog.infra.roles import log_lines
 from turnlog.infra.roles.log_lines import instance_of
-from turnlog.infra.tensors.files import Written
-from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer import RankLost, mcore
-from turnlog.trainer.algorithms.objective import Floats, Numbers, Objective
-from turnlog.trainer.learner import NONE, Learner, StepResult
+from turnlog.trainer.gang.calls import Ranks, follow
+from turnlog.trainer.learner import Learner
 from turnlog.trainer.mcore import LOCAL_RANK
 from turnlog.trainer.plan import LearnerOptions, LearningPlan, check_layout
 from turnlog.trainer.shape import read_shape
@@ -189,89 +185,6 @@ def _every(pause_s: float, work: Callable[[], object]) -> Iterator[None]:
     finally:
         over.set()
         thread.join(2 * pause_s)
-
-
-Call = tuple[str, tuple[Any, ...]]
-"""(method of Learner, arguments)"""
-
-
-class Ranks:
-    """Rank 0's end. Not thread-safe: one thread makes all calls."""
-
-    def __init__(self, learner: Learner, control: dist.ProcessGroup, world_size: int) -> None:
-        """`control`: a gloo group of all ranks."""
-        self._learner, self._control, self.world_size = learner, control, world_size
-
-    def step(
-        self,
-        rows: BatchRows,
-        objective: Objective,
-        learning_rate: float,
-        numbers: Numbers = NONE,
-        tell_tokens: bool = False,
-        held: int | None = None,
-    ) -> StepResult:
-        """See Learner.step."""
-        result: StepResult = self._everywhere("step", rows, objective, learning_rate, numbers, tell_tokens, held)
-        return result
-
-    def logprobs(self, rows: BatchRows) -> Floats:
-        """See Learner.logprobs."""
-        found: Floats = self._everywhere("logprobs", rows)
-        return found
-
-    def reference_logprobs(self, rows: BatchRows) -> Floats:
-        """See Learner.reference_logprobs."""
-        found: Floats = self._everywhere("reference_logprobs", rows)
-        return found
-
-    def values(self, rows: BatchRows) -> Floats:
-        """See Learner.values."""
-        found: Floats = self._everywhere("values", rows)
-        return found
-
-    def measure(self, rows: BatchRows, objective: Objective) -> StepResult:
-        """See Learner.measure."""
-        result: StepResult = self._everywhere("measure", rows, objective)
-        return result
-
-    def export_files(self, folder: Path) -> Written:
-        """See Learner.export_files."""
-        written: Written = self._everywhere("export_files", folder)
-        return written
-
-    def begin_save(self, directory: Path, common: Mapping[str, Any]) -> None:
-        """See Learner.begin_save."""
-        self._everywhere("begin_save", directory, dict(common))
-
-    def saved(self, wait: bool) -> bool:
-        """See Learner.saved."""
-        return bool(self._everywhere("saved", wait))
-
-    def restore(self, directory: Path) -> None:
-        self._everywhere("restore", directory)
-
-    def release(self) -> None:
-        """Let the other ranks end."""
-        if self.world_size > 1:
-            dist.broadcast_object_list([None], src=0, group=self._control)
-
-    def _everywhere(self, method: str, *arguments: Any) -> Any:
-        if self.world_size > 1:
-            call: Call = (method, arguments)
-            dist.broadcast_object_list([call], src=0, group=self._control)
-        return getattr(self._learner, method)(*arguments)
-
-
-def follow(learner: Learner, control: dist.ProcessGroup) -> None:
-    """Every other rank's end: do what rank 0 does until it releases us. Raises RuntimeError when rank 0 dies."""
-    while True:
-        box: list[Call | None] = [None]
-        dist.broadcast_object_list(box, src=0, group=control)
-        if box[0] is None:
-            return
-        method, arguments = box[0]
-        getattr(learner, method)(*arguments)
 
 
 END_S = 30.0

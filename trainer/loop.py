@@ -63,7 +63,8 @@ from turnlog.trainer.checkpoint import Checkpoints, Cursor, cursor_values
 from turnlog.trainer.checkpoints.publications import Publications
 from turnlog.trainer.checkpoints.saves import Saves
 from turnlog.trainer.checkpoints.state import read_common
-from turnlog.trainer.launch import Ranks, ranks
+from turnlog.trainer.gang.calls import Ranks
+from turnlog.trainer.launch import ranks
 from turnlog.trainer.learner import StepResult
 from turnlog.trainer.models.experts import routed
 from turnlog.trainer.models.recorded import recorded_experts, truncated

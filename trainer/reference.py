@@ -11,7 +11,7 @@ A layout is named by what its ranks share: tp tensor, pp pipeline, cp context, e
 parallel. Ranks that are left are data parallel. With ep or replay the model is a mixture of experts; replay: its
 routing is a recorded one; packed: rows are; again: layers are computed again; tied: the output layer is the embedding;
 moved: one rank reads the checkpoint at the end; kept: the same ranks go on from one that gathers no optimizer; lora:
-low-rank adapters train alone.
+low-rank adapters train alone; called: rank 0 tells the others what to do, as in a run, and they map its rows.
 Behind a colon stands one of OBJECTIVES, in place of the clipped ratio against recorded log-probs.
 """
 
@@ -47,6 +47,7 @@ from turnlog.schemas.types import BlobRef
 from turnlog.trainer.algorithms.catalogue import BUILT_IN
 from turnlog.trainer.algorithms.gae import CriticRules
 from turnlog.trainer.algorithms.objective import Numbers
+from turnlog.trainer.gang.calls import Ranks, follow
 from turnlog.trainer.launch import layout_of, process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.models.experts import RoutedRows, routed
@@ -443,7 +444,7 @@ OBJECTIVES = {
 """The steps of one are the updates of one draw."""
 SHARES = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "cp": "context_parallel", "ep": "expert_parallel"}
 
-WORDS = ("dp", "sp", "tied", "replay", "again", "packed", "moved", "kept", "lora")
+WORDS = ("dp", "sp", "tied", "replay", "again", "packed", "moved", "kept", "lora", "called")
 
 
 def layout(name: str) -> tuple[ModelShape, LearnerOptions]:
@@ -474,7 +475,7 @@ Figures = list[tuple[float, float]]
 """(loss, gradient norm) of each update of a draw, and behind that of the critic's."""
 
 
-def ours(learner: Learner, objective: PolicyGradient, batches: Sequence[BatchRows]) -> Figures:
+def ours(learner: Learner | Ranks, objective: PolicyGradient, batches: Sequence[BatchRows]) -> Figures:
     """Of a draw of these."""
     passes = objective.passes(len(batches))
     numbers = [
@@ -488,6 +489,19 @@ def ours(learner: Learner, objective: PolicyGradient, batches: Sequence[BatchRow
     figures = [(result.loss, result.grad_norm) for result in results]
     if objective.critic:
         figures += [(result.metrics["value_loss"], result.metrics["value_grad_norm"]) for result in results]
+    return figures
+
+
+def _called(
+    learner: Learner, control: dist.ProcessGroup, objective: PolicyGradient, batches: Sequence[BatchRows]
+) -> Figures:
+    """The same at rank 0. Collective."""
+    if dist.get_rank():
+        follow(learner, control)
+        return []
+    everyone = Ranks(learner, control, dist.get_world_size())
+    figures = ours(everyone, objective, batches) if everyone.maps else []
+    everyone.release()
     return figures
 
 
@@ -563,7 +577,8 @@ def main(steps: int, names: Sequence[str]) -> None:
         with process_group(rank=rank, world_size=world_size, store=store, **layout_of(options)) as control:
             learner = Learner(shape, weights, options, critic=objective.critic is not None)
             exact = all(torch.equal(tensor, weights[key]) for key, tensor in learner.export().items())
-            stepped = ours(learner, objective, batches)
+            by_rank_0 = functools.partial(_called, learner, control)
+            stepped = (by_rank_0 if "called" in of_ranks else functools.partial(ours, learner))(objective, batches)
             exported = learner.export()
             folder = _saved(learner, control, rank) if "moved" in name else None
             exact = exact and ("kept" not in name or _goes_on(learner, control, rank, options, batches[0]))

@@ -16,7 +16,7 @@ STEPS = 2
 OTHERS = (
     "tp2-lora-moved",
     "dp:gspo",
-    "dp:decoupled",
+    "dp-called:decoupled",
     "pp2-replay:gspo",
     "cp2-packed:gspo",
     "tp2:entropy",

@@ -19,7 +19,7 @@ from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.schemas.events import SampleBatchFormed
 from turnlog.trainer import CheckpointUnusable
 from turnlog.trainer.algorithms.objective import Floats, Numbers, Objective, Pass
-from turnlog.trainer.launch import Ranks
+from turnlog.trainer.gang.calls import Ranks
 
 Kept = dict[str, dict[str, torch.Tensor]]
 """Pass -> sample_id -> the numbers of its row."""

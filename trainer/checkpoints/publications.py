@@ -22,7 +22,7 @@ from prometheus_client import Gauge
 from turnlog.infra.blobs import Blobs
 from turnlog.infra.tensors.files import Written
 from turnlog.schemas.events import WeightFile, WeightVersionPublished
-from turnlog.trainer.launch import Ranks
+from turnlog.trainer.gang.calls import Ranks
 from turnlog.trainer.weights import Difference, LastExport, upload
 
 UNCHANGED = Gauge("turnlog_trainer_unchanged", "Share of values that are those of the version before", ["held"])

@@ -20,7 +20,7 @@ from typing import Any
 
 from turnlog.trainer import CheckpointFailed
 from turnlog.trainer.checkpoint import Checkpoints, Cursor, write_sums
-from turnlog.trainer.launch import Ranks
+from turnlog.trainer.gang.calls import Ranks
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ import pytest
 from turnlog.trainer import CheckpointFailed, Superseded
 from turnlog.trainer.checkpoint import Checkpoints, Cursor, check_files
 from turnlog.trainer.checkpoints.saves import Saves
-from turnlog.trainer.launch import Ranks
+from turnlog.trainer.gang.calls import Ranks
 
 
 class Writing:

@@ -1,0 +1,1 @@
+"""How the ranks hear what they are to do, and where they run."""
