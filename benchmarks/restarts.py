@@ -33,7 +33,8 @@ from turnlog.schemas import topics
 from turnlog.schemas.events import Event, GroupScored, GroupStatus, RolloutRequested, SampleBatchFormed, SegmentSample
 from turnlog.schemas.topics import TOPIC_OF, Topic
 from turnlog.trainer.checkpoint import Cursor
-from turnlog.trainer.loop import Manifests, read_past
+from turnlog.trainer.loop import read_past
+from turnlog.trainer.reading.batches import Manifests
 
 PATIENCE_S = 300.0
 KEY = "restart"

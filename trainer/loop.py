@@ -5,10 +5,11 @@ Order of effects, and why a kill at any instruction neither repeats nor skips a 
 
   1. The transactor is entered: the last owner is fenced, its open transaction aborted. Then the incarnation is taken.
   2. The newest checkpoint is loaded (none: the model folder) and its weights go out under a new version number.
-  3. Per batch: read and check the file, step, export weights when the draw publishes, then StepCompleted in a
-     transaction. Only after the commit the cursor moves, and only then a checkpoint may begin: one never covers a step
-     that is not on the log. It is written while the next steps go on (`Saves`), and so weights go out, in a later
-     transaction (`Publications`): lags count them from their step on, and a checkpoint may cover one that is not out.
+  3. Per batch: read and check the file, which was begun when the step before was (`ReadAhead`), step, export weights
+     when the draw publishes, then StepCompleted in a transaction. Only after the commit the cursor moves, and only then
+     a checkpoint may begin: one never covers a step that is not on the log. It is written while the next steps go on
+     (`Saves`), and so weights go out, in a later transaction (`Publications`): lags count them from their step on, and
+     a checkpoint may cover one that is not out.
   4. Killed before the commit, the step is not on the log and the next incarnation takes the batch again. Killed after
      it, the batches since the last checkpoint are stepped again from the same weights under the next incarnation,
      whose records win. With the same layout and threads on CPU their losses are the same bits.
@@ -26,7 +27,6 @@ import functools
 import logging
 import os
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -36,15 +36,14 @@ from typing import Any
 import numpy as np
 from prometheus_client import Counter, Gauge
 
-from turnlog.infra.batch_files import PARQUET, CorruptBatch, read_rows, write_tokens
-from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs, StoreUnavailable
+from turnlog.infra.batch_files import PARQUET, write_tokens
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.log import Commit, Log, Partition, Reached, Reader, Transactor, own_ends
+from turnlog.infra.log import Commit, Log, Partition, Reached, Transactor, own_ends
 from turnlog.infra.roles.health import count_tokens
 from turnlog.infra.roles.role import Role, opened
 from turnlog.names import ConsumerGroup, TransactionalId
 from turnlog.processors.core.batches.progress import WeightChain
-from turnlog.processors.core.batches.rows import ROWS_VERSIONS, BatchRows, rows_sha256
+from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.processors.core.experts import NoExperts
 from turnlog.schemas.events import (
     BatchSkipped,
@@ -54,9 +53,9 @@ from turnlog.schemas.events import (
     WeightVersionPublished,
 )
 from turnlog.schemas.ids import digest
-from turnlog.schemas.topics import BATCHES, WEIGHTS
+from turnlog.schemas.topics import WEIGHTS
 from turnlog.settings import Settings
-from turnlog.trainer import BatchGap, Diverged, launch
+from turnlog.trainer import Diverged, launch
 from turnlog.trainer.algorithms.draws import Call, DrawPasses, Kept
 from turnlog.trainer.algorithms.objective import Objective
 from turnlog.trainer.checkpoint import Checkpoints, Cursor, cursor_values
@@ -67,8 +66,9 @@ from turnlog.trainer.gang.calls import Ranks
 from turnlog.trainer.launch import ranks
 from turnlog.trainer.learner import StepResult
 from turnlog.trainer.models.experts import routed
-from turnlog.trainer.models.recorded import recorded_experts, truncated
 from turnlog.trainer.plan import LearningPlan, check_unchanged, learning_plan
+from turnlog.trainer.reading.batches import PARTITION, POLL_S, Fetch, Manifests, ReadAhead, fetch_rows
+from turnlog.trainer.reading.recorded import recorded_experts, truncated
 from turnlog.trainer.shape import ModelShape, read_shape
 from turnlog.trainer.tiny_policy import initial_weights
 from turnlog.trainer.weights import LastExport, published
@@ -91,97 +91,6 @@ async def read_past(log: Log, events: EventLog, run_id: str) -> WeightChain:
     return past
 
 
-PARTITION = Partition(BATCHES.name, 0)
-RETRY_S = (0.1, 0.5, 2.0, 5.0)
-
-Manifest = SampleBatchFormed | BatchSkipped
-
-
-class Manifests:
-    """Manifests of one run, in order of batch_index, without gaps or repeats."""
-
-    def __init__(self, reader: Reader, events: EventLog, run_id: str, cursor: Cursor, *, start: int) -> None:
-        """`start`: first offset of the topic, for a cursor that has none."""
-        self._reader, self._events, self._run_id = reader, events, run_id
-        self._next = cursor.next_batch
-        self._waiting: deque[tuple[Manifest, int]] = deque()
-        reader.assign({PARTITION: start if cursor.offset is None else cursor.offset})
-
-    async def next(self, *, timeout_s: float) -> tuple[Manifest, int] | None:
-        """The next manifest and the offset behind it; None when there is none yet. Raises BatchGap."""
-        if not self._waiting:
-            await self._read(timeout_s)
-        while self._waiting:
-            manifest, offset = self._waiting.popleft()
-            if manifest.batch_index > self._next:
-                raise BatchGap(
-                    f"{BATCHES.name}@{offset - 1} holds batch {manifest.batch_index}, the next one is {self._next}"
-                )
-            if manifest.batch_index == self._next:
-                self._next += 1
-                return manifest, offset
-        return None
-
-    async def ahead(self, count: int) -> list[SampleBatchFormed]:
-        """The `count` manifests behind the last one, which stay the next: further parts of its draw, which stand in one
-        transaction with it. Raises BatchGap."""
-        wanted = range(self._next, self._next + count)
-        while True:
-            found = {one.batch_index: one for one, _ in self._waiting if isinstance(one, SampleBatchFormed)}
-            if all(index in found for index in wanted):
-                return [found[index] for index in wanted]
-            if self._waiting and self._waiting[-1][0].batch_index >= wanted.stop:
-                raise BatchGap(f"{BATCHES.name} lacks a part of the draw: one of batches {wanted[0]} to {wanted[-1]}")
-            await self._read(timeout_s=0.2)
-
-    async def _read(self, timeout_s: float) -> None:
-        began = time.monotonic()
-        records = await self._reader.poll(max_records=16, timeout_s=timeout_s)
-        WAITED.inc(time.monotonic() - began)  # as it passes: a wait that does not end is one to be told of
-        for record in records:
-            event = await self._events.known(record)
-            if isinstance(event, SampleBatchFormed | BatchSkipped) and event.run_id == self._run_id:
-                self._waiting.append((event, record.offset + 1))
-
-
-async def fetch_rows(manifest: SampleBatchFormed, blobs: Blobs) -> BatchRows:
-    """The batch's rows, checked. Raises CorruptBatch, BlobMissing, StoreUnavailable (after retries)."""
-    where = f"batch {manifest.batch_index} (object {manifest.file.sha256})"
-    if manifest.rows_version not in ROWS_VERSIONS:
-        known = ", ".join(map(str, ROWS_VERSIONS))
-        raise CorruptBatch(
-            f"{where}: its rows are of version {manifest.rows_version}, this release reads {known}: install the "
-            "release of the batcher that formed it"
-        )
-    rows = read_rows(await _fetched(manifest, blobs))
-    found = rows_sha256(rows, manifest.rows_version)
-    if found != manifest.rows_sha256:
-        raise CorruptBatch(f"{where}: rows hash to {found}, the manifest says {manifest.rows_sha256}")
-    trained = int(rows.trained.sum())
-    if len(rows) != len(manifest.samples) or trained != manifest.trained_tokens:
-        raise CorruptBatch(
-            f"{where}: {len(rows)} rows with {trained} trained tokens, the manifest counts {len(manifest.samples)} "
-            f"with {manifest.trained_tokens}"
-        )
-    if bool(np.any(rows.trained[rows.starts])) or bool(np.any(rows.weight_divisor <= 0)):
-        raise CorruptBatch(f"{where}: a row trains its first token or has no weight")
-    return rows
-
-
-async def _fetched(manifest: SampleBatchFormed, blobs: Blobs) -> bytes:
-    for pause in RETRY_S:
-        try:
-            return await blobs.get(manifest.file)
-        except BlobCorrupt as error:
-            raise CorruptBatch(f"batch {manifest.batch_index}: {error}") from error
-        except (BlobMissing, StoreUnavailable):
-            await asyncio.sleep(pause)
-    return await blobs.get(manifest.file)
-
-
-Fetch = Callable[[SampleBatchFormed], Awaitable[BatchRows]]
-
-
 def draw_passes(
     objective: Objective, call: Call, manifests: Manifests, fetch: Fetch, role: Role, kept: Kept
 ) -> DrawPasses:
@@ -201,7 +110,6 @@ REWARD = Gauge("turnlog_trainer_reward", "Mean reward of the last batch")
 UNROUTED = Counter("turnlog_trainer_unrouted_rows", "Rows of a mixture stepped on without recorded experts")
 VERSION = Gauge("turnlog_trainer_weight_version", "Newest published weight version")
 MEASURED = Gauge("turnlog_trainer_measure", "What the algorithm measured at the last step", ["name"])
-WAITED = Counter("turnlog_trainer_wait_seconds", "Seconds without a batch")
 
 
 async def main(role: Role) -> None:
@@ -329,21 +237,26 @@ class Trainer:
             manifests = Manifests(reader, self._role.events, self._run_id, self._cursor, start=start)
             self._passes = draw_passes(self._plan.objective, self._call, manifests, self._rows, self._role, self._kept)
             self._role.health.started()
-            free = time.monotonic()
-            while not self._role.stopping.is_set() and not self._done():
-                _beat(self._role)
-                found = await manifests.next(timeout_s=0.2)
-                if self._cursor.offset is not None:
-                    await self._reached.say({PARTITION: Commit(self._cursor.offset)})
-                if found is None:
-                    await self._saves.look()
-                    await self.publications.look()
-                    continue
-                manifest, offset = found
-                if isinstance(manifest, BatchSkipped):
-                    self._cursor = dataclasses.replace(self._cursor, next_batch=manifest.batch_index + 1, offset=offset)
-                    continue
-                await self._train(manifest, offset, waited=time.monotonic() - free)
+            async with ReadAhead(manifests, self._rows) as ahead:
+                await self._train_batches(ahead)
+
+    async def _train_batches(self, ahead: ReadAhead) -> None:
+        free = time.monotonic()
+        while not self._role.stopping.is_set() and not self._done():
+            _beat(self._role)
+            batch = await ahead.next(timeout_s=POLL_S)
+            if batch is None:
+                await self._say_reached()
+                await self._saves.look()
+                await self.publications.look()
+            elif isinstance(batch.manifest, BatchSkipped):
+                after = batch.manifest.batch_index + 1
+                self._cursor = dataclasses.replace(self._cursor, next_batch=after, offset=batch.offset)
+            else:
+                assert batch.rows is not None
+                there = max(free, batch.known_at)
+                seconds = {"wait": there - free, "read": time.monotonic() - there}
+                await self._train(batch.manifest, batch.rows, batch.offset, ahead, seconds)
                 free = time.monotonic()
 
     async def _take_over(self) -> None:
@@ -372,14 +285,15 @@ class Trainer:
         self._versions.apply(await self._due(self._cursor, self._checkpoints.newest()))
         await self.publications.settle()
 
-    async def _train(self, manifest: SampleBatchFormed, offset: int, *, waited: float) -> None:
-        seconds = {"wait": waited, "checkpoint": self._saves.waited_s(), "publish": self.publications.waited_s()}
-        mark = time.monotonic()
-        rows = await self._rows(manifest)
-        seconds["read"] = time.monotonic() - mark
+    async def _train(
+        self, manifest: SampleBatchFormed, rows: BatchRows, offset: int, ahead: ReadAhead, seconds: dict[str, float]
+    ) -> None:
+        """`seconds`: by phase, of what came before."""
+        seconds |= {"checkpoint": self._saves.waited_s(), "publish": self.publications.waited_s()}
         mark = time.monotonic()
         rate = self._plan.learning_rate(self._cursor.step)
         numbers = await self._passes.numbers(manifest, rows)
+        ahead.begin()
         every = self._role.settings.trainer.token_files_every
         tells = every > 0 and self._cursor.step % every == 0
         step = self._learner.call(
@@ -466,13 +380,18 @@ class Trainer:
         VERSION.set(event.version)
 
     async def _beside(self, work: Awaitable[Any]) -> Any:
-        """What the work gives; weights that are stored meanwhile are published meanwhile."""
+        """What the work gives. Meanwhile how far we have come is told, and weights that are stored are published."""
         working = asyncio.ensure_future(work)
         try:
+            await self._say_reached()
             await self.publications.beside(working)
         finally:
             await asyncio.wait([working])
         return working.result()
+
+    async def _say_reached(self) -> None:
+        if self._cursor.offset is not None:
+            await self._reached.say({PARTITION: Commit(self._cursor.offset)})
 
     async def _save(self) -> None:
         _beat(self._role)
@@ -600,7 +519,7 @@ async def _losses(role: Role, everyone: Ranks, checkpoint: Path | None, until: i
         fetch = functools.partial(trained_rows, role=role, shape=read_shape(plan.model))
         passes = draw_passes(plan.objective, call, manifests, fetch, role, kept)
         while True:
-            found = await manifests.next(timeout_s=0.2)
+            found = await manifests.next(timeout_s=POLL_S)
             if found is None and reader.position(PARTITION) >= end:
                 return losses
             if found is None:

@@ -208,8 +208,8 @@ class StepCompleted:
     clip_fraction: float
     """Share of trained tokens whose ratio was clipped."""
     seconds: dict[str, float]
-    """By phase: wait (for the manifest), read (its file), step, export (of weights), checkpoint and publish (as long as
-    one, or weights of an earlier step, held training up since the step before)."""
+    """By phase: step, export (of weights); and for how long training stood still since the step before for the manifest
+    (wait), its rows (read), a checkpoint, or weights of an earlier step (publish)."""
     world_size: int
     """Ranks."""
     lag_excess: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,10 @@ from turnlog.settings import Settings, from_tables
 from turnlog.trainer import CheckpointUnusable, Diverged
 from turnlog.trainer.algorithms.draws import DrawPasses
 from turnlog.trainer.checkpoint import Cursor, find
-from turnlog.trainer.loop import LearnerThread, Manifests, Trainer
-from turnlog.trainer.plan import PolicyGradient, learning_plan
+from turnlog.trainer.launch import Beat
+from turnlog.trainer.loop import LearnerThread, Trainer
+from turnlog.trainer.plan import LearningPlan, PolicyGradient, learning_plan
+from turnlog.trainer.reading.batches import Manifests
 from turnlog.trainer.reference import append_batches, synthetic_manifest, synthetic_model, synthetic_rows
 
 PARTS = 3
@@ -62,12 +65,12 @@ class Run:
     def events(self) -> Any:
         return EventLog.open(MemoryLog(self.log.broker), self.registry, writer="trainer")
 
-    async def train(self) -> None:
+    async def train(self, ranks: Callable[[LearningPlan, Beat], LearnerThread] = LearnerThread) -> None:
         async with self.events() as events:
             role = Role("trainer", "trainer", self.settings, events.log, events, self.blobs, Health("trainer"))
             plan = learning_plan(self.settings)
             name = TransactionalId.TRAINER.format(run="run")
-            async with events.log.transactor(name) as transactor, LearnerThread(plan, lambda _: None) as learner:
+            async with events.log.transactor(name) as transactor, ranks(plan, lambda _: None) as learner:
                 await Trainer(role, transactor, plan, learner).run()
 
     async def steps(self, count: int) -> list[StepCompleted]:

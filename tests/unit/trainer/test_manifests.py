@@ -20,7 +20,8 @@ from turnlog.schemas.events import SampleBatchFormed
 from turnlog.settings import Settings
 from turnlog.trainer import BatchGap
 from turnlog.trainer.checkpoint import Cursor
-from turnlog.trainer.loop import VERSIONS, WAITED, Manifests, fetch_rows, read_past
+from turnlog.trainer.loop import VERSIONS, read_past
+from turnlog.trainer.reading.batches import WAITED, Manifests, ReadAhead, fetch_rows
 from turnlog.trainer.reference import append_batches, synthetic_manifest, synthetic_rows
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -63,8 +64,15 @@ async def test_a_wait_counts_while_it_lasts_and_not_only_when_a_batch_has_ended_
         return found
 
     before = waited()
-    assert await taken(events, Cursor(), 1) == []
+    async with events.log.reader() as reader:
+        manifests = Manifests(reader, events, "run", Cursor(), start=0)
+        async with ReadAhead(manifests, unasked) as ahead:
+            assert await ahead.next(timeout_s=0.01) is None
     assert waited() > before
+
+
+async def unasked(_: object) -> BatchRows:
+    raise AssertionError("there is no batch")
 
 
 async def test_the_past_is_told_once_nothing_of_it_is_hidden(events: EventLog) -> None:

@@ -21,7 +21,7 @@ from turnlog.schemas.types import BlobRef, pack_float32s, pack_int32s
 from turnlog.settings import Settings
 from turnlog.trainer import ExpertsUnfit
 from turnlog.trainer.models.experts import routed
-from turnlog.trainer.models.recorded import recorded_experts, truncated
+from turnlog.trainer.reading.recorded import recorded_experts, truncated
 from turnlog.trainer.reference import synthetic_manifest, synthetic_rows, with_random_experts
 from turnlog.trainer.shape import TINY_MIXTURE
 

@@ -1,0 +1,175 @@
+"""The batches of a run, in order; each is read and checked while the one before it trains.
+
+One batch is read ahead and no more, so that two are held at most. Reading moves nothing: the cursor is that of the last
+batch that was stepped on, and what was read ahead of a kill is read again. What is wrong with a batch is raised when it
+is taken, after the step before it, as if it had been read then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import numpy as np
+from prometheus_client import Counter
+
+from turnlog.infra.batch_files import CorruptBatch, read_rows
+from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs, StoreUnavailable
+from turnlog.infra.event_log import EventLog
+from turnlog.infra.log import Partition, Reader
+from turnlog.processors.core.batches.rows import ROWS_VERSIONS, BatchRows, rows_sha256
+from turnlog.schemas.events import BatchSkipped, SampleBatchFormed
+from turnlog.schemas.topics import BATCHES
+from turnlog.trainer import BatchGap
+from turnlog.trainer.checkpoint import Cursor
+
+PARTITION = Partition(BATCHES.name, 0)
+RETRY_S = (0.1, 0.5, 2.0, 5.0)
+POLL_S = 0.2
+WAITED = Counter("turnlog_trainer_wait_seconds", "Seconds without a batch")
+
+Manifest = SampleBatchFormed | BatchSkipped
+Fetch = Callable[[SampleBatchFormed], Awaitable[BatchRows]]
+
+
+class Manifests:
+    """Manifests of one run, in order of batch_index, without gaps or repeats."""
+
+    def __init__(self, reader: Reader, events: EventLog, run_id: str, cursor: Cursor, *, start: int) -> None:
+        """`start`: first offset of the topic, for a cursor that has none."""
+        self._reader, self._events, self._run_id = reader, events, run_id
+        self._next = cursor.next_batch
+        self._waiting: deque[tuple[Manifest, int]] = deque()
+        reader.assign({PARTITION: start if cursor.offset is None else cursor.offset})
+
+    async def next(self, *, timeout_s: float) -> tuple[Manifest, int] | None:
+        """The next manifest and the offset behind it; None when there is none yet. Raises BatchGap."""
+        if not self._waiting:
+            await self._read(timeout_s)
+        while self._waiting:
+            manifest, offset = self._waiting.popleft()
+            if manifest.batch_index > self._next:
+                raise BatchGap(
+                    f"{BATCHES.name}@{offset - 1} holds batch {manifest.batch_index}, the next one is {self._next}"
+                )
+            if manifest.batch_index == self._next:
+                self._next += 1
+                return manifest, offset
+        return None
+
+    async def ahead(self, count: int) -> list[SampleBatchFormed]:
+        """The `count` manifests behind the last one, which stay the next: further parts of its draw, which stand in one
+        transaction with it. Raises BatchGap."""
+        wanted = range(self._next, self._next + count)
+        while True:
+            found = {one.batch_index: one for one, _ in self._waiting if isinstance(one, SampleBatchFormed)}
+            if all(index in found for index in wanted):
+                return [found[index] for index in wanted]
+            if self._waiting and self._waiting[-1][0].batch_index >= wanted.stop:
+                raise BatchGap(f"{BATCHES.name} lacks a part of the draw: one of batches {wanted[0]} to {wanted[-1]}")
+            await self._read(POLL_S)
+
+    async def _read(self, timeout_s: float) -> None:
+        for record in await self._reader.poll(max_records=16, timeout_s=timeout_s):
+            event = await self._events.known(record)
+            if isinstance(event, SampleBatchFormed | BatchSkipped) and event.run_id == self._run_id:
+                self._waiting.append((event, record.offset + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The next of a run."""
+
+    manifest: Manifest
+    offset: int
+    """Behind the manifest."""
+    rows: BatchRows | None
+    """None of a skipped draw."""
+    known_at: float
+    """time.monotonic() when the manifest was there."""
+
+
+class ReadAhead:
+    """The batch behind the one that trains. Left, it gives up what it reads."""
+
+    def __init__(self, manifests: Manifests, fetch: Fetch) -> None:
+        self._manifests, self._fetch = manifests, fetch
+        self._reading: asyncio.Task[Batch] | None = None
+
+    async def __aenter__(self) -> ReadAhead:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)  # what is wrong with it is nobody's yet
+
+    def begin(self) -> None:
+        """Read the next batch beside what comes now. Once it is begun the parts of a draw are no longer ahead."""
+        if self._reading is None:
+            self._reading = asyncio.create_task(self._read())
+
+    async def next(self, *, timeout_s: float) -> Batch | None:
+        """The next batch; None when it is not there yet. Raises BatchGap, and what `fetch` does."""
+        self.begin()
+        assert self._reading is not None
+        began = time.monotonic()
+        await asyncio.wait([self._reading], timeout=timeout_s)
+        WAITED.inc(time.monotonic() - began)  # as it passes: a wait that does not end is one to be told of
+        if not self._reading.done():
+            return None
+        done, self._reading = self._reading, None
+        return done.result()
+
+    async def _read(self) -> Batch:
+        while (found := await self._manifests.next(timeout_s=POLL_S)) is None:
+            pass
+        manifest, offset = found
+        known_at = time.monotonic()
+        rows = await self._fetch(manifest) if isinstance(manifest, SampleBatchFormed) else None
+        return Batch(manifest, offset, rows, known_at)
+
+
+async def fetch_rows(manifest: SampleBatchFormed, blobs: Blobs) -> BatchRows:
+    """The batch's rows, checked. Raises CorruptBatch, BlobMissing, StoreUnavailable (after retries)."""
+    if manifest.rows_version not in ROWS_VERSIONS:
+        known = ", ".join(map(str, ROWS_VERSIONS))
+        raise CorruptBatch(
+            f"{_where(manifest)}: its rows are of version {manifest.rows_version}, this release reads {known}: install "
+            "the release of the batcher that formed it"
+        )
+    return await asyncio.to_thread(_checked, manifest, await _fetched(manifest, blobs))
+
+
+def _where(manifest: SampleBatchFormed) -> str:
+    return f"batch {manifest.batch_index} (object {manifest.file.sha256})"
+
+
+def _checked(manifest: SampleBatchFormed, content: bytes) -> BatchRows:
+    where, rows = _where(manifest), read_rows(content)
+    found = rows_sha256(rows, manifest.rows_version)
+    if found != manifest.rows_sha256:
+        raise CorruptBatch(f"{where}: rows hash to {found}, the manifest says {manifest.rows_sha256}")
+    trained = int(rows.trained.sum())
+    if len(rows) != len(manifest.samples) or trained != manifest.trained_tokens:
+        raise CorruptBatch(
+            f"{where}: {len(rows)} rows with {trained} trained tokens, the manifest counts {len(manifest.samples)} "
+            f"with {manifest.trained_tokens}"
+        )
+    if bool(np.any(rows.trained[rows.starts])) or bool(np.any(rows.weight_divisor <= 0)):
+        raise CorruptBatch(f"{where}: a row trains its first token or has no weight")
+    return rows
+
+
+async def _fetched(manifest: SampleBatchFormed, blobs: Blobs) -> bytes:
+    for pause in RETRY_S:
+        try:
+            return await blobs.get(manifest.file)
+        except BlobCorrupt as error:
+            raise CorruptBatch(f"batch {manifest.batch_index}: {error}") from error
+        except (BlobMissing, StoreUnavailable):
+            await asyncio.sleep(pause)
+    return await blobs.get(manifest.file)
