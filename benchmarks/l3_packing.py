@@ -8,7 +8,10 @@ CUDA, nor several ranks.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import time
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,21 +24,22 @@ from turnlog.trainer.learner import Learner
 from turnlog.trainer.microbatches import microbatches, worth_packing
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient
 from turnlog.trainer.reference import synthetic_rows
-from turnlog.trainer.shape import TINY
+from turnlog.trainer.shape import TINY, row_flops
 from turnlog.trainer.warm_start import random_weights
 
 GOAL = 0.95
 SHAPE = dataclasses.replace(TINY, positions=8192)
 LIMIT = 4096
+RANKS = 4
 ROWS, STEPS = size((48, 3), smallest=(4, 1))
 MEANS = {"long": 600, "middle": 200, "short": 24}
 
 
-def drawn(mean: int, seed: int = 0) -> BatchRows:
+def drawn(mean: int, seed: int = 0, rows: int = ROWS) -> BatchRows:
     """Rows whose lengths are log-normal."""
     random = np.random.default_rng(seed)
-    lengths = np.clip(random.lognormal(np.log(mean) - 0.32, 0.8, ROWS), 3, 3500).astype("<i4")
-    return synthetic_rows(seed, rows=ROWS, lengths=lengths)
+    lengths = np.clip(random.lognormal(np.log(mean) - 0.32, 0.8, rows), 3, 3500).astype("<i4")
+    return synthetic_rows(seed, rows=rows, lengths=lengths)
 
 
 def tokens_a_second(rows: BatchRows, options: LearnerOptions) -> float:
@@ -58,6 +62,33 @@ def real_share(rows: BatchRows, *, packing: bool) -> float:
     return float(sum(map(sum, positions))) / computed
 
 
+def alike(plan: Sequence[Sequence[Sequence[int]]], lengths: Sequence[int]) -> dict[str, float]:
+    """Of packed microbatches by rank: the costliest over the mean, and the sum of each turn's over that."""
+    costs = [[sum(row_flops(SHAPE, lengths[row]) for row in one) for one in rank] for rank in plan]
+    turns = [max(turn) for turn in itertools.zip_longest(*costs, fillvalue=0)]
+    mean = sum(map(sum, costs)) / len(costs) / len(turns)
+    return {"largest": round(max(turns) / mean, 3), "turns": round(sum(turns) / len(turns) / mean, 3)}
+
+
+def filled_up(rows: Iterable[int], lengths: Sequence[int]) -> list[list[int]]:
+    """The longest first, each with those before it while tokens allow."""
+    done: list[list[int]] = []
+    for row in sorted(rows, key=lambda row: -lengths[row]):
+        if done and sum(lengths[one] for one in done[-1]) + lengths[row] <= LIMIT:
+            done[-1].append(row)
+        else:
+            done.append([row])
+    return done
+
+
+def balance() -> dict[str, Any]:
+    """Of 256 long rows on four ranks."""
+    lengths = drawn(MEANS["long"], rows=256).lengths.tolist()
+    plan = microbatches(lengths, RANKS, LIMIT, cost=functools.partial(row_flops, SHAPE), packing=True)
+    full = [filled_up(itertools.chain(*rank), lengths) for rank in plan]
+    return {"dealt": alike(plan, lengths), "filled_up": alike(full, lengths)}
+
+
 def main() -> int:
     """Print one JSON line."""
     torch.set_num_threads(2)
@@ -75,6 +106,7 @@ def main() -> int:
             found["taken"] = "packed" if worth_packing(microbatches(lengths, 1, LIMIT), lengths) else "padded"
             detail[name] = found
             say(f"{name}: {found}")
+    detail["balance"] = balance()
     value = real_share(drawn(MEANS["long"]), packing=True)
     return told(id="L3", value=value, unit="share", goal=GOAL, met=value >= GOAL, detail=detail)
 

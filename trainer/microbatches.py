@@ -7,8 +7,11 @@ so that a checkpoint resumes on another layout, and a re-run sees the same sums 
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import heapq
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -145,19 +148,35 @@ Cost = Callable[[int], int]
 
 
 def microbatches(
-    lengths: Sequence[int], ranks: int, limit_tokens: int, *, cost: Cost = int, packing: bool = False
+    lengths: Sequence[int],
+    ranks: int,
+    limit_tokens: int,
+    *,
+    cost: Cost = int,
+    packing: bool = False,
+    kinds: Sequence[bool] | None = None,
 ) -> tuple[tuple[Microbatch, ...], ...]:
-    """For each rank its microbatches, equally many for all.
+    """For each rank its microbatches, equally many for all; of each of the `kinds`, which share none, the costliest
+    first.
 
     Every row is in exactly one. A microbatch of several rows takes at most `limit_tokens`, with rows padded to its
     longest or, when they are packed, behind one another; a longer row goes alone. Ranks are balanced by cost (longest
-    processing time first, Graham 1969).
+    processing time first, Graham 1969), and so are the microbatches of a rank, in number as few as limits allow: ranks
+    that share experts wait for each other in every one, and pipeline stages for the costliest.
     """
     if ranks < 1 or limit_tokens < 1:
         raise ValueError(f"ranks {ranks} and limit_tokens {limit_tokens} must be positive")
-    taken = [_taken_together(rows, lengths, limit_tokens, packing) for rows in _dealt(lengths, ranks, cost)]
-    count = max(1, *(len(one) for one in taken))
-    return tuple((*one, *((),) * (count - len(one))) for one in taken)
+    rows = _Rows(list(map(int, lengths)), [cost(int(length)) for length in lengths], limit_tokens)
+    loads = [(0, 0, rank) for rank in range(ranks)]
+    plan: list[list[Microbatch]] = [[] for _ in range(ranks)]
+    of = [False] * len(lengths) if kinds is None else list(kinds)
+    for kind in sorted(set(of)):
+        dealt = rows.dealt([row for row in range(len(of)) if of[row] == kind], loads)
+        taken = rows.packed(dealt) if packing else rows.padded(dealt)
+        count = max(map(len, taken))
+        for rank, filled in zip(plan, taken, strict=True):
+            rank += [tuple(sorted(one.rows)) for one in sorted(filled)] + [()] * (count - len(filled))
+    return tuple(tuple(rank) or ((),) for rank in plan)
 
 
 ROW_POSITIONS = 25
@@ -170,32 +189,96 @@ def worth_packing(padded_plan: Sequence[Sequence[Microbatch]], lengths: Sequence
     return sum(len(one) * max(one) - sum(one) for one in held) > ROW_POSITIONS * len(lengths)
 
 
-def _longest_first(rows: Sequence[int], lengths: Sequence[int]) -> list[int]:
-    return sorted(rows, key=lambda row: (-int(lengths[row]), row))
+STEPS = 4096
+"""Into which the least cost is looked for."""
 
 
-def _dealt(lengths: Sequence[int], ranks: int, cost: Cost) -> list[list[int]]:
-    """Rows by rank: the longest first, each to the rank with the least cost so far (then fewest rows)."""
-    dealt: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [(0, 0, rank) for rank in range(ranks)]
-    for row in _longest_first(range(len(lengths)), lengths):
-        total, rows, rank = min(loads)
-        dealt[rank].append(row)
-        loads[rank] = (total + cost(int(lengths[row])), rows + 1, rank)
-    return dealt
+@dataclass(order=True, slots=True)
+class _Filled:
+    """A microbatch, of any the cheapest last."""
+
+    credit: int
+    """What it costs, below 0."""
+    rows: list[int]
+    tokens: int = 0
 
 
-def _taken_together(rows: Sequence[int], lengths: Sequence[int], limit_tokens: int, packing: bool) -> list[Microbatch]:
-    """Neighbours in length share a microbatch, so that little of it is padding."""
-    done: list[Microbatch] = []
-    current: list[int] = []
-    for row in _longest_first(rows, lengths):
-        longest = int(lengths[current[0]]) if current else 0
-        size = sum(int(lengths[one]) for one in (*current, row)) if packing else (len(current) + 1) * longest
-        if current and size > limit_tokens:
-            done.append(tuple(sorted(current)))
-            current = []
-        current.append(row)
-    if current:
-        done.append(tuple(sorted(current)))
-    return done
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    lengths: Sequence[int]
+    costs: Sequence[int]
+    limit: int
+    """Tokens of a microbatch."""
+
+    def dealt(self, rows: Sequence[int], loads: list[tuple[int, int, int]]) -> list[list[int]]:
+        """By rank: the costliest first, each to the rank with the least cost so far (then fewest rows), which `loads`
+        say, and go on saying."""
+        dealt: list[list[int]] = [[] for _ in loads]
+        for row in sorted(rows, key=lambda row: (-self.costs[row], row)):
+            total, count, rank = heapq.heappop(loads)
+            dealt[rank].append(row)
+            heapq.heappush(loads, (total + self.costs[row], count + 1, rank))
+        return dealt
+
+    def packed(self, dealt: Sequence[Sequence[int]]) -> list[list[_Filled]]:
+        """As few for every rank as have room for its rows."""
+        counts = range(1, max(map(len, dealt)) + 1)
+
+        def fits(count: int) -> bool:
+            return all(self._spread(rows, count) is not None for rows in dealt)
+
+        fewest = bisect.bisect_left(counts, True, key=fits)
+        return [self._spread(rows, counts[fewest]) or [] for rows in dealt]
+
+    def _spread(self, rows: Sequence[int], count: int) -> list[_Filled] | None:
+        """Each row to the cheapest microbatch that has room for it; None where none has."""
+        open_ = [(0, place, _Filled(0, [])) for place in range(count)]
+        for row in rows:
+            full = []
+            while open_ and open_[0][2].rows and open_[0][2].tokens + self.lengths[row] > self.limit:
+                full.append(heapq.heappop(open_))
+            if not open_:
+                return None
+            _, place, one = open_[0]
+            one.rows.append(row)
+            one.tokens += self.lengths[row]
+            one.credit -= self.costs[row]
+            heapq.heapreplace(open_, (-one.credit, place, one))
+            for entry in full:
+                heapq.heappush(open_, entry)
+        return [one for _, _, one in open_ if one.rows]
+
+    def padded(self, dealt: Sequence[Sequence[int]]) -> list[list[_Filled]]:
+        """As few for every rank as the fullest one needs, of each rank the costliest as cheap as may be."""
+        filled = [self._filled(rows, math.inf) for rows in dealt]
+        count = max(map(len, filled))
+        return [self._evened(rows, count, one) for rows, one in zip(dealt, filled, strict=True)]
+
+    def _evened(self, rows: Sequence[int], count: int, filled: list[_Filled]) -> list[_Filled]:
+        """At most `count`; `filled`: without a bound on cost."""
+        high = max((-one.credit for one in filled), default=0)
+
+        def found(step: int) -> list[_Filled]:
+            return self._filled(rows, high * (step + 1) // STEPS)
+
+        def fits(step: int) -> bool:
+            tried = found(step)
+            return len(tried) <= count and all(-one.credit <= high * (step + 1) // STEPS for one in tried)
+
+        return found(bisect.bisect_left(range(STEPS - 1), True, key=fits))
+
+    def _filled(self, rows: Sequence[int], most: float) -> list[_Filled]:
+        """One after the other, the longest rows first, so that neighbours in length share one, and each counts as the
+        first, the longest. Over `most` cost is only a row alone."""
+        filled: list[_Filled] = []
+        for row in rows:
+            last = filled[-1] if filled else None
+            if last is not None:
+                longest = last.rows[0]
+                tokens, credit = last.tokens + self.lengths[longest], last.credit - self.costs[longest]
+                if tokens <= self.limit and -credit <= most:
+                    last.rows.append(row)
+                    last.tokens, last.credit = tokens, credit
+                    continue
+            filled.append(_Filled(-self.costs[row], [row], self.lengths[row]))
+        return filled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from fractions import Fraction
 
 import pytest
@@ -80,6 +81,81 @@ def test_another_layout_computes_the_same_step(
         return sum((Fraction(rows[row][1], total) for rank in loads for one in rank for row in one), Fraction(0))
 
     assert step(*before) == step(*after) == 1
+
+
+@given(LENGTHS, RANKS, LIMITS, st.booleans(), st.integers(0, 2**60 - 1))
+def test_rows_of_two_kinds_share_no_microbatch(
+    lengths: list[int], ranks: int, limit: int, packing: bool, drawn: int
+) -> None:
+    kinds = [bool(drawn >> row & 1) for row in range(len(lengths))]
+    plan = microbatches(lengths, ranks, limit, packing=packing, kinds=kinds)
+    assert sorted(row for rank in plan for batch in rank for row in batch) == list(range(len(lengths)))
+    assert all(len({kinds[row] for row in batch}) <= 1 for rank in plan for batch in rank)
+
+
+def squared(length: int) -> int:
+    """A cost that long rows have more of than tokens."""
+    return length * (length + 100)
+
+
+def computed(lengths: list[int], batch: Sequence[int], *, packing: bool) -> int:
+    """Cost of a microbatch with its padding."""
+    costs = [squared(lengths[row]) for row in batch]
+    return sum(costs) if packing else len(costs) * max(costs, default=0)
+
+
+@given(LENGTHS, RANKS, LIMITS)
+def test_the_costliest_microbatch_costs_no_more_than_where_each_is_filled_up(
+    lengths: list[int], ranks: int, limit: int
+) -> None:
+    plan = microbatches(lengths, ranks, limit, cost=squared)
+    full = [filled_up(sorted(row for one in rank for row in one), lengths, limit) for rank in plan]
+    assert len(plan[0]) == max(1, *map(len, full))
+    for ours, theirs in zip(plan, full, strict=True):
+        costliest = max((computed(lengths, one, packing=False) for one in theirs), default=0)
+        assert max(computed(lengths, one, packing=False) for one in ours) <= costliest
+
+
+def filled_up(rows: list[int], lengths: list[int], limit: int) -> list[list[int]]:
+    """Padded rows, the longest first, each with those before it while tokens allow."""
+    done: list[list[int]] = []
+    for row in sorted(rows, key=lambda row: (-lengths[row], row)):
+        if done and (len(done[-1]) + 1) * lengths[done[-1][0]] <= limit:
+            done[-1].append(row)
+        else:
+            done.append([row])
+    return done
+
+
+@given(LENGTHS, RANKS, LIMITS, st.booleans())
+def test_the_costliest_microbatches_come_first_so_that_those_of_one_turn_are_alike(
+    lengths: list[int], ranks: int, limit: int, packing: bool
+) -> None:
+    for rank in microbatches(lengths, ranks, limit, cost=squared, packing=packing):
+        costs = [computed(lengths, batch, packing=packing) for batch in rank]
+        assert costs == sorted(costs, reverse=True)
+
+
+@given(LENGTHS, RANKS, LIMITS)
+def test_packed_microbatches_differ_by_no_more_than_the_last_row_that_the_costliest_took(
+    lengths: list[int], ranks: int, limit: int
+) -> None:
+    """Longest processing time first: it was the cheapest then. A row above the limit was alone in it."""
+    for rank in microbatches(lengths, ranks, limit, packing=True):
+        costs = [tokens_of(lengths, batch) for batch in rank]
+        assert costs[0] - costs[-1] <= min((lengths[row] for row in rank[0]), default=0)
+
+
+def tokens_of(lengths: list[int], batch: Sequence[int]) -> int:
+    return sum(lengths[row] for row in batch)
+
+
+@given(LENGTHS, RANKS, LIMITS)
+def test_packed_tokens_stay_within_the_limit_unless_a_row_alone_exceeds_it(
+    lengths: list[int], ranks: int, limit: int
+) -> None:
+    for batch in (batch for rank in microbatches(lengths, ranks, limit, packing=True) for batch in rank):
+        assert len(batch) <= 1 or tokens_of(lengths, batch) <= limit
 
 
 @given(LENGTHS, RANKS, LIMITS)
