@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from turnlog.infra.tensors.files import Written
 from turnlog.processors.core.batches.rows import BatchRows
@@ -31,6 +32,7 @@ from turnlog.trainer.algorithms.tokens import Measure, Tokens
 from turnlog.trainer.checkpoints.state import Save, State, load_model, load_state
 from turnlog.trainer.microbatches import PaddedRows, stand_in
 from turnlog.trainer.model import Network
+from turnlog.trainer.models.experts import unrouted
 from turnlog.trainer.plan import ADAPTERS, LearnerOptions, scaled_logits
 from turnlog.trainer.shape import ModelShape, as_dict
 from turnlog.trainer.weights import Tensors, export_files, export_weights
@@ -88,6 +90,7 @@ class Learner:
             self._critic = Critic(shape, weights, options) if critic else None
         self._adapters = {name: getattr(options, name) for name in ADAPTERS} if options.lora_rank else {}
         self._whole = options.reshardable or mcore.parallel_state.get_data_parallel_world_size() == 1
+        self._unrouted_train = options.unrouted_train
         self._save: Save | None = None
 
     @mcore.quiet()
@@ -204,7 +207,7 @@ class Learner:
         held: int | None = None,
     ) -> tuple[Totals, dict[str, Floats] | None]:
         trained = int(rows.trained.sum())
-        forward = _Forward(objective, columns, rows, self.shape.vocabulary, tell_tokens=tell_tokens, held=held)
+        forward = _Forward(objective, columns, rows, self._out(rows), self.shape.vocabulary, tell_tokens, held)
         self.policy.run(_warm(rows), forward, forward_only=forward_only)
         totals = Totals.over_ranks(forward)
         if totals.trained != trained:
@@ -213,6 +216,12 @@ class Learner:
             return totals, None
         told: list[Floats] = list(over_ranks(forward.told).numpy())
         return totals, {**dict(zip(TOLD, told, strict=True)), "advantage": rows.advantages}
+
+    def _out(self, rows: BatchRows) -> NDArray[np.bool_]:
+        """[n] rows whose tokens are to have no part in the step: greedy ones, and unrouted ones where they are not to
+        train."""
+        greedy: NDArray[np.bool_] = rows.temperature <= 0
+        return greedy | unrouted(rows) if self.shape.experts and not self._unrouted_train else greedy
 
 
 HELD_GAPS = (HELD_GAP_MAX, HELD_OLD_CACHE_GAP_MAX)
@@ -236,13 +245,14 @@ class _Forward:
         objective: Objective,
         columns: Columns,
         rows: BatchRows,
+        out: NDArray[np.bool_],
         vocabulary: int,
-        *,
         tell_tokens: bool,
         held: int | None,
     ) -> None:
+        """`out`: [n] rows whose tokens are masked."""
         self._objective, self._vocabulary, self._trained_total = objective, vocabulary, int(rows.trained.sum())
-        self._greedy = torch.from_numpy(np.repeat(rows.temperature <= 0, rows.lengths)).to(mcore.DEVICE)
+        self._out = torch.from_numpy(np.repeat(out, rows.lengths)).to(mcore.DEVICE)
         self._columns = columns.on(mcore.DEVICE)
         old_cache = np.zeros(len(rows.token_ids), "|u1") if rows.old_cache is None else rows.old_cache
         self._old_cache = torch.from_numpy(old_cache).bool().to(mcore.DEVICE)
@@ -275,7 +285,7 @@ class _Forward:
         logprobs = -mcore.vocab_parallel_cross_entropy(scaled, batch.targets)  # it overwrites `scaled`
         seen = self._tokens(logprobs, entropy, batch)
         token = self._objective(seen)
-        masked = self._greedy[batch.places]
+        masked = self._out[batch.places]
         masked = masked if token.masked is None else masked | token.masked
         weighted = (batch.weights * torch.where(batch.trained & ~masked, token.value, 0.0)).sum()
         beside = self._beside(token.auxiliary, masked, batch)

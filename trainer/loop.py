@@ -44,7 +44,6 @@ from turnlog.infra.roles.role import Role, opened
 from turnlog.names import ConsumerGroup, TransactionalId
 from turnlog.processors.core.batches.progress import WeightChain
 from turnlog.processors.core.batches.rows import BatchRows
-from turnlog.processors.core.experts import NoExperts
 from turnlog.schemas.events import (
     BatchSkipped,
     MaskReason,
@@ -65,10 +64,10 @@ from turnlog.trainer.checkpoints.state import read_common
 from turnlog.trainer.gang.calls import Ranks
 from turnlog.trainer.launch import ranks
 from turnlog.trainer.learner import StepResult
-from turnlog.trainer.models.experts import routed
+from turnlog.trainer.models.experts import unrouted
 from turnlog.trainer.plan import LearningPlan, check_unchanged, learning_plan
 from turnlog.trainer.reading.batches import PARTITION, POLL_S, Fetch, Manifests, ReadAhead, fetch_rows
-from turnlog.trainer.reading.recorded import recorded_experts, truncated
+from turnlog.trainer.reading.recorded import truncated, with_experts
 from turnlog.trainer.shape import ModelShape, read_shape
 from turnlog.trainer.tiny_policy import initial_weights
 from turnlog.trainer.weights import LastExport, published
@@ -107,7 +106,6 @@ STEPS = Counter("turnlog_trainer_steps", "Optimizer steps")
 TOKENS = Counter("turnlog_trainer_tokens", "Tokens of the rows stepped on")
 LOSS = Gauge("turnlog_trainer_loss", "Loss of the last step")
 REWARD = Gauge("turnlog_trainer_reward", "Mean reward of the last batch")
-UNROUTED = Counter("turnlog_trainer_unrouted_rows", "Rows of a mixture stepped on without recorded experts")
 VERSION = Gauge("turnlog_trainer_weight_version", "Newest published weight version")
 MEASURED = Gauge("turnlog_trainer_measure", "What the algorithm measured at the last step", ["name"])
 
@@ -180,17 +178,12 @@ class LearnerThread:
 
 
 async def trained_rows(manifest: SampleBatchFormed, role: Role, shape: ModelShape) -> BatchRows:
-    """The batch's rows, with the experts that routers are to replay, where the model has some and every row has its.
-    Raises as fetch_rows, and ExpertsUnfit."""
+    """The batch's rows, with the experts that routers are to replay, where the model has some. Raises as fetch_rows and
+    with_experts."""
     rows = await fetch_rows(manifest, role.blobs)
     if not shape.experts or role.settings.trainer.router_replay == "off":
         return rows
-    try:
-        return routed(rows, await recorded_experts(manifest, rows, role.log, role.events, role.blobs), shape)
-    except NoExperts as error:
-        UNROUTED.inc(len(rows))
-        log.warning("batch %d: routers choose for themselves: %s", manifest.batch_index, error)
-        return rows
+    return await with_experts(manifest, rows, shape, role.log, role.events, role.blobs)
 
 
 class Trainer:
@@ -405,7 +398,8 @@ class Trainer:
     def _completed(
         self, manifest: SampleBatchFormed, rows: BatchRows, result: StepResult, rate: float, seconds: dict[str, float]
     ) -> StepCompleted:
-        lag = self._lag(manifest, rows)
+        lag, unrouted_tokens = self._lag(manifest, rows), self._unrouted_tokens(rows)
+        only = self._role.settings.trainer.router_replay == "only"
         return StepCompleted(
             event_id=digest("StepCompleted", self._run_id, manifest.batch_index, self._incarnation),
             run_id=self._run_id,
@@ -420,7 +414,7 @@ class Trainer:
             lag_excess=max(0, lag - self._role.settings.batcher.max_lag),
             tokens=len(rows.token_ids),
             trained_tokens=result.trained_tokens,
-            masked=_masked(result),
+            masked=_masked(result, sum(unrouted_tokens.values()) if only else 0),
             skipped=result.skipped,
             reward_mean=_mean_reward(rows),
             logprob_gap_max=result.logprob_gap_max,
@@ -432,8 +426,18 @@ class Trainer:
             clip_fraction=result.clip_fraction,
             seconds=seconds,
             world_size=self._plan.world_size,
-            metrics={**result.metrics, "updates_since_sampling": self._updates_since_sampling(rows)},
+            metrics={
+                **result.metrics,
+                **unrouted_tokens,
+                "updates_since_sampling": self._updates_since_sampling(rows),
+            },
         )
+
+    def _unrouted_tokens(self, rows: BatchRows) -> dict[str, int]:
+        """Trained tokens of rows without recorded experts, where routers replay those of the others."""
+        if not self._shape.experts or self._role.settings.trainer.router_replay == "off":
+            return {}
+        return {"unrouted_tokens": int(rows.trained_per_row()[unrouted(rows)].sum())}
 
     def _updates_since_sampling(self, rows: BatchRows) -> float:
         """Optimizer steps between the weights that sampled the oldest trained token and those held: several updates to
@@ -470,11 +474,12 @@ class Trainer:
         )
 
 
-def _masked(result: StepResult) -> dict[str, int]:
+def _masked(result: StepResult, unrouted_tokens: int) -> dict[str, int]:
     """Trained tokens of the manifest that a step did not train, by reason."""
     if result.skipped:
         return {MaskReason.step_skipped.value: result.trained_tokens}
-    return {MaskReason.trainer_mask.value: result.masked} if result.masked else {}
+    found = {MaskReason.unrouted: unrouted_tokens, MaskReason.trainer_mask: result.masked - unrouted_tokens}
+    return {reason.value: tokens for reason, tokens in found.items() if tokens}
 
 
 def _mean_reward(rows: BatchRows) -> float:

@@ -48,7 +48,7 @@ class PaddedRows:
     places: torch.Tensor
     """[b, s] int64, where the target stands among all tokens of the batch; 0 for padding"""
     experts: torch.Tensor | None = None
-    """[b, s, layers, top_k] int64, where routing is replayed"""
+    """[b, s, layers, top_k] int64, where routing is replayed; None: routers choose"""
     edges: tuple[int, ...] = ()
     """Of rows that are packed into one: where each begins, and where the last ends. The others are [1, t] then."""
 
@@ -81,15 +81,15 @@ def padded(rows: BatchRows, microbatch: Microbatch, device: torch.device, *, mul
         weights=(trained[:, 1:] * share[:, None]).to(device),
         temperature=torch.from_numpy(rows.temperature[index].astype(np.float32)).to(device),
         places=torch.from_numpy(at[:, 1:].copy()).to(device),
-        experts=_experts(rows, at[:, :-1], columns[:-1] < lengths[:, None] - 1, device),
+        experts=_experts(rows, microbatch, at[:, :-1], columns[:-1] < lengths[:, None] - 1, device),
     )
 
 
 def _experts(
-    rows: BatchRows, at: NDArray[np.int64], real: NDArray[np.bool_], device: torch.device
+    rows: BatchRows, microbatch: Microbatch, at: NDArray[np.int64], real: NDArray[np.bool_], device: torch.device
 ) -> torch.Tensor | None:
-    """Of the inputs; distinct ones for padding."""
-    if not isinstance(rows, RoutedRows):
+    """Of the inputs; distinct ones for padding. None of unrouted rows, which share no microbatch with others."""
+    if not isinstance(rows, RoutedRows) or not rows.has_experts[microbatch[0]]:
         return None
     found = np.where(real[..., None, None], rows.experts[at], np.arange(rows.experts.shape[-1]))
     return torch.from_numpy(found.astype(np.int64)).to(device)

@@ -23,7 +23,7 @@ from turnlog.trainer.checkpoints.state import State
 from turnlog.trainer.microbatches import Microbatch, PaddedRows, microbatches, packed, padded, shared, worth_packing
 from turnlog.trainer.models import lora
 from turnlog.trainer.models.attention import RMSNorm, SdpaAttention
-from turnlog.trainer.models.experts import Replay, RoutedRows
+from turnlog.trainer.models.experts import Replay, unrouted
 from turnlog.trainer.plan import LearnerOptions
 from turnlog.trainer.shape import ModelShape, family, row_flops
 from turnlog.trainer.weights import global_name, load_weights
@@ -246,14 +246,15 @@ class Network:
         rank = mcore.parallel_state.get_data_parallel_rank()
         ranks = mcore.parallel_state.get_data_parallel_world_size()
         lengths, limit = rows.lengths.tolist(), self._options.microbatch_tokens
-        dealt = functools.partial(microbatches, lengths, ranks, limit, cost=functools.partial(row_flops, self.shape))
+        cost, kinds = functools.partial(row_flops, self.shape), unrouted(rows).tolist()
+        dealt = functools.partial(microbatches, lengths, ranks, limit, cost=cost, kinds=kinds)
         plan, packing = dealt(), self._options.packing == "on"
         if packing or (self._options.packing == "auto" and worth_packing(plan, lengths)):
             plan, packing = dealt(packing=True), True
         batches = [self._laid_out(rows, one, packing) for one in plan[rank]]
         self._schedule(
             forward_step_func=forward,
-            data_iterator=self._taken(rows, batches),
+            data_iterator=self._taken(batches),
             model=[self._ddp],
             num_microbatches=len(batches),
             seq_length=max(batch.inputs.size(1) for batch in batches),
@@ -286,10 +287,9 @@ class Network:
             batch = packed(batch, [-(-count // multiple) * multiple for count in positions])
         return shared(batch, mcore.parallel_state.get_context_parallel_rank(), self._options.context_parallel)
 
-    def _taken(self, rows: BatchRows, batches: Sequence[PaddedRows]) -> Iterator[PaddedRows]:
-        """As forward passes take them; routers replay what the rows recorded."""
-        replayed = self._replay is not None and isinstance(rows, RoutedRows)
-        for batch in self._replay.over(batches) if self._replay and replayed else batches:
+    def _taken(self, batches: Sequence[PaddedRows]) -> Iterator[PaddedRows]:
+        """As forward passes take them; routers replay what their rows recorded."""
+        for batch in self._replay.over(batches) if self._replay else batches:
             self._edges = batch.edges
             yield batch
 

@@ -64,6 +64,8 @@ class LearnerOptions:
     lora_alpha: float = 32.0
     threads: int = 1
     vocabulary_multiple: int = 1
+    unrouted_train: bool = True
+    """Rows of a mixture without recorded experts; else their tokens are masked."""
     reshardable: bool = True
     """Of checkpoints."""
 
@@ -185,6 +187,7 @@ def learning_plan(settings: Settings) -> LearningPlan:
             lora_rank=trainer.lora_rank,
             lora_alpha=trainer.lora_alpha,
             threads=trainer.threads,
+            unrouted_train=trainer.router_replay != "only",
             reshardable=trainer.checkpoints_reshardable,
         ),
         objective=objective,

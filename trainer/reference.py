@@ -9,9 +9,10 @@ torchrun --nproc-per-node 4 -m turnlog.trainer.reference 2 tp2-pp2 tp2-sp-ep2 cp
 
 A layout is named by what its ranks share: tp tensor, pp pipeline, cp context, ep expert parallel; sp: sequence
 parallel. Ranks that are left are data parallel. With ep or replay the model is a mixture of experts; replay: its
-routing is a recorded one; packed: rows are; again: layers are computed again; tied: the output layer is the embedding;
-moved: one rank reads the checkpoint at the end; kept: the same ranks go on from one that gathers no optimizer; lora:
-low-rank adapters train alone; called: rank 0 tells the others what to do, as in a run, and they map its rows.
+routing is a recorded one, some: but for every third row; packed: rows are; again: layers are computed again; tied: the
+output layer is the embedding; moved: one rank reads the checkpoint at the end; kept: the same ranks go on from one that
+gathers no optimizer; lora: low-rank adapters train alone; called: rank 0 tells the others what to do, as in a run, and
+they map its rows.
 Behind a colon stands one of OBJECTIVES, in place of the clipped ratio against recorded log-probs.
 """
 
@@ -249,7 +250,8 @@ class PlainLearner:
         """The same of the whole vocabulary."""
         start, length = int(rows.starts[row]), int(rows.lengths[row])
         tokens = torch.from_numpy(rows.token_ids[start : start + length].astype("int64"))
-        if isinstance(rows, RoutedRows):
+        self._routing = None
+        if isinstance(rows, RoutedRows) and rows.has_experts[row]:
             self._routing = torch.from_numpy(rows.experts[start : start + length - 1].astype("int64"))
         found: torch.Tensor = (self._model(tokens[None, :-1]).logits[0] / float(rows.temperature[row])).log_softmax(-1)
         return found
@@ -425,11 +427,12 @@ def of_row(rows: BatchRows, column: np.ndarray[tuple[int, ...], np.dtype[Any]], 
 RATE = 1e-3
 
 
-def with_random_experts(rows: BatchRows, shape: ModelShape, seed: int) -> RoutedRows:
-    """Each token sent to any experts."""
+def with_random_experts(rows: BatchRows, shape: ModelShape, seed: int, *, some: bool = False) -> RoutedRows:
+    """Each token sent to any experts; `some`: but for those of every third row."""
     random = np.random.default_rng(seed)
     chosen = random.random((len(rows.token_ids), shape.layers, shape.experts)).argsort(-1)
-    return routed(rows, chosen[..., : shape.experts_per_token].astype("u1"), shape)
+    recorded = np.arange(len(rows)) % 3 > 0 if some else None
+    return routed(rows, chosen[..., : shape.experts_per_token].astype("u1"), shape, recorded)
 
 
 OBJECTIVES = {
@@ -444,7 +447,7 @@ OBJECTIVES = {
 """The steps of one are the updates of one draw."""
 SHARES = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "cp": "context_parallel", "ep": "expert_parallel"}
 
-WORDS = ("dp", "sp", "tied", "replay", "again", "packed", "moved", "kept", "lora", "called")
+WORDS = ("dp", "sp", "tied", "replay", "again", "packed", "moved", "kept", "lora", "called", "some")
 
 
 def layout(name: str) -> tuple[ModelShape, LearnerOptions]:
@@ -572,7 +575,7 @@ def main(steps: int, names: Sequence[str]) -> None:
         weights, objective = random_weights(shape, 1), OBJECTIVES[kind]
         batches = [synthetic_rows(step, segments=2) for step in range(steps)]
         if "replay" in name:
-            batches = [with_random_experts(rows, shape, seed) for seed, rows in enumerate(batches)]
+            batches = [with_random_experts(rows, shape, n, some="some" in name) for n, rows in enumerate(batches)]
         store = PrefixStore(name, met) if met else None
         with process_group(rank=rank, world_size=world_size, store=store, **layout_of(options)) as control:
             learner = Learner(shape, weights, options, critic=objective.critic is not None)

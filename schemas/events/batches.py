@@ -194,7 +194,8 @@ class StepCompleted:
     trained_tokens: int
     """Of them, those that carry loss."""
     masked: dict[str, int]
-    """Trained tokens of the manifest that this step did not train, by reason (trainer_mask, step_skipped)."""
+    """Trained tokens of the manifest that this step did not train, by reason (trainer_mask, unrouted,
+    step_skipped)."""
     skipped: bool
     """The gradient was not finite: weights and optimizer are as before."""
     reward_mean: float

@@ -343,9 +343,9 @@ class TrainerSettings(LearningSettings):
     """Train low-rank adapters of this rank in attention and dense layers, and nothing else; 0: every weight."""
     lora_alpha: Scale = 32.0
     """What adapters add is multiplied by lora_alpha / lora_rank."""
-    router_replay: Literal["auto", "off"] = "auto"
-    """auto: a mixture trains on the experts that engines recorded, in batches each row of which has them; off:
-    its routers choose."""
+    router_replay: Literal["auto", "only", "off"] = "auto"
+    """auto: rows of a mixture train on the experts that engines recorded, and those without as its routers choose;
+    only: those without are masked, as `unrouted`; off: its routers choose."""
     world_size: Count = 1
     """Ranks in all: a multiple of tensor_parallel x pipeline_parallel x context_parallel, and of expert_parallel x
     pipeline_parallel. Each takes the device of its number on its machine."""

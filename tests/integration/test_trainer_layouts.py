@@ -17,7 +17,7 @@ OTHERS = (
     "tp2-lora-moved",
     "dp:gspo",
     "dp-called:decoupled",
-    "pp2-replay:gspo",
+    "pp2-replay-some:gspo",
     "cp2-packed:gspo",
     "tp2:entropy",
     "dp:ppo",
@@ -35,7 +35,7 @@ OTHERS = (
         ),
         pytest.param(
             4,
-            ("tp2-pp2", "tp2-sp-ep2", "pp2-cp2-replay-again", "tp2-sp-pp2-lora-again"),
+            ("tp2-pp2", "tp2-sp-ep2", "pp2-cp2-replay-some-again", "tp2-sp-pp2-lora-again"),
             id="four ranks",
             marks=pytest.mark.long,
         ),

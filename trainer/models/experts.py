@@ -5,11 +5,13 @@ differently, send some tokens to other experts, and their log-probs lie far apar
 of the chosen experts are still the trainer's own, and its gradient flows through them.
 
 Every position is replayed, those of prompts and tool results, too. Padding takes the first experts: a router's map of a
-row has no place for one that comes twice.
+row has no place for one that comes twice. Rows of which nothing was recorded are unrouted: they share no microbatch
+with the others, and in theirs routers choose for themselves.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeVar
@@ -29,15 +31,27 @@ class RoutedRows(BatchRows):
 
     experts: NDArray[Any]
     """[T, layers, top_k], entry t about token t as a model's input; that of a row's last token, which no engine ran, is
-    not read."""
+    not read, nor are those of unrouted rows."""
+    has_experts: NDArray[np.bool_]
+    """[n] False of unrouted rows."""
 
 
-def routed(rows: BatchRows, experts: NDArray[Any], shape: ModelShape) -> RoutedRows:
-    """Raises ExpertsUnfit for ids that are not `experts_per_token` different experts of the model in every layer."""
+def unrouted(rows: BatchRows) -> NDArray[np.bool_]:
+    """[n] whether a row comes without recorded experts."""
+    return ~rows.has_experts if isinstance(rows, RoutedRows) else np.ones(len(rows), bool)
+
+
+def routed(
+    rows: BatchRows, experts: NDArray[Any], shape: ModelShape, recorded: NDArray[np.bool_] | None = None
+) -> RoutedRows:
+    """`recorded`: which rows have some; None: all. Raises ExpertsUnfit for ids that are not `experts_per_token`
+    different experts of the model in every layer."""
+    recorded = np.ones(len(rows), bool) if recorded is None else recorded
     wanted = (len(rows.token_ids), shape.layers, shape.experts_per_token)
     if experts.shape != wanted or not shape.experts:
         raise ExpertsUnfit(f"experts of shape {experts.shape}, the rows of this model ({shape.kind}) take {wanted}")
-    for row, (start, length) in enumerate(zip(rows.starts.tolist(), rows.lengths.tolist(), strict=True)):
+    for row in np.flatnonzero(recorded).tolist():
+        start, length = int(rows.starts[row]), int(rows.lengths[row])
         ordered = np.sort(experts[start : start + length - 1].astype(np.int64), axis=-1)
         about = f"sample {rows.sample_ids[row]}"
         if ordered.size and (ordered[..., 0].min() < 0 or ordered[..., -1].max() >= shape.experts):
@@ -45,7 +59,8 @@ def routed(rows: BatchRows, experts: NDArray[Any], shape: ModelShape) -> RoutedR
         if (np.diff(ordered, axis=-1) == 0).any():
             token, layer, _ = (int(place[0]) for place in np.nonzero(np.diff(ordered, axis=-1) == 0))
             raise ExpertsUnfit(f"{about}: one expert twice at token {token} in layer {layer}")
-    return RoutedRows(**{field.name: getattr(rows, field.name) for field in fields(BatchRows)}, experts=experts)
+    columns = {field.name: getattr(rows, field.name) for field in fields(BatchRows)}
+    return RoutedRows(**columns, experts=experts, has_experts=recorded)
 
 
 class Microbatch(Protocol):
@@ -58,7 +73,7 @@ class Microbatch(Protocol):
 
     @property
     def experts(self) -> torch.Tensor | None:
-        """[b, s, layers, top_k] int64 of its positions; None: padding alone."""
+        """[b, s, layers, top_k] int64 of its positions; None: routers choose."""
         ...
 
 
@@ -72,37 +87,42 @@ class Replay:
         """`recompute`: layers are computed again for the gradient, and must choose again what they chose."""
         self._routers = [(int(layer.layer_number) - 1, layer.mlp.router) for layer in model.decoder.layers]
         self._recompute = recompute
-        self._on = False
+        self._replays = False
+        """The microbatch that was taken last."""
+        self._again: dict[Any, deque[bool]] = {router: deque() for _, router in self._routers}
+        """Whether each microbatch does that the router has seen and will see again, in this order."""
         for _, router in self._routers:
             router.register_forward_pre_hook(self._say_which_pass)
 
     def over(self, batches: Sequence[M]) -> Iterator[M]:
         """The microbatches; as a forward pass takes one its experts become the routers' targets. Afterwards `clear`."""
-        self._on = True
         for batch in batches:
-            for layer, router in self._routers:
-                router.router_replay.set_target_indices(_in_router_order(self._of_layer(batch, layer, router.topk)))
+            self._replays = batch.experts is not None
+            for layer, router in self._routers if batch.experts is not None else ():
+                router.router_replay.set_target_indices(_in_router_order(batch.experts[:, :, layer]))
             yield batch
 
     def clear(self) -> None:
         """Routers choose for themselves again."""
-        self._on = False
+        self._replays = False
         for _, router in self._routers:
+            self._again[router].clear()
             router.router_replay.clear_indices()
             router.router_replay.clear_router_replay_action()
 
     def _say_which_pass(self, router: Any, _: Any) -> None:
         """A layer that will be computed again runs without gradients first."""
-        if self._on:
-            again = self._recompute and torch.is_grad_enabled()
-            action = mcore.RouterReplayAction
+        again = self._recompute and torch.is_grad_enabled()
+        if again:
+            replays = self._again[router].popleft()
+        else:
+            replays = self._replays
+            self._again[router].append(replays)
+        action = mcore.RouterReplayAction
+        if not replays:
+            router.router_replay.clear_router_replay_action()
+        else:
             router.router_replay.set_router_replay_action(action.REPLAY_BACKWARD if again else action.REPLAY_FORWARD)
-
-    @staticmethod
-    def _of_layer(batch: Microbatch, layer: int, chosen: int) -> torch.Tensor:
-        if batch.experts is None:
-            return torch.arange(chosen, device=batch.inputs.device).expand(*batch.inputs.shape, -1)
-        return batch.experts[:, :, layer]
 
 
 def _in_router_order(ids: torch.Tensor) -> torch.Tensor:

@@ -2,46 +2,82 @@
 recorded lie, and how their trajectories ended.
 
 Batch files hold no experts, which would be most of their bytes: a sample names them by content, so that what its
-record says is as fixed as a column.
+record says is as fixed as a column. One without any (an engine died, a gateway did not ask) leaves its row unrouted.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import logging
+from collections import defaultdict
 
 import numpy as np
 from numpy.typing import NDArray
+from prometheus_client import Counter
 
 from turnlog.infra.blobs import Blobs, expert_rows
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Log, Partition
 from turnlog.processors.core.batches.rows import BatchRows
-from turnlog.processors.core.experts import NoExperts
 from turnlog.schemas.events import Outcome, SampleBatchFormed, SegmentSample
 from turnlog.schemas.topics import SAMPLES
 from turnlog.trainer import ExpertsUnfit
+from turnlog.trainer.models.experts import routed
+from turnlog.trainer.shape import ModelShape
+
+UNROUTED = Counter("turnlog_trainer_unrouted_rows", "Rows of a mixture that came without recorded experts")
+NAMED = 5
+"""Samples that a warning names of each cause."""
+_said = logging.getLogger(__name__)
 
 
-async def recorded_experts(
-    manifest: SampleBatchFormed, rows: BatchRows, log: Log, events: EventLog, blobs: Blobs
-) -> NDArray[Any]:
-    """[T, layers, top_k] for `routed`, 0 at each row's last token.
+async def with_experts(
+    manifest: SampleBatchFormed, rows: BatchRows, shape: ModelShape, log: Log, events: EventLog, blobs: Blobs
+) -> BatchRows:
+    """The rows of a batch with the experts of those that have some.
 
-    Raises NoExperts for the first row without them: rows that are replayed and rows that are not never share a step.
-    Raises BrokenExperts, ExpertsDoNotCover, BlobError, LogError, and ExpertsUnfit for rows of samples of other widths.
+    Raises BrokenExperts, ExpertsDoNotCover, BlobError, LogError, and ExpertsUnfit for rows of samples of other widths
+    or experts that are not the model's.
     """
     named = await _samples(manifest, log, events)
-    for sample in named:
-        if not sample.experts:
-            raise NoExperts(f"sample {sample.sample_id} has none ({sample.experts_gap or 'none were recorded'})")
-    found = await asyncio.gather(*(expert_rows(sample, blobs) for sample in named))
+    _tell_unrouted(manifest, named)
+    recorded = np.array([bool(sample.experts) for sample in named], bool)
+    if not recorded.any():
+        return rows
+    found = await asyncio.gather(*(expert_rows(sample, blobs) for sample in named if sample.experts))
+    return await asyncio.to_thread(_joined, manifest, rows, shape, recorded, found)
+
+
+def _joined(
+    manifest: SampleBatchFormed,
+    rows: BatchRows,
+    shape: ModelShape,
+    recorded: NDArray[np.bool_],
+    found: list[NDArray[np.int32]],
+) -> BatchRows:
     if len(widths := {each.shape[1:] for each in found}) > 1:
         raise ExpertsUnfit(f"batch {manifest.batch_index}: its samples have experts of shapes {sorted(widths)}")
-    whole = np.zeros((len(rows.token_ids), *widths.pop()), "<i4")
-    for start, length, each in zip(rows.starts.tolist(), rows.lengths.tolist(), found, strict=True):
-        whole[start : start + length - 1] = each[: length - 1]  # a draw may have cut the sample's tail
-    return whole.astype("u1" if whole.max(initial=0) <= np.iinfo("u1").max else "<u2")
+    largest = max(int(each.max(initial=0)) for each in found)
+    narrow = "u1" if largest <= np.iinfo("u1").max else "<u2"
+    whole = np.zeros((len(rows.token_ids), *widths.pop()), narrow)
+    for row, each in zip(np.flatnonzero(recorded).tolist(), found, strict=True):
+        start, inputs = int(rows.starts[row]), int(rows.lengths[row]) - 1
+        whole[start : start + inputs] = each[:inputs]  # a draw may have cut the sample's tail
+    return routed(rows, whole, shape, recorded)
+
+
+def _tell_unrouted(manifest: SampleBatchFormed, named: list[SegmentSample]) -> None:
+    causes: dict[str, list[str]] = defaultdict(list)
+    for sample in named:
+        if not sample.experts:
+            causes[sample.experts_gap or "none were recorded"].append(sample.sample_id)
+    for cause, samples in causes.items():
+        UNROUTED.inc(len(samples))
+        more = f" and {len(samples) - NAMED} more" if len(samples) > NAMED else ""
+        _said.warning(
+            "batch %d: %d of %d rows have no recorded experts (%s): samples %s%s",
+            manifest.batch_index, len(samples), len(named), cause, ", ".join(samples[:NAMED]), more,
+        )  # fmt: skip
 
 
 async def truncated(manifest: SampleBatchFormed, log: Log, events: EventLog) -> NDArray[np.bool_]:

@@ -14,14 +14,14 @@ from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.topics_admin import apply
-from turnlog.processors.core.experts import NoExperts, packed
+from turnlog.processors.core.experts import packed
 from turnlog.schemas.events import BatchSample, Outcome, Purpose, SampleBatchFormed, SegmentSample
 from turnlog.schemas.events.samples import ExpertRows
 from turnlog.schemas.types import BlobRef, pack_float32s, pack_int32s
 from turnlog.settings import Settings
 from turnlog.trainer import ExpertsUnfit
-from turnlog.trainer.models.experts import routed
-from turnlog.trainer.reading.recorded import recorded_experts, truncated
+from turnlog.trainer.models.experts import RoutedRows, unrouted
+from turnlog.trainer.reading.recorded import truncated, with_experts
 from turnlog.trainer.reference import synthetic_manifest, synthetic_rows, with_random_experts
 from turnlog.trainer.shape import TINY_MIXTURE
 
@@ -91,19 +91,24 @@ def sample(entry: BatchSample, tokens: int, experts: tuple[ExpertRows, ...]) -> 
 async def test_each_row_has_the_experts_of_its_sample_as_far_as_it_was_not_cut(events: EventLog) -> None:
     blobs = MemoryBlobs()
     manifest = await formed(events, blobs)
-    found = await recorded_experts(manifest, ROWS, events.log, events, blobs)
+    found = await with_experts(manifest, ROWS, TINY_MIXTURE, events.log, events, blobs)
+    assert isinstance(found, RoutedRows)
     inputs = np.ones(len(ROWS.token_ids), bool)
     inputs[ROWS.starts + ROWS.lengths - 1] = False
-    assert np.array_equal(found[inputs], IDS[inputs])
-    assert found.dtype == np.uint8
-    assert routed(ROWS, found, TINY_MIXTURE).experts is found
+    assert np.array_equal(found.experts[inputs], IDS[inputs])
+    assert found.experts.dtype == np.uint8
+    assert not unrouted(found).any()
 
 
-async def test_a_batch_with_a_row_that_has_none_has_none(events: EventLog) -> None:
+async def test_a_row_that_has_none_is_unrouted_and_told(events: EventLog, caplog: pytest.LogCaptureFixture) -> None:
     blobs = MemoryBlobs()
     manifest = await formed(events, blobs, without=2)
-    with pytest.raises(NoExperts, match=r"sample-0-002 has none \(turn_without_rows\)"):
-        await recorded_experts(manifest, ROWS, events.log, events, blobs)
+    found = await with_experts(manifest, ROWS, TINY_MIXTURE, events.log, events, blobs)
+    assert unrouted(found).tolist() == [False, False, True, False]
+    assert "1 of 4 rows have no recorded experts (turn_without_rows): samples sample-0-002" in caplog.text
+    assert isinstance(found, RoutedRows)
+    first = int(ROWS.lengths[0])
+    assert np.array_equal(found.experts[: first - 1], IDS[: first - 1])
 
 
 async def test_a_sample_that_is_not_where_the_manifest_says_is_named(events: EventLog) -> None:
@@ -112,7 +117,7 @@ async def test_a_sample_that_is_not_where_the_manifest_says_is_named(events: Eve
     wrong = dataclasses.replace(manifest.samples[1], sample_id="another")
     manifest = dataclasses.replace(manifest, samples=(manifest.samples[0], wrong, *manifest.samples[2:]))
     with pytest.raises(ExpertsUnfit, match="sample another does not stand at segment-samples"):
-        await recorded_experts(manifest, ROWS, events.log, events, blobs)
+        await with_experts(manifest, ROWS, TINY_MIXTURE, events.log, events, blobs)
 
 
 async def test_each_row_is_truncated_or_not_as_its_sample_says(events: EventLog) -> None:

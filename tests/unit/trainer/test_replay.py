@@ -14,7 +14,7 @@ from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer import ExpertsUnfit
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
-from turnlog.trainer.models.experts import RoutedRows, routed
+from turnlog.trainer.models.experts import RoutedRows, routed, unrouted
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient
 from turnlog.trainer.reference import PlainLearner, synthetic_rows, with_random_experts
 from turnlog.trainer.shape import TINY, TINY_MIXTURE
@@ -39,16 +39,28 @@ def plain_rows(rows: RoutedRows) -> BatchRows:
     return BatchRows(**{field.name: getattr(rows, field.name) for field in dataclasses.fields(BatchRows)})
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_steps_on_recorded_experts_are_those_of_transformers_on_the_same(recompute: str) -> None:
+@pytest.mark.parametrize(("recompute", "some"), [("none", False), ("none", True), ("full", True)])
+def test_steps_on_recorded_experts_are_those_of_transformers_on_the_same(recompute: str, some: bool) -> None:
+    """`some`: with rows between them of which nothing was recorded."""
     weights = random_weights(TINY_MIXTURE, 1)
     learner = Learner(TINY_MIXTURE, weights, dataclasses.replace(ONE, recompute=recompute))
     plain = PlainLearner(TINY_MIXTURE, weights, ONE)
     for step in range(2):
-        rows = with_random_experts(synthetic_rows(step), TINY_MIXTURE, step)
+        rows = with_random_experts(synthetic_rows(step), TINY_MIXTURE, step, some=some)
         ours, theirs = learner.step(rows, OBJECTIVE, 1e-3), plain.step(rows, OBJECTIVE, 1e-3)
         assert ours.loss == pytest.approx(theirs.loss, abs=1e-5)
         assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
+
+
+def test_unrouted_rows_that_are_not_to_train_are_masked_and_move_nothing() -> None:
+    rows = with_random_experts(ROWS, TINY_MIXTURE, 0, some=True)
+    options = dataclasses.replace(ONE, unrouted_train=False)
+    learner = Learner(TINY_MIXTURE, random_weights(TINY_MIXTURE, 1), options)
+    other = np.where(np.repeat(unrouted(rows), rows.lengths) & (rows.trained > 0), np.float32(7), rows.advantages)
+    result, same = (learner.measure(each, OBJECTIVE) for each in (rows, dataclasses.replace(rows, advantages=other)))
+    assert result.masked == int(rows.trained_per_row()[unrouted(rows)].sum()) > 0
+    assert result.trained_tokens == int(rows.trained.sum())
+    assert same.loss == result.loss
 
 
 def test_the_gap_to_an_engine_of_another_precision_shrinks() -> None:
