@@ -6,6 +6,7 @@ TrainerError
 ├── UnsupportedModel     the model folder describes something that the mapping to Megatron does not cover
 ├── LayoutUnfit          the model cannot be shared as the settings say, or this machine lacks a device for a rank
 ├── WeightsMismatch      names or shapes of Hugging Face weights differ from the model's
+├── TeacherUnfit         the teacher reads other tokens than the policy writes, or the ranks cannot share it
 ├── ExpertsUnfit         recorded experts are not those of this model's layers, or a sample is not where a batch says
 ├── BatchGap             the next manifest is not the next batch
 ├── BooksOff             the ranks together did not train the tokens that the manifest counts
@@ -38,6 +39,10 @@ class LayoutUnfit(TrainerError):
 
 class WeightsMismatch(TrainerError):
     """Names the first tensor that differs."""
+
+
+class TeacherUnfit(TrainerError):
+    """Raised before any rank starts; names the folder and what must be equal."""
 
 
 class ExpertsUnfit(TrainerError):

@@ -35,6 +35,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from turnlog.infra.roles import log_lines
 from turnlog.infra.roles.log_lines import instance_of
 from turnlog.trainer import RankLost, mcore
+from turnlog.trainer.algorithms.logprobs import check_teacher
 from turnlog.trainer.gang.calls import Ranks, follow
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.mcore import LOCAL_RANK
@@ -200,8 +201,10 @@ def torchrun_rank(environment: Mapping[str, str]) -> int | None:
 @contextmanager
 def ranks(plan: LearningPlan, beat: Beat = lambda _: None) -> Iterator[Ranks]:
     """Rank 0 with its peers, on the weights of the plan's model folder. Raises UnsupportedModel, LayoutUnfit,
-    WeightsMismatch, RankLost."""
+    WeightsMismatch, TeacherUnfit, RankLost."""
     check_layout(read_shape(plan.model), plan.options)
+    if plan.teacher is not None:
+        check_teacher(plan.teacher, plan.model, plan.options)
     if plan.world_size == 1 or torchrun_rank(os.environ) is not None:
         with _rank_zero(plan, None, beat) as everyone:
             yield everyone
@@ -266,8 +269,15 @@ def _meeting_address(store: TCPStore | None) -> tuple[str, int]:
 
 def _learner(plan: LearningPlan) -> Learner:
     reference = None if plan.reference is None else read_weights(plan.reference)
-    critic = plan.objective.critic is not None
-    return Learner(read_shape(plan.model), read_weights(plan.weights), plan.options, reference, critic=critic)
+    teacher = None if plan.teacher is None else (read_shape(plan.teacher), read_weights(plan.teacher))
+    return Learner(
+        read_shape(plan.model),
+        read_weights(plan.weights),
+        plan.options,
+        reference,
+        critic=plan.objective.critic is not None,
+        teacher=teacher,
+    )
 
 
 def follower(plan: LearningPlan, rank: int, port: int) -> tuple[list[str], dict[str, str]]:

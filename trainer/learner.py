@@ -25,15 +25,16 @@ from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.schemas.events.batches import HELD_GAP_MAX, HELD_OLD_CACHE_GAP_MAX
 from turnlog.trainer import BooksOff, mcore
 from turnlog.trainer.algorithms.critic import Critic
+from turnlog.trainer.algorithms.logprobs import frozen, logprobs_by, own_logits, warm
 from turnlog.trainer.algorithms.objective import Columns, Floats, Numbers, Objective
 from turnlog.trainer.algorithms.passes import entropy as token_entropy
 from turnlog.trainer.algorithms.passes import over_ranks
 from turnlog.trainer.algorithms.tokens import Measure, Tokens
 from turnlog.trainer.checkpoints.state import Save, State, load_model, load_state
 from turnlog.trainer.microbatches import PaddedRows, stand_in
-from turnlog.trainer.model import Network
-from turnlog.trainer.models.experts import unrouted
-from turnlog.trainer.plan import ADAPTERS, LearnerOptions, scaled_logits
+from turnlog.trainer.model import TrainedNetwork
+from turnlog.trainer.models.experts import unrouted, without_experts
+from turnlog.trainer.plan import ADAPTERS, LearnerOptions
 from turnlog.trainer.shape import ModelShape, as_dict
 from turnlog.trainer.weights import Tensors, export_files, export_weights
 
@@ -79,15 +80,18 @@ class Learner:
         reference: Mapping[str, torch.Tensor] | None = None,
         *,
         critic: bool = False,
+        teacher: tuple[ModelShape, Mapping[str, torch.Tensor]] | None = None,
     ) -> None:
         """`reference`: the frozen weights that objectives with a divergence are held to; `critic`: with one that begins
-        as the policy does. Raises WeightsMismatch."""
+        as the policy does; `teacher`: a frozen model of any shape that the ranks can share as they share the policy.
+        Raises WeightsMismatch."""
         torch.set_num_threads(options.threads)
         mcore.tensor_parallel.model_parallel_cuda_manual_seed(options.seed)
         self.shape = shape
         with mcore.quiet():
-            self.policy = Network(shape, weights, options, reference=reference)
+            self.policy = TrainedNetwork(shape, weights, options, reference=reference)
             self._critic = Critic(shape, weights, options) if critic else None
+            self._teacher = frozen(*teacher, options) if teacher else None
         self._adapters = {name: getattr(options, name) for name in ADAPTERS} if options.lora_rank else {}
         self._whole = options.reshardable or mcore.parallel_state.get_data_parallel_world_size() == 1
         self._unrouted_train = options.unrouted_train
@@ -131,19 +135,22 @@ class Learner:
         return totals.result(0.0, skipped=False)
 
     @mcore.quiet()
-    @torch.no_grad()
     def logprobs(self, rows: BatchRows) -> Floats:
         """[T] of the weights as they are, at each row's temperature; 0 where nothing trains. The same on every rank."""
-        forward = _LogProbs(self.shape.vocabulary, len(rows.token_ids))
-        self.policy.run(_warm(rows), forward, forward_only=True)
-        found: Floats = over_ranks(forward.found).numpy()
-        return found
+        return logprobs_by(self.policy, rows)
 
     def reference_logprobs(self, rows: BatchRows) -> Floats:
         """The same of the reference."""
         assert self.policy.reference is not None, "the learner was made without a reference"
         with self.policy.reference.in_place(self.policy.model):
             return self.logprobs(rows)
+
+    @mcore.quiet()
+    def teacher_logprobs(self, rows: BatchRows) -> Floats:
+        """The same of the teacher."""
+        assert self._teacher is not None, "the learner was made without a teacher"
+        with self._teacher.on_device():
+            return logprobs_by(self._teacher, without_experts(rows))
 
     @mcore.quiet()
     @torch.no_grad()
@@ -208,7 +215,7 @@ class Learner:
     ) -> tuple[Totals, dict[str, Floats] | None]:
         trained = int(rows.trained.sum())
         forward = _Forward(objective, columns, rows, self._out(rows), self.shape.vocabulary, tell_tokens, held)
-        self.policy.run(_warm(rows), forward, forward_only=forward_only)
+        self.policy.run(warm(rows), forward, forward_only=forward_only)
         totals = Totals.over_ranks(forward)
         if totals.trained != trained:
             raise BooksOff(f"the ranks trained {totals.trained} tokens, the batch counts {trained}")
@@ -227,14 +234,6 @@ class Learner:
 HELD_GAPS = (HELD_GAP_MAX, HELD_OLD_CACHE_GAP_MAX)
 TOLD = ("logprob", "entropy", "ratio")
 """Of a token, by the forward pass."""
-
-
-def _warm(rows: BatchRows) -> BatchRows:
-    """Greedy rows, which have no temperature to divide by, at 1: `_Forward` masks them."""
-    greedy = rows.temperature <= 0
-    if not greedy.any():
-        return rows
-    return dataclasses.replace(rows, temperature=np.where(greedy, 1.0, rows.temperature).astype("<f4"))
 
 
 class _Forward:
@@ -280,7 +279,7 @@ class _Forward:
         return output, lambda logits: self._loss(logits, batch)
 
     def _loss(self, logits: torch.Tensor, batch: PaddedRows) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        scaled = _scaled(logits, batch, self._vocabulary)
+        scaled = own_logits(logits, batch, self._vocabulary)
         entropy = token_entropy(scaled if self._objective.trains_entropy else scaled.detach())
         logprobs = -mcore.vocab_parallel_cross_entropy(scaled, batch.targets)  # it overwrites `scaled`
         seen = self._tokens(logprobs, entropy, batch)
@@ -337,7 +336,7 @@ class _Forward:
         def trained(column: torch.Tensor) -> torch.Tensor:
             return torch.where(batch.trained, column, current)
 
-        old, reference = here(columns.old), here(columns.reference)
+        old, reference, teacher = here(columns.old), here(columns.reference), here(columns.teacher)
         recorded = trained(batch.recorded)
         return Tokens(
             logprobs=logprobs,
@@ -350,6 +349,7 @@ class _Forward:
             trajectory_gap=here(columns.trajectory_gap),
             trajectory_tokens=here(columns.trajectory_tokens),
             importance=here(columns.importance),
+            teacher=None if teacher is None else trained(teacher),
         )
 
     def _measure(self, measures: Mapping[str, Measure], trained: torch.Tensor) -> None:
@@ -358,31 +358,6 @@ class _Forward:
             if len(values):
                 self.measures[place] += torch.stack([values.sum(), values.square().sum()]).cpu()
                 self.largest[place] = torch.maximum(self.largest[place], values.max().cpu())
-
-
-class _LogProbs:
-    """The same for a pass that only says what the trained tokens' log-probs are."""
-
-    def __init__(self, vocabulary: int, tokens: int) -> None:
-        self._vocabulary = vocabulary
-        self.found = torch.zeros(tokens, device=mcore.DEVICE)
-        """[T], this rank's share"""
-
-    def __call__(self, batches: Iterator[PaddedRows], model: Any) -> tuple[torch.Tensor, Any]:
-        batch = next(batches)
-        output = model(batch.inputs, batch.positions, None)
-        return output, lambda logits: self._keep(logits, batch)
-
-    def _keep(self, logits: torch.Tensor, batch: PaddedRows) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        logprobs = -mcore.vocab_parallel_cross_entropy(_scaled(logits, batch, self._vocabulary), batch.targets)
-        self.found[batch.places[batch.trained]] = logprobs[batch.trained]
-        return logprobs.sum(), batch.trained.sum().to(torch.int), {}
-
-
-def _scaled(logits: torch.Tensor, batch: PaddedRows, vocabulary: int) -> torch.Tensor:
-    columns = logits.size(-1)
-    first = mcore.parallel_state.get_tensor_model_parallel_rank() * columns
-    return scaled_logits(logits, batch.temperature, first_column=first, vocabulary=vocabulary)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -181,7 +182,8 @@ Forward = Callable[[Iterator[PaddedRows], Any], tuple[torch.Tensor, Any]]
 
 
 class Network:
-    """Collective: every rank makes the same calls with the same arguments. Process groups exist before it."""
+    """A model that says what it says of rows. Collective: every rank makes the same calls with the same arguments.
+    Process groups exist before it."""
 
     def __init__(
         self,
@@ -206,40 +208,20 @@ class Network:
         load_weights(self.model, weights, shape)
         if values:
             ValueHead.put_on(self.model)
-        distributed = mcore.DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-        self._ddp = mcore.DistributedDataParallel(self._config, distributed, self.model)
-        self.optimizer = mcore.get_megatron_optimizer(self._optimizer_config(), [self._ddp])
-        for one in self.optimizer.chained_optimizers:  # moments of 0, so that step 0 can be saved
-            one.init_state_fn(one.optimizer, one.config)
-            for group in one.optimizer.param_groups:
-                group.setdefault("step", 0)
         self._edges: tuple[int, ...] = ()
         self.model.register_forward_pre_hook(self._say_where_rows_end, with_kwargs=True)
         self._replay = Replay(self.model, recompute=options.recompute != "none") if shape.experts else None
-        self._config.grad_scale_func = self.optimizer.scale_loss
-        self._config.finalize_model_grads_func = mcore.finalize_model_grads
         self._schedule = mcore.get_forward_backward_func()
+        self._wrapped: Any = self.model
 
-    @property
-    def state(self) -> State:
-        """What a checkpoint holds."""
-        return self.model, self.optimizer
-
-    def forget_gradients(self) -> None:
-        """Before a pass with gradients."""
-        self._ddp.zero_grad_buffer()
-        self.optimizer.zero_grad()
-
-    def gradient_norm(self) -> float:
-        """Of the last pass, before clipping."""
-        self.optimizer.prepare_grads()
-        return float(self.optimizer.get_grad_norm())
-
-    def step(self, learning_rate: float) -> None:
-        """Move by the gradients whose norm was asked for."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        self.optimizer.step()
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """The model on its rank's device while the block runs, and in host memory from then on."""
+        self.model.to(mcore.DEVICE)
+        try:
+            yield
+        finally:
+            self.model.to("cpu")
 
     def run(self, rows: BatchRows, forward: Forward, *, forward_only: bool) -> None:
         """This rank's microbatches through Megatron's schedule."""
@@ -255,7 +237,7 @@ class Network:
         self._schedule(
             forward_step_func=forward,
             data_iterator=self._taken(batches),
-            model=[self._ddp],
+            model=[self._wrapped],
             num_microbatches=len(batches),
             seq_length=max(batch.inputs.size(1) for batch in batches),
             micro_batch_size=max(batch.inputs.size(0) for batch in batches),
@@ -263,20 +245,6 @@ class Network:
         )
         if self._replay:
             self._replay.clear()
-
-    def _optimizer_config(self) -> Any:
-        options = self._options
-        return mcore.OptimizerConfig(
-            optimizer="adam",
-            lr=1.0,  # set before every step
-            weight_decay=options.weight_decay,
-            adam_beta1=options.beta1,
-            adam_beta2=options.beta2,
-            clip_grad=options.clip_grad,
-            bf16=self._config.bf16,
-            params_dtype=self._config.params_dtype,
-            use_distributed_optimizer=True,
-        )
 
     def _laid_out(self, rows: BatchRows, microbatch: Microbatch, packing: bool) -> PaddedRows:
         """This rank's part of a microbatch."""
@@ -301,3 +269,63 @@ class Network:
         longest = int(ends.diff().max())
         packing = mcore.PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
         return arguments, {**named, "packed_seq_params": packing}
+
+
+class TrainedNetwork(Network):
+    """The same with what trains it."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        weights: Mapping[str, torch.Tensor],
+        options: LearnerOptions,
+        *,
+        reference: Mapping[str, torch.Tensor] | None = None,
+        values: bool = False,
+    ) -> None:
+        """As Network."""
+        super().__init__(shape, weights, options, reference=reference, values=values)
+        distributed = mcore.DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        self._wrapped = mcore.DistributedDataParallel(self._config, distributed, self.model)
+        self.optimizer = mcore.get_megatron_optimizer(self._optimizer_config(), [self._wrapped])
+        for one in self.optimizer.chained_optimizers:  # moments of 0, so that step 0 can be saved
+            one.init_state_fn(one.optimizer, one.config)
+            for group in one.optimizer.param_groups:
+                group.setdefault("step", 0)
+        self._config.grad_scale_func = self.optimizer.scale_loss
+        self._config.finalize_model_grads_func = mcore.finalize_model_grads
+
+    @property
+    def state(self) -> State:
+        """What a checkpoint holds."""
+        return self.model, self.optimizer
+
+    def forget_gradients(self) -> None:
+        """Before a pass with gradients."""
+        self._wrapped.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def gradient_norm(self) -> float:
+        """Of the last pass, before clipping."""
+        self.optimizer.prepare_grads()
+        return float(self.optimizer.get_grad_norm())
+
+    def step(self, learning_rate: float) -> None:
+        """Move by the gradients whose norm was asked for."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+
+    def _optimizer_config(self) -> Any:
+        options = self._options
+        return mcore.OptimizerConfig(
+            optimizer="adam",
+            lr=1.0,  # set before every step
+            weight_decay=options.weight_decay,
+            adam_beta1=options.beta1,
+            adam_beta2=options.beta2,
+            clip_grad=options.clip_grad,
+            bf16=self._config.bf16,
+            params_dtype=self._config.params_dtype,
+            use_distributed_optimizer=True,
+        )

@@ -114,6 +114,8 @@ class LearningPlan:
     objective: PolicyGradient
     reference: Path | None
     """Frozen weights that the objective measures a divergence from."""
+    teacher: Path | None
+    """A frozen model whose log-probs are in the advantages."""
     steps: int
     """Planned optimizer steps of the run."""
     rate: float
@@ -192,6 +194,7 @@ def learning_plan(settings: Settings) -> LearningPlan:
         ),
         objective=objective,
         reference=None if trainer.kl == "none" else Path(trainer.reference or weights),
+        teacher=Path(trainer.teacher) if trainer.teacher else None,
         steps=settings.feeder.draws * settings.batcher.updates_per_draw,
         rate=trainer.learning_rate,
         lowest_ratio=trainer.min_learning_rate_ratio,
@@ -256,6 +259,7 @@ def _objective(trainer: TrainerSettings) -> PolicyGradient:
         kl_in=trainer.kl_in,
         entropy_coefficient=trainer.entropy_coefficient,
         critic=_critic(trainer) if algorithm.critic else None,
+        teacher=trainer.teacher_coefficient if trainer.teacher else None,
         auxiliary=auxiliary,
         auxiliary_numbers=auxiliary_numbers,
         auxiliary_coefficient=trainer.auxiliary_coefficient,

@@ -403,6 +403,17 @@ def with_credits(rows: BatchRows, told: Sequence[Sequence[float]], rules: Critic
     return dataclasses.replace(rows, advantages=np.where(trained, whitened, 0.0).astype("<f4"))
 
 
+def taught(rows: BatchRows, plain: PlainLearner, teacher: PlainLearner, objective: PolicyGradient) -> BatchRows:
+    """The rows with advantages by the teacher, against the policy as it is."""
+    assert objective.teacher is not None
+    advantages = rows.advantages.astype("f8") * (objective.algorithm.name != "opd")
+    for row, (start, length) in enumerate(zip(rows.starts.tolist(), rows.lengths.tolist(), strict=True)):
+        with torch.no_grad():
+            gap = (teacher.logprobs(rows, row).double() - plain.logprobs(rows, row).double()).numpy()
+        advantages[start + 1 : start + length] += objective.teacher * gap * rows.trained[start + 1 : start + length]
+    return dataclasses.replace(rows, advantages=advantages.astype("<f4"))
+
+
 def _fused(weights: Mapping[str, torch.Tensor], shape: ModelShape) -> dict[str, torch.Tensor]:
     """With the experts of a layer as one tensor, as transformers 5 holds them; its files have one each."""
     if not shape.experts:
@@ -440,11 +451,14 @@ OBJECTIVES = {
     "gspo": PolicyGradient(0.01, 0.01, algorithm=BUILT_IN["gspo"]),
     "decoupled": PolicyGradient(0.2, 0.2, logprobs="recomputed", importance="truncated", importance_high=1.05),
     "entropy": PolicyGradient(0.2, 0.2, entropy_coefficient=0.1),
+    "opd": PolicyGradient(0.2, 0.2, algorithm=BUILT_IN["opd"], teacher=4.0),
     "ppo": PolicyGradient(
         0.2, 0.2, algorithm=BUILT_IN["ppo"], critic=CriticRules(discount=0.99, smoothing=0.9, rate=1e-3, clip=0.01)
     ),
 }
 """The steps of one are the updates of one draw."""
+TEACHER = dataclasses.replace(TINY, layers=4, hidden=96, ffn=160, tied=True)
+"""Of those that have one: another model than the policy."""
 SHARES = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "cp": "context_parallel", "ep": "expert_parallel"}
 
 WORDS = ("dp", "sp", "tied", "replay", "again", "packed", "moved", "kept", "lora", "called", "some")
@@ -484,6 +498,7 @@ def ours(learner: Learner | Ranks, objective: PolicyGradient, batches: Sequence[
     numbers = [
         Numbers(
             proximal=learner.logprobs(rows) if "proximal" in passes else None,
+            teacher=learner.teacher_logprobs(rows) if "teacher" in passes else None,
             values=learner.values(rows) if "values" in passes else None,
         )
         for rows in batches
@@ -509,15 +524,21 @@ def _called(
 
 
 def theirs(
-    plain: PlainLearner, critic: PlainCritic | None, objective: PolicyGradient, batches: Sequence[BatchRows]
+    plain: PlainLearner,
+    critic: PlainCritic | None,
+    objective: PolicyGradient,
+    batches: Sequence[BatchRows],
+    teacher: PlainLearner | None = None,
 ) -> Figures:
     """The same of the reference."""
+    if teacher is not None:
+        batches = [taught(rows, plain, teacher, objective) for rows in batches]
     lessons: list[PlainStep] = []
     if critic is not None and objective.critic is not None:
         told = [critic.told(rows) for rows in batches]
         lessons = [critic.step(rows, its, objective.critic) for rows, its in zip(batches, told, strict=True)]
         batches = [with_credits(rows, its, objective.critic) for rows, its in zip(batches, told, strict=True)]
-    proximal = "proximal" in objective.passes(len(batches))
+    proximal = objective.logprobs == "recomputed"
     numbers = [plain.columns(rows) if proximal else None for rows in batches]
     results = [plain.step(rows, objective, RATE, its) for rows, its in zip(batches, numbers, strict=True)]
     return [(result.loss, result.grad_norm) for result in (*results, *lessons)]
@@ -578,7 +599,8 @@ def main(steps: int, names: Sequence[str]) -> None:
             batches = [with_random_experts(rows, shape, n, some="some" in name) for n, rows in enumerate(batches)]
         store = PrefixStore(name, met) if met else None
         with process_group(rank=rank, world_size=world_size, store=store, **layout_of(options)) as control:
-            learner = Learner(shape, weights, options, critic=objective.critic is not None)
+            teacher = (TEACHER, random_weights(TEACHER, 3)) if objective.teacher is not None else None
+            learner = Learner(shape, weights, options, critic=objective.critic is not None, teacher=teacher)
             exact = all(torch.equal(tensor, weights[key]) for key, tensor in learner.export().items())
             by_rank_0 = functools.partial(_called, learner, control)
             stepped = (by_rank_0 if "called" in of_ranks else functools.partial(ours, learner))(objective, batches)
@@ -588,11 +610,19 @@ def main(steps: int, names: Sequence[str]) -> None:
         if rank == 0:
             exact = exact and (folder is None or _restored(folder, shape, options, exported))
             plain = PlainLearner(shape, weights, options)
-            critic = PlainCritic(shape, weights, options) if objective.critic else None
-            wanted_steps = theirs(plain, critic, objective, batches)
             found = [
                 (loss, wanted_loss, norm, wanted_norm)
-                for (loss, norm), (wanted_loss, wanted_norm) in zip(stepped, wanted_steps, strict=True)
+                for (loss, norm), (wanted_loss, wanted_norm) in zip(
+                    stepped,
+                    theirs(
+                        plain,
+                        PlainCritic(shape, weights, options) if objective.critic else None,
+                        objective,
+                        batches,
+                        PlainLearner(*teacher, options) if teacher else None,
+                    ),
+                    strict=True,
+                )
             ]
             apart = _apart(_fused(exported, shape), plain.export())
             print(json.dumps({"layout": name, "steps": found, "weights": apart, "exact": exact}), flush=True)

@@ -28,6 +28,7 @@ WANTS: Mapping[str, Wants] = {
     "sapo": {"trainer.dual_clip": ("0.0",)},
     "cispo": {"trainer.dual_clip": ("0.0",)},
     "ppo": {"fold.estimator": ("none",)},
+    "opd": {"fold.estimator": ("none",)},
 }
 """By built-in algorithm."""
 
@@ -62,6 +63,11 @@ class LearningSettings:
     """Where it counts: token by token in the loss, or to go in the advantages."""
     reference: str = ""
     """Hugging Face folder that the divergence is taken from; empty is the weights that training began with."""
+    teacher: str = ""
+    """Hugging Face folder of a model with the policy's tokenizer, of any size: what it makes likelier than the policy
+    does has an advantage. Needed by opd, beside the advantages of any other algorithm; empty is none."""
+    teacher_coefficient: Bound = 1.0
+    """Of the teacher's log-prob less the policy's, in the advantage of a token; at 0 it is measured alone."""
     entropy_coefficient: Bound = 0.0
     """Of the entropy, which is taken off the loss."""
     auxiliary: Annotated[str, Offered(EntryPointGroup.AUXILIARY_LOSSES, ("none", "imitate"), numbers=True)] = "none"
@@ -95,6 +101,11 @@ def check_learning(settings: object, learning: LearningSettings, source: str) ->
         raise SettingsError(
             f"{source}: trainer.algorithm is dapo and trainer.clip_high {learning.clip_high:g} is not above "
             f"trainer.clip_low {learning.clip_low:g}: set trainer.clip_high, to 0.28 as its authors do"
+        )
+    if name == "opd" and not learning.teacher:
+        raise SettingsError(
+            f"{source}: trainer.algorithm is opd and trainer.teacher is empty: set trainer.teacher to the Hugging Face "
+            "folder of the model to learn from"
         )
     if 0 < learning.dual_clip <= 1:
         raise SettingsError(f"{source}: trainer.dual_clip must be 0 or above 1, got {learning.dual_clip:g}")

@@ -22,6 +22,7 @@ OTHERS = (
     "tp2:entropy",
     "dp:ppo",
     "cp2-packed:ppo",
+    "pp2:opd",
 )
 
 

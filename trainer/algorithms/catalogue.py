@@ -76,6 +76,7 @@ BUILT_IN = {
         Algorithm("sapo", soft, {"positive": 1.0, "negative": 1.05}),
         Algorithm("cispo", weighted),
         Algorithm("ppo", clipped, critic=True),
+        Algorithm("opd", clipped, distils=True),
     )
 }
 

@@ -23,7 +23,8 @@ from turnlog.trainer import mcore
 from turnlog.trainer.algorithms.gae import CriticRules, Lesson, value_loss
 from turnlog.trainer.algorithms.passes import over_ranks
 from turnlog.trainer.microbatches import PaddedRows
-from turnlog.trainer.model import Network
+from turnlog.trainer.model import TrainedNetwork
+from turnlog.trainer.models.experts import without_experts
 from turnlog.trainer.plan import LearnerOptions
 from turnlog.trainer.shape import ModelShape
 
@@ -32,7 +33,7 @@ class Critic:
     """Collective, as Learner is."""
 
     def __init__(self, shape: ModelShape, weights: Mapping[str, torch.Tensor], options: LearnerOptions) -> None:
-        self.network = Network(shape, weights, options, values=True)
+        self.network = TrainedNetwork(shape, weights, options, values=True)
 
     def values(self, rows: BatchRows) -> NDArray[np.float32]:
         """[T + n]: of each row V before each trained token, 0 elsewhere, and then V behind its last trained one. The
@@ -69,7 +70,7 @@ class Critic:
     def _gradient(self, rows: BatchRows, lesson: Lesson, rules: CriticRules) -> _Found:
         self.network.forget_gradients()
         forward = _ValueLoss(rows, lesson, rules.clip)
-        self.network.run(_plain(rows), forward, forward_only=False)
+        self.network.run(without_experts(rows), forward, forward_only=False)
         loss, trained, clipped = over_ranks(forward.sums.to(mcore.DEVICE)).tolist()
         return _Found(loss, trained, clipped, self.network.gradient_norm())
 
@@ -104,11 +105,6 @@ def _fit(rows: BatchRows, lesson: Lesson) -> dict[str, float]:
     return {"value_mean": float(values.mean()), "return_mean": float(returns.mean()), "explained_variance": told}
 
 
-def _plain(rows: BatchRows) -> BatchRows:
-    """Without recorded experts: they are the policy's."""
-    return BatchRows(**{field.name: getattr(rows, field.name) for field in dataclasses.fields(BatchRows)})
-
-
 def _with_an_end(rows: BatchRows) -> BatchRows:
     """Each row with one token more, and the token behind its last trained one marked beside those that train."""
     ends, counts = rows.starts + rows.lengths, rows.trained_per_row()
@@ -117,7 +113,7 @@ def _with_an_end(rows: BatchRows) -> BatchRows:
     } | {"old_cache": None}
     marks = np.flatnonzero(longer["trained"])
     longer["trained"][marks[np.cumsum(counts)[counts > 0] - 1] + 1] = 1
-    return dataclasses.replace(_plain(rows), lengths=rows.lengths + np.int32(1), **longer)
+    return dataclasses.replace(without_experts(rows), lengths=rows.lengths + np.int32(1), **longer)
 
 
 class _Values:

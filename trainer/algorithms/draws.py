@@ -32,6 +32,7 @@ Truncated = Callable[[SampleBatchFormed], Awaitable[NDArray[np.bool_]]]
 METHODS: Mapping[Pass, Callable[[Ranks, BatchRows], Floats]] = {
     "proximal": Ranks.logprobs,
     "reference": Ranks.reference_logprobs,
+    "teacher": Ranks.teacher_logprobs,
     "values": Ranks.values,
 }
 
@@ -74,8 +75,8 @@ class DrawPasses:
             raise CheckpointUnusable(
                 f"batch {manifest.batch_index} is part {manifest.part} of draw {manifest.draw_index}, and the "
                 f"checkpoint before it holds no {what} of {missing[0]}: the draw was begun under another "
-                "[trainer] logprobs, kl or algorithm. End the draw under those, or start from a checkpoint between two "
-                "draws"
+                "[trainer] logprobs, kl, teacher or algorithm. End the draw under those, or start from a checkpoint "
+                "between two draws"
             )
         column: Floats = torch.cat([kept[sample] for sample in rows.sample_ids]).numpy()
         return column

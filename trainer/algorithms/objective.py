@@ -20,9 +20,9 @@ from turnlog.trainer.algorithms.catalogue import BUILT_IN
 from turnlog.trainer.algorithms.gae import CriticRules, Lesson, credited
 from turnlog.trainer.algorithms.tokens import Algorithm, Auxiliary, Clip, Measure, TokenLoss, Tokens
 
-Pass = Literal["proximal", "reference", "values"]
+Pass = Literal["proximal", "reference", "teacher", "values"]
 """A forward pass without gradients over all rows of a draw, by the weights before its first update, by the frozen
-ones, or by the critic's before its first update."""
+ones, by the teacher, or by the critic's before its first update."""
 Floats = NDArray[np.float32]
 
 
@@ -32,6 +32,7 @@ class Numbers:
 
     proximal: Floats | None = None
     reference: Floats | None = None
+    teacher: Floats | None = None
     values: Floats | None = None
     """[T + n], as Critic.values gives them."""
     truncated: NDArray[np.bool_] | None = None
@@ -46,6 +47,7 @@ class Columns:
     """None: the recorded ones, or, with `old_is_current`, the current ones."""
     old_is_current: bool = False
     reference: torch.Tensor | None = None
+    teacher: torch.Tensor | None = None
     trajectory_gap: torch.Tensor | None = None
     trajectory_tokens: torch.Tensor | None = None
     importance: torch.Tensor | None = None
@@ -126,6 +128,8 @@ class PolicyGradient:
     kl_in: str = "loss"
     entropy_coefficient: float = 0.0
     critic: CriticRules | None = None
+    teacher: float | None = None
+    """What its part of the advantages is multiplied by; None: without one."""
     auxiliary: Auxiliary | None = None
     auxiliary_numbers: tuple[float, ...] = ()
     auxiliary_coefficient: float = 0.0
@@ -147,10 +151,12 @@ class PolicyGradient:
         found: set[Pass] = set()
         # The one update of a draw of one part reads what its own forward says, unless a sum over rows comes before it.
         summed = parts > 1 or self.by_trajectory or self.importance_level != "token"
-        if self._penalised or (self.logprobs == "recomputed" and summed):
+        if self._penalised or self.teacher is not None or (self.logprobs == "recomputed" and summed):
             found.add("proximal")
         if self.kl != "none":
             found.add("reference")
+        if self.teacher is not None:
+            found.add("teacher")
         if self.critic is not None:
             found.add("values")
         return frozenset(found)
@@ -171,10 +177,13 @@ class PolicyGradient:
             rows, lesson = self._credited(rows, numbers, self.critic)
         elif self._penalised:
             rows = self._with_penalty(rows, numbers)
+        if self.teacher is not None:
+            rows = self._taught(rows, numbers, self.teacher)
         columns = Columns(
             old=_column(proximal),
             old_is_current=recomputed and proximal is None,
             reference=_column(numbers.reference),
+            teacher=_column(numbers.teacher),
             trajectory_gap=_column(gap),
             trajectory_tokens=None if counts is None else _column(np.maximum(1.0, counts)),
             importance=_column(importance),
@@ -207,6 +216,8 @@ class PolicyGradient:
             measures["kl"] = Measure(divergence.detach())
             if self.kl_coefficient and self.kl_in == "loss":
                 value = value + self.kl_coefficient * divergence
+        if tokens.teacher is not None:
+            measures["teacher_kl"] = Measure(current - tokens.teacher)
         if self.entropy_coefficient:
             value = value - self.entropy_coefficient * tokens.entropy
         beside = None if self.auxiliary is None else self.auxiliary.loss(tokens, *self.auxiliary_numbers)
@@ -233,6 +244,15 @@ class PolicyGradient:
         truncated = np.zeros(len(rows), bool) if numbers.truncated is None else numbers.truncated
         advantages, lesson = credited(rows, numbers.values, truncated, penalty, rules)
         return dataclasses.replace(rows, advantages=advantages), lesson
+
+    def _taught(self, rows: BatchRows, numbers: Numbers, coefficient: float) -> BatchRows:
+        """Advantages less the divergence from the teacher of each token alone, by the weights before the draw's first
+        update; of an algorithm that distils nothing else."""
+        assert numbers.proximal is not None
+        assert numbers.teacher is not None
+        kept = 0.0 if self.algorithm.distils else rows.advantages.astype("f8")
+        divergence = numbers.proximal.astype("f8") - numbers.teacher
+        return dataclasses.replace(rows, advantages=((kept - coefficient * divergence) * rows.trained).astype("<f4"))
 
     def _penalty(self, rows: BatchRows, numbers: Numbers) -> NDArray[np.float64]:
         """[T] the divergence that costs reward, by the weights before the draw's first update."""

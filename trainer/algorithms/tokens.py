@@ -35,6 +35,7 @@ class Tokens:
     reference: torch.Tensor | None
     """The frozen model's; None where no divergence is asked for."""
     advantages: torch.Tensor
+    """With what a teacher makes of them."""
     trained: torch.Tensor
     """bool"""
     entropy: torch.Tensor
@@ -46,6 +47,8 @@ class Tokens:
     """How many those are, at least 1."""
     importance: torch.Tensor | None = None
     """Logarithm of the trajectory's weight, where [trainer] importance_level is not token."""
+    teacher: torch.Tensor | None = None
+    """The teacher's, where there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,8 @@ class Algorithm:
     critic: bool = False
     """Whether its advantages are those of rewards against a critic (turnlog.trainer.algorithms.gae); then it wants
     {"fold.estimator": ("none",)}."""
+    distils: bool = False
+    """Whether its advantages are a teacher's alone; then it wants {"fold.estimator": ("none",)}."""
     wants: Wants = field(default_factory=dict)
     """Settings that it is defined with: {"batcher.weighting": ("trajectory",)}."""
 

@@ -117,6 +117,11 @@ class Ranks:
         found: Floats = self._everywhere("reference_logprobs", rows)
         return found
 
+    def teacher_logprobs(self, rows: BatchRows) -> Floats:
+        """See Learner.teacher_logprobs."""
+        found: Floats = self._everywhere("teacher_logprobs", rows)
+        return found
+
     def values(self, rows: BatchRows) -> Floats:
         """See Learner.values."""
         found: Floats = self._everywhere("values", rows)

@@ -63,6 +63,11 @@ def routed(
     return RoutedRows(**columns, experts=experts, has_experts=recorded)
 
 
+def without_experts(rows: BatchRows) -> BatchRows:
+    """Without recorded experts, which are the policy's: for other models."""
+    return BatchRows(**{field.name: getattr(rows, field.name) for field in fields(BatchRows)})
+
+
 class Microbatch(Protocol):
     """What a forward pass takes."""
 

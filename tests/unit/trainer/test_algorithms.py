@@ -260,6 +260,11 @@ REFUSED = [
     ),
     ({"trainer": {"algorithm": "rloo"}}, r"rloo and fold\.estimator is grpo: set fold\.estimator to rloo"),
     ({"trainer": {"algorithm": "ppo"}}, r"ppo and fold\.estimator is grpo: set fold\.estimator to none"),
+    ({"trainer": {"algorithm": "opd"}}, r"opd and fold\.estimator is grpo: set fold\.estimator to none"),
+    (
+        {"trainer": {"algorithm": "opd"}, "fold": {"estimator": "none"}},
+        r"trainer\.algorithm is opd and trainer\.teacher is empty: set trainer\.teacher to the Hugging Face folder",
+    ),
     ({"trainer": {"algorithm": "reinforce_pp"}}, r"set fold\.estimator to reinforce_pp or reinforce_pp_baseline"),
     ({"trainer": {"algorithm": "dapo"}, "batcher": {"weighting": "token"}}, r"dapo and trainer\.clip_high 0\.2"),
     ({"trainer": {"algorithm": "cispo", "dual_clip": 3.0}}, r"cispo and trainer\.dual_clip is 3\.0: set .* to 0\.0"),

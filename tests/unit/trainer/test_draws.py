@@ -115,15 +115,17 @@ async def struck_and_whole(
 
 
 async def test_a_kill_between_two_updates_of_a_draw_gives_the_same_bits(tmp_path: Path) -> None:
-    undisturbed, final = await struck_and_whole(tmp_path, DECOUPLED)
+    teacher = {"teacher": str(synthetic_model(tmp_path / "teacher"))}  # as the policy begins
+    undisturbed, final = await struck_and_whole(tmp_path, DECOUPLED | teacher)
     for index, step in undisturbed.items():
         assert (final[index].loss, final[index].metrics) == (step.loss, step.metrics)
     assert [step.metrics["updates_since_sampling"] for step in undisturbed.values()] == [0, 1, 2, 3, 4, 5]
     assert undisturbed[0].metrics["ratio"] == 1.0
-    assert undisturbed[0].metrics["kl"] == 0.0
+    assert undisturbed[0].metrics["kl"] == undisturbed[0].metrics["teacher_kl"] == 0.0
     assert undisturbed[1].metrics["ratio_max"] > 1.0
     assert undisturbed[3].metrics["ratio"] == 1.0
     assert undisturbed[3].metrics["kl"] > 0.0
+    assert undisturbed[3].metrics["teacher_kl"] != 0.0
 
 
 @pytest.mark.long  # the suite has the same without a critic, above, and a critic that goes on (test_critic.py)

@@ -1,0 +1,109 @@
+"""What a model says of a batch's tokens without training on them: the policy before a draw's first update, its frozen
+reference, and a teacher.
+
+A teacher is a model of its own, of any family and size whose layers the ranks can share as they share the policy's. It
+has no gradient and no optimizer, and lies in host memory between its passes, one a draw.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from turnlog.processors.core.batches.rows import BatchRows
+from turnlog.trainer import LayoutUnfit, TeacherUnfit, mcore
+from turnlog.trainer.algorithms.objective import Floats
+from turnlog.trainer.algorithms.passes import over_ranks
+from turnlog.trainer.microbatches import PaddedRows
+from turnlog.trainer.model import Network
+from turnlog.trainer.plan import LearnerOptions, check_layout, scaled_logits
+from turnlog.trainer.shape import ModelShape, read_shape
+
+
+@torch.no_grad()
+def logprobs_by(network: Network, rows: BatchRows) -> Floats:
+    """[T] of the trained tokens, at each row's temperature, over the network's own vocabulary; 0 elsewhere. The same on
+    every rank. Collective."""
+    forward = _LogProbs(network.shape.vocabulary, len(rows.token_ids))
+    network.run(warm(rows), forward, forward_only=True)
+    found: Floats = over_ranks(forward.found).numpy()
+    return found
+
+
+def frozen(shape: ModelShape, weights: Mapping[str, torch.Tensor], options: LearnerOptions) -> Network:
+    """A model that never trains, in host memory. Raises WeightsMismatch."""
+    network = Network(shape, weights, dataclasses.replace(options, lora_rank=0, recompute="none"))
+    network.model.requires_grad_(False).to("cpu")
+    return network
+
+
+def check_teacher(teacher: Path, model: Path, options: LearnerOptions) -> None:
+    """Raises TeacherUnfit for a folder whose model reads other tokens than the policy of `model` writes, or that the
+    ranks cannot share; UnsupportedModel."""
+    shape, policy = read_shape(teacher), read_shape(model)
+    setting = f"trainer.teacher = {teacher}"
+    try:
+        check_layout(shape, options)
+    except LayoutUnfit as error:
+        raise TeacherUnfit(f"{setting}: of the teacher: {error}") from error
+    if shape.vocabulary < policy.vocabulary:
+        raise TeacherUnfit(
+            f"{setting}: it knows {shape.vocabulary} tokens, the policy {policy.vocabulary}: name a model with the "
+            "policy's vocabulary"
+        )
+    written, read = _tokens(model), _tokens(teacher)
+    for token, number in sorted(written.items(), key=lambda one: one[1]):
+        if read.get(token) != number:
+            raise TeacherUnfit(
+                f"{setting}: {token!r} is token {number} of the policy and {read.get(token, 'none')} of the teacher: "
+                "name a model with the policy's tokenizer"
+            )
+
+
+def _tokens(folder: Path) -> dict[str, int]:
+    """Token -> id, added ones among them. Raises TeacherUnfit."""
+    file = folder / "tokenizer.json"
+    if not file.exists():
+        raise TeacherUnfit(f"{file} is missing: a policy and its teacher must have the same tokenizer")
+    vocabulary: dict[str, int] = Tokenizer.from_file(str(file)).get_vocab(True)
+    return vocabulary
+
+
+def warm(rows: BatchRows) -> BatchRows:
+    """Greedy rows, which have no temperature to divide by, at 1: steps mask them."""
+    greedy = rows.temperature <= 0
+    if not greedy.any():
+        return rows
+    return dataclasses.replace(rows, temperature=np.where(greedy, 1.0, rows.temperature).astype("<f4"))
+
+
+def own_logits(logits: torch.Tensor, batch: PaddedRows, vocabulary: int) -> torch.Tensor:
+    """scaled_logits of this rank's columns."""
+    columns = logits.size(-1)
+    first = mcore.parallel_state.get_tensor_model_parallel_rank() * columns
+    return scaled_logits(logits, batch.temperature, first_column=first, vocabulary=vocabulary)
+
+
+class _LogProbs:
+    """Megatron's forward_step_func, for a pass that only says what the trained tokens' log-probs are."""
+
+    def __init__(self, vocabulary: int, tokens: int) -> None:
+        self._vocabulary = vocabulary
+        self.found = torch.zeros(tokens, device=mcore.DEVICE)
+        """[T], this rank's share"""
+
+    def __call__(self, batches: Iterator[PaddedRows], model: Any) -> tuple[torch.Tensor, Any]:
+        batch = next(batches)
+        output = model(batch.inputs, batch.positions, None)
+        return output, lambda logits: self._keep(logits, batch)
+
+    def _keep(self, logits: torch.Tensor, batch: PaddedRows) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        logprobs = -mcore.vocab_parallel_cross_entropy(own_logits(logits, batch, self._vocabulary), batch.targets)
+        self.found[batch.places[batch.trained]] = logprobs[batch.trained]
+        return logprobs.sum(), batch.trained.sum().to(torch.int), {}
