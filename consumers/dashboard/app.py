@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from urllib.parse import urlencode
 
 import orjson
@@ -30,6 +30,7 @@ from turnlog.consumers.dashboard.overview import STANDS, overview
 from turnlog.consumers.dashboard.queues import Queues
 from turnlog.consumers.dashboard.records import Records
 from turnlog.consumers.dashboard.sandboxes import sandboxes
+from turnlog.consumers.dashboard.swimlanes import swimlanes
 from turnlog.consumers.dashboard.timeline import timeline
 from turnlog.consumers.dead_letters import FOLDED, PLACE, LetterError
 from turnlog.consumers.index import (
@@ -61,6 +62,8 @@ STATUS: Mapping[type[Exception], int] = {
 RECIPES = """WITH RECURSIVE found(name) AS (SELECT min(recipe) FROM sessions UNION ALL
     SELECT (SELECT min(recipe) FROM sessions WHERE recipe > name) FROM found WHERE name IS NOT NULL)
     SELECT name FROM found WHERE name IS NOT NULL LIMIT 100"""
+
+Number = TypeVar("Number", int, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,7 @@ class Pages:
             "/batches": self.batches, "/batches/{number:int}": self.batch, "/weights": self.weights,
             "/dead-letters": self.dead_letters, "/records/{topic}/{partition:int}/{offset:int}": self.record,
             "/live": self.live, "/login": self.login, "/queues": self.queues,
-            "/sandboxes": self.sandboxes,
+            "/sandboxes": self.sandboxes, "/timeline": self.timeline,
         }  # fmt: skip
         return Starlette(
             routes=[
@@ -257,6 +260,14 @@ class Pages:
             link=lambda **more: "/sandboxes?" + urlencode(more),
         )  # fmt: skip
 
+    def timeline(self, request: Request) -> Response:
+        """A window of the run: its lanes over wall time."""
+        first, last = (_whole(request, name, None) for name in ("from", "to"))
+        with self._opened() as index:
+            found = swimlanes(index, first, last)
+            as_of = index.as_of() if found is None else found.as_of
+        return self._page(request, "timeline.html", as_of, of=found)
+
     def dead_letters(self, request: Request) -> Response:
         """Refused records, and those in no table."""
         after = _whole(request, "after", -1)
@@ -388,7 +399,7 @@ def _done(what: str, place: str) -> Response:
     return RedirectResponse("/dead-letters?" + urlencode({"done": what, "at": place}), 303)
 
 
-def _whole(request: Request, name: str, otherwise: int) -> int:
+def _whole(request: Request, name: str, otherwise: Number) -> int | Number:
     """Raises BadQuestion."""
     text = request.query_params.get(name, "")
     if not text:

@@ -17,6 +17,10 @@ MOST = 48
 WIDTH, LEFT, LANE, TOP = 1100, 112, 15, 22
 VERSIONS = 6
 """Colours of weight versions, which come again."""
+PHASES = {"wait": "wait", "checkpoint": "v1", "publish": "v2", "read": "v3", "step": "v0", "export": "v4"}
+"""Of a step, in the order in which it goes through them, with their colours."""
+OTHER = "v5"
+"""Colour of a phase that a later release knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +62,19 @@ def timeline(index: Index, of: BatchView) -> Timeline:
     marks = ",".join("?" * len(names))
     began = index.rows(f"SELECT session_id FROM sessions WHERE session_id IN ({marks}) ORDER BY started_ms", *names)
     lanes = [lane for row in began[:MOST] if (lane := _lane(index, row["session_id"])).spans]
-    phases = [(f"v{at % VERSIONS}", phase, seconds) for at, (phase, seconds) in enumerate(_phases(of.step))]
-    versions = sorted({span.style for lane in lanes for span in lane.spans if span.style.startswith("v")})
-    legend = [("wait", "queue"), *((style, "generation, by weight version") for style in versions[:1]),
-              ("called", "tool call"), ("failed", "failed call"), ("mark", "judged, folded")]  # fmt: skip
-    return Timeline(_drawn(lanes, of), _bar(phases), phases, legend, len(began) - min(len(began), MOST))
+    seconds = phases_of(of.step)
+    sampled = index.rows(
+        f"SELECT DISTINCT version_first AS n FROM turns WHERE session_id IN ({marks}) ORDER BY n", *names
+    )
+    versions = [(f"v{row['n'] % VERSIONS}", f"generation, version {row['n']}") for row in sampled]
+    if len(versions) > VERSIONS:
+        versions = [("v0", "generation, by weight version")]
+    legend = [("wait", "queue"), *versions, ("called", "tool call"), ("failed", "failed call"),
+              ("mark", "judged, folded")]  # fmt: skip
+    phases = [(PHASES.get(phase, OTHER), phase, each) for phase, each in seconds]
+    return Timeline(
+        _drawn(lanes, of), stacked(seconds, "seconds of the step"), phases, legend, len(began) - min(len(began), MOST)
+    )
 
 
 def _lane(index: Index, session: str) -> Lane:
@@ -95,9 +107,11 @@ def _call(row: Row) -> Iterator[Span]:
     yield Span(row["answered_ms"] - 1000 * row["duration_s"], row["answered_ms"], style, said)
 
 
-def _phases(step: Row | None) -> list[tuple[str, float]]:
+def phases_of(step: Row | None) -> list[tuple[str, float]]:
+    """Phases of a step that took a while, in their order, and seconds of each."""
     found: dict[str, float] = orjson.loads(step["seconds"]) if step is not None and step["seconds"] else {}
-    return [(phase, seconds) for phase, seconds in found.items() if seconds > 0]
+    ordered = [phase for phase in PHASES if phase in found] + [phase for phase in found if phase not in PHASES]
+    return [(phase, found[phase]) for phase in ordered if found[phase] > 0]
 
 
 def _drawn(lanes: Sequence[Lane], of: BatchView) -> Markup:
@@ -126,30 +140,43 @@ def _drawn(lanes: Sequence[Lane], of: BatchView) -> Markup:
     )  # fmt: skip
 
 
-_BAR = Markup('<rect class="{}" x="{:.1f}" y="{}" width="{:.1f}" height="{}" data-tip="{}"/>')
+BAR = Markup('<rect class="{}" x="{:.1f}" y="{}" width="{:.1f}" height="{}" data-tip="{}"/>')
+
+
+_NAME = Markup(
+    '<a href="/sessions/{}" aria-label="{}" data-tip="{}"><text class="tick name" x="2" y="{}">{}</text></a>'
+)
+KINDS = {"wait": "queue", "called": "calls", "failed": "failed calls"}
+
+
+def _summed(spans: Sequence[Span]) -> str:
+    """Seconds of a lane by what they were spent on."""
+    found: dict[str, float] = {}
+    for one in spans:
+        kind = KINDS.get(one.style, "generation")
+        found[kind] = found.get(kind, 0.0) + (one.end - one.start) / 1000
+    return ", ".join(f"{kind} {seconds:.2f} s" for kind, seconds in found.items())
 
 
 def _lane_drawn(lane: Lane, y: int, zero: float, per_ms: float) -> Markup:
     """`zero`, `per_ms`: where ms 0 would stand, and how wide one is."""
-    found = [
-        Markup('<a href="/sessions/{}"><text class="tick name" x="2" y="{}">{}</text></a>').format(
-            lane.session, y + 10, lane.session[:12]
-        )
-    ]
+    says = f"session {lane.session[:12]}: {_summed(lane.spans)}"
+    found = [_NAME.format(lane.session, says, says, y + 10, lane.session[:12])]
     for span in lane.spans:
         start, wide = zero + span.start * per_ms, max((span.end - span.start) * per_ms, 1.2)
-        found.append(_BAR.format(f"span {span.style}", start, y + 1, wide, LANE - 4, span.says))
+        found.append(BAR.format(f"span {span.style}", start, y + 1, wide, LANE - 4, span.says))
     for mark in lane.marks:
-        found.append(_BAR.format("span mark", zero + mark.start * per_ms - 1, y, 2, LANE - 2, mark.says))
+        found.append(BAR.format("span mark", zero + mark.start * per_ms - 1, y, 2, LANE - 2, mark.says))
     return Markup("").join(found)
 
 
-def _bar(phases: Sequence[tuple[str, str, float]]) -> Markup:
-    total, left, found = sum(seconds for _, _, seconds in phases), 0.0, []
-    for style, phase, seconds in phases:
-        wide = seconds / total * WIDTH
-        found.append(_BAR.format(f"span {style}", left, 0, wide, 14, f"{phase}: {number(round(seconds, 3))} s"))
+def stacked(phases: Sequence[tuple[str, float]], label: str) -> Markup:
+    """Seconds of phases as one bar."""
+    total, left, found = sum(seconds for _, seconds in phases), 0.0, []
+    for phase, seconds in phases:
+        wide, tip = seconds / total * WIDTH, f"{phase}: {number(round(seconds, 3))} s, {seconds / total:.0%}"
+        found.append(BAR.format(f"span {PHASES.get(phase, OTHER)}", left, 0, wide, 14, tip))
         left += wide
-    return Markup(
-        '<svg class="timeline" viewBox="0 0 {} 14" role="img" aria-label="seconds of the step">{}</svg>'
-    ).format(WIDTH, Markup("").join(found))
+    return Markup('<svg class="timeline" viewBox="0 0 {} 14" role="img" aria-label="{}">{}</svg>').format(
+        WIDTH, label, Markup("").join(found)
+    )

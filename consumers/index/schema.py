@@ -14,7 +14,7 @@ from turnlog.infra.log import Partition
 from turnlog.schemas import topics
 from turnlog.schemas.topics import Topic
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Stands in the file (PRAGMA user_version). Any change of a table is a new one, and an index is built again."""
 
 NUMBERED = (
@@ -183,7 +183,8 @@ TURNS = Table(
         total_s REAL From the request to the record.
         engine_id TEXT That sampled last.
     """),
-    topics.TURNS, ("session_id", "epoch", "turn_index"), (("group_id",),),
+    topics.TURNS, ("session_id", "epoch", "turn_index"),
+    (("group_id",), ("time_ms", "engine_id", "total_s", "queue_s", "counts")),
 )  # fmt: skip
 SNAPSHOTS = Table(
     "snapshots", "Tokens of turns, by reference: ids and log-probs stand at the record's place.",
@@ -256,7 +257,8 @@ RESULTS = Table(
         refused_requests INTEGER Of them, refused ones.
     """),
     topics.TOOL_RESULTS, ("call_id",),
-    (("session_id",), ("counts", "status", "reason"), ("duration_s", "place"), ("queue_s", "place")),
+    (("session_id",), ("counts", "status", "reason"), ("duration_s", "place"), ("queue_s", "place"),
+     ("time_ms", "worker", "duration_s", "counts")),
 )  # fmt: skip
 TREES = Table(
     "trees", "Sessions as trees of turns, with their books.",

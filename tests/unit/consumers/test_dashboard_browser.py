@@ -178,7 +178,7 @@ def views(served: Served) -> dict[str, str]:
         "excluded": f"/sessions/{cut.session_id}", "hostile": f"/sessions/{bad.session_id}",
         "compare": f"/compare?left={row.session_id}&right={cut.session_id}", "group": f"/groups/{row.group_id}",
         "batches": "/batches", "batch": "/batches/0", "weights": "/weights", "dead letters": "/dead-letters",
-        "sandboxes": "/sandboxes",
+        "sandboxes": "/sandboxes", "timeline": "/timeline",
         "record": "/records/agent.turns/0/0", "login": "/login",
     }  # fmt: skip
 
@@ -201,7 +201,7 @@ def test_every_view_is_whole_quiet_and_has_no_serious_finding_of_axe(
     page: Page, served: Served, context: BrowserContext, faults: list[str], request: pytest.FixtureRequest
 ) -> None:
     for name in views(served):
-        if "dark" in request.node.callspec.id and name not in ("run", "sessions", "session", "excluded"):
+        if "dark" in request.node.callspec.id and name not in ("run", "sessions", "session", "excluded", "timeline"):
             continue  # the others are made of the same colours
         opened(page, served, name)
         across = page.evaluate("document.documentElement.scrollWidth - innerWidth")
@@ -217,7 +217,7 @@ def test_every_view_is_whole_quiet_and_has_no_serious_finding_of_axe(
 
 
 def test_what_agents_wrote_runs_nowhere(page: Page, served: Served, faults: list[str]) -> None:
-    for name in ("hostile", "sessions", "run", "compare", "sandboxes"):
+    for name in ("hostile", "sessions", "run", "compare", "sandboxes", "timeline"):
         opened(page, served, name)
         for fold in page.query_selector_all("details"):
             fold.evaluate("one => { one.open = true }")
@@ -301,6 +301,26 @@ def test_the_run_moves_while_it_is_looked_at(page: Page, served: Served) -> None
     expect(page.locator("#tip")).to_contain_text("step 4")
 
 
+def test_lanes_of_the_run_tell_to_mouse_and_keyboard_and_a_part_of_it_is_looked_at_closer(
+    page: Page, served: Served
+) -> None:
+    opened(page, served, "timeline")
+    tip = page.locator("#tip")
+    page.hover(".timeline .span.v0 >> nth=1")
+    expect(tip).to_contain_text("step")
+    page.focus("a[aria-label^='engine-0']")
+    expect(tip).to_contain_text("requests in hand")
+    page.focus(".timeline a[href*='from='] >> nth=2")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/timeline?from=*")
+    page.click("text=all of it")
+    page.wait_for_url("**/timeline?from=*")
+    expect(page.locator(".pages")).not_to_contain_text("wider")
+    page.goto(f"{served.url}/batches/0")
+    page.focus(".timeline a >> nth=0")
+    expect(tip).to_contain_text("generation")
+
+
 def test_a_link_logs_in_once_and_a_button_out(page: Page, served: Served) -> None:
     page.goto(served.link)
     page.click("text=Log out")
@@ -363,7 +383,7 @@ def test_pictures_are_taken_for_the_documents(
 ) -> None:
     into = DOCS if os.environ.get(WRITES) else tmp_path
     dark = "dark" in request.node.callspec.id
-    for name in ("session",) if dark else ("run", "session"):
+    for name in ("session",) if dark else ("run", "session", "timeline"):
         opened(page, served, name)
         if name == "session":
             page.check(f"input[name=colour][value={'log-prob' if dark else 'fate'}]")
