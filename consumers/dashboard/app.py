@@ -24,7 +24,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from turnlog.consumers.dashboard import Refused, Unknown, drawing, harmless, known
-from turnlog.consumers.dashboard.conversation import conversation
+from turnlog.consumers.dashboard.conversation import aligned, conversation, said_alike
 from turnlog.consumers.dashboard.guard import checked_form
 from turnlog.consumers.dashboard.overview import STANDS, overview
 from turnlog.consumers.dashboard.queues import Queues
@@ -213,7 +213,9 @@ class Pages:
                 if view is None:
                     raise Unknown(f"{side}: the index has no session {name!r}")
                 sides.append((view, conversation(view)))
-        return self._page(request, "compare.html", as_of, sides=sides)
+        pairs = aligned(*(talk.turns for _, talk in sides))
+        differ = next((at for at, (left, right) in enumerate(pairs) if not said_alike(left, right)), None)
+        return self._page(request, "compare.html", as_of, sides=sides, pairs=pairs, differ=differ)
 
     def group(self, request: Request) -> Response:
         """One group."""

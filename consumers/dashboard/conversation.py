@@ -11,6 +11,8 @@ import binascii
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from itertools import zip_longest
 from typing import Any
 
 import orjson
@@ -29,6 +31,7 @@ TEXTS = frozenset({"text", "input_text", "output_text", "refusal"})
 IMAGES = frozenset({"image", "image_url", "input_image"})
 CALLS = frozenset({"tool_use", "function_call"})
 RESULTS = frozenset({"tool_result", "function_call_output", "custom_tool_call_output"})
+OFF_MAIN = frozenset({"sub_agent", "side_call"})
 Key = tuple[str, int]
 """(epoch, turn index)"""
 
@@ -202,6 +205,27 @@ def conversation(view: SessionView) -> Conversation:
         if turn.base is not None:
             turns[turn.base].children += 1
     return Conversation(turns, _lanes(turns), reader.images)
+
+
+def aligned(left: Sequence[Turn], right: Sequence[Turn]) -> list[tuple[Turn | None, Turn | None]]:
+    """Turns of two sessions beside each other, in the order of both: those of the main line by their number in it,
+    those of a sub-agent beside the other's where both called it then."""
+    a, b = ([(turn.kind in OFF_MAIN, turn.row["agent_path"]) for turn in side] for side in (left, right))
+    found: list[tuple[Turn | None, Turn | None]] = []
+    for _, i, j, k, m in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
+        found += zip_longest(left[i:j], right[k:m])
+    return found
+
+
+def said_alike(left: Turn | None, right: Turn | None) -> bool:
+    """Whether two turns were asked and answered the same; ids of calls are each session's own."""
+    return left is not None and right is not None and _words(left) == _words(right)
+
+
+def _words(turn: Turn) -> list[Any]:
+    said = [*turn.messages, *([turn.response] if turn.response else [])]
+    spoken = [(one.role, [(part.kind, part.text) for part in one.parts]) for one in said]
+    return [spoken, [(call.tool, call.arguments) for call in turn.calls]]
 
 
 def _turn(

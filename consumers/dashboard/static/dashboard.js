@@ -40,9 +40,12 @@
   document.addEventListener("focusout", hideTip);
   document.addEventListener("scroll", hideTip, { passive: true, capture: true });
 
-  // ---- tokens of a session
-  const session = find("[data-session]");
-  let data = null;
+  // ---- tokens of a session, or of two side by side: one scale of colours for both
+  const main = find("#main");
+  const sessions = [...new Set(all("[data-session]").map((one) => one.dataset.session))];
+  const loaded = new Map();
+  const sessionOf = (element) => element.closest("[data-session]").dataset.session;
+  const dataOf = (element) => loaded.get(sessionOf(element));
   let colour = "fate";
   let scales = {};
   const drawn = new Set();
@@ -57,8 +60,8 @@
     for (const [value, often] of runs) { found.fill(value, at, at + often); at += often; }
     return found;
   }
-  function turnOf(number) {
-    const turn = data.turns[number];
+  function turnOf(box) {
+    const turn = dataOf(box)?.turns[Number(box.dataset.tokens)];
     if (turn && !turn.fates) {
       turn.fates = spread(turn.fate, turn.ids.length);
       turn.version = spread(turn.versions, turn.ids.length);
@@ -71,7 +74,7 @@
     return `d${value < 0 ? 3 - level : 3 + level}`;
   };
   const STYLES = {
-    fate: (turn, at) => `k-${data.reasons[turn.fates[at]] || "trained"}`,
+    fate: (turn, at, data) => `k-${data.reasons[turn.fates[at]] || "trained"}`,
     "log-prob": (turn, at) => {
       const chance = Math.exp(turn.logprobs[at]);
       const level = LOGPROBS.findIndex((least) => chance >= least);
@@ -92,19 +95,21 @@
       return value === null ? "na" : away(Math.log(value), AWAY.ratio);
     },
   };
-  const textOf = (id) => (data.texts[id] ?? `${id} `).replaceAll("\n", "⏎\n");
+  const textOf = (data, id) => (data.texts[id] ?? `${id} `).replaceAll("\n", "⏎\n");
 
   function paint(box) {
-    const turn = turnOf(Number(box.dataset.tokens));
+    const data = dataOf(box);
+    const turn = turnOf(box);
     const style = STYLES[colour];
     const special = scales.special;
     const spans = find(".out", box).children;
     for (let at = 0; at < spans.length; at += 1) {
-      spans[at].className = `t ${style(turn, at)}${special.has(turn.ids[at]) ? " special" : ""}`;
+      spans[at].className = `t ${style(turn, at, data)}${special.has(turn.ids[at]) ? " special" : ""}`;
     }
   }
   function fill(box) {
-    const turn = turnOf(Number(box.dataset.tokens));
+    const data = dataOf(box);
+    const turn = turnOf(box);
     if (!turn || drawn.has(box)) return;
     drawn.add(box);
     const prompt = made("details", "prompt");
@@ -112,16 +117,16 @@
     prompt.addEventListener("toggle", () => {
       if (prompt.children.length > 1) return;
       const body = made("div");
-      for (const id of turn.delta) body.append(made("span", `p${scales.special.has(id) ? " special" : ""}`, textOf(id)));
+      for (const id of turn.delta) body.append(made("span", `p${scales.special.has(id) ? " special" : ""}`, textOf(data, id)));
       prompt.append(body);
     });
-    prompt.open = session.dataset.show === "tokens";
+    prompt.open = main.dataset.show === "tokens";
     const out = made("div", "out");
     out.tabIndex = 0;
     out.setAttribute("role", "group");
     out.setAttribute("aria-label", `${turn.ids.length} tokens of turn ${box.dataset.tokens}; arrow keys go from one to the next`);
     const spans = turn.ids.map((id, at) => {
-      const span = made("span", "t", textOf(id));
+      const span = made("span", "t", textOf(data, id));
       span.at = at;
       return span;
     });
@@ -131,8 +136,8 @@
   }
   function told(span) {
     const box = span.closest("[data-tokens]");
-    const number = Number(box.dataset.tokens);
-    const turn = turnOf(number);
+    const data = dataOf(box);
+    const turn = turnOf(box);
     const at = span.at;
     const reason = data.reasons[turn.fates[at]];
     const lines = [
@@ -142,9 +147,10 @@
       `advantage ${figure(turn.advantage)}, segment ${turn.segment ?? "–"}, batch ${turn.batch ?? "–"}, step ${turn.step ?? "–"}`,
     ];
     if (turn.figures) lines.push(["entropy", "gap", "ratio"].map((name) => `${name} ${figure(turn.figures[name]?.[at])}`).join(", "));
-    lines.push(`turnlog why ${session.dataset.session.slice(0, 12)}:${number}:${at}`);
+    lines.push(`turnlog why ${sessionOf(box).slice(0, 12)}:${box.dataset.tokens}:${at}`);
     return lines.join("\n");
   }
+  const turns = () => [...loaded.values()].flatMap((data) => data.turns);
   function legend() {
     const place = find("#legend");
     const put = (style, text) => {
@@ -154,11 +160,19 @@
     };
     const items = [];
     if (colour === "fate") {
-      const counts = new Map();
-      for (const turn of data.turns) for (const [reason, often] of turn.fate) counts.set(reason, (counts.get(reason) ?? 0) + often);
-      for (const [reason, often] of [...counts].sort((a, b) => b[1] - a[1])) {
-        const name = data.reasons[reason] || "trained";
-        items.push(put(`k-${name}`, `${name.replaceAll("_", " ")} ${often.toLocaleString("en")}`));
+      const counts = new Map(); // of each reason, in each session
+      const shown = sessions.filter((name) => loaded.has(name));
+      shown.forEach((name, place) => {
+        const data = loaded.get(name);
+        for (const turn of data.turns) for (const [reason, often] of turn.fate) {
+          const style = data.reasons[reason] || "trained";
+          if (!counts.has(style)) counts.set(style, shown.map(() => 0));
+          counts.get(style)[place] += often;
+        }
+      });
+      const sum = (values) => values.reduce((one, other) => one + other, 0);
+      for (const [name, often] of [...counts].sort((a, b) => sum(b[1]) - sum(a[1]))) {
+        items.push(put(`k-${name}`, `${name.replaceAll("_", " ")} ${often.map((each) => each.toLocaleString("en")).join(" | ")}`));
       }
     } else if (colour === "version") {
       scales.versions.forEach((version, at) => items.push(put(`v${at % 6}`, `version ${version}`)));
@@ -173,7 +187,7 @@
       items.push(put("d0", typeof least === "number" ? figure(least) : `≤ ${least}`), put("d1", ""), put("d2", ""), put("d3", colour === "ratio" ? "1" : "0"));
       items.push(put("d4", ""), put("d5", ""), put("d6", typeof most === "number" ? figure(most) : `≥ ${most}`));
     }
-    if (["entropy", "gap", "ratio"].includes(colour) && !data.turns.some((turn) => turn.figures)) {
+    if (["entropy", "gap", "ratio"].includes(colour) && !turns().some((turn) => turn.figures)) {
       items.splice(0, items.length, made("span", "dim", "no step has left a file of its tokens ([trainer] token_files_every)"));
     }
     place.replaceChildren(...items);
@@ -182,29 +196,35 @@
     const versions = new Set();
     let advantage = 0;
     let entropy = 0;
-    for (const turn of data.turns) {
+    for (const turn of turns()) {
       for (const [version] of turn.versions) versions.add(version);
       advantage = Math.max(advantage, Math.abs(turn.advantage ?? 0));
       for (const value of turn.figures?.entropy ?? []) entropy = Math.max(entropy, value ?? 0);
     }
-    scales = { versions: [...versions].sort((a, b) => a - b), advantage, entropy, special: new Set(data.special) };
+    const special = [...loaded.values()].flatMap((data) => data.special);
+    scales = { versions: [...versions].sort((a, b) => a - b), advantage, entropy, special: new Set(special) };
   }
-  function show(found) {
-    data = found;
+  function note(missing) {
+    const notes = [...loaded.values()].flatMap((data) => data.notes);
+    const waits = loaded.size < sessions.length && !missing ? ["reading its tokens…"] : [];
+    find("#notes").textContent = [...new Set(notes), ...waits, ...(missing ? [missing] : [])].join(" · ");
+  }
+  function show(name, data) {
+    loaded.set(name, data);
     measure();
-    find("#notes").textContent = data.notes.join(" · ");
+    note();
     legend();
+    drawn.forEach(paint);
     const near = new IntersectionObserver((entries) => {
       for (const entry of entries) {
         if (entry.isIntersecting) {
           near.unobserve(entry.target);
           const box = find("[data-tokens]", entry.target);
-          if (drawn.has(box) || !turnOf(Number(box.dataset.tokens))) continue;
           fill(box);
         }
       }
     }, { rootMargin: "400px 0px" });
-    all(".turn[data-turn]").forEach((turn) => near.observe(turn));
+    all(".turn[data-turn]").filter((turn) => sessionOf(turn) === name).forEach((turn) => near.observe(turn));
     for (const node of all(".tree a[data-turn]")) {
       const turn = data.turns[Number(node.dataset.turn)];
       if (!turn) continue;
@@ -214,14 +234,15 @@
     performance.mark("tokens");
   }
   function begin() {
-    session.dataset.show = "both";
+    main.dataset.show = "both";
     find(".tools").addEventListener("change", (event) => {
       if (event.target.name === "show") {
-        session.dataset.show = event.target.value;
+        main.dataset.show = event.target.value;
         if (event.target.value === "tokens") for (const box of drawn) find(".prompt", box).open = true;
       } else if (event.target.name === "colour") {
         colour = event.target.value;
-        if (data) { drawn.forEach(paint); legend(); }
+        drawn.forEach(paint);
+        if (loaded.size) legend();
       }
     });
     find(".tools").addEventListener("submit", (event) => event.preventDefault());
@@ -229,16 +250,18 @@
       for (const entry of entries) find(`.tree a[data-turn="${entry.target.dataset.turn}"]`)?.classList.toggle("now", entry.isIntersecting);
     }, { rootMargin: "-20% 0px -60% 0px" });
     all(".turn[data-turn]").forEach((turn) => now.observe(turn));
-    find("#notes").textContent = "reading its tokens…";
+    note();
     const inlined = find("#tokens");
-    if (inlined) { show(JSON.parse(inlined.textContent)); return; }
-    fetch(`/sessions/${encodeURIComponent(session.dataset.session)}/tokens`)
-      .then(async (answer) => {
-        const body = await answer.json();
-        if (!answer.ok) throw new Error(body.error);
-        show(body);
-      })
-      .catch((error) => { find("#notes").textContent = `its tokens cannot be shown: ${error.message}`; });
+    if (inlined) { show(sessions[0], JSON.parse(inlined.textContent)); return; }
+    for (const name of sessions) {
+      fetch(`/sessions/${encodeURIComponent(name)}/tokens`)
+        .then(async (answer) => {
+          const body = await answer.json();
+          if (!answer.ok) throw new Error(body.error);
+          show(name, body);
+        })
+        .catch((error) => note(`the tokens of ${name.slice(0, 12)} cannot be shown: ${error.message}`));
+    }
   }
   function step(out, to) {
     const spans = out.children;
@@ -257,13 +280,13 @@
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     const out = event.target.closest?.(".out");
     if (out && KEYS[event.key]) { event.preventDefault(); step(out, KEYS[event.key]); return; }
-    if (!session || event.target.matches?.("input, select") || !["j", "k"].includes(event.key)) return;
-    const turns = all(".turn[data-turn]");
-    const here = turns.findIndex((turn) => turn.getBoundingClientRect().bottom > 120);
-    const next = turns[Math.min(Math.max(0, here + (event.key === "j" ? 1 : -1)), turns.length - 1)];
+    if (!sessions.length || event.target.matches?.("input, select") || !["j", "k"].includes(event.key)) return;
+    const stops = all(find(".pair") ? ".pair" : ".turn[data-turn]");
+    const here = stops.findIndex((stop) => stop.getBoundingClientRect().bottom > 120);
+    const next = stops[Math.min(Math.max(0, here + (event.key === "j" ? 1 : -1)), stops.length - 1)];
     next?.scrollIntoView();
   });
-  if (session) begin();
+  if (sessions.length) begin();
 
   // ---- parts that come later
   for (const place of all("[data-load]")) {

@@ -26,7 +26,7 @@ from tests.fakes.stories import END, Story, repair, spoken
 from tests.fakes.told_run import ToldRun
 from turnlog.consumers.dashboard import export, harmless
 from turnlog.consumers.dashboard.app import STREAMS
-from turnlog.consumers.dashboard.conversation import conversation
+from turnlog.consumers.dashboard.conversation import aligned, conversation, said_alike
 from turnlog.consumers.dashboard.records import Vocabulary, runs, session_tokens
 from turnlog.consumers.dashboard.server import serving
 from turnlog.consumers.dashboard.timeline import timeline
@@ -528,6 +528,18 @@ def test_a_conversation_is_read_from_every_api_and_hangs_together(told: ToldRun)
     assert [call.row["exit_code"] for turn in talk.turns for call in turn.calls if call.row] == [0, 1, 0, 0, 0]
     assert talk.turns[-1].response is not None
     assert talk.turns[-1].response.plain == END
+
+
+def test_turns_of_two_sessions_are_aligned_by_line_and_number(told: ToldRun) -> None:
+    whole, cut = conversation(view_of(told)).turns, conversation(view_of(told, "turns = 2 AND recipe = 'repair'")).turns
+    numbers = [tuple(one and one.number for one in pair) for pair in aligned(whole, cut)]
+    assert numbers == [(0, 0), (1, 1), *((number, None) for number in range(2, 7))]
+    without = [turn for turn in whole if turn.kind != "sub_agent"]
+    numbers = [tuple(one and one.number for one in pair) for pair in aligned(whole, without)]
+    assert numbers == [(at, None if at == 4 else at) for at in range(7)]
+    assert said_alike(whole[0], cut[0]), "each has its own id of the same call"
+    assert not said_alike(whole[0], whole[1])
+    assert not said_alike(whole[0], None)
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,7 @@ def views(served: Served) -> dict[str, str]:
 def opened(page: Page, served: Served, name: str) -> Page:
     """A view, its tokens and its histogram there."""
     page.goto(served.url + views(served)[name])
-    if name in ("session", "excluded", "hostile"):
+    if name in ("session", "excluded", "hostile", "compare"):
         page.wait_for_selector(".tokens .t")
     if name == "sessions":
         page.wait_for_selector(".histogram")
@@ -268,6 +268,35 @@ def test_tokens_are_coloured_by_what_is_chosen_and_a_legend_says_how(page: Page,
     page.check("input[name=show][value=tokens]")
     expect(page.locator("#turn-0 .said.user")).to_be_hidden()
     expect(page.locator("#turn-0 .prompt div")).to_contain_text("<|im_start|>user")
+
+
+def test_two_sessions_stand_side_by_side_turn_by_turn_in_one_scale_of_colours(page: Page, served: Served) -> None:
+    opened(page, served, "compare")
+    page.wait_for_function("document.querySelectorAll('#side-1-turn-0 .t, #side-2-turn-0 .t').length > 2")
+    for number in range(2):  # the other one ends early
+        left, right = (page.locator(f"#side-{side}-turn-{number}").bounding_box() for side in (1, 2))
+        assert left is not None
+        assert right is not None
+        assert (left["y"], left["x"] + left["width"] <= right["x"]) == (right["y"], True)
+    expect(page.locator(".pair >> nth=2")).to_contain_text("no turn of this one")
+    expect(page.locator("#legend")).to_contain_text("|")
+    page.hover("#side-2-turn-0 .out .t >> nth=2")
+    expect(page.locator("#tip")).to_contain_text("masked: excluded outcome")
+    why = page.locator("#tip").inner_text().split()[-1].partition(":")[0]
+    assert why == page.locator(".pair .side >> nth=1").get_attribute("data-session")[:12]
+    page.check("input[name=colour][value=log-prob]")
+    for side in (1, 2):
+        styles = page.evaluate(
+            f"[...document.querySelectorAll('#side-{side}-turn-0 .out .t')].map(one => one.className)"
+        )
+        assert all(re.fullmatch(r"t q\d( special)?", style) for style in styles), styles
+    page.check("input[name=show][value=messages]")
+    expect(page.locator("#side-2-turn-0 .tokens")).to_be_hidden()
+    page.keyboard.press("Escape")
+    page.focus("#main")
+    page.keyboard.press("j")
+    page.keyboard.press("j")
+    assert page.evaluate("scrollY") > 100
 
 
 def test_a_bar_of_the_histogram_and_the_form_choose_sessions(page: Page, served: Served) -> None:
