@@ -285,21 +285,14 @@ class Trainer:
         seconds |= {"checkpoint": self._saves.waited_s(), "publish": self.publications.waited_s()}
         mark = time.monotonic()
         rate = self._plan.learning_rate(self._cursor.step)
-        numbers = await self._passes.numbers(manifest, rows)
-        ahead.begin()
-        every = self._role.settings.trainer.token_files_every
-        tells = every > 0 and self._cursor.step % every == 0
-        step = self._learner.call(
-            Ranks.step, rows, self._plan.objective, rate, numbers, tells, self._versions.of_step(self._cursor.step)
-        )  # fmt: skip
-        result: StepResult = await self._beside(step)
-        self._passes.stepped(rows)
+        computed = self._plan.objective.computed(rows)
+        result = await self._step(manifest, computed, ahead, rate)
         seconds["step"] = time.monotonic() - mark
         _beat(self._role)
         cursor = self._after(manifest, offset, skipped=result.skipped)
         mark = time.monotonic()
         told = result.tokens
-        file = None if told is None else await self._role.blobs.put(write_tokens(rows, told), media_type=PARQUET)
+        file = None if told is None else await self._role.blobs.put(write_tokens(computed, told), media_type=PARQUET)
         due = await self._due(cursor, None) if self._publishes(manifest, cursor) else None
         seconds["export"] = time.monotonic() - mark
         completed = dataclasses.replace(self._completed(manifest, rows, result, rate, seconds), token_file=file)
@@ -312,6 +305,18 @@ class Trainer:
         await self._saves.look()
         if cursor.step % self._role.settings.trainer.checkpoint_every == 0:
             await self._save()
+
+    async def _step(self, manifest: SampleBatchFormed, rows: BatchRows, ahead: ReadAhead, rate: float) -> StepResult:
+        """On those rows of the batch that are computed; with their tokens, where it leaves a token file."""
+        numbers = await self._passes.numbers(manifest, rows)
+        ahead.begin()
+        every = self._role.settings.trainer.token_files_every
+        tells = every > 0 and self._cursor.step % every == 0
+        held = self._versions.of_step(self._cursor.step)
+        step = self._learner.call(Ranks.step, rows, self._plan.objective, rate, numbers, tells, held)
+        result: StepResult = await self._beside(step)
+        self._passes.stepped(rows)
+        return result
 
     async def _rows(self, manifest: SampleBatchFormed) -> BatchRows:
         return await trained_rows(manifest, self._role, self._shape)
@@ -398,7 +403,7 @@ class Trainer:
     def _completed(
         self, manifest: SampleBatchFormed, rows: BatchRows, result: StepResult, rate: float, seconds: dict[str, float]
     ) -> StepCompleted:
-        lag, unrouted_tokens = self._lag(manifest, rows), self._unrouted_tokens(rows)
+        lag, unrouted_tokens = self._lag(manifest, rows), self._unrouted_tokens(self._plan.objective.computed(rows))
         only = self._role.settings.trainer.router_replay == "only"
         return StepCompleted(
             event_id=digest("StepCompleted", self._run_id, manifest.batch_index, self._incarnation),
@@ -413,13 +418,13 @@ class Trainer:
             lag_max=lag,
             lag_excess=max(0, lag - self._role.settings.batcher.max_lag),
             tokens=len(rows.token_ids),
-            trained_tokens=result.trained_tokens,
-            masked=_masked(result, sum(unrouted_tokens.values()) if only else 0),
+            trained_tokens=manifest.trained_tokens,
+            masked=_masked(manifest, result, sum(unrouted_tokens.values()) if only else 0),
             skipped=result.skipped,
             reward_mean=_mean_reward(rows),
             logprob_gap_max=result.logprob_gap_max,
             logprob_gap_mean=result.logprob_gap_mean,
-            old_cache_tokens=result.old_cache_tokens,
+            old_cache_tokens=0 if rows.old_cache is None else int((rows.old_cache & rows.trained).sum()),
             old_cache_gap_max=result.old_cache_gap_max,
             old_cache_gap_mean=result.old_cache_gap_mean,
             entropy=result.entropy,
@@ -430,11 +435,12 @@ class Trainer:
                 **result.metrics,
                 **unrouted_tokens,
                 "updates_since_sampling": self._updates_since_sampling(rows),
+                "zero_advantage_tokens": float(manifest.trained_tokens - result.trained_tokens),
             },
         )
 
     def _unrouted_tokens(self, rows: BatchRows) -> dict[str, int]:
-        """Trained tokens of rows without recorded experts, where routers replay those of the others."""
+        """Trained tokens of computed rows without recorded experts, where routers replay those of the others."""
         if not self._shape.experts or self._role.settings.trainer.router_replay == "off":
             return {}
         return {"unrouted_tokens": int(rows.trained_per_row()[unrouted(rows)].sum())}
@@ -474,10 +480,11 @@ class Trainer:
         )
 
 
-def _masked(result: StepResult, unrouted_tokens: int) -> dict[str, int]:
-    """Trained tokens of the manifest that a step did not train, by reason."""
+def _masked(manifest: SampleBatchFormed, result: StepResult, unrouted_tokens: int) -> dict[str, int]:
+    """Trained tokens of the manifest that a step did not train, by reason. Those that it did not have to compute are
+    trained: their gradient is 0."""
     if result.skipped:
-        return {MaskReason.step_skipped.value: result.trained_tokens}
+        return {MaskReason.step_skipped.value: manifest.trained_tokens}
     found = {MaskReason.unrouted: unrouted_tokens, MaskReason.trainer_mask: result.masked - unrouted_tokens}
     return {reason.value: tokens for reason, tokens in found.items() if tokens}
 
@@ -533,7 +540,7 @@ async def _losses(role: Role, everyone: Ranks, checkpoint: Path | None, until: i
             if manifest.batch_index >= until:
                 return losses
             if isinstance(manifest, SampleBatchFormed):
-                rows = await fetch(manifest)
+                rows = plan.objective.computed(await fetch(manifest))
                 rate = plan.learning_rate(cursor.step + len(losses))
                 numbers = await passes.numbers(manifest, rows)
                 losses.append(everyone.step(rows, plan.objective, rate, numbers).loss)

@@ -218,8 +218,8 @@ class StepCompleted:
     metrics: dict[str, float] = field(default_factory=dict)
     """What the algorithm measured before the step, by name: docs/algorithms.md says what each is."""
     token_file: BlobRef | None = None
-    """Parquet, one row per trained token of the batch: what the trainer made of it before the step (docs/attach.md);
-    null where [trainer] token_files_every passes the step over."""
+    """Parquet, one row per trained token of the batch that the step computed: what the trainer made of it before the
+    step (docs/attach.md); null where [trainer] token_files_every passes the step over."""
     old_cache_tokens: int = 0
     """Of trained_tokens, those sampled on a cache that older weights filled ([engine] update = "in_place"), where the
     batch tells: from fold version 4 on."""

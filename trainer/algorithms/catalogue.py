@@ -71,10 +71,10 @@ def _surrogate(ratio: torch.Tensor, advantages: torch.Tensor, clip: Clip) -> Tok
 BUILT_IN = {
     one.name: one
     for one in (
-        *(Algorithm(name, clipped) for name in ("grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp")),
-        Algorithm("gspo", by_sequence, by_trajectory=True),
-        Algorithm("sapo", soft, {"positive": 1.0, "negative": 1.05}),
-        Algorithm("cispo", weighted),
+        *(Algorithm(name, clipped, zero_at_zero=True) for name in ("grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp")),
+        Algorithm("gspo", by_sequence, by_trajectory=True, zero_at_zero=True),
+        Algorithm("sapo", soft, {"positive": 1.0, "negative": 1.05}, zero_at_zero=True),
+        Algorithm("cispo", weighted, zero_at_zero=True),
         Algorithm("ppo", clipped, critic=True),
         Algorithm("opd", clipped, distils=True),
     )

@@ -46,12 +46,13 @@ class DrawPasses:
         self._truncated = truncated
 
     async def numbers(self, manifest: SampleBatchFormed, rows: BatchRows) -> Numbers:
-        """Of the batch that is next. Raises CheckpointUnusable inside a draw whose first update was made without."""
+        """Of the batch that is next; `rows`: those of it that are computed. Raises CheckpointUnusable inside a draw
+        whose first update was made without."""
         passes = self._objective.passes(manifest.parts)
         if passes and manifest.part == 0:
             self._kept.clear()
             self._kept.update({one: {} for one in sorted(passes)})
-            for part in (rows, *(await self._rest(manifest))):
+            for part in (rows, *map(self._objective.computed, await self._rest(manifest))):
                 for one in sorted(passes):
                     column = await self._call(METHODS[one], part)
                     each = (len(column) - len(part.token_ids)) // len(part)  # numbers of a row behind those of tokens

@@ -77,6 +77,10 @@ class Objective(Protocol):
     def critic(self) -> CriticRules | None:
         """None: without one."""
 
+    def computed(self, rows: BatchRows) -> BatchRows:
+        """Those of a batch's rows that passes and the step are to compute: without the others the gradient is the
+        same. Never none."""
+
     def passes(self, parts: int) -> frozenset[Pass]:
         """What a draw of `parts` updates has to have computed before its first one."""
 
@@ -94,6 +98,9 @@ class Imitation:
     by_trajectory: bool = False
     trains_entropy: bool = False
     critic: CriticRules | None = None
+
+    def computed(self, rows: BatchRows) -> BatchRows:
+        return rows
 
     def passes(self, parts: int) -> frozenset[Pass]:
         return frozenset()
@@ -146,6 +153,24 @@ class PolicyGradient:
     def _penalised(self) -> bool:
         """Whether the divergence changes advantages."""
         return self.kl != "none" and self.kl_in == "reward" and self.kl_coefficient != 0.0
+
+    @property
+    def _advantages_alone(self) -> bool:
+        """Whether advantages, as the batch has them, are all that gives a gradient."""
+        others = self.critic is None and self.teacher is None and self.auxiliary is None
+        return self.algorithm.zero_at_zero and others and self.kl == "none" and not self.entropy_coefficient
+
+    def computed(self, rows: BatchRows) -> BatchRows:
+        """Without the groups of which every advantage is 0, where nothing else trains; of a batch of nothing but such
+        groups the first one, so that its step is told as others are. Greedy rows stay, which the step masks."""
+        if not self._advantages_alone:
+            return rows
+        _, group = np.unique(np.asarray(rows.group_ids), return_inverse=True)
+        moves = np.add.reduceat(rows.advantages != 0, rows.starts) > 0
+        kept = (np.bincount(group, weights=moves | (rows.temperature <= 0)) > 0)[group]
+        if not kept.any():
+            kept = group == group[0]
+        return rows if kept.all() else rows.among(kept)
 
     def passes(self, parts: int) -> frozenset[Pass]:
         found: set[Pass] = set()

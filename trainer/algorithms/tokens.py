@@ -107,6 +107,9 @@ class Algorithm:
     critic: bool = False
     """Whether its advantages are those of rewards against a critic (turnlog.trainer.algorithms.gae); then it wants
     {"fold.estimator": ("none",)}."""
+    zero_at_zero: bool = False
+    """Whether a token of advantage 0 loses nothing and has no gradient: groups of such tokens alone are then passed
+    over where nothing else would train them."""
     distils: bool = False
     """Whether its advantages are a teacher's alone; then it wants {"fold.estimator": ("none",)}."""
     wants: Wants = field(default_factory=dict)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -34,6 +34,12 @@ class RoutedRows(BatchRows):
     not read, nor are those of unrouted rows."""
     has_experts: NDArray[np.bool_]
     """[n] False of unrouted rows."""
+
+    def among(self, kept: NDArray[np.bool_]) -> RoutedRows:
+        """See BatchRows.among."""
+        found = BatchRows.among(self, kept)
+        experts = self.experts[np.repeat(kept, self.lengths)]
+        return replace(found, experts=experts, has_experts=self.has_experts[kept])
 
 
 def unrouted(rows: BatchRows) -> NDArray[np.bool_]:

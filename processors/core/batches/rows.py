@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,6 +78,18 @@ class BatchRows:
         edges = np.concatenate([[0], np.cumsum(self.trained, dtype=np.int64)])
         counts: NDArray[np.int64] = edges[self.starts + self.lengths] - edges[self.starts]
         return counts
+
+    def among(self, kept: NDArray[np.bool_]) -> Self:
+        """The rows of `kept` [n], in their order."""
+        of_kind = {ROW: kept, TOKEN: np.repeat(kept, self.lengths)}
+        columns: dict[str, Any] = {}
+        for name, kind, _ in COLUMNS:
+            column = getattr(self, name)
+            if kind == TEXT:
+                columns[name] = tuple(itertools.compress(column, kept))
+            elif column is not None:
+                columns[name] = column[of_kind[kind]]
+        return dataclasses.replace(self, **columns)
 
     def sampled_by(self, known: Iterable[int]) -> set[int]:
         """Versions that trained tokens come from: of each row the oldest, the newest, and the `known` between."""

@@ -134,6 +134,14 @@ def test_a_loss_and_its_derivative_are_those_of_the_formula(name: str, dual: flo
         assert not masked.any()
 
 
+@pytest.mark.parametrize("name", [name for name, one in BUILT_IN.items() if one.zero_at_zero])
+def test_a_token_without_an_advantage_loses_nothing_and_has_no_gradient(name: str) -> None:
+    still = dataclasses.replace(numbers(6), advantages=np.zeros(12))
+    value, slope, _, _ = found(gradient(name), still)
+    assert not value.any()
+    assert not slope.any()
+
+
 def test_the_default_is_the_clipped_surrogate_bit_for_bit() -> None:
     generator = torch.Generator().manual_seed(0)
     current, recorded, advantages = (torch.randn(1000, generator=generator) for _ in range(3))

@@ -210,3 +210,29 @@ async def test_token_files_of_every_nth_step_lie_in_the_store_and_say_what_its_t
     assert found["entropy"].mean() == pytest.approx(first.entropy, rel=1e-5)
     assert found["ratio"].mean() == pytest.approx(first.metrics["ratio"], rel=1e-5)
     assert np.abs(found["logprob"] - rows.logprobs[at]).max() == pytest.approx(first.logprob_gap_max, rel=1e-5)
+
+
+async def test_tokens_that_a_step_does_not_compute_are_trained_and_told(tmp_path: Path) -> None:
+    run = Run(tmp_path, logprobs="recomputed", token_files_every=1)
+    await run.begin()
+    batches = []
+    async with run.events() as events:
+        for index in range(4):
+            rows = synthetic_rows(index)
+            still = np.repeat(
+                np.isin(rows.group_ids, rows.group_ids[:8] if index % 2 else rows.group_ids), rows.lengths
+            )
+            rows = dataclasses.replace(rows, advantages=np.where(still, np.float32(0), rows.advantages))
+            file = await run.blobs.put(write_rows(rows), media_type=MEDIA_TYPE)
+            await events.append(synthetic_manifest(rows, file, "run", index, part=index % 2, parts=2))
+            batches.append(rows)
+    await run.train()
+    for rows, step in zip(batches, await run.steps(4), strict=True):
+        computed = PolicyGradient().computed(rows)
+        trained = int(rows.trained.sum())
+        assert (step.trained_tokens, step.masked, step.skipped) == (trained, {}, False)
+        assert step.metrics["zero_advantage_tokens"] == trained - int(computed.trained.sum()) > 0
+        assert (step.grad_norm == 0.0) == (step.loss == 0.0) == (not rows.advantages.any())
+        assert step.token_file is not None
+        table = parquet.read_table(pa.BufferReader(await run.blobs.get(step.token_file)))
+        assert set(table["sample_id"].to_pylist()) == set(computed.sample_ids)

@@ -12,13 +12,15 @@ import torch
 
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer.algorithms.catalogue import BUILT_IN, chosen_auxiliary
+from turnlog.trainer.algorithms.gae import CriticRules
 from turnlog.trainer.algorithms.objective import Numbers, Objective
-from turnlog.trainer.algorithms.tokens import Auxiliary
+from turnlog.trainer.algorithms.tokens import Algorithm, Auxiliary
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner, StepResult
+from turnlog.trainer.models.experts import RoutedRows
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient, imitation
-from turnlog.trainer.reference import PlainLearner, of_row, synthetic_rows
-from turnlog.trainer.shape import TINY
+from turnlog.trainer.reference import PlainLearner, of_row, synthetic_rows, with_random_experts
+from turnlog.trainer.shape import TINY, TINY_MIXTURE
 from turnlog.trainer.warm_start import random_weights
 
 ONE = LearnerOptions(threads=1, microbatch_tokens=200)
@@ -263,3 +265,72 @@ def test_an_auxiliary_loss_may_train_tokens_that_nothing_else_trains_and_no_mask
     assert found.loss == found.metrics["auxiliary_loss"]
     greedy = dataclasses.replace(nothing, temperature=np.zeros_like(nothing.temperature))
     assert learner().measure(greedy, objective).loss == 0.0
+
+
+def without_two_groups(rows: BatchRows) -> BatchRows:
+    """The rows with advantages of 0 in the first and the third of their groups."""
+    still = np.isin(rows.group_ids, sorted(set(rows.group_ids))[::2])
+    return dataclasses.replace(
+        rows, advantages=np.where(np.repeat(still, rows.lengths), np.float32(0), rows.advantages)
+    )
+
+
+def gradients(objective: PolicyGradient, rows: BatchRows) -> tuple[dict[str, torch.Tensor], int, StepResult]:
+    """(gradient by parameter, positions that the model was run on, what the step said) of a step that moves nothing."""
+    one, ran = learner(), []
+    one.policy.model.register_forward_pre_hook(lambda _, given: ran.append(given[0].numel()))
+    proximal = one.logprobs(rows) if "proximal" in objective.passes(2) else None
+    result = one.step(rows, objective, 0.0, Numbers(proximal=proximal))
+    found: dict[str, Any] = {name: one.main_grad.clone() for name, one in one.policy.model.named_parameters()}
+    return found, sum(ran), result
+
+
+GEOMETRIC = dataclasses.replace(DECOUPLED, importance_level="geometric")
+
+
+@pytest.mark.parametrize(
+    "objective", [PolicyGradient(), GEOMETRIC, PolicyGradient(0.01, 0.01, algorithm=BUILT_IN["gspo"])]
+)
+def test_groups_without_an_advantage_are_not_computed_and_the_gradient_is_the_same(objective: PolicyGradient) -> None:
+    rows = without_two_groups(segments(0))
+    computed = objective.computed(rows)
+    (wanted, all_positions, whole), (found, positions, result) = (gradients(objective, one) for one in (rows, computed))
+    assert set(computed.group_ids) == set(sorted(set(rows.group_ids))[1::2])
+    assert max(float((found[name] - wanted[name]).abs().max()) for name in wanted) < 1e-7
+    assert max(float(gradient.abs().max()) for gradient in wanted.values()) > 1e-3
+    assert positions < 0.7 * all_positions
+    assert result.loss == pytest.approx(whole.loss, abs=1e-7)
+    assert result.trained_tokens == int(computed.trained.sum()) < whole.trained_tokens
+
+
+OF_REWARD, NUMBERS = chosen_auxiliary("imitate:1")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"kl": "k3"},
+        {"entropy_coefficient": 0.1},
+        {"auxiliary": OF_REWARD, "auxiliary_numbers": NUMBERS, "auxiliary_coefficient": 1.0},
+        {"teacher": 1.0},
+        {"critic": CriticRules()},
+        {"algorithm": Algorithm("own", BUILT_IN["grpo"].loss)},
+    ],
+    ids=lambda more: next(iter(more)),
+)
+def test_where_anything_else_may_train_a_token_its_group_is_computed(more: dict[str, Any]) -> None:
+    rows = without_two_groups(segments(0))
+    assert PolicyGradient(**more).computed(rows) is rows
+    assert len(PolicyGradient().computed(rows)) == len(rows) // 2
+
+
+def test_a_batch_without_any_advantage_computes_one_group_and_greedy_rows_are_computed_to_be_masked() -> None:
+    rows = segments(0)
+    nothing = dataclasses.replace(rows, advantages=np.zeros_like(rows.advantages))
+    assert set(PolicyGradient().computed(nothing).group_ids) == {rows.group_ids[0]}
+    greedy = dataclasses.replace(nothing, temperature=np.where(np.arange(len(rows)) == 5, 0.0, 1.0).astype("<f4"))
+    assert set(PolicyGradient().computed(greedy).group_ids) == {rows.group_ids[5]}
+    routed = with_random_experts(rows, TINY_MIXTURE, 0)
+    kept = PolicyGradient().computed(dataclasses.replace(routed, advantages=without_two_groups(rows).advantages))
+    assert isinstance(kept, RoutedRows)
+    assert len(kept.experts) == len(kept.token_ids) < len(routed.experts)
