@@ -185,7 +185,7 @@ def _completed(_: Record, event: TurnCompleted) -> Found:
         event.agent_path, event.api, inline(event.new_messages), inline(event.response), inline(event.tools),
         event.finish_reason.value, event.aborted, event.ill_formed_calls, event.prompt_tokens, event.output_tokens,
         event.reasoning_tokens, event.cached_tokens, event.weight_version_first, event.weight_version_last,
-        event.queue_s, event.first_token_s, event.total_s, event.engine_id,
+        event.queue_s, event.first_token_s, event.total_s, event.engine_id, event.traceparent,
     )  # fmt: skip
 
 

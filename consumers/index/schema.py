@@ -14,7 +14,7 @@ from turnlog.infra.log import Partition
 from turnlog.schemas import topics
 from turnlog.schemas.topics import Topic
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """Stands in the file (PRAGMA user_version). Any change of a table is a new one, and an index is built again."""
 
 NUMBERED = (
@@ -182,6 +182,7 @@ TURNS = Table(
         first_token_s REAL From the request to the first token.
         total_s REAL From the request to the record.
         engine_id TEXT That sampled last.
+        traceparent TEXT The agent's span that asked, 00-TRACE-SPAN-00; empty where the request named none.
     """),
     topics.TURNS, ("session_id", "epoch", "turn_index"),
     (("group_id",), ("time_ms", "engine_id", "total_s", "queue_s", "counts")),

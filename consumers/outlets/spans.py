@@ -7,7 +7,7 @@ generative AI where these have one. Nothing that an agent or a tool said is in a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import orjson
@@ -51,6 +51,8 @@ class Span:
     attributes: Mapping[str, Value] = field(default_factory=dict)
     error: str = ""
     """Why it is one, in words; empty of what went well."""
+    links: Sequence[tuple[str, str]] = ()
+    """(trace id, span id) of spans of others that it belongs to."""
 
 
 def trace_of(*about: str | int) -> str:
@@ -216,6 +218,7 @@ def _of_a_turn(at_ms: int, event: TurnCompleted) -> Iterator[Span]:
         trace, own, parent, "turn", at_ms, event.total_s,
         {"gen_ai.conversation.id": event.session_id, "turnlog.turn.epoch": event.turn.epoch,
          "turnlog.turn.index": event.turn.index, "turnlog.api": event.api, "turnlog.queue_s": event.queue_s}, said,
+        [(event.traceparent[3:35], event.traceparent[36:52])] if event.traceparent else (),
     )  # fmt: skip
     yield _span(
         trace, span_of(event.event_id, "engine"), own, "chat", at_ms, max(0.0, event.total_s - event.queue_s),
@@ -278,11 +281,11 @@ def _of_a_call(asked: _Asked, answer: _Answered, parent: str) -> Iterator[Span]:
 
 def _span(
     trace_id: str, span_id: str, parent_id: str, name: str, end_ms: int, seconds: float,
-    attributes: Mapping[str, Value], error: str = "",
+    attributes: Mapping[str, Value], error: str = "", links: Sequence[tuple[str, str]] = (),
 ) -> Span:  # fmt: skip
     """One that ends at a record."""
     end = end_ms * 1_000_000
     return Span(
         trace_id=trace_id, span_id=span_id, parent_id=parent_id, name=name, start_ns=end - round(seconds * 1e9),
-        end_ns=end, attributes=attributes, error=error,
+        end_ns=end, attributes=attributes, error=error, links=links,
     )  # fmt: skip

@@ -102,12 +102,14 @@ class Collector:
         return self._sdk.ReadableSpan(
             span.name, self._context(span.trace_id, span.span_id), attributes=dict(span.attributes), status=status,
             parent=self._context(span.trace_id, span.parent_id) if span.parent_id else None,
+            links=[self._api.Link(self._context(*link, remote=True)) for link in span.links],
             start_time=span.start_ns, end_time=span.end_ns, **self._common,
         )  # fmt: skip
 
-    def _context(self, trace_id: str, span_id: str) -> Any:
-        flags = self._api.TraceFlags(self._api.TraceFlags.SAMPLED)
-        return self._api.SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=False, trace_flags=flags)
+    def _context(self, trace_id: str, span_id: str, *, remote: bool = False) -> Any:
+        """`remote`: of somebody else's, who alone knows whether it is sampled."""
+        flags = self._api.TraceFlags(self._api.TraceFlags.DEFAULT if remote else self._api.TraceFlags.SAMPLED)
+        return self._api.SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=remote, trace_flags=flags)
 
 
 class Tracer:

@@ -84,6 +84,7 @@ from turnlog.producers.gateway.requests import (
     require_key,
     reward_request,
     sign,
+    traceparent,
     verify,
 )
 from turnlog.producers.gateway.sessions import Identity, Limits, Running, Session, Sessions
@@ -243,6 +244,8 @@ class Gateway:
         except OwnedElsewhere as other:
             return self._passed_on(other, request, body, dialect.refusal)
         asked = dialect.request(body, session.conversation)
+        if parent := traceparent(request.headers.getlist("traceparent")):
+            asked = dataclasses.replace(asked, traceparent=parent)
         if asked.pictures:
             asked = await self._with_images(asked, session)
             session = await self.sessions.find(claims)  # the store took its time

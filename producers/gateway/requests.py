@@ -11,6 +11,8 @@ import dataclasses
 import hashlib
 import hmac
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -116,6 +118,19 @@ def bearer(header: str | None) -> str:
     """The credential of an Authorization header; "" when there is none."""
     scheme, _, credential = (header or "").partition(" ")
     return credential.strip() if scheme.lower() == "bearer" else ""
+
+
+TRACEPARENT = re.compile(r"([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}(-.*)?")
+
+
+def traceparent(headers: Sequence[str]) -> str:
+    """The span that the traceparent headers of a request name, without flags: 00-TRACE-SPAN-00. Empty of none, of more
+    than one, and of what is none: a link that is broken is no reason to refuse a turn. Of a version later than 00 what
+    00 has counts. Source: W3C Trace Context, 2.2 and 2.2.4."""
+    found = TRACEPARENT.fullmatch(headers[0].strip()) if len(headers) == 1 else None
+    if found is None or found[1] == "ff" or (found[1] == "00" and found[4] is not None):
+        return ""
+    return f"00-{found[2]}-{found[3]}-00"
 
 
 def require_key(header: str | None, *keys: bytes) -> None:

@@ -369,6 +369,7 @@ def _completed(
         first_token_s=draft.first_token_s,
         total_s=now - draft.started,
         engine_id=draft.engine_id,
+        traceparent=request.traceparent,
     )
 
 

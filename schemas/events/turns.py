@@ -87,6 +87,9 @@ class TurnCompleted:
     """Seconds from the request to the record."""
     engine_id: str
     """Of the engine that sampled last."""
+    traceparent: str = ""
+    """The agent's span that asked, as W3C Trace Context writes it, without its flags: 00-TRACE-SPAN-00; empty where the
+    request named none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,6 +121,7 @@ class Story(SessionStory):
     def said(
         self, messages: Sequence[Message], response: Message, *, base: TurnId | None = None, kept: int | None = None,
         agent_path: str | None = None, version: int | None = None, finish: FinishReason = FinishReason.stop,
+        traceparent: str = "",
     ) -> tuple[TurnCompleted, TokenSnapshot]:  # fmt: skip
         """A turn that continues `base`, after `kept` of its tokens where the prompt was rewritten."""
         turn = TurnId(self.epoch, len(self.turns))
@@ -141,6 +142,7 @@ class Story(SessionStory):
             finish_reason=finish, aborted=False, prompt_tokens=len(prompt), output_tokens=len(output),
             cached_tokens=len(before), weight_version_first=versions[0], weight_version_last=versions[1], queue_s=0.01,
             first_token_s=0.08, total_s=0.08 + 0.011 * len(output), engine_id="engine-0",
+            traceparent=traceparent,
         ), TokenSnapshot(
             event_id=turn_event_id("TokenSnapshot", self.session_id, turn.epoch, turn.index), **common,
             parent_turn=base, base_len=len(before), delta_ids=delta.tobytes(), output_ids=output.tobytes(),
@@ -217,7 +219,10 @@ def repair(
     first = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": TASK}]
     opening = {"role": "assistant", "content": "I look at the project first.", "reasoning_content": THOUGHT,
                "tool_calls": [look]}  # fmt: skip
-    yield from story.said(first, opening, finish=FinishReason.tool_calls)
+    asker = digest("agent", story.session_id)
+    yield from story.said(
+        first, opening, finish=FinishReason.tool_calls, traceparent=f"00-{asker}-{digest('span', asker)[:16]}-00"
+    )
     yield from records
     test, records = story.called(
         "bash", {"command": "pytest -q"}, FAILURE, status=ToolStatus.tool_error, exit_code=1, seconds=1.3

@@ -108,6 +108,8 @@ class TurnRequest:
     """The turn that the request names as the one it continues; else it is found by the messages."""
     sha256: str
     """Of the body's bytes."""
+    traceparent: str = ""
+    """As TurnCompleted has it."""
     images: Mapping[str, Admitted] = field(default_factory=dict)
     """By sha256, once they are in the store."""
 

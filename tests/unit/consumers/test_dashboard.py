@@ -124,6 +124,10 @@ async def test_every_page_answers_and_says_as_of_when(told: ToldRun) -> None:
             answer = await client.get(page)
             assert answer.status_code == 200, (page, answer.text)
             assert "as of <time>" in answer.text, page
+        asker = view.turns[0]["traceparent"].split("-")
+        page = (await client.get(f"/sessions/{session}")).text
+        assert f'asked by span <code>{asker[2]}</code> of trace <code class="id">{asker[1]}</code>' in page
+        assert page.count("asked by span") == 1
         table = (await client.get("/sessions?fate=trained&sort=reward&order=asc")).text
         rewards = [float(found) for found in re.findall(r'<td class="n">(0\.\d+)</td><td class="n">-?\d', table)]
         assert rewards == sorted(rewards)

@@ -108,6 +108,10 @@ async def test_a_session_is_a_tree_of_turns_engine_calls_tool_calls_and_sandboxe
         assert span.start_time_unix_nano <= span.end_time_unix_nano
     (turn,) = [span for span in own.values() if span.span_id.hex() == span_of(turns[0].event_id)]
     assert isinstance(turns[0], TurnCompleted)
+    (link,) = turn.links
+    assert turns[0].traceparent == f"00-{link.trace_id.hex()}-{link.span_id.hex()}-00"
+    assert not link.flags & 0xFF, "what another has sampled is not ours to say"
+    assert sum(len(span.links) for span in own.values()) == 1, "no other turn of it was asked by a span"
     assert turn.end_time_unix_nano - turn.start_time_unix_nano == round(turns[0].total_s * 1e9)
 
 

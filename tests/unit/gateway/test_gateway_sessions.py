@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.unit.gateway.conftest import until
+from turnlog.producers.gateway.requests import traceparent
 from turnlog.schemas.events import Boundary, Outcome
 from turnlog.settings import load
 
@@ -57,6 +58,34 @@ async def test_an_idempotency_key_gives_the_recorded_turn(rig: Any) -> None:
     other = await rig.chat(session, [{"role": "user", "content": "else"}], key="s:0")
     assert (other.status_code, other.json()["error"]["code"]) == (409, "idempotency_key_reused")
     assert len(await rig.written("TurnCompleted")) == 1
+
+
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+@pytest.mark.parametrize(
+    ("headers", "kept"),
+    [
+        ([f"00-{TRACE}-{SPAN}-01"], True), ([f" 00-{TRACE}-{SPAN}-00 "], True), ([f"cc-{TRACE}-{SPAN}-01"], True),
+        ([f"cc-{TRACE}-{SPAN}-01-what-may-come"], True), ([], False), ([""], False), ([f"00-{TRACE}-{SPAN}"], False),
+        ([f"00-{TRACE}-{SPAN}-01"] * 2, False), ([f"00-{TRACE}-{SPAN}-01-more"], False),
+        ([f"cc-{TRACE}-{SPAN}-01.more"], False), ([f"ff-{TRACE}-{SPAN}-01"], False),
+        ([f"00-{TRACE.upper()}-{SPAN}-01"], False), ([f"00-{'0' * 32}-{SPAN}-01"], False),
+        ([f"00-{TRACE}-{'0' * 16}-01"], False), ([f"00-{TRACE}-{SPAN}-0g"], False), (["<script>"], False),
+    ],
+)  # fmt: skip
+def test_a_traceparent_is_read_as_its_standard_says_and_its_flags_are_not(headers: list[str], kept: bool) -> None:
+    assert traceparent(headers) == (f"00-{TRACE}-{SPAN}-00" if kept else "")
+
+
+async def test_the_agents_span_that_asked_stands_in_the_turns_record(rig: Any) -> None:
+    session = await rig.open()
+    for header in (f"00-{TRACE}-{SPAN}-01", "broken", None):
+        headers = {"authorization": f"Bearer {session['token']}"} | ({"traceparent": header} if header else {})
+        body = {"messages": [QUESTION | {"content": str(header)}]}
+        assert (await rig.http.post("/v1/chat/completions", json=body, headers=headers)).status_code == 200
+    turns = await rig.written("TurnCompleted")
+    assert [turn.traceparent for turn in turns] == [f"00-{TRACE}-{SPAN}-00", "", ""]
 
 
 async def test_concurrent_repeats_under_one_key_share_one_turn(rig: Any) -> None:
