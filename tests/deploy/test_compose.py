@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1800)]
 SCRIPT = "/repo/benchmarks/chaos/assembler.py"
 HEALTHY_S = 60
 LOAD_S = 40
-PROCESSORS = {"assembler", "batcher", "archive", "views", "lag", "registry"}
+PROCESSORS = {"assembler", "batcher", "archive", "views", "lag", "index", "dashboard", "registry"}
 OUT = """
 import os, socket, sys, urllib.error, urllib.request
 from turnlog.sandbox_workers.egress.apart import Tokens

@@ -46,9 +46,9 @@ OF_PROCESSES = {
 }
 """What a process is told beside its settings."""
 OF_COMPOSE = {"TURNLOG_IMAGES", "TURNLOG_VERSION"}
-UP = tuple(role for role in EMBEDDED if role not in ("index", "dashboard"))
-"""No chart runs the indexer: its file lies where who asks it is, the dashboard among them."""
-ROLES = {*UP, "feeder", "lag", "registry", "egress"}
+UP = tuple(role for role in EMBEDDED if role != "index")
+"""The indexer is in the dashboard's pod, and is who that is."""
+ROLES = {*EMBEDDED, "feeder", "lag", "registry", "egress"}
 Document = dict[str, Any]
 
 
@@ -81,7 +81,19 @@ def test_compose_names_verbs_and_variables_that_exist() -> None:
     ours = {name: service for name, service in services.items() if "turnlog" in service["image"].split("/")[0].lower()}
     beside = yaml.safe_load(EGRESS.read_text())["services"]
     ours |= {"egress": beside["egress"]}
-    assert {"assembler", "batcher", "archive", "views", "lag", "gateway", "runner", "sandbox", "trainer"} <= set(ours)
+    assert {
+        "assembler",
+        "batcher",
+        "archive",
+        "views",
+        "lag",
+        "index",
+        "dashboard",
+        "gateway",
+        "runner",
+        "sandbox",
+        "trainer",
+    } <= set(ours)
     assert {service["command"][0] for service in ours.values()} <= verbs()
     told = [service["environment"] for service in (*ours.values(), beside["sandbox"])]
     named = {name for environment in told for name in environment if name.startswith("TURNLOG_")}
@@ -99,7 +111,7 @@ def test_each_service_of_compose_logs_in_as_itself() -> None:
     speak = {name for name, one in services.items() if "TURNLOG_KAFKA_BOOTSTRAP" in one.get("environment", {})}
     assert set(added["services"]) == speak - {"policy", "engine"}
     for name, service in added["services"].items():
-        user = "configure" if name == "topics" else name
+        user = {"topics": "configure", "dashboard": "reader"}.get(name, name)
         assert service["environment"]["TURNLOG_KAFKA_USERNAME"] == user
         assert set(service["environment"]) <= variables()
         assert service["secrets"] == ["kafka_ca", {"source": f"kafka_{user}", "target": "kafka_password"}]
@@ -216,7 +228,8 @@ def test_each_role_logs_in_as_itself() -> None:
     gpus = yaml.safe_load((CHART / "examples/eight-gpus.yaml").read_text())
     named = EVERY | {"trainer": EVERY["trainer"] | {"serviceAccountName": "steps"}}
     documents = list(rendered(gpus | {"principals": {"roles": named}}))
-    assert principals(documents) == {role: f"own-{role}" for role in EVERY} | {"turnlog-test": "own-configure"}
+    shared = {"index": "own-dashboard", "turnlog-test": "own-configure"}
+    assert principals(documents) == {role: f"own-{role}" for role in EVERY} | shared
     assert [name for name, pod in pods(documents) if pod.get("serviceAccountName") == "steps"] == ["turnlog-trainer"]
 
 
@@ -284,6 +297,33 @@ def test_sandboxes_go_out_by_a_pod_that_knows_one_key_and_reaches_no_address_ins
                for rule in policies["turnlog-sandbox"]["egress"])  # fmt: skip
 
 
+def test_the_page_and_its_indexer_share_one_file_in_one_pod() -> None:
+    documents = list(rendered(LAPTOP | {"model": {"claim": "policy"}}))
+    (stateful,) = (
+        one for one in documents if one["metadata"]["name"] == "turnlog-dashboard" and "replicas" in one["spec"]
+    )
+    assert (stateful["kind"], stateful["spec"]["replicas"]) == ("StatefulSet", 1)
+    (claim,) = stateful["spec"]["volumeClaimTemplates"]
+    (settings,) = {one["data"]["settings.toml"] for one in documents if one["kind"] == "ConfigMap"}
+    directory = Path(tomllib.loads(settings)["run"]["directory"])
+    page, indexer = stateful["spec"]["template"]["spec"]["containers"]
+    for container in (page, indexer):
+        mounts = {Path(one["mountPath"]): one["name"] for one in container["volumeMounts"]}
+        assert mounts[directory.parent] == claim["metadata"]["name"]
+    assert Path("/model") in {Path(one["mountPath"]) for one in page["volumeMounts"]}, "texts of tokens"
+    ports = [port for container in (page, indexer) for port in container["ports"]]
+    assert len({port["name"] for port in ports}) == len({port["containerPort"] for port in ports}) == 3
+    for container in (page, indexer):
+        env = {one["name"]: one.get("value") for one in container["env"]}
+        own = {port["name"]: str(port["containerPort"]) for port in container["ports"]}
+        assert own[container["readinessProbe"]["httpGet"]["port"]] == env["TURNLOG_HEALTH_PORT"]
+    (service,) = (
+        one for one in documents if one["kind"] == "Service" and one["metadata"]["name"] == "turnlog-dashboard"
+    )
+    assert service["spec"]["ports"][0]["port"] == int(next(
+        one["value"] for one in page["env"] if one["name"] == "TURNLOG_DASHBOARD_PORT"))  # fmt: skip
+
+
 def test_single_roles_are_recreated_and_never_held_by_a_budget(documents: list[Document]) -> None:
     roles = {document["metadata"]["name"]: document for document in documents if document["kind"] == "Deployment"}
     budgets = {document["metadata"]["name"] for document in documents if document["kind"] == "PodDisruptionBudget"}
@@ -305,6 +345,7 @@ def test_a_role_is_given_the_time_that_it_may_need_to_end(documents: list[Docume
         name.removeprefix("turnlog-"): pod.get("terminationGracePeriodSeconds", 30) for name, pod in pods(documents)
     }
     chart["loader"] = chart.pop("engine", math.inf)  # one pod
+    chart["index"] = chart.get("dashboard", math.inf)
     for given in (compose, chart):
         roles = {role: seconds for role, seconds in given.items() if role in ROLES}
         assert len(roles) >= 6
@@ -345,6 +386,10 @@ REFUSED = {
     "a role that logs in as nobody": (
         {"principals": {"roles": {"assembler": {"secret": "a"}}}},
         "principals.roles.archive.secret is missing",
+    ),
+    "a page that logs in as nobody": (
+        {"principals": {"roles": {role: of for role, of in EVERY.items() if role != "dashboard"}}},
+        "principals.roles.dashboard.secret is missing",
     ),
     "a login from two Secrets": (
         {"principals": {"roles": EVERY}, "secrets": {"name": "turnlog", "keys": ["kafka_password"]}},

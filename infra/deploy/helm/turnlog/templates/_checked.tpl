@@ -24,7 +24,7 @@
 {{- $own := dict }}
 {{- range $name, $of := .Values.principals.roles }}{{ if $of.secret }}{{ $_ := set $own $name $of.secret }}{{ end }}{{ end }}
 {{- if $own }}
-{{- $runs := dict "configure" .Values.configure.enabled "loader" .Values.engine.enabled "trainer" .Values.trainer.enabled }}
+{{- $runs := dict "configure" .Values.configure.enabled "loader" .Values.engine.enabled "trainer" .Values.trainer.enabled "dashboard" .Values.dashboard.enabled }}
 {{- range $name, $role := .Values.roles }}{{ $_ := set $runs $name (and $role.enabled (ne $name "egress")) }}{{ end }}
 {{- range $name, $enabled := $runs }}
 {{- if and $enabled (not (hasKey $own $name)) }}
