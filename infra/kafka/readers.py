@@ -215,7 +215,19 @@ async def consuming(
         with contextlib.suppress(KafkaError, TimeoutError):
             async with asyncio.timeout(connection.close_s):
                 await asyncio.sleep(0)  # aiokafka's stop falls over tasks of its own that have not run yet
-                await consumer.stop()
+                await _stop(consumer)
+
+
+async def _stop(consumer: AIOKafkaConsumer) -> None:
+    """aiokafka's stop cancels fetches and awaits them: one that pauses between two tries, as all do while no broker
+    answers, cancels the stop in turn, before its connections are closed."""
+    task = asyncio.current_task()
+    try:
+        await consumer.stop()
+    except asyncio.CancelledError:
+        if task is None or task.cancelling():
+            raise
+        await consumer._client.close()
 
 
 class KafkaReader:

@@ -20,6 +20,13 @@ def is_unreachable(error: BaseException) -> bool:
     return any(isinstance(cause, Unreachable) for cause in _causes(error))
 
 
+def leaves(error: BaseException) -> list[BaseException]:
+    """The errors of a group and of groups in it, in the order in which they were raised; of any other error itself."""
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [leaf for one in error.exceptions for leaf in leaves(one)]
+
+
 def _causes(error: BaseException) -> Iterator[BaseException]:
     """The error, what it was raised from, and so on; of a group, each of its errors."""
     found: BaseException | None = error

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from turnlog import __version__
-from turnlog.infra.roles import ending, log_lines
+from turnlog.infra.roles import ending, leaves, log_lines
 from turnlog.names import ExitStatus
 from turnlog.settings import Settings, SettingsError, load
 
@@ -55,13 +55,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return ExitStatus.TERMINATED if ending.was_terminated() else ExitStatus.INTERRUPTED
     except Exception as error:
-        if not _is_ours(error) or os.environ.get("TURNLOG_TRACEBACK"):
-            raise
-        _say_why(arguments.verb, error)
-        return _status_of(error)
+        return ended(arguments.verb, error)
 
 
-def _say_why(verb: str, error: Exception) -> None:
+def ended(verb: str, error: Exception) -> int:
+    """The exit status of a verb that ended so, with a line that says why: the first error of tasks that ran together.
+    Raises the error where one of them is not ours, or TURNLOG_TRACEBACK asks for it."""
+    errors = leaves(error)
+    if not all(map(_is_ours, errors)) or os.environ.get("TURNLOG_TRACEBACK"):
+        raise error
+    _say_why(verb, errors[0])
+    return _status_of(error)
+
+
+def _say_why(verb: str, error: BaseException) -> None:
     said = f"turnlog {verb}: {type(error).__name__}: {error}"
     if os.environ.get("TURNLOG_LOG_FORMAT") == "json":
         logging.getLogger("turnlog").error("%s", said)
@@ -71,7 +78,7 @@ def _say_why(verb: str, error: Exception) -> None:
     aside(*said.split("\n"))
 
 
-def _is_ours(error: Exception) -> bool:
+def _is_ours(error: BaseException) -> bool:
     """Errors of our own trees carry what, where and the remedy; a traceback would only hide it."""
     return type(error).__module__.startswith("turnlog.")
 

@@ -48,7 +48,7 @@ async def test_what_was_acknowledged_is_there_after_a_kill_a_stop_and_on_another
     with Broker(tmp_path / "kafka") as broker:
         address = broker.bootstrap
         await _append(address, 0)
-        broker.kill()
+        await _left_while_away(broker)
         assert not listens(broker.port)
         assert broker.start() == address
         assert await _values(address) == list(range(COUNT))
@@ -58,6 +58,19 @@ async def test_what_was_acknowledged_is_there_after_a_kill_a_stop_and_on_another
     with Broker(tmp_path / "kafka") as reopened:
         assert await _values(reopened.bootstrap) == list(range(2 * COUNT))
         assert await _cluster(reopened.bootstrap) == cluster == (tmp_path / "kafka" / CLUSTER_FILE).read_text()
+
+
+async def _left_while_away(broker: Broker) -> None:
+    """A reader whose broker is killed meets silence, and is left as any other."""
+    log, partition = KafkaLog(broker.bootstrap), Partition(TOPIC, 0)
+    try:
+        async with log.reader() as reader:
+            reader.assign({partition: COUNT})
+            assert not await reader.poll(timeout_s=0.5)
+            broker.kill()
+            assert not await reader.poll(timeout_s=1.0)  # its fetches fail and pause, by turns
+    finally:
+        await log.close()
 
 
 async def _cluster(address: str) -> str:

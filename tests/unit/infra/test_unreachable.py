@@ -39,6 +39,16 @@ def test_a_verb_that_meets_no_broker_ends_with_a_status_of_its_own(monkeypatch: 
     assert cli.main(["topics", "check"]) == 2
 
 
+def test_tasks_that_ended_together_are_told_by_the_first_unless_one_is_a_fault_of_ours(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tail = ExceptionGroup("tail", [LogUnreachable("no broker"), LogUnavailable("not authorised")])
+    assert cli.ended("gateway", ExceptionGroup("tasks", [tail])) == ExitStatus.UNREACHABLE
+    assert capsys.readouterr().err == "turnlog gateway: LogUnreachable: no broker\n"
+    with pytest.raises(ExceptionGroup, match="tasks"):
+        cli.ended("gateway", ExceptionGroup("tasks", [tail, ValueError("x")]))
+
+
 async def test_a_registry_that_is_not_there_is_unreachable() -> None:
     registry = HttpRegistry(RegistrySettings(url=f"http://{HOST}:{free_ports(1)[0]}"))
     with pytest.raises(RegistryUnreachable):
