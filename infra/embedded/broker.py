@@ -276,6 +276,9 @@ group.initial.rebalance.delay.ms=0
 group.min.session.timeout.ms=1000
 {more}# The log is the state: nothing expires.
 log.retention.ms=-1
+# What `turnlog archive prune` deletes leaves the disk by whole segments.
+log.segment.bytes=67108864
+log.retention.check.interval.ms=60000
 offsets.retention.minutes=2147483647
 transactional.id.expiration.ms=2147483647
 auto.create.topics.enable=false
