@@ -22,7 +22,7 @@ VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml | head -1)
 WORKERS ?= 2
 IN_WORKERS := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15
 
-.PHONY: help demo test test-long test-fresh test-compose test-kube test-secured screenshots check bench chaos mutants images sbom schemas docs lock clean
+.PHONY: help demo test test-long test-fresh test-compose test-kube test-secured screenshots check bench chaos soak mutants images sbom schemas docs lock clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -60,6 +60,9 @@ bench: $(ENVIRONMENT)  ## measure the goals (ONLY=G1,T1 for some); one JSON line
 
 chaos: $(ENVIRONMENT)  ## strike every role and server: kill, hang, zombie (ONLY=loader,broker; KILLS=20)
 	@$(BIN)/python benchmarks/chaos/run.py $(if $(ONLY),--only $(ONLY)) $(if $(KILLS),--kills $(KILLS))
+
+soak: $(ENVIRONMENT)  ## load that lasts: kills at random, does memory grow? (MINUTES=30, SEED=0; a page in runs/soak-TIME)
+	@$(BIN)/python benchmarks/chaos/soak.py $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED))
 
 mutants: $(ENVIRONMENT)  ## mutate the fold: does a test notice? (SAMPLE=300, SEED=1; ONLY=core.books,core.fold.*)
 	@$(BIN)/python tests/mutants.py $(if $(ONLY),--only '$(ONLY)') $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED))

@@ -138,17 +138,17 @@ class Story:
 class Loop:
     """A run that is up, reached as a user does."""
 
-    def __init__(self, directory: Path, *, role_s: float, brokers: int) -> None:
+    def __init__(self, directory: Path, *, role_s: float, brokers: int, template: str = SETTINGS) -> None:
         self.directory = directory
         self.file = directory / "settings.toml"
-        self._role_s, self._brokers = role_s, brokers
+        self._role_s, self._brokers, self._template = role_s, brokers, template
         self._struck = cycle([f"kafka-{number}" for number in range(1, brokers + 1)])
         self._run: Child | None = None
 
     def up(self, draws: int) -> None:
         """Start every process; `turnlog run` comes with the first look at it."""
         values = {"directory": self.directory, "draws": draws, "role_s": self._role_s, "brokers": self._brokers}
-        self.file.write_text(SETTINGS.format(**values))
+        self.file.write_text(self._template.format(**values))
         started = self.turnlog("up")
         if started.returncode:
             raise SystemExit(started.stderr)
@@ -441,11 +441,12 @@ async def all_archived(role: Role) -> None:
         await asyncio.sleep(1.0)
 
 
-async def verdict(loop: Loop) -> dict[str, Any]:
-    """Of the topics, and of the archive, when the run is over."""
+async def verdict(loop: Loop, *, pruned: bool = False) -> dict[str, Any]:
+    """Of the topics, and of the archive, when the run is over; of the archive alone where topics were pruned."""
     async with opened("chaos", loop.settings) as role:
         await all_scored(role)
         await all_archived(role)
+    async with opened("chaos", loop.settings, archive=pruned) as role:
         found = {topic.name: await all_events(role, topic) for topic in READ}
     taken = newest_incarnations(found[topics.STEPS.name])
     formed = [event for event in found[topics.BATCHES.name] if isinstance(event, SampleBatchFormed)]
@@ -460,8 +461,9 @@ async def verdict(loop: Loop) -> dict[str, Any]:
     due = enumerate(sorted(batch.batch_index for batch in formed if batch.draw_index < wanted), start=1)
     skipped = sum(have != want for have, want in zip_longest(((step.step, step.batch_index) for step in taken), due))
     back = went_back(found[topics.ENGINES.name])
-    asked_of = (("replay", "--verify"), ("replay", "--verify", "--from", "archive"), ("books",))
-    answers = [loop.turnlog(*verb) for verb in asked_of]
+    archive = ("--from", "archive")
+    asked_of = [("replay", "--verify", *archive), ("books", *(archive if pruned else ()))]
+    answers = [loop.turnlog(*verb) for verb in (asked_of if pruned else [("replay", "--verify"), *asked_of])]
     for answer in answers:
         say(answer.stdout + answer.stderr if answer.returncode else answer.stdout.splitlines()[-1])
     detail = {
@@ -481,7 +483,7 @@ async def verdict(loop: Loop) -> dict[str, Any]:
         "incarnations": 1 + max(step.incarnation for step in taken),
     }  # fmt: skip
     lost = len(asked - scored) + max(0, wanted - detail["draws"])
-    identical = not any(answer.returncode for answer in answers[:2])
+    identical = not any(answer.returncode for answer in answers[:-1])
     return {"lost": lost, "twice": twice + back, "skipped": skipped, "identical": identical, "detail": detail}
 
 

@@ -27,6 +27,11 @@ SHARED = frozenset(
         "previous",
         "kept",
         "noting",
+        "scripted_loop",
+        "soak",
+        "soak_looks",
+        "soak_page",
+        "trends",
     }
 )
 LOOP = "loop"

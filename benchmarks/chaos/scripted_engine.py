@@ -5,7 +5,8 @@ Every final answer is another number, so that an answer tells which turn gave it
 the tool said, so that groups differ within and are trained. With --by-ids every output is a function of the prompt's
 ids alone: some turns of one or two calls of `note`, then an answer. An abort is heard late, as SGLang hears one between
 two steps: what is nearly done is finished although nobody waits. POST /version?of=3 stands for loading weights; POST
-/pace?of=0.5 is the time that a token takes from now on; GET /running tells which requests run.
+/pace?of=0.5 is the time that a token takes from now on, POST /rate?of=20 how many requests begin in a second at most;
+GET /running tells which requests run.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
+import math
 import random
 import re
+import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -47,12 +50,19 @@ CONTEXT = 2048
 
 
 class Slow(MemoryEngine):
-    """Takes its time for each token, and to hear of an abort."""
+    """Takes its time for each token, and to hear of an abort; may let requests begin one after the other."""
 
     token_s = TOKEN_S
+    per_s = math.inf
+    """Requests that begin in a second, at most."""
+    _next = 0.0
 
     async def generate(self, request: Generate, *, stream: bool, timeout_s: float) -> AsyncIterator[Piece]:
         """See Engine."""
+        now = time.monotonic()
+        self._next = max(now, self._next) + 1 / self.per_s
+        await asyncio.sleep(self._next - now)
+        self.requests.clear()  # a test may want to see all of them; this one may run for days
         async for piece in super().generate(request, stream=True, timeout_s=timeout_s):
             await asyncio.sleep(self.token_s)
             yield piece
@@ -130,12 +140,17 @@ def application(engine: Slow, control: MemoryEngineControl) -> Starlette:
         engine.token_s = float(request.query_params["of"])
         return Response()
 
+    async def rate(request: Request) -> Response:
+        engine.per_s = float(request.query_params["of"])
+        return Response()
+
     async def running(_: Request) -> Response:
         return Response(orjson.dumps(list(engine.live)))
 
     return Starlette(
         routes=[
             Route("/pace", pace, methods=["POST"]),
+            Route("/rate", rate, methods=["POST"]),
             Route("/running", running),
             Route("/version", version, methods=["POST"]),
             Route("/generate", generate, methods=["POST"]),
