@@ -1,9 +1,10 @@
-"""From a plan to ranks: one process alone, local processes started from here, or the processes of a torchrun.
+"""From a plan to ranks: one process alone, local processes started from here, the processes of a torchrun, or actors of
+a Ray cluster (`gang.on_ray`).
 
-Rank 0 is the role itself, so it owns log, store, health and signals, and one supervisor watches one process. Ranks that
-it starts end when it does: their connection to it closes. Under torchrun (`torchrun --no-python ... turnlog trainer`),
-which places ranks on several machines, every process finds its rank in the environment. To its caller they are one
-learner: what rank 0 is asked to do is broadcast, and every rank does it.
+But for Ray's, rank 0 is the role itself, so it owns log, store, health and signals, and one supervisor watches one
+process. Ranks that it starts end when it does: their connection to it closes. Under torchrun (`torchrun --no-python ...
+turnlog trainer`), which places ranks on several machines, every process finds its rank in the environment. To its
+caller they are one learner: what rank 0 is asked to do is broadcast, and every rank does it.
 
 A rank waits in a collective for as long as another one does not come, so a stopped rank looks like a slow step to all
 the others. Hence heartbeats: each counts up a key of the store where the ranks met, from a thread of its own over a
@@ -25,7 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -34,11 +35,11 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from turnlog.infra.roles import log_lines
 from turnlog.infra.roles.log_lines import instance_of
-from turnlog.trainer import RankLost, mcore
+from turnlog.trainer import LayoutUnfit, RankLost, mcore
 from turnlog.trainer.algorithms.logprobs import check_teacher
-from turnlog.trainer.gang.calls import Ranks, follow
+from turnlog.trainer.gang import LOCAL_RANK
+from turnlog.trainer.gang.calls import Ranks, RankZero, follow
 from turnlog.trainer.learner import Learner
-from turnlog.trainer.mcore import LOCAL_RANK
 from turnlog.trainer.plan import LearnerOptions, LearningPlan, check_layout
 from turnlog.trainer.shape import read_shape
 from turnlog.trainer.weights import read_weights
@@ -125,13 +126,13 @@ def _here(rank: int) -> str:
     return f"turnlog/here/{rank}"
 
 
-def meeting_place(port: int, world_size: int) -> TCPStore:
-    """Where the ranks of this machine meet; port 0: be the host, on a free port."""
+def meeting_place(port: int, world_size: int, host: str = HOST) -> TCPStore:
+    """Where the ranks meet; port 0: be the host, on a free port."""
     if port:
-        return TCPStore(HOST, port, world_size, is_master=False, wait_for_workers=False)
-    listener = socket.create_server((HOST, 0))  # one that the store makes itself listens on every interface
+        return TCPStore(host, port, world_size, is_master=False, wait_for_workers=False)
+    listener = socket.create_server((host, 0))  # one that the store makes itself listens on every interface
     port = listener.getsockname()[1]
-    return TCPStore(HOST, port, world_size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return TCPStore(host, port, world_size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 BEAT_S = 1.0
@@ -198,6 +199,15 @@ def torchrun_rank(environment: Mapping[str, str]) -> int | None:
     return int(environment["RANK"]) if "TORCHELASTIC_RUN_ID" in environment else None
 
 
+def on_ray(plan: LearningPlan, beat: Beat) -> AbstractContextManager[Ranks]:
+    """Those of a Ray cluster. Raises LayoutUnfit without Ray."""
+    try:
+        from turnlog.trainer.gang.on_ray import actors
+    except ModuleNotFoundError as error:
+        raise LayoutUnfit(f'trainer.launcher = "ray" needs {error.name}: pip install turnlog[ray]') from error
+    return actors(plan, beat)
+
+
 @contextmanager
 def ranks(plan: LearningPlan, beat: Beat = lambda _: None) -> Iterator[Ranks]:
     """Rank 0 with its peers, on the weights of the plan's model folder. Raises UnsupportedModel, LayoutUnfit,
@@ -205,6 +215,10 @@ def ranks(plan: LearningPlan, beat: Beat = lambda _: None) -> Iterator[Ranks]:
     check_layout(read_shape(plan.model), plan.options)
     if plan.teacher is not None:
         check_teacher(plan.teacher, plan.model, plan.options)
+    if plan.launcher == "ray":
+        with on_ray(plan, beat) as everyone:
+            yield everyone
+        return
     if plan.world_size == 1 or torchrun_rank(os.environ) is not None:
         with _rank_zero(plan, None, beat) as everyone:
             yield everyone
@@ -235,7 +249,7 @@ def serve_rank(*, rank: int, world_size: int, layout: Mapping[str, int], port: i
         dist.broadcast_object_list(box, src=0, group=control)
         assert box[0] is not None
         with beating(*_meeting_address(store), rank):
-            follow(_learner(box[0]), control)
+            follow(learner_of(box[0]), control)
 
 
 def layout_of(options: LearnerOptions) -> dict[str, int]:
@@ -253,10 +267,10 @@ def _rank_zero(plan: LearningPlan, store: TCPStore | None, beat: Beat) -> Iterat
     layout = layout_of(plan.options)
     with process_group(world_size=plan.world_size, store=store, join_s=plan.join_s, **layout) as control:
         if plan.world_size == 1:
-            yield Ranks(_learner(plan), control, 1)
+            yield RankZero(learner_of(plan), control, 1)
             return
         dist.broadcast_object_list([plan], src=0, group=control)
-        everyone = Ranks(_learner(plan), control, plan.world_size)
+        everyone = RankZero(learner_of(plan), control, plan.world_size)
         with heard(*_meeting_address(store), plan.world_size, beat):
             yield everyone
         everyone.release()  # after an error the others find the connection closed instead
@@ -267,7 +281,8 @@ def _meeting_address(store: TCPStore | None) -> tuple[str, int]:
     return (HOST, store.port) if store else (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 
 
-def _learner(plan: LearningPlan) -> Learner:
+def learner_of(plan: LearningPlan) -> Learner:
+    """This rank's, on the plan's weights. Collective."""
     reference = None if plan.reference is None else read_weights(plan.reference)
     teacher = None if plan.teacher is None else (read_shape(plan.teacher), read_weights(plan.teacher))
     return Learner(

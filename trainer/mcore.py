@@ -12,9 +12,7 @@ from typing import Any
 import torch
 
 from turnlog.trainer import LayoutUnfit, megatron_cpu
-
-LOCAL_RANK = "LOCAL_RANK"
-"""A rank's number on its machine, where torchrun puts it, too."""
+from turnlog.trainer.gang import LOCAL_RANK
 
 
 def own_device(environment: Mapping[str, str]) -> torch.device:

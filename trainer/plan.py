@@ -125,6 +125,9 @@ class LearningPlan:
     may_change: bool
     join_s: float
     """For how long ranks wait for one another at the start."""
+    launcher: str = "local"
+    ray_address: str = "auto"
+    ray_placement: str = "PACK"
     schedule: str = "linear"
     warmup: int = 0
     """Steps."""
@@ -204,6 +207,9 @@ def learning_plan(settings: Settings) -> LearningPlan:
         recorded=recorded(trainer),
         may_change=trainer.allow_changes,
         join_s=settings.liveness.join_s,
+        launcher=trainer.launcher,
+        ray_address=trainer.ray_address,
+        ray_placement=trainer.ray_placement,
     )
 
 
@@ -212,7 +218,7 @@ UNRECORDED = frozenset(
     | {f"{way}_parallel" for way in ("tensor", "pipeline", "context", "expert")}
     | {"initial_weights", "warm_start_steps", "warm_start_rate", "warm_start_seed"}
     | {"publish_every", "checkpoint_every", "checkpoints_kept", "checkpoints_reshardable", "max_skipped"}
-    | {"token_files_every"}
+    | {"token_files_every", "launcher", "ray_address", "ray_placement"}
 )
 """Settings of [trainer] that a run may change: how ranks share the work, where it began, and how often."""
 

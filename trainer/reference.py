@@ -48,7 +48,7 @@ from turnlog.schemas.types import BlobRef
 from turnlog.trainer.algorithms.catalogue import BUILT_IN
 from turnlog.trainer.algorithms.gae import CriticRules
 from turnlog.trainer.algorithms.objective import Numbers
-from turnlog.trainer.gang.calls import Ranks, follow
+from turnlog.trainer.gang.calls import Ranks, RankZero, follow
 from turnlog.trainer.launch import layout_of, process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.models.experts import RoutedRows, routed
@@ -517,7 +517,7 @@ def _called(
     if dist.get_rank():
         follow(learner, control)
         return []
-    everyone = Ranks(learner, control, dist.get_world_size())
+    everyone = RankZero(learner, control, dist.get_world_size())
     figures = ours(everyone, objective, batches) if everyone.maps else []
     everyone.release()
     return figures

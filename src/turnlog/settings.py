@@ -349,6 +349,13 @@ class TrainerSettings(LearningSettings):
     world_size: Count = 1
     """Ranks in all: a multiple of tensor_parallel x pipeline_parallel x context_parallel, and of expert_parallel x
     pipeline_parallel. Each takes the device of its number on its machine."""
+    launcher: Literal["local", "ray"] = "local"
+    """Who starts the ranks. local: the trainer, on its machine, of which it is rank 0 (or torchrun, on several); ray:
+    the trainer, as actors on the nodes of a Ray cluster, of which it is none."""
+    ray_address: str = "auto"
+    """Of that cluster; auto: what RAY_ADDRESS says, or the one that this machine is a node of."""
+    ray_placement: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"
+    """Of its ranks on nodes, as Ray's placement groups know it: on few or many, STRICT on one or on one each."""
     threads: Count = 2
     """Torch threads per rank on CPU."""
     microbatch_tokens: Count = 8192

@@ -11,6 +11,7 @@ import mmap
 import os
 import pickle
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -85,14 +86,8 @@ def _maps(there: Mapped, wanted: bytes) -> bool:
         return False
 
 
-class Ranks:
-    """Rank 0's end. Not thread-safe: one thread makes all calls."""
-
-    def __init__(self, learner: Learner, control: dist.ProcessGroup, world_size: int) -> None:
-        """`control`: a gloo group of all ranks. Collective, with `follow`."""
-        self._learner, self._control, self.world_size = learner, control, world_size
-        self.maps = world_size > 1 and all_map(control)
-        """Whether all ranks map the arrays of a call."""
+class Ranks(ABC):
+    """All of them as one learner. Not thread-safe: one thread makes all calls."""
 
     def step(
         self,
@@ -148,9 +143,23 @@ class Ranks:
     def restore(self, directory: Path) -> None:
         self._everywhere("restore", directory)
 
+    @abstractmethod
+    def _everywhere(self, method: str, *arguments: Any) -> Any:
+        """Call it on every rank: what it gives at rank 0."""
+
+
+class RankZero(Ranks):
+    """Its end of those that follow it."""
+
+    def __init__(self, learner: Learner, control: dist.ProcessGroup, world_size: int) -> None:
+        """`control`: a gloo group of all ranks. Collective, with `follow`."""
+        self._learner, self._control, self._world_size = learner, control, world_size
+        self.maps = world_size > 1 and all_map(control)
+        """Whether all ranks map the arrays of a call."""
+
     def release(self) -> None:
         """Let the other ranks end."""
-        if self.world_size > 1:
+        if self._world_size > 1:
             dist.broadcast_object_list([None], src=0, group=self._control)
 
     def _everywhere(self, method: str, *arguments: Any) -> Any:
@@ -160,7 +169,7 @@ class Ranks:
                 dist.broadcast_object_list([there or call], src=0, group=self._control)
                 if there:
                     dist.barrier(self._control)  # all have mapped it
-        elif self.world_size > 1:
+        elif self._world_size > 1:
             dist.broadcast_object_list([call], src=0, group=self._control)
         return getattr(self._learner, method)(*arguments)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from turnlog.settings import from_tables
+from turnlog.trainer.gang.actor import local_rank
 from turnlog.trainer.launch import follower
 from turnlog.trainer.plan import learning_plan
 
@@ -35,6 +36,21 @@ def test_a_rank_that_rank_0_starts_takes_its_own_device_before_megatron_is_impor
 def test_a_process_takes_the_device_of_its_rank_on_its_machine(local: dict[str, str], device: int) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"}
     assert told(IMPORTED, environment | local) == {"device": device, "megatron": False}
+
+
+@pytest.mark.parametrize(
+    ("given", "seen", "place"),
+    [({}, None, 0), ({"GPU": ["5"]}, "5", 0), ({"GPU": ["5"]}, "4,5", 1), ({"GPU": ["2"]}, None, 2)],
+)
+def test_a_rank_on_ray_takes_the_device_that_it_was_given(
+    given: dict[str, list[str]], seen: str | None, place: int
+) -> None:
+    assert local_rank(given, {} if seen is None else {"CUDA_VISIBLE_DEVICES": seen}) == place
+
+
+def test_what_ray_imports_of_a_rank_before_it_knows_its_device_is_neither_torch_nor_megatron() -> None:
+    program = "import sys, turnlog.trainer.gang.actor; print(sorted({'torch', 'megatron'} & set(sys.modules)))"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True, timeout=120) == "[]\n"
 
 
 def test_a_rank_without_a_device_of_its_own_is_refused() -> None:

@@ -1,0 +1,160 @@
+"""Ranks as actors of a Ray cluster, one in each bundle of a placement group.
+
+The trainer is none of them and needs no device. The arrays of a call lie in Ray's object store, once a node, and each
+rank maps them. What one of them raises, and the death of one, is raised here and ends the trainer and with it, since
+the others would wait for that rank in a collective, all: the supervisor starts the next incarnation, which goes on from
+the checkpoint. Ray ends the actors of a trainer that was killed, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from turnlog.trainer import LayoutUnfit, RankLost
+from turnlog.trainer.gang.actor import Rank
+from turnlog.trainer.gang.calls import Ranks
+from turnlog.trainer.plan import LearningPlan
+
+log = logging.getLogger(__name__)
+BEAT_S = 1.0
+BEATS = "beats"
+"""A concurrency group: a rank answers there while it computes."""
+
+
+class OnRay(Ranks):
+    """Those actors, in the order of their ranks."""
+
+    def __init__(self, ranks: Sequence[Any]) -> None:
+        self._ranks = ranks
+
+    def _everywhere(self, method: str, *arguments: Any) -> Any:
+        held = ray.put(arguments)
+        return results([rank.call.remote(method, held) for rank in self._ranks])[0]
+
+
+@contextmanager
+def actors(plan: LearningPlan, beat: Callable[[int], None]) -> Iterator[Ranks]:
+    """All ranks, joined; `beat` is told of each that answers, from a thread. Raises LayoutUnfit, RankLost, and what
+    launch.ranks does."""
+    with _cluster(plan.ray_address), _bundles(plan) as (group, bundle):
+        options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "concurrency_groups": {BEATS: 1}}
+        started = []
+        try:
+            for index in range(plan.world_size):
+                where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+                made = ray.remote(Rank).options(**options, scheduling_strategy=where)
+                started.append(made.remote(os.environ.get("TURNLOG_RUN_ID", "")))
+            ranks = _joined(plan, started)
+            with _heard(ranks, beat):
+                yield OnRay(ranks)
+        finally:
+            for one in started:
+                ray.kill(one)
+
+
+@contextmanager
+def _cluster(address: str) -> Iterator[None]:
+    try:
+        ray.init(address, logging_level=logging.ERROR)
+    except ConnectionError as error:
+        raise LayoutUnfit(
+            f"no Ray cluster at {address}: {error}. Set trainer.ray_address or RAY_ADDRESS, or trainer.launcher = local"
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _bundles(plan: LearningPlan) -> Iterator[tuple[Any, dict[str, int]]]:
+    """A placement group with a bundle for each rank, and what is in a bundle: a device, where the cluster has some."""
+    devices = int(ray.cluster_resources().get("GPU", 0))
+    if 0 < devices < plan.world_size:
+        raise LayoutUnfit(f"trainer.world_size = {plan.world_size} and the Ray cluster has {devices} GPUs")
+    bundle = {"CPU": 1, "GPU": 1} if devices else {"CPU": plan.options.threads}
+    group = placement_group([bundle] * plan.world_size, strategy=plan.ray_placement)
+    try:
+        if not group.wait(plan.join_s):
+            raise RankLost(
+                f"Ray did not place {plan.world_size} bundles of {bundle} by {plan.ray_placement} within "
+                f"{plan.join_s:.0f} s ([liveness] join_s); free in its cluster: {ray.available_resources()}"
+            )
+        yield group, bundle
+    finally:
+        remove_placement_group(group)
+
+
+def _joined(plan: LearningPlan, started: Sequence[Any]) -> list[Any]:
+    """In the order of ranks: those of one node are neighbours."""
+    places = results([one.place.remote(plan.model) for one in started])
+    if blind := next((place for place in places if not place.sees_model), None):
+        raise LayoutUnfit(
+            f"node {blind.address} of the Ray cluster does not see {plan.model}: [model] path and [run] directory must "
+            "lie where all nodes have them"
+        )
+    order = sorted(range(len(started)), key=lambda one: (places[one].node, one))
+    ranks, address = [started[one] for one in order], places[order[0]].address
+    port = results([ranks[0].meet.remote(address, plan.world_size)])[0]
+    told = dataclasses.replace(plan, launcher="local")
+    results([one.join.remote(told, rank, address, port) for rank, one in enumerate(ranks)])
+    return ranks
+
+
+def results(asked: Sequence[Any]) -> list[Any]:
+    """What all ranks give, by rank. Raises RankLost for one that died, and what the first one to fail raised."""
+    left = list(asked)
+    while left:
+        done, left = ray.wait(left)
+        try:
+            ray.get(done)
+        except RayTaskError as error:
+            raise error.cause or error from error
+        except RayError as error:
+            rank = next(rank for rank, one in enumerate(asked) if one in done)
+            raise RankLost(f"rank {rank} on Ray is gone: {error}") from error
+    return list(ray.get(list(asked)))
+
+
+@contextmanager
+def _heard(ranks: Sequence[Any], beat: Callable[[int], None]) -> Iterator[None]:
+    """While the block runs, ask all ranks again and again, each when it has answered."""
+    over = threading.Event()
+
+    def listen() -> None:
+        asked: dict[Any, int] = {}
+        while not over.wait(BEAT_S):
+            waited_for = set(asked.values())
+            asked |= {
+                one.alive.options(concurrency_group=BEATS).remote(): rank
+                for rank, one in enumerate(ranks)
+                if rank not in waited_for
+            }
+            done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=BEAT_S)
+            for answer in done:
+                rank = asked.pop(answer)
+                try:
+                    ray.get(answer)
+                except RayError as error:
+                    log.error("rank %d on Ray is gone: %s", rank, error)
+                    return
+                beat(rank)
+
+    thread = threading.Thread(target=listen, name="heartbeats", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(2 * BEAT_S)
