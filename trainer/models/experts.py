@@ -109,8 +109,9 @@ class Replay:
         """The microbatches; as a forward pass takes one its experts become the routers' targets. Afterwards `clear`."""
         for batch in batches:
             self._replays = batch.experts is not None
-            for layer, router in self._routers if batch.experts is not None else ():
-                router.router_replay.set_target_indices(_in_router_order(batch.experts[:, :, layer]))
+            if batch.experts is not None:
+                for layer, router in self._routers:
+                    router.router_replay.set_target_indices(_in_router_order(batch.experts[:, :, layer]))
             yield batch
 
     def clear(self) -> None:
