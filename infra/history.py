@@ -83,14 +83,16 @@ async def events_of(
 
 
 async def events(
-    role: Role, topic: Topic, *, since: Mapping[Partition, int] | None = None
+    role: Role, topic: Topic, *, since: Mapping[Partition, int] | None = None, names: Collection[str] = ()
 ) -> AsyncIterator[tuple[Record, Event]]:
     """This run's events of a topic, not before the offsets `since`. Undecodable records are passed over: the role that
-    owns the topic parked them."""
+    owns the topic parked them. `names`: of the records wanted, where the topic has others, which stay undecoded."""
     wanted = partitions(role, topic)
     ends = await role.log.end_offsets(wanted)
     async for record in records(role, wanted, ends, since=since):
         try:
+            if names and (await _written(role, record))[0] not in names:
+                continue
             event = await role.events.decode(record)
         except UndecodableRecord:
             continue

@@ -21,6 +21,7 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,6 +129,10 @@ class Checkpoints:
             f"it; restore it, or remove {MARKERS} there to train from [model] path again"
         )
 
+    def cursors(self) -> dict[str, Cursor]:
+        """Of those on disk by name, oldest first."""
+        return {path.name: Cursor(**read_common(path)["cursor"]) for path in self._complete()}
+
     def _complete(self) -> list[Path]:
         return sorted((path for path in self._directory.glob("step-*-i*") if path.suffix != PART), key=_age)
 
@@ -148,14 +153,14 @@ class Checkpoints:
     def begin(self, cursor: Cursor) -> Path:
         """An empty folder to write the checkpoint of `cursor` into. Raises Superseded."""
         self._check_owner()
-        part = self._directory / f"step-{cursor.step:08}-i{self._incarnation}{PART}"
+        part = self._directory / f"{folder_name(cursor.step, self._incarnation)}{PART}"
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         return part
 
-    def seal(self, part: Path) -> Path:
-        """The folder is complete: give it its name, let the marker name it, drop old ones; where one of this step has
-        it, that one stays, since a marker may name it. Raises Superseded.
+    def seal(self, part: Path, needed: Collection[str] = ()) -> Path:
+        """The folder is complete: give it its name, let the marker name it, drop old ones but those `needed`, by name;
+        where one of this step has it, that one stays, since a marker may name it. Raises Superseded.
 
         In this order: whoever claims after the second look inherits what the marker names, which is never dropped."""
         self._check_owner()
@@ -169,7 +174,8 @@ class Checkpoints:
         self._mark(folder.name)
         self._check_owner()
         for old in self._complete()[: -self._keep]:
-            shutil.rmtree(old, ignore_errors=True)
+            if old.name not in needed:
+                shutil.rmtree(old, ignore_errors=True)
         for path in self._directory.glob(MARKERS):
             if _read(path).incarnation < self._incarnation:
                 path.unlink(missing_ok=True)
@@ -212,6 +218,11 @@ class Checkpoints:
         self._written(folder).replace(self._own)
 
 
+def folder_name(step: int, incarnation: int) -> str:
+    """Of the checkpoint that the incarnation writes after so many optimizer steps."""
+    return f"step-{step:08}-i{incarnation}"
+
+
 def cursor_values(cursor: Cursor) -> dict[str, int | None]:
     """Plain values for the checkpoint's common state; a key that earlier releases do not know only where it matters."""
     values = dataclasses.asdict(cursor)
@@ -236,7 +247,7 @@ def hand_on(source: Path, directory: Path) -> None:
     """Copy a checkpoint to where another run's trainer finds it as the newest, with a cursor at that run's beginning.
     Begun anew where it died. Raises CheckpointUnusable for a source that goes away meanwhile."""
     step = Cursor(**read_common(source)["cursor"]).step
-    part = directory / f"step-{step:08}-i0{PART}"
+    part = directory / f"{folder_name(step, 0)}{PART}"
     folder = part.with_suffix("")
     for path in (part, folder):
         shutil.rmtree(path, ignore_errors=True)

@@ -58,6 +58,7 @@ from turnlog.trainer import Diverged, launch
 from turnlog.trainer.algorithms.draws import Call, DrawPasses, Kept
 from turnlog.trainer.algorithms.objective import Objective
 from turnlog.trainer.checkpoint import Checkpoints, Cursor, cursor_values
+from turnlog.trainer.checkpoints.best import NeededByEvaluations
 from turnlog.trainer.checkpoints.publications import Publications
 from turnlog.trainer.checkpoints.saves import Saves
 from turnlog.trainer.checkpoints.state import read_common
@@ -199,7 +200,9 @@ class Trainer:
         self.publications = Publications(exports, plan.model, role.blobs, learner.call, self._published)
         self._shape = read_shape(plan.model)
         self._cursor = Cursor()
-        self._saves = Saves(self._checkpoints, learner.call, self._check_owner)
+        self._saves = Saves(
+            self._checkpoints, learner.call, self._check_owner, NeededByEvaluations(role, self._checkpoints)
+        )
         self._incarnation = -1
         self._versions = WeightChain()
         self._kept: Kept = {}
@@ -303,7 +306,7 @@ class Trainer:
         self._observe(rows, completed)
         self._check_converges(manifest)
         await self._saves.look()
-        if cursor.step % self._role.settings.trainer.checkpoint_every == 0:
+        if cursor.step % self._role.settings.trainer.checkpoint_every == 0 or self._evaluated(manifest, cursor):
             await self._save()
 
     async def _step(self, manifest: SampleBatchFormed, rows: BatchRows, ahead: ReadAhead, rate: float) -> StepResult:
@@ -350,6 +353,11 @@ class Trainer:
             draws=self._cursor.draws + (manifest.part == manifest.parts - 1),
             skipped=self._cursor.skipped + 1 if skipped else 0,
         )
+
+    def _evaluated(self, manifest: SampleBatchFormed, after: Cursor) -> bool:
+        """Whether the feeder asks for a round of the weights behind this batch."""
+        every = self._role.settings.eval.every
+        return every > 0 and manifest.part == manifest.parts - 1 and after.draws % every == 0
 
     def _publishes(self, manifest: SampleBatchFormed, after: Cursor) -> bool:
         """After the last part of every publish_every-th draw that trained, and after the last step of the run."""

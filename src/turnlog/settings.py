@@ -393,7 +393,7 @@ class TrainerSettings(LearningSettings):
     """Optimizer steps between checkpoints, which are written while the next steps go on, one at a time; one more at
     the start, at the end, and when the trainer is asked to stop."""
     checkpoints_kept: Count = 3
-    """The newest ones stay on disk."""
+    """The newest ones stay on disk; with eval.every also that of the best version, and those being evaluated."""
     checkpoints_reshardable: bool = False
     """Each data-parallel rank gathers the optimizer of its shard, so that checkpoints load on any layout; else nothing
     is gathered, and they load on any number of data-parallel ranks."""

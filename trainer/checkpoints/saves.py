@@ -2,7 +2,7 @@
 
     begin      state copied (a call of the ranks, between two steps)
     written    every rank has written its part, and the metadata are there (a look at the ranks, between two steps)
-    summed     SHA256SUMS is there, the last of the files (in a thread)
+    summed     SHA256SUMS is there, the last of the files (in a thread); which older ones are needed is known
     sealed     this is still the owner; the folder has its name, and the marker names it
 
 Killed before it is sealed, a checkpoint was never there. What fails on the way is a CheckpointFailed, which ends the
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,17 +29,23 @@ class _Open:
 
     cursor: Cursor
     part: Path
-    sums: asyncio.Task[None] | None = None
+    sums: asyncio.Task[Collection[str]] | None = None
+    """Ends with the names of older ones that are needed."""
 
 
 class Saves:
     """Not thread-safe, and not within a transaction: it looks at the fence."""
 
     def __init__(
-        self, checkpoints: Checkpoints, call: Callable[..., Awaitable[Any]], check_owner: Callable[[], Awaitable[None]]
+        self,
+        checkpoints: Checkpoints,
+        call: Callable[..., Awaitable[Any]],
+        check_owner: Callable[[], Awaitable[None]],
+        needed: Callable[[], Awaitable[Collection[str]]],
     ) -> None:
-        """`call`: of a method of Ranks. `check_owner` raises where another one owns the run."""
-        self._checkpoints, self._call, self._check_owner = checkpoints, call, check_owner
+        """`call`: of a method of Ranks. `check_owner` raises where another one owns the run. `needed`: names of
+        checkpoints that stay, whatever their age."""
+        self._checkpoints, self._call, self._check_owner, self._needed = checkpoints, call, check_owner, needed
         self._open: _Open | None = None
         self._waited_s = 0.0
         self.saved: Cursor | None = None
@@ -78,15 +84,19 @@ class Saves:
         waited, self._waited_s = self._waited_s, 0.0
         return waited
 
-    def _sum(self, held: _Open) -> asyncio.Task[None]:
-        held.sums = asyncio.create_task(asyncio.to_thread(write_sums, held.part))
+    def _sum(self, held: _Open) -> asyncio.Task[Collection[str]]:
+        held.sums = asyncio.create_task(self._summed(held.part))
         return held.sums
 
-    async def _seal(self, held: _Open, sums: asyncio.Task[None]) -> None:
+    async def _summed(self, part: Path) -> Collection[str]:
+        await asyncio.to_thread(write_sums, part)
+        return await self._needed()
+
+    async def _seal(self, held: _Open, sums: asyncio.Task[Collection[str]]) -> None:
         try:
-            await sums
+            needed = await sums
             await self._check_owner()
-            await asyncio.to_thread(self._checkpoints.seal, held.part)
+            await asyncio.to_thread(self._checkpoints.seal, held.part, needed)
         except OSError as error:
             raise CheckpointFailed(f"{held.part} could not be written: {error}") from error
         self.saved, self._open = held.cursor, None

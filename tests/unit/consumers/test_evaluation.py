@@ -15,9 +15,10 @@ import pytest
 from tests.fakes.sessions import GroupName, SessionStory, Shape
 from tests.unit.consumers.conftest import TrainedRun
 from tests.unit.producers.test_admission import emitted, requested
-from turnlog.consumers.evaluation import Version, body, mean, pass_at, read, table, wilson
+from turnlog.consumers.evaluation import body, read, table
 from turnlog.consumers.run import Picture
 from turnlog.infra.roles.terminal import Terminal
+from turnlog.processors.core.evaluation import Version, mean, pass_at, wilson
 from turnlog.producers.admission import DueGroup, Place
 from turnlog.schemas.events import (
     Event,

@@ -35,6 +35,10 @@ class Writing:
 async def owned() -> None: ...
 
 
+async def nothing() -> frozenset[str]:
+    return frozenset()
+
+
 def claimed(directory: Path) -> Checkpoints:
     checkpoints = Checkpoints(directory, keep=3)
     checkpoints.claim(0)
@@ -51,7 +55,7 @@ async def sealed(saves: Saves, step: int) -> None:
 
 async def test_steps_go_on_until_every_rank_has_written_and_then_it_counts(tmp_path: Path) -> None:
     ranks, checkpoints = Writing(), claimed(tmp_path)
-    saves = Saves(checkpoints, ranks.call, owned)
+    saves = Saves(checkpoints, ranks.call, owned, nothing)
     await saves.begin(Cursor(step=4), {"cursor": 4})
     for _ in range(3):
         await saves.look()
@@ -68,7 +72,7 @@ async def test_steps_go_on_until_every_rank_has_written_and_then_it_counts(tmp_p
 
 async def test_the_next_one_waits_until_the_one_before_it_is_whole(tmp_path: Path) -> None:
     ranks, checkpoints = Writing(), claimed(tmp_path)
-    saves = Saves(checkpoints, ranks.call, owned)
+    saves = Saves(checkpoints, ranks.call, owned, nothing)
     await saves.begin(Cursor(step=4), {})
     await saves.begin(Cursor(step=8), {})
     assert saves.saved == Cursor(step=4)
@@ -84,7 +88,7 @@ async def test_one_that_lost_the_run_while_it_wrote_seals_nothing(tmp_path: Path
         raise Superseded("another one has the fence")
 
     ranks, checkpoints = Writing(), claimed(tmp_path)
-    saves = Saves(checkpoints, ranks.call, lost)
+    saves = Saves(checkpoints, ranks.call, lost, nothing)
     await saves.begin(Cursor(step=4), {})
     with pytest.raises(Superseded):
         await saves.settle()
@@ -93,9 +97,25 @@ async def test_one_that_lost_the_run_while_it_wrote_seals_nothing(tmp_path: Path
 
 async def test_what_the_disk_refuses_ends_the_trainer_with_its_reason(tmp_path: Path) -> None:
     ranks, checkpoints = Writing(), claimed(tmp_path)
-    saves = Saves(checkpoints, ranks.call, owned)
+    saves = Saves(checkpoints, ranks.call, owned, nothing)
     await saves.begin(Cursor(step=4), {})
     shutil.rmtree(ranks.parts[0])
     with pytest.raises(CheckpointFailed, match=r"step-00000004-i0\.part could not be written"):
         await saves.settle()
     assert checkpoints.newest() is None
+
+
+def steps(folder: Path) -> set[int]:
+    return {int(path.name.split("-")[1]) for path in folder.glob("step-*-i0")}
+
+
+async def test_what_evaluations_need_stays_beside_the_newest(tmp_path: Path) -> None:
+    async def best() -> frozenset[str]:
+        return frozenset({"step-00000002-i0", "step-00000099-i0"})
+
+    ranks, checkpoints = Writing(), claimed(tmp_path)
+    saves = Saves(checkpoints, ranks.call, owned, best)
+    for step in range(1, 8):
+        await saves.begin(Cursor(step=step), {})
+    await saves.settle()
+    assert steps(tmp_path) == {2, 5, 6, 7}
