@@ -4,10 +4,12 @@ NoSuchEngine       nobody says which engine is this loader's
 EngineSwapFailed   the engine died or cannot be resumed: EngineGone is on the log, the process ends, the supervisor
                    restarts engine and loader
 Fenced             another loader of this engine has started: the process ends, and says nothing more of the engine
+NotInstalled       [loader] transport wants torch
 
-Files are fetched and verified before the engine hears of them; then pause ([engine] update) -> load -> check the
-label -> resume, resumed whatever happens. When several versions wait, the newest that is good is loaded and the
-others are superseded. A refused version is not tried again: the old weights serve until the next one.
+Files are fetched and verified before the engine hears of them; then pause ([engine] update) -> load ([loader]
+transport) -> check the label -> resume, resumed whatever happens but the engine's death. When several wait, the
+newest that is good is loaded and the others are superseded. A refused version is not tried again: the old weights serve
+until the next one.
 
 Every report is a transaction under the engine's own id, and the fence is asked before the engine is touched and before
 it is resumed: a loader that wakes up behind its successor neither puts old weights back nor acknowledges them. What it
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import logging
 import os
@@ -34,7 +37,17 @@ from typing import Any
 from prometheus_client import Counter, Gauge
 
 from turnlog.infra.blobs import BlobError
-from turnlog.infra.engine import EngineControl, EngineDead, EngineError, EngineRefused, EngineUnreachable, SGLangControl
+from turnlog.infra.embedded import NotInstalled
+from turnlog.infra.engine import (
+    Disk,
+    EngineControl,
+    EngineDead,
+    EngineError,
+    EngineRefused,
+    EngineUnreachable,
+    SGLangControl,
+    Transport,
+)
 from turnlog.infra.log import Commit, Partition, Reached, Reader, Transactor
 from turnlog.infra.roles.role import Role
 from turnlog.infra.tensors.versions import (
@@ -61,7 +74,7 @@ from turnlog.schemas.events import (
 )
 from turnlog.schemas.ids import digest
 from turnlog.schemas.topics import ENGINES, WEIGHTS
-from turnlog.settings import Settings
+from turnlog.settings import LoaderSettings, Settings
 
 log = logging.getLogger(__name__)
 LOADED = Counter("turnlog_loader_loaded", "Weight versions loaded")
@@ -87,11 +100,12 @@ class EngineSwapFailed(Exception):
 
 async def main(role: Role) -> None:
     """Keep one engine on the newest weight version until the role stops. Raises NoSuchEngine, EngineSwapFailed,
-    LogError, BlobError."""
+    NotInstalled, LogError, BlobError."""
     engine = engine_of(role.settings, os.environ)
     update = update_of(role.settings)
     log.info("running requests meet new weights by %s", update)
-    control = SGLangControl(engine.url, ca_file=role.settings.engine.ca_file, update=update)
+    transport = await asyncio.to_thread(transport_of, role.settings.loader)
+    control = SGLangControl(engine.url, ca_file=role.settings.engine.ca_file, update=update, transport=transport)
     try:
         await Loader(role, control, engine.id, engine.url, drains=engine.alone).run()
     finally:
@@ -105,6 +119,20 @@ def update_of(settings: Settings) -> str:
     config = json.loads((Path(settings.model.path) / "config.json").read_bytes())
     recorded = settings.gateway.routed_experts != "off" and min(routing_of_model(config)) > 0
     return "abort" if recorded else "retract"
+
+
+def transport_of(settings: LoaderSettings) -> Transport:
+    """What [loader] transport names. Raises NotInstalled."""
+    if settings.transport == "disk":
+        return Disk()
+    if importlib.util.find_spec("torch") is None:
+        raise NotInstalled(
+            f'[loader] transport is "{settings.transport}", and torch is not installed: install the `train` extra (or '
+            'run the loader from the image of the trainer), or set "disk"'
+        )
+    from turnlog.infra.tensors.transports import Broadcast, SharedMemory  # torch takes seconds to import
+
+    return SharedMemory() if settings.transport == "tensor" else Broadcast(settings.group_backend)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +238,9 @@ class Loader:
         while not self._role.stopping.is_set():
             self._beat()
             try:
-                await self._control.model_info()
-                # A loader that was killed in a swap leaves its engine paused.
-                await self._control.resume()
+                info = await self._control.model_info()
+                if not info.mixed:  # a loader that was killed in a swap leaves its engine paused
+                    await self._control.resume()
             except EngineError as error:
                 self._role.health.unmet(
                     "engine",
@@ -333,13 +361,20 @@ class Loader:
                     info = await control.model_info()
                 if info.version != event.version:
                     raise EngineRefused(f"{self._url} reports {info.weight_version!r} after loading {event.version}")
-            finally:
-                with timer.phase("resume"):
-                    await self._reached.check_owner()
-                    await control.resume()
+            except EngineDead:  # it may answer all the same, and holds what no version is
+                raise
+            except BaseException:
+                await self._resume(timer)
+                raise
+            await self._resume(timer)
         except EngineDead as error:
             await self._gone(error)
             raise EngineSwapFailed(f"{self._url} died while it loaded version {event.version}: {error}") from error
+
+    async def _resume(self, timer: Timer) -> None:
+        with timer.phase("resume"):
+            await self._reached.check_owner()
+            await self._control.resume()
 
     async def _loaded(
         self, event: WeightVersionPublished, superseded: tuple[int, ...], seconds: dict[str, float]

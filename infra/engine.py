@@ -345,6 +345,15 @@ class ModelInfo:
         """The label as a weight version; -1 when it is none."""
         return int(self.weight_version) if self.weight_version.isdecimal() else -1
 
+    @property
+    def mixed(self) -> bool:
+        """Whoever loaded it last did not come to an end: it must not serve."""
+        return self.weight_version.startswith(LOADING)
+
+
+LOADING = "loading-"
+"""Begins the label of an engine that may hold tensors of two versions."""
+
 
 class EngineControl(Protocol):
     """Weights of one engine."""
@@ -358,7 +367,8 @@ class EngineControl(Protocol):
         ...
 
     async def load(self, folder: Path, version: int, *, timeout_s: float) -> None:
-        """Load the folder's weights and label them. Raises EngineRefused with the old weights in place, EngineDead."""
+        """Load the folder's weights and label them. Raises EngineRefused with the old weights in place, EngineDead,
+        also for an engine that answers and was left with tensors of two versions."""
         ...
 
     async def resume(self) -> None:
@@ -370,38 +380,60 @@ class EngineControl(Protocol):
         ...
 
 
+class Transport(Protocol):
+    """How the tensors of a verified folder come into a paused engine: [loader] transport."""
+
+    async def load(self, engine: SGLangControl, folder: Path, label: str, *, flush: bool, timeout_s: float) -> None:
+        """See EngineControl. `flush`: drop what is cached."""
+        ...
+
+
+class Disk:
+    """The engine reads the folder, which it sees under the same path."""
+
+    async def load(self, engine: SGLangControl, folder: Path, label: str, *, flush: bool, timeout_s: float) -> None:
+        body = {"model_path": str(folder), "weight_version": label, "flush_cache": flush}
+        answer = await engine.call("POST", "/update_weights_from_disk", body, timeout_s)
+        if not answer.get("success"):
+            raise EngineRefused(f"{engine.url}: {answer.get('message')}")
+
+
 class SGLangControl:
     """The real one."""
 
-    def __init__(self, url: str, *, ca_file: str = "", update: str = "retract") -> None:
-        """`update`: see [engine]. Raises TlsFileUnusable."""
+    def __init__(
+        self, url: str, *, ca_file: str = "", update: str = "retract", transport: Transport | None = None
+    ) -> None:
+        """`update`: see [engine]; `transport`: of Disk where there is none. Raises TlsFileUnusable."""
         self.url = url.rstrip("/")
-        self._update = update
+        self._update, self._transport = update, transport or Disk()
         trusted = trusting(url, ca_file, "engine")
         self._http = httpx.AsyncClient(base_url=self.url, timeout=QUICK_S, trust_env=False, verify=trusted or True)
 
     async def model_info(self) -> ModelInfo:
-        info = await self._call("GET", "/model_info", None, QUICK_S)
+        info = await self.call("GET", "/model_info", None, QUICK_S)
         return ModelInfo(str(info.get("weight_version")), str(info.get("model_path")))
 
     async def pause(self) -> None:
-        await self._call("POST", "/pause_generation", {"mode": self._update}, QUICK_S)
+        await self.call("POST", "/pause_generation", {"mode": self._update}, QUICK_S)
 
     async def load(self, folder: Path, version: int, *, timeout_s: float) -> None:
-        body: dict[str, object] = {"model_path": str(folder), "weight_version": str(version)}
-        if self._update == "in_place":  # what runs holds the cache: 0.5.21 dies of a flush then
-            body["flush_cache"] = False
-        answer = await self._call("POST", "/update_weights_from_disk", body, timeout_s)
-        if not answer.get("success"):
-            raise EngineRefused(f"{self.url}: {answer.get('message')}")
+        flush = self._update != "in_place"  # what runs holds the cache: 0.5.21 dies of a flush then
+        await self._transport.load(self, folder, str(version), flush=flush, timeout_s=timeout_s)
+
+    async def label(self, text: str, *, timeout_s: float = QUICK_S) -> None:
+        """What model_info says from here on, and the spans of requests. Raises EngineDead, EngineRefused."""
+        body = {"new_version": text, "abort_all_requests": False}
+        await self.call("POST", "/update_weight_version", body, timeout_s)
 
     async def resume(self) -> None:
-        await self._call("POST", "/continue_generation", {}, QUICK_S)
+        await self.call("POST", "/continue_generation", {}, QUICK_S)
 
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def _call(self, method: str, path: str, body: object, timeout_s: float) -> dict[str, Any]:
+    async def call(self, method: str, path: str, body: object, timeout_s: float) -> dict[str, Any]:
+        """What it answers. Raises EngineRefused, EngineDead."""
         try:
             answer = await self._http.request(method, path, json=body, timeout=timeout_s)
             if answer.status_code < httpx.codes.BAD_REQUEST:

@@ -420,6 +420,11 @@ class LoaderSettings:
     """To fetch the files of a version; then the process ends."""
     timeout_s: Seconds = 60.0
     """Of an engine, to load a version."""
+    transport: Literal["disk", "tensor", "distributed"] = "disk"
+    """How verified files come into an engine. disk: it reads them itself, under the same path. tensor: through shared
+    memory of the machine that both are on. distributed: by broadcast, from any machine. The last two need torch."""
+    group_backend: Literal["gloo", "nccl"] = "gloo"
+    """Of the broadcast; nccl is for engines on CUDA, and the loader then needs a device of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

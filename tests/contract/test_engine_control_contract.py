@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import shutil
 import uuid
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
+from tests.contract.test_https import served
 from tests.fakes.memory_engine_control import MemoryEngineControl
+from turnlog.consumers.loader import transport_of
+from turnlog.infra.embedded.servers import Engine
 from turnlog.infra.embedded.tiny_model import make_tiny_model
 from turnlog.infra.engine import (
+    LOADING,
     EngineControl,
     EngineDead,
     EngineRefused,
@@ -22,16 +33,27 @@ from turnlog.infra.engine import (
     SGLang,
     SGLangControl,
 )
+from turnlog.infra.tensors.files import METADATA
+from turnlog.infra.tensors.transports import SharedMemory, TransportUnusable, buckets
+from turnlog.settings import EngineSettings, LoaderSettings
+
+TRANSPORTS: tuple[Literal["disk", "tensor", "distributed"], ...] = ("disk", "tensor", "distributed")
 
 
-@pytest.fixture(params=["memory", pytest.param("sglang", marks=pytest.mark.engine)])
+@pytest.fixture(params=["memory", *(pytest.param(name, marks=pytest.mark.engine) for name in TRANSPORTS)])
 async def control(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[EngineControl]:
     if request.param == "memory":
         yield MemoryEngineControl(tmp_path)
         return
-    real = SGLangControl(request.getfixturevalue("engine_url"))
-    yield real
-    await real.close()
+    async with real(request.getfixturevalue("engine_url"), request.param) as found:
+        yield found
+
+
+@asynccontextmanager
+async def real(url: str, transport: Any, update: str = "retract") -> AsyncIterator[SGLangControl]:
+    found = SGLangControl(url, update=update, transport=transport_of(LoaderSettings(transport=transport)))
+    yield found
+    await found.close()
 
 
 @pytest.fixture
@@ -48,25 +70,124 @@ async def test_a_load_changes_the_label(control: EngineControl, model: Path) -> 
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("update", ["retract", "in_place", "abort"])
 async def test_a_running_request_meets_new_weights_as_the_setting_says(
-    engine_url: str, model: Path, update: str
+    engine_url: str, model: Path, update: str, transport: str
 ) -> None:
-    engine, control = SGLang(engine_url), SGLangControl(engine_url, update=update)
-    before = (await control.model_info()).version
-    for version in itertools.count(before + 1):
-        pieces = [piece async for piece in under_an_update(engine, control, model, version)]
-        labels = [label for label, _ in pieces[-1].versions]
-        if (pieces[-1].finish, labels) != ("stop", [str(version - 1)]):  # it did not end of itself before the update
-            break
+    engine = SGLang(engine_url)
+    async with real(engine_url, transport, update) as control:
+        before = (await control.model_info()).version
+        for version in itertools.count(before + 1):
+            pieces = [piece async for piece in under_an_update(engine, control, model, version)]
+            labels = [label for label, _ in pieces[-1].versions]
+            if (pieces[-1].finish, labels) != ("stop", [str(version - 1)]):  # it did not end before the update
+                break
+        assert (await control.model_info()).version == version
+    await engine.close()
     if update == "abort":
         assert (pieces[-1].finish, labels) == ("abort", [str(version - 1)])
     else:
         assert pieces[-1].finish in ("length", "stop")
         assert labels == [str(version - 1), str(version)]
-    assert (await control.model_info()).version == version
+
+
+@pytest.mark.engine
+async def test_the_same_bits_are_served_whatever_brought_them(engine_url: str, model: Path, tmp_path: Path) -> None:
+    other = make_tiny_model(tmp_path / "other", seed=7)
+    answers: dict[Path, list[list[float]]] = {model: [], other: []}
+    engine = SGLang(engine_url)
+    for transport in TRANSPORTS:
+        async with real(engine_url, transport) as control:
+            for folder, found in answers.items():
+                await loaded(control, folder)
+                request = Generate(rid=uuid.uuid4().hex, input_ids=[10, 20, 30], temperature=0.0, max_new_tokens=12)
+                (piece,) = [piece async for piece in engine.generate(request, stream=False, timeout_s=60)]
+                found.append(piece.logprobs)
     await engine.close()
-    await control.close()
+    for found in answers.values():
+        assert found == [found[0]] * len(TRANSPORTS)
+    assert answers[model] != answers[other]
+
+
+async def loaded(control: SGLangControl, folder: Path) -> int:
+    """Under the next number."""
+    version = (await control.model_info()).version + 1
+    await control.pause()
+    await control.load(folder, version, timeout_s=60)
+    await control.resume()
+    return version
+
+
+def spoiled(model: Path, folder: Path) -> Path:
+    """The same names, and one matrix turned over: SGLang is in the middle of a version when it sees that."""
+    shutil.copytree(model, folder)
+    weights = load_file(model / "model.safetensors")
+    name = next(name for name in weights if name.endswith("down_proj.weight"))
+    save_file({**weights, name: weights[name].T.contiguous()}, folder / "model.safetensors", METADATA)
+    return folder
+
+
+@pytest.mark.engine
+async def test_an_engine_that_has_half_of_a_version_says_so_until_it_has_a_whole_one(
+    engine_url: str, model: Path, tmp_path: Path
+) -> None:
+    async with real(engine_url, "distributed") as control:
+        before = await loaded(control, model)
+        await control.pause()
+        with pytest.raises(EngineDead, match="left with tensors of two versions"):
+            await control.load(spoiled(model, tmp_path / "spoiled"), before + 1, timeout_s=60)
+        info = await control.model_info()
+        assert (info.version, info.mixed, info.weight_version) == (-1, True, f"{LOADING}{before + 1}")
+        await control.load(model, before + 2, timeout_s=60)  # the session that was left open is closed first
+        await control.resume()
+        assert (await control.model_info()).version == before + 2
+
+
+@pytest.mark.long
+@pytest.mark.engine
+async def test_an_engine_that_dies_amid_an_update_is_dead_to_its_loader(model: Path, tmp_path: Path) -> None:
+    with Engine(model, EngineSettings(), log=tmp_path / "engine.log") as engine:
+        async with real(engine.url, "tensor") as control:
+            await control.pause()
+            with pytest.raises(EngineDead):
+                await control.load(spoiled(model, tmp_path / "spoiled"), 1, timeout_s=20)
+
+
+async def test_a_group_that_is_never_formed_is_given_up_after_the_time_of_a_load(model: Path) -> None:
+    """An engine that says yes and does not come."""
+
+    async def yes(_: Request) -> Response:
+        return JSONResponse({"success": True, "tp_size": 1})
+
+    async with served(yes) as url, real(url, "distributed") as control:
+        with pytest.raises(EngineDead, match=r"did not join a gloo group at 127.0.0.1 within \[loader\] timeout_s"):
+            await control.load(model, 1, timeout_s=1.0)
+
+
+async def test_shared_memory_that_is_too_small_is_named_before_the_engine_hears_of_an_update(model: Path) -> None:
+    asked = []
+
+    async def note(request: Request) -> Response:
+        asked.append(request.url.path)
+        return JSONResponse({"success": True})
+
+    async with served(note) as url:
+        control = SGLangControl(url, transport=SharedMemory(room=lambda: 1000))
+        with pytest.raises(TransportUnusable, match=r"/dev/shm has 1000 bytes free, a bucket of this version needs"):
+            await control.load(model, 1, timeout_s=10)
+        await control.close()
+    assert asked == ["/server_info"]
+
+
+def test_buckets_hold_each_tensor_once_as_it_is(model: Path) -> None:
+    whole = load_file(model / "model.safetensors")
+    for limit in (1, 100_000, 2**30):
+        found = list(buckets(model, limit))
+        assert all(bucket.nbytes <= limit or len(bucket.places) == 1 for bucket in found)
+        parts = [part for bucket in found for part in bucket.tensors(bucket.values())]
+        assert len(parts) == len(whole)
+        assert all(torch.equal(tensor, whole[name]) for name, tensor in parts)
 
 
 async def under_an_update(engine: SGLang, control: SGLangControl, model: Path, version: int) -> AsyncIterator[Piece]:

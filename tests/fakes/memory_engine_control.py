@@ -41,7 +41,12 @@ class MemoryEngineControl:
             self.alive = False
             self._alive()
         self.loads.append(version)
-        self._info = ModelInfo(str(version), str(folder))
+        await self.label(str(version))
+
+    async def label(self, text: str) -> None:
+        """See SGLangControl."""
+        self._alive()
+        self._info = ModelInfo(text, self._info.model_path)
 
     async def resume(self) -> None:
         self._alive()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import httpx
@@ -24,7 +26,7 @@ from turnlog.infra.roles.role import Role, opened
 from turnlog.schemas.events import EngineGone, EngineRegistered, EngineWeightsLoaded, EngineWeightsRefused, Event
 from turnlog.schemas.events.weights import WeightFile
 from turnlog.schemas.topics import ENGINES
-from turnlog.settings import EngineSettings, Settings
+from turnlog.settings import EngineSettings, LoaderSettings, Settings
 from turnlog.trainer.weights import read_weights
 
 pytestmark = [pytest.mark.kafka, pytest.mark.engine]
@@ -84,10 +86,12 @@ async def greedy(url: str) -> tuple[list[float], str]:
     return logprobs, label
 
 
+@pytest.mark.parametrize("transport", ["disk", "tensor", "distributed"])
 async def test_what_sglang_would_call_a_success_is_refused_by_name_and_the_old_weights_serve(
-    role: Role, engine_url: str
+    role: Role, engine_url: str, transport: Any
 ) -> None:
     """A missing tensor, another shape, another architecture, and a version whose files are not what it says."""
+    role.settings = dataclasses.replace(role.settings, loader=LoaderSettings(transport=transport))
     model, run = Path(role.settings.model.path), role.settings.run.id
     loader = asyncio.create_task(main(role))
     (registered,) = await said(role, 1)
@@ -142,6 +146,18 @@ async def test_an_engine_serves_the_whole_of_what_was_published_as_what_changed(
     assert logprobs != pytest.approx(before[0], abs=1e-2)
     role.stopping.set()
     await loader
+
+
+def test_each_transport_is_measured_beside_the_engines_own_reading(engine_url: str, tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "benchmarks/w2_transports.py"
+    environment = os.environ | {"BENCH_SIZE": "smallest", "BENCH_ENGINE": engine_url}
+    with (tmp_path / "line").open(
+        "w"
+    ) as out:  # torch's keeper of shared memory keeps a pipe open as long as the engine
+        subprocess.run([sys.executable, script], env=environment, stdout=out, stderr=out, check=True, timeout=280)
+    line = json.loads((tmp_path / "line").read_text().splitlines()[-1])
+    assert line["detail"]["bytes_per_s"].keys() == {"disk", "tensor", "distributed"}
+    assert line["value"] > 0
 
 
 async def said(role: Role, count: int) -> list[Event]:

@@ -24,6 +24,7 @@ from tests.secured import Authority
 from turnlog.consumers.lag import by_role, lag_of
 from turnlog.consumers.loader import EngineSwapFailed, Loader, NamedEngine, NoSuchEngine, engine_of, main, update_of
 from turnlog.infra.blobs import MemoryBlobs
+from turnlog.infra.engine import LOADING
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Fenced, Partition
 from turnlog.infra.registry import MemoryRegistry
@@ -269,6 +270,22 @@ async def test_an_engine_that_came_back_empty_is_loaded_again(
     assert isinstance(registered, EngineRegistered)
     assert isinstance(loaded, EngineWeightsLoaded)
     assert (registered.version, loaded.version) == (-1, 0)
+
+
+async def test_an_engine_that_a_killed_loader_left_with_half_of_a_version_serves_the_next_whole_one_and_not_before(
+    role: Role, control: MemoryEngineControl
+) -> None:
+    await control.pause()
+    await control.label(f"{LOADING}0")
+    task = asyncio.create_task(Loader(role, control, "engine-0", URL).run())
+    (registered,) = await said(role, 1)
+    assert (registered.version, registered.state) == (-1, "starting")
+    assert control.paused
+    await publish(role, 1)
+    loaded = (await said(role, 2))[1]
+    assert (loaded.version, loaded.state, control.paused) == (1, "serving", False)
+    role.stopping.set()
+    await task
 
 
 async def test_a_dead_engine_is_reported_and_ends_the_process(
