@@ -74,6 +74,38 @@ def dashboard_arguments(verb: argparse.ArgumentParser) -> None:
     _source(verb)
 
 
+ENGINES_EPILOG = """\
+What is asked for stands on the log. An engine that comes serves once it has the newest weights; one that goes takes no
+new requests, and what runs there ends within [engine] drain_s or is submitted again elsewhere (docs/engines.md).
+
+Examples:
+  turnlog engines list                            who serves, with which weights, and who asked for it
+  turnlog engines scale 4                         of the engines that `turnlog up` hosts; waits until they serve
+  turnlog engines register http://sglang-7:30000  one that you have started yourself, with the model of [model] path
+  turnlog engines drain http://sglang-7:30000     let it go; by its name, too
+Exit status: 0 done, 2 cannot.
+"""
+
+
+def engines_arguments(verb: argparse.ArgumentParser) -> None:
+    """Give the verb its actions."""
+    verb.formatter_class = argparse.RawDescriptionHelpFormatter
+    verb.epilog = ENGINES_EPILOG
+    actions = verb.add_subparsers(dest="action", required=True, metavar="ACTION")
+    listed = actions.add_parser("list", help="engines of the run, as its log has them")
+    listed.add_argument("--json", action="store_true")
+    scaled = actions.add_parser("scale", help="host N engines")
+    scaled.add_argument("count", type=int, choices=range(1, 1025), metavar="N", help="1 to 1024")
+    joined = actions.add_parser("register", help="let an engine of your own serve, too")
+    joined.add_argument("url", metavar="URL", help="http://host:port as gateways and its loader reach it")
+    joined.add_argument("--name", default="", metavar="ID", help="what the log calls it (default: HOST:PORT)")
+    gone = actions.add_parser("drain", help="let an engine go")
+    gone.add_argument("engine", metavar="URL|ID", help="its address or name, as `list` shows them")
+    for action in (scaled, joined, gone):
+        action.add_argument("--reason", default="", metavar="TEXT", help="kept on the log")
+        action.add_argument("--no-wait", action="store_true", help="return as soon as it is on the log")
+
+
 QUERY_EPILOG = """\
 It asks the file that `turnlog index` keeps; docs/index-schema.md lists its tables. A question reads and computes: it
 opens no file, loads no extension, changes nothing, and ends when its time, memory or rows are used up.

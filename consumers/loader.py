@@ -15,6 +15,10 @@ Every report is a transaction under the engine's own id, and the fence is asked 
 it is resumed: a loader that wakes up behind its successor neither puts old weights back nor acknowledges them. What it
 had begun before that, the successor's next look at the engine's label finds and mends.
 
+An engine that is asked to go (EngineRequested) takes no new requests once EngineDraining is on the log. What runs ends,
+or is aborted after [engine] drain_s, and gateways submit it elsewhere. Then EngineGone is said, and the loader waits
+until the engine is asked for again, or is stopped itself.
+
 BadWeights is in infra/tensors/versions.py.
 """
 
@@ -63,6 +67,8 @@ from turnlog.infra.tensors.versions import (
 )
 from turnlog.names import ConsumerGroup, TransactionalId
 from turnlog.processors.core.experts import routing_of_model
+from turnlog.processors.core.fleet import DRAINING, GONE, SERVING, STARTING, Fleet
+from turnlog.processors.core.fleet import Engine as Known
 from turnlog.schemas.events import (
     EngineDraining,
     EngineGone,
@@ -73,7 +79,7 @@ from turnlog.schemas.events import (
     WeightVersionPublished,
 )
 from turnlog.schemas.ids import digest
-from turnlog.schemas.topics import ENGINES, WEIGHTS
+from turnlog.schemas.topics import ENGINE_REQUESTS, ENGINES, WEIGHTS
 from turnlog.settings import LoaderSettings, Settings
 
 log = logging.getLogger(__name__)
@@ -82,12 +88,17 @@ REFUSED = Counter("turnlog_loader_refused", "Weight versions refused", ["cause"]
 VERSION = Gauge("turnlog_loader_version", "Weight version served; -1 before the first")
 
 PARTITION = Partition(WEIGHTS.name, 0)
-STARTING, SERVING, DRAINING, GONE = "starting", "serving", "draining", "gone"
+REQUESTED, SAID = Partition(ENGINE_REQUESTS.name, 0), Partition(ENGINES.name, 0)
 PROBE_S = 1.0
 SILENT_PROBES = 3
 """An engine that does not answer this many probes in a row is gone; one that refuses the connection is gone at once."""
 RETRY_S = 0.5
 RECENT = 8
+DRAIN_LOOK_S = 0.1
+IDLE_LOOKS = 2
+"""Looks in a row without a request: one may have been on its way when the engine was said to drain."""
+ABORTED_S = 5.0
+"""For what was aborted to be answered."""
 
 
 class NoSuchEngine(Exception):
@@ -147,15 +158,17 @@ class NamedEngine:
 
 
 def engine_of(settings: Settings, env: Mapping[str, str]) -> NamedEngine:
-    """The engine at TURNLOG_ENGINE_URL, named by TURNLOG_INSTANCE, else by the host (a pod's name); or the one of
-    [engine] urls that TURNLOG_ENGINE_INDEX (default 0) says. Raises NoSuchEngine."""
+    """The engine at TURNLOG_ENGINE_URL, named by TURNLOG_ENGINE_ID where somebody watches over it, else by
+    TURNLOG_INSTANCE or the host (a pod's name); or the one of [engine] urls that TURNLOG_ENGINE_INDEX (default 0) says.
+    Raises NoSuchEngine."""
     url, index = env.get("TURNLOG_ENGINE_URL", "").rstrip("/"), env.get("TURNLOG_ENGINE_INDEX", "")
     if url and index:
         raise NoSuchEngine("TURNLOG_ENGINE_URL and TURNLOG_ENGINE_INDEX name two engines: set one of them")
     if url:
         if not url.startswith(("http://", "https://")):
             raise NoSuchEngine(f"TURNLOG_ENGINE_URL must be http://host:port as gateways reach it, got {url!r}")
-        return NamedEngine(env.get("TURNLOG_INSTANCE") or socket.gethostname(), url, alone=True)
+        watched = env.get("TURNLOG_ENGINE_ID", "")
+        return NamedEngine(watched or env.get("TURNLOG_INSTANCE") or socket.gethostname(), url, alone=not watched)
     urls, number = settings.engine.urls, index or "0"
     if not (number.isascii() and number.isdecimal() and int(number) < len(urls)):
         raise NoSuchEngine(
@@ -193,6 +206,10 @@ class Loader:
         self._said = 0
         self._silent = 0
         self._drains = drains
+        self._fleet = Fleet()
+        """Of this engine alone."""
+        self._newcomer = False
+        """It takes no requests before it has the newest weights that it can have."""
 
     async def run(self) -> None:
         """See the module."""
@@ -203,40 +220,111 @@ class Loader:
             await self._run()
 
     async def _run(self) -> None:
-        self._said = (await self._role.log.end_offsets([Partition(ENGINES.name, 0)]))[Partition(ENGINES.name, 0)]
-        await self._wait_for_engine()
-        if self._role.stopping.is_set():
-            return
-        await self._register()
-        async with self._role.log.reader() as reader:
-            reader.assign(await self._role.log.start_offsets([PARTITION]))
-            await self._catch_up(reader)
-            self._role.health.started()
-            probed = time.monotonic()
-            while not self._role.stopping.is_set():
+        self._said = (await self._role.log.end_offsets([SAID]))[SAID]
+        async with self._role.log.reader() as requests, self._role.log.reader() as reader:
+            requests.assign(await self._role.log.start_offsets([REQUESTED, SAID]))
+            ends = await self._role.log.end_offsets([REQUESTED, SAID])
+            while any(requests.position(place) < end for place, end in ends.items()):
                 self._beat()
-                if self._waiting:
-                    await self._swap()
-                    self._beat()
-                if not self._waiting:
-                    await self._reached.say({PARTITION: Commit(reader.position(PARTITION))})
-                await self._take(reader, timeout_s=0.2)
-                if time.monotonic() - probed >= PROBE_S:
-                    await self._probe()
-                    probed = time.monotonic()
-            if not self._waiting:
-                await self._reached.say({PARTITION: Commit(reader.position(PARTITION))}, last=True)
-        if self._drains:
+                await self._hear(requests)
+            reader.assign(await self._role.log.start_offsets([PARTITION]))
+            while not self._role.stopping.is_set():
+                if self._own.leaving:
+                    await self._leave(requests)
+                else:
+                    await self._serve(requests, reader)
+        if self._drains and not self._own.leaving:
             await self._say(EngineDraining, state=DRAINING)
+
+    async def _serve(self, requests: Reader, reader: Reader) -> None:
+        """Until the role stops or the engine is asked to go."""
+        await self._wait_for_engine(requests)
+        if self._over:
+            return
+        await self._catch_up(reader)
+        await self._register()
+        self._role.health.started()
+        probed = time.monotonic()
+        while not self._over:
+            self._beat()
+            if self._waiting:
+                await self._swap()
+                self._beat()
+            if not self._waiting:
+                await self._reached.say({PARTITION: Commit(reader.position(PARTITION))})
+            await self._take(reader, timeout_s=0.2)
+            await self._hear(requests, timeout_s=0.0)
+            if time.monotonic() - probed >= PROBE_S:
+                await self._probe()
+                probed = time.monotonic()
+        if not self._waiting:
+            await self._reached.say({PARTITION: Commit(reader.position(PARTITION))}, last=True)
+
+    @property
+    def _over(self) -> bool:
+        return self._role.stopping.is_set() or self._own.leaving
+
+    @property
+    def _own(self) -> Known:
+        return self._fleet.engines.get(self._engine_id, Known(self._engine_id))
+
+    async def _hear(self, requests: Reader, *, timeout_s: float = 0.2) -> None:
+        """Fold what was asked and said of this engine."""
+        for record in await requests.poll(timeout_s=timeout_s):
+            event = await self._role.events.known(record) if record.key == self._engine_id.encode() else None
+            if event is not None and event.run_id == self._role.settings.run.id:
+                self._fleet.apply(event)
+
+    async def _leave(self, requests: Reader) -> None:
+        """Let the engine drain, say that it is gone, and wait until it is asked for again or the role stops."""
+        if self._own.state != GONE:
+            await self._drain()
+        self._role.health.started()
+        log.info("%s has left: waiting until it is asked for again", self._engine_id)
+        while self._own.leaving and not self._role.stopping.is_set():
+            self._beat()
+            await self._hear(requests)
+
+    async def _drain(self) -> None:
+        """Raises Fenced."""
+        drain_s = self._role.settings.engine.drain_s
+        cause = "drained"
+        try:
+            self._version = (await self._control.model_info()).version
+            await self._say(EngineDraining, state=DRAINING)
+            await self._control.resume()
+            idle = await self._idle(drain_s)
+            if self._role.stopping.is_set():  # its successor goes on
+                return
+            if not idle:
+                cause = f"aborted what ran after {drain_s:g} s: [engine] drain_s"
+                await self._control.abort_all()
+                await self._idle(ABORTED_S)
+        except EngineError as error:
+            cause = f"died before it had drained: {error}"
+        log.info("%s: %s", self._engine_id, cause)
+        await self._say(EngineGone, state=GONE, cause=cause)
+
+    async def _idle(self, within_s: float) -> bool:
+        """Whether nothing runs at the engine, waiting for that at most so long."""
+        looks, deadline = 0, time.monotonic() + within_s
+        while looks < IDLE_LOOKS and time.monotonic() < deadline:
+            self._beat()
+            looks = 0 if await self._control.under_way() else looks + 1
+            if self._role.stopping.is_set():
+                return False
+            await asyncio.sleep(DRAIN_LOOK_S)
+        return looks >= IDLE_LOOKS
 
     def _beat(self) -> None:
         settings = self._role.settings
         self._role.health.beat(within_s=settings.liveness.work_s + settings.loader.timeout_s)
 
-    async def _wait_for_engine(self) -> None:
+    async def _wait_for_engine(self, requests: Reader) -> None:
         began, since, told = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds"), False
-        while not self._role.stopping.is_set():
+        while not self._over:
             self._beat()
+            await self._hear(requests, timeout_s=0.0)
             try:
                 info = await self._control.model_info()
                 if not info.mixed:  # a loader that was killed in a swap leaves its engine paused
@@ -262,6 +350,9 @@ class Loader:
         info = await self._control.model_info()
         self._version = info.version
         VERSION.set(self._version)
+        known = {*self._waiting, *self._recent} - self._refused
+        self._waiting = sorted(version for version in known if version > self._version)
+        self._newcomer = bool(self._waiting) and self._own.state != SERVING
         await self._say(EngineRegistered, model=self._role.settings.model.name)
 
     async def _catch_up(self, reader: Reader) -> None:
@@ -305,9 +396,6 @@ class Loader:
         if info.version != self._version:
             log.warning("%s serves %s, not %d: it restarted", self._url, info.weight_version, self._version)
             await self._register()
-            self._waiting = [
-                version for version in sorted(self._recent) if self._version < version and version not in self._refused
-            ]
 
     async def _swap(self) -> None:
         """Load the newest of the waiting versions; refused, the next newest is tried in the next round."""
@@ -379,7 +467,7 @@ class Loader:
     async def _loaded(
         self, event: WeightVersionPublished, superseded: tuple[int, ...], seconds: dict[str, float]
     ) -> None:
-        self._version = event.version
+        self._version, self._newcomer = event.version, False
         LOADED.inc()
         VERSION.set(event.version)
         await self._say(EngineWeightsLoaded, superseded=superseded, seconds=seconds)
@@ -388,6 +476,7 @@ class Loader:
         log.error("version %d refused, %d stays: %s", event.version, self._version, error)
         REFUSED.labels(type(error).__name__).inc()
         cause = type(error).__name__
+        self._newcomer = self._newcomer and bool(self._waiting)
         await self._say(EngineWeightsRefused, refused_version=event.version, cause=cause, message=str(error))
 
     async def _gone(self, error: Exception) -> None:
@@ -395,7 +484,7 @@ class Loader:
 
     @property
     def _state(self) -> str:
-        return SERVING if self._version >= 0 else STARTING
+        return SERVING if self._version >= 0 and not self._newcomer else STARTING
 
     def _event_id(self, record: str) -> str:
         """Nothing but its place in time sets one report of an engine apart from the next."""
@@ -413,3 +502,4 @@ class Loader:
             **{"state": self._state} | more,
         )
         await self._role.events.transact(self._transactor, [report])
+        self._fleet.apply(report)

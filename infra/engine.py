@@ -375,6 +375,14 @@ class EngineControl(Protocol):
         """Serve; harmless when not paused."""
         ...
 
+    async def under_way(self) -> int:
+        """Requests that run or wait there. Raises EngineDead, EngineRefused."""
+        ...
+
+    async def abort_all(self) -> None:
+        """End every request: each answers what it has with `abort`. Raises EngineDead, EngineRefused."""
+        ...
+
     async def close(self) -> None:
         """Release connections."""
         ...
@@ -429,6 +437,13 @@ class SGLangControl:
     async def resume(self) -> None:
         await self.call("POST", "/continue_generation", {}, QUICK_S)
 
+    async def under_way(self) -> int:
+        loads = (await self._call("GET", "/v1/loads?include=core", None, QUICK_S)).get("loads", [])
+        return sum(int(rank["num_running_reqs"]) + int(rank["num_waiting_reqs"]) for rank in loads)
+
+    async def abort_all(self) -> None:
+        await self._call("POST", "/abort_request", {"abort_all": True}, QUICK_S)
+
     async def close(self) -> None:
         await self._http.aclose()
 
@@ -437,7 +452,7 @@ class SGLangControl:
         try:
             answer = await self._http.request(method, path, json=body, timeout=timeout_s)
             if answer.status_code < httpx.codes.BAD_REQUEST:
-                found: dict[str, Any] = answer.json()
+                found: dict[str, Any] = answer.json() if answer.content else {}
                 return found
         except httpx.ConnectError as error:
             raise EngineUnreachable(f"{self.url}{path}: {type(error).__name__} {error}".rstrip()) from error

@@ -66,7 +66,8 @@ AGENTS = (topics.SESSIONS, topics.TURNS, topics.SNAPSHOTS)
 PARKED = topics.DEAD_LETTERS
 REFUSABLE = tuple(topic for topic in CATALOGUE if topic not in (topics.RUNS, topics.TREES, PARKED))
 """Who reads the others parks nothing of them."""
-INDEXED = tuple(topic for topic in CATALOGUE if topic not in (topics.GROUP_REQUESTS, topics.GROUP_SCORES))
+UNINDEXED = (topics.GROUP_REQUESTS, topics.GROUP_SCORES, topics.ENGINE_REQUESTS, topics.RUN_HEALTH)
+INDEXED = tuple(topic for topic in CATALOGUE if topic not in UNINDEXED)
 PRUNED = tuple(topic for topic in CATALOGUE if topic not in CONTROL)
 FEEDER = Access(
     group=ConsumerGroup.FEEDER,
@@ -77,9 +78,12 @@ FEEDER = Access(
     owner=TransactionalId.FEEDER,
 )
 CONFIGURE = Access(writes=(topics.RUNS,), makes=CATALOGUE, examines=CATALOGUE)
+FLEET = Access(reads=(topics.ENGINES, topics.ENGINE_REQUESTS), writes=(topics.ENGINE_REQUESTS,), follows=False)
 ACCESS: Mapping[str, Access] = {
     "feeder": FEEDER,
-    "gateway": Access(reads=(*AGENTS, topics.ENGINES), writes=AGENTS),
+    "gateway": Access(
+        reads=(*AGENTS, topics.ENGINES, topics.ENGINE_REQUESTS), writes=(*AGENTS, topics.ENGINE_REQUESTS)
+    ),
     "runner": Access(
         group=ConsumerGroup.RUNNER,
         consumes=(topics.TASKS, topics.TOOL_RESULTS),
@@ -116,6 +120,7 @@ ACCESS: Mapping[str, Access] = {
     "loader": Access(
         group=ConsumerGroup.LOADER,
         consumes=(topics.WEIGHTS,),
+        reads=(topics.ENGINES, topics.ENGINE_REQUESTS),
         writes=(topics.ENGINES,),
         owner=TransactionalId.LOADER,
     ),
@@ -159,6 +164,8 @@ ACCESS: Mapping[str, Access] = {
     "apply": Access(makes=CATALOGUE, follows=False, appends=False),
     "fork": replace(CONFIGURE, reads=(topics.WEIGHTS,)),
     "pause": Access(writes=(topics.RUNS,)),
+    "engines": FLEET,
+    "up": replace(FLEET, writes=(topics.ENGINES, topics.ENGINE_REQUESTS, topics.RUN_HEALTH)),
     "delete": Access(reads=(topics.WEIGHTS,), writes=(topics.RUNS,), deletes=CATALOGUE, forgets=tuple(ConsumerGroup)),
     "doctor": Access(examines=CATALOGUE, follows=False, appends=False),
 }
@@ -177,6 +184,8 @@ VERBS: Mapping[str, str] = {
     "apply": "topics apply",
     "fork": "run fork in the new run; of its parent it is a reader",
     "pause": "run pause, resume and close",
+    "engines": "engines",
+    "up": "up, supervise: the supervisor's own part",
     "delete": "run delete; of everybody else who uses the bucket it is a gc",
     "doctor": "doctor, topics check",
     "registry": "registry, the embedded one; yours has rights of its own",

@@ -73,13 +73,17 @@ ENGINES = Topic(
     ("EngineRegistered", "EngineWeightsLoaded", "EngineWeightsRefused", "EngineDraining", "EngineGone"),
     "one",
 )
+ENGINE_REQUESTS = Topic("engine-requests", "engine_id", ("EngineRequested",), "one")
+RUN_HEALTH = Topic("run-health", "run_id", ("RoleFailed",), "one")
 DEAD_LETTERS = Topic("dead-letters", "key", ("DeadLetter",), "one")
 
 CATALOGUE: tuple[Topic, ...] = (
     RUNS, GROUP_REQUESTS, TASKS, SESSIONS, TURNS, SNAPSHOTS, TOOL_CALLS, TOOL_RESULTS, TREES, SAMPLES, GROUP_SCORES,
-    SCORES, BATCHES, STEPS, WEIGHTS, ENGINES, DEAD_LETTERS,
+    SCORES, BATCHES, STEPS, WEIGHTS, ENGINES, ENGINE_REQUESTS, RUN_HEALTH, DEAD_LETTERS,
 )  # fmt: skip
-CONTROL: tuple[Topic, ...] = (RUNS, GROUP_REQUESTS, GROUP_SCORES, BATCHES, STEPS, WEIGHTS, ENGINES, DEAD_LETTERS)
+CONTROL: tuple[Topic, ...] = (
+    RUNS, GROUP_REQUESTS, GROUP_SCORES, BATCHES, STEPS, WEIGHTS, ENGINES, ENGINE_REQUESTS, RUN_HEALTH, DEAD_LETTERS,
+)  # fmt: skip
 """What roles and operators read from its beginning: small, and whole for the run's life. Of every other topic they need
 what is under way, so that the rest may be deleted once it is archived (docs/archive.md)."""
 BY_NAME: dict[str, Topic] = {topic.name: topic for topic in CATALOGUE}

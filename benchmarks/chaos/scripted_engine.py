@@ -6,7 +6,7 @@ the tool said, so that groups differ within and are trained. With --by-ids every
 ids alone: some turns of one or two calls of `note`, then an answer. An abort is heard late, as SGLang hears one between
 two steps: what is nearly done is finished although nobody waits. POST /version?of=3 stands for loading weights; POST
 /pace?of=0.5 is the time that a token takes from now on, POST /rate?of=20 how many requests begin in a second at most;
-GET /running tells which requests run.
+GET /running tells which requests run, GET /served how many ever came.
 """
 
 from __future__ import annotations
@@ -129,7 +129,11 @@ def application(engine: Slow, control: MemoryEngineControl) -> Starlette:
         return StreamingResponse(events(), media_type="text/event-stream")
 
     async def abort(request: Request) -> Response:
-        await engine.abort(orjson.loads(await request.body())["rid"])
+        asked = orjson.loads(await request.body())
+        if asked.get("abort_all"):
+            engine.abort_all()
+        else:
+            await engine.abort(asked["rid"])
         return Response()
 
     async def version(request: Request) -> Response:
@@ -147,11 +151,20 @@ def application(engine: Slow, control: MemoryEngineControl) -> Starlette:
     async def running(_: Request) -> Response:
         return Response(orjson.dumps(list(engine.live)))
 
+    async def served(_: Request) -> Response:
+        return Response(orjson.dumps(len(engine.requests)))
+
+    async def loads(_: Request) -> Response:
+        rank = {"dp_rank": 0, "num_running_reqs": len(engine.live), "num_waiting_reqs": 0}
+        return Response(orjson.dumps({"loads": [rank]}))
+
     return Starlette(
         routes=[
             Route("/pace", pace, methods=["POST"]),
             Route("/rate", rate, methods=["POST"]),
             Route("/running", running),
+            Route("/served", served),
+            Route("/v1/loads", loads),
             Route("/version", version, methods=["POST"]),
             Route("/generate", generate, methods=["POST"]),
             Route("/abort_request", abort, methods=["POST"]),

@@ -66,16 +66,24 @@ class Slot:
     """One process of a role."""
 
     role: str
-    number: int
+    label: str
+    """Number; of a loader what sets its engine apart."""
+    engine: str = ""
+    """Id of a loader's engine."""
 
     @property
     def name(self) -> str:
-        """role-number: log file, TURNLOG_INSTANCE and key in endpoints.json."""
-        return f"{self.role}-{self.number}"
+        """Log file, TURNLOG_INSTANCE and key in endpoints.json."""
+        return f"{self.role}-{self.label}"
+
+    @classmethod
+    def loader(cls, engine: str) -> Slot:
+        """Of the engine's loader."""
+        return cls("loader", engine.removeprefix("engine-"), engine)
 
 
 class LaunchPlan:
-    """Members in no order, and where clients reach them. Ports are chosen, nothing runs."""
+    """Members in no order, and where clients reach them. Ports are chosen, nothing runs. Engines may come and go."""
 
     def __init__(self, settings: Settings, roles: Sequence[str] = ROLES) -> None:
         """Formats Kafka's folder and fetches its jars when needed.
@@ -85,17 +93,20 @@ class LaunchPlan:
         self._ports = iter(free_ports(64))
         self.members: list[Member] = []
         self._brokers: list[str] = []
-        engines = self._engines()  # first: what is wrong with a model shows before Kafka's folder is made
+        self._with_loaders = "loader" in roles
+        self._urls: dict[str, str] = {}
+        """Engine -> address."""
+        self._engines()  # first: what is wrong with a model shows before Kafka's folder is made
         kafka, store = self._kafka(), self._store()
         registry = self._registry()
         self._topics()
-        slots = self._slots(roles, len(engines))
+        slots = self._slots(roles)
         shown = any(slot.role == "dashboard" for slot in slots)
         self.endpoints = Endpoints(
             kafka=kafka,
             registry=registry,
             store=store,
-            engines=engines,
+            engines=tuple(self._urls.values()),
             gateway=settings.gateway.url or self._address(settings.gateway, "[gateway] port"),
             views=self._address(settings.views, "[views] port"),
             dashboard=self._address(settings.dashboard, "[dashboard] port") if shown else "",
@@ -104,6 +115,43 @@ class LaunchPlan:
         if "views-0" in self.endpoints.health:  # Faust serves its pages and its health on one port
             self.endpoints.health["views-0"] = self.endpoints.views
         self.members += [self._role(slot) for slot in slots]
+
+    def declared(self) -> list[tuple[str, str]]:
+        """(engine, address) that the settings name; hosted ones have none."""
+        urls = self._settings.engine.urls
+        return [
+            (f"engine-{each}", urls[each] if urls else "") for each in range(len(urls) or self._settings.engine.count)
+        ]
+
+    def join(self, engine_id: str, url: str) -> list[Member]:
+        """Members of an engine that comes while the run is up: its loader, and where `url` is empty the engine itself.
+        Raises NotInstalled, ModelMissing, PortTaken."""
+        members = []
+        if not url:
+            member, url = self._engine(engine_id, free_ports(1)[0])
+            members.append(member)
+        self._urls[engine_id] = url
+        if self._with_loaders:
+            slot = Slot.loader(engine_id)
+            self.endpoints.health[slot.name] = reached(health_host(os.environ), free_ports(1)[0])
+            members.append(self._role(slot))
+        self._tell_engines()
+        return members
+
+    def leave(self, engine_id: str) -> tuple[str, str]:
+        """Names of the members of an engine that goes: its loader's and its own."""
+        slot = Slot.loader(engine_id)
+        self._urls.pop(engine_id, None)
+        self.endpoints.health.pop(slot.name, None)
+        self._tell_engines()
+        return slot.name, engine_id
+
+    def address(self, engine_id: str) -> str:
+        """Where an engine of the plan is; empty: it is in none."""
+        return self._urls.get(engine_id, "")
+
+    def _tell_engines(self) -> None:
+        self.endpoints = dataclasses.replace(self.endpoints, engines=tuple(self._urls.values()))
 
     def _port(self, wanted: int, setting: str, host: str = HOST) -> int:
         return claim(wanted, setting, host) if wanted else next(self._ports)
@@ -148,25 +196,24 @@ class LaunchPlan:
         self._serve(dataclasses.replace(server.launch(), liveness=liveness), tier=LOG_AND_STORE)
         return server.endpoint
 
-    def _engines(self) -> tuple[str, ...]:
-        wanted = self._settings.engine
-        if wanted.urls:
-            return wanted.urls
-        urls = []
-        for number in range(wanted.count):
-            name = f"engine-{number}"
-            engine = Engine(
-                Path(self._settings.model.path),
-                wanted,
-                log=self._log(name),
-                port=next(self._ports),
-                name=name,
-                seed=number + 1,
-            )
-            launch = dataclasses.replace(engine.launch(), liveness=self._generating(engine.url))
-            self.members.append(Member(launch=launch, deaths=ENGINE_DEATHS, tier=ON_LOG))
-            urls.append(engine.url)
-        return tuple(urls)
+    def _engines(self) -> None:
+        for engine_id, url in self.declared():
+            if not url:
+                member, url = self._engine(engine_id, next(self._ports))
+                self.members.append(member)
+            self._urls[engine_id] = url
+
+    def _engine(self, name: str, port: int) -> tuple[Member, str]:
+        engine = Engine(
+            Path(self._settings.model.path),
+            self._settings.engine,
+            log=self._log(name),
+            port=port,
+            name=name,
+            seed=int(name.rpartition("-")[2]) + 1,
+        )
+        launch = dataclasses.replace(engine.launch(), liveness=self._generating(engine.url))
+        return Member(launch=launch, deaths=ENGINE_DEATHS, tier=ON_LOG), engine.url
 
     def _generating(self, url: str) -> Liveness:
         """An engine generates nothing while its weights are swapped."""
@@ -201,15 +248,19 @@ class LaunchPlan:
         )
         self._serve(launch, tier=ROLE, after=self._there(*self._brokers, "registry"))
 
-    def _slots(self, roles: Sequence[str], engines: int) -> list[Slot]:
+    def _slots(self, roles: Sequence[str]) -> list[Slot]:
         counts = Counter(roles)
-        if "loader" in counts:
-            counts["loader"] = engines
         shown = self._settings.dashboard.enabled and "dashboard" in counts
         for role in ("views", "archive", "index", "dashboard"):
             if not (getattr(self._settings, role).enabled or (role == "index" and shown)):
                 counts.pop(role, None)
-        return [Slot(role, number) for role, count in counts.items() for number in range(count)]
+        found = []
+        for role, count in counts.items():
+            if role == "loader":
+                found += [Slot.loader(engine_id) for engine_id in self._urls]
+            else:
+                found += [Slot(role, str(number)) for number in range(count)]
+        return found
 
     def _role(self, slot: Slot) -> Member:
         health = self.endpoints.health[slot.name]
@@ -226,8 +277,7 @@ class LaunchPlan:
         if slot.role == "dashboard":
             env["TURNLOG_DASHBOARD_PORT"] = _port_of(self.endpoints.dashboard)
         if slot.role == "loader":
-            env["TURNLOG_ENGINE_INDEX"] = str(slot.number)
-            after += self._there(f"engine-{slot.number}")
+            env |= {"TURNLOG_ENGINE_ID": slot.engine, "TURNLOG_ENGINE_URL": self._urls[slot.engine]}
         launch = Launch(
             name=slot.name,
             argv=self._turnlog(slot.role),

@@ -3,6 +3,10 @@
 Each child is waiting -> starting -> ready; a death leads to restarting and back to starting, too many quick deaths to
 failed, an end with status 0 to done. `on_change` hears of every step. A child that is alive and silent is killed, which
 is a death. The end of one that lacked a server counts for nothing: it is started again as long as it takes.
+
+Health has two levels. Restarts of a member come first. Where they do not help, and the member once worked, the run is
+started again: every member but the servers, which goes on from the log and its last checkpoint. That happens
+`run_restarts` times within RUN_RESTARTS_S at most; then, or for a member that never worked, it stays failed.
 """
 
 from __future__ import annotations
@@ -11,9 +15,10 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from turnlog.infra.embedded import EmbeddedError, Hung, LacksServer, NotReady, ServerDied
 from turnlog.infra.embedded.liveness import Silence
@@ -23,6 +28,8 @@ log = logging.getLogger(__name__)
 FIRST_BACKOFF_S = 0.25
 LONGEST_BACKOFF_S = 8.0
 PROBE_EVERY_S = 0.1
+RUN_RESTARTS_S = 3600.0
+"""Within which restarts of the run are counted."""
 
 
 class State(StrEnum):
@@ -93,33 +100,112 @@ class Watched:
         }
 
 
-class Supervisor:
-    """Runs members until `stopping` is set or an essential one has failed."""
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A member whose restarts did not help."""
 
-    def __init__(self, members: Sequence[Member], on_change: Callable[[Watched], None]) -> None:
+    name: str
+    cause: str
+    restart: int
+    """Of the run, since the supervisor began: which this one leads to, or how many did not help."""
+    restarts_run: bool
+    """Whether the run is started again."""
+
+
+class Supervisor:
+    """Runs members until `stopping` is set or an essential one has failed; they may come and go meanwhile."""
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        on_change: Callable[[Watched], None],
+        *,
+        run_restarts: int = 0,
+        on_failure: Callable[[Failure], None] = lambda _: None,
+    ) -> None:
         self.watched = {member.launch.name: Watched(member) for member in members}
         self.stopping = asyncio.Event()
-        self._on_change = on_change
+        self._on_change, self._on_failure = on_change, on_failure
+        self._run_restarts = run_restarts
+        self._restarted: list[float] = []
+        """time.monotonic() of each start of the run but the first."""
+        self._restarting: asyncio.Task[None] | None = None
+        self._worked: set[str] = set()
+        """Members that were ready once."""
+        self._loops: dict[str, asyncio.Task[None]] = {}
+        self._failed: asyncio.Future[None]
 
     async def run(self) -> None:
         """Start all; return after `stopping` was set and everything is stopped. Raises the error of an essential
         member that failed, after stopping the others."""
-        loops = [asyncio.create_task(self._keep(watched)) for watched in self.watched.values()]
+        self._failed = asyncio.get_running_loop().create_future()
+        for watched in self.watched.values():
+            self._begin(watched)
         stop = asyncio.create_task(self.stopping.wait())
         try:
-            await self._until_over(stop, loops)
+            over: list[asyncio.Future[Any]] = [stop, self._failed]
+            await asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (stop, *loops):
+            tasks: list[asyncio.Task[Any]] = [stop, *self._loops.values()]
+            tasks += [self._restarting] if self._restarting is not None else []
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(stop, *loops, return_exceptions=True)
-            await self._stop_all()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._stop_all(self.watched.values())
+        if self._failed.done():
+            self._failed.result()
 
-    async def _until_over(self, stop: asyncio.Task[bool], loops: list[asyncio.Task[None]]) -> None:
-        waiting: set[asyncio.Task[bool] | asyncio.Task[None]] = {stop, *loops}
-        while not stop.done() and waiting:
-            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+    def add(self, *members: Member) -> None:
+        """Start more members while `run` runs."""
+        news = [Watched(member) for member in members]
+        self.watched |= {watched.name: watched for watched in news}
+        for watched in news:
+            self._begin(watched)
+
+    async def remove(self, *names: str) -> None:
+        """Stop members, the highest tier first, and forget them; those that are not there are passed over."""
+        found = [self.watched[name] for name in names if name in self.watched]
+        await self._halt(found)
+        for watched in found:
+            del self.watched[watched.name]
+            self._on_change(watched)
+
+    async def _halt(self, members: Sequence[Watched]) -> None:
+        loops = [self._loops.pop(watched.name) for watched in members if watched.name in self._loops]
+        for task in loops:
+            task.cancel()
+        await asyncio.gather(*loops, return_exceptions=True)
+        await self._stop_all(members)
+
+    async def _restart_run(self) -> None:
+        """Start every member anew that is no server and is not done."""
+        again = [one for one in self.watched.values() if not (one.member.essential or one.state is State.DONE)]
+        await self._halt(again)
+        self.add(*(watched.member for watched in again))
+
+    def _fail(self, watched: Watched) -> None:
+        """Its restarts did not help. Raises its error when it is essential."""
+        now = time.monotonic()
+        recent = [at for at in self._restarted if now - at < RUN_RESTARTS_S]
+        idle = self._restarting is None or self._restarting.done()
+        again = watched.name in self._worked and len(recent) < self._run_restarts and not watched.member.essential
+        self._change(watched, State.RESTARTING if again else State.FAILED)
+        if watched.member.essential:
+            assert watched.error is not None
+            raise watched.error
+        if again and idle:
+            self._restarted.append(now)
+            self._restarting = asyncio.create_task(self._restart_run())
+        if idle:
+            self._on_failure(Failure(watched.name, str(watched.error), len(self._restarted), again))
+
+    def _begin(self, watched: Watched) -> None:
+        def over(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None and not self._failed.done():
+                self._failed.set_exception(error)
+
+        self._loops[watched.name] = asyncio.create_task(self._keep(watched))
+        self._loops[watched.name].add_done_callback(over)
 
     async def _keep(self, watched: Watched) -> None:
         """Keep one member running. Raises when it is essential and fails."""
@@ -141,9 +227,7 @@ class Supervisor:
             else:
                 quick, backoff_s = quick + counts, min(2 * backoff_s, LONGEST_BACKOFF_S)
             if quick >= watched.member.deaths:
-                self._change(watched, State.FAILED)
-                if watched.member.essential:
-                    raise watched.error
+                self._fail(watched)
                 return
             watched.restarts += 1
             self._change(watched, State.RESTARTING)
@@ -203,10 +287,11 @@ class Supervisor:
                 )
         return not ended.done()
 
-    async def _stop_all(self) -> None:
+    async def _stop_all(self, all_: Iterable[Watched]) -> None:
         """Tier by tier, the highest first; the members of one at once."""
-        for tier in sorted({watched.member.tier for watched in self.watched.values()}, reverse=True):
-            await asyncio.gather(*(self._stop(w) for w in self.watched.values() if w.member.tier == tier))
+        all_ = list(all_)
+        for tier in sorted({watched.member.tier for watched in all_}, reverse=True):
+            await asyncio.gather(*(self._stop(watched) for watched in all_ if watched.member.tier == tier))
 
     async def _stop(self, watched: Watched) -> None:
         if watched.child is None or watched.state in (State.FAILED, State.DONE):
@@ -220,6 +305,7 @@ class Supervisor:
         watched.state, watched.since = state, time.time()
         if state is State.READY:
             watched.ready_at = time.monotonic()
+            self._worked.add(watched.name)
         if state in SATISFIED:
             watched.satisfied.set()
         self._on_change(watched)

@@ -9,18 +9,20 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from turnlog.infra import embedded, run_folder
 from turnlog.infra.embedded import EmbeddedError, NotReady, NotUp, SupervisorDied
 from turnlog.infra.embedded.broker import class_path
+from turnlog.infra.embedded.on_log import OnLog
 from turnlog.infra.embedded.plan import ROLES, LaunchPlan, waiting_for
 from turnlog.infra.embedded.process import log_tail, scope, sweep, swept_by_another
 from turnlog.infra.embedded.supervisor import SATISFIED, State, Supervisor, Watched
@@ -42,6 +44,7 @@ from turnlog.infra.run_folder import (
 )
 from turnlog.settings import Settings
 
+log = logging.getLogger(__name__)
 NOTIFY = "TURNLOG_NOTIFY_FD"
 PARENT = "TURNLOG_PARENT_FD"
 SUPERVISED_ROLES = "TURNLOG_SUPERVISED_ROLES"
@@ -163,7 +166,6 @@ async def _supervise(settings: Settings, roles: Sequence[str], notify: Notify) -
     directory = Path(settings.run.directory)
     plan = await asyncio.to_thread(LaunchPlan, settings, roles)
     pid, began = os.getpid(), time.time()
-    run_folder.write_endpoints(directory, dataclasses.replace(plan.endpoints, supervisor_pid=pid))
 
     def keep() -> None:
         children = [one.as_dict() for one in supervisor.watched.values()]
@@ -175,15 +177,43 @@ async def _supervise(settings: Settings, roles: Sequence[str], notify: Notify) -
         if all(one.state in SATISFIED for one in supervisor.watched.values()):
             notify({"ready": True})
 
-    supervisor = Supervisor(plan.members, changed)
+    def told() -> None:
+        run_folder.write_endpoints(directory, dataclasses.replace(plan.endpoints, supervisor_pid=pid))
+
+    supervisor = Supervisor(
+        plan.members,
+        changed,
+        run_restarts=settings.liveness.run_restarts,
+        on_failure=lambda failure: on_log.failed(failure),
+    )
+    on_log = OnLog(settings, plan, supervisor, told)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, supervisor.stopping.set)
     if parent := os.environ.pop(PARENT, ""):
         loop.add_reader(int(parent), supervisor.stopping.set)  # end of file: the process we belong to is gone
+    told()
     keep()
     notify({"endpoints": True})
-    await supervisor.run()
+    async with _followed(on_log):
+        await supervisor.run()
+
+
+@contextlib.asynccontextmanager
+async def _followed(on_log: OnLog) -> AsyncIterator[None]:
+    """While the block runs. An error of ours in there costs what it does, and no run."""
+    following = asyncio.create_task(on_log.run())
+    following.add_done_callback(_tell_why)
+    try:
+        yield
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
+def _tell_why(following: asyncio.Task[None]) -> None:
+    if not following.cancelled():
+        log.error("the log is not followed from here on: engines stay as they are", exc_info=following.exception())
 
 
 def _spawn(directory: Path, roles: Sequence[str], *, attached: bool) -> tuple[BinaryIO, int]:

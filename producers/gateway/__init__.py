@@ -14,6 +14,7 @@ GatewayError
 ├── TooSlow               408 the body did not come within [gateway] request_s
 ├── TooLarge              413 the body is longer than [gateway] max_body_bytes
 ├── TooMany               429 the session asks for more turns than [gateway] allows
+├── EnginesRefused        400 what is asked of engines cannot be: no such engine, no address, none hosted
 ├── UnknownSession        404 the log holds no such session
 ├── ThreadNotHeld         404 a request is to go on where an answer ended, without the messages before it
 ├── UnknownResponse       404 the id names no turn of the session
@@ -132,6 +133,12 @@ class TooLarge(GatewayError):
     """Names the limit and its setting."""
 
     status, type, code = 413, "invalid_request_error", "request_too_large"
+
+
+class EnginesRefused(GatewayError):
+    """Says why, as `turnlog engines` does."""
+
+    status, type, code = 400, "invalid_request_error", "engines_refused"
 
 
 class UnknownSession(GatewayError):

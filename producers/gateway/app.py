@@ -50,6 +50,7 @@ from turnlog.producers.gateway import (
     TooLarge,
     TooSlow,
     Unauthorized,
+    fleet,
 )
 from turnlog.producers.gateway.conversation import Turn
 from turnlog.producers.gateway.dialects.anthropic_messages import AnthropicMessages
@@ -238,7 +239,7 @@ class Gateway:
     async def turn(self, dialect: Dialect, request: Request) -> Response:
         """A new turn, or the recorded one that a repeat asks for."""
         claims = self._claims(request)
-        body = await self._body(request)
+        body = await self.body(request)
         try:
             session = await self.sessions.find(claims)
         except OwnedElsewhere as other:
@@ -259,7 +260,7 @@ class Gateway:
             keep_alive_s=self.role.settings.gateway.keep_alive_s,
         )
 
-    async def _body(self, request: Request, most: int | None = None) -> bytes:
+    async def body(self, request: Request, most: int | None = None) -> bytes:
         """After the token was looked at. Raises TooLarge, TooSlow."""
         setting = self.role.settings.gateway.max_body_bytes
         whole = most is None or setting < most
@@ -291,7 +292,7 @@ class Gateway:
         """What a dialect serves beside turns."""
         try:
             claims = self._claims(request)
-            body = await self._body(request)
+            body = await self.body(request)
             try:
                 session = await self.sessions.find(claims)
             except OwnedElsewhere as other:
@@ -321,7 +322,7 @@ class Gateway:
         """POST /sessions: idempotent per (rollout_id, attempt)."""
         require_key(request.headers.get("authorization"), *self.keys.accepted)
         wanted = open_request(
-            await self._body(request, RECORD_BYTES),
+            await self.body(request, RECORD_BYTES),
             run_id=self.role.settings.run.id,
             fallback=Sampling(),
             fresh=f"adhoc-{secrets.token_hex(12)}",
@@ -390,7 +391,7 @@ class Gateway:
         """A request about the session that its path names: read before the session is looked for, so that a malformed
         one takes nothing over."""
         claims = self._claims_of_path(request)
-        body = await self._body(request, RECORD_BYTES)
+        body = await self.body(request, RECORD_BYTES)
         wanted = read(body)
         try:
             session = await self.sessions.find(claims)
@@ -498,6 +499,7 @@ def build(gateway: Gateway) -> Starlette:
             Route("/sessions/{session_id}/finish", gateway.finish, methods=["POST"]),
             Route("/sessions/{session_id}/reward", gateway.reward, methods=["POST"]),
             Route("/openapi.json", described, methods=["GET"]),
+            *fleet.routes(gateway.role, gateway.keys, gateway.body),
             *turns,
             *beside,
             Route("/v1/models", gateway.models, methods=["GET"]),

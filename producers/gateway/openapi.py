@@ -1,4 +1,4 @@
-"""The description of /sessions for services that open them from outside. Source: OpenAPI 3.1.0."""
+"""The description of /sessions for services that open them from outside, and of /engines. Source: OpenAPI 3.1.0."""
 
 from __future__ import annotations
 
@@ -80,6 +80,28 @@ FINISHED = _object({"turns": _said(TURNS, "Acted on."), "undelivered": TURNS, "o
 SESSION = _object({"session_id": TEXT, "epoch": TEXT, "finished": {"type": "boolean"}, "outcome": TEXT,
                    "turns": {"type": "array", "items": {"type": "object"}}, "messages": {"type": "array"},
                    "last_turn": TURN, "call_seq": WHOLE, "base_url": TEXT})  # fmt: skip
+REASON: Schema = {"type": "string", "description": "Kept on the log."}
+COUNT: Schema = {"type": "integer", "minimum": 1, "description": "Engines that the run's supervisor is to host."}
+URL = _said(TEXT, "http://host:port, as gateways and its loader reach it.")
+ENGINES = _object(
+    {
+        "engines": {
+            "type": "array",
+            "items": _object({"id": TEXT, "url": TEXT, "wanted": {"enum": ["", "serving", "gone"]}, "by": TEXT,
+                              "state": {"enum": ["", "starting", "serving", "draining", "gone"]},
+                              "version": {"type": "integer"}, "hosted": {"type": "boolean"}, "cause": TEXT}),
+        }
+    }
+)  # fmt: skip
+FLEET: dict[str, tuple[str, Schema]] = {
+    "/engines/scale": ("Host as many engines.", _object({"count": COUNT, "reason": REASON}, "count")),
+    "/engines/register": (
+        "Let an engine of one's own serve, too.", _object({"url": URL, "name": TEXT, "reason": REASON}, "url")
+    ),
+    "/engines/drain": (
+        "Let an engine go.", _object({"engine": _said(TEXT, "Its address or id."), "reason": REASON}, "engine")
+    ),
+}  # fmt: skip
 REFUSED = {"description": "`error.code` and `error.message` say what and which setting; `x-should-retry` whether to "
                           "ask again."}  # fmt: skip
 
@@ -90,7 +112,7 @@ def document() -> dict[str, Any]:
     one = {"parameters": [named]}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "turnlog: sessions from outside", "version": version("turnlog")},
+        "info": {"title": "turnlog: sessions from outside, and engines", "version": version("turnlog")},
         "paths": {
             "/sessions": {"post": _verb("Open a session, or get it again.", OPEN, OPENED, "201", "key")},
             "/sessions/{session_id}": one | {"get": _verb("Where it stands.", None, SESSION, "200", "token")},
@@ -98,6 +120,8 @@ def document() -> dict[str, Any]:
             | {"post": _verb("Its verdict: the first one counts.", REWARD, {}, "201", "token")},
             "/sessions/{session_id}/finish": one
             | {"post": _verb("End it: the first end counts.", FINISH, FINISHED, "200", "token")},
+            "/engines": {"get": _verb("Engines of the run.", None, ENGINES, "200", "key")},
+            **{path: {"post": _verb(what, asked, ENGINES, "202", "key")} for path, (what, asked) in FLEET.items()},
         },
         "components": {
             "securitySchemes": {

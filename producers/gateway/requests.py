@@ -29,8 +29,8 @@ from turnlog.schemas.json_depth import MAX_DEPTH, deeper_than
 from turnlog.schemas.types import TurnId
 from turnlog.settings import GatewaySettings
 
-LEAST = {"group_size": 1, "min_weight_version": -1, "max_tokens": 1, "max_completion_tokens": 1, "max_new_tokens": 1,
-         "max_output_tokens": 1, "seed": -(2**63)}  # fmt: skip
+LEAST = {"count": 1, "group_size": 1, "min_weight_version": -1, "max_tokens": 1, "max_completion_tokens": 1,
+         "max_new_tokens": 1, "max_output_tokens": 1, "seed": -(2**63)}  # fmt: skip
 """Of integers that do not begin at 0."""
 
 
@@ -137,8 +137,8 @@ def require_key(header: str | None, *keys: bytes) -> None:
     """Raises Unauthorized unless the header carries one of the gateway's own keys."""
     if not any(hmac.compare_digest(bearer(header).encode(), key) for key in keys):
         raise Unauthorized(
-            f"opening a session needs the gateway's signing key: Bearer <content of {GATEWAY_KEY} in the run's "
-            "directory, or [gateway] signing_key>"
+            "sessions are opened, and engines asked for, with the gateway's signing key: Bearer <content of "
+            f"{GATEWAY_KEY} in the run's directory, or [gateway] signing_key>"
         )
 
 

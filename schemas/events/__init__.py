@@ -16,7 +16,7 @@ from turnlog.schemas.events.batches import (
     StepCompleted,
     Weighting,
 )
-from turnlog.schemas.events.runs import DeadLetter, RunConfigured, RunParent, RunPlace, RunPlanned
+from turnlog.schemas.events.runs import DeadLetter, RoleFailed, RunConfigured, RunParent, RunPlace, RunPlanned
 from turnlog.schemas.events.samples import (
     ExpertRows,
     GroupEmitted,
@@ -74,6 +74,7 @@ from turnlog.schemas.events.weights import (
     EngineDraining,
     EngineGone,
     EngineRegistered,
+    EngineRequested,
     EngineWeightsLoaded,
     EngineWeightsRefused,
     WeightFile,
@@ -93,8 +94,8 @@ ALL: dict[str, type] = {
         ToolCallRequested, ToolCallCancelled, ToolCallStarted, ToolCallCompleted,
         TurnTreeAssembled, SegmentSample, GroupScored, GroupEmitted, SampleScored,
         SampleBatchFormed, BatchSkipped, StepCompleted, WeightVersionPublished,
-        EngineRegistered, EngineWeightsLoaded, EngineWeightsRefused, EngineDraining, EngineGone,
-        DeadLetter,
+        EngineRegistered, EngineWeightsLoaded, EngineWeightsRefused, EngineDraining, EngineGone, EngineRequested,
+        RoleFailed, DeadLetter,
     )
 }  # fmt: skip
 UNWRITTEN: frozenset[str] = frozenset()
@@ -115,6 +116,7 @@ __all__ = [
     "EngineDraining",
     "EngineGone",
     "EngineRegistered",
+    "EngineRequested",
     "EngineWeightsLoaded",
     "EngineWeightsRefused",
     "Environment",
@@ -135,6 +137,7 @@ __all__ = [
     "Purpose",
     "RewardAssigned",
     "RewardFailed",
+    "RoleFailed",
     "RolloutRequested",
     "RolloutScore",
     "RunConfigured",

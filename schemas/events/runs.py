@@ -81,6 +81,24 @@ class RunPlanned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoleFailed:
+    """A process of the run died again and again: its supervisor's restarts did not help."""
+
+    event_id: str
+    run_id: str
+    role: str
+    """Name of the process, as `turnlog status` shows it."""
+    cause: str
+    """Of its last death, in a line."""
+    remedy: str
+    """run_restarted | given_up"""
+    restart: int
+    """How often the supervisor has started the run again since it began, this time included."""
+    host: str
+    """Of the supervisor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetter:
     """A record that was refused: where it stands, its raw bytes, and the typed cause."""
 

@@ -1,5 +1,5 @@
 """Weight versions (integers, +1 per published weights, never reused), and what weight loaders say of their engine: each
-such record repeats url, state and version.
+such record repeats url, state and version. What is asked of engines is EngineRequested, on a topic of its own.
 """
 
 from __future__ import annotations
@@ -52,6 +52,23 @@ class WeightVersionPublished:
     unchanged: dict[str, float] = field(default_factory=dict)
     """Share of the values that are, bit for bit, those of the version before: "published" as they are, "bfloat16" of
     float32 values were they rounded to that. Empty of the first weights of an incarnation, and without delta_chain."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRequested:
+    """An engine is to serve, or to leave; of one engine the last request counts."""
+
+    event_id: str
+    run_id: str
+    engine_id: str
+    url: str
+    """Where it runs; empty of one that the run's supervisor starts itself."""
+    wanted: str
+    """serving | gone"""
+    by: str
+    """settings | operator | autoscale"""
+    reason: str
+    """In words; empty of who gave none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -185,6 +185,7 @@ def _askers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     doctor = _verb(verbs, "doctor", _doctor, "check brokers, topics, registry and store, and say what to change")
     doctor.add_argument("--json", action="store_true")
+    of.engines_arguments(_verb(verbs, "engines", _engines, "which engines serve; more or fewer while the run goes on"))
     of.dashboard_arguments(_verb(verbs, "dashboard", _dashboard, "the run in the browser: sessions, tokens, curves"))
     health = _verb(verbs, "health", _health, "ask a role of this container whether it is ready, for probes")
     health.add_argument(
@@ -423,6 +424,12 @@ def _index(settings: Settings, arguments: argparse.Namespace) -> int:
 
 def _dashboard(settings: Settings, arguments: argparse.Namespace) -> int:
     from turnlog.consumers.dashboard.server import command
+
+    return command(settings, arguments)
+
+
+def _engines(settings: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.consumers.life.engines import command
 
     return command(settings, arguments)
 

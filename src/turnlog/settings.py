@@ -52,7 +52,8 @@ Silence = Annotated[float, Meta(ge=0, le=31_536_000)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LivenessSettings:
-    """[liveness] Seconds of silence after which a process is hung: each above the longest legal pause. 0 never is."""
+    """[liveness] Seconds of silence after which a process is hung: each above the longest legal pause. 0 never is. What
+    dies of it again and again has the run started again."""
 
     broker_s: Silence = 60.0
     """The embedded broker gives no answer to ApiVersions."""
@@ -72,6 +73,9 @@ class LivenessSettings:
     """A rank of the trainer other than 0 does not beat."""
     join_s: Annotated[float, Meta(gt=0, le=31_536_000)] = 600.0
     """The ranks of the trainer have not met since they were started: above the import of torch on the slowest disk."""
+    run_restarts: Amount = 2
+    """In an hour: where restarts of a role that once worked do not help, the supervisor starts every role and engine
+    of the run again, from the log and the last checkpoint; then the role stays down. 0: it stays down at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +175,16 @@ class EngineSettings:
     """From an engine's start to its first answer."""
     request_timeout_s: Seconds = 120.0
     """Of one generation; then another engine is asked."""
+    drain_s: Seconds = 60.0
+    """For what runs at an engine that is asked to go; then it is aborted, and submitted again to another one."""
+    autoscale_min: Count = 1
+    """Embedded engines at least, while autoscale_max is set."""
+    autoscale_max: Amount = 0
+    """Embedded engines at most; the supervisor asks for more and fewer by what runs and waits there. 0: nobody does."""
+    autoscale_requests: Count = 16
+    """Requests per engine, running and waiting, above which there are too few engines."""
+    autoscale_after_s: Seconds = 15.0
+    """For which that must last; four times as long for one engine too many."""
     update: Literal["auto", "retract", "in_place", "abort"] = "auto"
     """How running requests meet new weights. retract: their cache is computed again. in_place: they go on with the
     cache of the old ones, which their spans say (kv_version), and no later request shares it. abort: they are submitted
@@ -582,6 +596,11 @@ def changed(settings: Settings, tables: Mapping[str, Any], env: Mapping[str, str
     check_kafka(found.kafka, source)
     _check_http(found, source)
     check_learning(found, found.trainer, source)
+    if 0 < found.engine.autoscale_max < found.engine.autoscale_min:
+        raise SettingsError(
+            f"{source}: engine.autoscale_max is {found.engine.autoscale_max}, below engine.autoscale_min "
+            f"({found.engine.autoscale_min})"
+        )
     if found.gateway.routed_experts == "on" and found.engine.update in ("retract", "in_place"):
         raise SettingsError(
             f"{source}: gateway.routed_experts is on and engine.update is {found.engine.update}: what meets new "

@@ -18,6 +18,9 @@ class MemoryEngineControl:
         self.alive = True
         self.silent = 0
         self.loads: list[int] = []
+        self.requests = 0
+        """That run or wait."""
+        self.aborts = 0
 
     def restart(self) -> None:
         """Come back with the model folder's own weights."""
@@ -51,6 +54,14 @@ class MemoryEngineControl:
     async def resume(self) -> None:
         self._alive()
         self.paused = False
+
+    async def under_way(self) -> int:
+        self._alive()
+        return self.requests
+
+    async def abort_all(self) -> None:
+        self._alive()
+        self.requests, self.aborts = 0, self.aborts + 1
 
     async def close(self) -> None:
         """See EngineControl."""

@@ -71,3 +71,14 @@ def test_a_gateway_killed_under_a_hundred_streams_loses_none_and_leaves_nothing_
     assert line["detail"]["adoptions"] == line["detail"]["of_the_victims"] > 0
     assert line["detail"]["slowest_end_s"] < 5
     assert line["ok"], line
+
+
+@pytest.mark.parametrize(("drained", "streams"), [(1, 10), pytest.param(5, 100, marks=pytest.mark.long)])
+def test_engines_that_join_and_leave_under_streams_lose_no_turn(
+    live_settings: Settings, drained: int, streams: int
+) -> None:
+    line = told(live_settings, "elastic.py", "--kills", str(drained), "--streams", str(streams))
+    assert (line["lost"], line["twice"], line["skipped"], line["identical"]) == (0, 0, 0, True)
+    assert line["detail"]["sessions"] == drained * streams
+    assert len(line["detail"]["drains_s"]) == drained
+    assert line["ok"], line

@@ -28,6 +28,7 @@ from turnlog.infra.engine import LOADING
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Fenced, Partition
 from turnlog.infra.registry import MemoryRegistry
+from turnlog.infra.roles.fleet import read
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.tls import serving
@@ -182,6 +183,8 @@ def test_an_engine_is_named_by_its_url_and_its_pod_or_by_an_index() -> None:
         == engine_of(Settings(), pod)
         == NamedEngine("sglang-4", "http://10.0.0.7:30000", alone=True)
     )
+    watched = pod | {"TURNLOG_ENGINE_ID": "engine-7"}
+    assert engine_of(Settings(), watched) == NamedEngine("engine-7", "http://10.0.0.7:30000", alone=False)
     del pod["TURNLOG_INSTANCE"]
     assert engine_of(Settings(), pod).id == socket.gethostname()
 
@@ -215,6 +218,63 @@ async def test_an_engine_that_goes_with_its_loader_takes_no_more_turns_and_comes
     assert kinds == ["EngineRegistered", "EngineWeightsLoaded", "EngineDraining", "EngineRegistered", "EngineDraining"]
     assert [event.state for event in events] == ["starting", "serving", "draining", "serving", "draining"]
     assert {event.engine_id for event in events} == {"sglang-4"}
+
+
+async def asked(role: Role, wanted: str) -> None:
+    """What an operator says of engine-0."""
+    fleet = await read(role)
+    await role.events.append(fleet.request("engine-0", wanted, run_id="run", by="operator"))
+
+
+def told(events: list[Event]) -> list[tuple[str, str]]:
+    return [(type(event).__name__.removeprefix("Engine"), event.state) for event in events]
+
+
+async def test_an_engine_that_is_to_go_ends_what_it_has_and_comes_back_with_the_newest_weights(
+    role: Role, control: MemoryEngineControl, running: asyncio.Task[None]
+) -> None:
+    await publish(role, 0)
+    await said(role, 2)
+    control.requests = 3
+    await asked(role, "gone")
+    assert told(await said(role, 3))[-1] == ("Draining", "draining")
+    await publish(role, 1)
+    control.requests = 0
+    gone = (await said(role, 4))[-1]
+    assert isinstance(gone, EngineGone)
+    assert (gone.cause, control.aborts, control.loads) == ("drained", 0, [0])
+    await asked(role, "serving")
+    assert told((await said(role, 6))[4:]) == [("Registered", "starting"), ("WeightsLoaded", "serving")]
+    assert control.loads == [0, 1], "a newcomer serves nothing before it has the newest weights"
+
+
+async def test_what_does_not_end_in_time_is_aborted_also_by_the_loader_after_one_that_was_stopped_meanwhile(
+    role: Role, control: MemoryEngineControl, running: asyncio.Task[None]
+) -> None:
+    await publish(role, 0)
+    await said(role, 2)
+    control.requests = 3
+    await asked(role, "gone")
+    await said(role, 3)
+    role.stopping.set()
+    await running
+    assert (control.aborts, control.requests) == (0, 3)
+    role.stopping.clear()
+    role.settings = dataclasses.replace(role.settings, engine=EngineSettings(drain_s=0.3))
+    task = asyncio.create_task(Loader(role, control, "engine-0", URL).run())
+    assert told((await said(role, 5))[3:]) == [("Draining", "draining"), ("Gone", "gone")]
+    assert control.aborts == 1
+    role.stopping.set()
+    await task
+
+
+async def test_an_engine_that_is_to_go_and_never_came_is_gone_at_once(role: Role, control: MemoryEngineControl) -> None:
+    control.alive = False
+    task = asyncio.create_task(Loader(role, control, "engine-0", URL).run())
+    await asked(role, "gone")
+    assert told(await said(role, 1)) == [("Gone", "gone")]
+    role.stopping.set()
+    await task
 
 
 async def test_a_truncated_file_is_refused_before_the_engine_sees_it(

@@ -106,7 +106,7 @@ async def test_what_is_described_is_what_is_read(rig: Any) -> None:
     served = {(route.path, method.lower()) for route in routes(rig) for method in route.methods}
     told = {(path, verb) for path, one in found["paths"].items() for verb in one if verb != "parameters"}
     assert told <= served
-    assert {path for path, _ in served if path.startswith("/sessions")} == set(found["paths"])
+    assert {path for path, _ in served if path.startswith(("/sessions", "/engines"))} == set(found["paths"])
     for schema, read in ((OPEN, lambda body: open_request(body, run_id="r", fallback=Sampling(), fresh="f")),
                          (FINISH, finish_request), (REWARD, reward_request)):  # fmt: skip
         valid = example(schema)

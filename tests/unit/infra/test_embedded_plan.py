@@ -16,6 +16,7 @@ from turnlog.settings import (
     EngineSettings,
     GatewaySettings,
     KafkaSettings,
+    ModelSettings,
     RegistrySettings,
     RunSettings,
     Settings,
@@ -49,11 +50,28 @@ def test_each_engine_has_its_loader_and_each_process_its_own_name_and_port(own_s
     plan = LaunchPlan(own_servers, ("runner", "runner", "loader"))
     roles = {member.launch.name: member.launch.env for member in plan.members[1:]}
     assert list(roles) == ["runner-0", "runner-1", "loader-0", "loader-1"]
-    assert [roles[f"loader-{number}"]["TURNLOG_ENGINE_INDEX"] for number in (0, 1)] == ["0", "1"]
+    engines = [(env["TURNLOG_ENGINE_ID"], env["TURNLOG_ENGINE_URL"]) for env in list(roles.values())[2:]]
+    assert engines == [("engine-0", "http://one.example"), ("engine-1", "http://two.example")]
     assert {env["TURNLOG_INSTANCE"] for env in roles.values()} == set(roles)
     ports = {env["TURNLOG_HEALTH_PORT"] for env in roles.values()}
     assert ports == {url.removeprefix(f"http://{HOST}:") for url in plan.endpoints.health.values()}
     assert len(ports) == 4
+
+
+def test_an_engine_joins_with_its_loader_and_leaves_with_it(own_servers: Settings, tiny_model: Path) -> None:
+    plan = LaunchPlan(dataclasses.replace(own_servers, model=ModelSettings(path=str(tiny_model))), ("loader",))
+    (loader,) = plan.join("sglang-7:30000", "http://sglang-7:30000")
+    assert loader.launch.env["TURNLOG_ENGINE_ID"] == "sglang-7:30000"
+    engine, its_loader = plan.join("engine-2", "")
+    assert engine.launch.argv[engine.launch.argv.index("--random-seed") + 1] == "3"
+    assert its_loader.launch.env["TURNLOG_ENGINE_URL"] == plan.address("engine-2") == plan.endpoints.engines[-1]
+    assert len(set(plan.endpoints.health.values())) == 4
+    assert plan.leave("engine-2") == ("loader-2", "engine-2")
+    assert (len(plan.endpoints.engines), "loader-2" in plan.endpoints.health, plan.address("engine-2")) == (
+        3,
+        False,
+        "",
+    )
 
 
 def test_servers_listen_where_the_settings_say_and_are_reached_from_here(

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,7 +19,7 @@ from turnlog.infra.embedded import BrokerDied, Hung, LacksServer, NotReady
 from turnlog.infra.embedded.liveness import Liveness, Loops, answering, http_answers
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Launch, marked, scope
-from turnlog.infra.embedded.supervisor import Member, State, Supervisor, Watched
+from turnlog.infra.embedded.supervisor import Failure, Member, State, Supervisor, Watched
 
 SLEEPER = "import time; time.sleep(600)"
 Seen = asyncio.Queue[tuple[str, State]]
@@ -38,14 +39,14 @@ def _member(tmp_path: Path, name: str, code: str = SLEEPER, **changes: object) -
 
 
 @contextlib.asynccontextmanager
-async def _running(*members: Member) -> AsyncIterator[tuple[Supervisor, Seen]]:
+async def _running(*members: Member, **more: Any) -> AsyncIterator[tuple[Supervisor, Seen]]:
     """A supervisor at work; stopped at the end."""
     seen: Seen = asyncio.Queue()
 
     def changed(watched: Watched) -> None:
         seen.put_nowait((watched.name, watched.state))
 
-    supervisor = Supervisor(members, changed)
+    supervisor = Supervisor(members, changed, **more)
     task = asyncio.create_task(supervisor.run())
     try:
         yield supervisor, seen
@@ -76,6 +77,19 @@ async def test_a_member_starts_after_what_it_needs_and_is_stopped_before_it(tmp_
     assert marked(scope()) == before
 
 
+async def test_members_come_and_go_while_the_others_run(tmp_path: Path) -> None:
+    async with _running(_member(tmp_path, "log")) as (supervisor, seen):
+        await _until(seen, ("log", State.READY))
+        supervisor.add(_member(tmp_path, "engine", tier=1), _member(tmp_path, "loader", after=("engine",), tier=2))
+        await _until(seen, ("loader", State.READY))
+        children = [supervisor.watched[name].child for name in ("engine", "loader")]
+        await supervisor.remove("loader", "engine", "nobody")
+        assert _drained(seen)[:2] == [("loader", State.STOPPED), ("engine", State.STOPPED)]
+        assert [child.returncode for child in children if child] == [-signal.SIGTERM, -signal.SIGTERM]
+        assert set(supervisor.watched) == {"log"}
+        assert supervisor.watched["log"].state is State.READY
+
+
 async def test_a_killed_member_is_started_again(tmp_path: Path) -> None:
     async with _running(_member(tmp_path, "role")) as (supervisor, seen):
         await _until(seen, ("role", State.READY))
@@ -103,6 +117,28 @@ async def test_a_role_that_dies_again_and_again_fails_and_the_others_go_on(tmp_p
         good = supervisor.watched["good"].child
         assert good is not None
         assert good.returncode is None
+
+
+async def test_a_role_whose_restarts_do_not_help_starts_the_run_again_so_often_and_no_server_of_it(
+    tmp_path: Path,
+) -> None:
+    broken, told = tmp_path / "broken", list[Failure]()
+    code = f"import os, time\nif os.path.exists({str(broken)!r}): raise SystemExit('no weights')\n{SLEEPER}"
+    role = _member(tmp_path, "role", code, tier=3, deaths=2, ready=lambda: not broken.exists())
+    server, other = _member(tmp_path, "log", essential=True), _member(tmp_path, "other", tier=3)
+    async with _running(server, other, role, run_restarts=1, on_failure=told.append) as (supervisor, seen):
+        await _until(seen, ("role", State.READY))
+        children = [supervisor.watched[name].child for name in ("role", "other", "log")]
+        broken.touch()
+        assert children[0] is not None
+        os.kill(children[0].pid, signal.SIGKILL)
+        order = await _until(seen, ("role", State.FAILED))
+        assert [one for one in order if one[0] != "role"] == [
+            ("other", State.STOPPED), ("other", State.STARTING), ("other", State.READY)
+        ]  # fmt: skip
+        assert [(one.name, one.restart, one.restarts_run) for one in told] == [("role", 1, True), ("role", 1, False)]
+        assert "no weights" in told[0].cause
+        assert supervisor.watched["log"].child is children[2]
 
 
 async def test_one_quick_death_after_a_long_life_is_the_first(tmp_path: Path) -> None:

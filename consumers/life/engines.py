@@ -1,0 +1,114 @@
+"""`turnlog engines list|scale|register|drain`: which engines serve a run, and asking for others while it goes on.
+
+What is asked for is a fact on the log (infra/roles/fleet.py): whoever serves the run obeys it, also after a restart.
+
+NotServing   an engine that was asked for does not serve in time, or failed to start
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+from rich.table import Table
+
+from turnlog.infra.embedded.supervisor import State
+from turnlog.infra.embedded.up import status_processes
+from turnlog.infra.roles import fleet
+from turnlog.infra.roles.ending import run_verb
+from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.terminal import Terminal, aside, say, say_json
+from turnlog.names import ExitStatus
+from turnlog.processors.core.fleet import GONE, SERVING, Engine, Fleet
+from turnlog.settings import Settings
+
+LOOK_S = 0.2
+SPARE_S = 60.0
+"""Beyond the settings' own bounds: a supervisor that notices, a process that is stopped."""
+
+
+class NotServing(Exception):
+    """Remedy: the engine's log; `turnlog status`, `turnlog engines list`."""
+
+
+def command(settings: Settings, arguments: argparse.Namespace) -> int:
+    """One action; the exit status. Raises FleetError, NotServing, LogUnavailable."""
+    return run_verb(_run(settings, arguments))
+
+
+async def _run(settings: Settings, arguments: argparse.Namespace) -> int:
+    async with opened("engines", settings) as role:
+        match arguments.action:
+            case "list":
+                _tell(await fleet.read(role), as_json=arguments.json)
+                return ExitStatus.DONE
+            case "scale":
+                asked = await fleet.scale(role, arguments.count, reason=arguments.reason)
+            case "register":
+                asked = [await fleet.register(role, arguments.url, name=arguments.name, reason=arguments.reason)]
+            case _:
+                asked = [await fleet.drain(role, arguments.engine, reason=arguments.reason)]
+        if not asked:
+            say(f"{arguments.count} engines are hosted already")
+        for engine in asked:
+            say(f"{engine.id}: asked to {'leave' if engine.leaving else 'serve'}")
+        if not arguments.no_wait:
+            await settled(role, asked, told=aside)
+    return ExitStatus.DONE
+
+
+async def settled(role: Role, asked: Sequence[Engine], *, told: Callable[[str], None]) -> None:
+    """Return when each engine serves, or has left, as it was asked; `told` hears of each step. Raises NotServing."""
+    began, bound = time.monotonic(), role.settings.engine
+    patience_s = SPARE_S + max(bound.start_timeout_s, bound.drain_s)
+    waiting, seen = {engine.id for engine in asked}, {engine.id: "" for engine in asked}
+    while waiting:
+        now = await fleet.read(role)
+        for engine in [now.engines[engine_id] for engine_id in sorted(waiting)]:
+            if engine.state != seen[engine.id]:
+                seen[engine.id] = engine.state
+                told(f"{time.monotonic() - began:6.1f} s  {engine.id} {_said(engine)}")
+            if engine.state == (GONE if engine.leaving else SERVING) or engine.left:
+                waiting.discard(engine.id)
+        _check_started(role.settings, waiting)
+        if waiting and time.monotonic() > began + patience_s:
+            raise NotServing(
+                f"{', '.join(sorted(waiting))} after {patience_s:.0f} s: `turnlog engines list` says how far they are; "
+                "[engine] start_timeout_s and drain_s are how long that may take"
+            )
+        if waiting:
+            await asyncio.sleep(LOOK_S)
+
+
+def _check_started(settings: Settings, waiting: set[str]) -> None:
+    """Raises NotServing for an engine that the supervisor of this machine has given up."""
+    for process in status_processes(settings) if waiting else ():
+        if process["name"] in waiting and process["state"] == State.FAILED:
+            raise NotServing(f"{process['name']} does not start: {process['error']}")
+
+
+def _said(engine: Engine) -> str:
+    weights = f" with weight version {engine.version}" if engine.state == SERVING else ""
+    return f"{engine.state or 'is not heard of yet'}{weights}{engine.cause and ': '}{engine.cause}"
+
+
+def _tell(found: Fleet, *, as_json: bool) -> None:
+    if as_json:
+        say_json([dataclasses.asdict(engine) for engine in found.engines.values()])
+        return
+    table = Table("engine", "state", "version", "asked to", "by", "address", "why")
+    for engine in found.engines.values():
+        wanted = {"": "-", SERVING: "serve", GONE: "leave"}[engine.wanted]
+        table.add_row(
+            engine.id,
+            engine.state or "-",
+            str(engine.version),
+            wanted,
+            engine.by or "-",
+            engine.url or "-",
+            engine.cause,
+        )
+    Terminal().print(table)

@@ -1,0 +1,188 @@
+"""What a supervisor obeys of its run's log, and what it says there: engines that come and go, roles that failed.
+
+What the settings name is asked for at each start, unless somebody else has said something of it since. A newcomer is
+started with its loader; one that is to go is stopped once its loader has said that it is gone, or in any case a while
+after it should have. A log that is away is waited for: what runs goes on, and what there is to say is said later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from turnlog.infra.blobs import BlobError
+from turnlog.infra.embedded import EmbeddedError
+from turnlog.infra.embedded.plan import LaunchPlan
+from turnlog.infra.embedded.supervisor import Failure, Supervisor
+from turnlog.infra.engine import EngineError, SGLangControl
+from turnlog.infra.log import LogError, Partition, Reader
+from turnlog.infra.registry import RegistryError
+from turnlog.infra.roles import fleet as requests
+from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.run_folder import NoEndpoints
+from turnlog.processors.core.autoscale import Autoscale, AutoscaleRules
+from turnlog.processors.core.fleet import AUTOSCALE, GONE, SERVING, SETTINGS, Engine, Fleet
+from turnlog.schemas import UndecodableRecord
+from turnlog.schemas.events import EngineGone, RoleFailed
+from turnlog.schemas.ids import digest
+from turnlog.schemas.topics import ENGINE_REQUESTS, ENGINES
+from turnlog.settings import Settings
+
+log = logging.getLogger(__name__)
+PLACES = (Partition(ENGINE_REQUESTS.name, 0), Partition(ENGINES.name, 0))
+POLL_S = 0.5
+PATIENCE_S = 30.0
+"""Beyond [engine] drain_s for an engine to drain and its loader to say so."""
+LOOK_S = 2.0
+"""Between two looks at the load, and for an engine to tell it."""
+AGAIN_S = 5.0
+"""Before the log is tried again."""
+
+
+class OnLog:
+    """Keeps the supervisor's engines and loaders as the log wants them, and tells it of failures."""
+
+    def __init__(self, settings: Settings, plan: LaunchPlan, supervisor: Supervisor, told: Callable[[], None]) -> None:
+        """`told` hears when addresses of the plan change."""
+        self._settings, self._plan, self._supervisor, self._told = settings, plan, supervisor, told
+        self._asked_at: dict[str, float] = {}
+        """Engine -> time.monotonic() at which it was first seen to be leaving."""
+        wanted = settings.engine
+        rules = AutoscaleRules(
+            wanted.autoscale_min, wanted.autoscale_max, wanted.autoscale_requests, wanted.autoscale_after_s
+        )
+        self._autoscale = Autoscale(rules) if rules.most and not wanted.urls else None
+        self._looked_at = float("-inf")
+        self._stopping: dict[str, asyncio.Task[None]] = {}
+        self._failures: deque[RoleFailed] = deque()
+        """Yet to be said."""
+
+    def failed(self, failure: Failure) -> None:
+        """Hear of a member whose restarts did not help; the log is told as soon as it can be."""
+        run_id, host = self._settings.run.id, socket.gethostname()
+        event = RoleFailed(
+            event_id=digest("RoleFailed", run_id, failure.name, host, time.time_ns()),
+            run_id=run_id, role=failure.name, cause=failure.cause.partition("\n")[0],
+            remedy="run_restarted" if failure.restarts_run else "given_up", restart=failure.restart, host=host,
+        )  # fmt: skip
+        log.error("%s failed, %s: %s", event.role, event.remedy.replace("_", " "), event.cause)
+        self._failures.append(event)
+
+    async def run(self) -> None:
+        """For ever."""
+        await self._supervisor.watched["topics"].satisfied.wait()
+        while True:
+            try:
+                async with opened("supervisor", self._settings) as role:
+                    await self._follow(role)
+            except (LogError, RegistryError, BlobError, NoEndpoints) as error:
+                log.warning("engines stay as they are while the log cannot be followed: %s", error)
+            await asyncio.sleep(AGAIN_S)
+
+    async def _follow(self, role: Role) -> None:
+        fleet = Fleet()
+        async with role.log.reader() as reader:
+            reader.assign(await role.log.start_offsets(PLACES))
+            ends = await role.log.end_offsets(PLACES)
+            while any(reader.position(place) < end for place, end in ends.items()):
+                await self._hear(role, reader, fleet)
+            await requests.ask(role, fleet, fleet.declared(self._plan.declared()), by=SETTINGS)
+            while True:
+                while self._failures:
+                    await role.events.append(self._failures[0])
+                    self._failures.popleft()
+                await self._obey(role, fleet)
+                if self._autoscale is not None and time.monotonic() - self._looked_at >= LOOK_S:
+                    await self._scale(role, fleet, self._autoscale)
+                await self._hear(role, reader, fleet)
+
+    async def _scale(self, role: Role, fleet: Fleet, autoscale: Autoscale) -> None:
+        """Ask for as many hosted engines as the load asks for."""
+        hosted = fleet.hosted()
+        serving = [engine for engine in hosted if engine.state == SERVING]
+        loads = await self._loads([engine.url for engine in serving])
+        self._looked_at = time.monotonic()
+        count = autoscale.look(self._looked_at, hosted=len(hosted), serving=len(loads), under_way=sum(loads))
+        if count != len(hosted):
+            reason = f"{sum(loads)} requests run or wait at {len(loads)} engines: {count} instead of {len(hosted)}"
+            log.info("%s", reason)
+            changes = [(name, "", wanted) for name, wanted in fleet.scaled(count)]
+            await requests.ask(role, fleet, changes, by=AUTOSCALE, reason=reason)
+
+    async def _loads(self, urls: Sequence[str]) -> list[int]:
+        """Requests at each engine that tells."""
+
+        async def asked(url: str) -> int:
+            control = SGLangControl(url, ca_file=self._settings.engine.ca_file)
+            try:
+                async with asyncio.timeout(LOOK_S):
+                    return await control.under_way()
+            finally:
+                await control.close()
+
+        found = await asyncio.gather(*map(asked, urls), return_exceptions=True)
+        for error in found:
+            if isinstance(error, BaseException) and not isinstance(error, EngineError | TimeoutError):
+                raise error
+        return [load for load in found if isinstance(load, int)]
+
+    async def _hear(self, role: Role, reader: Reader, fleet: Fleet) -> None:
+        for record in await reader.poll(timeout_s=POLL_S):
+            try:
+                event = await role.events.known(record)
+            except UndecodableRecord as error:
+                log.warning("passed over %s[%d]@%d: %s", record.topic, record.partition, record.offset, error)
+                continue
+            if event is not None and event.run_id == role.settings.run.id:
+                fleet.apply(event)
+
+    async def _obey(self, role: Role, fleet: Fleet) -> None:
+        """Start what is wanted and does not run, stop what has left."""
+        for engine in list(fleet.engines.values()):
+            runs = bool(self._plan.address(engine.id))
+            if not engine.leaving:
+                self._asked_at.pop(engine.id, None)
+                if engine.wanted and not runs and engine.id not in self._stopping:
+                    self._start(engine)
+            elif runs and engine.left:
+                self._stop(engine)
+            elif engine.state not in (GONE, "") and ((engine.hosted and not runs) or self._overdue(engine)):
+                await self._give_up(role, fleet, engine)
+
+    def _start(self, engine: Engine) -> None:
+        try:
+            members = self._plan.join(engine.id, "" if engine.hosted else engine.url)
+        except EmbeddedError as error:
+            log.error("%s is asked for and cannot be started: %s", engine.id, error)
+            return
+        log.info("%s is asked for by %s: starting it", engine.id, engine.by)
+        self._supervisor.add(*members)
+        self._told()
+
+    def _stop(self, engine: Engine) -> None:
+        log.info("%s has left: %s", engine.id, engine.cause or "nobody had heard of it")
+        names = self._plan.leave(engine.id)
+        task = self._stopping[engine.id] = asyncio.create_task(self._supervisor.remove(*names))
+        task.add_done_callback(lambda _: self._stopping.pop(engine.id))
+        self._told()
+
+    def _overdue(self, engine: Engine) -> bool:
+        since = self._asked_at.setdefault(engine.id, time.monotonic())
+        return time.monotonic() - since > self._settings.engine.drain_s + PATIENCE_S
+
+    async def _give_up(self, role: Role, fleet: Fleet, engine: Engine) -> None:
+        """Say in place of its loader that an engine is gone."""
+        cause = (
+            "its loader did not let it drain in time" if self._plan.address(engine.id) else "nothing of it runs here"
+        )
+        event = EngineGone(
+            event_id=digest("EngineGone", role.settings.run.id, engine.id, "supervisor", engine.requests),
+            run_id=role.settings.run.id, engine_id=engine.id, url=engine.url, state=GONE, version=engine.version,
+            cause=cause,
+        )  # fmt: skip
+        await role.events.append(event)
+        fleet.apply(event)

@@ -1,0 +1,96 @@
+"""Engines come and go while a run goes on: what operators ask for, and what a fleet is at the moment.
+
+Whoever asks appends EngineRequested. The run's supervisor starts and stops what it hosts and every engine's loader; the
+loader lets its engine drain (docs/engines.md).
+
+FleetError
+├── UnknownEngine   no engine of the run has this name or address
+├── NotHosted       no supervisor starts engines of this run: they are the user's own
+└── BadAddress      not http(s)://host:port
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from turnlog.infra.history import all_events
+from turnlog.infra.roles.role import Role
+from turnlog.processors.core.fleet import GONE, OPERATOR, SERVING, Engine, Fleet
+from turnlog.schemas.topics import ENGINE_REQUESTS, ENGINES
+
+ADDRESS = re.compile(r"https?://[^/?#@\s]+/?")
+
+
+class FleetError(Exception):
+    """Base of the tree above."""
+
+
+class UnknownEngine(FleetError):
+    """Remedy: `turnlog engines list`."""
+
+
+class NotHosted(FleetError):
+    """Remedy: `turnlog engines register` and `drain`, or the number of replicas in your own deployment."""
+
+
+class BadAddress(FleetError):
+    """Remedy: the address at which gateways reach the engine."""
+
+
+async def read(role: Role) -> Fleet:
+    """The fleet as the log has it now. Raises LogUnavailable."""
+    found = Fleet()
+    for topic in (ENGINE_REQUESTS, ENGINES):
+        for event in await all_events(role, topic):
+            found.apply(event)
+    return found
+
+
+async def scale(role: Role, count: int, *, by: str = OPERATOR, reason: str = "") -> list[Engine]:
+    """Ask for `count` hosted engines; those that are asked to come or to go. Raises NotHosted, LogUnavailable."""
+    found = await read(role)
+    if not any(engine.hosted for engine in found.engines.values()):
+        raise NotHosted(
+            f"run {role.settings.run.id!r} hosts no engines: `turnlog up` starts them where [engine] urls is empty; "
+            "engines of your own are registered and drained by address"
+        )
+    return await ask(role, found, [(name, "", wanted) for name, wanted in found.scaled(count)], by=by, reason=reason)
+
+
+async def register(role: Role, url: str, *, name: str = "", reason: str = "") -> Engine:
+    """Ask for an engine that runs at `url`; its name is that of the engine known there, else `name`, else HOST:PORT.
+    Raises BadAddress, LogUnavailable."""
+    if not ADDRESS.fullmatch(url):
+        raise BadAddress(f"an engine's address is http://host:port as gateways reach it, got {url!r}")
+    found, url = await read(role), url.rstrip("/")
+    known = found.named(url)
+    engine_id = known.id if known is not None else name or urlsplit(url).netloc
+    (asked,) = await ask(role, found, [(engine_id, url, SERVING)], by=OPERATOR, reason=reason)
+    return asked
+
+
+async def drain(role: Role, name: str, *, reason: str = "") -> Engine:
+    """Ask the engine of an id or an address to go. Raises UnknownEngine, LogUnavailable."""
+    found = await read(role)
+    known = found.named(name)
+    if known is None:
+        names = ", ".join(found.engines) or "none"
+        raise UnknownEngine(f"run {role.settings.run.id!r} has no engine {name!r}; it has {names}")
+    if known.leaving:
+        return known
+    (asked,) = await ask(role, found, [(known.id, "" if known.hosted else known.url, GONE)], by=OPERATOR, reason=reason)
+    return asked
+
+
+async def ask(
+    role: Role, fleet: Fleet, wanted: Sequence[tuple[str, str, str]], *, by: str, reason: str = ""
+) -> list[Engine]:
+    """Append a request for each (engine, address, serving | gone), and fold them; those engines, as they are then."""
+    run_id = role.settings.run.id
+    for engine_id, url, state in wanted:
+        event = fleet.request(engine_id, state, run_id=run_id, by=by, url=url, reason=reason)
+        await role.events.append(event)
+        fleet.apply(event)
+    return [fleet.engines[engine_id] for engine_id, _, _ in wanted]

@@ -1,0 +1,68 @@
+"""Engines are asked for over REST by who has the gateway's key, and by nobody else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from turnlog.processors.core.fleet import SETTINGS
+from turnlog.schemas.events import EngineRequested
+
+
+def key(rig: Any) -> dict[str, str]:
+    return {"authorization": f"Bearer {rig.gateway.keys.first.decode()}"}
+
+
+async def hosted(rig: Any) -> None:
+    """As a supervisor says at its start."""
+    await rig.events.append(
+        EngineRequested(
+            event_id="0", run_id="r", engine_id="engine-0", url="", wanted="serving", by=SETTINGS, reason=""
+        )
+    )
+
+
+async def test_engines_are_listed_scaled_registered_and_drained(rig: Any) -> None:
+    await hosted(rig)
+
+    async def asked(path: str, **body: Any) -> dict[str, Any]:
+        answer = await rig.http.post(f"/engines/{path}", json=body, headers=key(rig))
+        assert answer.status_code == 202, answer.text
+        return {engine["id"]: engine["wanted"] for engine in answer.json()["engines"]}
+
+    assert await asked("scale", count=3, reason="many wait") == {"engine-1": "serving", "engine-2": "serving"}
+    assert await asked("scale", count=1) == {"engine-2": "gone", "engine-1": "gone"}
+    assert await asked("register", url="http://sglang-7:30000/") == {"sglang-7:30000": "serving"}
+    assert await asked("drain", engine="http://e0") == {"e0": "gone"}
+    listed = (await rig.http.get("/engines", headers=key(rig))).json()["engines"]
+    assert {engine["id"]: (engine["wanted"], engine["state"]) for engine in listed} == {
+        "engine-0": ("serving", ""), "engine-1": ("gone", ""), "engine-2": ("gone", ""),
+        "sglang-7:30000": ("serving", ""), "e0": ("gone", "serving"),
+    }  # fmt: skip
+    assert "many wait" in {event.reason for event in await rig.written("EngineRequested")}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "why"),
+    [
+        ("scale", {"count": 2}, "hosts no engines"),
+        ("scale", {"count": 0}, "count must be from 1"),
+        ("scale", {}, "count must be given"),
+        ("register", {"url": "sglang-7:30000"}, "http://host:port"),
+        ("drain", {"engine": "nobody"}, "no engine 'nobody'; it has e0"),
+    ],
+)
+async def test_what_cannot_be_is_refused_and_says_why(rig: Any, path: str, body: dict[str, Any], why: str) -> None:
+    answer = await rig.http.post(f"/engines/{path}", json=body, headers=key(rig))
+    assert answer.status_code == 400
+    assert why in answer.json()["error"]["message"]
+    assert not await rig.written("EngineRequested")
+
+
+@pytest.mark.parametrize("path", ["", "/scale", "/register", "/drain"])
+async def test_a_session_is_entitled_to_none_of_it(rig: Any, path: str) -> None:
+    session = await rig.open()
+    for headers in ({}, {"authorization": f"Bearer {session['token']}"}):
+        method = rig.http.post if path else rig.http.get
+        assert (await method(f"/engines{path}", headers=headers)).status_code == 401
