@@ -143,6 +143,7 @@ ACCESS: Mapping[str, Access] = {
     ),
     "track": Access(reads=(topics.STEPS,)),
     "lag": Access(reads=CATALOGUE, asks=tuple(ConsumerGroup), appends=False),
+    "alerts": Access(reads=CATALOGUE, asks=tuple(ConsumerGroup)),
     "reader": Access(reads=CATALOGUE, asks=tuple(ConsumerGroup)),
     "prune": Access(
         reads=(topics.BATCHES, topics.GROUP_REQUESTS, topics.TASKS),

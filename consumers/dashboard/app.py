@@ -24,9 +24,10 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from turnlog.consumers.dashboard import Refused, Unknown, drawing, harmless, known
+from turnlog.consumers.dashboard.alarms import STANDS
 from turnlog.consumers.dashboard.conversation import aligned, conversation, said_alike
 from turnlog.consumers.dashboard.guard import checked_form
-from turnlog.consumers.dashboard.overview import STANDS, overview
+from turnlog.consumers.dashboard.overview import overview
 from turnlog.consumers.dashboard.queues import Queues
 from turnlog.consumers.dashboard.records import Records
 from turnlog.consumers.dashboard.sandboxes import sandboxes

@@ -13,26 +13,13 @@ from typing import Any
 import orjson
 from markupsafe import Markup
 
+from turnlog.consumers.dashboard.alarms import Alarm, alarms, behind
 from turnlog.consumers.dashboard.drawing import Curve, Spread, bands, curves, number
 from turnlog.consumers.index.reader import AsOf, Index, Row
-from turnlog.schemas.events.batches import same_weights_gap
 
 STEPS = 300
 """The newest so many are looked at, unless all are asked for."""
-GAP = 0.01
-"""Nats: above it trainer and engine do not agree about what was sampled."""
 TRAINED = "trained"
-Line = tuple[str, str]
-"""Section of docs/operations.md and the fault of its line."""
-STANDS: Line = ("Lag and admission", "a role stands still")
-LINES: Mapping[str, Line] = {
-    "dead_letters": ("Folds", "a writer is broken"),
-    "unread": ("Folds", "records of a newer release"),
-    "skipped": ("Trainer and engines", "gradient not finite"),
-    "gap": ("Trainer and engines", "trainer and engine differ with the same weights"),
-    "refused": ("Trainer and engines", "truncated or wrong weight file"),
-    "late": ("Trainer and engines", "an engine serves an old version"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +42,7 @@ class Overview:
     charts: Sequence[Chart]
     engines: Sequence[Row]
     fates: Sequence[tuple[str, int]]
-    alarms: Sequence[tuple[str, str, Line]]
-    """(what is wrong, the evidence, what to do)"""
+    alarms: Sequence[Alarm]
     as_of: AsOf
 
 
@@ -74,7 +60,7 @@ def overview(index: Index, *, whole: bool = False) -> Overview:
             list(_charts(index, shown)),
             [_engine(row, newest) for row in engines],
             [(row["fate"], row["sessions"]) for row in fates],
-            list(_alarms(index, steps, versions, engines, newest)),
+            list(alarms(index, steps, versions, engines)),
             as_of,
         )
 
@@ -175,34 +161,4 @@ def _speed(row: Row) -> float | None:
 
 
 def _engine(row: Row, newest: int | None) -> Row:
-    behind = None if newest is None or row["version"] is None else newest - row["version"]
-    return {**row, "behind": behind}
-
-
-def _alarms(
-    index: Index, steps: Sequence[Row], versions: Sequence[Row], engines: Sequence[Row], newest: int | None
-) -> Any:
-    for table, said, leads in (
-        ("dead_letters", "records were refused and parked", "/dead-letters"),
-        ("unread", "records are on the log and in no table: of a newer turnlog, or broken", "/dead-letters"),
-    ):
-        found = index.row(f"SELECT count(*) AS n FROM {table}")
-        if found and found["n"]:
-            yield f"{number(found['n'])} {said}", leads, LINES[table]
-    if skipped := [row["step"] for row in steps if row["skipped"]]:
-        said = f"the gradient was not finite in step {', '.join(map(str, skipped[-5:]))}: nothing was learnt"
-        yield said, "/batches", LINES["skipped"]
-    for step in steps[-1:]:
-        gap = same_weights_gap(step["lag_max"], step["logprob_gap_max"], orjson.loads(step["metrics"] or "{}"))
-        if gap is not None and gap > GAP:
-            said = f"trainer and engine differ by {number(gap)} nats in step {step['step']}, with the same weights"
-            yield said, f"/batches/{step['batch_index']}", LINES["gap"]
-    refused = sum(len(orjson.loads(row["refused"] or "[]")) for row in versions[-5:])
-    if refused:
-        yield f"{refused} refusals of one of the last five weight versions", "/weights", LINES["refused"]
-    late = [
-        row["engine_id"] for row in engines if row["state"] == "serving" and (_engine(row, newest)["behind"] or 0) > 1
-    ]
-    if late:
-        said = f"{', '.join(late)}: serving, and two or more versions behind the newest weights"
-        yield said, "/weights", LINES["late"]
+    return {**row, "behind": behind(row, newest)}

@@ -1,7 +1,7 @@
-"""A run in programs that are already there: TensorBoard, Weights & Biases, OpenTelemetry.
+"""A run in programs that are already there: TensorBoard, Weights & Biases, OpenTelemetry; mail and chat by apprise.
 
 OutletError
-├── BadOutlet       a --to that names none of them
+├── BadOutlet       a --to, or an address of [alerts] urls, that names none of them
 ├── NoLibrary       the extra is not installed
 ├── BusyOutlet      another process writes there
 └── OtherHistory    what stands there is of another log
@@ -23,7 +23,7 @@ class OutletError(Exception):
 
 
 class BadOutlet(OutletError):
-    """Remedy: KIND=DIR, as `turnlog track --help` shows."""
+    """Remedy: KIND=DIR, as `turnlog track --help` shows; an address as apprise writes it."""
 
 
 class NoLibrary(OutletError):

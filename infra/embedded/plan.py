@@ -42,10 +42,10 @@ from turnlog.settings import (
 
 ROLES = (
     "gateway", "runner", "sandbox", "assembler", "batcher", "trainer", "loader", "views", "archive", "index",
-    "dashboard",
+    "dashboard", "alerts",
 )  # fmt: skip
 """What `turnlog up` runs; a name given twice is two processes, `loader` is one per engine, those from `views` on have a
-switch in their settings, and a dashboard has its indexer. Tasks are fed by `turnlog run`."""
+switch in their settings (of alerts that is urls), and a dashboard has its indexer. Tasks are fed by `turnlog run`."""
 THREADED = frozenset({"trainer"})
 """Roles that compute; all others get OMP_NUM_THREADS=1."""
 LOG_AND_STORE, ON_LOG, GATEWAY, ROLE = 0, 1, 2, 3
@@ -254,6 +254,8 @@ class LaunchPlan:
         for role in ("views", "archive", "index", "dashboard"):
             if not (getattr(self._settings, role).enabled or (role == "index" and shown)):
                 counts.pop(role, None)
+        if not self._settings.alerts.urls:
+            counts.pop("alerts", None)
         found = []
         for role, count in counts.items():
             if role == "loader":

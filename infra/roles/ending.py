@@ -106,6 +106,7 @@ def drain_s(role: str, settings: Settings) -> float:
         "index": ROUND_S,
         "trace": settings.trace.timeout_s + ROUND_S,  # a request, and its mark
         "track": ROUND_S,
+        "alerts": ROUND_S,
         "runner": 0.0,  # rollouts go on with the next owner
         "views": 0.0,
         "dashboard": 0.0,

@@ -57,7 +57,7 @@ PLACE = Partition(topics.RUNS.name, 0)
 POLL_S = 0.5
 PARENT_FILE = "parent.json"
 """In the directory of a run that `turnlog run fork` made: what its RunConfigured says of its parent."""
-OUTLIVES = frozenset({"archive", "index", "trace", "track", "views"})
+OUTLIVES = frozenset({"alerts", "archive", "index", "trace", "track", "views"})
 """Roles with work to do when the run is closed: what its last records say is copied and shown, too."""
 
 

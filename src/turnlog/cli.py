@@ -198,6 +198,7 @@ def _askers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
             "dashboard",
             "trace",
             "track",
+            "alerts",
             "views",
             "lag",
             "egress",
@@ -255,6 +256,7 @@ def _outlets(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     from turnlog.consumers import arguments as of
 
     of.trace_arguments(_verb(verbs, "trace", _trace, "role: a run's spans for an OpenTelemetry collector"))
+    _verb(verbs, "alerts", _alerts, "role: tell people of a run's alarms, by mail, chat or a hook ([alerts] urls)")
     of.track_arguments(_verb(verbs, "track", _track, "role: a run's curves in TensorBoard or Weights & Biases"))
 
 
@@ -460,6 +462,12 @@ def _trace(settings: Settings, arguments: argparse.Namespace) -> int:
 
 def _track(settings: Settings, arguments: argparse.Namespace) -> int:
     from turnlog.consumers.outlets.tracking import command
+
+    return command(settings, arguments)
+
+
+def _alerts(settings: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.consumers.outlets.alerts import command
 
     return command(settings, arguments)
 

@@ -512,6 +512,18 @@ class TraceSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AlertsSettings:
+    """[alerts] Tells people of alarms (docs/outlets.md). `turnlog up` does where urls is set."""
+
+    urls: str = field(default="", repr=False)
+    """Where to, with white space between them, as apprise writes addresses: mailto://, slack://, json://host."""
+    every_s: Seconds = 15.0
+    """Between two looks."""
+    again_s: Seconds = 14_400.0
+    """An alarm that goes on is told again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DashboardSettings:
     """[dashboard] The run in the browser (docs/dashboard.md)."""
 
@@ -562,6 +574,7 @@ class Settings:
     archive: ArchiveSettings = ArchiveSettings()
     index: IndexSettings = IndexSettings()
     trace: TraceSettings = field(default_factory=TraceSettings)
+    alerts: AlertsSettings = field(default_factory=AlertsSettings)
     dashboard: DashboardSettings = field(default_factory=DashboardSettings)
     liveness: LivenessSettings = field(default_factory=LivenessSettings)
     lag: LagSettings = LagSettings()

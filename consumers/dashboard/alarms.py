@@ -1,0 +1,78 @@
+"""What somebody should look at, by the index alone: the rules of the dashboard's first page and of `turnlog alerts`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import orjson
+
+from turnlog.consumers.dashboard.drawing import number
+from turnlog.consumers.index.reader import Index, Row
+from turnlog.schemas.events.batches import same_weights_gap
+
+GAP: Final = 0.01
+"""Nats: above it trainer and engine do not agree about what was sampled."""
+Line = tuple[str, str]
+"""Section of docs/operations.md and the fault of its line."""
+STANDS: Final[Line] = ("Lag and admission", "a role stands still")
+FAILED: Final[Line] = ("Settings and start", "restarts of a role do not help")
+LINES: Final[Mapping[str, Line]] = {
+    "dead_letters": ("Folds", "a writer is broken"),
+    "unread": ("Folds", "records of a newer release"),
+    "skipped": ("Trainer and engines", "gradient not finite"),
+    "gap": ("Trainer and engines", "trainer and engine differ with the same weights"),
+    "refused": ("Trainer and engines", "truncated or wrong weight file"),
+    "late": ("Trainer and engines", "an engine serves an old version"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """One of them."""
+
+    name: str
+    """Of the rule, and of what it is about where there may be several: the same alarm has the same name."""
+    said: str
+    """What is wrong."""
+    leads: str
+    """To the evidence: a page of the dashboard."""
+    line: Line
+    """What to do."""
+
+
+def alarms(index: Index, steps: Sequence[Row], versions: Sequence[Row], engines: Sequence[Row]) -> Iterator[Alarm]:
+    """Of one moment: rows as `series`, `versions` and `engines` of the index give them."""
+
+    def alarm(name: str, said: str, leads: str) -> Alarm:
+        return Alarm(name, said, leads, LINES[name])
+
+    for table, said in (
+        ("dead_letters", "records were refused and parked"),
+        ("unread", "records are on the log and in no table: of a newer turnlog, or broken"),
+    ):
+        found = index.row(f"SELECT count(*) AS n FROM {table}")
+        if found and found["n"]:
+            yield alarm(table, f"{number(found['n'])} {said}", "/dead-letters")
+    if skipped := [row["step"] for row in steps if row["skipped"]]:
+        said = f"the gradient was not finite in step {', '.join(map(str, skipped[-5:]))}: nothing was learnt"
+        yield alarm("skipped", said, "/batches")
+    for step in steps[-1:]:
+        gap = same_weights_gap(step["lag_max"], step["logprob_gap_max"], orjson.loads(step["metrics"] or "{}"))
+        if gap is not None and gap > GAP:
+            said = f"trainer and engine differ by {number(gap)} nats in step {step['step']}, with the same weights"
+            yield alarm("gap", said, f"/batches/{step['batch_index']}")
+    refused = sum(len(orjson.loads(row["refused"] or "[]")) for row in versions[-5:])
+    if refused:
+        yield alarm("refused", f"{refused} refusals of one of the last five weight versions", "/weights")
+    newest = versions[-1]["version"] if versions else None
+    late = [row["engine_id"] for row in engines if row["state"] == "serving" and (behind(row, newest) or 0) > 1]
+    if late:
+        said = f"{', '.join(late)}: serving, and two or more versions behind the newest weights"
+        yield alarm("late", said, "/weights")
+
+
+def behind(engine: Row, newest: int | None) -> int | None:
+    """Versions between the newest weights and those that an engine has; None where one of them is not known."""
+    return None if newest is None or engine["version"] is None else newest - engine["version"]

@@ -1,0 +1,177 @@
+"""`turnlog alerts`: tells people what the dashboard would show them, by whatever apprise knows how to reach.
+
+An alarm is told once while it goes on, and again after [alerts] again_s; what is over may come back, and is told then.
+How far each address was told is kept in the run's directory, so that a restart tells nothing twice. Addresses hold
+passwords and tokens: they are named by their place in the setting, and apprise and its HTTP client log nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import Counter
+
+from turnlog.consumers.dashboard.alarms import FAILED, STANDS, Alarm, alarms
+from turnlog.consumers.dashboard.queues import STANDS_S, Standing
+from turnlog.consumers.index import IndexFailure
+from turnlog.consumers.index.reader import Index, path_of
+from turnlog.consumers.lag import Markers, lag_of
+from turnlog.consumers.outlets import BadOutlet, library
+from turnlog.infra.log import Partition, Reader
+from turnlog.infra.roles.role import Role
+from turnlog.infra.roles.runs import serve
+from turnlog.infra.run_folder import present, private_folder
+from turnlog.schemas.events import RoleFailed
+from turnlog.schemas.topics import RUN_HEALTH
+from turnlog.settings import Settings
+
+log = logging.getLogger(__name__)
+ALERTS = Counter("turnlog_alerts", "Alarms handed over, and those that an address did not take", ("outcome",))
+FILE = "alerts.json"
+PLACE = Partition(RUN_HEALTH.name, 0)
+
+
+@dataclass(slots=True)
+class Told:
+    """What one address was told, and when: name of the alarm -> Unix time."""
+
+    again_s: float
+    at: dict[str, float] = field(default_factory=dict)
+
+    def news(self, alarms: Iterable[Alarm], now: float) -> list[Alarm]:
+        """Those to be told now; what is over is forgotten."""
+        there = {alarm.name: alarm for alarm in alarms}
+        self.at = {name: at for name, at in self.at.items() if name in there}
+        return [alarm for name, alarm in there.items() if now - self.at.get(name, float("-inf")) >= self.again_s]
+
+
+class Watch:
+    """Every alarm of a run, look by look."""
+
+    def __init__(self, role: Role) -> None:
+        self._role = role
+        self._markers, self._standing = Markers(), Standing()
+        self._failures: dict[str, tuple[float, Alarm]] = {}
+        """Role -> Unix time and alarm of its last failure: news for again_s, so that it is told once."""
+
+    async def look(self, failures: Reader) -> list[Alarm]:
+        """`failures`: a reader of run-health. Raises LogUnavailable."""
+        for record in await failures.poll(timeout_s=0.2):
+            event = await self._role.events.known(record)
+            if isinstance(event, RoleFailed) and event.run_id == self._role.settings.run.id:
+                done = "the run was started again" if event.remedy == "run_restarted" else "it stays down"
+                said = f"{event.role} on {event.host} failed, {done}: {event.cause}"
+                alarm = Alarm(f"failed {event.event_id}", said, "/queues", FAILED)
+                self._failures[event.role] = record.timestamp_ms / 1000, alarm
+        since = time.time() - self._role.settings.alerts.again_s
+        failed = [alarm for at, alarm in self._failures.values() if at > since]
+        lags = await lag_of(self._role.log, self._role.settings, self._markers)
+        stands = [
+            Alarm(f"stands {name}", f"{name} took nothing for {seconds:.0f} s, and records wait", "/queues", STANDS)
+            for name, (seconds, _) in self._standing.look(lags, time.monotonic()).items()
+            if seconds > STANDS_S
+        ]
+        return [*failed, *stands, *await asyncio.to_thread(self._indexed)]
+
+    def _indexed(self) -> list[Alarm]:
+        """None where no index is kept: `turnlog index` makes one."""
+        with contextlib.suppress(IndexFailure), Index.open(path_of(self._role.settings)) as index, index.snapshot():
+            (steps, _), (versions, _), (engines, _) = index.series(), index.versions(), index.engines()
+            return list(alarms(index, steps, versions, engines))
+        return []
+
+
+@dataclass(slots=True)
+class Target:
+    """One address."""
+
+    place: str
+    """In the setting, as messages name it."""
+    key: str
+    """As the file names it: a hash."""
+    notifier: Any
+    told: Told
+
+    def tell(self, run_id: str, found: Sequence[Alarm], now: float) -> None:
+        """Hand over what is new; what the address does not take is tried again at the next look."""
+        for alarm in self.told.news(found, now):
+            title, (section, fault) = f"turnlog run {run_id}", alarm.line
+            body = f"{alarm.said}\n\ndocs/operations.md: {section}, {fault}"
+            if self.notifier.notify(title=title, body=body, notify_type="failure"):
+                self.told.at[alarm.name] = now
+                ALERTS.labels("told").inc()
+            else:
+                log.warning("%s did not take an alarm: is it reached, and are its credentials good?", self.place)
+                ALERTS.labels("refused").inc()
+
+
+def targets(settings: Settings) -> list[Target]:
+    """One for each of [alerts] urls. Raises NoLibrary, BadOutlet."""
+    apprise = library("apprise", "alerts")
+    for name in ("apprise", "urllib3"):  # they name addresses, tokens in their paths included
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    kept, found = _read(settings), []
+    for number, url in enumerate(present(settings.alerts.urls).split(), start=1):
+        place, notifier = f"address {number} of [alerts] urls", apprise.Apprise.instantiate(url)
+        if notifier is None:
+            raise BadOutlet(f"{place} is none that apprise knows: https://github.com/caronc/apprise lists them")
+        key = hashlib.sha256(url.encode()).hexdigest()[:16]
+        found.append(Target(place, key, notifier, Told(settings.alerts.again_s, kept.get(key, {}))))
+    if not found:
+        raise BadOutlet("[alerts] urls is empty: set it, or TURNLOG_ALERTS_URLS_FILE, to where alarms are to go")
+    return found
+
+
+async def tell(role: Role, found: Sequence[Target]) -> None:
+    """Look and tell until the role stops. Raises LogUnavailable, OSError."""
+    watch = Watch(role)
+    async with role.log.reader(patient=True) as failures:
+        failures.assign(await role.log.start_offsets([PLACE]))
+        role.health.started()
+        while not role.stopping.is_set():
+            role.health.beat(within_s=role.settings.liveness.work_s + role.settings.alerts.every_s)
+            seen = await watch.look(failures)
+            for target in found:
+                await asyncio.to_thread(target.tell, role.settings.run.id, seen, time.time())
+            await asyncio.to_thread(_write, role.settings, found)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(role.settings.alerts.every_s):
+                    await role.stopping.wait()
+
+
+def command(settings: Settings, _: argparse.Namespace) -> int:
+    """Follow the run until it is stopped; the exit status. Raises NoLibrary, BadOutlet."""
+    found = targets(settings)
+
+    async def main(role: Role) -> None:
+        await tell(role, found)
+
+    return serve("alerts", main, settings)
+
+
+def _read(settings: Settings) -> Mapping[str, dict[str, float]]:
+    """Address -> alarm -> Unix time."""
+    try:
+        kept: dict[str, dict[str, float]] = json.loads((Path(settings.run.directory) / FILE).read_text())
+    except FileNotFoundError:
+        return {}
+    return kept
+
+
+def _write(settings: Settings, found: Sequence[Target]) -> None:
+    """Replace the file in one step."""
+    folder = Path(settings.run.directory)
+    private_folder(folder)
+    part = folder / f"{FILE}.part"
+    part.write_text(json.dumps({target.key: target.told.at for target in found}))
+    part.replace(folder / FILE)
