@@ -136,6 +136,20 @@ def application(engine: Slow, control: MemoryEngineControl) -> Starlette:
             await engine.abort(asked["rid"])
         return Response()
 
+    return Starlette(
+        routes=[
+            Route("/generate", generate, methods=["POST"]),
+            Route("/abort_request", abort, methods=["POST"]),
+            Route("/ready", lambda _: Response()),
+            *remote(engine),
+            *controls(engine, control),
+        ]
+    )
+
+
+def remote(engine: Slow) -> list[Route]:
+    """What a test says to it, and asks of it."""
+
     async def version(request: Request) -> Response:
         engine.version = request.query_params["of"]
         return Response()
@@ -158,20 +172,14 @@ def application(engine: Slow, control: MemoryEngineControl) -> Starlette:
         rank = {"dp_rank": 0, "num_running_reqs": len(engine.live), "num_waiting_reqs": 0}
         return Response(orjson.dumps({"loads": [rank]}))
 
-    return Starlette(
-        routes=[
-            Route("/pace", pace, methods=["POST"]),
-            Route("/rate", rate, methods=["POST"]),
-            Route("/running", running),
-            Route("/served", served),
-            Route("/v1/loads", loads),
-            Route("/version", version, methods=["POST"]),
-            Route("/generate", generate, methods=["POST"]),
-            Route("/abort_request", abort, methods=["POST"]),
-            Route("/ready", lambda _: Response()),
-            *controls(engine, control),
-        ]
-    )
+    return [
+        Route("/pace", pace, methods=["POST"]),
+        Route("/rate", rate, methods=["POST"]),
+        Route("/version", version, methods=["POST"]),
+        Route("/running", running),
+        Route("/served", served),
+        Route("/v1/loads", loads),
+    ]
 
 
 def controls(engine: Slow, control: MemoryEngineControl) -> list[Route]:
