@@ -31,7 +31,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, BinaryIO, Protocol, Union, get_args, get_origin
+from typing import Annotated, Any, BinaryIO, Protocol, Union, cast, get_args, get_origin
 from urllib.parse import quote
 
 import numpy as np
@@ -46,6 +46,7 @@ from turnlog.schemas.types import BlobRef
 
 log = logging.getLogger(__name__)
 OWNED, OWNERS, TRASH = "owned/", "owners/", "trash/"
+BINARY = "application/octet-stream"
 REUSED_S = 3600.0
 """Seconds after its last put for which a writer may name a blob without putting it again: what lies for longer without
 a record that names it is garbage to `turnlog gc`."""
@@ -153,7 +154,7 @@ class Blobs(Protocol):
     folder: str
     """Where `put` writes: of the run's owner, as soon as the role knows it (`runs.claimed`); empty: `blobs/`."""
 
-    async def put(self, content: bytes, *, media_type: str = "application/octet-stream") -> BlobRef:
+    async def put(self, content: bytes, *, media_type: str = BINARY) -> BlobRef:
         """Store `content`; its key is derived from its sha256. Raises StoreUnavailable."""
         ...
 
@@ -161,7 +162,7 @@ class Blobs(Protocol):
         """The verified bytes. Raises BlobMissing, BlobCorrupt, StoreUnavailable."""
         ...
 
-    async def put_file(self, path: Path, *, sha256: str = "", media_type: str = "application/octet-stream") -> BlobRef:
+    async def put_file(self, path: Path, *, sha256: str = "", media_type: str = BINARY) -> BlobRef:
         """`put` of what a file holds, a piece at a time. `sha256`: of it, where the writer has hashed it on its way.
         Raises StoreUnavailable."""
         ...
@@ -171,7 +172,7 @@ class Blobs(Protocol):
         BlobCorrupt, NoRoom, StoreUnavailable."""
         ...
 
-    async def put_named(self, name: str, content: bytes, *, media_type: str = "application/octet-stream") -> None:
+    async def put_named(self, name: str, content: bytes, *, media_type: str = BINARY) -> None:
         """Store `content` under a name of the writer's choice (the archive: files that people look for by name), in
         one piece or not at all; what stood there is replaced. Raises StoreUnavailable."""
         ...
@@ -179,6 +180,16 @@ class Blobs(Protocol):
     async def get_named(self, name: str) -> bytes:
         """The bytes under a name, unverified: whoever names objects keeps their hashes. Raises BlobMissing,
         StoreUnavailable."""
+        ...
+
+    async def put_named_file(self, name: str, path: Path) -> BlobRef:
+        """`put_named` of what a file holds, a piece at a time, hashed on its way: what `get_named_file` takes. Raises
+        StoreUnavailable."""
+        ...
+
+    async def get_named_file(self, name: str, ref: BlobRef, path: Path) -> None:
+        """What is under a name into a new file, a piece at a time. What does not verify is removed again. Raises
+        BlobMissing, BlobCorrupt, NoRoom, StoreUnavailable."""
         ...
 
     async def names(self, prefix: str) -> list[str]:
@@ -222,7 +233,7 @@ class Folders(ABC):
         """What `_read` gives, a piece at a time."""
 
     @abstractmethod
-    def _write_file(self, name: str, path: Path, media_type: str) -> None: ...
+    def _write_file(self, name: str, file: Readable, size: int, media_type: str) -> None: ...
 
     @abstractmethod
     def _copy(self, name: str, to: str) -> None: ...
@@ -234,16 +245,23 @@ class Folders(ABC):
         if not sha256:
             with path.open("rb") as file:
                 sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        self._write_file(key(sha256, self.folder), path, media_type)
+        with path.open("rb") as file:
+            self._write_file(key(sha256, self.folder), file, path.stat().st_size, media_type)
         return BlobRef(sha256, path.stat().st_size, media_type)
 
+    def _put_named_file(self, name: str, path: Path) -> BlobRef:
+        with path.open("rb") as file:
+            running, size = _Hashing(file), path.stat().st_size
+            self._write_file(name, running, size, BINARY)
+        return BlobRef(running.sha256.hexdigest(), size)
+
     def _get_file(self, ref: BlobRef, path: Path) -> None:
-        with path.open("xb", buffering=0) as file:  # what does not fit is known at its own write
-            try:
-                self._found(ref, lambda name: self._saved(name, file))
-            except BaseException:
-                path.unlink()
-                raise
+        with _appearing(path) as file:
+            self._found(ref, lambda name: self._saved(name, file))
+
+    def _get_named_file(self, name: str, ref: BlobRef, path: Path) -> None:
+        with _appearing(path) as file:
+            _check(name, self._saved(name, file), ref)
 
     def _saved(self, name: str, file: BinaryIO) -> tuple[int, str]:
         """(bytes, sha256) of what lies there, which is in the file then."""
@@ -282,15 +300,11 @@ class Folders(ABC):
         missing: BlobMissing | None = None
         for folder, name in self._places(ref.sha256):
             try:
-                size, sha256 = take(name)
+                taken = take(name)
             except BlobMissing as error:
                 missing = missing or error
                 continue
-            if (size, sha256) != (ref.size, ref.sha256):
-                raise BlobCorrupt(
-                    f"{name}: {size} bytes do not hash to its name (expected {ref.size}); restore the object "
-                    "from a copy, or remove it and let its writer put it again"
-                )
+            _check(name, taken, ref)
             if name.startswith(TRASH):
                 log.warning("%s was in the trash and is needed: it is put back", name)
                 self._copy(name, name.removeprefix(TRASH))
@@ -306,6 +320,44 @@ class Folders(ABC):
         yield from _both(sha256, likely)
         owners = (name.removeprefix(OWNERS).removesuffix(".json") for name in self._names(OWNERS))
         yield from _both(sha256, [folder for owner in owners if (folder := OWNED + owner) not in likely])
+
+
+def _check(name: str, taken: tuple[int, str], ref: BlobRef) -> None:
+    """`taken`: (bytes, sha256) of what lies there. Raises BlobCorrupt."""
+    if taken != (ref.size, ref.sha256):
+        raise BlobCorrupt(
+            f"{name}: {taken[0]} bytes do not hash to {ref.sha256} (expected {ref.size}); restore the object "
+            "from a copy, or remove it and let its writer put it again"
+        )
+
+
+@contextmanager
+def _appearing(path: Path) -> Iterator[BinaryIO]:
+    """A new file, which goes again when the block fails."""
+    with path.open("xb", buffering=0) as file:  # what does not fit is known at its own write
+        try:
+            yield cast(BinaryIO, file)
+        except BaseException:
+            path.unlink()
+            raise
+
+
+class Readable(Protocol):
+    """What an upload reads from."""
+
+    def read(self, size: int = -1, /) -> bytes: ...
+
+
+class _Hashing:
+    """A file whose bytes are hashed as they are read, once, from its beginning."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.sha256 = file, hashlib.sha256()
+
+    def read(self, size: int = -1, /) -> bytes:
+        piece = self._file.read(size)
+        self.sha256.update(piece)
+        return piece
 
 
 def _both(sha256: str, folders: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -328,25 +380,34 @@ class MemoryBlobs(Folders):
         """Called before and after each put of a named object, copy, removal and listing: a place where a process may
         die (`MemoryLog.point`)."""
 
-    async def put(self, content: bytes, *, media_type: str = "application/octet-stream") -> BlobRef:
+    async def put(self, content: bytes, *, media_type: str = BINARY) -> BlobRef:
         return self._put(content, media_type)
 
     async def get(self, ref: BlobRef) -> bytes:
         return self._get(ref)
 
-    async def put_file(self, path: Path, *, sha256: str = "", media_type: str = "application/octet-stream") -> BlobRef:
+    async def put_file(self, path: Path, *, sha256: str = "", media_type: str = BINARY) -> BlobRef:
         return self._put_file(path, sha256, media_type)
 
     async def get_file(self, ref: BlobRef, path: Path) -> None:
         self._get_file(ref, path)
 
-    async def put_named(self, name: str, content: bytes, *, media_type: str = "application/octet-stream") -> None:
+    async def put_named(self, name: str, content: bytes, *, media_type: str = BINARY) -> None:
         self.point()
         self._write(name, content, media_type)
         self.point()
 
     async def get_named(self, name: str) -> bytes:
         return self._read(name)
+
+    async def put_named_file(self, name: str, path: Path) -> BlobRef:
+        self.point()
+        ref = self._put_named_file(name, path)
+        self.point()
+        return ref
+
+    async def get_named_file(self, name: str, ref: BlobRef, path: Path) -> None:
+        self._get_named_file(name, ref, path)
 
     async def names(self, prefix: str) -> list[str]:
         return self._names(prefix)
@@ -389,8 +450,8 @@ class MemoryBlobs(Folders):
     def _pieces(self, name: str) -> Iterator[Iterable[bytes]]:
         yield (self._read(name),)
 
-    def _write_file(self, name: str, path: Path, media_type: str) -> None:
-        self._write(name, path.read_bytes(), media_type)
+    def _write_file(self, name: str, file: Readable, size: int, media_type: str) -> None:
+        self._write(name, file.read(), media_type)
 
     def _copy(self, name: str, to: str) -> None:
         self._write(to, self._read(name), "")

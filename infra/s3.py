@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar, cast
 from urllib.parse import urlsplit
 
 import urllib3
@@ -28,12 +28,14 @@ from minio.credentials.providers import IamAwsProvider, Provider
 from minio.error import InvalidResponseError, MinioException, S3Error
 
 from turnlog.infra.blobs import (
+    BINARY,
     BlobError,
     BlobMissing,
     BucketMissing,
     Folders,
     Listed,
     Listing,
+    Readable,
     StoreUnavailable,
     StoreUnreachable,
 )
@@ -72,23 +74,29 @@ class S3Blobs(Folders):
         self._bucket_lock = threading.Lock()
         self._bucket_there = False
 
-    async def put(self, content: bytes, *, media_type: str = "application/octet-stream") -> BlobRef:
+    async def put(self, content: bytes, *, media_type: str = BINARY) -> BlobRef:
         return await self._run(lambda: self._put(content, media_type))
 
     async def get(self, ref: BlobRef) -> bytes:
         return await self._run(lambda: self._get(ref))
 
-    async def put_file(self, path: Path, *, sha256: str = "", media_type: str = "application/octet-stream") -> BlobRef:
+    async def put_file(self, path: Path, *, sha256: str = "", media_type: str = BINARY) -> BlobRef:
         return await self._run(lambda: self._put_file(path, sha256, media_type))
 
     async def get_file(self, ref: BlobRef, path: Path) -> None:
         await self._run(lambda: self._get_file(ref, path))
 
-    async def put_named(self, name: str, content: bytes, *, media_type: str = "application/octet-stream") -> None:
+    async def put_named(self, name: str, content: bytes, *, media_type: str = BINARY) -> None:
         await self._run(lambda: self._write(name, content, media_type))
 
     async def get_named(self, name: str) -> bytes:
         return await self._run(lambda: self._read(name))
+
+    async def put_named_file(self, name: str, path: Path) -> BlobRef:
+        return await self._run(lambda: self._put_named_file(name, path))
+
+    async def get_named_file(self, name: str, ref: BlobRef, path: Path) -> None:
+        await self._run(lambda: self._get_named_file(name, ref, path))
 
     async def names(self, prefix: str) -> list[str]:
         return await self._run(lambda: self._names(prefix))
@@ -144,12 +152,11 @@ class S3Blobs(Folders):
     def _write(self, name: str, content: bytes, media_type: str) -> None:
         self._client.put_object(self._settings.bucket, name, io.BytesIO(content), len(content), content_type=media_type)
 
-    def _write_file(self, name: str, path: Path, media_type: str) -> None:
+    def _write_file(self, name: str, file: Readable, size: int, media_type: str) -> None:
         """In parts, of which minio-py holds six while it sends three. S3 takes 10,000 of them."""
-        size = path.stat().st_size
         part = max(PART_BYTES, -(-size // MOST_PARTS))
-        with path.open("rb") as file:
-            self._client.put_object(self._settings.bucket, name, file, size, content_type=media_type, part_size=part)
+        bucket, source = self._settings.bucket, cast(BinaryIO, file)
+        self._client.put_object(bucket, name, source, size, content_type=media_type, part_size=part)
 
     def _names(self, prefix: str) -> list[str]:
         found = self._client.list_objects(self._settings.bucket, prefix=prefix, recursive=True)

@@ -366,6 +366,15 @@ class ScratchBlobs:
         except BlobMissing:
             return await self._below.get_named(name)
 
+    async def put_named_file(self, name: str, path: Path) -> BlobRef:
+        return await self._own.put_named_file(name, path)
+
+    async def get_named_file(self, name: str, ref: BlobRef, path: Path) -> None:
+        try:
+            await self._own.get_named_file(name, ref, path)
+        except BlobMissing:
+            await self._below.get_named_file(name, ref, path)
+
     async def names(self, prefix: str) -> list[str]:
         return sorted({*await self._own.names(prefix), *await self._below.names(prefix)})
 

@@ -71,6 +71,23 @@ async def test_a_file_comes_back_as_a_file(blobs: Blobs, tmp_path: Path, size: i
     assert back.read_bytes() == content == await blobs.get(ref)
 
 
+async def test_a_file_under_a_name_is_hashed_on_its_way_and_verified_on_its_way_back(
+    blobs: Blobs, tmp_path: Path
+) -> None:
+    name, content = f"{uuid4().hex}/file", uuid4().bytes * 1_250_000
+    (tmp_path / "there").write_bytes(content)
+    ref = await blobs.put_named_file(name, tmp_path / "there")
+    assert (ref.sha256, ref.size) == (hashlib.sha256(content).hexdigest(), len(content))
+    await blobs.get_named_file(name, ref, tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == content
+    await blobs.put_named(name, b"else")
+    for error in (BlobCorrupt, BlobMissing):
+        with pytest.raises(error, match=name):
+            await blobs.get_named_file(name, ref, tmp_path / "again")
+        await blobs.remove(name)
+    assert sorted(os.listdir(tmp_path)) == ["back", "there"]
+
+
 async def test_a_file_that_does_not_verify_is_not_left_behind(blobs: Blobs, tmp_path: Path) -> None:
     ref = await blobs.put(b"twelve bytes")
     for wrong, error in ((dataclasses.replace(ref, size=11), BlobCorrupt), (BlobRef("ab" * 32, 1), BlobMissing)):
