@@ -345,7 +345,10 @@ def export_arguments(verb: argparse.ArgumentParser) -> None:
     which.add_argument("--version", type=int, metavar="N", help="a published weight version (default: the newest)")
     which.add_argument("--best", action="store_true", help="the version that `turnlog eval` finds best")
     which.add_argument(
-        "--checkpoint", default="", metavar="NAME", help="a folder in checkpoints/ of the run's directory instead"
+        "--checkpoint",
+        default="",
+        metavar="NAME",
+        help="one of the run's checkpoints instead, as [trainer] checkpoints keeps them",
     )
     _source(verb)
 

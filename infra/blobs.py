@@ -2,6 +2,7 @@
 Payloads that are too large for an event are put here, and fetched where they are needed.
 
   owned/CLUSTER/prefix=P/run=R/blobs/aa/SHA256     a blob that a role of the run has put; RunConfigured names the folder
+  owned/.../run=R/checkpoints/STEP/FILE            of a checkpoint, which its MANIFEST.json makes whole
   owners/CLUSTER/prefix=P/run=R.json               an Owner: whose folder that is
   blobs/aa/SHA256                                  of runs that an earlier release began, and of tools
   trash/NAME                                       what `turnlog gc` found unreachable, for a grace
@@ -145,6 +146,11 @@ def key(sha256: str, folder: str = "") -> str:
 
 KEY = re.compile(rf"({TRASH})?(?:({OWNED}[^/]+/prefix=[^/]*/run=[^/]*)/)?blobs/[0-9a-f]{{2}}/([0-9a-f]{{64}})")
 """What `key` makes, also in the trash: (trash, folder, sha256)."""
+
+
+CHECKPOINTS, MANIFEST = "checkpoints", "MANIFEST.json"
+CHECKPOINT = re.compile(rf"(({OWNED}[^/]+/prefix=[^/]*/run=[^/]*)/{CHECKPOINTS}/step-[^/]+)/[^/]+")
+"""A file of a checkpoint: (name of the checkpoint, folder of its owner)."""
 
 
 class Blobs(Protocol):

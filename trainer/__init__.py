@@ -13,6 +13,7 @@ TrainerError
 ├── RankLost             a rank ended or hung before it had joined the others
 ├── Diverged             steps in a row had no finite gradient
 ├── CheckpointUnusable   missing, incomplete, of another model or, by place, of another layout
+│   └── CheckpointDamaged    a file is gone, or not what was written: the one before it is taken
 ├── CheckpointFailed     a rank could not write its part
 └── Superseded           a newer incarnation of the trainer owns the checkpoints
 
@@ -67,6 +68,10 @@ class Diverged(TrainerError):
 
 class CheckpointUnusable(TrainerError):
     """Names the folder; remove it to start from [model] path."""
+
+
+class CheckpointDamaged(CheckpointUnusable):
+    """Names the file; every rank raises it when one does."""
 
 
 class CheckpointFailed(TrainerError):

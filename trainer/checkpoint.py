@@ -1,16 +1,18 @@
-"""Where checkpoints lie: complete folders, a marker that names the newest, and the cursor inside each of them.
+"""Which checkpoint a run goes on from, whoever was killed when, and the cursor inside each of them.
 
-    checkpoints/step-00000010-i0.part/  what is being written; SHA256SUMS of its files comes last
-    checkpoints/step-00000010-i0/     a Megatron checkpoint of incarnation 0; renamed into place when it is complete
-    checkpoints/latest-i0.json        {"incarnation", "folder"}: what incarnation 0 goes on from; the highest counts
+    step-00000010-i0      a Megatron checkpoint of incarnation 0, whole or not there at all
+    latest-i0.json        the marker of incarnation 0: {"incarnation", "folder"}; the highest incarnation counts, with
+                          the newest checkpoint of its own, else with the one that its marker names
+
+They lie in `checkpoints/` of the run's directory (`checkpoints.places`: written as `.part`, renamed into place) or in
+the object store (`checkpoints.store`).
 
 The cursor is part of the checkpoint's common state, so cursor, optimizer and weights move together. An incarnation
 claims its number by making its marker, which only one process can. All that it names carries that number, so a zombie
 changes nothing that its successor goes on from; a process that finds a higher marker is one, and ends.
 
-A folder holds weights, optimizer and common values as a Megatron distributed checkpoint (`checkpoints.state`), and
-SHA256SUMS of its files, which are held against it before training goes on from them: where one is altered or gone, the
-checkpoint before it is taken, and the steps between the two are stepped again.
+The sums of its files are held against them before training goes on from a checkpoint: where a file is altered or gone,
+the checkpoint before it is taken, and the steps between the two are stepped again.
 """
 
 from __future__ import annotations
@@ -19,52 +21,23 @@ import dataclasses
 import hashlib
 import json
 import logging
-import os
 import shutil
-from collections.abc import Collection
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from turnlog.trainer import CheckpointUnusable, Superseded, mcore
+from turnlog.infra.roles.ending import run_verb
+from turnlog.infra.roles.role import opened
+from turnlog.settings import Settings, SettingsError
+from turnlog.trainer import CheckpointDamaged, CheckpointUnusable, Superseded, mcore
+from turnlog.trainer.checkpoints.places import MARKERS, PART, FolderPlace, Marker, Place, Stored, write_sums
 from turnlog.trainer.checkpoints.state import read_common
+from turnlog.trainer.checkpoints.store import CACHE, StorePlace, checkpoints_directory, store_place
 
 log = logging.getLogger(__name__)
-
-SUMS = "SHA256SUMS"
-
-
-def check_files(folder: Path) -> None:
-    """Raises CheckpointUnusable for a file that is not as it was written; one of a release that kept no sums passes."""
-    sums = folder / SUMS
-    for line in sums.read_text().splitlines() if sums.exists() else ():
-        wanted, name = line.split("  ", 1)
-        if not (folder / name).is_file():
-            raise CheckpointUnusable(f"{folder / name} is gone; restore it, or remove {folder}")
-        if (found := file_sha256(folder / name)) != wanted:
-            raise CheckpointUnusable(
-                f"{folder / name} was altered: sha256 {found}, {SUMS} says {wanted}; restore it, or remove {folder}"
-            )
-
-
-def file_sha256(path: Path) -> str:
-    """Hex, of a file of any size."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def write_sums(folder: Path) -> None:
-    """The last of its files, on disk when this returns: a folder without it is not complete."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SUMS)
-    text = "".join(f"{file_sha256(path)}  {path.relative_to(folder)}\n" for path in files)
-    with (folder / SUMS).open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-MARKERS = "latest*.json"
-"""`latest.json` is what releases before 0.2 kept for all incarnations."""
-PART = ".part"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,137 +58,110 @@ class Cursor:
     """Steps in a row, up to this one, that had no finite gradient."""
 
 
-@dataclass(frozen=True, slots=True)
-class Marker:
-    """What one says. Its incarnation is -1 when there is none."""
-
-    incarnation: int
-    folder: str | None
-
-
 class Checkpoints:
-    """The checkpoints of one run, as one incarnation of its trainer sees them."""
+    """The checkpoints of one run, as one incarnation of its trainer sees them. Calls block."""
 
-    def __init__(self, directory: Path, *, keep: int) -> None:
-        """`keep`: how many of the newest stay on disk, at least 1."""
-        self._directory = directory
+    def __init__(self, place: Place, *, keep: int) -> None:
+        """`keep`: how many of the newest stay, at least 1."""
+        self._place = place
         self._keep = keep
         self._incarnation = -1
-        self._sound: dict[Path, Path] = {}
-        """Folder that a marker names -> the one to go on from: files are read through once."""
+        self._sound: dict[str, Path] = {}
+        """Name of the one that counts -> the folder to go on from: files are read through once."""
+        self._damaged: set[str] = set()
 
     def newest(self) -> Path | None:
-        """The folder that the newest marker names, or, where its files are not what was written, the newest before it.
-        Raises CheckpointUnusable when there is none."""
-        name, marker = self._marker()
-        if marker.folder is None:
+        """A folder with the newest checkpoint that counts, or, where its files are not what was written, the newest
+        before it. Raises CheckpointUnusable when there is none."""
+        found = sorted(self._place.names(), key=_age)
+        named = self._named(found)
+        if named is None:
             return None
-        named = self._directory / marker.folder
         if named in self._sound:
             return self._sound[named]
-        found = [path for path in self._complete() if _age(path) <= _age(named)]
-        for folder in reversed(found):
+        candidates = [name for name in found if _age(name) <= _age(named) and name not in self._damaged]
+        for name in reversed(candidates):
             try:
-                check_files(folder)
-            except CheckpointUnusable as damage:
+                folder = self._place.opened(name)
+            except CheckpointDamaged as damage:
                 log.warning("%s", damage)
                 continue
-            if folder != named:
-                log.warning("training goes on from %s: the steps up to %s are taken again", folder.name, named.name)
+            if name != named:
+                log.warning("training goes on from %s: the steps up to %s are taken again", name, named)
             self._sound[named] = folder
             return folder
         raise CheckpointUnusable(
-            f"{name} names {named.name}, which is {'damaged' if named.is_dir() else 'gone'}, and there is none before "
-            f"it; restore it, or remove {MARKERS} there to train from [model] path again"
+            f"{self._place.where} names {named}, which is {'damaged' if named in found else 'gone'}, and there is none "
+            f"before it; restore it, or remove {MARKERS} there to train from [model] path again"
         )
 
     def cursors(self) -> dict[str, Cursor]:
-        """Of those on disk by name, oldest first."""
-        return {path.name: Cursor(**read_common(path)["cursor"]) for path in self._complete()}
+        """Of those that are there by name, oldest first. Raises CheckpointDamaged."""
+        return {name: Cursor(**_cursor(self._place, name)) for name in sorted(self._place.names(), key=_age)}
 
-    def _complete(self) -> list[Path]:
-        return sorted((path for path in self._directory.glob("step-*-i*") if path.suffix != PART), key=_age)
+    def condemn(self, name: str, damage: CheckpointDamaged) -> None:
+        """A rank found this one damaged: `newest` is another from now on."""
+        log.warning("%s", damage)
+        self._damaged.add(name)
+        self._sound.clear()
+        if (folder := self.newest()) is not None:
+            self._place.mark(Marker(self._incarnation, folder.name))
 
     def claim(self, least: int, folder: str | None = None) -> int:
         """Become the incarnation that the checkpoints belong to, and start from the newest of them, or from `folder`:
         `least`, or the number above the highest that was ever claimed here. Older ones may no longer write."""
-        self._directory.mkdir(parents=True, exist_ok=True)
         while True:
-            self.newest()
-            _, marker = self._marker()
-            self._incarnation = max(least, marker.incarnation + 1)
-            if self._created(folder or marker.folder):
+            newest = self.newest()
+            begun = folder or (newest.name if newest else None)
+            self._incarnation = max(least, self._highest() + 1)
+            if self._place.created(Marker(self._incarnation, begun)):
                 break  # else another one has just claimed it
-        for part in self._directory.glob(f"*{PART}"):
-            shutil.rmtree(part, ignore_errors=True)
+        self._place.sweep()
         return self._incarnation
 
     def begin(self, cursor: Cursor) -> Path:
         """An empty folder to write the checkpoint of `cursor` into. Raises Superseded."""
         self._check_owner()
-        part = self._directory / f"{folder_name(cursor.step, self._incarnation)}{PART}"
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        return part
+        return self._place.begun(folder_name(cursor.step, self._incarnation))
 
-    def seal(self, part: Path, needed: Collection[str] = ()) -> Path:
-        """The folder is complete: give it its name, let the marker name it, drop old ones but those `needed`, by name;
-        where one of this step has it, that one stays, since a marker may name it. Raises Superseded.
+    def finish(self, folder: Path, stored: Stored, about: Mapping[str, Any]) -> None:
+        """See Place.finished."""
+        self._place.finished(folder, stored, about)
+
+    def seal(self, folder: Path, needed: Collection[str] = ()) -> str:
+        """The folder is complete: from now on it counts, and old ones go but those `needed`, by name; where there is
+        one of this step, that one stays, since a marker may name it. Its name. Raises Superseded.
 
         In this order: whoever claims after the second look inherits what the marker names, which is never dropped."""
         self._check_owner()
-        folder = part.with_suffix("")
-        if folder.exists():
-            shutil.rmtree(part)
-        else:
-            if not (part / SUMS).exists():
-                write_sums(part)
-            part.rename(folder)
-        self._mark(folder.name)
+        name = self._place.seal(folder)
+        self._place.mark(Marker(self._incarnation, name))
         self._check_owner()
-        for old in self._complete()[: -self._keep]:
-            if old.name not in needed:
-                shutil.rmtree(old, ignore_errors=True)
-        for path in self._directory.glob(MARKERS):
-            if _read(path).incarnation < self._incarnation:
-                path.unlink(missing_ok=True)
-        return folder
+        for old in sorted(self._place.names(), key=_age)[: -self._keep]:
+            if old not in needed:
+                self._place.drop(old)
+        for marker, said in self._place.markers().items():
+            if said.incarnation < self._incarnation:
+                self._place.forget(marker)
+        return name
 
-    def _marker(self) -> tuple[str, Marker]:
-        """The marker of the newest incarnation, and where it is."""
-        found = [(path.name, _read(path)) for path in self._directory.glob(MARKERS)]
-        return max(found, key=lambda one: one[1].incarnation, default=(MARKERS, Marker(-1, None)))
+    def said(self, name: str) -> str:
+        """The whole address of a checkpoint."""
+        return self._place.said(name)
+
+    def _named(self, found: list[str]) -> str | None:
+        """What counts, of these."""
+        markers = (marker for marker in self._place.markers().values() if marker.confirmed)
+        last = max(markers, key=lambda marker: marker.incarnation, default=Marker(-1, None))
+        own = [name for name in found if _age(name)[0] == last.incarnation]
+        return own[-1] if own else last.folder
+
+    def _highest(self) -> int:
+        return max((marker.incarnation for marker in self._place.markers().values()), default=-1)
 
     def _check_owner(self) -> None:
-        _, marker = self._marker()
-        if marker.incarnation > self._incarnation:
-            raise Superseded(f"incarnation {marker.incarnation} owns {self._directory}; this is {self._incarnation}")
-
-    @property
-    def _own(self) -> Path:
-        return self._directory / MARKERS.replace("*", f"-i{self._incarnation}")
-
-    def _written(self, folder: str | None) -> Path:
-        part = self._directory / f"{self._own.name}.{os.getpid()}"
-        with part.open("w") as file:
-            json.dump({"incarnation": self._incarnation, "folder": folder}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        return part
-
-    def _created(self, folder: str | None) -> bool:
-        """Make our marker, unless somebody has it."""
-        part = self._written(folder)
-        try:
-            os.link(part, self._own)
-        except FileExistsError:
-            return False
-        finally:
-            part.unlink()
-        return True
-
-    def _mark(self, folder: str) -> None:
-        self._written(folder).replace(self._own)
+        if (highest := self._highest()) > self._incarnation:
+            raise Superseded(f"incarnation {highest} owns {self._place.where}; this is {self._incarnation}")
 
 
 def folder_name(step: int, incarnation: int) -> str:
@@ -229,18 +175,48 @@ def cursor_values(cursor: Cursor) -> dict[str, int | None]:
     return {key: value for key, value in values.items() if value or key not in ("inherited", "skipped")}
 
 
-def find(directory: Path, step: int | None) -> tuple[Path, dict[str, int | None]]:
-    """The checkpoint after `step` optimizer steps, of the newest incarnation that wrote one, and its cursor; None: the
-    one that training would go on from. Raises CheckpointUnusable, which names the steps that are there."""
-    there = sorted((path for path in directory.glob("step-*-i*") if path.suffix != PART), key=_age)
-    found = {_age(path)[1]: path for path in there}
-    folder = Checkpoints(directory, keep=1).newest() if step is None else found.get(step)
+def find(place: Place, step: int | None) -> tuple[Path, dict[str, int | None]]:
+    """A folder with the checkpoint after `step` optimizer steps, of the newest incarnation that wrote one, and its
+    cursor; None: the one that training would go on from. Raises CheckpointUnusable, which names the steps that are
+    there."""
+    found = {_age(name)[1]: name for name in sorted(place.names(), key=_age)}
+    folder = Checkpoints(place, keep=1).newest() if step is None else None
+    if step in found:
+        folder = place.opened(found[step])
     if folder is None:
         held = ", ".join(map(str, sorted(found))) or "none"
         wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
-        raise CheckpointUnusable(f"{directory} holds no {wanted}; there are those of steps: {held}")
-    check_files(folder)
+        raise CheckpointUnusable(f"{place.where} holds no {wanted}; there are those of steps: {held}")
     return folder, dict(read_common(folder)["cursor"])
+
+
+@contextmanager
+def readable(settings: Settings, *, beside: Path, archive: bool = False) -> Iterator[Place]:
+    """Where a run's checkpoints lie, for who reads them: what is fetched lies in the folder `beside` while the block
+    runs. `archive`: its log is the one in the object store. Raises NoEndpoints, LogUnavailable, StoreUnavailable."""
+    if settings.trainer.checkpoints == "folder":
+        yield FolderPlace(checkpoints_directory(settings))
+        return
+
+    async def ask(cache: Path) -> StorePlace:
+        async with opened("checkpoints", settings, archive=archive) as role:
+            return await store_place(role, cache)
+
+    beside.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".checkpoint-", dir=beside) as cache:
+        yield run_verb(ask(Path(cache)))
+
+
+@contextmanager
+def found(
+    settings: Settings, step: int | None, *, beside: Path, archive: bool
+) -> Iterator[tuple[Path, dict[str, int | None]]]:
+    """What `find` finds of a run, whole, while the block runs. Raises as `find` and `readable`."""
+    with readable(settings, beside=beside, archive=archive) as place:
+        folder, cursor = find(place, step)
+        if isinstance(place, StorePlace):
+            place.all_of(folder.name)
+        yield folder, cursor
 
 
 def hand_on(source: Path, directory: Path) -> None:
@@ -262,20 +238,54 @@ def hand_on(source: Path, directory: Path) -> None:
         ) from error
     write_sums(part)
     part.rename(folder)
-    first = Checkpoints(directory, keep=1)
+    first = Checkpoints(FolderPlace(directory), keep=1)
     first.claim(0, folder.name)
 
 
-def _read(path: Path) -> Marker:
-    """A marker; of none when its owner's successor has just removed it."""
-    try:
-        said = json.loads(path.read_text())
-    except FileNotFoundError:
-        return Marker(-1, None)
-    return Marker(int(said["incarnation"]), said["folder"])
+def about(common: Mapping[str, Any]) -> dict[str, Any]:
+    """What a manifest says of a checkpoint with these common values: where it stands, and under which settings of
+    learning."""
+    learning = json.dumps(common.get("learning", {}), sort_keys=True).encode()
+    return {"cursor": common["cursor"], "learning_sha256": hashlib.sha256(learning).hexdigest()}
 
 
-def _age(folder: Path) -> tuple[int, int]:
+def bring(directory: Path, place: StorePlace) -> None:
+    """What a run's directory holds of a later incarnation than its store becomes the newest there: of a fork, or of a
+    run whose checkpoints went to a folder. Raises CheckpointUnusable, StoreUnavailable."""
+    here = FolderPlace(directory)
+    theirs = _last_marker(here)
+    if theirs.incarnation <= _last_marker(place).incarnation:
+        return
+    if (folder := Checkpoints(here, keep=1).newest()) is not None:
+        log.info("%s is brought to %s", folder, place.where)
+        place.finished(folder, {}, about(read_common(folder)))
+        place.seal(folder)
+        place.created(Marker(theirs.incarnation, folder.name))
+
+
+def check_not_stored(directory: Path) -> None:
+    """Raises SettingsError where this machine has seen later checkpoints of the run in its store than it has here."""
+    cache = directory / CACHE
+    seen = max((_age(path.name)[0] for path in cache.glob("step-*-i*")), default=-1)
+    if seen > _last_marker(FolderPlace(directory)).incarnation:
+        raise SettingsError(
+            f"the run's checkpoints lie in its store ({cache} is of incarnation {seen}): set trainer.checkpoints to s3 "
+            f"again, or remove {cache} to go on from what {directory} holds"
+        )
+
+
+def _cursor(place: Place, name: str) -> dict[str, Any]:
+    """Without its weights, wherever it lies."""
+    if isinstance(place, StorePlace):
+        return place.cursor(name)
+    return dict(read_common(Path(place.said(name)))["cursor"])
+
+
+def _last_marker(place: Place) -> Marker:
+    return max(place.markers().values(), key=lambda marker: marker.incarnation, default=Marker(-1, None))
+
+
+def _age(name: str) -> tuple[int, int]:
     """(incarnation, step): the order in which checkpoints were written."""
-    _, step, incarnation = folder.name.split("-")
+    _, step, incarnation = name.split("-")
     return int(incarnation.removeprefix("i")), int(step)

@@ -18,7 +18,9 @@ rank 0 by a RankLost, and so the gang: the supervisor starts it again, as anothe
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -37,6 +39,7 @@ from turnlog.infra.roles import log_lines
 from turnlog.infra.roles.log_lines import instance_of
 from turnlog.trainer import LayoutUnfit, RankLost, mcore
 from turnlog.trainer.algorithms.logprobs import check_teacher
+from turnlog.trainer.checkpoints.store import StorePlace
 from turnlog.trainer.gang import LOCAL_RANK
 from turnlog.trainer.gang.calls import Ranks, RankZero, follow
 from turnlog.trainer.learner import Learner
@@ -238,9 +241,17 @@ def ranks(plan: LearningPlan, beat: Beat = lambda _: None) -> Iterator[Ranks]:
             child.wait()
 
 
-def serve_rank(*, rank: int, world_size: int, layout: Mapping[str, int], port: int, join_s: float = JOIN_S) -> None:
+def serve_rank(
+    *,
+    rank: int,
+    world_size: int,
+    layout: Mapping[str, int],
+    port: int,
+    place: StorePlace | None = None,
+    join_s: float = JOIN_S,
+) -> None:
     """Be a rank other than 0 until released; rank 0 tells the plan. `layout`: see `layout_of`; port 0: meet as torchrun
-    says."""
+    says; `place`: of checkpoints, with what this machine may know and keep of it."""
     store = meeting_place(port, world_size) if port else None
     if store:
         store.set(_here(rank), "")
@@ -249,7 +260,7 @@ def serve_rank(*, rank: int, world_size: int, layout: Mapping[str, int], port: i
         dist.broadcast_object_list(box, src=0, group=control)
         assert box[0] is not None
         with beating(*_meeting_address(store), rank):
-            follow(learner_of(box[0]), control)
+            follow(learner_of(dataclasses.replace(box[0], place=place)), control)
 
 
 def layout_of(options: LearnerOptions) -> dict[str, int]:
@@ -269,7 +280,8 @@ def _rank_zero(plan: LearningPlan, store: TCPStore | None, beat: Beat) -> Iterat
         if plan.world_size == 1:
             yield RankZero(learner_of(plan), control, 1)
             return
-        dist.broadcast_object_list([plan], src=0, group=control)
+        # Keys of the store do not travel between machines: each has its own settings.
+        dist.broadcast_object_list([dataclasses.replace(plan, place=None)], src=0, group=control)
         everyone = RankZero(learner_of(plan), control, plan.world_size)
         with heard(*_meeting_address(store), plan.world_size, beat):
             yield everyone
@@ -292,6 +304,7 @@ def learner_of(plan: LearningPlan) -> Learner:
         reference,
         critic=plan.objective.critic is not None,
         teacher=teacher,
+        place=plan.place,
     )
 
 
@@ -304,18 +317,23 @@ def follower(plan: LearningPlan, rank: int, port: int) -> tuple[list[str], dict[
 
 def _start(plan: LearningPlan, rank: int, port: int) -> subprocess.Popen[bytes]:
     command, environment = follower(plan, rank, port)
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+    assert child.stdin is not None
+    with contextlib.suppress(BrokenPipeError), child.stdin:  # whoever waits for it sees that it ended
+        pickle.dump(plan.place, child.stdin)
+    return child
 
 
 def main(arguments: list[str]) -> None:
-    """Serve until rank 0 releases us or dies."""
+    """Serve until rank 0 releases us or dies. On standard input: where checkpoints go."""
     for number in (signal.SIGTERM, signal.SIGINT):  # a machine that goes away tells every process of it, or a terminal
         signal.signal(number, signal.SIG_IGN)  # does: rank 0 needs us for a last checkpoint, and we end with it
     rank, world_size, *shares, port = map(int, arguments)
     log_lines.begin(os.environ, sys.stderr)
     log_lines.speaks("trainer", run=os.environ.get("TURNLOG_RUN_ID", ""), instance=f"{instance_of('trainer')}-{rank}")
     layout = dict(zip(layout_of(LearnerOptions()), shares, strict=True))
-    serve_rank(rank=rank, world_size=world_size, layout=layout, port=port)
+    place = pickle.load(sys.stdin.buffer)  # of our own parent
+    serve_rank(rank=rank, world_size=world_size, layout=layout, port=port, place=place)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from turnlog.infra.tensors.files import Written
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.schemas.events.batches import HELD_GAP_MAX, HELD_OLD_CACHE_GAP_MAX
+from turnlog.schemas.types import BlobRef
 from turnlog.trainer import BooksOff, mcore
 from turnlog.trainer.algorithms.critic import Critic
 from turnlog.trainer.algorithms.logprobs import frozen, logprobs_by, own_logits, warm
@@ -30,7 +31,8 @@ from turnlog.trainer.algorithms.objective import Columns, Floats, Numbers, Objec
 from turnlog.trainer.algorithms.passes import entropy as token_entropy
 from turnlog.trainer.algorithms.passes import over_ranks
 from turnlog.trainer.algorithms.tokens import Measure, Tokens
-from turnlog.trainer.checkpoints.state import Save, State, load_model, load_state
+from turnlog.trainer.checkpoints.state import Save, State, described, load_model, load_state
+from turnlog.trainer.checkpoints.store import StorePlace
 from turnlog.trainer.microbatches import PaddedRows, stand_in
 from turnlog.trainer.model import TrainedNetwork
 from turnlog.trainer.models.experts import unrouted, without_experts
@@ -81,10 +83,11 @@ class Learner:
         *,
         critic: bool = False,
         teacher: tuple[ModelShape, Mapping[str, torch.Tensor]] | None = None,
+        place: StorePlace | None = None,
     ) -> None:
         """`reference`: the frozen weights that objectives with a divergence are held to; `critic`: with one that begins
-        as the policy does; `teacher`: a frozen model of any shape that the ranks can share as they share the policy.
-        Raises WeightsMismatch."""
+        as the policy does; `teacher`: a frozen model of any shape that the ranks can share as they share the policy;
+        `place`: of checkpoints, unless they stay in the folders that are named. Raises WeightsMismatch."""
         torch.set_num_threads(options.threads)
         mcore.tensor_parallel.model_parallel_cuda_manual_seed(options.seed)
         self.shape = shape
@@ -96,6 +99,7 @@ class Learner:
         self._whole = options.reshardable or mcore.parallel_state.get_data_parallel_world_size() == 1
         self._unrouted_train = options.unrouted_train
         self._save: Save | None = None
+        self._place = place
 
     @mcore.quiet()
     def step(
@@ -167,17 +171,23 @@ class Learner:
         """The same as files in rank 0's `folder`, what is in them at rank 0."""
         return export_files(self.policy.model, self.shape, folder)
 
-    def begin_save(self, directory: Path, common: Mapping[str, Any]) -> None:
+    def begin_save(self, directory: Path, common: Mapping[str, Any], before: str = "") -> None:
         """Weights, optimizer, those of the critic and `common` as they are now, as one Megatron checkpoint in an
-        existing empty folder that is written while steps go on: one at a time. Raises CheckpointFailed."""
+        existing empty folder that is written while steps go on: one at a time. With a store each machine has a folder
+        of that name, beside that of the one `before`. Raises CheckpointFailed."""
         common = {**common, "shape": self._stored_shape()}
-        self._save = Save(*self.states(), directory, common, reshardable=self._whole)
+        if self._place is not None:
+            directory = self._place.here(directory.name, before)
+        self._save = Save(*self.states(), directory, common, reshardable=self._whole, place=self._place)
 
-    def saved(self, wait: bool) -> bool:
-        """Whether that checkpoint is whole; `wait`: until it is. Raises CheckpointFailed."""
-        if self._save is not None and self._save.done(wait=wait):
+    def saved(self, wait: bool) -> dict[str, BlobRef] | None:
+        """What ranks have put into the store, once that checkpoint is whole; `wait`: until it is. Raises
+        CheckpointFailed, BlobError."""
+        if self._save is None:
+            return {}
+        if (stored := self._save.done(wait=wait)) is not None:
             self._save = None
-        return self._save is None
+        return stored
 
     def save(self, directory: Path, common: Mapping[str, Any]) -> None:
         """Both at once. Raises CheckpointFailed."""
@@ -185,12 +195,13 @@ class Learner:
         self.saved(True)
 
     def restore(self, directory: Path) -> None:
-        """Become what `save` stored; of a checkpoint without a critic, all but that. Raises CheckpointUnusable."""
-        load_state(*self.states(), directory, self._stored_shape())
+        """Become what `save` stored; of a checkpoint without a critic, all but that. Raises CheckpointUnusable, which
+        every rank does, BlobError."""
+        load_state(*self.states(), described(directory, self._place), self._stored_shape(), self._place)
 
     def restore_weights(self, directory: Path) -> None:
         """Of it the policy's weights alone, for an export: whatever the layout then was. Raises CheckpointUnusable."""
-        load_model(self.policy.model, directory, self._stored_shape())
+        load_model(self.policy.model, described(directory, self._place), self._stored_shape(), self._place)
 
     def _stored_shape(self) -> dict[str, Any]:
         return as_dict(self.shape) | self._adapters

@@ -54,14 +54,16 @@ from turnlog.schemas.events import (
 from turnlog.schemas.ids import digest
 from turnlog.schemas.topics import WEIGHTS
 from turnlog.settings import Settings
-from turnlog.trainer import Diverged, launch
+from turnlog.trainer import CheckpointDamaged, Diverged, launch
 from turnlog.trainer.algorithms.draws import Call, DrawPasses, Kept
 from turnlog.trainer.algorithms.objective import Objective
-from turnlog.trainer.checkpoint import Checkpoints, Cursor, cursor_values
+from turnlog.trainer.checkpoint import Checkpoints, Cursor, bring, check_not_stored, cursor_values
 from turnlog.trainer.checkpoints.best import NeededByEvaluations
+from turnlog.trainer.checkpoints.places import FolderPlace
 from turnlog.trainer.checkpoints.publications import Publications
 from turnlog.trainer.checkpoints.saves import Saves
 from turnlog.trainer.checkpoints.state import read_common
+from turnlog.trainer.checkpoints.store import CACHE, checkpoints_directory, store_place
 from turnlog.trainer.gang.calls import Ranks
 from turnlog.trainer.launch import ranks
 from turnlog.trainer.learner import StepResult
@@ -114,6 +116,9 @@ MEASURED = Gauge("turnlog_trainer_measure", "What the algorithm measured at the 
 async def main(role: Role) -> None:
     """Train until feeder.draws draws are trained or the role stops. Raises TrainerError, CorruptBatch, LogError."""
     plan = learning_plan(role.settings)
+    if role.settings.trainer.checkpoints == "s3":
+        place = await store_place(role, checkpoints_directory(role.settings) / CACHE, owned=True)
+        plan = dataclasses.replace(plan, place=place)
     rank = launch.torchrun_rank(os.environ)
     if rank:
         await asyncio.to_thread(_follow, plan, rank)
@@ -143,7 +148,9 @@ def _warming(role: Role, step: int, steps: int, loss: float) -> None:
 
 def _follow(plan: LearningPlan, rank: int) -> None:
     layout = launch.layout_of(plan.options)
-    launch.serve_rank(rank=rank, world_size=plan.world_size, layout=layout, port=0, join_s=plan.join_s)
+    launch.serve_rank(
+        rank=rank, world_size=plan.world_size, layout=layout, port=0, place=plan.place, join_s=plan.join_s
+    )
 
 
 class LearnerThread:
@@ -194,9 +201,10 @@ class Trainer:
         settings = role.settings
         self._role, self._transactor, self._plan, self._learner = role, transactor, plan, learner
         self._run_id, self._draws = settings.run.id, settings.feeder.draws
-        directory = Path(settings.run.directory).resolve() / "checkpoints"
-        self._checkpoints = Checkpoints(directory, keep=settings.trainer.checkpoints_kept)
-        exports = LastExport(directory.with_name("exports"), chain=settings.trainer.delta_chain)
+        self._directory = checkpoints_directory(settings)
+        place = plan.place or FolderPlace(self._directory)
+        self._checkpoints = Checkpoints(place, keep=settings.trainer.checkpoints_kept)
+        exports = LastExport(self._directory.with_name("exports"), chain=settings.trainer.delta_chain)
         self.publications = Publications(exports, plan.model, role.blobs, learner.call, self._published)
         self._shape = read_shape(plan.model)
         self._cursor = Cursor()
@@ -257,28 +265,44 @@ class Trainer:
 
     async def _take_over(self) -> None:
         """Incarnation, then the state to go on from."""
-        if (held := self._checkpoints.newest()) is not None:  # refused before anything is claimed
+        if self._plan.place is None:
+            check_not_stored(self._directory)
+        else:
+            await asyncio.to_thread(bring, self._directory, self._plan.place)
+        held = await asyncio.to_thread(self._checkpoints.newest)
+        if held is not None:  # refused before anything is claimed
             check_unchanged(read_common(held).get("learning", {}), self._plan, held.name)
         self._versions = await read_past(self._role.log, self._role.events, self._run_id)
         await self._reached.check_owner()
-        self._incarnation = self._checkpoints.claim(self._versions.incarnation + 1)
-        folder = self._checkpoints.newest()
+        self._incarnation = await asyncio.to_thread(self._checkpoints.claim, self._versions.incarnation + 1)
+        folder = await self._restored()
         if folder is not None:
             common = read_common(folder)
             self._saves.saved = self._cursor = Cursor(**common["cursor"])
+            self._saves.name = folder.name
             self._kept = common.get("draw", {})
             self._plan = self._plan.behind(self._cursor.inherited)
-            await self._learner.call(Ranks.restore, folder)
         elif self._incarnation:
             log.warning("no checkpoint of the %d incarnations before: training starts over", self._incarnation)
         log.info("incarnation %d starts at batch %d", self._incarnation, self._cursor.next_batch)
+
+    async def _restored(self) -> Path | None:
+        """The checkpoint that the ranks hold now: the newest of which no rank finds a file damaged."""
+        while (folder := await asyncio.to_thread(self._checkpoints.newest)) is not None:
+            try:
+                await self._learner.call(Ranks.restore, folder)
+            except CheckpointDamaged as damage:
+                await asyncio.to_thread(self._checkpoints.condemn, folder.name, damage)
+            else:
+                return folder
+        return None
 
     async def _publish_start(self) -> None:
         """The weights that this incarnation starts from; they always lie in a checkpoint."""
         if self._saves.saved is None:
             await self._save()
             await self._saves.settle()
-        self._versions.apply(await self._due(self._cursor, self._checkpoints.newest()))
+        self._versions.apply(await self._due(self._cursor, self._checkpoints.said(self._saves.name)))
         await self.publications.settle()
 
     async def _train(
@@ -365,7 +389,7 @@ class Trainer:
         due = after.draws % self._role.settings.trainer.publish_every == 0
         return last_part and (due or after.draws >= self._draws)
 
-    async def _due(self, cursor: Cursor, checkpoint: Path | None) -> WeightVersionPublished:
+    async def _due(self, cursor: Cursor, checkpoint: str | None) -> WeightVersionPublished:
         """The weights that the ranks hold become the next version, which goes out beside what comes now."""
         version = 0 if self._versions.newest is None else self._versions.newest + 1
         said = functools.partial(

@@ -38,8 +38,10 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it says at import that TransformerEngine and apex are absent
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
     from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.dist_checkpointing.strategies import torch as torch_format
     from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
     from megatron.core.dist_checkpointing.strategies.torch import (
+        TorchDistLoadShardedStrategy,
         TorchDistSaveShardedStrategy,
     )
     from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
@@ -78,6 +80,18 @@ def rewrite_common(directory: Path, common: Mapping[str, Any]) -> None:
     torch.save({**state, "common": dict(common)}, directory / COMMON_STATE_FNAME)  # as save_common does on rank 0
 
 
+def files_of(sharded_state_dict: Mapping[str, Any], directory: Path) -> set[str]:
+    """Files of a checkpoint that hold what this rank loads, by the metadata in its folder: the plan that
+    TorchDistLoadShardedStrategy makes, too."""
+    named, _, _ = torch_format._replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
+    other = {one.key: one for some in named.values() for one in some if getattr(one, "allow_shape_mismatch", False)}
+    metadata = torch_format.FileSystemReader(directory).read_metadata()
+    planner = torch_format.MCoreLoadPlanner(allow_shape_mismatch_sharded_tensors=other)
+    planner.set_up_planner(torch_format.mcore_to_pyt_state_dict(named, True), metadata, is_coordinator=False)
+    items = planner.create_local_plan().items
+    return {metadata.storage_data[item.storage_index].relative_path for item in items}
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Megatron warns about its own defaults while it builds, saves and loads; nothing of it is ours to act on."""
@@ -104,6 +118,7 @@ __all__ = [
     "RouterReplay",
     "RouterReplayAction",
     "RowParallelLinear",
+    "TorchDistLoadShardedStrategy",
     "TorchDistSaveShardedStrategy",
     "TransformerBlockSubmodules",
     "TransformerConfig",
@@ -111,6 +126,7 @@ __all__ = [
     "apply_swiglu_sharded_factory",
     "check_devices",
     "dist_checkpointing",
+    "files_of",
     "filesystem_async",
     "finalize_model_grads",
     "gather_from_sequence_parallel_region",

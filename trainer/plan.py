@@ -19,6 +19,7 @@ from turnlog.trainer.algorithms import catalogue
 from turnlog.trainer.algorithms.gae import CriticRules
 from turnlog.trainer.algorithms.objective import PolicyGradient as PolicyGradient
 from turnlog.trainer.algorithms.objective import imitation as imitation
+from turnlog.trainer.checkpoints.store import StorePlace
 from turnlog.trainer.shape import ModelShape
 
 log = logging.getLogger(__name__)
@@ -133,6 +134,8 @@ class LearningPlan:
     """Steps."""
     value_warmup: int = 0
     """Steps of the critic alone, before those."""
+    place: StorePlace | None = None
+    """Where checkpoints go, unless that is a folder."""
 
     def behind(self, steps: int) -> LearningPlan:
         """The same after `steps` steps of a run that this one was forked from: its schedule goes on from there."""
@@ -217,8 +220,8 @@ UNRECORDED = frozenset(
     {"allow_changes", "world_size", "threads", "microbatch_tokens", "packing", "recompute", "sequence_parallel"}
     | {f"{way}_parallel" for way in ("tensor", "pipeline", "context", "expert")}
     | {"initial_weights", "warm_start_steps", "warm_start_rate", "warm_start_seed"}
-    | {"publish_every", "checkpoint_every", "checkpoints_kept", "checkpoints_reshardable", "max_skipped"}
-    | {"token_files_every", "launcher", "ray_address", "ray_placement"}
+    | {"publish_every", "checkpoint_every", "checkpoints", "checkpoints_kept", "checkpoints_reshardable"}
+    | {"max_skipped", "token_files_every", "launcher", "ray_address", "ray_placement"}
 )
 """Settings of [trainer] that a run may change: how ranks share the work, where it began, and how often."""
 

@@ -31,7 +31,8 @@ from turnlog.schemas.events import WeightVersionPublished
 from turnlog.schemas.events.weights import WeightFile
 from turnlog.schemas.ids import digest
 from turnlog.trainer import UnsupportedModel, WeightsMismatch, mcore
-from turnlog.trainer.checkpoint import Cursor, file_sha256
+from turnlog.trainer.checkpoint import Cursor
+from turnlog.trainer.checkpoints.places import file_sha256
 from turnlog.trainer.models import lora
 from turnlog.trainer.shape import EMBEDDING, EXPERT, LAYER, OUTPUT, ModelShape, Tensor, config_json, family
 
@@ -440,7 +441,7 @@ def published(
     version: int,
     incarnation: int,
     cursor: Cursor,
-    checkpoint: Path | None,
+    checkpoint: str | None,
     difference: Difference | None = None,
 ) -> WeightVersionPublished:
     """The event of weights that stand at `cursor`."""
@@ -459,7 +460,7 @@ def published(
         files=files,
         dtype="+".join(sorted(set(types.values()))),
         checksums=dict(sorted(written.checksums.items())),
-        checkpoint=None if checkpoint is None else str(checkpoint),
+        checkpoint=checkpoint,
         dtypes=types if several else {},
         unchanged=dict(difference.unchanged) if difference else {},
     )

@@ -36,7 +36,7 @@ from rich.table import Table
 from turnlog.consumers.life import gc
 from turnlog.infra import run_folder
 from turnlog.infra.archive import archive_name
-from turnlog.infra.blobs import KEY, OWNED, TRASH, Blobs, Owner, key
+from turnlog.infra.blobs import CHECKPOINTS, KEY, OWNED, TRASH, Blobs, Owner, key
 from turnlog.infra.embedded.broker import kept_cluster
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import Partition, RemovableLog
@@ -254,12 +254,15 @@ async def _objects(
     hashes = {one.name: match[3] for one in listed if (match := KEY.fullmatch(one.name))}
     keep = await needed(set(hashes.values())) if hashes else ()
     handed = {name: key(sha256) for name, sha256 in hashes.items() if sha256 in keep}
+    saved = f"{folder}{CHECKPOINTS}/"
+    blobs_there = [one for one in listed if not one.name.startswith(saved)]
     kinds = {
-        "weights": [one for one in listed if hashes.get(one.name) in weights],
-        "blobs": [one for one in listed if hashes.get(one.name) not in weights],
+        "weights": [one for one in blobs_there if hashes.get(one.name) in weights],
+        "blobs": [one for one in blobs_there if hashes.get(one.name) not in weights],
+        "checkpoints": [one for one in listed if one.name.startswith(saved)],
         "archive": archive,
     }
-    where = {"archive": f"archive/{run.archive}/"}
+    where = {"archive": f"archive/{run.archive}/", "checkpoints": saved}
     items = [
         Item(what, where.get(what, folder), len(some), sum(one.size for one in some))
         for what, some in kinds.items()

@@ -15,7 +15,9 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Protocol
 
 from turnlog.consumers.run import prepared
 from turnlog.infra import run_folder
@@ -32,8 +34,17 @@ from turnlog.settings import Settings, SettingsError, load
 CHECKPOINTS, TASKS = "checkpoints", "tasks.jsonl"
 OWN = ("TURNLOG_RUN_", "TURNLOG_KAFKA_PREFIX", "TURNLOG_ARCHIVE_NAME")
 """Variables that are about the new run where --from-settings is read."""
-Find = Callable[[Path, int | None], tuple[Path, Mapping[str, int | None]]]
-"""(checkpoints of the parent, step or None for the newest) -> the folder and its cursor (trainer.checkpoint)."""
+
+
+class Find(Protocol):
+    """Of a run's checkpoints the one of `step`, None for the newest: its folder and cursor, while the block runs
+    (trainer.checkpoint.found)."""
+
+    def __call__(
+        self, settings: Settings, step: int | None, *, beside: Path, archive: bool
+    ) -> AbstractContextManager[tuple[Path, Mapping[str, int | None]]]: ...
+
+
 HandOn = Callable[[Path, Path], None]
 """(folder, checkpoints of the new run): copy it there as what its first trainer starts from."""
 
@@ -49,12 +60,13 @@ def fork(settings: Settings, arguments: argparse.Namespace, find: Find, hand_on:
     parent = _parent_settings(arguments, directory)
     new = _new_settings(settings, arguments, parent)
     _check_apart(parent, new)
-    folder, cursor = find(directory / CHECKPOINTS, arguments.step)
-    about = run_verb(_about(parent, folder, cursor, archive=arguments.archive))
-    if new.kafka.bootstrap:
-        run_verb(_check_unbegun(new, about))
-    _write(new, about, directory, lambda checkpoints: hand_on(folder, checkpoints), keep=arguments.settings is None)
-    say(f"run {new.run.id!r} begins at step {about.step} of {about.run_id!r} ({folder})")
+    beside = Path(new.run.directory).parent
+    with find(parent, arguments.step, beside=beside, archive=arguments.archive) as (folder, cursor):
+        about = run_verb(_about(parent, folder, cursor, archive=arguments.archive))
+        if new.kafka.bootstrap:
+            run_verb(_check_unbegun(new, about))
+        _write(new, about, directory, lambda checkpoints: hand_on(folder, checkpoints), keep=arguments.settings is None)
+    say(f"run {new.run.id!r} begins at step {about.step} of {about.run_id!r} ({about.checkpoint})")
     if about.dataset:
         say(
             f"its feeder begins {about.places} tasks into {about.dataset}, and asks for {len(about.left)} of them first"

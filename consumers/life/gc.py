@@ -4,6 +4,9 @@ References are collected over all owners of the bucket together (decision 34): e
 searched for what looks like a sha256, so that records of later releases, refused ones and those of open transactions
 count, too. What is younger than the grace is left alone: its writer may be about to name it.
 
+Files of a checkpoint whose manifest nobody has put for a grace go for good, since it was never there; a whole one
+stays, however old: its trainer drops it.
+
 Nothing rests on a lock. Each step can be cut off or done twice: an object is copied into the trash before it is
 removed, looked at again before that, and put back when a later mark, or a reader, finds it needed.
 
@@ -29,7 +32,21 @@ from functools import partial
 from rich.table import Table
 
 from turnlog.infra.archive import ArchiveLog
-from turnlog.infra.blobs import KEY, OWNED, OWNERS, REUSED_S, TRASH, BlobMissing, Blobs, Listed, Owner, key
+from turnlog.infra.blobs import (
+    CHECKPOINT,
+    CHECKPOINTS,
+    KEY,
+    MANIFEST,
+    OWNED,
+    OWNERS,
+    REUSED_S,
+    TRASH,
+    BlobMissing,
+    Blobs,
+    Listed,
+    Owner,
+    key,
+)
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import Log, Partition
 from turnlog.infra.roles.ending import run_verb
@@ -82,11 +99,13 @@ class State(StrEnum):
     WAITS = "in the trash"
     NEEDED = "in the trash, and named: goes back"
     DUE = "in the trash: goes for good"
+    WHOLE = "of checkpoints that are whole"
+    UNFINISHED = "of checkpoints that never became whole: goes for good"
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A blob in the store."""
+    """An object in the store: a blob, or a file of a checkpoint."""
 
     at: Listed
     folder: str
@@ -142,7 +161,8 @@ async def marked(
     listings = [await blobs.listed(prefix) for prefix in (OWNED, "blobs/", TRASH)]
     objects = [one for listing in listings for one in listing.objects]
     matches = [(match, one) for one in objects if (match := KEY.fullmatch(one.name))]
-    folders = {match[2] for match, _ in matches if match[2]}
+    parts = [(match, one) for one in objects if (match := CHECKPOINT.fullmatch(one.name))]
+    folders = {match[2] for match, _ in (*matches, *parts) if match[2]}
     owners = await owners_of(blobs, folders, clusters, retired)
     marks = Marks({match[3] for match, _ in matches})
     logs = {*roots, *((owner.cluster, owner.prefix) for owner in owners if owner.folder not in retired)}
@@ -161,7 +181,20 @@ async def marked(
         Found(one, match[2] or "", match[3], bool(match[1]), _state(one, match, live, marks, now, grace_s, unowned))
         for match, one in matches
     )
-    return Marked(now, grace_s, found, tuple(owners), dict(marks.read), absent)
+    checkpoints = tuple(_of_checkpoints(parts, now, grace_s))
+    return Marked(now, grace_s, (*found, *checkpoints), tuple(owners), dict(marks.read), absent)
+
+
+def _of_checkpoints(parts: Sequence[tuple[re.Match[str], Listed]], now: float, grace_s: float) -> Iterator[Found]:
+    """Their files; one that is being written is as young as the youngest of them."""
+    whole = {match[1] for match, one in parts if one.name == f"{match[1]}/{MANIFEST}"}
+    youngest: defaultdict[str, float] = defaultdict(float)
+    for match, one in parts:
+        youngest[match[1]] = max(youngest[match[1]], one.modified)
+    for match, one in parts:
+        old = now - youngest[match[1]] >= grace_s
+        state = State.WHOLE if match[1] in whole else State.UNFINISHED if old else State.YOUNG
+        yield Found(one, f"{match[2]}/{CHECKPOINTS}", "", trashed=False, state=state)
 
 
 def _state(
@@ -294,7 +327,7 @@ def _some(everything: Sequence[str]) -> Iterator[Sequence[str]]:
 async def swept(blobs: Blobs, plan: Marked) -> Counter[State]:
     """Do what `plan` says; how many objects of each kind. Raises MarkTooOld, StoreUnavailable."""
     done: Counter[State] = Counter()
-    acts = {State.GARBAGE, State.NEEDED, State.DUE}
+    acts = {State.GARBAGE, State.NEEDED, State.DUE, State.UNFINISHED}
     todo = [found for found in plan.found if found.state in acts]
     for at in range(0, len(todo), AT_ONCE):
         some = todo[at : at + AT_ONCE]
@@ -312,6 +345,8 @@ async def _act(blobs: Blobs, plan: Marked, found: Found) -> bool:
             f"{plan.grace_s:g} s: what it says may no longer hold; nothing more is moved, run `turnlog gc` again"
         )
     if found.at not in listing.objects:
+        return False
+    if found.state is State.UNFINISHED and await blobs.names(f"{name.rpartition('/')[0]}/{MANIFEST}"):
         return False
     try:
         if found.state is State.GARBAGE:
@@ -390,7 +425,8 @@ def _tell(plan: Marked, rows: Iterable[Mapping[str, str | int | float]], done: C
     if plan.absent:
         console.print(f"{plan.absent} workspaces or answers are named by records and are not in the store")
     if delete:
-        said = {State.GARBAGE: "into the trash", State.NEEDED: "back", State.DUE: "for good"}
-        console.print("; ".join(f"{done[state]} objects went {where}" for state, where in said.items()))
+        said = {State.GARBAGE: "into the trash", State.NEEDED: "back"}
+        told = [f"{done[state]} objects went {where}" for state, where in said.items()]
+        console.print("; ".join([*told, f"{done[State.DUE] + done[State.UNFINISHED]} objects went for good"]))
     else:
         console.print("nothing was changed: --delete moves garbage into the trash, and what is due out of it")

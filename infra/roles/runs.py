@@ -278,11 +278,24 @@ async def begin(role: Role) -> Begun:
     return Begun(run, news, await _plan(role, found))
 
 
+async def folder_of(role: Role, *, owned: bool = False) -> str:
+    """What belongs to the run alone lies there in the store, also where its blobs lie elsewhere. `owned`: the store is
+    told whose that is. Raises LogUnavailable, StoreUnavailable, ReadOnlyArchive."""
+    found = (await life(role)).configured
+    if found is not None and found.blob_folder:
+        return found.blob_folder
+    return await _owned_folder(role) if owned else (await _owner(role)).folder
+
+
+async def _owner(role: Role) -> Owner:
+    settings = role.settings
+    return Owner(await role.log.cluster(), settings.kafka.prefix, settings.run.id)
+
+
 async def _owned_folder(role: Role) -> str:
     """Where the run's blobs would lie if it began now; the store says whose that is, also of a run whose blobs lie
     elsewhere: `turnlog gc` must know every log that it would have to read."""
-    settings = role.settings
-    owner = Owner(await role.log.cluster(), settings.kafka.prefix, settings.run.id)
+    owner = await _owner(role)
     try:
         Owner.parsed(owner.name, await role.blobs.get_named(owner.name))
     except BlobMissing:

@@ -366,9 +366,9 @@ def _run(settings: Settings, arguments: argparse.Namespace) -> int:
         return configure_command(settings) if arguments.action else command(settings)
     if arguments.action == "fork":
         from turnlog.consumers.life.fork import fork
-        from turnlog.trainer.checkpoint import find, hand_on
+        from turnlog.trainer.checkpoint import found, hand_on
 
-        return fork(settings, arguments, find, hand_on)
+        return fork(settings, arguments, found, hand_on)
     if arguments.action == "delete":
         from turnlog.consumers.life.delete import command as delete
 

@@ -406,8 +406,11 @@ class TrainerSettings(LearningSettings):
     checkpoint_every: Count = 10
     """Optimizer steps between checkpoints, which are written while the next steps go on, one at a time; one more at
     the start, at the end, and when the trainer is asked to stop."""
+    checkpoints: Literal["folder", "s3"] = "folder"
+    """folder: checkpoints/ of run.directory, which several machines must share. s3: the run's folder in [store]; each
+    machine keeps what its ranks need of the last two in checkpoints/s3/ of its own run.directory."""
     checkpoints_kept: Count = 3
-    """The newest ones stay on disk; with eval.every also that of the best version, and those being evaluated."""
+    """The newest ones stay there; with eval.every also that of the best version, and those being evaluated."""
     checkpoints_reshardable: bool = False
     """Each data-parallel rank gathers the optimizer of its shard, so that checkpoints load on any layout; else nothing
     is gathered, and they load on any number of data-parallel ranks."""

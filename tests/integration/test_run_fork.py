@@ -21,7 +21,7 @@ from turnlog.infra.run_folder import SETTINGS, write_settings
 from turnlog.schemas.events import GroupRequested, Purpose
 from turnlog.settings import RunSettings, Settings, load
 from turnlog.trainer import CheckpointUnusable
-from turnlog.trainer.checkpoint import find, hand_on
+from turnlog.trainer.checkpoint import found, hand_on
 from turnlog.trainer.loop import rerun
 from turnlog.trainer.reference import append_batches, synthetic_manifest, synthetic_model, synthetic_rows
 
@@ -73,7 +73,7 @@ async def forked(parent: Settings, **other: Any) -> Settings:
     chosen = {"parent": parent.run.id, "step": 4, "settings": None, "from_settings": None, "archive": False,
               "to_prefix": f"{parent.kafka.prefix}second-", "draws": 2}  # fmt: skip
     plain = Settings(run=RunSettings(id="second", directory=str(directory)))
-    assert await asyncio.to_thread(fork, plain, argparse.Namespace(**chosen | other), find, hand_on) == 0
+    assert await asyncio.to_thread(fork, plain, argparse.Namespace(**chosen | other), found, hand_on) == 0
     return load(directory / SETTINGS, {})
 
 

@@ -52,7 +52,12 @@ async def role(settings: Settings) -> AsyncIterator[Role]:
         yield role
 
 
-async def test_trains_every_batch_once_and_publishes_each_draw_also_over_a_stop(settings: Settings, role: Role) -> None:
+@pytest.mark.parametrize("checkpoints", ["folder", "s3"])
+async def test_trains_every_batch_once_and_publishes_each_draw_also_over_a_stop(
+    settings: Settings, role: Role, checkpoints: str, tmp_path: Path
+) -> None:
+    """With a store it goes on in another directory, as on another machine."""
+    settings = dataclasses.replace(settings, trainer=dataclasses.replace(settings.trainer, checkpoints=checkpoints))
     await append_batches(role.events, role.blobs, settings.run.id, 3)
     first = await start(settings)
     await steps_until(role, 3)
@@ -64,7 +69,8 @@ async def test_trains_every_batch_once_and_publishes_each_draw_also_over_a_stop(
     _, errors = await refused.communicate()
     assert refused.returncode != 0
     assert b"SettingsError: step-00000003-i0 was trained with other settings: trainer.clip_low 0.2 -> 0.3" in errors
-    second = await start(settings)
+    directory = str(tmp_path / "elsewhere") if checkpoints == "s3" else settings.run.directory
+    second = await start(dataclasses.replace(settings, run=dataclasses.replace(settings.run, directory=directory)))
     assert await second.wait() == 0
     steps = await steps_of(role)
     assert [(step.batch_index, step.incarnation) for step in steps] == [(0, 0), (1, 0), (2, 0), (3, 1), (4, 1), (5, 1)]
@@ -77,6 +83,9 @@ async def test_trains_every_batch_once_and_publishes_each_draw_also_over_a_stop(
     assert (restored.version, restored.batch_index, restored.step) == (4, 2, 3)
     assert restored.files == versions[3].files
     assert restored.checkpoint is not None
+    where = "s3://" if checkpoints == "s3" else f"{settings.run.directory}/checkpoints/"
+    assert restored.checkpoint.startswith(where)
+    assert restored.checkpoint.endswith("/step-00000003-i0")
 
 
 async def test_a_corrupt_batch_ends_the_process_and_is_not_skipped(settings: Settings, role: Role) -> None:

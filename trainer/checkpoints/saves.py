@@ -1,12 +1,14 @@
 """Checkpoints of one incarnation that are written while it trains on: at most one at a time.
 
     begin      state copied (a call of the ranks, between two steps)
-    written    every rank has written its part, and the metadata are there (a look at the ranks, between two steps)
-    summed     SHA256SUMS is there, the last of the files (in a thread); which older ones are needed is known
-    sealed     this is still the owner; the folder has its name, and the marker names it
+    written    every rank has written its part, and put it into the store, and the metadata are there (a look at the
+               ranks, between two steps)
+    summed     the sums of all files are known, and nothing is left to put (in a thread); which
+                older ones are needed is known
+    sealed     this is still the owner; the folder has its name, or the store its manifest
 
-Killed before it is sealed, a checkpoint was never there. What fails on the way is a CheckpointFailed, which ends the
-trainer at its next look: the state that the run would go on from stays the one before.
+Killed before it is sealed, a checkpoint was never there. What fails on the way is a CheckpointFailed, or what the store
+said, and ends the trainer at its next look: the state that the run would go on from stays the one before.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from turnlog.trainer import CheckpointFailed
-from turnlog.trainer.checkpoint import Checkpoints, Cursor, write_sums
+from turnlog.trainer.checkpoint import Checkpoints, Cursor, about
+from turnlog.trainer.checkpoints.places import Stored
 from turnlog.trainer.gang.calls import Ranks
 
 
@@ -29,6 +32,7 @@ class _Open:
 
     cursor: Cursor
     part: Path
+    about: dict[str, Any]
     sums: asyncio.Task[Collection[str]] | None = None
     """Ends with the names of older ones that are needed."""
 
@@ -50,22 +54,26 @@ class Saves:
         self._waited_s = 0.0
         self.saved: Cursor | None = None
         """Of the newest one that is sealed, or that was gone on from."""
+        self.name = ""
+        """Of that one."""
 
     async def begin(self, cursor: Cursor, common: dict[str, Any]) -> None:
         """Save the state of `cursor`, which the ranks hold now; first the one before it is ended. Raises
-        CheckpointFailed, Superseded."""
+        CheckpointFailed, StoreUnavailable, Superseded."""
         await self.settle()
         mark = time.monotonic()
-        part = self._checkpoints.begin(cursor)
-        await self._call(Ranks.begin_save, part, common)
-        self._open = _Open(cursor, part)
+        part = await asyncio.to_thread(self._checkpoints.begin, cursor)
+        await self._call(Ranks.begin_save, part, common, self.name)
+        self._open = _Open(cursor, part, about(common))
         self._waited_s += time.monotonic() - mark
 
     async def look(self) -> None:
-        """Take it a step further where that needs no waiting. Raises CheckpointFailed, Superseded."""
+        """Take it a step further where that needs no waiting. Raises as `begin`."""
         mark = time.monotonic()
-        if self._open is not None and self._open.sums is None and await self._call(Ranks.saved, False):
-            self._sum(self._open)
+        if self._open is not None and self._open.sums is None:
+            stored = await self._call(Ranks.saved, False)
+            if stored is not None:
+                self._sum(self._open, stored)
         if self._open is not None and self._open.sums is not None and self._open.sums.done():
             await self._seal(self._open, self._open.sums)
         self._waited_s += time.monotonic() - mark
@@ -74,9 +82,8 @@ class Saves:
         """The same to its end: nothing is under way then."""
         mark = time.monotonic()
         if (held := self._open) is not None:
-            if held.sums is None:
-                await self._call(Ranks.saved, True)
-            await self._seal(held, held.sums or self._sum(held))
+            sums = held.sums or self._sum(held, await self._call(Ranks.saved, True))
+            await self._seal(held, sums)
         self._waited_s += time.monotonic() - mark
 
     def waited_s(self) -> float:
@@ -84,19 +91,19 @@ class Saves:
         waited, self._waited_s = self._waited_s, 0.0
         return waited
 
-    def _sum(self, held: _Open) -> asyncio.Task[Collection[str]]:
-        held.sums = asyncio.create_task(self._summed(held.part))
+    def _sum(self, held: _Open, stored: Stored) -> asyncio.Task[Collection[str]]:
+        held.sums = asyncio.create_task(self._summed(held, stored))
         return held.sums
 
-    async def _summed(self, part: Path) -> Collection[str]:
-        await asyncio.to_thread(write_sums, part)
+    async def _summed(self, held: _Open, stored: Stored) -> Collection[str]:
+        await asyncio.to_thread(self._checkpoints.finish, held.part, stored, held.about)
         return await self._needed()
 
     async def _seal(self, held: _Open, sums: asyncio.Task[Collection[str]]) -> None:
         try:
             needed = await sums
             await self._check_owner()
-            await asyncio.to_thread(self._checkpoints.seal, held.part, needed)
+            self.name = await asyncio.to_thread(self._checkpoints.seal, held.part, needed)
         except OSError as error:
             raise CheckpointFailed(f"{held.part} could not be written: {error}") from error
         self.saved, self._open = held.cursor, None

@@ -13,6 +13,9 @@ Bytes on the CPU per rank beside what it trains with, for P parameters of its sh
 ranks: a save by place holds 12 P / D until it is written; a reshardable one gathers 12 P on each of the D, of which the
 first makes another 12 P that it holds; the first holds w P of weights, too. A load holds 12 P / D by place and 12 P
 reshardable, and w P.
+
+Where checkpoints lie in an object store, each rank puts what it has written there, in the same thread, and fetches the
+files that hold what it loads.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,7 +32,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from turnlog.trainer import CheckpointFailed, CheckpointUnusable, mcore
+from turnlog.infra.blobs import BlobError
+from turnlog.schemas.types import BlobRef
+from turnlog.trainer import CheckpointDamaged, CheckpointFailed, CheckpointUnusable, mcore
+from turnlog.trainer.checkpoints.store import SHARDS, StorePlace
 
 log = logging.getLogger(__name__)
 RESHARDABLE = {
@@ -50,11 +56,20 @@ class Save:
     """A checkpoint on its way to disk."""
 
     def __init__(
-        self, policy: State, critic: State | None, directory: Path, common: Mapping[str, Any], *, reshardable: bool
+        self,
+        policy: State,
+        critic: State | None,
+        directory: Path,
+        common: Mapping[str, Any],
+        *,
+        reshardable: bool,
+        place: StorePlace | None = None,
     ) -> None:
         """Copy the state into memory and begin to write it into an existing empty folder. Collective; `common` is the
-        same on every rank. Raises CheckpointFailed."""
-        self._directory = directory
+        same on every rank. `place`: where each rank puts what it has written. Raises CheckpointFailed."""
+        self._directory, self._place = directory, place
+        self._stored: dict[str, BlobRef] = {}
+        self._failure: BlobError | None = None
         self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
         # Megatron would start a manager process (5 s, and an orphan after a kill) to carry write results back from
         # processes that it forks; a thread of this process needs neither.
@@ -78,19 +93,20 @@ class Save:
         self._thread = threading.Thread(target=self._write, args=(copies,), name="checkpoint", daemon=True)
         self._thread.start()
 
-    def done(self, *, wait: bool) -> bool:
-        """Whether every rank has written its part; the checkpoint is whole then. Collective. Raises CheckpointFailed on
-        rank 0 and on a rank that failed."""
+    def done(self, *, wait: bool) -> dict[str, BlobRef] | None:
+        """What ranks have put into the store, once every rank has written its part; the checkpoint is whole then.
+        Collective. Raises CheckpointFailed on rank 0 and on a rank that failed, BlobError on all."""
         if wait:
             self._thread.join()
         written = torch.tensor([int(not self._thread.is_alive())], device=mcore.DEVICE)
         dist.all_reduce(written, op=dist.ReduceOp.MIN)
         if not written.item():
-            return False
+            return None
+        stored = _of_ranks(self._stored, self._failure)
         with mcore.quiet(), self._failing():
             for finalize in self._request.finalize_fns:
                 finalize()
-        return True
+        return {name: ref for of_rank in stored for name, ref in of_rank.items()}
 
     def _write(self, buckets: list[Any]) -> None:
         """In the thread; what it failed at is raised by `done`."""
@@ -106,6 +122,13 @@ class Save:
             _, found[place] = results.get()
         failures = [result for result in found.values() if isinstance(result, Exception)]
         self._results.put(failures[0] if failures else found)
+        if self._place is not None and not failures:
+            try:
+                self._stored = {
+                    name: self._place.put(self._directory, name) for name in {Path(path).name for path, _, _ in buckets}
+                }
+            except BlobError as error:
+                self._failure = error
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -115,17 +138,67 @@ class Save:
             raise CheckpointFailed(f"{self._directory} could not be written: {error}") from error
 
 
-def load_model(model: Any, directory: Path, shape: Mapping[str, Any]) -> None:
-    """Load the weights in place, on any layout. Collective. Raises CheckpointUnusable."""
+class _Fetching(mcore.TorchDistLoadShardedStrategy):  # type: ignore[misc]
+    """Fetches the files that hold what this rank loads, before any rank loads anything."""
+
+    def __init__(self, place: StorePlace) -> None:
+        super().__init__()
+        self._place = place
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> Any:
+        folder = Path(checkpoint_dir)
+        together(lambda: self._place.fetched(folder.name, mcore.files_of(sharded_state_dict, folder)))
+        return super().load(sharded_state_dict, checkpoint_dir)
+
+
+def load_model(model: Any, directory: Path, shape: Mapping[str, Any], place: StorePlace | None = None) -> None:
+    """Load the weights in place, on any layout. Collective. Raises CheckpointUnusable, BlobError."""
     _common(directory, shape)
     with mcore.quiet():
-        state = mcore.dist_checkpointing.load({"model": model.sharded_state_dict()}, str(directory))
+        sharded = {"model": model.sharded_state_dict()}
+        state = mcore.dist_checkpointing.load(sharded, str(directory), _strategy(place))
         model.load_state_dict(state["model"])
 
 
-def load_state(policy: State, critic: State | None, directory: Path, shape: Mapping[str, Any]) -> None:
+def _strategy(place: StorePlace | None) -> _Fetching | None:
+    return None if place is None else _Fetching(place)
+
+
+def described(directory: Path, place: StorePlace | None) -> Path:
+    """The folder of this machine with all but the shards of a checkpoint. Collective. Raises CheckpointDamaged,
+    BlobError."""
+    if place is None:
+        return directory
+    name = directory.name
+    together(lambda: place.fetched(name, [file for file in place.manifest(name) if not file.endswith(SHARDS)]))
+    return place.cache / name
+
+
+def together(work: Callable[[], object]) -> None:
+    """On every rank. What it fails with on one is raised on all; damage only where nothing else is in the way."""
+    failure: Exception | None = None
+    try:
+        work()
+    except (CheckpointDamaged, BlobError, OSError) as error:
+        failure = error
+    _of_ranks(None, failure)
+
+
+def _of_ranks(said: Any, failure: Exception | None) -> list[Any]:
+    """What each rank says, unless one has failed: that is raised on all."""
+    found: list[tuple[Any, Exception | None]] = [(None, None)] * dist.get_world_size()
+    dist.all_gather_object(found, (said, failure))
+    failures = [error for _, error in found if error is not None]
+    if failures:
+        raise min(failures, key=lambda error: isinstance(error, CheckpointDamaged))
+    return [one for one, _ in found]
+
+
+def load_state(
+    policy: State, critic: State | None, directory: Path, shape: Mapping[str, Any], place: StorePlace | None = None
+) -> None:
     """Load weights and optimizer in place, and those of the critic where it holds one. Collective. Raises
-    CheckpointUnusable."""
+    CheckpointUnusable, BlobError."""
     common = _common(directory, shape)
     by_place = common.get("sharding") == BY_PLACE["distrib_optim_sharding_type"]
     if by_place and common["shards"] != shards():
@@ -138,7 +211,7 @@ def load_state(policy: State, critic: State | None, directory: Path, shape: Mapp
         critic = None
     with mcore.quiet(), torch.no_grad():  # by place, Megatron writes into parameters
         sharded = _sharded(policy, critic, BY_PLACE if by_place else RESHARDABLE, is_loading=True)
-        state = mcore.dist_checkpointing.load(sharded, str(directory))
+        state = mcore.dist_checkpointing.load(sharded, str(directory), _strategy(place))
         for part, found in ((policy, state), (critic, state.get("critic"))):
             if part is not None:
                 model, optimizer = part

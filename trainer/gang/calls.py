@@ -13,7 +13,7 @@ import pickle
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ import torch.distributed as dist
 
 from turnlog.infra.tensors.files import Written
 from turnlog.processors.core.batches.rows import BatchRows
+from turnlog.schemas.types import BlobRef
+from turnlog.trainer import CheckpointDamaged
 from turnlog.trainer.algorithms.objective import Floats, Numbers, Objective
 from turnlog.trainer.learner import NONE, Learner, StepResult
 
@@ -132,15 +134,17 @@ class Ranks(ABC):
         written: Written = self._everywhere("export_files", folder)
         return written
 
-    def begin_save(self, directory: Path, common: Mapping[str, Any]) -> None:
+    def begin_save(self, directory: Path, common: Mapping[str, Any], before: str = "") -> None:
         """See Learner.begin_save."""
-        self._everywhere("begin_save", directory, dict(common))
+        self._everywhere("begin_save", directory, dict(common), before)
 
-    def saved(self, wait: bool) -> bool:
+    def saved(self, wait: bool) -> Mapping[str, BlobRef] | None:
         """See Learner.saved."""
-        return bool(self._everywhere("saved", wait))
+        stored: Mapping[str, BlobRef] | None = self._everywhere("saved", wait)
+        return stored
 
     def restore(self, directory: Path) -> None:
+        """See Learner.restore."""
         self._everywhere("restore", directory)
 
     @abstractmethod
@@ -187,4 +191,5 @@ def follow(learner: Learner, control: dist.ProcessGroup) -> None:
             call = call.read()
             dist.barrier(control)
         method, arguments = call
-        getattr(learner, method)(*arguments)
+        with suppress(CheckpointDamaged):  # every rank raises it, and rank 0 names another
+            getattr(learner, method)(*arguments)

@@ -33,8 +33,10 @@ from turnlog.names import ExitStatus
 from turnlog.schemas import topics
 from turnlog.schemas.events import WeightVersionPublished
 from turnlog.settings import Settings
-from turnlog.trainer.checkpoint import PART
+from turnlog.trainer.checkpoint import readable
+from turnlog.trainer.checkpoints.places import PART, Place
 from turnlog.trainer.checkpoints.state import read_common
+from turnlog.trainer.checkpoints.store import StorePlace
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import ADAPTERS, LearnerOptions
@@ -95,19 +97,26 @@ def command(settings: Settings, arguments: argparse.Namespace) -> int:
     """Export and say what; 0. Raises ExportError, BlobError, LogUnavailable, CheckpointUnusable, UnsupportedModel."""
     folder: Path = arguments.folder
     check_free(folder)
-    done = run_verb(_export(settings, arguments))
+    archive = arguments.source == "archive"
+    if arguments.checkpoint:
+        versions = run_verb(_versions(settings, archive=archive))
+        with readable(settings, beside=folder.parent, archive=archive) as place:
+            done = export_checkpoint(settings, place, arguments.checkpoint, folder, versions)
+    else:
+        done = run_verb(_export(settings, folder, arguments.version, archive=archive))
     held = "held against its published checksums" if done.version else "of no published version: nothing to hold it to"
     say(f"{folder}: {done.said}", f"  {done.tensors} tensors, {done.parameters:,} parameters, {held}")
     return ExitStatus.DONE
 
 
-async def _export(settings: Settings, arguments: argparse.Namespace) -> Exported:
-    async with opened("export", settings, archive=arguments.source == "archive") as role:
-        if not arguments.checkpoint:
-            return await export_version(role, arguments.folder, arguments.version)
-        versions = await published_versions(role)
-    restored = Path(settings.run.directory) / "checkpoints" / arguments.checkpoint
-    return export_checkpoint(settings, restored, arguments.folder, versions)
+async def _export(settings: Settings, folder: Path, version: int | None, *, archive: bool) -> Exported:
+    async with opened("export", settings, archive=archive) as role:
+        return await export_version(role, folder, version)
+
+
+async def _versions(settings: Settings, *, archive: bool) -> list[WeightVersionPublished]:
+    async with opened("export", settings, archive=archive) as role:
+        return await published_versions(role)
 
 
 async def published_versions(role: Role) -> list[WeightVersionPublished]:
@@ -136,16 +145,16 @@ async def export_version(role: Role, folder: Path, number: int | None) -> Export
 
 
 def export_checkpoint(
-    settings: Settings, checkpoint: Path, folder: Path, versions: Iterable[WeightVersionPublished]
+    settings: Settings, place: Place, name: str, folder: Path, versions: Iterable[WeightVersionPublished]
 ) -> Exported:
-    """Write the weights of a checkpoint's folder, by this process alone whatever layout saved it. They are held against
-    the version that names it. Raises ExportError, CheckpointUnusable, UnsupportedModel."""
-    held = [one for one in versions if one.checkpoint and Path(one.checkpoint).name == checkpoint.name]
+    """Write the weights of a checkpoint, by this process alone whatever layout saved it. They are held against the
+    version that names it. Raises ExportError, CheckpointUnusable, UnsupportedModel, BlobError."""
+    held = [one for one in versions if one.checkpoint and Path(one.checkpoint).name == name]
     event = held[-1] if held else None
     model = Path(settings.model.path)
-    done = Exported(settings.run.id, model, event, checkpoint.name)
+    done = Exported(settings.run.id, model, event, name)
     with appearing(folder) as part:
-        written = _restored(settings, checkpoint, part)
+        written = _restored(settings, place, name, part)
         done.count(written.specs)
         if event is not None:
             _check(written, event)
@@ -155,14 +164,17 @@ def export_checkpoint(
     return done
 
 
-def _restored(settings: Settings, checkpoint: Path, folder: Path) -> Written:
-    """The weights of a checkpoint under Hugging Face names, as files. Raises CheckpointUnusable, UnsupportedModel."""
+def _restored(settings: Settings, place: Place, name: str, folder: Path) -> Written:
+    """The weights of a checkpoint under Hugging Face names, as files. Raises CheckpointUnusable, UnsupportedModel,
+    BlobError."""
+    checkpoint = place.opened(name)
     stored = read_common(checkpoint)["shape"]
     adapters = {name: stored[name] for name in ADAPTERS if name in stored}
     model, trainer = Path(settings.model.path), settings.trainer
     with process_group():
         options = LearnerOptions(dtype=trainer.dtype, threads=trainer.threads, **adapters)
-        learner = Learner(read_shape(model), read_weights(model), options)
+        stored_at = place if isinstance(place, StorePlace) else None
+        learner = Learner(read_shape(model), read_weights(model), options, place=stored_at)
         learner.restore_weights(checkpoint)
         written = learner.export_files(folder)
     assert written is not None, "this process is rank 0"

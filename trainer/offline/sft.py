@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from turnlog.infra.roles.terminal import say
 from turnlog.names import ExitStatus
 from turnlog.settings import Settings
-from turnlog.trainer.checkpoint import PART, file_sha256
+from turnlog.trainer.checkpoints.places import PART, file_sha256
 from turnlog.trainer.checkpoints.state import read_common
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner

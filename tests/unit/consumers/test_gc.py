@@ -259,6 +259,31 @@ async def test_garbage_lies_in_the_trash_for_a_grace_and_what_was_put_again_mean
     assert garbage.sha256 not in house.names()
 
 
+async def test_a_checkpoint_goes_that_never_became_whole_and_no_other() -> None:
+    house, saved = House(), f"{OWNER.folder}/checkpoints/"
+    whole = [f"{saved}step-00000010-i0/{file}" for file in ("MANIFEST.json", "__0_0.distcp")]
+    dead, slow, young = (
+        [f"{saved}step-000000{step}-i0/{file}" for file in ("__0_0.distcp", "__1_0.distcp")] for step in (20, 30, 40)
+    )
+    for name in (*whole, *dead, slow[0], f"{saved}latest-i0-nonce.json"):
+        await house.blobs.put_named(name, b"part")
+    house.now += GRACE_S - 1
+    for name in (slow[1], *young):
+        await house.blobs.put_named(name, b"part")
+    house.now += 1
+    plan = await house.collect(delete=False)
+    found = {one.at.name: one.state for one in plan.found if one.at.name.startswith(saved)}
+    wanted = {State.WHOLE: whole, State.UNFINISHED: dead, State.YOUNG: [*slow, *young]}
+    assert found == {name: state for state, names in wanted.items() for name in names}
+    await house.blobs.put_named(f"{saved}step-00000020-i0/MANIFEST.json", b"{}")
+    assert (await swept(house.blobs, plan))[State.UNFINISHED] == 0, "it became whole meanwhile"
+    await house.blobs.remove(f"{saved}step-00000020-i0/MANIFEST.json")
+    assert (await swept(house.blobs, plan))[State.UNFINISHED] == 2
+    left = {*whole, *slow, *young, f"{saved}latest-i0-nonce.json"}
+    assert set(await house.blobs.names(saved)) == left
+    assert not await house.blobs.names("trash/")
+
+
 async def test_what_nobody_owns_stays_unless_it_is_asked_for() -> None:
     house = House()
     house.put(1, as_list=False, folder="")

@@ -52,6 +52,8 @@ class House:
             self.blobs._write(owner.name, owner.json(), "")
         for name in ("archive/ours/topics.json", "archive/ours.b/topics.json", f"trash/{key('ab' * 32, OWNER.folder)}"):
             self.blobs._write(name, b'{"runs": 1}' if name.endswith("topics.json") else b"{}", "")
+        for file in ("step-00000010-i0/MANIFEST.json", "step-00000010-i0/shard", "latest-i0-nonce.json"):
+            self.blobs._write(f"{OWNER.folder}/checkpoints/{file}", b"{}", "")
         place = Partition(topics.TURNS.name, 0)
         for group in ("ours.assembler", "ours.loader.engine-0", "ours.archive", "theirs.assembler"):
             self.broker.groups[group] = Group(commits={place: Commit(1)})
@@ -125,6 +127,7 @@ async def test_the_dry_run_counts_what_goes_and_names_what_stays(house: House) -
     assert found["topic", f"team.{CHANGELOG}"] == (0, 0)
     assert found["weights", f"{OWNER.folder}/"] == (1, 7)
     assert found["blobs", f"{OWNER.folder}/"] == (2, 6)
+    assert found["checkpoints", f"{OWNER.folder}/checkpoints/"] == (3, 6)
     assert found["archive", "archive/ours/"] == (1, 11)
     assert found["checkpoints", str(house.directory / "checkpoints")] == (1, 10)
     assert found["directory", str(house.directory)][0] == 1

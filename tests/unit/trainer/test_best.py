@@ -18,6 +18,7 @@ from turnlog.schemas.events import Event, GroupRequested, Outcome, Purpose, Weig
 from turnlog.schemas.topics import WEIGHTS
 from turnlog.trainer.checkpoint import Checkpoints, Cursor, cursor_values
 from turnlog.trainer.checkpoints.best import NeededByEvaluations
+from turnlog.trainer.checkpoints.places import FolderPlace
 
 KEPT = 2
 ROUNDS = {1: (1.0, 1.0, 1.0, 0.0), 2: (0.0, 0.0, 1.0, 0.0), 3: (0.0, 0.0, 0.0, 0.0)}
@@ -72,7 +73,7 @@ async def test_the_best_version_and_rounds_under_way_keep_their_checkpoints(run:
         dataclasses.replace(first, event_id=f"v{step}", version=step, step=step, checkpoint=None)
         for step in range(1, 9)
     ]
-    checkpoints = Checkpoints(tmp_path, keep=KEPT)
+    checkpoints = Checkpoints(FolderPlace(tmp_path), keep=KEPT)
     checkpoints.claim(0)
     needed = NeededByEvaluations(run.role("trainer"), checkpoints)
     there: dict[int, set[int]] = {}

@@ -29,6 +29,7 @@ from turnlog.settings import Settings, from_tables
 from turnlog.trainer import CheckpointUnusable, Diverged
 from turnlog.trainer.algorithms.draws import DrawPasses
 from turnlog.trainer.checkpoint import Cursor, find
+from turnlog.trainer.checkpoints.places import FolderPlace
 from turnlog.trainer.launch import Beat
 from turnlog.trainer.loop import LearnerThread, Trainer
 from turnlog.trainer.plan import LearningPlan, PolicyGradient, learning_plan
@@ -105,7 +106,7 @@ async def struck_and_whole(
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
         await first
-    _, cursor = find(tmp_path / "struck/checkpoints", None)
+    _, cursor = find(FolderPlace(tmp_path / "struck/checkpoints"), None)
     await struck.train()
     steps = await struck.steps(2 * PARTS)
     final = {step.batch_index: step for step in sorted(steps, key=lambda step: step.incarnation)}

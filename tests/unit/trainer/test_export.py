@@ -15,6 +15,7 @@ from tests.unit.consumers.conftest import SETTINGS, TrainedRun
 from turnlog.settings import ModelSettings, RunSettings
 from turnlog.trainer import CheckpointUnusable, mcore
 from turnlog.trainer.checkpoint import Cursor
+from turnlog.trainer.checkpoints.places import FolderPlace
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.offline.export import (
@@ -39,6 +40,7 @@ class Steps:
     """A run with the first weights, and those after two steps, published with their checkpoint."""
 
     run: TrainedRun
+    place: FolderPlace
     checkpoint: Path
     logits: torch.Tensor
     """Megatron's, of the newest weights."""
@@ -65,7 +67,7 @@ async def steps(tmp_path: Path, request: pytest.FixtureRequest) -> Steps:
         await publish(run, learner, version=1, checkpoint=checkpoint)
         with torch.no_grad(), mcore.quiet():
             logits = learner.policy.model(TOKENS, torch.arange(6)[None], None)[..., : TINY.vocabulary].clone()
-    return Steps(run, checkpoint, logits)
+    return Steps(run, FolderPlace(checkpoint.parent), checkpoint, logits)
 
 
 async def publish(run: TrainedRun, learner: Learner, *, version: int, checkpoint: Path | None = None) -> None:
@@ -75,7 +77,7 @@ async def publish(run: TrainedRun, learner: Learner, *, version: int, checkpoint
         files = await upload(Path(folder), written.sha256, Path(run.settings.model.path), run.objects)
     cursor = Cursor(step=2 * version, next_batch=2 * version)
     await run.append([published(written, files, run_id="run", version=version, incarnation=0, cursor=cursor,
-                                checkpoint=checkpoint)])  # fmt: skip
+                                checkpoint=str(checkpoint) if checkpoint else None)])  # fmt: skip
 
 
 def there(folder: Path) -> list[Path]:
@@ -109,7 +111,7 @@ async def test_the_newest_version_loads_in_transformers_and_says_what_the_traine
 async def test_a_checkpoint_gives_the_weights_of_the_version_that_names_it(steps: Steps, tmp_path: Path) -> None:
     await export_version(steps.run.role(), tmp_path / "version", 1)
     versions = await published_versions(steps.run.role())
-    done = export_checkpoint(steps.run.settings, steps.checkpoint, tmp_path / "checkpoint", versions)
+    done = export_checkpoint(steps.run.settings, steps.place, steps.checkpoint.name, tmp_path / "checkpoint", versions)
     assert done.version is not None
     names = ("model.safetensors", "config.json", "generation_config.json", "chat_template.jinja")
     for name in names:
@@ -122,8 +124,8 @@ async def test_an_older_version_is_another_folder_and_an_unknown_one_is_refused(
     assert not torch.allclose(loaded_logits(tmp_path / "first"), steps.logits, atol=1e-3)
     with pytest.raises(ExportRefused, match="no version 7; there are 0 to 1"):
         await export_version(steps.run.role(), tmp_path / "seventh", 7)
-    with pytest.raises(CheckpointUnusable, match="no complete checkpoint"):
-        export_checkpoint(steps.run.settings, tmp_path / "checkpoints" / "step-9", tmp_path / "ninth", [])
+    with pytest.raises(CheckpointUnusable, match="step-9 is gone"):
+        export_checkpoint(steps.run.settings, steps.place, "step-9", tmp_path / "ninth", [])
 
 
 async def test_a_folder_that_exists_is_left_alone(steps: Steps, tmp_path: Path) -> None:
@@ -148,5 +150,5 @@ async def test_weights_that_are_not_those_published_leave_nothing_behind(steps: 
     with pytest.raises(WeightsDamaged, match=r"1 tensors are missing or unknown, the first is more\.weight"):
         await export_version(steps.run.role(), tmp_path / "out", 3)
     with pytest.raises(WeightsDamaged, match=r"model\.norm\.weight is"):
-        export_checkpoint(steps.run.settings, steps.checkpoint, tmp_path / "out", lying[:1])
+        export_checkpoint(steps.run.settings, steps.place, steps.checkpoint.name, tmp_path / "out", lying[:1])
     assert {path.name for path in there(tmp_path)} == {"policy", "checkpoints"}

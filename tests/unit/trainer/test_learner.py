@@ -7,13 +7,24 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pytest
 import torch
 
-from turnlog.trainer import BooksOff, CheckpointFailed, CheckpointUnusable, WeightsMismatch, mcore, reference
+from turnlog.settings import StoreSettings
+from turnlog.trainer import (
+    BooksOff,
+    CheckpointDamaged,
+    CheckpointFailed,
+    CheckpointUnusable,
+    WeightsMismatch,
+    mcore,
+    reference,
+)
 from turnlog.trainer.checkpoints.state import Save, read_common
+from turnlog.trainer.checkpoints.store import StorePlace
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient, imitation
@@ -244,6 +255,26 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     other = dataclasses.replace(TINY, ffn=64)
     with pytest.raises(CheckpointUnusable, match="another model"):
         Learner(other, random_weights(other, 1), ONE).restore(tmp_path)
+
+
+def test_a_checkpoint_in_a_store_goes_on_bit_for_bit_on_another_machine(tmp_path: Path, store: StoreSettings) -> None:
+    here, there = (StorePlace(store, f"owned/{uuid4().hex}/checkpoints", tmp_path / name) for name in ("here", "there"))
+    there = dataclasses.replace(there, prefix=here.prefix)
+    learner = Learner(TINY, random_weights(TINY, 1), ONE, place=here)
+    learner.step(synthetic_rows(0), imitation, 1e-2)
+    folder = here.begun("step-00000001-i0")
+    learner.begin_save(folder, {"cursor": {"next_batch": 2}})
+    stored = learner.saved(True)
+    assert stored is not None
+    assert list(stored) == ["__0_0.distcp"], "what the rank has written is put by the rank"
+    here.finished(folder, stored, {})
+    other = Learner(TINY, random_weights(TINY, 9), ONE, place=there)
+    with pytest.raises(CheckpointDamaged, match="is gone"):
+        other.restore(folder)
+    name = here.seal(folder)
+    other.restore(folder)
+    assert read_common(there.cache / name)["cursor"] == {"next_batch": 2}
+    assert other.step(synthetic_rows(1), imitation, 1e-2) == learner.step(synthetic_rows(1), imitation, 1e-2)
 
 
 def test_half_a_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from turnlog.trainer import CheckpointFailed, Superseded
-from turnlog.trainer.checkpoint import Checkpoints, Cursor, check_files
+from turnlog.trainer.checkpoint import Checkpoints, Cursor
+from turnlog.trainer.checkpoints.places import FolderPlace, check_files
 from turnlog.trainer.checkpoints.saves import Saves
 from turnlog.trainer.gang.calls import Ranks
+
+COMMON = {"cursor": {"step": 4}}
 
 
 class Writing:
@@ -23,13 +26,13 @@ class Writing:
 
     async def call(self, method: Any, *arguments: Any) -> Any:
         if method is Ranks.begin_save:
-            part, common = arguments
+            part, common, _ = arguments
             self.parts.append(part)
             (part / "content").write_text(str(common))
             self.written = False
             return None
         assert method is Ranks.saved
-        return self.written or arguments[0]
+        return {} if self.written or arguments[0] else None
 
 
 async def owned() -> None: ...
@@ -40,7 +43,7 @@ async def nothing() -> frozenset[str]:
 
 
 def claimed(directory: Path) -> Checkpoints:
-    checkpoints = Checkpoints(directory, keep=3)
+    checkpoints = Checkpoints(FolderPlace(directory), keep=3)
     checkpoints.claim(0)
     return checkpoints
 
@@ -56,7 +59,7 @@ async def sealed(saves: Saves, step: int) -> None:
 async def test_steps_go_on_until_every_rank_has_written_and_then_it_counts(tmp_path: Path) -> None:
     ranks, checkpoints = Writing(), claimed(tmp_path)
     saves = Saves(checkpoints, ranks.call, owned, nothing)
-    await saves.begin(Cursor(step=4), {"cursor": 4})
+    await saves.begin(Cursor(step=4), COMMON)
     for _ in range(3):
         await saves.look()
     assert (saves.saved, checkpoints.newest()) == (None, None)
@@ -73,12 +76,12 @@ async def test_steps_go_on_until_every_rank_has_written_and_then_it_counts(tmp_p
 async def test_the_next_one_waits_until_the_one_before_it_is_whole(tmp_path: Path) -> None:
     ranks, checkpoints = Writing(), claimed(tmp_path)
     saves = Saves(checkpoints, ranks.call, owned, nothing)
-    await saves.begin(Cursor(step=4), {})
-    await saves.begin(Cursor(step=8), {})
+    await saves.begin(Cursor(step=4), COMMON)
+    await saves.begin(Cursor(step=8), COMMON)
     assert saves.saved == Cursor(step=4)
     assert [part.name for part in ranks.parts] == ["step-00000004-i0.part", "step-00000008-i0.part"]
     await saves.settle()
-    newest = Checkpoints(tmp_path, keep=3).newest()
+    newest = Checkpoints(FolderPlace(tmp_path), keep=3).newest()
     assert newest is not None
     assert newest.name == "step-00000008-i0"
 
@@ -89,7 +92,7 @@ async def test_one_that_lost_the_run_while_it_wrote_seals_nothing(tmp_path: Path
 
     ranks, checkpoints = Writing(), claimed(tmp_path)
     saves = Saves(checkpoints, ranks.call, lost, nothing)
-    await saves.begin(Cursor(step=4), {})
+    await saves.begin(Cursor(step=4), COMMON)
     with pytest.raises(Superseded):
         await saves.settle()
     assert checkpoints.newest() is None
@@ -98,7 +101,7 @@ async def test_one_that_lost_the_run_while_it_wrote_seals_nothing(tmp_path: Path
 async def test_what_the_disk_refuses_ends_the_trainer_with_its_reason(tmp_path: Path) -> None:
     ranks, checkpoints = Writing(), claimed(tmp_path)
     saves = Saves(checkpoints, ranks.call, owned, nothing)
-    await saves.begin(Cursor(step=4), {})
+    await saves.begin(Cursor(step=4), COMMON)
     shutil.rmtree(ranks.parts[0])
     with pytest.raises(CheckpointFailed, match=r"step-00000004-i0\.part could not be written"):
         await saves.settle()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from turnlog.trainer.checkpoint import file_sha256
+from turnlog.trainer.checkpoints.places import file_sha256
 from turnlog.trainer.reference import synthetic_model
 from turnlog.trainer.shape import TINY, read_shape
 from turnlog.trainer.warm_start import demonstration_rows, make_base, random_weights, warm_start

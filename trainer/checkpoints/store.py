@@ -1,0 +1,244 @@
+"""Checkpoints in an object store, where ranks of several machines meet that share no disk.
+
+    PREFIX/step-00000010-i0/FILE            what a rank has written on its machine's disk, put there by that rank
+    PREFIX/step-00000010-i0/MANIFEST.json   names, sizes and sha256 of all of them: put last, and the commit
+    PREFIX/latest-i0-NONCE.json             the marker of incarnation 0
+
+PREFIX is `checkpoints/` in the folder of the run's owner. A name carries its incarnation, so that nobody puts anything
+where another one has. Without its manifest a checkpoint was never there: the next incarnation removes what is left of
+it, and `turnlog gc`, where there is none.
+
+Nothing rests on conditional puts. Whoever claims an incarnation puts a marker that names nothing yet, then lists: of
+two that claim the same one, whichever lists last sees the other, and takes the next number. Only a marker that was
+confirmed says what to go on from.
+
+Each machine keeps the files that its ranks have put or fetched, of the checkpoint before and of the one that is under
+way. A file is fetched by whoever needs it, once per machine, and verified as it comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import secrets
+import shutil
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from turnlog.infra.blobs import CHECKPOINTS, MANIFEST, BlobCorrupt, BlobMissing, Blobs
+from turnlog.infra.roles.role import Role
+from turnlog.infra.roles.runs import folder_of
+from turnlog.infra.s3 import S3Blobs
+from turnlog.schemas.types import BlobRef
+from turnlog.settings import Settings, StoreSettings
+from turnlog.trainer import CheckpointDamaged
+from turnlog.trainer.checkpoints.places import Marker, Stored, file_sha256
+
+SHARDS = ".distcp"
+"""What the files of ranks end with. All others say what is in them, and are few and small."""
+AT_ONCE = 16
+"""Removals under way together."""
+LOCKS = ".locks"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class StorePlace:
+    """See Place. It travels to other processes of this machine, so it opens its client anew for each call."""
+
+    settings: StoreSettings
+    prefix: str
+    """What names of objects begin with, without the slash behind it."""
+    cache: Path
+    """The folder of this machine."""
+    _nonce: str = field(default_factory=lambda: secrets.token_hex(8))
+    _sums: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Manifests that are not put yet."""
+
+    @property
+    def where(self) -> str:
+        return f"s3://{self.settings.bucket}/{self.prefix}"
+
+    def said(self, name: str) -> str:
+        return f"{self.where}/{name}"
+
+    def names(self) -> list[str]:
+        found = self._run(lambda blobs: blobs.names(f"{self.prefix}/step-"))
+        return [name.split("/")[-2] for name in found if name.endswith(f"/{MANIFEST}")]
+
+    def opened(self, name: str) -> Path:
+        """Its shards are looked at here, and read where they are needed."""
+        files = self.manifest(name)
+        there = self._run(lambda blobs: blobs.listed(f"{self.prefix}/{name}/")).objects
+        sizes = {one.name.rpartition("/")[2]: one.size for one in there}
+        for file, ref in files.items():
+            if sizes.get(file) != ref.size:
+                found = sizes.get(file, "no")
+                raise CheckpointDamaged(
+                    f"{self.said(name)}/{file} has {found} bytes, {MANIFEST} says {ref.size}; restore it"
+                )
+        return self.fetched(name, [file for file in files if not file.endswith(SHARDS)])
+
+    def cursor(self, name: str) -> dict[str, Any]:
+        """Where it stands. Raises CheckpointDamaged."""
+        with self._read(name) as said:
+            return dict(said["cursor"])
+
+    def manifest(self, name: str) -> dict[str, BlobRef]:
+        """Its files. Raises CheckpointDamaged."""
+        with self._read(name) as said:
+            return {file: BlobRef(ref["sha256"], ref["bytes"]) for file, ref in said["files"].items()}
+
+    @contextlib.contextmanager
+    def _read(self, name: str) -> Iterator[dict[str, Any]]:
+        """What its manifest says. Raises CheckpointDamaged for one that does not say what the block asks."""
+        try:
+            yield json.loads(self._run(lambda blobs: blobs.get_named(f"{self.prefix}/{name}/{MANIFEST}")))
+        except (BlobMissing, ValueError, KeyError, TypeError) as error:
+            raise CheckpointDamaged(f"{self.said(name)}/{MANIFEST} is gone, or no manifest ({error})") from error
+
+    def fetched(self, name: str, files: Collection[str]) -> Path:
+        """The folder of this machine, in which these files are now; whoever has one already has it verified again.
+        Raises CheckpointDamaged, NoRoom, StoreUnavailable."""
+        folder, refs, locks = self.cache / name, self.manifest(name), self.cache / LOCKS
+        for made in (folder, locks):
+            made.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            with _alone(locks / file):
+                self._fetch(name, file, refs.get(file), folder / file)
+        return folder
+
+    def all_of(self, name: str) -> Path:
+        """The whole of it, on this machine. Raises as `fetched`."""
+        return self.fetched(name, self.manifest(name))
+
+    def _fetch(self, name: str, file: str, ref: BlobRef | None, path: Path) -> None:
+        if ref is None:
+            raise CheckpointDamaged(f"{self.said(name)}/{MANIFEST} names no {file}, which is needed")
+        if path.exists() and path.stat().st_size == ref.size and file_sha256(path) == ref.sha256:
+            return
+        part = path.with_name(f".{path.name}")
+        part.unlink(missing_ok=True)
+        try:
+            self._run(lambda blobs: blobs.get_named_file(f"{self.prefix}/{name}/{file}", ref, part))
+        except (BlobMissing, BlobCorrupt) as error:
+            raise CheckpointDamaged(f"{self.where}: {error}") from error
+        part.replace(path)
+
+    def put(self, folder: Path, file: str) -> BlobRef:
+        """A file of a checkpoint that is being written. Raises StoreUnavailable."""
+        return self._run(lambda blobs: blobs.put_named_file(f"{self.prefix}/{folder.name}/{file}", folder / file))
+
+    def here(self, name: str, keep: str) -> Path:
+        """This machine's folder of a checkpoint that begins; all others but that of `keep` go."""
+        for old in self.cache.glob("step-*-i*"):
+            if old.name not in (name, keep):
+                shutil.rmtree(old, ignore_errors=True)
+        folder = self.cache / name
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def begun(self, name: str) -> Path:
+        assert name not in self.names(), "an incarnation saves a step once"
+        shutil.rmtree(self.cache / name, ignore_errors=True)
+        (self.cache / name).mkdir(parents=True)
+        return self.cache / name
+
+    def finished(self, folder: Path, stored: Stored, about: Mapping[str, Any]) -> None:
+        """`about`: what the manifest says beside its files."""
+        left = [path.name for path in sorted(folder.iterdir()) if path.is_file() and path.name not in stored]
+        files = {**stored, **{file: self.put(folder, file) for file in left}}
+        sums = {file: {"bytes": ref.size, "sha256": ref.sha256} for file, ref in sorted(files.items())}
+        self._sums[folder.name] = {**about, "files": sums}
+
+    def seal(self, folder: Path) -> str:
+        self._put(f"{folder.name}/{MANIFEST}", self._sums.pop(folder.name))
+        return folder.name
+
+    def drop(self, name: str) -> None:
+        """What makes it whole goes first."""
+        self._removed([f"{self.prefix}/{name}/{MANIFEST}"])
+        self._removed(self._run(lambda blobs: blobs.names(f"{self.prefix}/{name}/")))
+
+    def sweep(self) -> None:
+        whole = set(self.names())
+        found = self._run(lambda blobs: blobs.names(f"{self.prefix}/step-"))
+        self._removed([name for name in found if name.split("/")[-2] not in whole])
+
+    def markers(self) -> dict[str, Marker]:
+        async def read(blobs: Blobs) -> dict[str, Marker]:
+            found: dict[str, Marker] = {}
+            for name in await blobs.names(f"{self.prefix}/latest-"):
+                with contextlib.suppress(BlobMissing):  # its owner's successor has just removed it
+                    found[name.rpartition("/")[2]] = Marker(**json.loads(await blobs.get_named(name)))
+            return found
+
+        return self._run(read)
+
+    def created(self, marker: Marker) -> bool:
+        self._put(self._own(marker), {**asdict(marker), "confirmed": False})
+        others = (one.incarnation for name, one in self.markers().items() if name != self._own(marker))
+        if max(others, default=-1) >= marker.incarnation:
+            self.forget(self._own(marker))
+            return False
+        self.mark(marker)
+        return True
+
+    def mark(self, marker: Marker) -> None:
+        self._put(self._own(marker), asdict(marker))
+
+    def forget(self, marker: str) -> None:
+        self._removed([f"{self.prefix}/{marker}"])
+
+    def _own(self, marker: Marker) -> str:
+        return f"latest-i{marker.incarnation}-{self._nonce}.json"
+
+    def _put(self, name: str, said: Mapping[str, Any]) -> None:
+        content = json.dumps(said, indent=1).encode()
+        self._run(lambda blobs: blobs.put_named(f"{self.prefix}/{name}", content, media_type="application/json"))
+
+    def _removed(self, names: Collection[str]) -> None:
+        async def remove(blobs: Blobs) -> None:
+            left = list(names)
+            for at in range(0, len(left), AT_ONCE):
+                await asyncio.gather(*map(blobs.remove, left[at : at + AT_ONCE]))
+
+        self._run(remove)
+
+    def _run(self, work: Callable[[Blobs], Awaitable[T]]) -> T:
+        async def call() -> T:
+            blobs = S3Blobs(self.settings)
+            try:
+                return await work(blobs)
+            finally:
+                await blobs.close()
+
+        return asyncio.run(call())
+
+
+CACHE = "s3"
+"""In `checkpoints/` of the run's directory."""
+
+
+def checkpoints_directory(settings: Settings) -> Path:
+    """Of this machine."""
+    return Path(settings.run.directory).resolve() / CHECKPOINTS
+
+
+async def store_place(role: Role, cache: Path, *, owned: bool = False) -> StorePlace:
+    """Where checkpoints of the role's run lie in its store; `owned`: the store is told whose they are. Raises as
+    `folder_of`."""
+    return StorePlace(role.settings.store, f"{await folder_of(role, owned=owned)}/{CHECKPOINTS}", cache)
+
+
+@contextlib.contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """One rank of this machine at a time; the kernel lets go of what a killed one held."""
+    with lock.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
