@@ -36,16 +36,17 @@ TIMEOUT_S = 2.0
 
 
 def show(settings: Settings, *, as_json: bool, health: Sequence[str] = (), every_s: float = 0.0) -> int:
-    """Print the status, again every so many seconds until Ctrl-C if that is not 0; the exit status of `once`."""
+    """Print the status, again every so many seconds until Ctrl-C if that is not 0, as JSON then a line each; the exit
+    status of `once`."""
     while every_s:
         if not as_json:
             Terminal().clear()
-        once(settings, as_json=as_json, health=health)
+        once(settings, as_json=as_json, health=health, indent=None)
         time.sleep(every_s)  # processes and servers of others: there is nothing to wait on
     return once(settings, as_json=as_json, health=health)
 
 
-def once(settings: Settings, *, as_json: bool, health: Sequence[str] = ()) -> int:
+def once(settings: Settings, *, as_json: bool, health: Sequence[str] = (), indent: int | None = 2) -> int:
     """Print the status; 0 when all that was asked is ready, 1 otherwise, 3 when the run is not up. Without a supervisor
     of ours the log tells what it can, and `health` (else [status] health) names roles to ask. Raises LogError then."""
     processes, elsewhere = status_processes(settings), False
@@ -60,7 +61,7 @@ def once(settings: Settings, *, as_json: bool, health: Sequence[str] = ()) -> in
     elif elsewhere := _runs_elsewhere(settings):
         found |= run_verb(_from_log(settings))
     if as_json:
-        say_json(found)
+        say_json(found, indent=indent)
     else:
         tell(found, settings, Terminal())
     if not processes and not elsewhere:

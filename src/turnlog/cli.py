@@ -178,7 +178,7 @@ def _askers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         const=2.0,
         default=0.0,
         metavar="S",
-        help="show it again every S seconds (default 2)",
+        help="show it again every S seconds (default 2); with --json a line each time",
     )
     status.add_argument(
         "--health", default="", metavar="URL,...", help="roles to ask where no supervisor runs them ([status] health)"

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import io
 import json
+import os
+import signal
+import sys
 from collections import defaultdict
 from pathlib import Path
 from statistics import fmean
@@ -20,6 +24,7 @@ from turnlog.consumers.index.indexer import build
 from turnlog.consumers.index.reader import path_of
 from turnlog.infra.log import Partition, partition_of
 from turnlog.infra.roles.terminal import Terminal
+from turnlog.names import ExitStatus
 from turnlog.schemas import topics
 from turnlog.schemas.events import SegmentSample, SessionStarted, TurnTreeAssembled, WeightVersionPublished
 from turnlog.settings import RunSettings, Settings
@@ -110,3 +115,25 @@ def test_a_run_without_an_index_says_how_it_gets_one(settings: Settings, capsys:
     assert "`turnlog index build` makes it" in shown(settings)
     assert status.once(settings, as_json=True) == 3
     assert "is not there" in json.loads(capsys.readouterr().out)["recipes"]["unavailable"]
+
+
+async def test_status_is_shown_again_until_ctrl_c_each_time_as_it_is_then(settings: Settings, tmp_path: Path) -> None:
+    env = {**os.environ, "TURNLOG_RUN_ID": "run", "TURNLOG_RUN_DIRECTORY": str(tmp_path)}
+    watching = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "turnlog.cli", "status", "--json", "--watch", "0.05", env=env,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=1 << 20,
+    )  # fmt: skip
+    assert watching.stdout is not None
+    try:
+        async with asyncio.timeout(120):
+            for _ in range(2):
+                found = json.loads(await watching.stdout.readline())["recipes"]
+                assert "turnlog index build" in found["unavailable"]
+            await trained(settings, RECIPES)
+            while [row["recipe"] for row in found.get("of", ())] != list(RECIPES):
+                found = json.loads(await watching.stdout.readline())["recipes"]
+    finally:
+        watching.send_signal(signal.SIGINT)
+        _, complaints = await watching.communicate()
+    assert complaints == b"", "no traceback"
+    assert watching.returncode == ExitStatus.INTERRUPTED
