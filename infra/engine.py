@@ -438,11 +438,11 @@ class SGLangControl:
         await self.call("POST", "/continue_generation", {}, QUICK_S)
 
     async def under_way(self) -> int:
-        loads = (await self._call("GET", "/v1/loads?include=core", None, QUICK_S)).get("loads", [])
+        loads = (await self.call("GET", "/v1/loads?include=core", None, QUICK_S)).get("loads", [])
         return sum(int(rank["num_running_reqs"]) + int(rank["num_waiting_reqs"]) for rank in loads)
 
     async def abort_all(self) -> None:
-        await self._call("POST", "/abort_request", {"abort_all": True}, QUICK_S)
+        await self.call("POST", "/abort_request", {"abort_all": True}, QUICK_S)
 
     async def close(self) -> None:
         await self._http.aclose()

@@ -119,6 +119,6 @@ async def test_what_evaluations_need_stays_beside_the_newest(tmp_path: Path) -> 
     ranks, checkpoints = Writing(), claimed(tmp_path)
     saves = Saves(checkpoints, ranks.call, owned, best)
     for step in range(1, 8):
-        await saves.begin(Cursor(step=step), {})
+        await saves.begin(Cursor(step=step), {"cursor": {"step": step}})
     await saves.settle()
     assert steps(tmp_path) == {2, 5, 6, 7}
