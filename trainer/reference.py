@@ -575,8 +575,9 @@ def _goes_on(learner: Learner, control: dist.ProcessGroup, rank: int, options: L
 
 
 def _apart(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
-    """What |differences| stay below but for one in 10,000: Adam divides a gradient by its own size, so that rounding of
-    one that is almost 0 moves its weight."""
+    """What |differences| stay below but for one in 10,000: Adam divides a gradient by its own size plus 1e-8, so that
+    rounding of one that is smaller moves its weight by a part of the rate. Of ppo under tensor parallelism 3 in 123,264
+    weights are further apart than 1e-5, two of them with gradients below 1e-7, where the median is 2e-4."""
     differences = torch.cat([(x - wanted[key]).abs().flatten() for key, x in found.items()])
     return float(differences.kthvalue(differences.numel() - differences.numel() // 10_000).values)
 

@@ -21,6 +21,8 @@ OTHERS = (
     "cp2-packed:gspo",
     "tp2:entropy",
     "dp:ppo",
+    "tp2:ppo",
+    "tp2-sp:ppo",
     "cp2-packed:ppo",
     "pp2:opd",
 )
