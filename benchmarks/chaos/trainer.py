@@ -1,9 +1,11 @@
-"""Kill the trainer, again and again: `python benchmarks/chaos/trainer.py [--kills 20]`.
+"""Kill the trainer, again and again: `python benchmarks/chaos/trainer.py [--kills 20] [--checkpoints s3]`.
 
 Manifests wait on the log; a real `turnlog trainer` is killed by SIGKILL again and again and started again: in turns at
 a seeded instant of a step, of an export, of an upload, of a save, of a commit, and while it starts. What is to die in
 one of those is this file (`--dies-in`): the same trainer, in which the n-th call of that kind starts a timer within the
-time that the one before took, and nobody outlives the end of it.
+time that the one before took, and nobody outlives the end of it. Where checkpoints lie in the store
+(`--checkpoints s3`, or TURNLOG_TRAINER_CHECKPOINTS=s3), also while a file or a manifest is put there or one is fetched,
+and every other trainer begins with an empty disk.
 
 In the end the history that counts (the highest incarnation per batch) must hold every batch once, and every loss of
 every incarnation must be, bit for bit, that of a re-run over the same manifests; a weight version number must stand for
@@ -20,6 +22,7 @@ import inspect
 import itertools
 import os
 import random
+import shutil
 import signal
 import sys
 import threading
@@ -69,6 +72,7 @@ def trainer(settings: Settings, *doom: str) -> Child:
         "TURNLOG_FEEDER_DRAWS": str(settings.feeder.draws),
         "TURNLOG_TRAINER_THREADS": str(settings.trainer.threads),
         "TURNLOG_TRAINER_CHECKPOINT_EVERY": str(settings.trainer.checkpoint_every),
+        "TURNLOG_TRAINER_CHECKPOINTS": settings.trainer.checkpoints,
     }
     name = "trainer-0"
     log = Path(settings.run.directory) / f"{name}.log"
@@ -79,15 +83,16 @@ def trainer(settings: Settings, *doom: str) -> Child:
 
 def _of_save() -> list[tuple[Any, str]]:
     from turnlog.trainer.checkpoint import Checkpoints
-    from turnlog.trainer.checkpoints import saves, state
+    from turnlog.trainer.checkpoints import state
 
-    return [(state.Save, "__init__"), (state.Save, "_write"), (saves, "write_sums"), (Checkpoints, "seal")]
+    return [(state.Save, "__init__"), (state.Save, "_write"), (Checkpoints, "finish"), (Checkpoints, "seal")]
 
 
 def places(kind: str) -> list[tuple[Any, str]]:
     """What is called while the trainer does that: (owner, name)."""
     from turnlog.infra.event_log import EventLog
     from turnlog.trainer.checkpoints import publications
+    from turnlog.trainer.checkpoints.store import StorePlace
     from turnlog.trainer.learner import Learner
 
     return {
@@ -96,10 +101,15 @@ def places(kind: str) -> list[tuple[Any, str]]:
         "upload": [(publications, "upload")],
         "save": _of_save(),
         "commit": [(EventLog, "transact")],
+        "put": [(StorePlace, "put"), (StorePlace, "finished")],
+        "manifest": [(StorePlace, "seal")],
+        "fetch": [(StorePlace, "fetched")],
     }[kind]
 
 
 KINDS = ("step", "export", "upload", "save", "commit")
+OF_STORE = ("put", "step", "manifest", "fetch")
+"""What a trainer with its checkpoints in the store does first; nobody fetches before there is one."""
 START = "start"
 LATEST = 3
 """Call of its kind that a process dies in."""
@@ -142,7 +152,7 @@ def doomed(kind: str, seed: int) -> int:
 
     rng = random.Random(seed)
     owner, name = rng.choice(places(kind))
-    doom(owner, name, 1 if kind == "save" else rng.randint(1, LATEST), rng.random())
+    doom(owner, name, 1 if kind in ("save", "manifest") else rng.randint(1, LATEST), rng.random())
     return main(["trainer"])
 
 
@@ -160,7 +170,11 @@ def ended(child: Child) -> bool:
 
 async def kill(settings: Settings, story: Story, *, kills: int, rng: random.Random) -> Child:
     """Kill in each kind of call in turn, and while it starts; the process that is left alive."""
-    for _, kind in zip(range(kills), itertools.cycle((*KINDS, START)), strict=False):
+    stored = settings.trainer.checkpoints == "s3"
+    kinds = (*OF_STORE, *KINDS[1:], START) if stored else (*KINDS, START)
+    for number, kind in zip(range(kills), itertools.cycle(kinds), strict=False):
+        if stored and number % 2:
+            shutil.rmtree(Path(settings.run.directory) / "checkpoints", ignore_errors=True)
         if kind == START:
             child = trainer(settings)
             await until(functools.partial(ended, child), rng.uniform(0.0, 10.0))
@@ -245,7 +259,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Kill the trainer while it trains.")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dies-in", choices=KINDS, help=argparse.SUPPRESS)
+    parser.add_argument("--checkpoints", choices=("folder", "s3"))
+    parser.add_argument("--dies-in", choices={*KINDS, *OF_STORE}, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.dies_in:
         return doomed(arguments.dies_in, arguments.seed)
@@ -256,7 +271,12 @@ def main() -> int:
             settings,
             model=replace(settings.model, path=str(model)),
             feeder=replace(settings.feeder, draws=max(10, STEPS_PER_KILL * arguments.kills)),
-            trainer=replace(settings.trainer, threads=1, checkpoint_every=CHECKPOINT_EVERY),
+            trainer=replace(
+                settings.trainer,
+                threads=1,
+                checkpoint_every=CHECKPOINT_EVERY,
+                checkpoints=arguments.checkpoints or settings.trainer.checkpoints,
+            ),
         )
         return verdict(settings, *asyncio.run(torture(settings, kills=arguments.kills, seed=arguments.seed)))
 

@@ -52,12 +52,17 @@ def test_sessions_go_on_where_a_killed_runner_left_them_and_no_call_takes_effect
 
 
 @pytest.mark.parametrize(
-    "places", [("step",), pytest.param(("step", "export", "upload", "save", "commit"), marks=pytest.mark.long)]
+    ("checkpoints", "places"),
+    [
+        ("s3", ("put", "step")),
+        pytest.param("folder", ("step", "export", "upload", "save", "commit"), marks=pytest.mark.long),
+        pytest.param("s3", ("put", "step", "manifest", "fetch"), marks=pytest.mark.long),
+    ],
 )
 def test_a_trainer_killed_in_each_thing_that_it_does_trains_the_same(
-    live_settings: Settings, places: tuple[str, ...]
+    live_settings: Settings, checkpoints: str, places: tuple[str, ...]
 ) -> None:
-    line = told(live_settings, "trainer.py", "--kills", str(len(places)))
+    line = told(live_settings, "trainer.py", "--kills", str(len(places)), "--checkpoints", checkpoints)
     assert line["detail"]["struck"] == dict.fromkeys(places, 1)
     assert (line["lost"], line["twice"], line["skipped"], line["identical"]) == (0, 0, 0, True)
     assert line["ok"], line

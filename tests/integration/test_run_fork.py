@@ -45,6 +45,14 @@ def parent(live_settings: Settings, tmp_path: Path) -> Settings:
     return settings
 
 
+@pytest.fixture
+def stored(parent: Settings) -> Settings:
+    """The same with its checkpoints in the store."""
+    settings = dataclasses.replace(parent, trainer=dataclasses.replace(parent.trainer, checkpoints="s3"))
+    write_settings(Path(parent.run.directory), settings)
+    return settings
+
+
 async def train(settings: Settings) -> None:
     trainer = await start(settings)
     assert await trainer.wait() == 0
@@ -78,22 +86,23 @@ async def forked(parent: Settings, **other: Any) -> Settings:
 
 
 async def test_a_fork_at_a_step_trains_on_bit_for_bit_as_its_parent_did(
-    parent: Settings, capsys: pytest.CaptureFixture[str]
+    stored: Settings, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with opened("test", parent) as role:
+    """Their checkpoints lie in the store, but for the one that the fork begins with: its trainer puts it there."""
+    async with opened("test", stored) as role:
         await configure(role)
         groups = [group for batch in range(6) for group in dict.fromkeys(synthetic_rows(batch).group_ids)]
         for row, group in enumerate(groups):
             await ask(role, group, row)
-        await append_batches(role.events, role.blobs, parent.run.id, 6)
-        await train(parent)
+        await append_batches(role.events, role.blobs, stored.run.id, 6)
+        await train(stored)
         steps, versions = await steps_of(role), await versions_of(role)
-    new = await forked(parent)
-    assert f"run 'second' begins at step 4 of '{parent.run.id}'" in capsys.readouterr().out
+    new = await forked(stored)
+    assert f"run 'second' begins at step 4 of '{stored.run.id}'" in capsys.readouterr().out
     async with opened("test", new) as role:
         recorded = (await life(role)).parent
         assert recorded is not None
-        assert (recorded.run_id, recorded.step, recorded.draws) == (parent.run.id, 4, 4)
+        assert (recorded.run_id, recorded.step, recorded.draws) == (stored.run.id, 4, 4)
         assert (recorded.dataset, recorded.places, recorded.left) == (DATASET, 16, ())
         await append_as(role, (4, 5))
         await train(new)
@@ -111,12 +120,12 @@ async def test_a_fork_at_a_step_trains_on_bit_for_bit_as_its_parent_did(
     begun = Path(new.run.directory) / "checkpoints" / "step-00000004-i0"
     assert await asyncio.to_thread(rerun, new, begun, 2) == [step.loss for step in own]
     (found,) = [one for one in await runs_of(new) if one.run == "second"]
-    assert (found.parent, found.state) == (f"{parent.run.id}@4", "finished")
-    await forked(parent)  # finds it made
+    assert (found.parent, found.state) == (f"{stored.run.id}@4", "finished")
+    await forked(stored)  # finds it made
     with pytest.raises(
         ForkRefused, match=r"run 'second' has begun already .*, from .* at step 4: choose another --run"
     ):
-        await forked(parent, step=6)
+        await forked(stored, step=6)
 
 
 async def test_what_cannot_be_forked_is_refused_by_name_and_leaves_nothing(parent: Settings) -> None:

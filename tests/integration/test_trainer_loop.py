@@ -150,12 +150,15 @@ async def test_weights_go_out_after_every_second_draw_and_at_the_end(settings: S
     assert [(step.draw_index, step.batch_index) for step in await steps_of(role)] == [(n // 2, n) for n in range(6)]
 
 
+@pytest.mark.parametrize("checkpoints", ["folder", "s3"])
 @pytest.mark.long  # the suite stops one rank, and steps with two (test_trainer_layouts.py)
 async def test_two_ranks_train_the_same_over_a_stop_of_all_their_processes_and_on_two_machines_behind_it(
-    settings: Settings, role: Role, tmp_path: Path
+    settings: Settings, role: Role, tmp_path: Path, checkpoints: str
 ) -> None:
+    """With a store, each of the two machines has a directory of its own, empty at first."""
     await append_batches(role.events, role.blobs, settings.run.id, 3)
-    two = dataclasses.replace(settings, trainer=dataclasses.replace(settings.trainer, world_size=2, tensor_parallel=2))
+    ranks = dataclasses.replace(settings.trainer, world_size=2, tensor_parallel=2, checkpoints=checkpoints)
+    two = dataclasses.replace(settings, trainer=ranks)
     first = await start(two, start_new_session=True)
     await steps_until(role, 3)
     os.killpg(first.pid, signal.SIGTERM)  # as a machine that goes away does: to rank 1, too
@@ -163,6 +166,11 @@ async def test_two_ranks_train_the_same_over_a_stop_of_all_their_processes_and_o
     await append_batches(role.events, role.blobs, settings.run.id, 6)
     agents = await agents_of_two_machines(two, tmp_path)
     assert [await agent.wait() for agent in agents] == [0, 0]
+    if checkpoints == "s3":
+        held = [
+            sorted(path.name for path in machine.glob("*/s3/step-00000006-i1/__*")) for machine in machines(tmp_path)
+        ]
+        assert sorted(held) == [["__0_0.distcp"], ["__1_0.distcp"]], "each machine has its rank's shard"
     steps = await steps_of(role)
     assert [(step.batch_index, step.incarnation) for step in steps] == [(0, 0), (1, 0), (2, 0), (3, 1), (4, 1), (5, 1)]
     assert {step.world_size for step in steps} == {2}
@@ -173,7 +181,7 @@ async def test_two_ranks_train_the_same_over_a_stop_of_all_their_processes_and_o
 async def steps_until(role: Role, count: int) -> None:
     """Wait until `count` steps are on the log."""
     partition = Partition(STEPS.name, 0)
-    async with asyncio.timeout(120), role.log.reader() as reader:
+    async with asyncio.timeout(240), role.log.reader() as reader:
         reader.assign({partition: 0})
         seen = 0
         while seen < count:
@@ -194,13 +202,15 @@ async def start(
 
 
 async def agents_of_two_machines(settings: Settings, folder: Path) -> list[asyncio.subprocess.Process]:
-    """Two torchruns that meet on the loopback, with a rank each."""
+    """Two torchruns that meet on the loopback, with a rank each; they share a directory if checkpoints lie there."""
     (folder / "role.py").write_text(ROLE)
-    (folder / "settings.json").write_text(json.dumps(tables(settings)))
     meet = ("--rdzv-backend", "c10d", "--rdzv-id", "two", "--rdzv-endpoint", f"127.0.0.1:{free_ports(1)[0]}")
     command = (sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1")
     agents = []
-    for _ in range(2):
+    for machine in machines(folder):
+        if settings.trainer.checkpoints == "s3":
+            settings = dataclasses.replace(settings, run=dataclasses.replace(settings.run, directory=str(machine)))
+        (folder / "settings.json").write_text(json.dumps(tables(settings)))
         with (folder / "settings.json").open() as given:
             agents.append(
                 await asyncio.create_subprocess_exec(
@@ -208,6 +218,10 @@ async def agents_of_two_machines(settings: Settings, folder: Path) -> list[async
                 )
             )
     return agents
+
+
+def machines(folder: Path) -> list[Path]:
+    return [folder / "first", folder / "second"]
 
 
 def tables(settings: Settings) -> dict[str, dict[str, object]]:

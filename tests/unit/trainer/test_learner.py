@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from turnlog.infra.blobs import StoreUnreachable
 from turnlog.settings import StoreSettings
 from turnlog.trainer import (
     BooksOff,
@@ -275,6 +276,15 @@ def test_a_checkpoint_in_a_store_goes_on_bit_for_bit_on_another_machine(tmp_path
     other.restore(folder)
     assert read_common(there.cache / name)["cursor"] == {"next_batch": 2}
     assert other.step(synthetic_rows(1), imitation, 1e-2) == learner.step(synthetic_rows(1), imitation, 1e-2)
+
+
+def test_a_store_that_is_away_fails_a_checkpoint_by_its_address_and_the_learner_goes_on(tmp_path: Path) -> None:
+    away = StoreSettings(endpoint="http://127.0.0.1:9", secret_key="key")
+    learner = Learner(TINY, random_weights(TINY, 1), ONE, place=StorePlace(away, "owned/checkpoints", tmp_path))
+    learner.begin_save(tmp_path / "step-00000000-i0", {"cursor": {}})
+    with pytest.raises(StoreUnreachable, match=r"127\.0\.0\.1:9"):
+        learner.saved(True)
+    assert not learner.step(synthetic_rows(0), imitation, 1e-2).skipped
 
 
 def test_half_a_checkpoint_is_refused(tmp_path: Path) -> None:
