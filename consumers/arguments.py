@@ -57,6 +57,8 @@ Examples:
   turnlog dashboard --port 8080           at a port of your choice
   turnlog dashboard --from archive        when the topics are gone
   turnlog dashboard link                  another login link to the one that serves
+  turnlog dashboard --against datasets/rloo
+                                          beside a refold: settings and samples that differ
 """
 
 
@@ -71,6 +73,10 @@ def dashboard_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--port", type=int, default=None, metavar="N", help="there; 0 picks a free one (default: [dashboard] port)"
     )
+    verb.add_argument(
+        "--against", action="append", default=[], metavar="RUN|FOLDER",
+        help="compare with another run's index, or with a refold (`turnlog replay --out`); again for more",
+    )  # fmt: skip
     _source(verb)
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 from urllib.parse import urlencode
 
@@ -27,7 +28,7 @@ from turnlog.consumers.dashboard import Refused, Unknown, drawing, harmless, kno
 from turnlog.consumers.dashboard.alarms import STANDS
 from turnlog.consumers.dashboard.conversation import aligned, conversation, said_alike
 from turnlog.consumers.dashboard.guard import checked_form
-from turnlog.consumers.dashboard.overview import overview
+from turnlog.consumers.dashboard.overview import beside, of_batches, overview
 from turnlog.consumers.dashboard.queues import Queues
 from turnlog.consumers.dashboard.records import Records
 from turnlog.consumers.dashboard.sandboxes import sandboxes
@@ -40,6 +41,7 @@ from turnlog.consumers.index import (
     NoIndex,
     RecordGone,
 )
+from turnlog.consumers.index.comparison import Other, changed, differences, settings_of
 from turnlog.consumers.index.fate import of_session
 from turnlog.consumers.index.reader import SORTS, AsOf, Index, SessionFilter, where_of
 from turnlog.infra.archive import ReadOnlyArchive
@@ -88,8 +90,11 @@ class Pages:
         *,
         hint: str = "",
         streams: int = STREAMS,
+        against: Mapping[str, Other] = MappingProxyType({}),
     ) -> None:
-        """`hint`: how the run's index is built, for who finds none; `streams`: live pages at once."""
+        """`hint`: how the run's index is built, for who finds none; `streams`: live pages at once; `against`: what the
+        run is compared with, by name."""
+        self._against = against
         self._run = run
         self._streams = streams
         self._index = index
@@ -113,6 +118,7 @@ class Pages:
             "/dead-letters": self.dead_letters, "/records/{topic}/{partition:int}/{offset:int}": self.record,
             "/live": self.live, "/login": self.login, "/queues": self.queues,
             "/sandboxes": self.sandboxes, "/timeline": self.timeline,
+            "/against": self.against, "/against/{name}": self.against, "/against/{name}/samples": self.differences,
         }  # fmt: skip
         return Starlette(
             routes=[
@@ -271,6 +277,30 @@ class Pages:
             as_of = index.as_of() if found is None else found.as_of
         return self._page(request, "timeline.html", as_of, of=found)
 
+    def against(self, request: Request) -> Response:
+        """The run beside another one: settings and curves; which samples differ comes when the page is there."""
+        name = request.path_params.get("name", next(iter(self._against), ""))
+        with self._opened() as index, index.snapshot() as as_of:
+            if not name:
+                return self._page(request, "against.html", as_of, name=name, others=(), charts=(), settings=())
+            other = known(self._against.get(name), f"run or refold {name!r} to compare with")
+            ours = settings_of(index)
+            charts = beside(index.series()[0], other.series(), name) if other.is_run else ()
+            settings = changed(ours, other.settings(ours))
+        return self._page(
+            request, "against.html", as_of, name=name, others=tuple(self._against), charts=charts, settings=settings
+        )
+
+    def differences(self, request: Request) -> Response:
+        """Samples that differ: a part of a page, which looks at all of them."""
+        name = request.path_params["name"]
+        other = known(self._against.get(name), f"run or refold {name!r} to compare with")
+        with self._opened() as index:
+            found = differences(index, other)
+        return self._page(
+            request, "differences.html", None, of=found, name=name, charts=of_batches(found.batches, name)
+        )
+
     def dead_letters(self, request: Request) -> Response:
         """Refused records, and those in no table."""
         after = _whole(request, "after", -1)
@@ -358,7 +388,7 @@ class Pages:
         """What is no fault of the request's is 503: it may be there later."""
         known = next((status for kind, status in STATUS.items() if isinstance(error, kind)), 503)
         status = error.status if isinstance(error, Refused) else known
-        if request.url.path.endswith(("/tokens", "/live", "/histogram", "/queues")):
+        if request.url.path.endswith(("/tokens", "/live", "/histogram", "/queues", "/samples")):
             unknown = "unknown: " if request.url.path == "/queues" else ""
             said = harmless.visible(f"{unknown}{type(error).__name__}: {error}")
             return Response(orjson.dumps({"error": said}), status, media_type="application/json")

@@ -115,6 +115,41 @@ def _charts(index: Index, steps: Sequence[Row]) -> Any:
     )
 
 
+BESIDE = {
+    "Reward": "reward_mean", "Loss": "loss", "Entropy": "entropy", "Largest gap": "logprob_gap_max",
+    "Gradient norm": "grad_norm", "Trained tokens": "trained_tokens",
+}  # fmt: skip
+
+
+def beside(ours: Sequence[Row], theirs: Sequence[Row], name: str) -> list[Chart]:
+    """Curves of two runs, the n-th step of each over the other's."""
+    steps = range(1, max(len(ours), len(theirs)) + 1)
+    return [
+        _two(title, steps, [row[column] for row in ours], [row[column] for row in theirs], name)
+        for title, column in BESIDE.items()
+    ]
+
+
+def of_batches(batches: Mapping[int, Sequence[float]], name: str) -> list[Chart]:
+    """Of samples that two have: what they come to in each batch of the run (comparison.Differences.batches)."""
+    rows = [batches[number] for number in sorted(batches)]
+    steps = [number + 1 for number in sorted(batches)]
+    return [
+        _two(
+            "Size of the advantage", steps, [row[1] / row[0] for row in rows], [row[2] / row[0] for row in rows], name
+        ),
+        _two("Tokens that may train", steps, [row[3] for row in rows], [row[4] for row in rows], name),
+    ]
+
+
+def _two(
+    title: str, steps: Sequence[int], ours: Sequence[float | None], theirs: Sequence[float | None], name: str
+) -> Chart:
+    more = [None] * len(steps)
+    both = [Curve("here", [*ours, *more][: len(steps)]), Curve(name, [*theirs, *more][: len(steps)], "c2")]
+    return Chart(title, "", curves(title, steps, both), [(one.style, one.name) for one in both])
+
+
 def _rewards(index: Index, steps: Sequence[Row]) -> Mapping[int, Mapping[str, float]]:
     """Of each batch one standard deviation below and above the mean of its sessions."""
     if not steps:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from pathlib import Path
 
@@ -19,6 +19,8 @@ from turnlog.consumers.dashboard import NotRunning
 from turnlog.consumers.dashboard.app import STREAMS, Pages
 from turnlog.consumers.dashboard.guard import Guard, Keys, Rules, is_loopback
 from turnlog.consumers.dashboard.records import Records, Vocabulary
+from turnlog.consumers.index.comparison import FILE as FILE_OF_INDEX
+from turnlog.consumers.index.comparison import Other
 from turnlog.consumers.index.reader import path_of
 from turnlog.infra.roles import event_loop
 from turnlog.infra.roles.health import Health, QuietServer, configured, listening, serve_health
@@ -46,7 +48,7 @@ def command(settings: Settings, arguments: argparse.Namespace) -> int:
     host, port = arguments.host or own.host, own.port if arguments.port is None else arguments.port
     settings = dataclasses.replace(settings, dashboard=dataclasses.replace(own, host=host, port=port))
     archive = arguments.source == ARCHIVE
-    event_loop.run(NAME, _served(settings, archive=archive))
+    event_loop.run(NAME, _served(settings, archive=archive, against=arguments.against))
     return ExitStatus.DONE
 
 
@@ -82,9 +84,11 @@ async def serving(
     *,
     stopping: asyncio.Event | None = None,
     streams: int = STREAMS,
+    against: Sequence[str] = (),
 ) -> AsyncIterator[tuple[str, Keys]]:
     """Serve while the block runs: its address, and what makes links to it. `connect` opens the log when a page first
-    needs a record; `streams`: live pages at once. Raises CannotListen."""
+    needs a record; `streams`: live pages at once; `against`: runs and datasets that the run is compared with. Raises
+    CannotListen, NoIndex, NotADataset."""
     own, directory = settings.dashboard, Path(settings.run.directory)
     ended = stopping or asyncio.Event()
     keys = Keys(own.key, directory)
@@ -94,7 +98,10 @@ async def serving(
         cookie = "turnlog-" + hashlib.sha256(settings.run.id.encode()).hexdigest()[:12]
         login = own.login == "always" or not is_loopback(own.host)
         rules = Rules(frozenset(name.lower() for name in own.hosts), login, cookie, url)
-        pages = Pages(settings.run.id, path_of(settings), records, ended, hint=_hint(settings), streams=streams)
+        pages = Pages(
+            settings.run.id, path_of(settings), records, ended, hint=_hint(settings), streams=streams,
+            against=_named(against, directory),
+        )  # fmt: skip
         config = configured(Guard(pages.application(), keys, rules), timeout_graceful_shutdown=ENDS_S)
         async with QuietServer(config).running(listener):
             try:
@@ -104,7 +111,16 @@ async def serving(
     await records.close()
 
 
-async def _served(settings: Settings, *, archive: bool) -> None:
+def _named(against: Sequence[str], directory: Path) -> dict[str, Other]:
+    """Runs beside this one by their ids, and what else a path names. Raises NoIndex, NotADataset."""
+    found = {}
+    for text in against:
+        beside = directory.parent / text
+        found[Path(text).name] = Other.at(beside if (beside / FILE_OF_INDEX).is_file() else Path(text))
+    return found
+
+
+async def _served(settings: Settings, *, archive: bool, against: Sequence[str] = ()) -> None:
     stopping, health = asked(), Health(NAME)
 
     def connect() -> AbstractAsyncContextManager[Role]:
@@ -112,7 +128,7 @@ async def _served(settings: Settings, *, archive: bool) -> None:
 
     async with (
         serve_health(health, health_address(os.environ)),
-        serving(settings, connect, stopping=stopping) as (url, keys),
+        serving(settings, connect, stopping=stopping, against=against) as (url, keys),
     ):
         with _told(Path(settings.run.directory), url):
             say(f"dashboard of run {settings.run.id}: {url}", f"log in once: {link(keys, url)}")

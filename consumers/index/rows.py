@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -240,6 +241,18 @@ def _tree(_: Record, event: TurnTreeAssembled) -> Found:
     )  # fmt: skip
 
 
+def mask_of(spans: Iterable[tuple[int, int, bool]]) -> str:
+    """Names which tokens of a sample train, from (start, length, trained) of its spans in order: 16 hex digits,
+    however often the weights changed between them."""
+    runs: list[tuple[int, int]] = []
+    for start, length, trained in spans:
+        if trained and runs and runs[-1][1] == start:
+            runs[-1] = runs[-1][0], start + length
+        elif trained:
+            runs.append((start, start + length))
+    return hashlib.sha256(as_json(runs).encode()).hexdigest()[:16]
+
+
 def _sample(_: Record, event: SegmentSample) -> Found:
     ids = event.token_ids
     return schema.SAMPLES, (
@@ -247,6 +260,7 @@ def _sample(_: Record, event: SegmentSample) -> Found:
         (ids.size if isinstance(ids, BlobRef) else len(ids)) // 4, sum(span.length for span in event.spans),
         sum(span.length for span in event.spans if span.trained), event.advantage, event.reward,
         event.weight_version_min, event.weight_version_max,
+        mask_of((span.start, span.length, span.trained) for span in event.spans),
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from turnlog.infra.log import Partition
 from turnlog.schemas import topics
 from turnlog.schemas.topics import Topic
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """Stands in the file (PRAGMA user_version). Any change of a table is a new one, and an index is built again."""
 
 NUMBERED = (
@@ -295,6 +295,7 @@ SAMPLES = Table(
         reward REAL Of the trajectory.
         version_min INTEGER Oldest among the spans that train.
         version_max INTEGER Newest.
+        mask TEXT 16 hex digits that name which tokens the tree lets train.
     """),
     topics.SAMPLES, ("sample_id",), (("session_id",), ("group_id",)),
 )  # fmt: skip

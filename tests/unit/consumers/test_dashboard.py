@@ -12,7 +12,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from html.parser import HTMLParser
 from pathlib import Path
@@ -83,10 +83,12 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> ToldRun:
 
 
 @asynccontextmanager
-async def site(told: ToldRun, *, streams: int = STREAMS, **own: object) -> AsyncIterator[tuple[httpx.AsyncClient, str]]:
+async def site(
+    told: ToldRun, *, streams: int = STREAMS, against: Sequence[str] = (), **own: object
+) -> AsyncIterator[tuple[httpx.AsyncClient, str]]:
     """A browser's connection to a dashboard that serves, and a login link to it."""
     settings = dataclasses.replace(told.settings, dashboard=DashboardSettings(**own))  # type: ignore[arg-type]
-    serves = serving(settings, told.connect(), streams=streams)
+    serves = serving(settings, told.connect(), streams=streams, against=against)
     async with serves as (url, keys), httpx.AsyncClient(base_url=url) as client:
         yield client, f"/login?token={keys.link_token(url)}"
 

@@ -65,7 +65,7 @@ class Served:
 
     async def _serve(self) -> None:
         self._loop, self._done = asyncio.get_running_loop(), asyncio.Event()
-        async with serving(self.told.settings, self.told.connect()) as (self.url, keys):
+        async with serving(self.told.settings, self.told.connect(), against=[str(self.told.index)]) as (self.url, keys):
             self.link = link(keys, self.url)
             self._ready.set()
             await self._done.wait()
@@ -179,6 +179,7 @@ def views(served: Served) -> dict[str, str]:
         "compare": f"/compare?left={row.session_id}&right={cut.session_id}", "group": f"/groups/{row.group_id}",
         "batches": "/batches", "batch": "/batches/0", "weights": "/weights", "dead letters": "/dead-letters",
         "sandboxes": "/sandboxes", "timeline": "/timeline",
+        "against": "/against",
         "record": "/records/agent.turns/0/0", "login": "/login",
     }  # fmt: skip
 
@@ -190,6 +191,8 @@ def opened(page: Page, served: Served, name: str) -> Page:
         page.wait_for_selector(".tokens .t")
     if name == "sessions":
         page.wait_for_selector(".histogram")
+    if name == "against":
+        page.wait_for_selector("text=samples are the same")
     if name == "run":
         page.wait_for_selector("[aria-label=queues]")
     return page
