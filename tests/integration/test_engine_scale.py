@@ -1,0 +1,117 @@
+"""`turnlog engines scale` on a run that is up: real engines with their loaders come, and leave under requests."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.fakes.weights import version
+from turnlog.cli import main
+from turnlog.infra.embedded.up import down, status_processes, up
+from turnlog.infra.history import events
+from turnlog.infra.roles import fleet
+from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.runs import configure
+from turnlog.infra.run_folder import SETTINGS, read_endpoints
+from turnlog.processors.core.fleet import SERVING
+from turnlog.schemas.events import EngineRequested, TurnCompleted
+from turnlog.schemas.topics import ENGINE_REQUESTS, TURNS
+from turnlog.settings import EngineSettings, GatewaySettings, ModelSettings, Settings
+from turnlog.trainer.weights import read_weights
+
+pytestmark = [pytest.mark.kafka, pytest.mark.engine, pytest.mark.long]  # chaos/elastic.py stands in the suite
+QUESTION = [{"role": "user", "content": "12 + 34 = ?"}]
+KEY = {"authorization": "Bearer test-key"}
+
+
+@pytest.fixture
+async def role(live_settings: Settings, tiny_model: Path) -> AsyncIterator[Role]:
+    """Of a run that is up with one hosted engine, which serves version 0."""
+    settings = dataclasses.replace(
+        live_settings,
+        model=ModelSettings(path=str(tiny_model)),
+        engine=EngineSettings(start_timeout_s=600.0, drain_s=2.0),
+        gateway=GatewaySettings(signing_key="test-key"),
+    )
+    await asyncio.to_thread(up, settings, ("gateway", "loader"), wait=False, say=lambda _: None)
+    try:
+        async with opened("test", settings) as role:
+            await configure(role)
+            weights = {name: tensor.float() for name, tensor in read_weights(tiny_model).items()}
+            await role.events.append(await version(weights, 0, role.blobs, tiny_model, run_id=settings.run.id))
+            await serving(role, "engine-0")
+            yield role
+    finally:
+        await asyncio.to_thread(down, settings, say=lambda _: None)
+
+
+async def serving(role: Role, *names: str) -> None:
+    """Wait until exactly these serve, which other processes say."""
+    now: set[str] = set()
+    while now != set(names):
+        now = {one.id for one in (await fleet.read(role)).engines.values() if one.state == SERVING}
+        await asyncio.sleep(0.2)
+
+
+async def turn(http: httpx.AsyncClient, name: str, tokens: int) -> dict[str, Any]:
+    """One answered turn of a session of its own."""
+    body = {"rollout_id": name, "group_id": name, "purpose": "other", "sampling": {"max_new_tokens": tokens}}
+    session = (await http.post("/sessions", json=body, headers=KEY)).raise_for_status().json()
+    token = {"authorization": f"Bearer {session['token']}"}
+    answer = await http.post("/v1/chat/completions", json={"messages": QUESTION}, headers=token)
+    found: dict[str, Any] = answer.raise_for_status().json()
+    return found
+
+
+@asynccontextmanager
+async def asked_on_and_on(http: httpx.AsyncClient, at_once: int) -> AsyncIterator[list[dict[str, Any]]]:
+    """While the block runs so many sessions are under way; those that ended. Raises what one of them met."""
+    ended: list[dict[str, Any]] = []
+    numbers, stop = itertools.count(), asyncio.Event()
+
+    async def client() -> None:
+        while not stop.is_set():
+            ended.append(await turn(http, f"load-{next(numbers)}", 200))
+
+    async with asyncio.TaskGroup() as clients:
+        for _ in range(at_once):
+            clients.create_task(client())
+        yield ended
+        stop.set()
+
+
+async def test_engines_that_scale_asks_for_come_and_leave_and_no_request_is_lost(role: Role) -> None:
+    kept, directory = str(Path(role.settings.run.directory) / SETTINGS), Path(role.settings.run.directory)
+
+    async def scale(count: int) -> None:
+        asked = ["--settings", kept, "engines", "scale", str(count)]
+        assert await asyncio.to_thread(main, asked) == 0
+
+    async with httpx.AsyncClient(base_url=read_endpoints(directory).gateway, timeout=300) as http:
+        async with asked_on_and_on(http, 4) as ended:
+            await scale(2)
+            served: set[str] = set()
+            while "engine-1" not in served:
+                served = {one.engine_id async for _, one in events(role, TURNS) if isinstance(one, TurnCompleted)}
+                await asyncio.sleep(0.2)
+            await scale(1)
+        assert ended
+        assert all(one["choices"][0]["finish_reason"] in ("stop", "length") for one in ended)
+    await serving(role, "engine-0")
+    names = {process["name"] for process in status_processes(role.settings)}
+    while names & {"engine-1", "loader-1"}:
+        await asyncio.sleep(0.2)
+        names = {process["name"] for process in status_processes(role.settings)}
+    assert {"engine-0", "loader-0"} <= names
+    asked = [one async for _, one in events(role, ENGINE_REQUESTS) if isinstance(one, EngineRequested)]
+    assert [(one.engine_id, one.wanted, one.by) for one in asked] == [
+        ("engine-0", "serving", "settings"), ("engine-1", "serving", "operator"), ("engine-1", "gone", "operator")
+    ]  # fmt: skip
