@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import tempfile
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.unit.consumers.conftest import SETTINGS, TrainedRun
-from turnlog.settings import ModelSettings, RunSettings
+from turnlog.settings import ModelSettings, RunSettings, StoreSettings
 from turnlog.trainer import CheckpointUnusable, mcore
 from turnlog.trainer.checkpoint import Cursor
 from turnlog.trainer.checkpoints.places import FolderPlace
+from turnlog.trainer.checkpoints.store import StorePlace
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.offline.export import (
+    Exported,
     ExportRefused,
     WeightsDamaged,
     export_checkpoint,
@@ -117,6 +121,21 @@ async def test_a_checkpoint_gives_the_weights_of_the_version_that_names_it(steps
     for name in names:
         assert (tmp_path / "checkpoint" / name).read_bytes() == (tmp_path / "version" / name).read_bytes()
     assert "step-00000002-i0" in (tmp_path / "checkpoint" / "README.md").read_text()
+
+
+async def test_a_checkpoint_in_the_store_gives_the_weights_of_one_in_a_folder(
+    steps: Steps, tmp_path: Path, store: StoreSettings
+) -> None:
+    place = StorePlace(store, f"owned/{uuid4().hex}/checkpoints", tmp_path / "cache")
+    versions = await published_versions(steps.run.role())
+
+    def exported() -> Exported:
+        place.finished(steps.checkpoint, {}, {})
+        return export_checkpoint(steps.run.settings, place, place.seal(steps.checkpoint), tmp_path / "out", versions)
+
+    done = await asyncio.to_thread(exported)
+    assert done.version is not None, "held against the checksums of the version that names it"
+    torch.testing.assert_close(loaded_logits(tmp_path / "out"), steps.logits, rtol=0, atol=1e-5)
 
 
 async def test_an_older_version_is_another_folder_and_an_unknown_one_is_refused(steps: Steps, tmp_path: Path) -> None:
