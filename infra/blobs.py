@@ -11,6 +11,7 @@ BlobError
 ├── BlobMissing       nothing under that hash (yet): retried, then a typed end where it is needed
 ├── BlobCorrupt       the bytes do not hash to their name
 ├── NoRoom            the file that a blob was to be fetched into cannot be written
+├── FileUnreadable    the file that was to be put cannot be read
 └── StoreUnavailable      credentials, quota
     ├── StoreUnreachable  transport, TLS or 5xx
     └── BucketMissing     [store] make_bucket is false and nobody has made it yet: waited for
@@ -24,6 +25,7 @@ import functools
 import hashlib
 import json
 import logging
+import os
 import re
 import time
 from abc import ABC, abstractmethod
@@ -66,6 +68,10 @@ class BlobCorrupt(BlobError):
 
 
 class NoRoom(BlobError):
+    """Of this machine's disk, not of the store."""
+
+
+class FileUnreadable(BlobError):
     """Of this machine's disk, not of the store."""
 
 
@@ -170,7 +176,7 @@ class Blobs(Protocol):
 
     async def put_file(self, path: Path, *, sha256: str = "", media_type: str = BINARY) -> BlobRef:
         """`put` of what a file holds, a piece at a time. `sha256`: of it, where the writer has hashed it on its way.
-        Raises StoreUnavailable."""
+        Raises FileUnreadable, StoreUnavailable."""
         ...
 
     async def get_file(self, ref: BlobRef, path: Path) -> None:
@@ -220,6 +226,38 @@ class Blobs(Protocol):
         ...
 
 
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise FileUnreadable(f"{path}: {error.strerror}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A file that is being put: what it cannot give is not the store's silence."""
+
+    path: Path
+    file: BinaryIO
+
+    def read(self, size: int = -1, /) -> bytes:
+        """See BinaryIO. Raises FileUnreadable."""
+        with _readable(self.path):
+            return self.file.read(size)
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[tuple[Reading, int]]:
+    """A file and how many bytes it has. Raises FileUnreadable."""
+    with _readable(path):
+        file = path.open("rb")
+    with file:
+        with _readable(path):
+            size = os.fstat(file.fileno()).st_size
+        yield Reading(path, file), size
+
+
 class Folders(ABC):
     """Where a blob is put, and where it is looked for: the same over every store. Calls block."""
 
@@ -248,16 +286,17 @@ class Folders(ABC):
     def _names(self, prefix: str) -> list[str]: ...
 
     def _put_file(self, path: Path, sha256: str, media_type: str) -> BlobRef:
-        if not sha256:
-            with path.open("rb") as file:
-                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        with path.open("rb") as file:
-            self._write_file(key(sha256, self.folder), file, path.stat().st_size, media_type)
-        return BlobRef(sha256, path.stat().st_size, media_type)
+        with _reading(path) as (reading, size):
+            if not sha256:
+                with _readable(path):
+                    sha256 = hashlib.file_digest(reading.file, "sha256").hexdigest()
+                    reading.file.seek(0)
+            self._write_file(key(sha256, self.folder), reading, size, media_type)
+        return BlobRef(sha256, size, media_type)
 
     def _put_named_file(self, name: str, path: Path) -> BlobRef:
-        with path.open("rb") as file:
-            running, size = _Hashing(file), path.stat().st_size
+        with _reading(path) as (reading, size):
+            running = _Hashing(reading)
             self._write_file(name, running, size, BINARY)
         return BlobRef(running.sha256.hexdigest(), size)
 
@@ -357,7 +396,7 @@ class Readable(Protocol):
 class _Hashing:
     """A file whose bytes are hashed as they are read, once, from its beginning."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: Readable) -> None:
         self._file, self.sha256 = file, hashlib.sha256()
 
     def read(self, size: int = -1, /) -> bytes:
@@ -457,7 +496,7 @@ class MemoryBlobs(Folders):
         yield (self._read(name),)
 
     def _write_file(self, name: str, file: Readable, size: int, media_type: str) -> None:
-        self._write(name, file.read(), media_type)
+        self._write(name, file.read(size), media_type)
 
     def _copy(self, name: str, to: str) -> None:
         self._write(to, self._read(name), "")

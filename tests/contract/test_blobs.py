@@ -20,7 +20,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from minio import Minio
 
-from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs, MemoryBlobs, NoRoom, Owner, StoreUnavailable, key
+from turnlog.infra.blobs import (
+    BlobCorrupt,
+    BlobMissing,
+    Blobs,
+    FileUnreadable,
+    MemoryBlobs,
+    NoRoom,
+    Owner,
+    Reading,
+    StoreUnavailable,
+    key,
+)
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.servers import ObjectStore
 from turnlog.infra.s3 import S3Blobs
@@ -94,6 +105,19 @@ async def test_a_file_that_does_not_verify_is_not_left_behind(blobs: Blobs, tmp_
         with pytest.raises(error):
             await blobs.get_file(wrong, tmp_path / "back")
         assert not os.listdir(tmp_path)
+
+
+async def test_a_file_that_cannot_be_read_is_named_and_not_the_store(blobs: Blobs, tmp_path: Path) -> None:
+    with pytest.raises(FileUnreadable, match="absent: No such file"):
+        await blobs.put_file(tmp_path / "absent")
+    with pytest.raises(FileUnreadable, match="mem: Input/output error"):  # it opens, and gives nothing
+        await blobs.put_file(Path("/proc/self/mem"))
+
+
+def test_a_file_that_breaks_off_while_the_store_takes_it_is_named() -> None:
+    path = Path("/proc/self/mem")
+    with path.open("rb") as file, pytest.raises(FileUnreadable, match="mem: Input/output error"):
+        Reading(path, file).read(1)
 
 
 async def test_a_disk_without_room_is_named_and_not_the_store(blobs: Blobs, tmp_path: Path) -> None:
