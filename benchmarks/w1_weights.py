@@ -111,7 +111,7 @@ class Measured:
 
     def _export(self, folder: Path) -> files.Written:
         export = weights.Export(self._model, self._shape)
-        contents = ((name, weights._bytes(tensor)) for name, tensor in export)
+        contents = ((name, weights.tensor_bytes(tensor)) for name, tensor in export)
         return files.write_weights(folder, export.specs, contents, shard_bytes=SHARD_BYTES)
 
     async def floors(self) -> dict[str, float]:

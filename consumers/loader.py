@@ -11,6 +11,10 @@ transport) -> check the label -> resume, resumed whatever happens but the engine
 newest that is good is loaded and the others are superseded. A refused version is not tried again: the old weights serve
 until the next one.
 
+An adapter is loaded beside what serves, and pauses nothing: each request names the one that is to answer it. Those
+behind the last two are unloaded once their requests have ended. What it rests on is loaded first, as above, where the
+engine has other weights.
+
 Every report is a transaction under the engine's own id, and the fence is asked before the engine is touched and before
 it is resumed: a loader that wakes up behind its successor neither puts old weights back nor acknowledges them. What it
 had begun before that, the successor's next look at the engine's label finds and mends.
@@ -32,7 +36,8 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -99,6 +104,10 @@ IDLE_LOOKS = 2
 """Looks in a row without a request: one may have been on its way when the engine was said to drain."""
 ABORTED_S = 5.0
 """For what was aborted to be answered."""
+ADAPTERS = 2
+"""Which stay loaded: requests of the last but one end while the last one is served."""
+PATIENCE_S = 5.0
+"""For requests of an adapter that is to be unloaded; then all that run are submitted again."""
 
 
 class NoSuchEngine(Exception):
@@ -115,8 +124,10 @@ async def main(role: Role) -> None:
     engine = engine_of(role.settings, os.environ)
     update = update_of(role.settings)
     log.info("running requests meet new weights by %s", update)
+    adapters = role.settings.trainer.publish == "adapter"
     transport = await asyncio.to_thread(transport_of, role.settings.loader)
-    control = SGLangControl(engine.url, ca_file=role.settings.engine.ca_file, update=update, transport=transport)
+    ca_file = role.settings.engine.ca_file
+    control = SGLangControl(engine.url, ca_file=ca_file, update=update, transport=transport, adapters=adapters)
     try:
         await Loader(role, control, engine.id, engine.url, drains=engine.alone).run()
     finally:
@@ -191,13 +202,17 @@ class Loader:
             beat=self._beat,
         )
         self._folder: Held | None = None
-        """That of the weights served."""
+        """That of the weights served, or of those that adapters rest on."""
+        self._adapters: dict[int, Held] = {}
+        """Folders of those that are loaded."""
         self._model = Path(settings.model.path)
         self._expected: Shapes = {}
         self._owner = TransactionalId.LOADER.format(run=settings.run.id, engine=engine_id)
         self._transactor: Transactor
         self._reached: Reached
         self._version = -1
+        self._base_version: int | None = None
+        """Of the engine's own weights, where `_version` is an adapter."""
         self._recent: dict[int, WeightVersionPublished] = {}
         """The newest versions on the log, for an engine that comes back without weights, and what they rest on."""
         self._waiting: list[int] = []
@@ -348,12 +363,12 @@ class Loader:
 
     async def _register(self) -> None:
         info = await self._control.model_info()
-        self._version = info.version
+        self._version, self._base_version = info.version, info.base_version
         VERSION.set(self._version)
         known = {*self._waiting, *self._recent} - self._refused
         self._waiting = sorted(version for version in known if version > self._version)
         self._newcomer = bool(self._waiting) and self._own.state != SERVING
-        await self._say(EngineRegistered, model=self._role.settings.model.name)
+        await self._say(EngineRegistered, model=self._role.settings.model.name, base_version=self._base_version)
 
     async def _catch_up(self, reader: Reader) -> None:
         end = (await self._role.log.end_offsets([PARTITION]))[PARTITION]
@@ -393,8 +408,8 @@ class Loader:
                 raise EngineSwapFailed(str(error)) from error
             return
         self._silent = 0
-        if info.version != self._version:
-            log.warning("%s serves %s, not %d: it restarted", self._url, info.weight_version, self._version)
+        if (info.version, info.base_version) != (self._version, self._base_version):
+            log.warning("%s serves %s, not %d: it restarted", self._url, info.version, self._version)
             await self._register()
 
     async def _swap(self) -> None:
@@ -404,24 +419,87 @@ class Loader:
         if event is None:  # every recent version was refused
             self._waiting = []
             return
-        timer = Timer()
         try:
             check_fits(event, self._expected)
-            held = await self._fetched(chain_of(event, self._recent), timer)
-            try:
-                await self._load(event, held.path, timer)
-            except BaseException:
-                held.release()
-                raise
-            if self._folder is not None:
-                self._folder.release()
-            self._folder = held
+            chain = chain_of(event, self._recent)
+            seconds = await (self._load_beside if event.kind == "adapter" else self._load_instead)(chain)
         except (BadWeights, EngineRefused) as error:
             self._refused.add(event.version)
             await self._refuse(event, error)
         else:
             superseded, self._waiting = tuple(self._waiting), []
-            await self._loaded(event, superseded, timer.seconds)
+            await self._loaded(event, superseded, seconds)
+            await self._unload()
+
+    async def _load_instead(self, chain: Chain) -> dict[str, float]:
+        """The engine's own weights become those; the seconds that it took. Raises as `_load`, BadWeights, BlobError."""
+        timer = Timer()
+        held = await self._fetched(chain, timer)
+        try:
+            await self._load(chain[-1], held.path, timer)
+        except BaseException:
+            held.release()
+            raise
+        if self._folder is not None:
+            self._folder.release()
+        self._folder, self._base_version = held, None
+        return timer.seconds
+
+    async def _load_beside(self, chain: Chain) -> dict[str, float]:
+        """The adapter, with the weights that it rests on below it; the seconds that it took alone. Raises the same."""
+        base, event = chain
+        if base.version != (self._version if self._base_version is None else self._base_version):
+            check_fits(base, self._expected)
+            seconds = await self._load_instead(chain[:-1])
+            self._waiting = [version for version in self._waiting if version != base.version]
+            await self._loaded(base, (), seconds, state=STARTING)  # turns wait for the adapter
+        timer = Timer()
+        held = await self._fetched(chain[-1:], timer)
+        try:
+            async with self._lives(f"loaded adapter {event.version}"):
+                await self._load_adapter(event.version, base.version, held.path, timer)
+        except BaseException:
+            held.release()
+            raise
+        self._adapters[event.version], self._base_version = held, base.version
+        return timer.seconds
+
+    async def _load_adapter(self, version: int, base: int, folder: Path, timer: Timer) -> None:
+        """load -> check. Raises EngineRefused, EngineDead, Fenced."""
+        await self._reached.check_owner()
+        if version in (await self._control.model_info()).adapters:  # of a loader that was killed before it said so
+            await self._control.unload_adapter(version, patience_s=PATIENCE_S)
+        with timer.phase("load"):
+            await self._control.load_adapter(folder, version, timeout_s=self._role.settings.loader.timeout_s)
+        with timer.phase("check"):
+            info = await self._control.model_info()
+        if (info.version, info.base_version) != (version, base):
+            raise EngineRefused(
+                f"{self._url} reports weights {info.weight_version!r} with adapters {info.adapters} after loading "
+                f"adapter {version} of {base}"
+            )
+
+    async def _unload(self) -> None:
+        """Adapters that are behind, once the requests that name them have ended."""
+        if self._base_version is None and not self._adapters:
+            return
+        async with self._lives("unloaded an adapter"):
+            found = (await self._control.model_info()).adapters
+            for version in found[: -ADAPTERS if self._base_version is not None else None]:
+                self._beat()
+                await self._reached.check_owner()
+                await self._control.unload_adapter(version, patience_s=PATIENCE_S)
+        for version in self._adapters.keys() - (await self._control.model_info()).adapters:
+            self._adapters.pop(version).release()
+
+    @asynccontextmanager
+    async def _lives(self, did: str) -> AsyncIterator[None]:
+        """Raises EngineSwapFailed where the engine dies within."""
+        try:
+            yield
+        except EngineDead as error:
+            await self._gone(error)
+            raise EngineSwapFailed(f"{self._url} died while it {did}: {error}") from error
 
     async def _fetched(self, chain: Chain, timer: Timer) -> Held:
         """The folder; a store that does not answer is asked [loader] attempts times, then the process ends."""
@@ -438,7 +516,7 @@ class Loader:
     async def _load(self, event: WeightVersionPublished, folder: Path, timer: Timer) -> None:
         """pause -> load -> check -> resume. Raises EngineRefused (old weights serve), EngineSwapFailed, Fenced."""
         control, timeout_s = self._control, self._role.settings.loader.timeout_s
-        try:
+        async with self._lives(f"loaded version {event.version}"):
             await self._reached.check_owner()
             try:
                 with timer.phase("pause"):
@@ -447,7 +525,7 @@ class Loader:
                     await control.load(folder, event.version, timeout_s=timeout_s)
                 with timer.phase("check"):
                     info = await control.model_info()
-                if info.version != event.version:
+                if info.label != event.version:
                     raise EngineRefused(f"{self._url} reports {info.weight_version!r} after loading {event.version}")
             except EngineDead:  # it may answer all the same, and holds what no version is
                 raise
@@ -455,9 +533,6 @@ class Loader:
                 await self._resume(timer)
                 raise
             await self._resume(timer)
-        except EngineDead as error:
-            await self._gone(error)
-            raise EngineSwapFailed(f"{self._url} died while it loaded version {event.version}: {error}") from error
 
     async def _resume(self, timer: Timer) -> None:
         with timer.phase("resume"):
@@ -465,12 +540,13 @@ class Loader:
             await self._control.resume()
 
     async def _loaded(
-        self, event: WeightVersionPublished, superseded: tuple[int, ...], seconds: dict[str, float]
+        self, event: WeightVersionPublished, superseded: tuple[int, ...], seconds: dict[str, float], **more: Any
     ) -> None:
         self._version, self._newcomer = event.version, False
         LOADED.inc()
         VERSION.set(event.version)
-        await self._say(EngineWeightsLoaded, superseded=superseded, seconds=seconds)
+        of = {"superseded": superseded, "seconds": seconds, "base_version": self._base_version}
+        await self._say(EngineWeightsLoaded, **of, **more)
 
     async def _refuse(self, event: WeightVersionPublished, error: Exception) -> None:
         log.error("version %d refused, %d stays: %s", event.version, self._version, error)

@@ -32,6 +32,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, BinaryIO, Protocol, Union, cast, get_args, get_origin
@@ -239,7 +240,7 @@ class Reading:
     """A file that is being put: what it cannot give is not the store's silence."""
 
     path: Path
-    file: BinaryIO
+    file: BufferedReader
 
     def read(self, size: int = -1, /) -> bytes:
         """See BinaryIO. Raises FileUnreadable."""
@@ -247,7 +248,7 @@ class Reading:
             return self.file.read(size)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _reading(path: Path) -> Iterator[tuple[Reading, int]]:
     """A file and how many bytes it has. Raises FileUnreadable."""
     with _readable(path):

@@ -13,6 +13,7 @@ the tests passes the same tests/contract/test_engine_contract.py.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -72,6 +73,15 @@ class Grammar(NamedTuple):
     """JSON, as SGLang's sampling parameter of that name takes it."""
 
 
+class Adapter(NamedTuple):
+    """Which of the engine's low-rank adapters answers."""
+
+    name: str
+    """Its version, in decimal digits."""
+    base: str
+    """The label that the engine's own weights must have."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generate:
     """One request. Neutral sampling (top_p 1, top_k -1, min_p 0, no penalties) is fixed: the log-probs depend on it."""
@@ -91,7 +101,9 @@ class Generate:
     images: tuple[EngineImage, ...] = ()
     """Of the whole prompt, in order."""
     cache_key: str = ""
-    """Only requests of one key share cached prompts; empty: all."""
+    """Only requests of one key, and of one adapter, share cached prompts; empty: all."""
+    adapter: Adapter | None = None
+    """Output is labelled with its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +157,7 @@ class SGLang:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=timeout_s)
         try:
             async with self._http().post(f"{self.url}/generate", data=body, headers=JSON, timeout=timeout) as answer:
-                await self._checked(answer)
+                await self._checked(answer, request)
                 if not stream:
                     yield _Pieces(request).take(orjson.loads(await answer.read()))
                     return
@@ -186,13 +198,13 @@ class SGLang:
             self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
         return self._session
 
-    async def _checked(self, answer: aiohttp.ClientResponse) -> None:
+    async def _checked(self, answer: aiohttp.ClientResponse, request: Generate) -> None:
         if answer.status < HTTPStatus.BAD_REQUEST:
             return
         text = (await answer.read())[:500].decode(errors="replace")
         if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             raise EngineDead(f"{self.url} answered {answer.status}: {text}")
-        raise EngineRefused(f"{self.url} answered {answer.status}: {text}")
+        raise _refusal(f"{self.url} answered {answer.status}: {text}", request)
 
     async def _streamed(self, answer: aiohttp.ClientResponse, request: Generate) -> AsyncIterator[Piece]:
         pieces, finish = _Pieces(request), None
@@ -201,12 +213,21 @@ class SGLang:
                 break
             event = orjson.loads(data)
             if "error" in event:
-                raise EngineRefused(f"{self.url}: {event['error'].get('message', event['error'])}")
+                raise _refusal(f"{self.url}: {event['error'].get('message', event['error'])}", request)
             piece = pieces.take(event)
             finish = piece.finish
             yield piece
         if finish is None:
             raise EngineDead(f"{self.url}: the stream ended without a finish reason")
+
+
+NO_ADAPTER = "LoRA adapter"
+"""What SGLang says of a name that it does not know."""
+
+
+def _refusal(text: str, request: Generate) -> EngineError:
+    """An engine that lacks the adapter has restarted: it will have it once its weight loader comes."""
+    return EngineDead(text) if request.adapter is not None and NO_ADAPTER in text else EngineRefused(text)
 
 
 def _body(request: Generate, stream: bool) -> dict[str, Any]:
@@ -232,6 +253,8 @@ def _body(request: Generate, stream: bool) -> dict[str, Any]:
         body |= {"return_routed_experts": True, "routed_experts_start_len": request.experts_from}
     if request.cache_key:
         body["extra_key"] = request.cache_key
+    if request.adapter is not None:
+        body["lora_path"] = request.adapter.name
     if request.images:
         body |= {
             "input_ids": _collapsed(request),
@@ -311,7 +334,17 @@ class _Pieces:
         )
 
     def _versions(self, meta: dict[str, Any], count: int) -> tuple[tuple[str, int], ...]:
-        """SGLang gives spans with the last piece; until then each brings the label of the weights at its time."""
+        """SGLang gives spans with the last piece; until then each brings the label of the weights at its time. Of an
+        adapter it says nothing but the label of what that rests on."""
+        adapter = self._request.adapter
+        if adapter is not None:
+            labels = {str(span["version"]) for span in meta.get("weight_versions") or ()}
+            if other := (labels | {str(meta.get("weight_version", adapter.base))}) - {adapter.base}:
+                raise EngineDead(
+                    f"adapter {adapter.name} rests on weights labelled {adapter.base!r}, the engine's are labelled "
+                    f"{min(other)!r}: it restarted, and its weight loader has yet to come"
+                )
+            return ((adapter.name, self._seen),)
         if spans := meta.get("weight_versions"):
             return tuple((str(span["version"]), span["end"] - span["start"]) for span in spans)
         if (label := meta.get("weight_version")) is not None and count:
@@ -339,11 +372,23 @@ class ModelInfo:
     weight_version: str
     """The label of the last update; "default" before the first."""
     model_path: str
+    adapters: tuple[int, ...] = ()
+    """Those that are loaded beside it, by their versions."""
+
+    @property
+    def label(self) -> int:
+        """As a weight version; -1 when it is none."""
+        return int(self.weight_version) if self.weight_version.isdecimal() else -1
 
     @property
     def version(self) -> int:
-        """The label as a weight version; -1 when it is none."""
-        return int(self.weight_version) if self.weight_version.isdecimal() else -1
+        """What it can serve: its newest adapter, else its own weights. Adapters rest on older weights than they are."""
+        return max(self.adapters, default=-1) if self.base_version is not None else self.label
+
+    @property
+    def base_version(self) -> int | None:
+        """Of its own weights, where it serves an adapter."""
+        return self.label if 0 <= self.label < max(self.adapters, default=-1) else None
 
     @property
     def mixed(self) -> bool:
@@ -369,6 +414,15 @@ class EngineControl(Protocol):
     async def load(self, folder: Path, version: int, *, timeout_s: float) -> None:
         """Load the folder's weights and label them. Raises EngineRefused with the old weights in place, EngineDead,
         also for an engine that answers and was left with tensors of two versions."""
+        ...
+
+    async def load_adapter(self, folder: Path, version: int, *, timeout_s: float) -> None:
+        """Load the folder's adapter beside what is served. Raises EngineRefused, EngineDead."""
+        ...
+
+    async def unload_adapter(self, version: int, *, patience_s: float) -> None:
+        """Forget it once the requests that name it have ended; those that have not within `patience_s` are aborted,
+        with all others. Raises EngineRefused, EngineDead."""
         ...
 
     async def resume(self) -> None:
@@ -410,17 +464,30 @@ class SGLangControl:
     """The real one."""
 
     def __init__(
-        self, url: str, *, ca_file: str = "", update: str = "retract", transport: Transport | None = None
+        self,
+        url: str,
+        *,
+        ca_file: str = "",
+        update: str = "retract",
+        transport: Transport | None = None,
+        adapters: bool = False,
     ) -> None:
-        """`update`: see [engine]; `transport`: of Disk where there is none. Raises TlsFileUnusable."""
+        """`update`: see [engine]; `transport`: of Disk where there is none; `adapters`: ask for them. Raises
+        TlsFileUnusable."""
         self.url = url.rstrip("/")
-        self._update, self._transport = update, transport or Disk()
+        self._update, self._transport, self._adapters = update, transport or Disk(), adapters
         trusted = trusting(url, ca_file, "engine")
         self._http = httpx.AsyncClient(base_url=self.url, timeout=QUICK_S, trust_env=False, verify=trusted or True)
 
     async def model_info(self) -> ModelInfo:
         info = await self.call("GET", "/model_info", None, QUICK_S)
-        return ModelInfo(str(info.get("weight_version")), str(info.get("model_path")))
+        names = await self._named() if self._adapters else []
+        return ModelInfo(str(info.get("weight_version")), str(info.get("model_path")), tuple(names))
+
+    async def _named(self) -> list[int]:
+        """Adapters, which SGLang lists as models that have a parent."""
+        models = (await self.call("GET", "/v1/models", None, QUICK_S)).get("data", ())
+        return sorted(int(one["id"]) for one in models if one.get("parent") and one["id"].isdecimal())
 
     async def pause(self) -> None:
         await self.call("POST", "/pause_generation", {"mode": self._update}, QUICK_S)
@@ -433,6 +500,22 @@ class SGLangControl:
         """What model_info says from here on, and the spans of requests. Raises EngineDead, EngineRefused."""
         body = {"new_version": text, "abort_all_requests": False}
         await self.call("POST", "/update_weight_version", body, timeout_s)
+
+    async def load_adapter(self, folder: Path, version: int, *, timeout_s: float) -> None:
+        body = {"lora_name": str(version), "lora_path": str(folder)}
+        await self.call("POST", "/load_lora_adapter", body, timeout_s)
+
+    async def unload_adapter(self, version: int, *, patience_s: float) -> None:
+        body = {"lora_name": str(version)}
+        unloading = asyncio.create_task(self.call("POST", "/unload_lora_adapter", body, patience_s + QUICK_S))
+        try:
+            done, _ = await asyncio.wait([unloading], timeout=patience_s)
+            if not done:
+                await self.call("POST", "/pause_generation", {"mode": "abort"}, QUICK_S)
+                await self.resume()
+            await unloading
+        finally:
+            unloading.cancel()
 
     async def resume(self) -> None:
         await self.call("POST", "/continue_generation", {}, QUICK_S)

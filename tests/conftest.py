@@ -258,6 +258,14 @@ def engine_url(tiny_model: Path, servers: Path) -> Iterator[str]:
         yield engine.url
 
 
+@pytest.fixture(scope="session")
+def lora_engine_url(tiny_model: Path, servers: Path) -> Iterator[str]:
+    """The same of one that takes adapters of rank 4."""
+    settings = EngineSettings(extra_args=("--weight-version", "0"))
+    with Engine(tiny_model, settings, log=servers / "lora-engine.log", lora_rank=4) as engine:
+        yield engine.url
+
+
 @pytest.fixture
 def live_settings(kafka: str, registry_url: str, store: StoreSettings, tmp_path: Path) -> Settings:
     """Settings of a fresh run on the session's servers: own topic prefix, topics created, no engine."""

@@ -9,6 +9,7 @@ the m_i of all ranks sum to M is checked before the optimizer moves.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from turnlog.infra.tensors import adapters
 from turnlog.infra.tensors.files import Written
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.schemas.events.batches import HELD_GAP_MAX, HELD_OLD_CACHE_GAP_MAX
@@ -38,7 +40,7 @@ from turnlog.trainer.model import TrainedNetwork
 from turnlog.trainer.models.experts import unrouted, without_experts
 from turnlog.trainer.plan import ADAPTERS, LearnerOptions
 from turnlog.trainer.shape import ModelShape, as_dict
-from turnlog.trainer.weights import Tensors, export_files, export_weights
+from turnlog.trainer.weights import Of, Tensors, export_files, export_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,9 +169,14 @@ class Learner:
         """The policy's weights under Hugging Face names, in rank 0's memory."""
         return export_weights(self.policy.model, self.shape)
 
-    def export_files(self, folder: Path) -> Written | None:
+    def export_files(self, folder: Path, of: Of = "merged") -> Written | None:
         """The same as files in rank 0's `folder`, what is in them at rank 0."""
-        return export_files(self.policy.model, self.shape, folder)
+        written = export_files(self.policy.model, self.shape, folder, of)
+        if written is not None and of == "adapter":
+            config = adapters.config_json(self._adapters["lora_rank"], self._adapters["lora_alpha"], written.checksums)
+            (folder / adapters.CONFIG).write_bytes(config)
+            written.sha256[adapters.CONFIG] = hashlib.sha256(config).hexdigest()
+        return written
 
     def begin_save(self, directory: Path, common: Mapping[str, Any], before: str = "") -> None:
         """Weights, optimizer, those of the critic and `common` as they are now, as one Megatron checkpoint in an

@@ -73,16 +73,17 @@ from turnlog.trainer.reading.batches import PARTITION, POLL_S, Fetch, Manifests,
 from turnlog.trainer.reading.recorded import truncated, with_experts
 from turnlog.trainer.shape import ModelShape, read_shape
 from turnlog.trainer.tiny_policy import initial_weights
-from turnlog.trainer.weights import LastExport, published
+from turnlog.trainer.weights import LastExport, Of, published
 
 VERSIONS = Partition(WEIGHTS.name, 0)
 
 
-async def read_past(log: Log, events: EventLog, run_id: str) -> WeightChain:
-    """What the incarnations before published. Call after entering the transactor. Raises TransactionHanging."""
+async def read_past(log: Log, events: EventLog, run_id: str) -> tuple[WeightChain, WeightVersionPublished | None]:
+    """What the incarnations before published, and the last of it that rests on no other version. Call after entering
+    the transactor. Raises TransactionHanging."""
     start = (await log.start_offsets([VERSIONS]))[VERSIONS]
     end = (await own_ends(log, [VERSIONS]))[VERSIONS]
-    past = WeightChain()
+    past, whole = WeightChain(), None
     async with log.reader() as reader:
         reader.assign({VERSIONS: start})
         while reader.position(VERSIONS) < end:
@@ -90,7 +91,8 @@ async def read_past(log: Log, events: EventLog, run_id: str) -> WeightChain:
                 event = await events.known(record)
                 if isinstance(event, WeightVersionPublished) and event.run_id == run_id:
                     past.apply(event)
-    return past
+                    whole = event if event.kind == "full" else whole
+    return past, whole
 
 
 def draw_passes(
@@ -213,6 +215,9 @@ class Trainer:
         )
         self._incarnation = -1
         self._versions = WeightChain()
+        self._of: Of = "adapter" if settings.trainer.publish == "adapter" else "merged"
+        self._whole: WeightVersionPublished | None = None
+        """The last version that rests on no other one: adapters rest on it."""
         self._kept: Kept = {}
         self._passes: DrawPasses
         self._reached: Reached
@@ -272,7 +277,7 @@ class Trainer:
         held = await asyncio.to_thread(self._checkpoints.newest)
         if held is not None:  # refused before anything is claimed
             check_unchanged(read_common(held).get("learning", {}), self._plan, held.name)
-        self._versions = await read_past(self._role.log, self._role.events, self._run_id)
+        self._versions, self._whole = await read_past(self._role.log, self._role.events, self._run_id)
         await self._reached.check_owner()
         self._incarnation = await asyncio.to_thread(self._checkpoints.claim, self._versions.incarnation + 1)
         folder = await self._restored()
@@ -298,11 +303,24 @@ class Trainer:
         return None
 
     async def _publish_start(self) -> None:
-        """The weights that this incarnation starts from; they always lie in a checkpoint."""
-        if self._saves.saved is None:
+        """The weights that this incarnation starts from; they always lie in a checkpoint. Before the first adapter go
+        those that adapters rest on: of a new run, they are the same."""
+        begins = self._saves.saved is None
+        if begins:
             await self._save()
             await self._saves.settle()
-        self._versions.apply(await self._due(self._cursor, self._checkpoints.said(self._saves.name)))
+        checkpoint = self._checkpoints.said(self._saves.name)
+        if self._of == "adapter" and not (self._whole and await self.publications.holds(self._whole.checksums)):
+            await self._go_out(checkpoint if begins else None, "base")
+            if begins:
+                return
+        await self._go_out(checkpoint, self._of)
+
+    async def _go_out(self, checkpoint: str | None, of: Of) -> None:
+        """Lags are counted along steps: what adapters rest on has the step that they begin at."""
+        due = await self._due(self._cursor, checkpoint, of)
+        self._versions.apply(due)
+        self._whole = due if due.kind == "full" else self._whole
         await self.publications.settle()
 
     async def _train(
@@ -320,7 +338,7 @@ class Trainer:
         mark = time.monotonic()
         told = result.tokens
         file = None if told is None else await self._role.blobs.put(write_tokens(computed, told), media_type=PARQUET)
-        due = await self._due(cursor, None) if self._publishes(manifest, cursor) else None
+        due = await self._due(cursor, None, self._of) if self._publishes(manifest, cursor) else None
         seconds["export"] = time.monotonic() - mark
         completed = dataclasses.replace(self._completed(manifest, rows, result, rate, seconds), token_file=file)
         await self._role.events.transact(self._transactor, [completed])
@@ -389,7 +407,7 @@ class Trainer:
         due = after.draws % self._role.settings.trainer.publish_every == 0
         return last_part and (due or after.draws >= self._draws)
 
-    async def _due(self, cursor: Cursor, checkpoint: str | None) -> WeightVersionPublished:
+    async def _due(self, cursor: Cursor, checkpoint: str | None, of: Of) -> WeightVersionPublished:
         """The weights that the ranks hold become the next version, which goes out beside what comes now."""
         version = 0 if self._versions.newest is None else self._versions.newest + 1
         said = functools.partial(
@@ -399,8 +417,9 @@ class Trainer:
             incarnation=self._incarnation,
             cursor=cursor,
             checkpoint=checkpoint,
+            adapts=self._whole.version if of == "adapter" and self._whole else None,
         )
-        due = await self.publications.begin(version, said)
+        due = await self.publications.begin(version, said, of)
         _beat(self._role)
         return due
 

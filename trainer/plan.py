@@ -221,7 +221,7 @@ UNRECORDED = frozenset(
     | {f"{way}_parallel" for way in ("tensor", "pipeline", "context", "expert")}
     | {"initial_weights", "warm_start_steps", "warm_start_rate", "warm_start_seed"}
     | {"publish_every", "checkpoint_every", "checkpoints", "checkpoints_kept", "checkpoints_reshardable"}
-    | {"max_skipped", "token_files_every", "launcher", "ray_address", "ray_placement"}
+    | {"max_skipped", "token_files_every", "publish", "launcher", "ray_address", "ray_placement"}
 )
 """Settings of [trainer] that a run may change: how ranks share the work, where it began, and how often."""
 

@@ -77,7 +77,7 @@ TINY = ModelShape(
 TINY_MIXTURE = dataclasses.replace(TINY, kind="qwen3_moe", experts=4, experts_per_token=2, expert_ffn=32)
 """The same with four experts a layer, two of them per token."""
 
-Joined = Literal["", "qkv", "gate_up"]
+Joined = Literal["", "qkv", "gate_up", "shared"]
 Sizes = tuple[int, ...]
 
 
@@ -92,7 +92,14 @@ class Tensor:
     cut: int | None = None
     """The dimension that tensor-parallel ranks share; None: each holds all of it."""
     joined: Joined = ""
-    """qkv: per query group [its q heads | k | v], stacked; gate_up: each part is cut, then they are stacked."""
+    """qkv: per query group [its q heads | k | v], stacked; gate_up: each part is cut, then they are stacked; shared: it
+    is each part."""
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Of the parameter, over all ranks."""
+        counted = self.parts[:1] if self.joined == "shared" else self.parts
+        return (sum(size[0] for _, size in counted), *self.parts[0][1][1:])
 
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"

@@ -12,11 +12,12 @@ import json
 import logging
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,8 +26,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from turnlog.infra.blobs import Blobs
-from turnlog.infra.tensors import deltas
-from turnlog.infra.tensors.files import CODES, DTYPES, SHARD_BYTES, SUFFIX, TensorSpec, Written, write_weights
+from turnlog.infra.tensors import adapters, deltas
+from turnlog.infra.tensors.files import CODES, DTYPES, MODEL, SHARD_BYTES, SUFFIX, TensorSpec, Written, write_weights
 from turnlog.schemas.events import WeightVersionPublished
 from turnlog.schemas.events.weights import WeightFile
 from turnlog.schemas.ids import digest
@@ -38,6 +39,8 @@ from turnlog.trainer.shape import EMBEDDING, EXPERT, LAYER, OUTPUT, ModelShape, 
 
 log = logging.getLogger(__name__)
 Tensors = dict[str, torch.Tensor]
+Of = Literal["merged", "base", "adapter"]
+"""The whole model; the same without what its low-rank adapters add; or these alone, in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +93,16 @@ def load_weights(model: Any, state: Mapping[str, torch.Tensor], shape: ModelShap
 
 
 class Export:
-    """The whole model under Hugging Face names, tensor by tensor, at rank 0: every rank drops its part as it goes.
-    Collective, and so is each walk through it. Added rows are left out."""
+    """The model under Hugging Face names, or its adapters under PEFT's, tensor by tensor, at rank 0: every rank drops
+    its part as it goes. Collective, and so is each walk through it. Added rows are left out."""
 
-    def __init__(self, model: Any, shape: ModelShape) -> None:
+    def __init__(self, model: Any, shape: ModelShape, of: Of = "merged") -> None:
         self._shape, self._first, self._rank = shape, _first(model, shape), dist.get_rank()
-        self._adapted = lora.adapted(model)
+        self._adapted = lora.adapted(model) if of == "merged" else {}
+        self._adapter = of == "adapter"
         self._mine: dict[str, tuple[str, Any]] = {}
         for name, parameter in model.named_parameters():
-            if not ((name == OUTPUT and shape.tied) or name.endswith(lora.ADAPTERS)):
+            if name.endswith(lora.ADAPTERS) == self._adapter and not (name == OUTPUT and shape.tied):
                 of_ranks = EXPERT in name
                 names = self._first.global_names(name) if of_ranks else [self._first.global_name(name)]
                 self._mine |= dict.fromkeys(names, (name, parameter))
@@ -109,14 +113,19 @@ class Export:
             stages = [{} for _ in range(group.size())]
             dist.all_gather_object(stages, types, group=group)
         held = {name: (stage, of_stage[name]) for stage, of_stage in enumerate(stages) for name in of_stage}
-        found = [(tensor, *held[tensor.megatron]) for tensor in tensors_of(shape)]
+        tensors = lora.factors(model, tensors_of(shape), held) if self._adapter else tensors_of(shape)
+        found = [(tensor, *held[tensor.megatron]) for tensor in tensors]
         # Wide values first, so that each tensor lies where its type may.
         self._plan: list[tuple[Tensor, int, torch.dtype]] = sorted(found, key=lambda each: -each[2].itemsize)
 
     @property
     def specs(self) -> list[TensorSpec]:
         """What comes, in order."""
-        return [TensorSpec(name, _code(dtype), size) for tensor, _, dtype in self._plan for name, size in tensor.parts]
+        return [
+            TensorSpec(name, _code(torch.float32 if self._adapter else dtype), size)
+            for tensor, _, dtype in self._plan
+            for name, size in tensor.parts
+        ]
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -124,7 +133,8 @@ class Export:
         for tensor, stage, dtype in self._plan:
             whole = self._at_rank_zero(tensor, stage, dtype)
             if whole is not None:
-                yield from _to_hugging_face(tensor, whole.cpu(), self._shape)
+                held = whole.cpu()
+                yield from _to_hugging_face(tensor, held.float() if self._adapter else held, self._shape)
 
     def _at_rank_zero(self, tensor: Tensor, stage: int, dtype: torch.dtype) -> torch.Tensor | None:
         state = mcore.parallel_state
@@ -140,8 +150,7 @@ class Export:
             dist.send(whole.contiguous(), 0, group=group)
         if self._rank != 0:
             return None
-        rows, rest = sum(size[0] for _, size in tensor.parts), tensor.parts[0][1][1:]
-        whole = torch.empty((rows, *rest), dtype=dtype, device=mcore.DEVICE)
+        whole = torch.empty(tensor.size, dtype=dtype, device=mcore.DEVICE)
         dist.recv(whole, ranks[stage], group=group)
         return whole
 
@@ -168,11 +177,14 @@ def export_weights(model: Any, shape: ModelShape) -> Tensors:
     return {name: tensor.detach().clone() for name, tensor in Export(model, shape)}
 
 
-def export_files(model: Any, shape: ModelShape, folder: Path) -> Written | None:
-    """The same as safetensors files in rank 0's `folder`, of which a piece is in memory. None elsewhere. Collective."""
-    export = Export(model, shape)
+def export_files(model: Any, shape: ModelShape, folder: Path, of: Of = "merged") -> Written | None:
+    """The same as safetensors files in rank 0's `folder`, of which a piece is in memory; of the adapter as PEFT's, but
+    for its config. None elsewhere. Collective."""
+    export = Export(model, shape, of)
     if dist.get_rank() == 0:
-        return write_weights(folder, export.specs, ((name, _bytes(tensor)) for name, tensor in export))
+        stem, shard_bytes = (adapters.STEM, sys.maxsize) if of == "adapter" else (MODEL, SHARD_BYTES)
+        contents = ((name, tensor_bytes(tensor)) for name, tensor in export)
+        return write_weights(folder, export.specs, contents, shard_bytes=shard_bytes, stem=stem)
     for _ in export:
         raise AssertionError("rank 0 alone is given tensors")
     return None
@@ -212,7 +224,9 @@ def _to_megatron(state: Mapping[str, torch.Tensor], shape: ModelShape) -> dict[s
 
 def _to_hugging_face(tensor: Tensor, held: torch.Tensor, shape: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:
     parts: tuple[torch.Tensor, ...] = (held,)
-    if tensor.joined:
+    if tensor.joined == "shared":
+        parts = (held,) * len(tensor.parts)
+    elif tensor.joined:
         parts = split_qkv(held, shape) if tensor.joined == "qkv" else held.chunk(2, 0)
     for (name, size), part in zip(tensor.parts, parts, strict=True):
         yield name, part.reshape(size)
@@ -303,7 +317,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], *, shard_by
     """Safetensors files, with an index when there are several. The same tensors give the same bytes."""
     ordered = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     specs = [TensorSpec(name, _code(tensors[name].dtype), tuple(tensors[name].shape)) for name in ordered]
-    contents = ((name, _bytes(tensors[name])) for name in ordered)
+    contents = ((name, tensor_bytes(tensors[name])) for name in ordered)
     return write_weights(folder, specs, contents, shard_bytes=shard_bytes)
 
 
@@ -311,7 +325,8 @@ def _code(dtype: torch.dtype) -> str:
     return CODES[str(dtype).removeprefix("torch.")]
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """Its values, one after another."""
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
@@ -356,8 +371,8 @@ AT_ONCE = 4
 
 
 async def upload(folder: Path, files: Mapping[str, str], model: Path, blobs: Blobs) -> tuple[WeightFile, ...]:
-    """Store files of the folder, {name: sha256 as far as it is known}, with the config files of the `model` folder;
-    unchanged ones keep their names. Raises StoreUnavailable."""
+    """Store files of the folder, {name: sha256 as far as it is known}, with the config files of the `model` folder,
+    where they are no adapter, which has its own; unchanged ones keep their names. Raises StoreUnavailable."""
     limit = asyncio.Semaphore(AT_ONCE)
 
     async def one(name: str, sha256: str) -> WeightFile:
@@ -367,7 +382,7 @@ async def upload(folder: Path, files: Mapping[str, str], model: Path, blobs: Blo
 
     beside = [
         WeightFile(name, await blobs.put(content, media_type=MEDIA[".json"]))
-        for name, content in description(model).items()
+        for name, content in ({} if adapters.CONFIG in files else description(model)).items()
     ]
     return (*beside, *await asyncio.gather(*(one(name, sha256) for name, sha256 in files.items())))
 
@@ -443,9 +458,10 @@ def published(
     cursor: Cursor,
     checkpoint: str | None,
     difference: Difference | None = None,
+    adapts: int | None = None,
 ) -> WeightVersionPublished:
-    """The event of weights that stand at `cursor`."""
-    base = difference.base if difference and difference.files else None
+    """The event of weights that stand at `cursor`; `adapts`: the version that they are an adapter of."""
+    base = difference.base if difference and difference.files else adapts
     types = {spec.name: DTYPES[spec.code] for spec in written.specs}
     several = len(set(types.values())) > 1
     return WeightVersionPublished(
@@ -455,7 +471,7 @@ def published(
         step=cursor.step,
         batch_index=cursor.next_batch - 1,
         incarnation=incarnation,
-        kind="full" if base is None else "delta",
+        kind="full" if base is None else "delta" if adapts is None else "adapter",
         base_version=base,
         files=files,
         dtype="+".join(sorted(set(types.values()))),

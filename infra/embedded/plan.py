@@ -26,7 +26,7 @@ from turnlog.infra.embedded.liveness import (
 )
 from turnlog.infra.embedded.ports import HOST, ONE_HOST, claim, free_ports, reached
 from turnlog.infra.embedded.process import Launch
-from turnlog.infra.embedded.servers import Engine, ObjectStore
+from turnlog.infra.embedded.servers import Engine, ObjectStore, lora_rank_of
 from turnlog.infra.embedded.supervisor import Member
 from turnlog.infra.roles.ending import grace_s
 from turnlog.infra.roles.probe import health_host
@@ -211,6 +211,7 @@ class LaunchPlan:
             port=port,
             name=name,
             seed=int(name.rpartition("-")[2]) + 1,
+            lora_rank=lora_rank_of(self._settings),
         )
         launch = dataclasses.replace(engine.launch(), liveness=self._generating(engine.url))
         return Member(launch=launch, deaths=ENGINE_DEATHS, tier=ON_LOG), engine.url

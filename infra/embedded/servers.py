@@ -26,6 +26,8 @@ from turnlog.infra.embedded import EngineDied, ModelMissing, NotInstalled, Store
 from turnlog.infra.embedded.ports import HOST, ONE_HOST, claim, listens, reached
 from turnlog.infra.embedded.process import Launch, Server
 from turnlog.infra.run_folder import STORE_KEY, kept_secret
+from turnlog.infra.tensors.adapters import ATTENTION, DENSE
+from turnlog.processors.core.experts import routing_of_model
 from turnlog.settings import EngineSettings, Settings, StoreSettings
 
 log = logging.getLogger(__name__)
@@ -60,14 +62,23 @@ class Engine(Server):
     setting = "the engine's port"
 
     def __init__(
-        self, model: Path, settings: EngineSettings, *, log: Path, port: int = 0, name: str = "engine-0", seed: int = 1
+        self,
+        model: Path,
+        settings: EngineSettings,
+        *,
+        log: Path,
+        port: int = 0,
+        name: str = "engine-0",
+        seed: int = 1,
+        lora_rank: int = 0,
     ) -> None:
-        """Port 0 picks a free one, kept for every start of this object. Raises PortTaken, ModelMissing."""
+        """Port 0 picks a free one, kept for every start of this object; `lora_rank`: of adapters that it is to take, 0
+        for none. Raises PortTaken, ModelMissing."""
         check_model(model)
         self._model = model.resolve()
         self._settings = settings
         self._log = log
-        self._seed = seed
+        self._seed, self._lora_rank = seed, lora_rank
         self.name = name
         self.port = claim(port, self.setting, settings.host)
 
@@ -128,8 +139,23 @@ class Engine(Server):
             *("--random-seed", str(self._seed)),
             "--skip-server-warmup",
             *(CPU_ARGUMENTS if on_cpu else ()),
+            *(self._lora(on_cpu) if self._lora_rank else ()),
             *settings.extra_args,
         )
+
+    def _lora(self, on_cpu: bool) -> tuple[str, ...]:
+        """An engine that is given no adapter yet must be told what they may be."""
+        config = json.loads((self._model / "config.json").read_bytes())
+        targets = ATTENTION if min(routing_of_model(config)) > 0 else DENSE
+        return (
+            *("--enable-lora", "--max-lora-rank", str(self._lora_rank), "--lora-target-modules", *targets),
+            *(("--lora-backend", "torch_native") if on_cpu else ()),
+        )
+
+
+def lora_rank_of(settings: Settings) -> int:
+    """Of the adapters that a run's engines are to take; 0: they take none."""
+    return settings.trainer.lora_rank if settings.trainer.publish == "adapter" else 0
 
 
 def serve_engine(settings: Settings) -> int:
@@ -141,6 +167,7 @@ def serve_engine(settings: Settings) -> int:
         log=Path(tempfile.gettempdir()) / "engine.log",
         port=settings.engine.port,
         name=os.environ.get("TURNLOG_INSTANCE", "engine-0"),
+        lora_rank=lora_rank_of(settings),
     )
     launch = engine.launch()
     log.info("%s serves %s at %s", launch.name, settings.model.path, engine.url)

@@ -20,6 +20,8 @@ from typing import BinaryIO
 from safetensors import SafetensorError, safe_open
 
 SUFFIX = ".safetensors"
+MODEL = "model"
+"""What names of files begin with."""
 SHARD_BYTES = 4 << 30
 PIECE = 4 << 20
 """Bytes that are read at once: whole values of any type."""
@@ -165,7 +167,9 @@ class ShardFile:
         return self._running.hexdigest()
 
 
-def shards(specs: Sequence[TensorSpec], shard_bytes: int = SHARD_BYTES) -> list[tuple[str, list[TensorSpec]]]:
+def shards(
+    specs: Sequence[TensorSpec], shard_bytes: int = SHARD_BYTES, stem: str = MODEL
+) -> list[tuple[str, list[TensorSpec]]]:
     """File by file, in the order given: (name, tensors)."""
     found: list[list[TensorSpec]] = [[]]
     size = 0
@@ -176,8 +180,8 @@ def shards(specs: Sequence[TensorSpec], shard_bytes: int = SHARD_BYTES) -> list[
         found[-1].append(spec)
         size += spec.nbytes
     if len(found) == 1:
-        return [(f"model{SUFFIX}", found[0])]
-    return [(f"model-{number:05}-of-{len(found):05}{SUFFIX}", shard) for number, shard in enumerate(found, start=1)]
+        return [(f"{stem}{SUFFIX}", found[0])]
+    return [(f"{stem}-{number:05}-of-{len(found):05}{SUFFIX}", shard) for number, shard in enumerate(found, start=1)]
 
 
 def write_weights(
@@ -186,10 +190,11 @@ def write_weights(
     tensors: Iterator[tuple[str, memoryview]],
     *,
     shard_bytes: int = SHARD_BYTES,
+    stem: str = MODEL,
 ) -> Written:
-    """The safetensors files of a model folder, with an index when there are several. `tensors`: (name, bytes) in the
+    """The safetensors files of a folder, with an index when there are several. `tensors`: (name, bytes) in the
     order of `specs`; none is held longer than it takes to write it."""
-    planned, sha256, checksums = shards(specs, shard_bytes), dict[str, str](), dict[str, str]()
+    planned, sha256, checksums = shards(specs, shard_bytes, stem), dict[str, str](), dict[str, str]()
     for name, shard in planned:
         file = ShardFile(folder / name, shard)
         for spec in shard:

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from turnlog.infra.blobs import BlobCorrupt, Blobs
-from turnlog.infra.tensors import deltas
+from turnlog.infra.tensors import adapters, deltas
 from turnlog.infra.tensors.files import CODES, SUFFIX, NotSafetensors, TensorSpec, places, read_checksums
 from turnlog.schemas.events import WeightVersionPublished
 from turnlog.schemas.events.weights import WeightFile
@@ -93,6 +93,8 @@ def published_shapes(event: WeightVersionPublished) -> Shapes:
 def check_fits(event: WeightVersionPublished, expected: Shapes) -> None:
     """That an engine whose model is `expected` can have the version. Raises TensorsMismatch, ShapeMismatch."""
     found = published_shapes(event)
+    if event.kind == "adapter":
+        expected = adapters.expected(expected, found)
     _check_names(event, found.keys(), expected.keys())
     for name, shape in found.items():
         if shape != expected[name]:
@@ -107,11 +109,13 @@ def _check_names(event: WeightVersionPublished, found: Iterable[str], wanted: It
 
 
 def chain_of(event: WeightVersionPublished, known: Mapping[int, WeightVersionPublished]) -> Chain:
-    """The event behind those that it rests on, the first of which is of full weights. Raises BaseMissing."""
+    """The event behind those that it rests on, the first of which is of full weights: those of deltas one on the other,
+    or the one that an adapter is of. Raises BaseMissing."""
     chain = [event]
     while (first := chain[0]).kind != "full":
         base = known.get(-1 if first.base_version is None else first.base_version)
-        if first.kind != "delta" or base is None or base.version >= first.version:
+        fits = first.kind == "delta" or (first.kind == "adapter" and base is not None and base.kind == "full")
+        if not fits or base is None or base.version >= first.version:
             raise BaseMissing(
                 f"version {event.version} rests on version {first.version}, {first.kind} of {first.base_version}, "
                 "which is not known here; the next full version will do"
@@ -395,14 +399,15 @@ def _lock(descriptor: int, kind: int) -> bool:
 
 
 async def assembled(chain: Chain, blobs: Blobs, folder: Path) -> tuple[TensorSpec, ...]:
-    """The chain's last version in an empty folder; its tensors. Raises BadWeights, BlobError."""
+    """The chain's last version in an empty folder, of an adapter its files alone; its tensors. Raises BadWeights,
+    BlobError."""
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as beside:
         base: Path | None = None
         for event in chain:
             into = folder if event is chain[-1] else Path(beside) / str(event.version)
             os.makedirs(into, exist_ok=True)
             await fetch(event, blobs, into)
-            if base is not None:
+            if base is not None:  # an adapter has no deltas
                 await rebuild(base, into)
             found, base = await verify(event, into), into
     return found

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from prometheus_client import Counter, Histogram
 
 from turnlog.infra.engine import (
+    Adapter,
     Engine,
     EngineAborted,
     EngineDead,
@@ -41,7 +42,7 @@ from turnlog.processors.core.experts import own_rows, routing_of_model
 from turnlog.processors.core.turns import Ids
 from turnlog.producers.gateway import EngineFailed, NoEngine, VersionGone
 from turnlog.schemas import UndecodableRecord, ids
-from turnlog.schemas.events import Event
+from turnlog.schemas.events import EngineRegistered, EngineWeightsLoaded, Event
 from turnlog.schemas.events.tasks import Sampling
 from turnlog.schemas.events.turns import VersionSpan
 from turnlog.schemas.topics import ENGINES
@@ -141,6 +142,8 @@ class LiveEngine:
     state: str
     version: int
     client: Engine
+    base_version: int | None = None
+    """Of its own weights, where `version` is an adapter."""
     in_flight: int = 0
     failures: int = 0
     failed_at: float = float("-inf")
@@ -151,6 +154,11 @@ class LiveEngine:
     calls: set[asyncio.Timeout] = field(default_factory=set)
     """By which running requests are given up."""
     listening: asyncio.Task[None] | None = None
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """Which a request must name."""
+        return None if self.base_version is None else Adapter(str(self.version), str(self.base_version))
 
     @asynccontextmanager
     async def heard_of(self) -> AsyncIterator[None]:
@@ -232,6 +240,8 @@ class Engines:
         elif engine.url != event.url:
             engine.url, engine.client = event.url, self.connect(event.url)
         engine.state, engine.version = event.state, event.version
+        if isinstance(event, EngineRegistered | EngineWeightsLoaded):
+            engine.base_version = event.base_version
         engine.failures, engine.rests_until = 0, float("-inf")
         self._wake()
 
@@ -404,6 +414,7 @@ class Sampler:
                     experts_from=experts.next if experts is not None else None,
                     images=images,
                     cache_key=str(engine.version) if self.keyed else "",
+                    adapter=engine.adapter,
                 )
                 await self._call(engine, request, draft, wanted, stream, gone, progress, experts, max(1.0, left))
                 draft.finish = _ended(draft, self.eos.union(stops), max_new_tokens, stopped)

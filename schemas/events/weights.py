@@ -35,11 +35,13 @@ class WeightVersionPublished:
     """Of the trainer: 0, then higher with each start, by more than 1 where one died before it published; each publishes
     the weights that it starts from."""
     kind: str
-    """full | delta"""
+    """full | delta | adapter"""
     base_version: int | None
-    """Of a delta: the version that its tensors are told apart from; null for full."""
+    """Of a delta: the version that its tensors are told apart from; of an adapter: the full one that it rests on; null
+    for full."""
     files: tuple[WeightFile, ...]
-    """The folder; of a delta a file NAME.delta stands for what it makes of the base's file NAME."""
+    """The folder; of a delta a file NAME.delta stands for what it makes of the base's file NAME; of an adapter as PEFT
+    writes it."""
     dtype: str
     """Of the tensors; several joined by +."""
     checksums: dict[str, str]
@@ -85,6 +87,8 @@ class EngineRegistered:
     """Weight version served; -1 before the first."""
     model: str
     """Name of the model that it serves."""
+    base_version: int | None = None
+    """As in EngineWeightsLoaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +105,11 @@ class EngineWeightsLoaded:
     superseded: tuple[int, ...]
     """Versions that were skipped because this newer one was there already."""
     seconds: dict[str, float]
-    """By phase: fetch, verify, pause, load, check, resume."""
+    """By phase: fetch, verify, pause, load, check, resume; of an adapter, which pauses nothing: fetch, verify, load,
+    check."""
+    base_version: int | None = None
+    """Of the engine's own weights, where `version` is an adapter: a request names it (lora_path, its decimal digits)
+    and is answered by it. null: they are `version`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

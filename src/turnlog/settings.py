@@ -357,6 +357,9 @@ class TrainerSettings(LearningSettings):
     """Train low-rank adapters of this rank in attention and dense layers, and nothing else; 0: every weight."""
     lora_alpha: Scale = 32.0
     """What adapters add is multiplied by lora_alpha / lora_rank."""
+    publish: Literal["merged", "adapter"] = "merged"
+    """merged: whole models, with what adapters add. adapter: the adapters alone, behind the weights that they rest on;
+    engines serve each under a name of its own, and have --enable-lora."""
     router_replay: Literal["auto", "only", "off"] = "auto"
     """auto: rows of a mixture train on the experts that engines recorded, and those without as its routers choose;
     only: those without are masked, as `unrouted`; off: its routers choose."""
@@ -616,6 +619,13 @@ def changed(settings: Settings, tables: Mapping[str, Any], env: Mapping[str, str
         raise SettingsError(
             f"{source}: engine.autoscale_max is {found.engine.autoscale_max}, below engine.autoscale_min "
             f"({found.engine.autoscale_min})"
+        )
+    if found.trainer.publish == "adapter" and not found.trainer.lora_rank:
+        raise SettingsError(f"{source}: trainer.publish is adapter and trainer.lora_rank is 0: set trainer.lora_rank")
+    if found.trainer.publish == "adapter" and found.trainer.delta_chain:
+        raise SettingsError(
+            f"{source}: trainer.publish is adapter and trainer.delta_chain is {found.trainer.delta_chain}: adapters go "
+            "out whole; set trainer.delta_chain to 0"
         )
     if found.gateway.routed_experts == "on" and found.engine.update in ("retract", "in_place"):
         raise SettingsError(

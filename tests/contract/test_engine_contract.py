@@ -12,10 +12,25 @@ from typing import Any
 import pytest
 
 from tests.fakes.memory_engine import MemoryEngine, joined
-from turnlog.infra.engine import Engine, EngineDead, EngineRefused, EngineUnreachable, Generate, Grammar, Piece, SGLang
+from tests.fakes.weights import adapter
+from turnlog.infra.blobs import MemoryBlobs
+from turnlog.infra.engine import (
+    Adapter,
+    Engine,
+    EngineDead,
+    EngineRefused,
+    EngineUnreachable,
+    Generate,
+    Grammar,
+    Piece,
+    SGLang,
+    SGLangControl,
+)
+from turnlog.infra.tensors.versions import fetch
 from turnlog.producers.gateway.parsers.formats import FORMATS, only_call, only_json
 from turnlog.producers.gateway.parsers.parser import Call, Marks, Parser, Reasoning
 from turnlog.producers.gateway.prompts import UNKNOWN, TextTokens
+from turnlog.trainer.weights import read_weights
 
 PROMPT = [10, 20, 30, 40]
 CONTEXT = 512
@@ -75,6 +90,35 @@ async def test_a_stop_text_ends_the_output_with_the_token_that_completes_it(
     end = next(at for at in range(len(free) + 1) if text in tokens.decode(free[:at]))
     whole = joined(await _pieces(engine, _request(temperature=0.0, stop=(text,)), stream=stream))
     assert (whole.finish, whole.ids, len(whole.logprobs)) == ("stop", free[:end], end)
+
+
+@pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.engine)])
+async def adapted(request: pytest.FixtureRequest, tiny_model: Path, tmp_path: Path) -> AsyncIterator[Engine]:
+    """Either engine with adapter 9 on weights labelled 0."""
+    if request.param == "fake":
+        fake = MemoryEngine(vocabulary=384, context=CONTEXT)
+        fake.adapters = {"9"}
+        yield fake
+        return
+    real, control = (one(request.getfixturevalue("lora_engine_url")) for one in (SGLang, SGLangControl))
+    blobs, matrices = MemoryBlobs(), {name: one for name, one in read_weights(tiny_model).items() if "_proj" in name}
+    await fetch(await adapter(matrices, 9, blobs, adapts=0), blobs, tmp_path)
+    await control.load_adapter(tmp_path, 9, timeout_s=60)
+    yield real
+    await control.unload_adapter(9, patience_s=60)
+    await real.close()
+    await control.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_output_of_an_adapter_is_labelled_with_it_and_one_that_is_not_there_is_of_a_restart(
+    adapted: Engine, stream: bool
+) -> None:
+    whole = joined(await _pieces(adapted, _request(adapter=Adapter("9", "0")), stream=stream))
+    assert whole.versions == (("9", len(whole.ids)),)
+    for other in (Adapter("8", "0"), Adapter("9", "7")):
+        with pytest.raises(EngineDead):
+            await _pieces(adapted, _request(adapter=other), stream=stream)
 
 
 @pytest.mark.parametrize("stream", [False, True])

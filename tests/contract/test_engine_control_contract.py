@@ -19,11 +19,14 @@ from starlette.responses import JSONResponse, Response
 
 from tests.contract.test_https import served
 from tests.fakes.memory_engine_control import MemoryEngineControl
+from tests.fakes.weights import adapter
 from turnlog.consumers.loader import transport_of
+from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.embedded.servers import Engine
 from turnlog.infra.embedded.tiny_model import make_tiny_model
 from turnlog.infra.engine import (
     LOADING,
+    Adapter,
     EngineControl,
     EngineDead,
     EngineRefused,
@@ -35,7 +38,9 @@ from turnlog.infra.engine import (
 )
 from turnlog.infra.tensors.files import METADATA
 from turnlog.infra.tensors.transports import SharedMemory, TransportUnusable, buckets
+from turnlog.infra.tensors.versions import fetch
 from turnlog.settings import EngineSettings, LoaderSettings
+from turnlog.trainer.weights import read_weights
 
 TRANSPORTS: tuple[Literal["disk", "tensor", "distributed"], ...] = ("disk", "tensor", "distributed")
 
@@ -209,6 +214,81 @@ async def test_a_missing_folder_is_refused_and_the_label_stays(control: EngineCo
         await control.load(tmp_path / "absent", 8, timeout_s=60)
     await control.resume()
     assert (await control.model_info()).weight_version == before.weight_version
+
+
+@pytest.fixture(params=["memory", pytest.param("sglang", marks=pytest.mark.engine)])
+async def adapting(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[EngineControl]:
+    """An engine that takes adapters, and has none."""
+    if request.param == "memory":
+        yield MemoryEngineControl(tmp_path)
+        return
+    real = SGLangControl(request.getfixturevalue("lora_engine_url"), adapters=True)
+    yield real
+    for version in (await real.model_info()).adapters:
+        await real.unload_adapter(version, patience_s=60)
+    await real.close()
+
+
+@pytest.fixture
+async def adapters(tiny_model: Path, tmp_path: Path) -> list[Path]:
+    """Folders of two."""
+    blobs, matrices = MemoryBlobs(), {name: one for name, one in read_weights(tiny_model).items() if "_proj" in name}
+    folders = [tmp_path / "1", tmp_path / "2"]
+    for seed, folder in enumerate(folders):
+        folder.mkdir()
+        await fetch(await adapter(matrices, seed, blobs, adapts=0, seed=seed), blobs, folder)
+    return folders
+
+
+async def test_adapters_are_loaded_beside_the_weights_and_forgotten(
+    adapting: EngineControl, adapters: list[Path]
+) -> None:
+    own = (await adapting.model_info()).label
+    for version, folder in enumerate(adapters, start=own + 1):
+        await adapting.load_adapter(folder, version, timeout_s=60)
+    info = await adapting.model_info()
+    assert (info.adapters, info.label) == ((own + 1, own + 2), own)
+    await adapting.unload_adapter(own + 1, patience_s=60)
+    assert (await adapting.model_info()).adapters == (own + 2,)
+
+
+async def test_an_adapter_that_is_there_or_has_no_folder_is_refused_and_those_there_stay(
+    adapting: EngineControl, adapters: list[Path], tmp_path: Path
+) -> None:
+    await adapting.load_adapter(adapters[0], 70, timeout_s=60)
+    for folder, version in ((adapters[1], 70), (tmp_path / "absent", 71)):
+        with pytest.raises(EngineRefused):
+            await adapting.load_adapter(folder, version, timeout_s=60)
+    with pytest.raises(EngineRefused):
+        await adapting.unload_adapter(71, patience_s=60)
+    assert (await adapting.model_info()).adapters == (70,)
+
+
+@pytest.mark.engine
+async def test_an_adapter_goes_once_its_requests_have_ended_or_are_ended(
+    lora_engine_url: str, adapters: list[Path]
+) -> None:
+    engine, control = SGLang(lora_engine_url), SGLangControl(lora_engine_url, adapters=True)
+    base = (await control.model_info()).weight_version
+    for version, patience_s, ends in ((80, 60.0, ("length", "stop")), (81, 0.05, ("abort",))):
+        await control.load_adapter(adapters[0], version, timeout_s=60)
+        request = Generate(
+            rid=uuid.uuid4().hex, input_ids=[10, 20], temperature=1.0, max_new_tokens=500, stop_token_ids=(),
+            adapter=Adapter(str(version), base),
+        )  # fmt: skip
+        answer = engine.generate(request, stream=True, timeout_s=60)
+        pieces = [await anext(answer)]
+        await asyncio.gather(control.unload_adapter(version, patience_s=patience_s), rest_of(answer, pieces))
+        assert pieces[-1].finish in ends
+        assert [label for label, _ in pieces[-1].versions] == [str(version)]
+        assert version not in (await control.model_info()).adapters
+    await engine.close()
+    await control.close()
+
+
+async def rest_of(answer: AsyncIterator[Piece], pieces: list[Piece]) -> None:
+    async for piece in answer:
+        pieces.append(piece)
 
 
 async def test_resume_is_harmless_when_not_paused(control: EngineControl) -> None:

@@ -43,6 +43,8 @@ class MemoryEngine:
         """(layers, experts per token, experts) of a mixture of experts that returns its routing."""
         self.cached_tokens = 0
         """Of each prompt, as it tells."""
+        self.adapters: set[str] = set()
+        """Names of those that it has."""
         self._dead = False
         self.silent = False
         """As SIGSTOP: connections stay, nothing is answered; give `holds_after`, too."""
@@ -96,6 +98,10 @@ class MemoryEngine:
             raise EngineRefused(f"experts from {request.experts_from} of a prompt of {len(request.input_ids)}")
         if self._dead:
             raise EngineUnreachable("the engine was killed")
+        if request.adapter is not None and request.adapter.name not in self.adapters:
+            raise EngineDead(f"no adapter {request.adapter.name}: it restarted")
+        if request.adapter is not None and request.adapter.base != self.version:
+            raise EngineDead(f"adapter {request.adapter.name} does not rest on {self.version}")
         if any(not 0 <= token < self.vocabulary for token in request.input_ids):
             self.kill()
             raise EngineDead("a token id outside the vocabulary killed the engine")
@@ -116,7 +122,7 @@ class MemoryEngine:
                 rows = self._experts(request, ids[:position])
                 yield Piece(ids=[], logprobs=[], finish="abort", versions=spans(versions), experts=rows)
                 return
-            versions.append(self.version)
+            versions.append(self.version if request.adapter is None else request.adapter.name)
             last = position == len(ids) - 1
             logprob = logprob_of(request.input_ids, position)
             yield Piece(

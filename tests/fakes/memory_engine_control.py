@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 from turnlog.infra.engine import EngineDead, EngineRefused, EngineUnreachable, ModelInfo
+from turnlog.infra.tensors.adapters import CONFIG
 
 
 class MemoryEngineControl:
@@ -21,15 +23,19 @@ class MemoryEngineControl:
         self.requests = 0
         """That run or wait."""
         self.aborts = 0
+        self.adapters: dict[int, Path] = {}
+        self.takes_adapters = True
+        """Started with --enable-lora."""
 
     def restart(self) -> None:
         """Come back with the model folder's own weights."""
         self._info = ModelInfo("default", self._info.model_path)
+        self.adapters.clear()
         self.paused, self.alive = False, True
 
     async def model_info(self) -> ModelInfo:
         self._alive()
-        return self._info
+        return replace(self._info, adapters=tuple(sorted(self.adapters)))
 
     async def pause(self) -> None:
         self._alive()
@@ -50,6 +56,19 @@ class MemoryEngineControl:
         """See SGLangControl."""
         self._alive()
         self._info = ModelInfo(text, self._info.model_path)
+
+    async def load_adapter(self, folder: Path, version: int, *, timeout_s: float) -> None:
+        """See EngineControl. Like SGLang: what it has, and no folder, is refused; what tensors hold is not noticed."""
+        self._alive()
+        if not self.takes_adapters or version in self.adapters or not (folder / CONFIG).is_file():
+            raise EngineRefused(f"adapter {version} of {folder}")
+        self.loads.append(version)
+        self.adapters[version] = folder
+
+    async def unload_adapter(self, version: int, *, patience_s: float) -> None:
+        self._alive()
+        if self.adapters.pop(version, None) is None:
+            raise EngineRefused(f"no adapter {version}")
 
     async def resume(self) -> None:
         self._alive()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import torch
 
 from turnlog.infra.blobs import Blobs
+from turnlog.infra.tensors import adapters
 from turnlog.schemas.events import WeightVersionPublished
 from turnlog.trainer.checkpoint import Cursor
 from turnlog.trainer.weights import LastExport, published, upload, write_tensors
@@ -47,3 +49,31 @@ async def version(
     """Full weights, in the store."""
     with tempfile.TemporaryDirectory() as folder:
         return await Publications(blobs, model, Path(folder), chain=0, run_id=run_id).version(tensors, number)
+
+
+async def adapter(
+    matrices: Mapping[str, torch.Tensor], number: int, blobs: Blobs, *, adapts: int, seed: int = 0, run_id: str = "run"
+) -> WeightVersionPublished:
+    """A random one of rank 1 for these matrices, in the store, that rests on the version `adapts`."""
+    generator, tensors = torch.Generator().manual_seed(seed), dict[str, torch.Tensor]()
+    for name, matrix in matrices.items():
+        a, b = adapters.factors_of(name)
+        tensors[a] = torch.randn(1, matrix.shape[1], generator=generator) / matrix.shape[1] ** 0.5
+        tensors[b] = torch.randn(matrix.shape[0], 1, generator=generator)
+    with tempfile.TemporaryDirectory() as folder:
+        written = write_tensors(Path(folder), tensors)
+        (file,) = (Path(folder) / name for name in written.sha256)
+        file.rename(file.with_stem(adapters.STEM))
+        (Path(folder) / adapters.CONFIG).write_bytes(adapters.config_json(1, 1.0, tensors))
+        files = {f"{adapters.STEM}.safetensors": "", adapters.CONFIG: ""}
+        stored = await upload(Path(folder), files, Path(folder), blobs)
+    return published(
+        dataclasses.replace(written, sha256=files),
+        stored,
+        run_id=run_id,
+        version=number,
+        incarnation=0,
+        cursor=Cursor(next_batch=number, step=number),
+        checkpoint=None,
+        adapts=adapts,
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
@@ -21,13 +22,26 @@ import torch
 from tests.fakes.weights import Publications, version
 from turnlog.consumers.loader import EngineSwapFailed, main
 from turnlog.infra.embedded.servers import Engine
+from turnlog.infra.engine import Adapter, Generate, Piece, SGLang
 from turnlog.infra.log import Partition
 from turnlog.infra.roles.role import Role, opened
-from turnlog.schemas.events import EngineGone, EngineRegistered, EngineWeightsLoaded, EngineWeightsRefused, Event
+from turnlog.schemas.events import (
+    EngineGone,
+    EngineRegistered,
+    EngineWeightsLoaded,
+    EngineWeightsRefused,
+    Event,
+)
 from turnlog.schemas.events.weights import WeightFile
 from turnlog.schemas.topics import ENGINES
 from turnlog.settings import EngineSettings, LoaderSettings, Settings
-from turnlog.trainer.weights import read_weights
+from turnlog.trainer.checkpoint import Cursor
+from turnlog.trainer.launch import process_group
+from turnlog.trainer.learner import Learner
+from turnlog.trainer.plan import LearnerOptions, imitation
+from turnlog.trainer.reference import synthetic_rows
+from turnlog.trainer.shape import read_shape
+from turnlog.trainer.weights import Of, published, read_weights, upload
 
 pytestmark = [pytest.mark.kafka, pytest.mark.engine]
 PROMPT = [5, 6, 7, 8, 9]
@@ -55,14 +69,17 @@ if __name__ == "__main__":
 """
 
 
+def loader_settings(settings: Settings, model: Path, url: str) -> Settings:
+    return dataclasses.replace(
+        settings,
+        engine=dataclasses.replace(settings.engine, urls=(url,)),
+        model=dataclasses.replace(settings.model, path=str(model)),
+    )
+
+
 @pytest.fixture
 async def role(live_settings: Settings, tiny_model: Path, engine_url: str) -> AsyncIterator[Role]:
-    settings = dataclasses.replace(
-        live_settings,
-        engine=dataclasses.replace(live_settings.engine, urls=(engine_url,)),
-        model=dataclasses.replace(live_settings.model, path=str(tiny_model)),
-    )
-    async with opened("loader", settings) as role:
+    async with opened("loader", loader_settings(live_settings, tiny_model, engine_url)) as role:
         yield role
 
 
@@ -220,6 +237,71 @@ async def test_loads_under_load_refuses_a_truncated_file_and_keeps_serving(role:
     assert again.version == first + 2
     role.stopping.set()
     await loader
+
+
+@pytest.fixture
+async def adapting(live_settings: Settings, tiny_model: Path, lora_engine_url: str) -> AsyncIterator[Role]:
+    """The role's engine takes adapters."""
+    settings = loader_settings(live_settings, tiny_model, lora_engine_url)
+    trainer = dataclasses.replace(settings.trainer, publish="adapter", lora_rank=4)
+    async with opened("loader", dataclasses.replace(settings, trainer=trainer)) as role:
+        yield role
+
+
+async def export(role: Role, learner: Learner, folder: Path, number: int, of: Of, adapts: int | None = None) -> None:
+    """What the learner holds goes out as version `number`; beside it lies what engines would serve of it whole."""
+    for what in {of, "merged"}:
+        (folder / f"{what}-{number}").mkdir()
+        written = learner.export_files(folder / f"{what}-{number}", what)
+        assert written is not None
+        if what == of:
+            model, cursor = Path(role.settings.model.path), Cursor(next_batch=number, step=number)
+            files = await upload(folder / f"{of}-{number}", written.sha256, model, role.blobs)
+            event = published(
+                written, files, run_id=role.settings.run.id, version=number, incarnation=0, cursor=cursor,
+                checkpoint=None, adapts=adapts,
+            )  # fmt: skip
+            await role.events.append(event)
+
+
+async def test_each_adapter_is_served_under_its_own_name_with_the_log_probs_of_the_whole_model(
+    adapting: Role, tmp_path: Path
+) -> None:
+    role, model = adapting, Path(adapting.settings.model.path)
+    engine = SGLang(role.settings.engine.urls[0])
+    loader = asyncio.create_task(main(role))
+    (registered,) = await said(role, 1)
+    base = 1000 + registered.version
+    with process_group():
+        learner = Learner(read_shape(model), read_weights(model), LearnerOptions(lora_rank=4, lora_alpha=8.0))
+        await export(role, learner, tmp_path, base, "base")
+        loaded = [(await said(role, 2))[1]]
+        greedily = [(await adapted(engine, None, 0.0)).logprobs]
+        for seed in (1, 2):
+            learner.step(synthetic_rows(seed), imitation, 1e-2)
+            await export(role, learner, tmp_path, base + seed, "adapter", adapts=base)
+            loaded.append((await said(role, 2 + seed))[1 + seed])
+            name = Adapter(str(base + seed), str(base))
+            greedily.append((await adapted(engine, name, 0.0)).logprobs)
+            answer = await adapted(engine, name, 1.0)
+            assert answer.versions == ((name.name, len(answer.ids)),)
+            whole = tmp_path / f"merged-{base + seed}"
+            assert await gap(role, whole, answer.ids, answer.logprobs, 1.0) < 1e-4
+    assert [(type(one), one.version, one.base_version) for one in loaded] == [
+        (EngineWeightsLoaded, base, None),
+        *((EngineWeightsLoaded, base + seed, base) for seed in (1, 2)),
+    ]
+    for one, other in itertools.combinations(greedily, 2):
+        assert one != pytest.approx(other, abs=1e-2)
+    role.stopping.set()
+    await loader
+    await engine.close()
+
+
+async def adapted(engine: SGLang, adapter: Adapter | None, temperature: float) -> Piece:
+    request = Generate(rid=uuid4().hex, input_ids=PROMPT, temperature=temperature, max_new_tokens=12, adapter=adapter)
+    (answer,) = [piece async for piece in engine.generate(request, stream=False, timeout_s=60)]
+    return answer
 
 
 @pytest.fixture

@@ -76,7 +76,7 @@ async def test_a_rank_that_dies_ends_the_gang_which_goes_on_from_its_checkpoint(
     assert len({one.ppid() for one in gang}) == RANKS  # a node each
     os.kill(gang[1].pid, signal.SIGKILL)
     await formed(run, DRAWS)
-    with pytest.raises(RankLost, match="rank . on Ray is gone"):
+    with pytest.raises(RankLost, match=r"rank . on Ray is gone"):
         await first
     _, alive = await asyncio.to_thread(psutil.wait_procs, gang, 60)
     assert not alive

@@ -12,8 +12,9 @@ next look.
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +24,7 @@ from turnlog.infra.blobs import Blobs
 from turnlog.infra.tensors.files import Written
 from turnlog.schemas.events import WeightFile, WeightVersionPublished
 from turnlog.trainer.gang.calls import Ranks
-from turnlog.trainer.weights import Difference, LastExport, upload
+from turnlog.trainer.weights import Difference, LastExport, Of, upload
 
 UNCHANGED = Gauge("turnlog_trainer_unchanged", "Share of values that are those of the version before", ["held"])
 
@@ -60,12 +61,19 @@ class Publications:
             self._open.cancel()
             await asyncio.wait([self._open])
 
-    async def begin(self, version: int, said: Said) -> WeightVersionPublished:
+    async def holds(self, tensors: Mapping[str, str]) -> bool:
+        """Whether the ranks' frozen weights have these checksums."""
+        folder = await asyncio.to_thread(self._exports.begun, 0)
+        written: Written = await self._call(Ranks.export_files, folder, "base")
+        await asyncio.to_thread(shutil.rmtree, folder)
+        return written.checksums == tensors
+
+    async def begin(self, version: int, said: Said, of: Of = "merged") -> WeightVersionPublished:
         """Of the weights that the ranks hold now; the one before it is published first. What the log will say of it,
         but for its files. Raises as `settle`."""
         await self.settle()
         folder = await asyncio.to_thread(self._exports.begun, version)
-        written = await self._call(Ranks.export_files, folder)
+        written = await self._call(Ranks.export_files, folder, of)
         self._open = asyncio.create_task(self._stored(version, folder, written, said))
         return said(written, ())
 

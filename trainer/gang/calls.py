@@ -26,6 +26,7 @@ from turnlog.schemas.types import BlobRef
 from turnlog.trainer import CheckpointDamaged
 from turnlog.trainer.algorithms.objective import Floats, Numbers, Objective
 from turnlog.trainer.learner import NONE, Learner, StepResult
+from turnlog.trainer.weights import Of
 
 Call = tuple[str, tuple[Any, ...]]
 """(method of Learner, arguments)"""
@@ -129,9 +130,9 @@ class Ranks(ABC):
         result: StepResult = self._everywhere("measure", rows, objective)
         return result
 
-    def export_files(self, folder: Path) -> Written:
+    def export_files(self, folder: Path, of: Of = "merged") -> Written:
         """See Learner.export_files."""
-        written: Written = self._everywhere("export_files", folder)
+        written: Written = self._everywhere("export_files", folder, of)
         return written
 
     def begin_save(self, directory: Path, common: Mapping[str, Any], before: str = "") -> None:

@@ -8,15 +8,18 @@ q, k and v share an A, as gate and up do.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as functional
 
+from turnlog.infra.tensors.adapters import factors_of
 from turnlog.trainer import mcore
+from turnlog.trainer.shape import Tensor
 
 ADAPTERS = (".lora_a", ".lora_b")
 """[rank, in] and [out, rank]"""
@@ -137,10 +140,26 @@ def adapted(model: Any) -> dict[str, Column | Row]:
     return {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, Column | Row)}
 
 
+def factors(model: Any, tensors: Iterable[Tensor], held: Container[str]) -> Iterator[Tensor]:
+    """The factors of those matrices that have any, by what Megatron and PEFT call them; `held`: parameters of all
+    pipeline stages."""
+    rank = len(next(iter(adapted(model).values())).lora_a)
+    for tensor in tensors:
+        a, b = (tensor.megatron.removesuffix(".weight") + factor for factor in ADAPTERS)
+        if a in held:
+            named = [(factors_of(name), size) for name, size in tensor.parts]
+            yield Tensor(a, tuple((of_a, (rank, size[1])) for (of_a, _), size in named), joined="shared")
+            yield dataclasses.replace(
+                tensor, megatron=b, parts=tuple((of_b, (size[0], rank)) for (_, of_b), size in named)
+            )
+
+
 def merged(weight: torch.Tensor, module: Column | Row | None) -> torch.Tensor:
-    """With what the adapter of its module adds, summed in float32."""
-    if module is None:
-        return weight
-    added = module.scale * module.lora_b.detach().float() @ module.lora_a.detach().float()
-    whole: torch.Tensor = (weight.float() + added).to(weight.dtype)
+    """With what the adapter of its module adds."""
+    return weight if module is None else summed(weight, module.lora_a.detach(), module.lora_b.detach(), module.scale)
+
+
+def summed(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """W + scale B A, summed in float32, in W's type."""
+    whole: torch.Tensor = (weight.float() + scale * b.float() @ a.float()).to(weight.dtype)
     return whole

@@ -12,6 +12,7 @@ ExportError
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import math
 import os
@@ -23,12 +24,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
+from turnlog.infra.blobs import Blobs
 from turnlog.infra.history import all_events
 from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.terminal import say
-from turnlog.infra.tensors.files import DTYPES, TensorSpec, Written
-from turnlog.infra.tensors.versions import BadWeights, assembled, chain_of
+from turnlog.infra.tensors import adapters
+from turnlog.infra.tensors.files import DTYPES, SUFFIX, TensorSpec, Written, places, write_weights
+from turnlog.infra.tensors.versions import BadWeights, Chain, assembled, chain_of
 from turnlog.names import ExitStatus
 from turnlog.schemas import topics
 from turnlog.schemas.events import WeightVersionPublished
@@ -39,9 +44,10 @@ from turnlog.trainer.checkpoints.state import read_common
 from turnlog.trainer.checkpoints.store import StorePlace
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
+from turnlog.trainer.models.lora import summed
 from turnlog.trainer.plan import ADAPTERS, LearnerOptions
 from turnlog.trainer.shape import read_shape
-from turnlog.trainer.weights import DESCRIPTION, TOKENIZER, description, read_weights
+from turnlog.trainer.weights import DESCRIPTION, TOKENIZER, Of, description, read_weights, tensor_bytes
 
 CARD = "README.md"
 LICENCES = ("LICENSE", "LICENSE.txt", "NOTICE")
@@ -137,7 +143,9 @@ async def export_version(role: Role, folder: Path, number: int | None) -> Export
     done = Exported(role.settings.run.id, Path(role.settings.model.path), event)
     with appearing(folder) as part:
         try:
-            done.count(await assembled(chain_of(event, {one.version: one for one in found}), role.blobs, part))
+            chain = chain_of(event, {one.version: one for one in found})
+            make = _merged if event.kind == "adapter" else assembled
+            done.count(await make(chain, role.blobs, part))
         except BadWeights as error:
             raise WeightsDamaged(str(error)) from error
         _finish(part, done)
@@ -154,31 +162,67 @@ def export_checkpoint(
     model = Path(settings.model.path)
     done = Exported(settings.run.id, model, event, name)
     with appearing(folder) as part:
-        written = _restored(settings, place, name, part)
+        adapter = event is not None and event.kind == "adapter"
+        written, published = _restored(settings, place, name, part, "adapter" if adapter else "merged")
         done.count(written.specs)
         if event is not None:
-            _check(written, event)
+            _check(published, event)
         for name, content in description(model).items():
             (part / name).write_bytes(content)
         _finish(part, done)
     return done
 
 
-def _restored(settings: Settings, place: Place, name: str, folder: Path) -> Written:
-    """The weights of a checkpoint under Hugging Face names, as files. Raises CheckpointUnusable, UnsupportedModel,
-    BlobError."""
+async def _merged(chain: Chain, blobs: Blobs, folder: Path) -> Sequence[TensorSpec]:
+    """The weights that an adapter makes of those that it rests on; their tensors. Raises BadWeights, BlobError."""
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as beside:
+        base, adapter = Path(beside) / "base", Path(beside) / "adapter"
+        base.mkdir()
+        adapter.mkdir()
+        await assembled(chain[:-1], blobs, base)
+        await assembled(chain[-1:], blobs, adapter)
+        return (await asyncio.to_thread(_merge, base, adapter, folder)).specs
+
+
+def _merge(base: Path, adapter: Path, folder: Path) -> Written:
+    config = json.loads((adapter / adapters.CONFIG).read_bytes())
+    factors, scale = read_weights(adapter), config["lora_alpha"] / config["r"]
+    files = sorted(base.glob(f"*{SUFFIX}"))
+    specs = [place.spec for file in files for place in places(file)]
+
+    def contents() -> Iterator[tuple[str, memoryview]]:
+        for file in files:
+            with safe_open(file, "pt") as held:
+                for place in places(file):
+                    name, tensor = place.spec.name, held.get_tensor(place.spec.name)
+                    a, b = map(factors.get, adapters.factors_of(name))
+                    yield name, tensor_bytes(tensor if a is None or b is None else summed(tensor, a, b, scale))
+
+    for name in DESCRIPTION:
+        if (base / name).exists():
+            shutil.copyfile(base / name, folder / name)
+    return write_weights(folder, specs, contents())
+
+
+def _restored(settings: Settings, place: Place, name: str, folder: Path, published: Of) -> tuple[Written, Written]:
+    """The weights of a checkpoint under Hugging Face names, as files, and what of them is published. Raises
+    CheckpointUnusable, UnsupportedModel, BlobError."""
     checkpoint = place.opened(name)
     stored = read_common(checkpoint)["shape"]
-    adapters = {name: stored[name] for name in ADAPTERS if name in stored}
+    rank_and_alpha = {name: stored[name] for name in ADAPTERS if name in stored}
     model, trainer = Path(settings.model.path), settings.trainer
     with process_group():
-        options = LearnerOptions(dtype=trainer.dtype, threads=trainer.threads, **adapters)
+        options = LearnerOptions(dtype=trainer.dtype, threads=trainer.threads, **rank_and_alpha)
         stored_at = place if isinstance(place, StorePlace) else None
         learner = Learner(read_shape(model), read_weights(model), options, place=stored_at)
         learner.restore_weights(checkpoint)
-        written = learner.export_files(folder)
+        written = said = learner.export_files(folder)
+        if published != "merged":
+            with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as beside:
+                said = learner.export_files(Path(beside), published)
     assert written is not None, "this process is rank 0"
-    return written
+    assert said is not None
+    return written, said
 
 
 def check_free(folder: Path) -> None:

@@ -8,11 +8,9 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
-
-BUFFERS = "sglang.srt.mem_cache.pool_host.common"
 
 
 class TorchvisionOperators(importlib.abc.MetaPathFinder):
@@ -80,17 +78,14 @@ def absent(name: str) -> Any:
     return operator
 
 
-class PlainRowBuffer(importlib.abc.MetaPathFinder):
-    """Finds BUFFERS as Python would, and gives "cpu" an allocator once it is loaded, so that routed experts come back.
-
-    SGLang pins their buffer through the CUDA driver on every device that has no allocator of its own; a CPU has none,
-    and without a GPU there is no driver. Plain memory holds the same rows."""
+class Mended(importlib.abc.MetaPathFinder):
+    """Finds a module of MENDED as Python would, and mends it once it is loaded."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """BUFFERS' own spec with a loader that adds the allocator; None for every other module."""
-        if fullname != BUFFERS:
+        """The module's own spec with a loader that mends it; None for every other module."""
+        if fullname not in MENDED:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
@@ -99,11 +94,19 @@ class PlainRowBuffer(importlib.abc.MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 load(module)
-                functions: Any = module.__dict__.get("ALLOC_MEMORY_FUNCS", {})  # other versions may have none
-                functions.setdefault("cpu", plain)
+                MENDED[fullname](module)
 
             loader.exec_module = exec_module
         return spec
+
+
+def with_plain_buffer(module: Any) -> None:
+    """Give "cpu" an allocator, so that routed experts come back.
+
+    SGLang pins their buffer through the CUDA driver on every device that has no allocator of its own; a CPU has none,
+    and without a GPU there is no driver. Plain memory holds the same rows."""
+    functions: Any = module.__dict__.get("ALLOC_MEMORY_FUNCS", {})  # other versions may have none
+    functions.setdefault("cpu", plain)
 
 
 def plain(dims: tuple[int, ...], dtype: Any, device: str, pin_memory: bool, allocator: Any, *_: Any) -> Any:
@@ -111,4 +114,35 @@ def plain(dims: tuple[int, ...], dtype: Any, device: str, pin_memory: bool, allo
     return allocator.allocate(dims, dtype=dtype, device=device)
 
 
-sys.meta_path[:0] = [PlainRowBuffer(), CpuOperators(), TorchvisionOperators()]
+def without_pinning(module: Any) -> None:
+    """Let the module make tensors in plain memory, so that adapters serve: it pins what describes a batch for the copy
+    to a GPU, which asks for the CUDA driver."""
+    module.torch = Unpinned(module.torch)
+
+
+class Unpinned:
+    """torch, but that nothing is pinned."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        torch.Tensor.pin_memory = lambda tensor, *_: tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._torch, name)
+
+    def tensor(self, *arguments: Any, pin_memory: bool = False, **named: Any) -> Any:
+        """torch.tensor"""
+        return self._torch.tensor(*arguments, **named)
+
+    def zeros(self, *arguments: Any, pin_memory: bool = False, **named: Any) -> Any:
+        """torch.zeros"""
+        return self._torch.zeros(*arguments, **named)
+
+
+MENDED: dict[str, Callable[[ModuleType], None]] = {
+    "sglang.srt.mem_cache.pool_host.common": with_plain_buffer,
+    "sglang.srt.lora.layers": without_pinning,
+    "sglang.srt.lora.backend.torch_backend": without_pinning,
+}
+
+sys.meta_path[:0] = [Mended(), CpuOperators(), TorchvisionOperators()]

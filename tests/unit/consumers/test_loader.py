@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import json
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from tests.contract.test_https import served
 from tests.fakes.memory_engine_control import MemoryEngineControl
 from tests.fakes.memory_log import MemoryLog
-from tests.fakes.weights import version
+from tests.fakes.weights import adapter, version
 from tests.secured import Authority
 from turnlog.consumers.lag import by_role, lag_of
 from turnlog.consumers.loader import EngineSwapFailed, Loader, NamedEngine, NoSuchEngine, engine_of, main, update_of
@@ -358,6 +358,130 @@ async def test_a_dead_engine_is_reported_and_ends_the_process(
     assert gone.state == "gone"
     with pytest.raises(EngineSwapFailed):
         await running
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - an engine in memory tells nobody
+            await asyncio.sleep(0.01)
+
+
+async def publish_adapter(role: Role, number: int, *, adapts: int = 0, **matrices: torch.Tensor) -> None:
+    matrices = matrices or {"a": tensors(0)["a"]}
+    await role.events.append(await adapter(matrices, number, role.blobs, adapts=adapts, seed=number))
+
+
+def reported(events: list[Event]) -> list[tuple[str, int, int | None, str]]:
+    """(record, version, base version, state)"""
+    return [
+        (type(event).__name__, event.version, getattr(event, "base_version", None), event.state) for event in events
+    ]
+
+
+async def test_an_adapter_is_loaded_beside_what_serves_and_those_behind_the_last_two_go(
+    role: Role, control: MemoryEngineControl, running: asyncio.Task[None]
+) -> None:
+    await publish(role, 0)
+    for number in range(1, 5):
+        await said(role, number + 1)
+        await publish_adapter(role, number)
+    events = await said(role, 6)
+    assert reported(events)[1:] == [
+        ("EngineWeightsLoaded", 0, None, "serving"),
+        *(("EngineWeightsLoaded", number, 0, "serving") for number in range(1, 5)),
+    ]
+    assert set(events[2].seconds) == {"fetch", "verify", "load", "check"}  # type: ignore[attr-defined]
+    assert control.loads == [0, 1, 2, 3, 4]
+    await until(lambda: [*control.adapters] == [3, 4])
+    await publish(role, 5)
+    assert reported(await said(role, 7))[-1] == ("EngineWeightsLoaded", 5, None, "serving")
+    await until(lambda: not control.adapters)
+
+
+async def test_an_engine_that_restarted_without_adapters_is_given_what_they_rest_on_first(
+    role: Role, control: MemoryEngineControl, running: asyncio.Task[None]
+) -> None:
+    await publish(role, 0)
+    await said(role, 2)
+    await publish_adapter(role, 2)
+    await said(role, 3)
+    control.restart()
+    assert reported(await said(role, 6))[3:] == [
+        ("EngineRegistered", -1, None, "starting"),
+        ("EngineWeightsLoaded", 0, None, "starting"),
+        ("EngineWeightsLoaded", 2, 0, "serving"),
+    ]
+
+
+async def test_a_loader_that_restarts_finds_the_adapter_that_its_engine_serves(
+    role: Role, control: MemoryEngineControl
+) -> None:
+    await publish(role, 0)
+    await publish_adapter(role, 1)
+    for there in (3, 4):
+        task = asyncio.create_task(Loader(role, control, "engine-0", URL).run())
+        events = await said(role, there)
+        role.stopping.set()
+        await task
+        role.stopping.clear()
+    assert reported(events)[-1] == ("EngineRegistered", 1, 0, "serving")
+    assert control.loads == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("adapts", "matrices", "cause"),
+    [
+        (7, {"a": torch.ones(2, 3)}, "BaseMissing"),
+        (1, {"a": torch.ones(2, 3)}, "BaseMissing"),
+        (0, {"b": torch.ones(4, 4)}, "TensorsMismatch"),
+        (0, {"c": torch.ones(2, 3)}, "TensorsMismatch"),
+        (0, {"a": torch.ones(2, 4)}, "ShapeMismatch"),
+    ],
+    ids=["of a version that is not there", "of an adapter", "of a vector", "of another model", "of another size"],
+)
+async def test_an_adapter_that_does_not_fit_is_refused_by_name_and_the_one_before_it_serves(
+    role: Role,
+    control: MemoryEngineControl,
+    running: asyncio.Task[None],
+    adapts: int,
+    matrices: dict[str, torch.Tensor],
+    cause: str,
+) -> None:
+    await publish(role, 0)
+    await said(role, 2)
+    await publish_adapter(role, 1)
+    await said(role, 3)
+    await publish_adapter(role, 2, adapts=adapts, **matrices)
+    refused = (await said(role, 4))[3]
+    assert isinstance(refused, EngineWeightsRefused)
+    assert (refused.refused_version, refused.version, refused.cause) == (2, 1, cause)
+    assert (await control.model_info()).version == 1
+
+
+async def test_an_adapter_file_that_was_altered_is_refused(
+    role: Role, control: MemoryEngineControl, running: asyncio.Task[None]
+) -> None:
+    await publish(role, 0)
+    await said(role, 2)
+    event = await adapter({"a": tensors(0)["a"]}, 1, role.blobs, adapts=0)
+    other = await adapter({"a": tensors(0)["a"]}, 1, role.blobs, adapts=0, seed=9)
+    await role.events.append(dataclasses.replace(event, files=other.files))
+    refused = (await said(role, 3))[2]
+    assert isinstance(refused, EngineWeightsRefused)
+    assert (refused.refused_version, refused.cause) == (1, "ChecksumMismatch")
+    assert not control.adapters
+
+
+async def test_an_engine_that_takes_no_adapters_refuses_them_and_serves_what_they_rest_on(
+    role: Role, control: MemoryEngineControl, running: asyncio.Task[None]
+) -> None:
+    control.takes_adapters = False
+    await publish(role, 0)
+    await said(role, 2)
+    await publish_adapter(role, 1)
+    refused = (await said(role, 3))[2]
+    assert isinstance(refused, EngineWeightsRefused)
+    assert (refused.refused_version, refused.version, refused.state) == (1, 0, "serving")
 
 
 class Forgetful(MemoryEngineControl):

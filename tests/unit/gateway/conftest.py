@@ -162,7 +162,9 @@ class Rig:
         self.http = await stack.enter_async_context(httpx.AsyncClient(base_url=self.url, timeout=30))
         return stack
 
-    async def engine_says(self, name: str = "e0", state: str = "serving", version: int = 0) -> None:
+    async def engine_says(
+        self, name: str = "e0", state: str = "serving", version: int = 0, base_version: int | None = None
+    ) -> None:
         """What the engine's weight loader writes."""
         event = EngineRegistered(
             event_id=ids.digest("EngineRegistered", name, state, version),
@@ -172,6 +174,7 @@ class Rig:
             state=state,
             version=version,
             model="m",
+            base_version=base_version,
         )
         await self.events.append(event)
 

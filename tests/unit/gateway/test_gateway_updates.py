@@ -10,6 +10,7 @@ import orjson
 import pytest
 
 from tests.unit.gateway.conftest import until
+from turnlog.infra.engine import Adapter
 from turnlog.schemas.events import VersionSpan
 from turnlog.schemas.types import int32s
 from turnlog.settings import Settings
@@ -70,6 +71,39 @@ async def test_an_update_within_a_character_is_invisible_and_on_the_log(
     assert len(engine.requests) == 1 + resubmitted
     [turn] = await rig.written("TurnCompleted")
     assert (turn.api, turn.weight_version_first, turn.weight_version_last) == (dialect, 0, 1)
+
+
+async def test_a_turn_names_its_adapter_and_ends_on_it_when_another_one_is_loaded(rig: Any) -> None:
+    session, engine = await rig.open(), rig.engines["e0"]
+    engine.adapters = {"1", "2"}
+    await rig.engine_says(version=1, base_version=0)
+    await until(lambda: rig.gateway.engines.live["e0"].version == 1)
+    ids = rig.script.says("12345")
+    engine.holds_after = 2
+    asked = asyncio.create_task(rig.chat(session, [QUESTION]))
+    await engine.reached.wait()
+    await rig.engine_says(version=2, base_version=0)
+    await until(lambda: rig.gateway.engines.live["e0"].version == 2)
+    engine.released.set()
+    assert (await asked).status_code == 200
+    await rig.chat(session, [{"role": "user", "content": "more"}])
+    assert [request.adapter for request in engine.requests] == [Adapter("1", "0"), Adapter("2", "0")]
+    first, second = await rig.written("TokenSnapshot")
+    assert first.version_spans == (VersionSpan(1, len(ids)),)
+    assert [span.version for span in second.version_spans] == [2]
+
+
+async def test_an_engine_that_restarted_without_its_adapter_is_passed_over_until_its_loader_comes(rig: Any) -> None:
+    rig.engines["e1"] = other = rig.new_engine("http://e1")
+    session, engine = await rig.open(), rig.engines["e0"]
+    other.adapters = {"1"}
+    await rig.engine_says(version=1, base_version=0)
+    await until(lambda: rig.gateway.engines.live["e0"].version == 1)
+    asked = asyncio.create_task(rig.chat(session, [QUESTION]))
+    await until(lambda: rig.gateway.engines.live["e0"].failures > 0)
+    await rig.engine_says("e1", version=1, base_version=0)
+    assert (await asked).status_code == 200
+    assert (len(engine.requests), len(other.requests)) == (0, 1)
 
 
 class TestInPlace:

@@ -33,7 +33,7 @@ from turnlog.trainer.plan import LearnerOptions, imitation
 from turnlog.trainer.reference import synthetic_model, synthetic_rows
 from turnlog.trainer.shape import TINY
 from turnlog.trainer.warm_start import random_weights
-from turnlog.trainer.weights import published, upload
+from turnlog.trainer.weights import Of, published, upload
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 TOKENS = torch.tensor([[1, 5, 9, 200, 7, 2]])
@@ -62,26 +62,29 @@ async def steps(tmp_path: Path, request: pytest.FixtureRequest) -> Steps:
     checkpoint = tmp_path / "checkpoints" / "step-00000002-i0"
     checkpoint.mkdir(parents=True)
     with process_group():
-        options = LearnerOptions(lora_rank=getattr(request, "param", 0))
-        learner = Learner(TINY, random_weights(TINY, 1), options)
-        await publish(run, learner, version=0)
+        rank, of = getattr(request, "param", (0, "merged"))
+        learner = Learner(TINY, random_weights(TINY, 1), LearnerOptions(lora_rank=rank))
+        await publish(run, learner, version=0, of="base" if of == "adapter" else "merged")
         for seed in range(2):
             learner.step(synthetic_rows(seed), imitation, 1e-2)
         learner.save(checkpoint, {})
-        await publish(run, learner, version=1, checkpoint=checkpoint)
+        await publish(run, learner, version=1, checkpoint=checkpoint, of=of)
         with torch.no_grad(), mcore.quiet():
             logits = learner.policy.model(TOKENS, torch.arange(6)[None], None)[..., : TINY.vocabulary].clone()
     return Steps(run, FolderPlace(checkpoint.parent), checkpoint, logits)
 
 
-async def publish(run: TrainedRun, learner: Learner, *, version: int, checkpoint: Path | None = None) -> None:
+async def publish(
+    run: TrainedRun, learner: Learner, *, version: int, checkpoint: Path | None = None, of: Of = "merged"
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        written = learner.export_files(Path(folder))
+        written = learner.export_files(Path(folder), of)
         assert written is not None
         files = await upload(Path(folder), written.sha256, Path(run.settings.model.path), run.objects)
     cursor = Cursor(step=2 * version, next_batch=2 * version)
     await run.append([published(written, files, run_id="run", version=version, incarnation=0, cursor=cursor,
-                                checkpoint=str(checkpoint) if checkpoint else None)])  # fmt: skip
+                                checkpoint=str(checkpoint) if checkpoint else None,
+                                adapts=0 if of == "adapter" else None)])  # fmt: skip
 
 
 def there(folder: Path) -> list[Path]:
@@ -111,7 +114,10 @@ async def test_the_newest_version_loads_in_transformers_and_says_what_the_traine
     assert [path.name for path in there(out.parent)] == ["calc"]
 
 
-@pytest.mark.parametrize("steps", [0, 4], ids=["all weights", "adapters"], indirect=True)
+EACH = [(0, "merged"), (4, "merged"), (4, "adapter")]
+
+
+@pytest.mark.parametrize("steps", EACH, ids=["all weights", "merged adapters", "adapters"], indirect=True)
 async def test_a_checkpoint_gives_the_weights_of_the_version_that_names_it(steps: Steps, tmp_path: Path) -> None:
     await export_version(steps.run.role(), tmp_path / "version", 1)
     versions = await published_versions(steps.run.role())

@@ -17,7 +17,7 @@ from turnlog.schemas.events import WeightVersionPublished
 from turnlog.schemas.types import BlobRef
 from turnlog.trainer.checkpoint import Cursor
 from turnlog.trainer.checkpoints.publications import Publications, Said
-from turnlog.trainer.weights import LastExport, published, write_tensors
+from turnlog.trainer.weights import LastExport, Of, published, write_tensors
 
 
 class SlowStore(MemoryBlobs):
@@ -41,7 +41,7 @@ class Rig:
         self.store, self.log, self.value = SlowStore(), list[WeightVersionPublished](), 0.0
         self.publications = Publications(LastExport(folder, chain=1), folder, self.store, self.call, self.commit)
 
-    async def call(self, _: Any, folder: Path) -> Written:
+    async def call(self, _: Any, folder: Path, of: Of) -> Written:
         return write_tensors(folder, {"weight": torch.full((4,), self.value)})
 
     async def commit(self, event: WeightVersionPublished) -> None:

@@ -39,7 +39,7 @@ def more(work):
 
 def written(model, shape):
     export = weights.Export(model, shape)
-    contents = ((name, weights._bytes(tensor)) for name, tensor in export)
+    contents = ((name, weights.tensor_bytes(tensor)) for name, tensor in export)
     return write_weights(Path(sys.argv[1]), export.specs, contents, shard_bytes=int(sys.argv[2]))
 
 if __name__ == "__main__":
