@@ -54,6 +54,7 @@ from turnlog.infra.engine import (
     EngineError,
     EngineRefused,
     EngineUnreachable,
+    ModelInfo,
     SGLangControl,
     Transport,
 )
@@ -72,7 +73,7 @@ from turnlog.infra.tensors.versions import (
 )
 from turnlog.names import ConsumerGroup, TransactionalId
 from turnlog.processors.core.experts import routing_of_model
-from turnlog.processors.core.fleet import DRAINING, GONE, SERVING, STARTING, Fleet
+from turnlog.processors.core.fleet import DRAINING, GONE, SERVING, SILENT, STARTING, Fleet
 from turnlog.processors.core.fleet import Engine as Known
 from turnlog.schemas.events import (
     EngineDraining,
@@ -91,12 +92,14 @@ log = logging.getLogger(__name__)
 LOADED = Counter("turnlog_loader_loaded", "Weight versions loaded")
 REFUSED = Counter("turnlog_loader_refused", "Weight versions refused", ["cause"])
 VERSION = Gauge("turnlog_loader_version", "Weight version served; -1 before the first")
+SILENCE = Gauge("turnlog_loader_silent", "1 while the engine gives no answer")
 
 PARTITION = Partition(WEIGHTS.name, 0)
 REQUESTED, SAID = Partition(ENGINE_REQUESTS.name, 0), Partition(ENGINES.name, 0)
 PROBE_S = 1.0
-SILENT_PROBES = 3
-"""An engine that does not answer this many probes in a row is gone; one that refuses the connection is gone at once."""
+LONGEST_PROBE_S = 5.0
+DROPPED_PROBES = 3
+"""An engine that drops the connection of this many probes in a row is gone; one that refuses it is gone at once."""
 RETRY_S = 0.5
 RECENT = 8
 DRAIN_LOOK_S = 0.1
@@ -218,8 +221,10 @@ class Loader:
         self._waiting: list[int] = []
         """Versions neither loaded, refused nor superseded, ascending."""
         self._refused: set[int] = set()
-        self._said = 0
-        self._silent = 0
+        self._said = self._dropped = 0
+        self._heard = time.monotonic()
+        """When the engine answered last."""
+        self._silent = False
         self._drains = drains
         self._fleet = Fleet()
         """Of this engine alone."""
@@ -257,13 +262,14 @@ class Loader:
         if self._over:
             return
         await self._catch_up(reader)
-        await self._register()
+        await self._register(await self._control.model_info())
         self._role.health.started()
         probed = time.monotonic()
         while not self._over:
             self._beat()
-            if self._waiting:
+            if self._waiting and not self._silent:
                 await self._swap()
+                self._heard = time.monotonic()
                 self._beat()
             if not self._waiting:
                 await self._reached.say({PARTITION: Commit(reader.position(PARTITION))})
@@ -361,8 +367,9 @@ class Loader:
                 self._role.health.met("engine")
                 return
 
-    async def _register(self) -> None:
-        info = await self._control.model_info()
+    async def _register(self, info: ModelInfo) -> None:
+        self._heard, self._silent = time.monotonic(), False
+        SILENCE.set(0)
         self._version, self._base_version = info.version, info.base_version
         VERSION.set(self._version)
         known = {*self._waiting, *self._recent} - self._refused
@@ -395,22 +402,48 @@ class Loader:
         self._recent = {version: one for version, one in self._recent.items() if version in needed}
 
     async def _probe(self) -> None:
-        """Is the engine there, with the weights that we gave it? One that restarted is registered and loaded anew."""
+        """Is the engine there, with the weights that we gave it? One that restarted is registered and loaded anew; one
+        that was silent is registered."""
+        left = self._heard + self._bound_s - time.monotonic()
+        patience_s = min(max(left, PROBE_S), LONGEST_PROBE_S)
         try:
-            info = await self._control.model_info()
+            async with asyncio.timeout(patience_s):
+                info = await self._control.model_info()
+        except TimeoutError:
+            if patience_s >= left:
+                await self._unheard()
+            return
         except EngineRefused as error:
             await self._gone(error)
             raise EngineSwapFailed(f"{self._url} refuses /model_info") from error
         except EngineDead as error:
-            self._silent += 1
-            if self._silent >= SILENT_PROBES or isinstance(error, EngineUnreachable):
+            self._dropped += 1
+            if self._dropped >= DROPPED_PROBES or isinstance(error, EngineUnreachable):
                 await self._gone(error)
                 raise EngineSwapFailed(str(error)) from error
             return
-        self._silent = 0
-        if (info.version, info.base_version) != (self._version, self._base_version):
+        self._heard, self._dropped = time.monotonic(), 0
+        restarted = (info.version, info.base_version) != (self._version, self._base_version)
+        if restarted:
             log.warning("%s serves %s, not %d: it restarted", self._url, info.version, self._version)
-            await self._register()
+        if restarted or self._silent:
+            await self._register(info)
+
+    @property
+    def _bound_s(self) -> float:
+        """Of silence."""
+        return self._role.settings.loader.gone_s if self._silent else self._role.settings.loader.silent_s
+
+    async def _unheard(self) -> None:
+        """First it takes no turns until it answers, then it is gone. Raises EngineSwapFailed."""
+        error = EngineDead(f"{self._url} is silent: no answer to GET /model_info in {self._bound_s:g} s")
+        if self._silent:
+            await self._gone(error)
+            raise EngineSwapFailed(str(error))
+        log.warning("%s", error)
+        self._silent = True
+        SILENCE.set(1)
+        await self._say(EngineDraining, state=SILENT)
 
     async def _swap(self) -> None:
         """Load the newest of the waiting versions; refused, the next newest is tried in the next round."""

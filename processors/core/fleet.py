@@ -19,6 +19,7 @@ from turnlog.schemas.topics import ENGINES, TOPIC_OF
 STARTING: Final = "starting"
 SERVING: Final = "serving"
 DRAINING: Final = "draining"
+SILENT: Final = "silent"
 GONE: Final = "gone"
 SETTINGS: Final = "settings"
 OPERATOR: Final = "operator"
@@ -39,7 +40,7 @@ class Engine:
     """Who asked last."""
     hosted: bool = False
     state: str = ""
-    """starting | serving | draining | gone; empty: its loader has said nothing."""
+    """starting | serving | draining | silent | gone; empty: its loader has said nothing."""
     version: int = -1
     cause: str = ""
     """Why it is gone, in words."""

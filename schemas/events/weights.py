@@ -82,7 +82,7 @@ class EngineRegistered:
     engine_id: str
     url: str
     state: str
-    """starting | serving | draining | gone"""
+    """starting | serving | draining | silent | gone"""
     version: int
     """Weight version served; -1 before the first."""
     model: str
@@ -133,7 +133,7 @@ class EngineWeightsRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineDraining:
-    """No new sessions, please."""
+    """No new turns, please: the engine is about to leave (draining), or does not answer for now (silent)."""
 
     event_id: str
     run_id: str

@@ -445,6 +445,10 @@ class LoaderSettings:
     memory of the machine that both are on. distributed: by broadcast, from any machine. The last two need torch."""
     group_backend: Literal["gloo", "nccl"] = "gloo"
     """Of the broadcast; nccl is for engines on CUDA, and the loader then needs a device of its own."""
+    silent_s: Seconds = 4.0
+    """Without an answer of an engine; then it is given no new turns until it answers again."""
+    gone_s: Seconds = 30.0
+    """Without an answer; then it is gone, and its loader ends. Above what an engine that is only starved needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,9 @@ class MemoryEngineControl:
         self.paused = False
         self.alive = True
         self.silent = 0
+        self.answers = asyncio.Event()
+        """Cleared, it is as SIGSTOP leaves it."""
+        self.answers.set()
         self.loads: list[int] = []
         self.requests = 0
         """That run or wait."""
@@ -34,6 +38,7 @@ class MemoryEngineControl:
         self.paused, self.alive = False, True
 
     async def model_info(self) -> ModelInfo:
+        await self.answers.wait()
         self._alive()
         return replace(self._info, adapters=tuple(sorted(self.adapters)))
 

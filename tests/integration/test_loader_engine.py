@@ -26,6 +26,7 @@ from turnlog.infra.engine import Adapter, Generate, Piece, SGLang
 from turnlog.infra.log import Partition
 from turnlog.infra.roles.role import Role, opened
 from turnlog.schemas.events import (
+    EngineDraining,
     EngineGone,
     EngineRegistered,
     EngineWeightsLoaded,
@@ -70,10 +71,12 @@ if __name__ == "__main__":
 
 
 def loader_settings(settings: Settings, model: Path, url: str) -> Settings:
+    """Of one who is asked for every report, which an engine that is starved here for a while would add to."""
     return dataclasses.replace(
         settings,
         engine=dataclasses.replace(settings.engine, urls=(url,)),
         model=dataclasses.replace(settings.model, path=str(model)),
+        loader=dataclasses.replace(settings.loader, silent_s=25.0),
     )
 
 
@@ -309,7 +312,7 @@ def struck(role: Role, tiny_model: Path, tmp_path: Path) -> Iterator[Engine]:
     """The role's engine, which nobody else needs."""
     with Engine(tiny_model, EngineSettings(), log=tmp_path / "engine.log") as engine:
         urls = dataclasses.replace(role.settings.engine, urls=(engine.url,))
-        role.settings = dataclasses.replace(role.settings, engine=urls)
+        role.settings = dataclasses.replace(role.settings, engine=urls, loader=LoaderSettings())
         yield engine
 
 
@@ -319,13 +322,15 @@ def family(engine: Engine) -> list[psutil.Process]:
 
 
 @pytest.mark.long
-async def test_an_engine_that_is_alive_and_silent_is_said_to_be_gone(role: Role, struck: Engine) -> None:
+async def test_a_silent_engine_takes_no_turns_and_then_is_said_to_be_gone(role: Role, struck: Engine) -> None:
     loader = asyncio.create_task(main(role))
     await said(role, 1)
     for process in family(struck):
         process.suspend()
     with pytest.raises(EngineSwapFailed):
         await loader
-    gone = (await said(role, 2))[1]
+    silent, gone = (await said(role, 3))[1:]
+    assert isinstance(silent, EngineDraining)
+    assert (silent.state, silent.version) == ("silent", -1)
     assert isinstance(gone, EngineGone)
-    assert "Timeout" in gone.cause
+    assert "is silent" in gone.cause

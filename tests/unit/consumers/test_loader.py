@@ -558,6 +558,35 @@ async def test_an_engine_that_starts_late_is_waited_for_by_name_and_said_to_be_g
     assert "engine" not in role.health.waiting
 
 
+async def test_a_silent_engine_takes_no_turns_until_it_answers_and_is_gone_after_a_longer_silence(
+    role: Role, control: MemoryEngineControl
+) -> None:
+    patience = dataclasses.replace(role.settings.loader, silent_s=0.1, gone_s=5.0)
+    role.settings = dataclasses.replace(role.settings, loader=patience)
+    task = asyncio.create_task(Loader(role, control, "engine-0", URL).run())
+    await publish(role, 0)
+    await said(role, 2)
+    control.answers.clear()
+    await publish_after(role, 3, 1)
+    control.answers.set()
+    await said(role, 5)
+    assert control.loads == [0, 1]
+    control.answers.clear()
+    with pytest.raises(EngineSwapFailed, match="is silent"):
+        await task
+    events = await said(role, 7)
+    kinds = [(type(event).__name__, event.state, event.version) for event in events]
+    assert kinds == [
+        ("EngineRegistered", "starting", -1),
+        ("EngineWeightsLoaded", "serving", 0),
+        ("EngineDraining", "silent", 0),
+        ("EngineRegistered", "serving", 0),
+        ("EngineWeightsLoaded", "serving", 1),
+        ("EngineDraining", "silent", 1),
+        ("EngineGone", "gone", 1),
+    ]
+
+
 async def test_an_engine_that_drops_one_connection_is_not_gone(
     role: Role, control: MemoryEngineControl, running: asyncio.Task[None]
 ) -> None:
