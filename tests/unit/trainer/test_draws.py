@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pyarrow as pa
@@ -21,15 +23,17 @@ from turnlog.infra.log import Partition
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role
+from turnlog.infra.s3 import S3Blobs
 from turnlog.infra.topics_admin import specs
 from turnlog.names import TransactionalId
 from turnlog.schemas.events import StepCompleted
 from turnlog.schemas.topics import STEPS
-from turnlog.settings import Settings, from_tables
+from turnlog.settings import Settings, StoreSettings, from_tables
 from turnlog.trainer import CheckpointUnusable, Diverged
 from turnlog.trainer.algorithms.draws import DrawPasses
 from turnlog.trainer.checkpoint import Cursor, find
 from turnlog.trainer.checkpoints.places import FolderPlace
+from turnlog.trainer.checkpoints.store import StorePlace
 from turnlog.trainer.launch import Beat
 from turnlog.trainer.loop import LearnerThread, Trainer
 from turnlog.trainer.plan import LearningPlan, PolicyGradient, learning_plan
@@ -58,6 +62,7 @@ class Run:
             source="test",
         )
         self.log, self.registry, self.blobs = MemoryLog(), MemoryRegistry(), MemoryBlobs()
+        self.place: StorePlace | None = None
 
     async def begin(self) -> None:
         """Make the topics."""
@@ -69,7 +74,7 @@ class Run:
     async def train(self, ranks: Callable[[LearningPlan, Beat], LearnerThread] = LearnerThread) -> None:
         async with self.events() as events:
             role = Role("trainer", "trainer", self.settings, events.log, events, self.blobs, Health("trainer"))
-            plan = learning_plan(self.settings)
+            plan = dataclasses.replace(learning_plan(self.settings), place=self.place)
             name = TransactionalId.TRAINER.format(run="run")
             async with events.log.transactor(name) as transactor, ranks(plan, lambda _: None) as learner:
                 await Trainer(role, transactor, plan, learner).run()
@@ -161,6 +166,29 @@ async def test_steps_without_a_finite_gradient_in_a_row_end_the_trainer_and_name
     again = [step.batch_index for step in await run.steps(4)]
     assert again[:3] == [0, 1, 2]
     assert again[3] in (1, 2)  # behind the checkpoint before, where the last one was still being written
+
+
+async def test_from_a_stored_checkpoint_that_a_rank_finds_damaged_training_goes_back_to_the_one_before(
+    tmp_path: Path, store: StoreSettings, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path)
+    run.place = StorePlace(store, f"owned/{uuid4().hex}/checkpoints", tmp_path / "s3")
+    await run.begin()
+    async with run.events() as events:
+        await append_batches(events, run.blobs, "run", 2)
+    await run.train()
+    blobs = S3Blobs(store)
+    shard = f"{run.place.prefix}/step-00000002-i0/__0_0.distcp"
+    content = await blobs.get_named(shard)
+    await blobs.put_named(shard, bytes(len(content)))
+    await blobs.close()
+    shutil.rmtree(tmp_path / "s3")  # as on another machine
+    await run.train()
+    first, second, again = await run.steps(3)
+    assert [(step.batch_index, step.incarnation) for step in (first, second, again)] == [(0, 0), (1, 0), (1, 1)]
+    assert (again.loss, again.grad_norm) == (second.loss, second.grad_norm)
+    assert "__0_0.distcp" in caplog.text
+    assert "step-00000002-i0 are taken again" in caplog.text
 
 
 async def test_manifests_are_read_ahead_without_being_taken() -> None:
