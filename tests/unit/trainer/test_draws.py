@@ -31,7 +31,7 @@ from turnlog.schemas.topics import STEPS
 from turnlog.settings import Settings, StoreSettings, from_tables
 from turnlog.trainer import CheckpointUnusable, Diverged
 from turnlog.trainer.algorithms.draws import DrawPasses
-from turnlog.trainer.checkpoint import Cursor, find
+from turnlog.trainer.checkpoint import Checkpoints, Cursor, find, folder_name
 from turnlog.trainer.checkpoints.places import FolderPlace
 from turnlog.trainer.checkpoints.store import StorePlace
 from turnlog.trainer.launch import Beat
@@ -242,7 +242,9 @@ async def test_token_files_of_every_nth_step_lie_in_the_store_and_say_what_its_t
 
 
 async def test_tokens_that_a_step_does_not_compute_are_trained_and_told(tmp_path: Path) -> None:
-    run = Run(tmp_path, logprobs="recomputed", token_files_every=1)
+    """And weights that a round is asked for have a checkpoint."""
+    run = Run(tmp_path, logprobs="recomputed", token_files_every=1, checkpoint_every=100)
+    run.settings = dataclasses.replace(run.settings, eval=dataclasses.replace(run.settings.eval, every=1))
     await run.begin()
     batches = []
     async with run.events() as events:
@@ -265,3 +267,5 @@ async def test_tokens_that_a_step_does_not_compute_are_trained_and_told(tmp_path
         assert step.token_file is not None
         table = parquet.read_table(pa.BufferReader(await run.blobs.get(step.token_file)))
         assert set(table["sample_id"].to_pylist()) == set(computed.sample_ids)
+    folders = Checkpoints(FolderPlace(tmp_path / "checkpoints"), keep=1).cursors()
+    assert {name: cursor.draws for name, cursor in folders.items()} == {folder_name(2 * n, 0): n for n in range(3)}
