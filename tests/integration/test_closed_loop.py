@@ -28,7 +28,7 @@ from turnlog.infra.roles.role import opened
 from turnlog.infra.run_folder import read_endpoints, resolved
 from turnlog.processors.runtime.views import MOVING
 from turnlog.schemas import topics
-from turnlog.schemas.events import StepCompleted
+from turnlog.schemas.events import Outcome, SegmentSample, StepCompleted
 from turnlog.settings import Settings, load
 
 DRAWS = 3
@@ -43,6 +43,30 @@ group_size = 4
 prompts_per_draw = 4
 [trainer]
 warm_start_steps = 120
+threads = 1
+"""
+CRITIC = """
+[run]
+id = "critic"
+directory = "{directory}"
+[feeder]
+draws = 2
+group_size = 4
+max_turns = 2
+[fold]
+estimator = "none"
+[batcher]
+prompts_per_draw = 2
+[eval]
+every = 1
+tasks = 2
+samples = 2
+[trainer]
+algorithm = "ppo"
+truncated = "bootstrap"
+gae_lambda = 0.95
+checkpoints_kept = 1
+warm_start_steps = 60
 threads = 1
 """
 
@@ -73,12 +97,15 @@ class Loop:
     def pid(self, name: str) -> int:
         return next(child["pid"] for child in status_processes(self.settings) if child["name"] == name)
 
-    def steps(self) -> list[StepCompleted]:
+    def events(self, topic: topics.Topic) -> list[Any]:
         async def read() -> list[Any]:
             async with opened("test", self.settings) as role:
-                return await all_events(role, topics.STEPS)
+                return await all_events(role, topic)
 
         return asyncio.run(read())
+
+    def steps(self) -> list[StepCompleted]:
+        return self.events(topics.STEPS)
 
 
 @pytest.fixture(scope="module")
@@ -236,3 +263,29 @@ def test_down_leaves_no_process_and_up_opens_the_run_again(loop: Loop) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
     finally:
         down(servers_only, say=lambda _: None)
+
+
+@pytest.mark.long  # the suite has a critic, rounds and what they keep each by itself
+def test_a_loop_with_a_critic_is_evaluated_as_it_trains_and_gives_its_best_weights(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, CRITIC)
+    started = loop.turnlog("up")
+    assert started.returncode == 0, started.stderr
+    try:
+        for verb in ("run", "books"):
+            done = loop.turnlog(verb, file=loop.kept)
+            assert done.returncode == 0, done.stdout + done.stderr
+        first, second = newest_incarnations(loop.steps())
+        assert first.metrics["value_mean"] == 0.0 != second.metrics["value_mean"]
+        assert first.metrics["value_updates"] == second.metrics["value_updates"] == 1.0
+        samples = (event for event in loop.events(topics.SAMPLES) if isinstance(event, SegmentSample))
+        assert {sample.outcome for sample in samples} == {Outcome.completed, Outcome.truncated}
+        told = json.loads(loop.turnlog("eval", "--json", file=loop.kept).stdout)
+        assert told["groups"]["scored"] == told["groups"]["asked"] >= 4
+        best = next(version for version in told["versions"] if version["version"] == told["best"])
+        assert list(loop.directory.glob(f"checkpoints/step-{best['step']:08}-i*"))
+        done = loop.turnlog("export", str(tmp_path / "best"), "--best", file=loop.kept)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"version {told['best']} (step {best['step']}" in done.stdout
+        assert (tmp_path / "best/model.safetensors").exists()
+    finally:
+        down(loop.settings)
