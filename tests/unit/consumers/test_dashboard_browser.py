@@ -417,10 +417,16 @@ def test_pictures_are_taken_for_the_documents(
     dark = "dark" in request.node.callspec.id
     for name in ("session",) if dark else ("run", "session", "timeline"):
         opened(page, served, name)
+        if name == "timeline":
+            with Index.open(served.told.index) as index:
+                (around,) = index.rows("SELECT min(time_ms) - 4000 AS first, max(time_ms) + 12000 AS last FROM steps")
+            page.goto(f"{served.url}/timeline?from={around['first']}&to={around['last']}")
+            page.hover(".timeline .span.v0 >> nth=2")
         if name == "session":
             page.check(f"input[name=colour][value={'log-prob' if dark else 'fate'}]")
             page.locator(f"#turn-{3 if dark else 0}").scroll_into_view_if_needed()
             page.hover(f"#turn-{4 if dark else 0} .out .t >> nth=9")
         file = into / f"dashboard-{name}{'-dark' if dark else ''}.png"
-        page.screenshot(path=file)
+        whole = page.viewport_size or WIDE
+        page.screenshot(path=file, clip={"x": 0, "y": 0, **whole, **({"height": 370} if name == "timeline" else {})})
         assert file.stat().st_size > 10_000

@@ -53,8 +53,10 @@ async def test_a_column_has_the_mean_of_what_was_running_in_it(told: ToldRun, pa
 
 async def test_steps_swaps_and_versions_stand_where_their_records_say(told: ToldRun) -> None:
     with Index.open(told.index) as index:
-        found = swimlanes(index)
-        (steps,) = index.rows("SELECT count(*) AS n FROM steps")
+        (steps,) = index.rows(
+            "SELECT count(*) AS n, min(time_ms) - 2000 AS first, max(time_ms) + 2000 AS last FROM steps"
+        )
+        found = swimlanes(index, steps["first"], steps["last"])
         (spent,) = index.rows("SELECT sum((SELECT sum(value) FROM json_each(seconds))) AS s FROM steps")
         (swaps,) = index.rows("SELECT count(*) AS n FROM engine_events WHERE kind = 'EngineWeightsLoaded'")
     assert found is not None
