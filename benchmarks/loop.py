@@ -42,7 +42,7 @@ from turnlog.producers.recipes.warm_start import END
 from turnlog.schemas.topics import ENGINES, SESSIONS
 from turnlog.settings import Settings, load
 from turnlog.trainer.gang.calls import Ranks
-from turnlog.trainer.launch import ranks
+from turnlog.trainer.gang.launchers import ranks
 from turnlog.trainer.plan import LearningPlan, learning_plan
 from turnlog.trainer.weights import description
 

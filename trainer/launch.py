@@ -1,7 +1,6 @@
-"""From a plan to ranks: one process alone, local processes started from here, the processes of a torchrun, or actors of
-a Ray cluster (`gang.on_ray`).
+"""From a plan to ranks: one process alone, local processes started from here, or the processes of a torchrun.
 
-But for Ray's, rank 0 is the role itself, so it owns log, store, health and signals, and one supervisor watches one
+Rank 0 is the role itself, so it owns log, store, health and signals, and one supervisor watches one
 process. Ranks that it starts end when it does: their connection to it closes. Under torchrun (`torchrun --no-python ...
 turnlog trainer`), which places ranks on several machines, every process finds its rank in the environment. To its
 caller they are one learner: what rank 0 is asked to do is broadcast, and every rank does it.
@@ -28,7 +27,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -37,13 +36,12 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from turnlog.infra.roles import log_lines
 from turnlog.infra.roles.log_lines import instance_of
-from turnlog.trainer import LayoutUnfit, RankLost, mcore
-from turnlog.trainer.algorithms.logprobs import check_teacher
+from turnlog.trainer import RankLost, mcore
 from turnlog.trainer.checkpoints.store import StorePlace
 from turnlog.trainer.gang import LOCAL_RANK
 from turnlog.trainer.gang.calls import Ranks, RankZero, follow
 from turnlog.trainer.learner import Learner
-from turnlog.trainer.plan import LearnerOptions, LearningPlan, check_layout
+from turnlog.trainer.plan import LearnerOptions, LearningPlan
 from turnlog.trainer.shape import read_shape
 from turnlog.trainer.weights import read_weights
 
@@ -202,26 +200,10 @@ def torchrun_rank(environment: Mapping[str, str]) -> int | None:
     return int(environment["RANK"]) if "TORCHELASTIC_RUN_ID" in environment else None
 
 
-def on_ray(plan: LearningPlan, beat: Beat) -> AbstractContextManager[Ranks]:
-    """Those of a Ray cluster. Raises LayoutUnfit without Ray."""
-    try:
-        from turnlog.trainer.gang.on_ray import actors
-    except ModuleNotFoundError as error:
-        raise LayoutUnfit(f'trainer.launcher = "ray" needs {error.name}: pip install turnlog[ray]') from error
-    return actors(plan, beat)
-
-
 @contextmanager
-def ranks(plan: LearningPlan, beat: Beat = lambda _: None) -> Iterator[Ranks]:
-    """Rank 0 with its peers, on the weights of the plan's model folder. Raises UnsupportedModel, LayoutUnfit,
-    WeightsMismatch, TeacherUnfit, RankLost."""
-    check_layout(read_shape(plan.model), plan.options)
-    if plan.teacher is not None:
-        check_teacher(plan.teacher, plan.model, plan.options)
-    if plan.launcher == "ray":
-        with on_ray(plan, beat) as everyone:
-            yield everyone
-        return
+def local_ranks(plan: LearningPlan, beat: Beat) -> Iterator[Ranks]:
+    """Rank 0 with its peers, which are processes of this machine, or of those that torchrun started. Raises
+    LayoutUnfit, WeightsMismatch, RankLost."""
     if plan.world_size == 1 or torchrun_rank(os.environ) is not None:
         with _rank_zero(plan, None, beat) as everyone:
             yield everyone

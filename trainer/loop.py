@@ -65,7 +65,7 @@ from turnlog.trainer.checkpoints.saves import Saves
 from turnlog.trainer.checkpoints.state import read_common
 from turnlog.trainer.checkpoints.store import CACHE, checkpoints_directory, store_place
 from turnlog.trainer.gang.calls import Ranks
-from turnlog.trainer.launch import ranks
+from turnlog.trainer.gang.launchers import ranks
 from turnlog.trainer.learner import StepResult
 from turnlog.trainer.models.experts import unrouted
 from turnlog.trainer.plan import LearningPlan, check_unchanged, learning_plan
@@ -159,7 +159,7 @@ class LearnerThread:
     """The ranks, called from one thread of their own, so that a step never holds up clients, health and signals."""
 
     def __init__(self, plan: LearningPlan, beat: launch.Beat) -> None:
-        """`beat`: see launch.ranks."""
+        """`beat`: see launchers.ranks."""
         self._plan, self._beat = plan, beat
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="learner")
         self._open = ExitStack()
@@ -167,7 +167,7 @@ class LearnerThread:
 
     async def __aenter__(self) -> LearnerThread:
         try:
-            self._ranks = await self._run(self._open.enter_context, launch.ranks(self._plan, self._beat))
+            self._ranks = await self._run(self._open.enter_context, ranks(self._plan, self._beat))
         except BaseException:
             self._thread.shutdown()
             raise

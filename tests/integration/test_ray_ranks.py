@@ -18,7 +18,7 @@ from ray.cluster_utils import Cluster
 
 from tests.unit.trainer.test_draws import Run
 from turnlog.trainer import LayoutUnfit, RankLost
-from turnlog.trainer.launch import ranks
+from turnlog.trainer.gang.launchers import ranks
 from turnlog.trainer.plan import learning_plan
 from turnlog.trainer.reference import append_batches
 

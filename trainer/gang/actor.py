@@ -62,7 +62,7 @@ class Rank:
         return int(self._store.port)
 
     def join(self, plan: LearningPlan, rank: int, address: str, port: int) -> None:
-        """Be that rank, on the weights of the plan. Raises as launch.ranks."""
+        """Be that rank, on the weights of the plan. Raises as launchers.ranks."""
         from turnlog.trainer.launch import layout_of, learner_of, meeting_place, process_group
 
         log_lines.begin(os.environ, sys.stderr)

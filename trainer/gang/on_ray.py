@@ -46,7 +46,7 @@ class OnRay(Ranks):
 @contextmanager
 def actors(plan: LearningPlan, beat: Callable[[int], None]) -> Iterator[Ranks]:
     """All ranks, joined; `beat` is told of each that answers, from a thread. Raises LayoutUnfit, RankLost, and what
-    launch.ranks does."""
+    launchers.ranks does."""
     with _cluster(plan.ray_address), _bundles(plan) as (group, bundle):
         options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "concurrency_groups": {BEATS: 1}}
         started = []

@@ -14,7 +14,8 @@ import pytest
 
 from turnlog.settings import Settings
 from turnlog.trainer import RankLost
-from turnlog.trainer.launch import await_ranks, meeting_place, process_group, ranks
+from turnlog.trainer.gang.launchers import ranks
+from turnlog.trainer.launch import await_ranks, meeting_place, process_group
 from turnlog.trainer.plan import learning_plan
 from turnlog.trainer.reference import synthetic_model
 

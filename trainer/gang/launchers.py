@@ -1,0 +1,33 @@
+"""Who starts the ranks: this process, torchrun before it, or a Ray cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+from turnlog.trainer import LayoutUnfit
+from turnlog.trainer.algorithms.logprobs import check_teacher
+from turnlog.trainer.gang.calls import Ranks
+from turnlog.trainer.launch import Beat, local_ranks
+from turnlog.trainer.plan import LearningPlan, check_layout
+from turnlog.trainer.shape import read_shape
+
+
+@contextmanager
+def ranks(plan: LearningPlan, beat: Beat = lambda _: None) -> Iterator[Ranks]:
+    """All of them, on the weights of the plan's model folder. Raises UnsupportedModel, LayoutUnfit, WeightsMismatch,
+    TeacherUnfit, RankLost."""
+    check_layout(read_shape(plan.model), plan.options)
+    if plan.teacher is not None:
+        check_teacher(plan.teacher, plan.model, plan.options)
+    with (on_ray if plan.launcher == "ray" else local_ranks)(plan, beat) as everyone:
+        yield everyone
+
+
+def on_ray(plan: LearningPlan, beat: Beat) -> AbstractContextManager[Ranks]:
+    """Those of a Ray cluster. Raises LayoutUnfit without Ray."""
+    try:
+        from turnlog.trainer.gang.on_ray import actors
+    except ModuleNotFoundError as error:
+        raise LayoutUnfit(f'trainer.launcher = "ray" needs {error.name}: pip install turnlog[ray]') from error
+    return actors(plan, beat)
