@@ -88,6 +88,27 @@ async def test_trains_every_batch_once_and_publishes_each_draw_also_over_a_stop(
     assert restored.checkpoint.endswith("/step-00000003-i0")
 
 
+async def test_adapters_go_out_alone_on_the_weights_that_the_first_incarnation_published(
+    settings: Settings, role: Role
+) -> None:
+    adapters = dataclasses.replace(settings.trainer, lora_rank=4, publish="adapter")
+    await append_batches(role.events, role.blobs, settings.run.id, 2)
+    for draws in (1, 2):
+        feeder = dataclasses.replace(settings.feeder, draws=draws)
+        trainer = await start(dataclasses.replace(settings, feeder=feeder, trainer=adapters))
+        assert await trainer.wait() == 0
+    versions = await versions_of(role)
+    assert [(version.kind, version.base_version, version.step, version.incarnation) for version in versions] == [
+        ("full", None, 0, 0),
+        ("adapter", 0, 1, 0),
+        ("adapter", 0, 1, 1),
+        ("adapter", 0, 2, 1),
+    ]
+    first, again, last = (version.files for version in versions[1:])
+    assert first == again != last
+    assert {file.name for file in last} == {"adapter_config.json", "adapter_model.safetensors"}
+
+
 async def test_a_corrupt_batch_ends_the_process_and_is_not_skipped(settings: Settings, role: Role) -> None:
     await append_batches(role.events, role.blobs, settings.run.id, 1)
     rows = synthetic_rows(1)

@@ -81,6 +81,11 @@ def test_a_list_whose_parts_hold_commas_is_json_in_the_environment() -> None:
             {"engine": {"update": "retract"}, "gateway": {"routed_experts": "on"}},
             r"gateway.routed_experts is on and engine.update is retract: .* set engine.update to abort",
         ),
+        ({"trainer": {"publish": "adapter"}}, r"trainer.publish is adapter and trainer.lora_rank is 0: set"),
+        (
+            {"trainer": {"publish": "adapter", "lora_rank": 4, "delta_chain": 2}},
+            r"trainer.delta_chain is 2: adapters go out whole; set trainer.delta_chain to 0",
+        ),
         ({"run": 3}, r"\[run\] must be a table"),
     ],
 )

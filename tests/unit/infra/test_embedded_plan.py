@@ -110,6 +110,20 @@ def test_ranks_of_the_trainer_and_of_an_engine_meet_on_the_loopback(own_servers:
     assert not {"GLOO_SOCKET_IFNAME", "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"} & far.keys()
 
 
+def test_an_engine_takes_adapters_where_they_are_published(own_servers: Settings, tiny_model: Path) -> None:
+    model = dataclasses.replace(own_servers.model, path=str(tiny_model))
+    here = dataclasses.replace(own_servers, model=model, engine=EngineSettings())
+    lines = {}
+    for publish in ("merged", "adapter"):
+        trainer = dataclasses.replace(own_servers.trainer, lora_rank=4, publish=publish)
+        launches = [member.launch for member in LaunchPlan(dataclasses.replace(here, trainer=trainer)).members]
+        lines[publish] = next(launch.argv for launch in launches if launch.name == "engine-0")
+    assert "--enable-lora" not in lines["merged"]
+    told = lines["adapter"][lines["adapter"].index("--enable-lora") :]
+    assert told[:3] == ("--enable-lora", "--max-lora-rank", "4")
+    assert {"q_proj", "down_proj", "torch_native"} < set(told)
+
+
 def test_an_archiver_runs_where_the_settings_ask_for_one(own_servers: Settings) -> None:
     asked = dataclasses.replace(own_servers, archive=ArchiveSettings(enabled=True))
     names = [[member.launch.name for member in LaunchPlan(settings).members] for settings in (own_servers, asked)]

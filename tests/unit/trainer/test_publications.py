@@ -91,6 +91,13 @@ async def test_none_is_skipped_or_overtaken(rig: Rig) -> None:
     assert rig.publications.waited_s() == 0.0
 
 
+async def test_frozen_weights_are_known_by_their_checksums(rig: Rig) -> None:
+    due = await rig.begin(1)
+    assert await rig.publications.holds(due.checksums)
+    rig.value = 2.0
+    assert not await rig.publications.holds(due.checksums)
+
+
 async def test_a_store_that_is_away_ends_it_at_the_next_look(rig: Rig) -> None:
     rig.store.is_away = True
     rig.store.goes_on.set()
