@@ -37,16 +37,18 @@ SETTINGS = Settings()
 TOOLS = b"[" + b'{"name": "tool", "description": "..."}, ' * 400 + b"{}]"
 
 
-def session(group: GroupName, index: int, turns: int, rng: np.random.Generator) -> Iterator[Event]:
+def session(
+    group: GroupName, index: int, turns: int, rng: np.random.Generator, shape: Shape = SHAPE
+) -> Iterator[Event]:
     """A session with what a real gateway would put into its records."""
     story = SessionStory(group, index, rng)
     yield story.started()
     for number in range(turns):
-        completed, snapshot = story.turn(SHAPE)
+        completed, snapshot = story.turn(shape)
         yield dataclasses.replace(
             completed,
             request_sha256="a" * 64, system_sha256="b" * 64, tools_sha256="c" * 64,
-            new_messages=message("tool", SHAPE.delta, rng), response=message("assistant", SHAPE.output, rng),
+            new_messages=message("tool", shape.delta, rng), response=message("assistant", shape.output, rng),
             tools=TOOLS if number == 0 else None,
         )  # fmt: skip
         yield snapshot

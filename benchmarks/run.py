@@ -20,7 +20,7 @@ from row import SIZE, SMALLEST
 
 HERE = Path(__file__).resolve().parent
 SCRIPT = re.compile(r"([a-z]+\d+)_\w+\.py")
-NAMED = {"MODES": HERE / "modes.py", "LOOP": HERE / "loop.py"}
+NAMED = {"MODES": HERE / "modes.py", "LOOP": HERE / "loop.py", "SCALE": HERE / "scale.py"}
 """Scripts that measure no numbered goal."""
 TIMEOUT_S = 1800.0
 

@@ -1,0 +1,369 @@
+"""SCALE: what a session, a turn and a thousand tokens cost each role in core-milliseconds and bytes, and how well those
+costs foretell other runs.
+
+A run writes sessions as gateways do, folds them as assemblers do, forms and seals batches as a batcher does, each in
+processes of their own; counted are their CPU time, the broker's, and what lies on the log and in batch files after. The
+costs are fitted to CALIBRATION (non-negative least squares of relative errors) and must foretell HELD_OUT, which have
+other lengths, two processes of a kind, four partitions, within 20 %. Only of what they foretell so well does the line
+say how much of it so many tokens per second need. CPU time is counted, so a busy machine does less harm than to rates;
+it does some. Not in it: gateway and agents around the log (T2, T4, P1), sandboxes (G15), weights (W1).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import json
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import psutil
+import uvloop
+from g11_bytes import session
+from log_server import LogServer, broker
+from row import say, size, told
+from scipy.optimize import nnls
+
+from tests.fakes.sessions import GroupName, Shape
+from turnlog.infra.batch_files import sealed
+from turnlog.infra.blobs import MemoryBlobs
+from turnlog.infra.event_log import EventLog
+from turnlog.infra.kafka import KafkaLog
+from turnlog.infra.log import Log, Partition
+from turnlog.infra.registry import MemoryRegistry
+from turnlog.infra.roles.health import Health
+from turnlog.infra.roles.runs import Configured
+from turnlog.infra.topics_admin import apply
+from turnlog.processors.core.batches.draws import PlacedSample, ReadableGroup, draw_rules, form_draw
+from turnlog.processors.core.batches.progress import HeldVersion
+from turnlog.processors.core.fold_versions import FOLD_VERSION, INPUTS, outputs_of
+from turnlog.processors.runtime.assembler import Runner, assembler_plan
+from turnlog.processors.runtime.unit import records_between
+from turnlog.schemas.events import GroupScored, SegmentSample
+from turnlog.schemas.topics import SAMPLES
+from turnlog.settings import Settings
+
+GROUP_SIZE, PROMPTS = 8, 8
+GOAL = 0.2
+SCALED, ROUNDS = size((1.0, 2), smallest=(0.02, 1))
+FEATURES = ("session", "turn", "kilotoken given", "kilotoken sampled")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One run."""
+
+    groups: int
+    turns: int
+    """Of a session."""
+    delta: int
+    output: int
+    """Tokens of a turn: given and sampled."""
+    partitions: int = 2
+    processes: int = 1
+    """Writers, and assemblers."""
+
+    @property
+    def features(self) -> tuple[float, ...]:
+        """FEATURES, counted."""
+        sessions = self.groups * GROUP_SIZE
+        turns = sessions * self.turns
+        return sessions, turns, turns * self.delta / 1000, turns * self.output / 1000
+
+    @property
+    def settings(self) -> Settings:
+        """Of every role."""
+        usual = Settings()
+        return dataclasses.replace(
+            usual,
+            kafka=dataclasses.replace(usual.kafka, groups=self.partitions),
+            batcher=dataclasses.replace(usual.batcher, prompts_per_draw=PROMPTS, max_tokens=1 << 20),
+        )
+
+
+def load(groups: int, *rest: int, **more: int) -> Load:
+    """At the size of this run: at least two groups, so that each process has one."""
+    return Load(max(2, round(groups * SCALED)), *rest, **more)
+
+
+CALIBRATION = (
+    load(96, 8, 64, 64), load(48, 8, 512, 512), load(160, 2, 416, 96), load(40, 16, 96, 416), load(160, 4, 16, 16),
+    load(32, 4, 1536, 1536),
+)  # fmt: skip
+HELD_OUT = {
+    "two processes": load(64, 8, 256, 256, processes=2),
+    "four partitions": load(64, 8, 256, 256, partitions=4),
+    "long turns": load(40, 4, 1024, 1024),
+    "long sessions": load(32, 32, 128, 128),
+    "all of it": load(128, 3, 40, 200, partitions=4, processes=2),
+}
+Spent = Mapping[str, float]
+"""Core-milliseconds of each role and the broker, kilobytes of `on log: ...` and `batch files`."""
+Costs = Mapping[str, Sequence[float]]
+"""Of what -> the same per FEATURES."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A process's part of a run."""
+
+    load: Load
+    number: int
+    """Of the processes of its kind."""
+    log: Log
+    events: EventLog
+    enough: Callable[[], Awaitable[object]]
+    """Returns when all is done."""
+
+
+async def write(job: Job) -> Spent:
+    """Its share of the groups; they are made before anything is counted."""
+    asked, rng = job.load, np.random.default_rng(job.number)
+    shape, run = Shape(asked.delta, asked.output), asked.settings.run.id
+    groups = [
+        [event for index in range(GROUP_SIZE)
+         for event in session(GroupName(run, f"group-{number}", 0, GROUP_SIZE), index, asked.turns, rng, shape)]
+        for number in range(job.number, asked.groups, asked.processes)
+    ]  # fmt: skip
+    began = time.process_time()
+    for group in groups:
+        await asyncio.gather(*[await job.events.submit(event) for event in group])
+    return {"writer": 1000 * (time.process_time() - began)}
+
+
+async def assemble(job: Job) -> Spent:
+    """Fold until told that all is folded."""
+    settings, began = job.load.settings, time.process_time()
+    plan = assembler_plan(Configured.today(settings), settings.assembler)
+    runner = Runner(plan, job.log, job.events, MemoryBlobs(), Health("assembler"), clock=time.monotonic)
+    over = asyncio.ensure_future(job.enough())
+    reader = job.log.group_reader(
+        plan.group, INPUTS, assigned=runner._assigned, revoked=runner._revoked, instance=f"bench-{job.number}"
+    )
+    async with reader as member:
+        while not over.done():
+            await runner.turn(member)
+    return {"assembler": 1000 * (time.process_time() - began)}
+
+
+async def draw(job: Job) -> Spent:
+    """Form and seal every batch."""
+    settings, began, written = job.load.settings, time.process_time(), 0
+    places, rules = partitions(SAMPLES.name, job.load), draw_rules(settings.fold, settings.batcher)
+    ends = await job.log.end_offsets(places)
+    samples: defaultdict[str, list[PlacedSample]] = defaultdict(list)
+    scores: list[GroupScored] = []
+    for place in places:
+        async for record in records_between(job.log, place, 0, ends[place]):
+            event = await job.events.decode(record)
+            if isinstance(event, SegmentSample):
+                samples[event.group_id].append(PlacedSample(event, record.partition, record.offset))
+            elif isinstance(event, GroupScored):
+                scores.append(event)
+    for at in range(0, len(scores), PROMPTS):
+        groups = [ReadableGroup(score, tuple(samples[score.group_id])) for score in scores[at : at + PROMPTS]]
+        for batch in form_draw(groups, HeldVersion(0), rules).batches:
+            written += len(sealed(batch, rules.weighting)[0])
+    return {"batcher": 1000 * (time.process_time() - began), "batch files": written / 1000}
+
+
+ROLES: Mapping[str, Callable[[Job], Awaitable[Spent]]] = {"writer": write, "assembler": assemble, "batcher": draw}
+
+
+async def serve(role: str, number: int, bootstrap: str) -> None:
+    """One job a line of stdin, an empty line when an assembler has done its part of one; one answer a line."""
+    lines = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    while line := await lines.readline():
+        prefix, asked = json.loads(line)
+        log = KafkaLog(bootstrap, prefix=prefix)
+        async with EventLog.open(log, MemoryRegistry(), writer=f"bench-{number}") as events:
+            spent = await ROLES[role](Job(Load(**asked), number, log, events, lines.readline))
+        await log.close()
+        print(json.dumps(spent), flush=True)
+
+
+class Process:
+    """One of them."""
+
+    def __init__(self, role: str, child: asyncio.subprocess.Process) -> None:
+        self._role, self._child = role, child
+
+    @classmethod
+    async def started(cls, role: str, number: int, bootstrap: str) -> Process:
+        """It begins to import."""
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, __file__, role, str(number), bootstrap,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        return cls(role, child)
+
+    def tell(self, line: str) -> None:
+        """A job, or nothing: it has done its part."""
+        assert self._child.stdin is not None
+        self._child.stdin.write(line.encode() + b"\n")
+
+    async def spent(self) -> Spent:
+        """On its last job. Raises ChildProcessError."""
+        assert self._child.stdout is not None
+        if not (line := await self._child.stdout.readline()):
+            raise ChildProcessError(f"the {self._role} ended with {await self._child.wait()}")
+        found: Spent = json.loads(line)
+        return found
+
+    async def end(self) -> None:
+        """There are no more jobs."""
+        assert self._child.stdin is not None
+        self._child.stdin.close()
+        await self._child.wait()
+
+
+Processes = Mapping[str, Sequence[Process]]
+"""By role."""
+
+
+def broker_process(server: LogServer) -> psutil.Process:
+    """By the file that it was started with."""
+    file = str(server.data.parent / "server.properties")
+    return next(one for one in psutil.process_iter(["cmdline"]) if file in (one.info["cmdline"] or ()))
+
+
+async def least(server: LogServer, processes: Processes, number: int, asked: Load) -> Spent:
+    """Of ROUNDS runs: what runs beside them only adds."""
+    runs = [await measured(server, processes, f"run{number}-{again}-", asked) for again in range(ROUNDS)]
+    return {what: min(run[what] for run in runs) for what in runs[0]}
+
+
+async def measured(server: LogServer, processes: Processes, part: str, asked: Load) -> Spent:
+    """Core-milliseconds by role, and kilobytes by where they lie, of one run on topics of its own."""
+    log, found = server.log(part), Counter[str]()
+    await apply(log, asked.settings)
+    kafka, job = broker_process(server), json.dumps((server.prefix + part, dataclasses.asdict(asked)))
+    busy = sum(kafka.cpu_times()[:2])
+    for role in ROLES:
+        at_work = processes[role][: 1 if role == "batcher" else asked.processes]
+        for process in at_work:
+            process.tell(job)
+        if role == "assembler":
+            await folded(log, asked)
+            for process in at_work:
+                process.tell("")
+        for process in at_work:
+            found.update(await process.spent())
+    found["broker"] = 1000 * (sum(kafka.cpu_times()[:2]) - busy)
+    for what, names in (("agents", INPUTS), ("folded", outputs_of(FOLD_VERSION)), ("samples", (SAMPLES.name,))):
+        found[f"on log: {what}"] = server.written(names, part) / 1000
+    await log.close()
+    return dict(found)
+
+
+async def folded(log: Log, asked: Load) -> None:
+    """Wait until assemblers have committed the ends of all that they read."""
+    group = assembler_plan(Configured.today(asked.settings), asked.settings.assembler).group
+    places = [place for topic in INPUTS for place in partitions(topic, asked)]
+    ends = await log.end_offsets(places)
+    while True:
+        commits = await log.commits(group, places)
+        if all(not ends[one] or (one in commits and commits[one].reached()[0] >= ends[one]) for one in places):
+            return
+        await asyncio.sleep(0.05)  # other processes commit: there is nothing here to wait on
+
+
+def partitions(topic: str, asked: Load) -> list[Partition]:
+    """Of the run's."""
+    return [Partition(topic, number) for number in range(asked.partitions)]
+
+
+def fitted(runs: Sequence[tuple[Load, Spent]]) -> Costs:
+    """What each feature costs: the least squares of relative errors, none below 0 (Lawson and Hanson 1974, 23.3)."""
+    features = np.array([asked.features for asked, _ in runs])
+    return {
+        what: [float(cost) for cost in nnls(features / np.array([found[what] for _, found in runs])[:, None],
+                                             np.ones(len(runs)))[0]]
+        for what in runs[0][1]
+    }  # fmt: skip
+
+
+def foretold(costs: Costs, features: Sequence[float]) -> Spent:
+    """Of a run, or of a second of one."""
+    return {what: float(np.dot(each, features)) for what, each in costs.items()}
+
+
+TOKENS_PER_S = 6_200_000
+"""Of samples, half of them sampled: 1,024 GPUs."""
+TURNS, PER_TURN = 32, 512
+REPLICAS, WHOLE = 3, 2
+"""Copies of each record; consumers that read all of them: archive and index. Agents' go to assemblers, samples to the
+batcher beside that."""
+EXPERT_BYTES = 48 * 8
+"""A token's routed experts: 48 layers, 8 of each, a byte."""
+
+
+def needed(costs: Costs, worst: Mapping[str, float]) -> dict[str, Any]:
+    """Of TOKENS_PER_S, as far as what it is made of was foretold (`worst`: errors of held-out runs): cores by role,
+    megabytes a second by where they go."""
+    turns = TOKENS_PER_S / PER_TURN
+    second = foretold(costs, (turns / TURNS, turns, TOKENS_PER_S / 2000, TOKENS_PER_S / 2000))
+    known = {what: value / 1000 for what, value in second.items() if worst[what] <= GOAL}
+    found: dict[str, Any] = {
+        "tokens_per_s": TOKENS_PER_S, "turns_per_s": round(turns), "sessions_per_s": round(turns / TURNS),
+        "cores": {what: round(value, 1) for what, value in known.items() if what in (*ROLES, "broker")},
+        "mb_per_s": {what: round(value, 1) for what, value in known.items() if what not in (*ROLES, "broker")},
+        "foretold_too_badly": sorted(second.keys() - known.keys()),
+        "routed_experts_mb_per_s": round(TOKENS_PER_S * EXPERT_BYTES / 1e6),
+    }  # fmt: skip
+    agents, folded_, samples = (known.get(f"on log: {what}") for what in ("agents", "folded", "samples"))
+    if agents is not None and folded_ is not None and samples is not None:
+        written = agents + folded_
+        found["into_brokers_mb_per_s"] = round(REPLICAS * written)
+        found["out_of_brokers_mb_per_s"] = round((REPLICAS - 1) * written + agents + samples + WHOLE * written)
+    return found
+
+
+async def compared(server: LogServer) -> int:
+    """Calibrate, foretell, compare; the exit status."""
+    most = {role: 1 if role == "batcher" else 2 for role in ROLES}
+    processes = {role: [await Process.started(role, number, server.bootstrap) for number in range(count)]
+                 for role, count in most.items()}  # fmt: skip
+    await measured(server, processes, "warm-", HELD_OUT["two processes"])  # the broker compiles what it runs often
+    runs = []
+    for number, asked in enumerate(CALIBRATION, start=1):
+        runs.append((asked, await least(server, processes, number, asked)))
+        say(f"{asked}: { ({what: round(value) for what, value in runs[-1][1].items()}) }")
+    costs, errors = fitted(runs), dict[str, dict[str, float]]()
+    for number, (name, asked) in enumerate(HELD_OUT.items(), start=1 + len(CALIBRATION)):
+        found, wanted = await least(server, processes, number, asked), foretold(costs, asked.features)
+        errors[name] = {what: round(wanted[what] / found[what] - 1, 3) for what in found}
+        say(f"{name}: { ({what: f'{error:+.0%}' for what, error in errors[name].items()}) }")
+    for process in itertools.chain(*processes.values()):
+        await process.end()
+    worst = {what: max(abs(each[what]) for each in errors.values()) for what in costs}
+    value = max(worst.values())
+    return told(
+        id="SCALE", value=value, unit="of what a held-out run costs, at worst", goal=GOAL, met=value <= GOAL,
+        detail={
+            "costs_are_per": FEATURES,
+            "costs": {what: [round(cost, 4) for cost in each] for what, each in costs.items()},
+            "errors": errors, "needs": needed(costs, worst),
+        },
+    )  # fmt: skip
+
+
+def main() -> int:
+    """One broker; or one of the processes on it."""
+    if sys.argv[1:]:
+        role, number, bootstrap = sys.argv[1:]
+        uvloop.run(serve(role, int(number), bootstrap))
+        return 0
+    with broker() as server:
+        return uvloop.run(compared(server))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
