@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -35,16 +34,14 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Two nodes; their sockets want a short path."""
-    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-    try:
-        cluster = Cluster(
-            initialize_head=True, head_node_args={**ROOM, "include_dashboard": False, "temp_dir": folder}
-        )  # fmt: skip
-        cluster.add_node(**ROOM)
-        yield cluster
-        cluster.shutdown()
-    finally:
-        shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder, pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RAY_TMPDIR", folder)
+        cluster = Cluster(initialize_head=True, head_node_args={**ROOM, "include_dashboard": False})
+        try:
+            cluster.add_node(**ROOM)
+            yield cluster
+        finally:
+            cluster.shutdown()
 
 
 def run_of(folder: Path, **trainer: Any) -> Run:
@@ -71,12 +68,14 @@ async def test_a_rank_that_dies_ends_the_gang_which_goes_on_from_its_checkpoint(
     await run.begin()
     await formed(run, 2)
     first = asyncio.create_task(run.train())
-    await run.steps(2)
+    stepped = asyncio.create_task(run.steps(2))
+    await asyncio.wait([first, stepped], return_when=asyncio.FIRST_COMPLETED)
+    assert not first.done(), first.exception()
     gang = actors()
     assert len({one.ppid() for one in gang}) == RANKS  # a node each
     os.kill(gang[1].pid, signal.SIGKILL)
     await formed(run, DRAWS)
-    with pytest.raises(RankLost, match=r"rank . on Ray is gone"):
+    with pytest.raises(RankLost, match=r"rank \d on Ray is gone"):
         await first
     _, alive = await asyncio.to_thread(psutil.wait_procs, gang, 60)
     assert not alive

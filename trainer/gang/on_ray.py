@@ -8,7 +8,6 @@ the checkpoint. Ray ends the actors of a trainer that was killed, too.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import threading
@@ -48,12 +47,13 @@ def actors(plan: LearningPlan, beat: Callable[[int], None]) -> Iterator[Ranks]:
     """All ranks, joined; `beat` is told of each that answers, from a thread. Raises LayoutUnfit, RankLost, and what
     launchers.ranks does."""
     with _cluster(plan.ray_address), _bundles(plan) as (group, bundle):
-        options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "concurrency_groups": {BEATS: 1}}
+        options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)}
+        actor = ray.remote(concurrency_groups={BEATS: 1})(Rank)
         started = []
         try:
             for index in range(plan.world_size):
                 where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-                made = ray.remote(Rank).options(**options, scheduling_strategy=where)
+                made = actor.options(**options, scheduling_strategy=where)
                 started.append(made.remote(os.environ.get("TURNLOG_RUN_ID", "")))
             ranks = _joined(plan, started)
             with _heard(ranks, beat):
@@ -107,8 +107,7 @@ def _joined(plan: LearningPlan, started: Sequence[Any]) -> list[Any]:
     order = sorted(range(len(started)), key=lambda one: (places[one].node, one))
     ranks, address = [started[one] for one in order], places[order[0]].address
     port = results([ranks[0].meet.remote(address, plan.world_size)])[0]
-    told = dataclasses.replace(plan, launcher="local")
-    results([one.join.remote(told, rank, address, port) for rank, one in enumerate(ranks)])
+    results([one.join.remote(plan, rank, address, port) for rank, one in enumerate(ranks)])
     return ranks
 
 
