@@ -46,8 +46,8 @@ OF_PROCESSES = {
 }
 """What a process is told beside its settings."""
 OF_COMPOSE = {"TURNLOG_IMAGES", "TURNLOG_VERSION"}
-UP = tuple(role for role in EMBEDDED if role != "index")
-"""The indexer is in the dashboard's pod, and is who that is."""
+UP = tuple(role for role in EMBEDDED if role not in ("index", "alerts"))
+"""The indexer is in the dashboard's pod, and is who that is; the chart runs no `alerts`."""
 ROLES = {*EMBEDDED, "feeder", "lag", "registry", "egress"}
 Document = dict[str, Any]
 
