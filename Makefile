@@ -22,7 +22,7 @@ VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml | head -1)
 WORKERS ?= 2
 IN_WORKERS := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15
 
-.PHONY: help demo test test-long test-fresh test-compose test-kube test-secured screenshots check bench chaos soak mutants images sbom schemas docs lock clean
+.PHONY: help demo test test-long test-fresh test-compose test-kube test-secured screenshots check bench chaos soak learning mutants images sbom schemas docs lock clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -63,6 +63,10 @@ chaos: $(ENVIRONMENT)  ## strike every role and server: kill, hang, zombie (ONLY
 
 soak: $(ENVIRONMENT)  ## load that lasts: kills at random, does memory grow? (MINUTES=30, SEED=0; a page in runs/soak-TIME)
 	@$(BIN)/python benchmarks/chaos/soak.py $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED))
+
+learning: $(ENVIRONMENT)  ## train every recipe with three seeds, and state what they came to (ONLY=calc:sync; SEEDS=1,2; OUT=runs/learning)
+	@$(BIN)/python benchmarks/learning.py run $(if $(ONLY),--only $(ONLY)) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(OUT),--out $(OUT))
+	@$(BIN)/python benchmarks/learning.py page $(if $(OUT),--out $(OUT))
 
 mutants: $(ENVIRONMENT)  ## mutate the fold: does a test notice? (SAMPLE=300, SEED=1; ONLY=core.books,core.fold.*)
 	@$(BIN)/python tests/mutants.py $(if $(ONLY),--only '$(ONLY)') $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED))
