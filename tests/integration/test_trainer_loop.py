@@ -231,8 +231,9 @@ async def agents_of_two_machines(settings: Settings, folder: Path) -> list[async
     for machine in machines(folder):
         if settings.trainer.checkpoints == "s3":
             settings = dataclasses.replace(settings, run=dataclasses.replace(settings.run, directory=str(machine)))
-        (folder / "settings.json").write_text(json.dumps(tables(settings)))
-        with (folder / "settings.json").open() as given:
+        file = machine.with_suffix(".json")
+        file.write_text(json.dumps(tables(settings)))
+        with file.open() as given:
             agents.append(
                 await asyncio.create_subprocess_exec(
                     *command, *meet, "--local-addr", "127.0.0.1", str(folder / "role.py"), stdin=given
