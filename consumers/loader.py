@@ -15,6 +15,9 @@ An adapter is loaded beside what serves, and pauses nothing: each request names 
 behind the last two are unloaded once their requests have ended. What it rests on is loaded first, as above, where the
 engine has other weights.
 
+With [engine] colocate the engine and the trainer take turns on a device, as the log says (DeviceTurn): pause -> release
+its memory -> say so; and with the next version: take that of the weights -> load -> take that of the cache -> resume.
+
 Every report is a transaction under the engine's own id, and the fence is asked before the engine is touched and before
 it is resumed: a loader that wakes up behind its successor neither puts old weights back nor acknowledges them. What it
 had begun before that, the successor's next look at the engine's label finds and mends.
@@ -38,7 +41,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -72,8 +75,9 @@ from turnlog.infra.tensors.versions import (
     model_shapes,
 )
 from turnlog.names import ConsumerGroup, TransactionalId
+from turnlog.processors.core.batches.progress import DeviceTurn
 from turnlog.processors.core.experts import routing_of_model
-from turnlog.processors.core.fleet import DRAINING, GONE, SERVING, SILENT, STARTING, Fleet
+from turnlog.processors.core.fleet import DRAINING, GONE, RELEASED, SERVING, SILENT, STARTING, Fleet
 from turnlog.processors.core.fleet import Engine as Known
 from turnlog.schemas.events import (
     EngineDraining,
@@ -85,7 +89,7 @@ from turnlog.schemas.events import (
     WeightVersionPublished,
 )
 from turnlog.schemas.ids import digest
-from turnlog.schemas.topics import ENGINE_REQUESTS, ENGINES, WEIGHTS
+from turnlog.schemas.topics import BATCHES, ENGINE_REQUESTS, ENGINES, WEIGHTS
 from turnlog.settings import LoaderSettings, Settings
 
 log = logging.getLogger(__name__)
@@ -95,6 +99,7 @@ VERSION = Gauge("turnlog_loader_version", "Weight version served; -1 before the 
 SILENCE = Gauge("turnlog_loader_silent", "1 while the engine gives no answer")
 
 PARTITION = Partition(WEIGHTS.name, 0)
+MANIFESTS = Partition(BATCHES.name, 0)
 REQUESTED, SAID = Partition(ENGINE_REQUESTS.name, 0), Partition(ENGINES.name, 0)
 PROBE_S = 1.0
 LONGEST_PROBE_S = 5.0
@@ -192,8 +197,23 @@ def engine_of(settings: Settings, env: Mapping[str, str]) -> NamedEngine:
     return NamedEngine(f"engine-{int(number)}", urls[int(number)], alone=False)
 
 
+@dataclass(slots=True)
+class Device:
+    """Where an engine runs; the trainer's, too, with [engine] colocate."""
+
+    turn: DeviceTurn = field(default_factory=DeviceTurn)
+    """The engine's, always, without that."""
+    released: bool = False
+    """Whether the engine holds no memory there."""
+    gave_way: int = -2
+    """`turn.published` when it was said last that the engine is released."""
+
+
 class Loader:
     """One engine's weights."""
+
+    _transactor: Transactor
+    _reached: Reached
 
     def __init__(self, role: Role, control: EngineControl, engine_id: str, url: str, *, drains: bool = False) -> None:
         """`drains`: the engine takes no more turns when the loader stops."""
@@ -211,8 +231,6 @@ class Loader:
         self._model = Path(settings.model.path)
         self._expected: Shapes = {}
         self._owner = TransactionalId.LOADER.format(run=settings.run.id, engine=engine_id)
-        self._transactor: Transactor
-        self._reached: Reached
         self._version = -1
         self._base_version: int | None = None
         """Of the engine's own weights, where `_version` is an adapter."""
@@ -230,6 +248,7 @@ class Loader:
         """Of this engine alone."""
         self._newcomer = False
         """It takes no requests before it has the newest weights that it can have."""
+        self._device = Device()
 
     async def run(self) -> None:
         """See the module."""
@@ -247,7 +266,7 @@ class Loader:
             while any(requests.position(place) < end for place, end in ends.items()):
                 self._beat()
                 await self._hear(requests)
-            reader.assign(await self._role.log.start_offsets([PARTITION]))
+            reader.assign(await self._role.log.start_offsets(self._topics))
             while not self._role.stopping.is_set():
                 if self._own.leaving:
                     await self._leave(requests)
@@ -267,10 +286,8 @@ class Loader:
         probed = time.monotonic()
         while not self._over:
             self._beat()
-            if self._waiting and not self._silent:
-                await self._swap()
-                self._heard = time.monotonic()
-                self._beat()
+            if not self._silent:
+                await self._take_turn()
             if not self._waiting:
                 await self._reached.say({PARTITION: Commit(reader.position(PARTITION))})
             await self._take(reader, timeout_s=0.2)
@@ -311,16 +328,21 @@ class Loader:
         drain_s = self._role.settings.engine.drain_s
         cause = "drained"
         try:
-            self._version = (await self._control.model_info()).version
+            info = await self._control.model_info()
+            self._version, usable = info.version, not (info.mixed or info.released)
             await self._say(EngineDraining, state=DRAINING)
-            await self._control.resume()
-            idle = await self._idle(drain_s)
+            if usable:
+                await self._control.resume()
+            idle = await self._idle(drain_s if usable else 0.0)
             if self._role.stopping.is_set():  # its successor goes on
                 return
             if not idle:
-                cause = f"aborted what ran after {drain_s:g} s: [engine] drain_s"
+                after = f"after {drain_s:g} s: [engine] drain_s" if usable else f"with weights {info.weight_version!r}"
+                cause = f"aborted what ran {after}"
                 await self._control.abort_all()
                 await self._idle(ABORTED_S)
+            if usable and self._role.settings.engine.colocate:  # whoever has left holds nothing
+                await self._release()
         except EngineError as error:
             cause = f"died before it had drained: {error}"
         log.info("%s: %s", self._engine_id, cause)
@@ -337,6 +359,10 @@ class Loader:
             await asyncio.sleep(DRAIN_LOOK_S)
         return looks >= IDLE_LOOKS
 
+    @property
+    def _topics(self) -> list[Partition]:
+        return [PARTITION, *([MANIFESTS] if self._role.settings.engine.colocate else [])]
+
     def _beat(self) -> None:
         settings = self._role.settings
         self._role.health.beat(within_s=settings.liveness.work_s + settings.loader.timeout_s)
@@ -348,7 +374,7 @@ class Loader:
             await self._hear(requests, timeout_s=0.0)
             try:
                 info = await self._control.model_info()
-                if not info.mixed:  # a loader that was killed in a swap leaves its engine paused
+                if not (info.mixed or info.released):  # a loader that was killed in a swap leaves its engine paused
                     await self._control.resume()
             except EngineError as error:
                 self._role.health.unmet(
@@ -368,25 +394,61 @@ class Loader:
                 return
 
     async def _register(self, info: ModelInfo) -> None:
+        if info.mixed and self._role.settings.engine.colocate:  # nobody knows whether it has its memory
+            async with self._lives(f"took its memory back: it was left {info.weight_version!r}"):
+                await self._control.retake()
         self._heard, self._silent = time.monotonic(), False
         SILENCE.set(0)
         self._version, self._base_version = info.version, info.base_version
+        self._device.released, self._device.gave_way = info.released, -2
         VERSION.set(self._version)
         known = {*self._waiting, *self._recent} - self._refused
         self._waiting = sorted(version for version in known if version > self._version)
         self._newcomer = bool(self._waiting) and self._own.state != SERVING
         await self._say(EngineRegistered, model=self._role.settings.model.name, base_version=self._base_version)
 
+    async def _take_turn(self) -> None:
+        """What the log asks for next: the engine gives way, or loads what waits."""
+        if self._device.turn.trainers:
+            await self._give_way()
+            return
+        if self._device.released and not self._waiting:  # what it waited for was refused, and what it had is lost
+            self._waiting = [version for version in sorted(self._recent) if version not in self._refused][-1:]
+        if self._waiting:
+            await self._swap()
+            self._heard = time.monotonic()
+            self._beat()
+
+    async def _give_way(self) -> None:
+        """The device is the trainer's until the next version; said for each version that does not change that."""
+        if not self._device.released:
+            await self._release()
+        if self._device.gave_way != self._device.turn.published:
+            await self._say(EngineDraining, published=self._device.turn.published)
+            self._device.gave_way = self._device.turn.published
+
+    async def _release(self) -> None:
+        """Raises EngineSwapFailed, Fenced."""
+        await self._reached.check_owner()
+        async with self._lives("gave its memory back"):
+            await self._control.pause()
+            await self._control.release()
+        self._device.released, self._heard = True, time.monotonic()
+
     async def _catch_up(self, reader: Reader) -> None:
-        end = (await self._role.log.end_offsets([PARTITION]))[PARTITION]
-        while reader.position(PARTITION) < end:
+        ends = await self._role.log.end_offsets(self._topics)
+        while any(reader.position(partition) < end for partition, end in ends.items()):
             self._beat()
             await self._take(reader, timeout_s=0.2)
 
     async def _take(self, reader: Reader, *, timeout_s: float) -> None:
         for record in await reader.poll(timeout_s=timeout_s):
             event = await self._role.events.known(record)
-            if isinstance(event, WeightVersionPublished) and event.run_id == self._role.settings.run.id:
+            if event is None or event.run_id != self._role.settings.run.id:
+                continue
+            if self._role.settings.engine.colocate:
+                self._device.turn.apply(event)
+            if isinstance(event, WeightVersionPublished):
                 self._remember(event)
                 if event.version > self._version:
                     self._waiting.append(event.version)
@@ -423,9 +485,10 @@ class Loader:
                 raise EngineSwapFailed(str(error)) from error
             return
         self._heard, self._dropped = time.monotonic(), 0
-        restarted = (info.version, info.base_version) != (self._version, self._base_version)
+        other = not info.released and (info.version, info.base_version) != (self._version, self._base_version)
+        restarted = other or info.released != self._device.released
         if restarted:
-            log.warning("%s serves %s, not %d: it restarted", self._url, info.version, self._version)
+            log.warning("%s serves %s, not %d: it restarted", self._url, info.weight_version, self._version)
         if restarted or self._silent:
             await self._register(info)
 
@@ -555,7 +618,7 @@ class Loader:
                 with timer.phase("pause"):
                     await control.pause()
                 with timer.phase("load"):
-                    await control.load(folder, event.version, timeout_s=timeout_s)
+                    await control.load(folder, event.version, timeout_s=timeout_s, released=self._device.released)
                 with timer.phase("check"):
                     info = await control.model_info()
                 if info.label != event.version:
@@ -563,8 +626,10 @@ class Loader:
             except EngineDead:  # it may answer all the same, and holds what no version is
                 raise
             except BaseException:
-                await self._resume(timer)
+                if not self._device.released:
+                    await self._resume(timer)
                 raise
+            self._device.released = False
             await self._resume(timer)
 
     async def _resume(self, timer: Timer) -> None:
@@ -593,6 +658,8 @@ class Loader:
 
     @property
     def _state(self) -> str:
+        if self._device.released:
+            return RELEASED
         return SERVING if self._version >= 0 and not self._newcomer else STARTING
 
     def _event_id(self, record: str) -> str:

@@ -363,6 +363,8 @@ def _experts(meta: dict[str, Any]) -> bytes | None:
 
 QUICK_S = 10.0
 """For everything but the load itself."""
+MEMORY_S = 60.0
+"""To give memory back, or to take it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,12 +394,21 @@ class ModelInfo:
 
     @property
     def mixed(self) -> bool:
-        """Whoever loaded it last did not come to an end: it must not serve."""
-        return self.weight_version.startswith(LOADING)
+        """Whoever loaded or released it last did not come to an end: it must not serve."""
+        return self.weight_version.startswith(LOADING) or self.weight_version == RELEASING
+
+    @property
+    def released(self) -> bool:
+        """It holds neither weights nor cache."""
+        return self.weight_version == RELEASED
 
 
 LOADING = "loading-"
 """Begins the label of an engine that may hold tensors of two versions."""
+RELEASING, RELEASED = "releasing", "released"
+"""Labels of an engine that gives its memory back, and of one that has."""
+CACHE, WEIGHTS = "kv_cache", "weights"
+"""SGLang's names of what is given back."""
 
 
 class EngineControl(Protocol):
@@ -411,9 +422,18 @@ class EngineControl(Protocol):
         """Stop running requests, as [engine] update says; new ones wait without an answer until `resume`."""
         ...
 
-    async def load(self, folder: Path, version: int, *, timeout_s: float) -> None:
-        """Load the folder's weights and label them. Raises EngineRefused with the old weights in place, EngineDead,
-        also for an engine that answers and was left with tensors of two versions."""
+    async def load(self, folder: Path, version: int, *, timeout_s: float, released: bool = False) -> None:
+        """Load the folder's weights and label them; a `released` engine takes its memory back for it. Raises
+        EngineRefused with the old weights in place, EngineDead, also for an engine that answers and was left with
+        tensors of two versions, or of none."""
+        ...
+
+    async def release(self) -> None:
+        """Of a paused engine: give the memory of weights and cache back; what they held is lost. Raises EngineDead."""
+        ...
+
+    async def retake(self) -> None:
+        """Take both back, with nothing of use in them. An engine that has them dies of it. Raises EngineDead."""
         ...
 
     async def load_adapter(self, folder: Path, version: int, *, timeout_s: float) -> None:
@@ -492,9 +512,28 @@ class SGLangControl:
     async def pause(self) -> None:
         await self.call("POST", "/pause_generation", {"mode": self._update}, QUICK_S)
 
-    async def load(self, folder: Path, version: int, *, timeout_s: float) -> None:
-        flush = self._update != "in_place"  # what runs holds the cache: 0.5.21 dies of a flush then
-        await self._transport.load(self, folder, str(version), flush=flush, timeout_s=timeout_s)
+    async def load(self, folder: Path, version: int, *, timeout_s: float, released: bool = False) -> None:
+        if not released:
+            flush = self._update != "in_place"  # what runs holds the cache: 0.5.21 dies of a flush then
+            await self._transport.load(self, folder, str(version), flush=flush, timeout_s=timeout_s)
+            return
+        loading = f"{LOADING}{version}"
+        await self.label(loading)
+        await self._memory("resume", WEIGHTS)
+        try:
+            await self._transport.load(self, folder, loading, flush=False, timeout_s=timeout_s)  # it was on release
+        except EngineRefused as error:
+            raise EngineDead(f"{self.url} has its memory back and no weights: {error}") from error
+        await self._memory("resume", CACHE)
+        await self.label(str(version))
+
+    async def release(self) -> None:
+        await self.label(RELEASING)
+        await self._memory("release", CACHE, WEIGHTS)
+        await self.label(RELEASED)
+
+    async def retake(self) -> None:
+        await self._memory("resume", WEIGHTS, CACHE)
 
     async def label(self, text: str, *, timeout_s: float = QUICK_S) -> None:
         """What model_info says from here on, and the spans of requests. Raises EngineDead, EngineRefused."""
@@ -516,6 +555,9 @@ class SGLangControl:
             await unloading
         finally:
             unloading.cancel()
+
+    async def _memory(self, what: str, *tags: str) -> None:
+        await self.call("POST", f"/{what}_memory_occupation", {"tags": tags}, MEMORY_S)
 
     async def resume(self) -> None:
         await self.call("POST", "/continue_generation", {}, QUICK_S)

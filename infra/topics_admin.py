@@ -113,14 +113,14 @@ ACCESS: Mapping[str, Access] = {
     "trainer": Access(
         group=ConsumerGroup.TRAINER,
         consumes=(topics.BATCHES,),
-        reads=(topics.WEIGHTS,),
+        reads=(topics.WEIGHTS, topics.ENGINES),
         writes=(topics.STEPS, topics.WEIGHTS),
         owner=TransactionalId.TRAINER,
     ),
     "loader": Access(
         group=ConsumerGroup.LOADER,
         consumes=(topics.WEIGHTS,),
-        reads=(topics.ENGINES, topics.ENGINE_REQUESTS),
+        reads=(topics.ENGINES, topics.ENGINE_REQUESTS, topics.BATCHES),
         writes=(topics.ENGINES,),
         owner=TransactionalId.LOADER,
     ),

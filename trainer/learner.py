@@ -178,6 +178,10 @@ class Learner:
             written.sha256[adapters.CONFIG] = hashlib.sha256(config).hexdigest()
         return written
 
+    def free_cache(self) -> None:
+        """Give the device what no tensor holds any more: an engine that shares it takes its turn."""
+        torch.cuda.empty_cache()
+
     def begin_save(self, directory: Path, common: Mapping[str, Any], before: str = "") -> None:
         """Weights, optimizer, those of the critic and `common` as they are now, as one Megatron checkpoint in an
         existing empty folder that is written while steps go on: one at a time. With a store each machine has a folder

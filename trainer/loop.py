@@ -10,6 +10,7 @@ Order of effects, and why a kill at any instruction neither repeats nor skips a 
      a checkpoint may begin: one never covers a step that is not on the log. It is written while the next steps go on
      (`Saves`), and so weights go out, in a later transaction (`Publications`): lags count them from their step on, and
      a checkpoint may cover one that is not out.
+     With [engine] colocate a step waits until every engine has given its memory back (`SharedDevice`).
   4. Killed before the commit, the step is not on the log and the next incarnation takes the batch again. Killed after
      it, the batches since the last checkpoint are stepped again from the same weights under the next incarnation,
      whose records win. With the same layout and threads on CPU their losses are the same bits.
@@ -29,7 +30,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,7 @@ from turnlog.trainer.models.experts import unrouted
 from turnlog.trainer.plan import LearningPlan, check_unchanged, learning_plan
 from turnlog.trainer.reading.batches import PARTITION, POLL_S, Fetch, Manifests, ReadAhead, fetch_rows
 from turnlog.trainer.reading.recorded import truncated, with_experts
+from turnlog.trainer.reading.shared_device import SharedDevice
 from turnlog.trainer.shape import ModelShape, read_shape
 from turnlog.trainer.tiny_policy import initial_weights
 from turnlog.trainer.weights import LastExport, Of, published
@@ -221,6 +223,7 @@ class Trainer:
         self._kept: Kept = {}
         self._passes: DrawPasses
         self._reached: Reached
+        self._shared = SharedDevice(role) if settings.engine.colocate else None
 
     async def run(self) -> None:
         """See the module."""
@@ -241,11 +244,14 @@ class Trainer:
 
     async def _train_all(self) -> None:
         """Until the draws are trained or the role is to stop."""
-        async with self._role.log.reader() as reader:
+        async with AsyncExitStack() as stack:
+            reader = await stack.enter_async_context(self._role.log.reader())
             start = (await self._role.log.start_offsets([PARTITION]))[PARTITION]
             manifests = Manifests(reader, self._role.events, self._run_id, self._cursor, start=start)
             self._passes = draw_passes(self._plan.objective, self._call, manifests, self._rows, self._role, self._kept)
             self._role.health.started()
+            if self._shared is not None:
+                await self._shared.follow(await stack.enter_async_context(self._role.log.reader()))
             async with ReadAhead(manifests, self._rows) as ahead:
                 await self._train_batches(ahead)
 
@@ -265,7 +271,8 @@ class Trainer:
                 assert batch.rows is not None
                 there = max(free, batch.known_at)
                 seconds = {"wait": there - free, "read": time.monotonic() - there}
-                await self._train(batch.manifest, batch.rows, batch.offset, ahead, seconds)
+                if await self._device_is_free(seconds):
+                    await self._train(batch.manifest, batch.rows, batch.offset, ahead, seconds)
                 free = time.monotonic()
 
     async def _take_over(self) -> None:
@@ -363,6 +370,17 @@ class Trainer:
         self._passes.stepped(rows)
         return result
 
+    async def _device_is_free(self, seconds: dict[str, float]) -> bool:
+        """Once no engine holds memory on devices that are shared, which `seconds` count as waiting; False where the
+        role is to stop first."""
+        if self._shared is None:
+            return True
+        mark = time.monotonic()
+        await self.publications.settle()  # what engines go by is on the log then
+        free = await self._shared.free(self._versions.newest, functools.partial(_beat, self._role))
+        seconds["wait"] += time.monotonic() - mark
+        return free
+
     async def _rows(self, manifest: SampleBatchFormed) -> BatchRows:
         return await trained_rows(manifest, self._role, self._shape)
 
@@ -420,6 +438,8 @@ class Trainer:
             adapts=self._whole.version if of == "adapter" and self._whole else None,
         )
         due = await self.publications.begin(version, said, of)
+        if self._shared is not None:
+            await self._learner.call(Ranks.free_cache)
         _beat(self._role)
         return due
 

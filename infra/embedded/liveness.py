@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from turnlog.infra.embedded.ports import HOST
+from turnlog.infra.engine import RELEASED
 
 LOOK_S = 2.0
 """One look takes no longer."""
@@ -120,8 +121,17 @@ def http_answers(url: str, *, timeout_s: float = LOOK_S) -> bool:
 
 
 def generates(url: str) -> bool:
-    """Whether an SGLang engine gives tokens: to a request of its own where it is idle, else to anybody."""
-    return is_well(f"{url}/health_generate", timeout_s=GENERATION_LOOK_S)
+    """Whether an SGLang engine gives tokens (to a request of its own where it is idle, else to anybody), or has given
+    its memory back: it answers 503 then."""
+    return _released(url) or is_well(f"{url}/health_generate", timeout_s=GENERATION_LOOK_S)
+
+
+def _released(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/model_info", timeout=LOOK_S) as answer:
+            return bool(json.load(answer).get("weight_version") == RELEASED)
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def is_well(url: str, *, timeout_s: float) -> bool:

@@ -140,6 +140,7 @@ class Engine(Server):
             "--skip-server-warmup",
             *(CPU_ARGUMENTS if on_cpu else ()),
             *(self._lora(on_cpu) if self._lora_rank else ()),
+            *(() if on_cpu or not settings.colocate else ("--enable-memory-saver",)),
             *settings.extra_args,
         )
 

@@ -6,6 +6,7 @@ loader lets its engine drain (docs/engines.md).
 FleetError
 ├── UnknownEngine   no engine of the run has this name or address
 ├── NotHosted       no supervisor starts engines of this run: they are the user's own
+├── TakesTurns      engines of this run share the trainer's devices: as many as were settled before it
 └── BadAddress      not http(s)://host:port
 """
 
@@ -35,6 +36,10 @@ class NotHosted(FleetError):
     """Remedy: `turnlog engines register` and `drain`, or the number of replicas in your own deployment."""
 
 
+class TakesTurns(FleetError):
+    """Remedy: [engine] count before the run, or devices of their own for engines."""
+
+
 class BadAddress(FleetError):
     """Remedy: the address at which gateways reach the engine."""
 
@@ -49,7 +54,13 @@ async def read(role: Role) -> Fleet:
 
 
 async def scale(role: Role, count: int, *, by: str = OPERATOR, reason: str = "") -> list[Engine]:
-    """Ask for `count` hosted engines; those that are asked to come or to go. Raises NotHosted, LogUnavailable."""
+    """Ask for `count` hosted engines; those that are asked to come or to go. Raises TakesTurns, NotHosted,
+    LogUnavailable."""
+    if role.settings.engine.colocate:
+        raise TakesTurns(
+            "[engine] colocate has engines and trainer take turns on the same devices, and an engine that starts takes "
+            "memory in whoever's turn: set [engine] count and start the run again, or give engines devices of their own"
+        )
     found = await read(role)
     if not any(engine.hosted for engine in found.engines.values()):
         raise NotHosted(

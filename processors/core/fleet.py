@@ -18,6 +18,7 @@ from turnlog.schemas.topics import ENGINES, TOPIC_OF
 
 STARTING: Final = "starting"
 SERVING: Final = "serving"
+RELEASED: Final = "released"
 DRAINING: Final = "draining"
 SILENT: Final = "silent"
 GONE: Final = "gone"
@@ -40,7 +41,7 @@ class Engine:
     """Who asked last."""
     hosted: bool = False
     state: str = ""
-    """starting | serving | draining | silent | gone; empty: its loader has said nothing."""
+    """starting | serving | released | draining | silent | gone; empty: its loader has said nothing."""
     version: int = -1
     cause: str = ""
     """Why it is gone, in words."""

@@ -39,6 +39,7 @@ from turnlog.infra.engine import (
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Log, Partition
 from turnlog.processors.core.experts import own_rows, routing_of_model
+from turnlog.processors.core.fleet import RELEASED
 from turnlog.processors.core.turns import Ids
 from turnlog.producers.gateway import EngineFailed, NoEngine, VersionGone
 from turnlog.schemas import UndecodableRecord, ids
@@ -127,6 +128,8 @@ def routing_of(config: Mapping[str, Any], wanted: str, update: str) -> Routing |
 log = logging.getLogger(__name__)
 
 REST_S, LONGEST_REST_S = 0.5, 15.0
+RELEASED_S = 5.0
+"""A turn is not given up sooner after the last look at an engine whose device is the trainer's."""
 SILENCE_S = 2.0
 """After which an engine is asked for a sign of life, and within which it must give one."""
 OVERLOAD = 32
@@ -246,10 +249,13 @@ class Engines:
         self._wake()
 
     async def choose(self, session_id: str, wanted: Wanted, *, timeout_s: float) -> LiveEngine:
-        """The engine for a turn, waiting for one that may serve it. Raises NoEngine."""
+        """The engine for a turn, waiting for one that may serve it; for as long as it takes where one has given its
+        device to the trainer for a step. Raises NoEngine."""
         deadline = self.clock() + timeout_s
         while True:
             now = self.clock()
+            if any(engine.state == RELEASED for engine in self.live.values()):
+                deadline = max(deadline, now + RELEASED_S)
             able = [engine for engine in self.live.values() if wanted.accepts(engine)]
             awake = [engine for engine in able if engine.rests_until <= now]
             if awake:

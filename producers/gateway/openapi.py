@@ -88,7 +88,7 @@ ENGINES = _object(
         "engines": {
             "type": "array",
             "items": _object({"id": TEXT, "url": TEXT, "wanted": {"enum": ["", "serving", "gone"]}, "by": TEXT,
-                              "state": {"enum": ["", "starting", "serving", "draining", "gone"]},
+                              "state": {"enum": ["", "starting", "serving", "released", "draining", "silent", "gone"]},
                               "version": {"type": "integer"}, "hosted": {"type": "boolean"}, "cause": TEXT}),
         }
     }

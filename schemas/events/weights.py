@@ -82,7 +82,7 @@ class EngineRegistered:
     engine_id: str
     url: str
     state: str
-    """starting | serving | draining | silent | gone"""
+    """starting | serving | released | draining | silent | gone"""
     version: int
     """Weight version served; -1 before the first."""
     model: str
@@ -133,7 +133,8 @@ class EngineWeightsRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineDraining:
-    """No new turns, please: the engine is about to leave (draining), or does not answer for now (silent)."""
+    """No turns, please: the engine is about to leave (draining), has given its memory back until the next version
+    (released), or does not answer for now (silent)."""
 
     event_id: str
     run_id: str
@@ -141,6 +142,9 @@ class EngineDraining:
     url: str
     state: str
     version: int
+    published: int = -1
+    """Of a released one: the newest version on the log when its loader saw that the device is the trainer's; it stays
+    so until a later one is published."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -190,6 +190,9 @@ class EngineSettings:
     cache of the old ones, which their spans say (kv_version), and no later request shares it. abort: they are submitted
     again, so that the routed experts of each token are of the weights that sampled it. auto: abort of a mixture of
     experts, unless gateway.routed_experts is off, else retract."""
+    colocate: bool = False
+    """Engines and trainer have the same devices, in turns: from a formed batch until the weights that it makes, engines
+    give the memory of weights and cache back. With batcher.max_lag 0 and trainer.publish_every 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -636,7 +639,38 @@ def changed(settings: Settings, tables: Mapping[str, Any], env: Mapping[str, str
             f"{source}: gateway.routed_experts is on and engine.update is {found.engine.update}: what meets new "
             "weights would have experts of both; set engine.update to abort, or leave it out"
         )
+    _check_colocation(found, source)
     return found
+
+
+def _check_colocation(settings: Settings, source: str) -> None:
+    """Raises SettingsError for a shared device of which engine or trainer would not let go."""
+    if not settings.engine.colocate:
+        return
+    needed = {
+        "batcher.max_lag": (settings.batcher.max_lag, 0),
+        "trainer.publish_every": (settings.trainer.publish_every, 1),
+    }
+    for key, (found, wanted) in needed.items():
+        if found != wanted:
+            raise SettingsError(
+                f"{source}: engine.colocate has engines and trainer take turns, and {key} is {found}: set it to "
+                f"{wanted}, or give each devices of its own"
+            )
+    if settings.engine.autoscale_max:
+        raise SettingsError(
+            f"{source}: engine.colocate has every engine wait while the trainer steps, and engine.autoscale_max is "
+            f"{settings.engine.autoscale_max}: set it to 0, or give each devices of its own"
+        )
+    if settings.trainer.publish == "adapter":
+        raise SettingsError(
+            f"{source}: engine.colocate gives back the weights that adapters rest on, and trainer.publish is adapter: "
+            "set it to merged"
+        )
+    if settings.engine.update == "in_place":
+        raise SettingsError(
+            f"{source}: engine.colocate gives the cache back, and engine.update is in_place: set it to retract or abort"
+        )
 
 
 def _check_http(settings: Settings, source: str) -> None:

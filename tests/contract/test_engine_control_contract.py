@@ -97,6 +97,37 @@ async def test_a_running_request_meets_new_weights_as_the_setting_says(
         assert labels == [str(version - 1), str(version)]
 
 
+async def test_an_engine_that_gave_its_memory_back_says_so_and_serves_the_next_version(
+    control: EngineControl, model: Path
+) -> None:
+    version = await loaded(control, model)
+    await control.pause()
+    await control.release()
+    info = await control.model_info()
+    assert (info.released, info.mixed, info.version) == (True, False, -1)
+    await control.load(model, version + 1, timeout_s=60, released=True)
+    await control.resume()
+    info = await control.model_info()
+    assert (info.released, info.version) == (False, version + 1)
+
+
+@pytest.mark.engine
+async def test_a_request_that_runs_when_its_engine_gives_its_memory_back_ends_on_the_next_weights(
+    engine_url: str, model: Path
+) -> None:
+    engine = SGLang(engine_url)
+    async with real(engine_url, "disk") as control:
+        before = await loaded(control, model)
+        for version in itertools.count(before + 1):
+            pieces = [piece async for piece in under_an_update(engine, control, model, version, released=True)]
+            labels = [label for label, _ in pieces[-1].versions]
+            if (pieces[-1].finish, labels) != ("stop", [str(version - 1)]):  # it did not end before
+                break
+    await engine.close()
+    assert pieces[-1].finish in ("length", "stop")
+    assert labels == [str(version - 1), str(version)]
+
+
 @pytest.mark.engine
 async def test_the_same_bits_are_served_whatever_brought_them(engine_url: str, model: Path, tmp_path: Path) -> None:
     other = make_tiny_model(tmp_path / "other", seed=7)
@@ -115,7 +146,7 @@ async def test_the_same_bits_are_served_whatever_brought_them(engine_url: str, m
     assert answers[model] != answers[other]
 
 
-async def loaded(control: SGLangControl, folder: Path) -> int:
+async def loaded(control: EngineControl, folder: Path) -> int:
     """Under the next number."""
     version = (await control.model_info()).version + 1
     await control.pause()
@@ -159,6 +190,20 @@ async def test_an_engine_that_dies_amid_an_update_is_dead_to_its_loader(model: P
                 await control.load(spoiled(model, tmp_path / "spoiled"), 1, timeout_s=20)
 
 
+@pytest.mark.long
+@pytest.mark.engine
+async def test_an_engine_that_takes_back_what_it_has_dies_and_what_it_gave_is_taken_once(
+    model: Path, tmp_path: Path
+) -> None:
+    with Engine(model, EngineSettings(), log=tmp_path / "engine.log") as engine:
+        async with real(engine.url, "disk") as control:
+            await control.pause()
+            await control.release()
+            await control.retake()
+            with pytest.raises(EngineDead):
+                await control.retake()
+
+
 async def test_a_group_that_is_never_formed_is_given_up_after_the_time_of_a_load(model: Path) -> None:
     """An engine that says yes and does not come."""
 
@@ -195,13 +240,17 @@ def test_buckets_hold_each_tensor_once_as_it_is(model: Path) -> None:
         assert all(torch.equal(tensor, whole[name]) for name, tensor in parts)
 
 
-async def under_an_update(engine: SGLang, control: SGLangControl, model: Path, version: int) -> AsyncIterator[Piece]:
+async def under_an_update(
+    engine: SGLang, control: SGLangControl, model: Path, version: int, *, released: bool = False
+) -> AsyncIterator[Piece]:
     # A name of its own: SGLang aborts whatever has the name of a stream that ended two seconds ago.
     request = Generate(rid=uuid.uuid4().hex, input_ids=[10, 20, 30], temperature=1.0, max_new_tokens=500, cache_key="k")
     answer = engine.generate(request, stream=True, timeout_s=60)
     yield await anext(answer)
     await control.pause()
-    await control.load(model, version, timeout_s=60)
+    if released:
+        await control.release()
+    await control.load(model, version, timeout_s=60, released=released)
     await control.resume()
     async for piece in answer:
         yield piece

@@ -7,13 +7,23 @@ import struct
 from dataclasses import replace
 from pathlib import Path
 
-from turnlog.infra.engine import EngineDead, EngineRefused, EngineUnreachable, ModelInfo
+from turnlog.infra.engine import (
+    CACHE,
+    LOADING,
+    RELEASED,
+    RELEASING,
+    WEIGHTS,
+    EngineDead,
+    EngineRefused,
+    EngineUnreachable,
+    ModelInfo,
+)
 from turnlog.infra.tensors.adapters import CONFIG
 
 
 class MemoryEngineControl:
-    """One engine in memory. `paused`, `alive` and `loads` are for tests to look at; `silent`: of how many calls the
-    connection is dropped."""
+    """One engine in memory. `paused`, `alive`, `loads` and `memory` (what it holds) are for tests to look at; `silent`:
+    of how many calls the connection is dropped. It dies of every step that is out of turn."""
 
     def __init__(self, model: Path) -> None:
         self._info = ModelInfo("default", str(model))
@@ -30,11 +40,13 @@ class MemoryEngineControl:
         self.adapters: dict[int, Path] = {}
         self.takes_adapters = True
         """Started with --enable-lora."""
+        self.memory = {CACHE, WEIGHTS}
 
     def restart(self) -> None:
         """Come back with the model folder's own weights."""
         self._info = ModelInfo("default", self._info.model_path)
         self.adapters.clear()
+        self.memory = {CACHE, WEIGHTS}
         self.paused, self.alive = False, True
 
     async def model_info(self) -> ModelInfo:
@@ -46,20 +58,40 @@ class MemoryEngineControl:
         self._alive()
         self.paused = True
 
-    async def load(self, folder: Path, version: int, *, timeout_s: float) -> None:
+    async def load(self, folder: Path, version: int, *, timeout_s: float, released: bool = False) -> None:
         """See EngineControl. Like SGLang: no folder is refused, a short file kills, wrong tensors are not noticed."""
         self._alive()
+        if released:
+            await self.label(f"{LOADING}{version}")
+            await self._take(WEIGHTS)
         if not _exists(folder):
-            raise EngineRefused(f"no folder {folder}")
-        if not _whole(folder):
-            self.alive = False
-            self._alive()
+            raise EngineDead("no weights") if released else EngineRefused(f"no folder {folder}")
+        self._needs(_whole(folder) and WEIGHTS in self.memory)
         self.loads.append(version)
+        if released:
+            await self._take(CACHE)
         await self.label(str(version))
+
+    async def release(self) -> None:
+        """See EngineControl."""
+        await self.label(RELEASING)
+        self._needs(self.paused and self.memory == {CACHE, WEIGHTS})
+        self.memory = set()
+        await self.label(RELEASED)
+
+    async def retake(self) -> None:
+        """See EngineControl."""
+        for one in (WEIGHTS, CACHE):
+            await self._take(one)
+
+    async def _take(self, one: str) -> None:
+        await self._step()
+        self._needs(one not in self.memory)
+        self.memory.add(one)
 
     async def label(self, text: str) -> None:
         """See SGLangControl."""
-        self._alive()
+        await self._step()
         self._info = ModelInfo(text, self._info.model_path)
 
     async def load_adapter(self, folder: Path, version: int, *, timeout_s: float) -> None:
@@ -75,8 +107,17 @@ class MemoryEngineControl:
         if self.adapters.pop(version, None) is None:
             raise EngineRefused(f"no adapter {version}")
 
+    async def _step(self) -> None:
+        """Between two of its calls to SGLang: whoever asks may be killed here."""
+        self._alive()
+
+    def _needs(self, fits: bool) -> None:
+        self.alive = self.alive and fits
+        self._alive()
+
     async def resume(self) -> None:
         self._alive()
+        self._needs(self.memory == {CACHE, WEIGHTS})
         self.paused = False
 
     async def under_way(self) -> int:

@@ -289,3 +289,28 @@ def test_a_loop_with_a_critic_is_evaluated_as_it_trains_and_gives_its_best_weigh
         assert (tmp_path / "best/model.safetensors").exists()
     finally:
         down(loop.settings)
+
+
+@pytest.mark.long
+def test_engine_and_trainer_take_turns_on_one_device(tmp_path: Path) -> None:
+    """Two draws; on CPU SGLang gives back no memory, and is asked for it all the same."""
+    shared = SETTINGS.replace(f"draws = {DRAWS}", "draws = 2") + "[engine]\ncolocate = true\n"
+    loop = Loop(tmp_path, shared)
+    started = loop.turnlog("up")
+    assert started.returncode == 0, started.stderr
+
+    async def read() -> list[list[Any]]:
+        async with opened("test", loop.settings) as role:
+            return [await all_events(role, topic) for topic in (topics.ENGINES, topics.STEPS)]
+
+    try:
+        ran = loop.turnlog("run", file=loop.kept)
+        assert ran.returncode == 0, ran.stderr
+        reports, steps = asyncio.run(read())
+    finally:
+        down(loop.settings)
+    said = [(report.state, report.version) for report in reports]
+    assert said[:5] == [("starting", -1), ("serving", 0), ("released", 0), ("serving", 1), ("released", 1)]
+    assert [report.published for report in reports[2:5:2]] == [0, 1]
+    assert [step.batch_index for step in steps] == [0, 1]
+    assert max(step.logprob_gap_max for step in steps) < 1e-4

@@ -12,13 +12,21 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from turnlog.infra.batch_files import MEDIA_TYPE, write_rows
 from turnlog.infra.embedded.ports import free_ports
 from turnlog.infra.log import Partition
 from turnlog.infra.roles.role import Role, opened
-from turnlog.schemas.events import BatchSkipped, Event, StepCompleted, WeightVersionPublished
+from turnlog.schemas.events import (
+    BatchSkipped,
+    EngineDraining,
+    EngineRegistered,
+    Event,
+    StepCompleted,
+    WeightVersionPublished,
+)
 from turnlog.schemas.topics import STEPS, WEIGHTS
 from turnlog.settings import Settings
 from turnlog.trainer.loop import rerun
@@ -169,6 +177,45 @@ async def test_weights_go_out_after_every_second_draw_and_at_the_end(settings: S
     ]
     assert all(0 <= version.unchanged["published"] <= version.unchanged["bfloat16"] <= 1 for version in versions[1:])
     assert [(step.draw_index, step.batch_index) for step in await steps_of(role)] == [(n // 2, n) for n in range(6)]
+
+
+@pytest.mark.long  # the suite has the turns in memory (test_colocation.py)
+async def test_on_a_shared_device_no_step_begins_before_every_engine_has_let_go(
+    settings: Settings, role: Role, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an engine said in an earlier turn counts for nothing."""
+    port = free_ports(1)[0]
+    monkeypatch.setenv("TURNLOG_HEALTH_PORT", str(port))
+    engine = {"run_id": settings.run.id, "engine_id": "e", "url": "http://e", "version": 0}
+    await role.events.append(
+        EngineRegistered(event_id="0", state="serving", model="m", **engine)  # type: ignore[arg-type]
+    )
+    await append_batches(role.events, role.blobs, settings.run.id, 2)
+    shared = dataclasses.replace(
+        settings,
+        engine=dataclasses.replace(settings.engine, colocate=True),
+        feeder=dataclasses.replace(settings.feeder, draws=2),
+    )
+    trainer = await start(shared)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as http:
+        for turn in range(2):
+            while "e still on the trainer's devices" not in await ready(http) or len(await versions_of(role)) <= turn:
+                assert trainer.returncode is None
+                await asyncio.sleep(0.05)  # another process says so
+            assert len(await steps_of(role)) == turn
+            await role.events.append(
+                EngineDraining(event_id=f"{turn + 1}", state="released", published=turn, **engine)  # type: ignore[arg-type]
+            )
+    assert await trainer.wait() == 0
+    assert [step.batch_index for step in await steps_of(role)] == [0, 1]
+
+
+async def ready(http: httpx.AsyncClient) -> str:
+    """What it waits for; nothing before it listens."""
+    try:
+        return (await http.get("/readyz")).text
+    except httpx.TransportError:
+        return ""
 
 
 @pytest.mark.parametrize("checkpoints", ["folder", "s3"])

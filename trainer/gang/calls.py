@@ -135,6 +135,10 @@ class Ranks(ABC):
         written: Written = self._everywhere("export_files", folder, of)
         return written
 
+    def free_cache(self) -> None:
+        """See Learner.free_cache."""
+        self._everywhere("free_cache")
+
     def begin_save(self, directory: Path, common: Mapping[str, Any], before: str = "") -> None:
         """See Learner.begin_save."""
         self._everywhere("begin_save", directory, dict(common), before)

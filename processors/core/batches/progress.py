@@ -50,6 +50,33 @@ def recorded_version(number: int, lags: Mapping[str, int]) -> HeldVersion:
     return HeldVersion(number, {int(version): lag for version, lag in lags.items()})
 
 
+@dataclass(slots=True)
+class DeviceTurn:
+    """Whose turn it is on devices that engines and trainer share ([engine] colocate): the trainer's from a formed batch
+    on, the engines' once weights are published that have seen every one. A fold of manifests and versions, in any order
+    between the two."""
+
+    formed: int = -1
+    """The newest batch."""
+    seen: int = -1
+    """The batch that the newest weights have seen."""
+    published: int = -1
+    """Their version."""
+
+    def apply(self, event: Event) -> None:
+        """Fold one record; others are passed over."""
+        match event:
+            case SampleBatchFormed():
+                self.formed = max(self.formed, event.batch_index)
+            case WeightVersionPublished() if event.version > self.published:  # a restart goes back in batches
+                self.published, self.seen = event.version, event.batch_index
+
+    @property
+    def trainers(self) -> bool:
+        """Whether engines must give way."""
+        return self.formed > self.seen
+
+
 class WeightChain:
     """The fold of weight-versions: two integers and a hash per version. Repeats change nothing."""
 

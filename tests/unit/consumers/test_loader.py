@@ -33,8 +33,16 @@ from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.tls import serving
 from turnlog.infra.topics_admin import apply
-from turnlog.schemas.events import EngineGone, EngineRegistered, EngineWeightsLoaded, EngineWeightsRefused, Event
+from turnlog.schemas.events import (
+    EngineGone,
+    EngineRegistered,
+    EngineWeightsLoaded,
+    EngineWeightsRefused,
+    Event,
+    SampleBatchFormed,
+)
 from turnlog.schemas.events.weights import WeightFile
+from turnlog.schemas.releases import example
 from turnlog.schemas.topics import ENGINES
 from turnlog.schemas.types import BlobRef
 from turnlog.settings import EngineSettings, GatewaySettings, ModelSettings, RunSettings, Settings
@@ -268,6 +276,32 @@ async def test_what_does_not_end_in_time_is_aborted_also_by_the_loader_after_one
     await task
 
 
+async def test_an_engine_that_is_to_go_while_the_trainer_has_its_device_is_not_woken_and_has_left_without_memory(
+    role: Role, control: MemoryEngineControl
+) -> None:
+    role.settings = dataclasses.replace(role.settings, engine=EngineSettings(colocate=True))
+    task = asyncio.create_task(Loader(role, control, "engine-0", URL).run())
+    await publish(role, 0)
+    await said(role, 2)
+    await role.events.append(dataclasses.replace(example(SampleBatchFormed), run_id="run", batch_index=0))
+    assert told(await said(role, 3))[-1] == ("Draining", "released")
+    control.requests = 1
+    await asked(role, "gone")
+    gone = (await said(role, 5))[-1]
+    assert isinstance(gone, EngineGone)
+    assert (gone.cause, control.aborts) == ("aborted what ran with weights 'released'", 1)
+    assert (control.alive, control.paused, control.memory) == (True, True, set())
+    await asked(role, "serving")
+    assert told((await said(role, 7))[5:]) == [("Registered", "released"), ("Draining", "released")]
+    await publish(role, 1)
+    assert told(await said(role, 8))[-1] == ("WeightsLoaded", "serving")
+    await asked(role, "gone")
+    assert told((await said(role, 10))[8:]) == [("Draining", "draining"), ("Gone", "gone")]
+    assert (control.alive, control.memory) == (True, set())
+    role.stopping.set()
+    await task
+
+
 async def test_an_engine_that_is_to_go_and_never_came_is_gone_at_once(role: Role, control: MemoryEngineControl) -> None:
     control.alive = False
     task = asyncio.create_task(Loader(role, control, "engine-0", URL).run())
@@ -487,9 +521,9 @@ async def test_an_engine_that_takes_no_adapters_refuses_them_and_serves_what_the
 class Forgetful(MemoryEngineControl):
     """Loads, and keeps the label that it had."""
 
-    async def load(self, folder: Path, version: int, *, timeout_s: float) -> None:
+    async def load(self, folder: Path, version: int, *, timeout_s: float, released: bool = False) -> None:
         info = self._info
-        await super().load(folder, version, timeout_s=timeout_s)
+        await super().load(folder, version, timeout_s=timeout_s, released=released)
         self._info = info
 
 
@@ -509,9 +543,9 @@ async def test_a_version_whose_label_the_engine_lost_is_not_acknowledged(role: R
 class Dying(MemoryEngineControl):
     """Ends while it loads."""
 
-    async def load(self, folder: Path, version: int, *, timeout_s: float) -> None:
+    async def load(self, folder: Path, version: int, *, timeout_s: float, released: bool = False) -> None:
         self.alive = False
-        await super().load(folder, version, timeout_s=timeout_s)
+        await super().load(folder, version, timeout_s=timeout_s, released=released)
 
 
 async def test_an_engine_that_dies_in_the_middle_of_a_load_is_gone_and_has_acknowledged_nothing(role: Role) -> None:
@@ -640,9 +674,9 @@ class GatedControl(MemoryEngineControl):
         super().__init__(model)
         self.gate = Gate()
 
-    async def load(self, folder: Path, version: int, *, timeout_s: float) -> None:
+    async def load(self, folder: Path, version: int, *, timeout_s: float, released: bool = False) -> None:
         await self.gate.pass_through()
-        await super().load(folder, version, timeout_s=timeout_s)
+        await super().load(folder, version, timeout_s=timeout_s, released=released)
 
 
 async def test_a_loader_that_wakes_up_behind_its_successor_does_not_touch_the_engine(

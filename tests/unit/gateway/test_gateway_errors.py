@@ -211,6 +211,15 @@ async def test_a_turn_waits_for_its_weights_and_says_so_when_they_do_not_come(ri
     assert rig.gateway.engines.live["e0"].version == 3
 
 
+async def test_a_turn_waits_for_as_long_as_the_trainer_has_the_engines_device(rig: Any) -> None:
+    await rig.engine_says("e0", state="released")
+    choosing = asyncio.create_task(rig.gateway.engines.choose("s", Wanted(), timeout_s=0.0))
+    await asyncio.sleep(0)
+    assert not choosing.done()
+    await rig.engine_says("e0", version=1)
+    assert (await choosing).version == 1
+
+
 async def test_an_engine_that_is_not_serving_is_passed_over(rig: Any) -> None:
     rig.engines["e1"] = rig.new_engine("http://e1")
     await rig.engine_says("e0", state="draining")

@@ -14,9 +14,12 @@ from typing import Any
 
 import psutil
 import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
+from tests.contract.test_https import served
 from turnlog.infra.embedded import BrokerDied, Hung, LacksServer, NotReady
-from turnlog.infra.embedded.liveness import Liveness, Loops, answering, http_answers
+from turnlog.infra.embedded.liveness import Liveness, Loops, answering, generates, http_answers
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Launch, marked, scope
 from turnlog.infra.embedded.supervisor import Failure, Member, State, Supervisor, Watched
@@ -270,3 +273,14 @@ async def test_who_lacks_a_server_is_started_again_as_long_as_it_takes(tmp_path:
         order = await _until(seen, ("role", State.READY))
         assert order.count(("role", State.RESTARTING)) == 4
         assert isinstance(supervisor.watched["role"].error, LacksServer)
+
+
+@pytest.mark.parametrize(("label", "alive"), [("released", True), ("7", False)])
+async def test_an_engine_that_gave_its_memory_back_is_alive_though_it_is_not_well(label: str, alive: bool) -> None:
+    async def answer(request: Request) -> Response:
+        if request.url.path == "/model_info":
+            return JSONResponse({"weight_version": label, "model_path": "/m"})
+        return Response(status_code=503)
+
+    async with served(answer) as url:
+        assert await asyncio.to_thread(generates, url) is alive
