@@ -20,7 +20,8 @@ import pytest
 import torch
 
 from tests.fakes.weights import Publications, version
-from turnlog.consumers.loader import EngineSwapFailed, main
+from turnlog.consumers.loader import main
+from turnlog.consumers.loading import EngineSwapFailed
 from turnlog.infra.embedded.servers import Engine
 from turnlog.infra.engine import Adapter, Generate, Piece, SGLang
 from turnlog.infra.log import Partition

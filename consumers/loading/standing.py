@@ -1,0 +1,140 @@
+"""What the log says of one engine: what was asked of it, and what its loader reports.
+
+Every report is a transaction under the engine's own id, and the fence is asked before the engine is touched and before
+it is resumed: a loader that wakes up behind its successor neither puts old weights back nor acknowledges them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from prometheus_client import Gauge
+
+from turnlog.consumers.loading import EngineSwapFailed
+from turnlog.infra.engine import EngineDead, ModelInfo
+from turnlog.infra.log import Partition, Reached, Reader, Transactor
+from turnlog.infra.roles.role import Role
+from turnlog.names import ConsumerGroup, TransactionalId
+from turnlog.processors.core.fleet import GONE, RELEASED, SERVING, SILENT, STARTING, Engine, Fleet
+from turnlog.schemas.events import EngineDraining, EngineGone, EngineRegistered, Event
+from turnlog.schemas.ids import digest
+from turnlog.schemas.topics import ENGINE_REQUESTS, ENGINES, WEIGHTS
+
+VERSION = Gauge("turnlog_loader_version", "Weight version served; -1 before the first")
+SILENCE = Gauge("turnlog_loader_silent", "1 while the engine gives no answer")
+
+PARTITION = Partition(WEIGHTS.name, 0)
+REQUESTED, SAID = Partition(ENGINE_REQUESTS.name, 0), Partition(ENGINES.name, 0)
+
+
+class Standing:
+    """One engine's."""
+
+    reached: Reached
+    """How far its weights are known to be loaded."""
+    _transactor: Transactor
+
+    def __init__(self, role: Role, engine_id: str, url: str) -> None:
+        self._role, self.engine_id, self.url = role, engine_id, url
+        self.version = -1
+        self.base_version: int | None = None
+        """Of the engine's own weights, where `version` is an adapter."""
+        self.newcomer = False
+        """It takes no requests before it has the newest weights that it can have."""
+        self.silent = False
+        self.released = False
+        """It has given its memory back ([engine] colocate)."""
+        self._fleet = Fleet()
+        """Of this engine alone."""
+        self._said = 0
+
+    @asynccontextmanager
+    async def owned(self) -> AsyncIterator[None]:
+        """While the block runs, this loader's word counts; that of the one before it does not. Raises LogError."""
+        names = {"run": self._role.settings.run.id, "engine": self.engine_id}
+        async with self._role.log.transactor(TransactionalId.LOADER.format(**names)) as self._transactor:
+            group = ConsumerGroup.LOADER.format(**names)
+            self.reached = await Reached.recalled(self._role.log, self._transactor, group, [PARTITION])
+            self._said = (await self._role.log.end_offsets([SAID]))[SAID]
+            yield
+
+    @property
+    def own(self) -> Engine:
+        """As the log knows it."""
+        return self._fleet.engines.get(self.engine_id, Engine(self.engine_id))
+
+    async def hear(self, requests: Reader, *, timeout_s: float = 0.2) -> None:
+        """Fold what was asked and said of this engine."""
+        for record in await requests.poll(timeout_s=timeout_s):
+            event = await self._role.events.known(record) if record.key == self.engine_id.encode() else None
+            if event is not None and event.run_id == self._role.settings.run.id:
+                self._fleet.apply(event)
+
+    @property
+    def whole(self) -> int:
+        """Version of the engine's own weights."""
+        return self.version if self.base_version is None else self.base_version
+
+    def has(self, info: ModelInfo) -> bool:
+        """Whether that is what the engine was given; another engine has come in its place where it is not."""
+        if info.released or self.released:
+            return info.released == self.released
+        return (info.version, info.base_version) == (self.version, self.base_version)
+
+    async def registered(self, info: ModelInfo, *, waits: bool) -> None:
+        """It answers, with those weights; `waits`: there are newer ones for it."""
+        self.silent = False
+        SILENCE.set(0)
+        self.version, self.base_version, self.released = info.version, info.base_version, info.released
+        VERSION.set(self.version)
+        self.newcomer = waits and self.own.state != SERVING
+        await self.say(EngineRegistered, model=self._role.settings.model.name, base_version=self.base_version)
+
+    def serves(self, version: int) -> None:
+        """It has loaded that."""
+        self.version, self.newcomer = version, False
+        VERSION.set(version)
+
+    async def unheard(self) -> None:
+        """It takes no turns until it answers."""
+        self.silent = True
+        SILENCE.set(1)
+        await self.say(EngineDraining, state=SILENT)
+
+    async def gone(self, error: Exception) -> None:
+        """It has died."""
+        await self.say(EngineGone, state=GONE, cause=str(error))
+
+    @asynccontextmanager
+    async def lives(self, did: str) -> AsyncIterator[None]:
+        """Raises EngineSwapFailed where the engine dies within."""
+        try:
+            yield
+        except EngineDead as error:
+            await self.gone(error)
+            raise EngineSwapFailed(f"{self.url} died while it {did}: {error}") from error
+
+    async def say(self, record: type[Event], **more: Any) -> None:
+        """One report in one transaction. Raises Fenced."""
+        self._said += 1
+        report = record(
+            # Nothing but its place in time sets one report of an engine apart from the next.
+            event_id=digest(
+                record.__name__, self._role.settings.run.id, self.engine_id, self._role.instance, self._said
+            ),
+            run_id=self._role.settings.run.id,
+            engine_id=self.engine_id,
+            url=self.url,
+            version=self.version,
+            **{"state": self._state} | more,
+        )
+        await self._role.events.transact(self._transactor, [report])
+        self._fleet.apply(report)
+
+    @property
+    def _state(self) -> str:
+        if self.released:
+            return RELEASED
+        return SERVING if self.version >= 0 and not self.newcomer else STARTING

@@ -1,0 +1,232 @@
+"""How weights come into an engine: the newest of the versions that wait for it, whole or as an adapter.
+
+Files are fetched and verified before the engine hears of them; then pause ([engine] update) -> load ([loader]
+transport) -> check the label -> resume, resumed whatever happens but the engine's death. When several wait, the
+newest that is good is loaded and the others are superseded. A refused version is not tried again: the old weights serve
+until the next one.
+
+An adapter is loaded beside what serves, and pauses nothing: each request names the one that is to answer it. Those
+behind the last two are unloaded once their requests have ended. What it rests on is loaded first, as above, where the
+engine has other weights.
+
+An engine that has given its memory back takes that of the weights -> loads -> takes that of the cache. When a version
+is refused it stays as it is: it has nothing to resume with.
+
+BadWeights is in infra/tensors/versions.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import Counter
+
+from turnlog.consumers.loading.standing import Standing
+from turnlog.infra.blobs import BlobError
+from turnlog.infra.engine import EngineControl, EngineDead, EngineRefused
+from turnlog.infra.roles.role import Role
+from turnlog.infra.tensors.versions import (
+    BadWeights,
+    Chain,
+    Held,
+    Timer,
+    WeightFolders,
+    chain_of,
+    check_fits,
+    model_shapes,
+)
+from turnlog.processors.core.fleet import STARTING
+from turnlog.schemas.events import EngineWeightsLoaded, EngineWeightsRefused, WeightVersionPublished
+
+log = logging.getLogger(__name__)
+LOADED = Counter("turnlog_loader_loaded", "Weight versions loaded")
+REFUSED = Counter("turnlog_loader_refused", "Weight versions refused", ["cause"])
+
+RETRY_S = 0.5
+RECENT = 8
+ADAPTERS = 2
+"""Which stay loaded: requests of the last but one end while the last one is served."""
+PATIENCE_S = 5.0
+"""For requests of an adapter that is to be unloaded; then all that run are submitted again."""
+
+
+class Swap:
+    """One engine's weights."""
+
+    def __init__(self, role: Role, control: EngineControl, standing: Standing, beat: Callable[[], None]) -> None:
+        """Raises as `model_shapes`."""
+        self._role, self._control, self._standing, self._beat = role, control, standing, beat
+        self._folders = WeightFolders(Path(role.settings.run.directory).resolve() / "weights", role.blobs, beat=beat)
+        self._folder: Held | None = None
+        """That of the weights served, or of those that adapters rest on."""
+        self._adapters: dict[int, Held] = {}
+        """Folders of those that are loaded."""
+        self._expected = model_shapes(Path(role.settings.model.path))
+        self._recent: dict[int, WeightVersionPublished] = {}
+        """The newest versions on the log, for an engine that comes back without weights, and what they rest on."""
+        self.waiting: list[int] = []
+        """Versions neither loaded, refused nor superseded, ascending."""
+        self._refused: set[int] = set()
+
+    def remember(self, event: WeightVersionPublished) -> None:
+        """A version is on the log."""
+        if event.version > self._standing.version:
+            self.waiting.append(event.version)
+        self._recent[event.version] = event
+        needed = set(sorted(self._recent)[-RECENT:])
+        for version in sorted(needed, reverse=True):
+            base = self._recent[version].base_version
+            while base in self._recent and base not in needed:
+                needed.add(base)
+                base = self._recent[base].base_version
+        self._recent = {version: one for version, one in self._recent.items() if version in needed}
+
+    def begin_after(self, version: int) -> None:
+        """The engine has that one: those above it wait."""
+        known = {*self.waiting, *self._recent} - self._refused
+        self.waiting = sorted(one for one in known if one > version)
+
+    def begin_again(self) -> None:
+        """The engine has lost what it had: the newest good version waits."""
+        self.waiting = [version for version in sorted(self._recent) if version not in self._refused][-1:]
+
+    async def newest(self) -> None:
+        """Load the newest of the waiting versions; refused, the next newest is tried in the next round."""
+        newest = self.waiting.pop()
+        event = self._recent.get(newest)
+        if event is None:  # every recent version was refused
+            self.waiting = []
+            return
+        try:
+            check_fits(event, self._expected)
+            chain = chain_of(event, self._recent)
+            seconds = await (self._load_beside if event.kind == "adapter" else self._load_instead)(chain)
+        except (BadWeights, EngineRefused) as error:
+            self._refused.add(event.version)
+            await self._refuse(event, error)
+        else:
+            superseded, self.waiting = tuple(self.waiting), []
+            await self._loaded(event, superseded, seconds)
+            await self._unload()
+
+    async def _load_instead(self, chain: Chain) -> dict[str, float]:
+        """The engine's own weights become those; the seconds that it took. Raises as `_load`, BadWeights, BlobError."""
+        timer = Timer()
+        held = await self._fetched(chain, timer)
+        try:
+            await self._load(chain[-1], held.path, timer)
+        except BaseException:
+            held.release()
+            raise
+        if self._folder is not None:
+            self._folder.release()
+        self._folder, self._standing.base_version = held, None
+        return timer.seconds
+
+    async def _load_beside(self, chain: Chain) -> dict[str, float]:
+        """The adapter, with the weights that it rests on below it; the seconds that it took alone. Raises the same."""
+        base, event = chain
+        if base.version != self._standing.whole:
+            check_fits(base, self._expected)
+            seconds = await self._load_instead(chain[:-1])
+            self.waiting = [version for version in self.waiting if version != base.version]
+            await self._loaded(base, (), seconds, state=STARTING)  # turns wait for the adapter
+        timer = Timer()
+        held = await self._fetched(chain[-1:], timer)
+        try:
+            async with self._standing.lives(f"loaded adapter {event.version}"):
+                await self._load_adapter(event.version, base.version, held.path, timer)
+        except BaseException:
+            held.release()
+            raise
+        self._adapters[event.version], self._standing.base_version = held, base.version
+        return timer.seconds
+
+    async def _load_adapter(self, version: int, base: int, folder: Path, timer: Timer) -> None:
+        """load -> check. Raises EngineRefused, EngineDead, Fenced."""
+        await self._standing.reached.check_owner()
+        if version in (await self._control.model_info()).adapters:  # of a loader that was killed before it said so
+            await self._control.unload_adapter(version, patience_s=PATIENCE_S)
+        with timer.phase("load"):
+            await self._control.load_adapter(folder, version, timeout_s=self._role.settings.loader.timeout_s)
+        with timer.phase("check"):
+            info = await self._control.model_info()
+        if (info.version, info.base_version) != (version, base):
+            raise EngineRefused(
+                f"{self._standing.url} reports weights {info.weight_version!r} with adapters {info.adapters} after "
+                f"loading adapter {version} of {base}"
+            )
+
+    async def _unload(self) -> None:
+        """Adapters that are behind, once the requests that name them have ended."""
+        if self._standing.base_version is None and not self._adapters:
+            return
+        async with self._standing.lives("unloaded an adapter"):
+            found = (await self._control.model_info()).adapters
+            for version in found[: -ADAPTERS if self._standing.base_version is not None else None]:
+                self._beat()
+                await self._standing.reached.check_owner()
+                await self._control.unload_adapter(version, patience_s=PATIENCE_S)
+        for version in self._adapters.keys() - (await self._control.model_info()).adapters:
+            self._adapters.pop(version).release()
+
+    async def _fetched(self, chain: Chain, timer: Timer) -> Held:
+        """The folder; a store that does not answer is asked [loader] attempts times, then the process ends."""
+        for attempt in range(1, self._role.settings.loader.attempts + 1):
+            try:
+                return await self._folders.held(chain, timer)
+            except BlobError as error:
+                if attempt == self._role.settings.loader.attempts:
+                    raise
+                log.warning("version %d: %s; attempt %d", chain[-1].version, error, attempt)
+                await asyncio.sleep(RETRY_S * attempt)
+        raise AssertionError("unreachable")
+
+    async def _load(self, event: WeightVersionPublished, folder: Path, timer: Timer) -> None:
+        """pause -> load -> check -> resume. Raises EngineRefused (old weights serve), EngineSwapFailed, Fenced."""
+        control, timeout_s = self._control, self._role.settings.loader.timeout_s
+        async with self._standing.lives(f"loaded version {event.version}"):
+            await self._standing.reached.check_owner()
+            try:
+                with timer.phase("pause"):
+                    await control.pause()
+                with timer.phase("load"):
+                    await control.load(folder, event.version, timeout_s=timeout_s, released=self._standing.released)
+                with timer.phase("check"):
+                    info = await control.model_info()
+                if info.label != event.version:
+                    raise EngineRefused(
+                        f"{self._standing.url} reports {info.weight_version!r} after loading {event.version}"
+                    )
+            except EngineDead:  # it may answer all the same, and holds what no version is
+                raise
+            except BaseException:
+                if not self._standing.released:
+                    await self._resume(timer)
+                raise
+            self._standing.released = False
+            await self._resume(timer)
+
+    async def _resume(self, timer: Timer) -> None:
+        with timer.phase("resume"):
+            await self._standing.reached.check_owner()
+            await self._control.resume()
+
+    async def _loaded(
+        self, event: WeightVersionPublished, superseded: tuple[int, ...], seconds: dict[str, float], **more: Any
+    ) -> None:
+        self._standing.serves(event.version)
+        LOADED.inc()
+        of = {"superseded": superseded, "seconds": seconds, "base_version": self._standing.base_version}
+        await self._standing.say(EngineWeightsLoaded, **of, **more)
+
+    async def _refuse(self, event: WeightVersionPublished, error: Exception) -> None:
+        log.error("version %d refused, %d stays: %s", event.version, self._standing.version, error)
+        REFUSED.labels(type(error).__name__).inc()
+        cause = type(error).__name__
+        self._standing.newcomer = self._standing.newcomer and bool(self.waiting)
+        await self._standing.say(EngineWeightsRefused, refused_version=event.version, cause=cause, message=str(error))
