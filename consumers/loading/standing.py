@@ -89,7 +89,7 @@ class Standing:
         SILENCE.set(0)
         self.version, self.base_version, self.released = info.version, info.base_version, info.released
         VERSION.set(self.version)
-        self.newcomer = waits and self.own.state != SERVING
+        self.newcomer = waits and (self.newcomer or self.own.state not in (SERVING, SILENT))
         await self.say(EngineRegistered, model=self._role.settings.model.name, base_version=self.base_version)
 
     def serves(self, version: int) -> None:
