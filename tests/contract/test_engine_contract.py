@@ -103,6 +103,7 @@ async def adapted(request: pytest.FixtureRequest, tiny_model: Path, tmp_path: Pa
     real, control = (one(request.getfixturevalue("lora_engine_url")) for one in (SGLang, SGLangControl))
     blobs, matrices = MemoryBlobs(), {name: one for name, one in read_weights(tiny_model).items() if "_proj" in name}
     await fetch(await adapter(matrices, 9, blobs, adapts=0), blobs, tmp_path)
+    await control.label("0")  # whoever had the engine before left another
     await control.load_adapter(tmp_path, 9, timeout_s=60)
     yield real
     await control.unload_adapter(9, patience_s=60)

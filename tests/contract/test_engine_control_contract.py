@@ -292,7 +292,10 @@ async def adapters(tiny_model: Path, tmp_path: Path) -> list[Path]:
 async def test_adapters_are_loaded_beside_the_weights_and_forgotten(
     adapting: EngineControl, adapters: list[Path]
 ) -> None:
-    own = (await adapting.model_info()).label
+    before = await adapting.model_info()
+    own = before.label
+    for left in before.adapters:  # by whoever had the engine before
+        await adapting.unload_adapter(left, patience_s=60)
     for version, folder in enumerate(adapters, start=own + 1):
         await adapting.load_adapter(folder, version, timeout_s=60)
     info = await adapting.model_info()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-sys.path.append(str(Path(__file__).parents[3] / "benchmarks/chaos"))  # its scripts import each other by their names
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks/chaos"))  # its scripts import each other by their names
 
 from soak_looks import CONTROL, Looks, held_mb, lies, tree
 from soak_page import page

@@ -15,8 +15,8 @@ from tests.fakes.stories import Story, repair
 from tests.fakes.told_run import ToldRun
 from tests.unit.consumers.test_dashboard import check_harmless, site
 from turnlog.consumers.dashboard import harmless
+from turnlog.consumers.dashboard.alarms import LINES, STANDS
 from turnlog.consumers.dashboard.app import filters
-from turnlog.consumers.dashboard.overview import LINES, STANDS
 from turnlog.consumers.dashboard.queues import STANDS_S, Queue, Queues, Standing
 from turnlog.consumers.dashboard.records import Records, Vocabulary
 from turnlog.consumers.dashboard.server import serving

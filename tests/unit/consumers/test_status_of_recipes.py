@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import io
 import json
 import os
@@ -119,9 +120,10 @@ def test_a_run_without_an_index_says_how_it_gets_one(settings: Settings, capsys:
 
 async def test_status_is_shown_again_until_ctrl_c_each_time_as_it_is_then(settings: Settings, tmp_path: Path) -> None:
     env = {**os.environ, "TURNLOG_RUN_ID": "run", "TURNLOG_RUN_DIRECTORY": str(tmp_path)}
+    heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background ignores it
     watching = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "turnlog.cli", "status", "--json", "--watch", "0.05", env=env,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=1 << 20,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=1 << 20, preexec_fn=heard,
     )  # fmt: skip
     assert watching.stdout is not None
     try:

@@ -158,11 +158,6 @@ def test_only_the_newest_stay(ground: Ground) -> None:
     save(ground.opened(1, keep=2), 3)
     assert sorted(ground.place().names()) == ["step-00000003-i1", "step-00000004-i0"]
     assert [marker.incarnation for marker in ground.place().markers().values()] == [1]
-    cursors = Checkpoints(ground.place(), keep=2).cursors()
-    assert [(name, cursor.step) for name, cursor in cursors.items()] == [
-        ("step-00000004-i0", 4),
-        ("step-00000003-i1", 3),
-    ]
 
 
 def test_a_marker_without_its_checkpoint_says_what_to_do(ground: Ground) -> None:

@@ -219,10 +219,10 @@ def test_what_is_saved_is_the_state_at_the_save_though_steps_go_on_meanwhile(
     sizes = [tensor.numel() for tensor in learner.policy.model.parameters()]
     padding = 0 if reshardable else 12 * 64 * len(sizes)
     assert (4 + 12) * sum(sizes) <= save.bytes <= (4 + 12) * sum(sizes) + padding
-    assert not save.done(wait=False)
+    assert save.done(wait=False) is None
     wanted = [learner.step(synthetic_rows(step), OBJECTIVE, 1e-3) for step in (1, 2)]
     begun.set()
-    assert save.done(wait=True)
+    assert save.done(wait=True) is not None
     other = Learner(shape, random_weights(shape, 9), ONE)
     other.restore(tmp_path)
     assert [other.step(synthetic_rows(step), OBJECTIVE, 1e-3) for step in (1, 2)] == wanted
