@@ -347,7 +347,9 @@ class Trainer:
         file = None if told is None else await self._role.blobs.put(write_tokens(computed, told), media_type=PARQUET)
         due = await self._due(cursor, None, self._of) if self._publishes(manifest, cursor) else None
         seconds["export"] = time.monotonic() - mark
-        completed = dataclasses.replace(self._completed(manifest, rows, result, rate, seconds), token_file=file)
+        completed = dataclasses.replace(
+            self._completed(manifest, rows, computed, result, rate, seconds), token_file=file
+        )
         await self._role.events.transact(self._transactor, [completed])
         self._cursor = cursor
         if due is not None:  # lags count it from here on
@@ -472,9 +474,16 @@ class Trainer:
         await self._reached.check_owner()
 
     def _completed(
-        self, manifest: SampleBatchFormed, rows: BatchRows, result: StepResult, rate: float, seconds: dict[str, float]
+        self,
+        manifest: SampleBatchFormed,
+        rows: BatchRows,
+        computed: BatchRows,
+        result: StepResult,
+        rate: float,
+        seconds: dict[str, float],
     ) -> StepCompleted:
-        lag, unrouted_tokens = self._lag(manifest, rows), self._unrouted_tokens(self._plan.objective.computed(rows))
+        """`computed`: those of the rows that the step was made on."""
+        lag, unrouted_tokens = self._lag(manifest, rows), self._unrouted_tokens(computed)
         only = self._role.settings.trainer.router_replay == "only"
         return StepCompleted(
             event_id=digest("StepCompleted", self._run_id, manifest.batch_index, self._incarnation),

@@ -3,8 +3,8 @@
     begin      state copied (a call of the ranks, between two steps)
     written    every rank has written its part, and put it into the store, and the metadata are there (a look at the
                ranks, between two steps)
-    summed     the sums of all files are known, and nothing is left to put (in a thread); which
-                older ones are needed is known
+    summed     the sums of all files are known, and nothing is left to put (in a thread); which older ones are needed is
+               known
     sealed     this is still the owner; the folder has its name, or the store its manifest
 
 Killed before it is sealed, a checkpoint was never there. What fails on the way is a CheckpointFailed, or what the store
