@@ -82,7 +82,7 @@ class StorePlace:
                 raise CheckpointDamaged(
                     f"{self.said(name)}/{file} has {found} bytes, {MANIFEST} says {ref.size}; restore it"
                 )
-        return self.fetched(name, [file for file in files if not file.endswith(SHARDS)])
+        return self._brought(name, files, [file for file in files if not file.endswith(SHARDS)])
 
     def cursor(self, name: str) -> dict[str, Any]:
         """Where it stands. Raises CheckpointDamaged."""
@@ -105,7 +105,10 @@ class StorePlace:
     def fetched(self, name: str, files: Collection[str]) -> Path:
         """The folder of this machine, in which these files are now; whoever has one already has it verified again.
         Raises CheckpointDamaged, NoRoom, StoreUnavailable."""
-        folder, refs, locks = self.cache / name, self.manifest(name), self.cache / LOCKS
+        return self._brought(name, self.manifest(name), files)
+
+    def _brought(self, name: str, refs: Mapping[str, BlobRef], files: Collection[str]) -> Path:
+        folder, locks = self.cache / name, self.cache / LOCKS
         for made in (folder, locks):
             made.mkdir(parents=True, exist_ok=True)
         for file in files:
@@ -115,7 +118,8 @@ class StorePlace:
 
     def all_of(self, name: str) -> Path:
         """The whole of it, on this machine. Raises as `fetched`."""
-        return self.fetched(name, self.manifest(name))
+        refs = self.manifest(name)
+        return self._brought(name, refs, refs)
 
     def _fetch(self, name: str, file: str, ref: BlobRef | None, path: Path) -> None:
         if ref is None:
