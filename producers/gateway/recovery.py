@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 
 WANTED = frozenset({b"SessionStarted", b"SessionAdopted", b"SessionFinished"})
 POLL_RECORDS = 2000
+FINISHED_KEPT = 4096
+"""Finished sessions that the tail remembers; of older ones the log is read again when somebody asks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,11 @@ class Spine:
                 return event
         return None
 
+    @property
+    def end(self) -> int:
+        """Offset behind its last record."""
+        return 1 + max([*(epoch.offset for epoch in self.epochs), *(offset for offset, _ in self.finishes)])
+
     def add(self, record: Record, event: SessionStarted | SessionAdopted | SessionFinished) -> None:
         """Fold one record; records may come in any order and more than once."""
         if isinstance(event, SessionFinished):
@@ -85,7 +93,13 @@ class SessionTail:
     """`run` reads for ever; the other methods answer from what it has read."""
 
     def __init__(
-        self, log_: Log, events: EventLog, partitions: int, *, beat: Callable[[], None] = lambda: None
+        self,
+        log_: Log,
+        events: EventLog,
+        partitions: int,
+        *,
+        beat: Callable[[], None] = lambda: None,
+        finished_kept: int = FINISHED_KEPT,
     ) -> None:
         """`beat` is called whenever the reader comes round."""
         self._log = log_
@@ -93,8 +107,11 @@ class SessionTail:
         self._events = events
         self._partitions = [Partition(SESSIONS.name, number) for number in range(partitions)]
         self._spines: dict[str, Spine] = {}
+        self._finished: OrderedDict[str, Partition] = OrderedDict()
+        """Those of `_spines` that are finished, the one that was read or asked for last at the end."""
+        self._finished_kept = finished_kept
         self._covered: dict[Partition, int] = {}
-        """Offset from which on everything was read."""
+        """Offset from which on everything was read, and is remembered."""
         self._positions: dict[Partition, int] = {}
         self._asking: list[asyncio.Future[dict[Partition, int]]] = []
         self._asked = asyncio.Event()
@@ -126,6 +143,8 @@ class SessionTail:
         seen = self._spines.get(session_id)
         if seen is None or seen.started is None:  # what came after we did, an adoption, may be all that was read of it
             await self._read_back(partition, floor)
+        if session_id in self._finished:
+            self._finished.move_to_end(session_id)
         return self._spines.get(session_id)
 
     def known(self, session_id: str) -> Spine | None:
@@ -153,6 +172,7 @@ class SessionTail:
                     await self._take(record)
                 for partition in self._partitions:
                     self._advance(partition, reader.position(partition))
+                self._forget()
 
     async def _answer(self) -> None:
         while True:
@@ -195,7 +215,17 @@ class SessionTail:
         except UndecodableRecord as error:
             log.warning("passed over %s[%d]@%d: %s", record.topic, record.partition, record.offset, error)
             return
-        self._spines.setdefault(event.session_id, Spine()).add(record, event)
+        spine = self._spines.setdefault(event.session_id, Spine())
+        spine.add(record, event)
+        if event.session_id not in self._finished and spine.finished is not None:
+            self._finished[event.session_id] = Partition(record.topic, record.partition)
+
+    def _forget(self) -> None:
+        """Drop finished sessions beyond those that are kept. What was covered begins behind their last record: who asks
+        for one has it read again. Not while some are read back, who is asked for among them."""
+        while len(self._finished) > self._finished_kept and not any(lock.locked() for lock in self._back.values()):
+            session_id, partition = self._finished.popitem(last=False)
+            self._covered[partition] = max(self._covered[partition], self._spines.pop(session_id).end)
 
 
 CLOCK_SKEW_MS = 60_000

@@ -39,7 +39,7 @@ OPEN = Gauge("turnlog_gateway_sessions", "Sessions held in memory")
 ADOPTED = Counter("turnlog_gateway_adopted", "Sessions taken over from another gateway")
 
 MINUTE_S = 60.0
-KEPT = 4096
+KEPT = 256
 """Finished sessions kept in memory; older ones are read from the log again when somebody asks."""
 
 

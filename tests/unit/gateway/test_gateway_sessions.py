@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.gateway.conftest import until
+from tests.unit.gateway.conftest import PARTITIONS, until
+from turnlog.producers.gateway.recovery import SessionTail
 from turnlog.producers.gateway.requests import traceparent
 from turnlog.schemas.events import Boundary, Outcome
 from turnlog.settings import load
@@ -194,6 +195,27 @@ async def test_a_finished_session_is_described_by_another_gateway_without_an_ado
     assert described["messages"] == [QUESTION, one]
     assert await rig.written("SessionAdopted") == []
     assert (await rig.finish(session)).json()["turns"] == [{"epoch": session["epoch"], "index": 0}]
+
+
+async def test_finished_sessions_are_forgotten_and_read_again_when_somebody_asks(rig: Any) -> None:
+    tail = SessionTail(rig.memory, rig.events, PARTITIONS, finished_kept=2)
+    async with asyncio.TaskGroup() as tasks:
+        reading = tasks.create_task(tail.run())
+        await tail.ready.wait()
+        open_still = await rig.open("rollout-open")
+        done = [await rig.open(f"rollout-{number}") for number in range(5)]
+        for session in done:
+            await rig.finish(session)
+        ids = [session["session_id"] for session in done]
+        await until(lambda: [tail.known(each) is not None for each in ids] == [False, False, False, True, True])
+        assert tail.known(open_still["session_id"]) is not None, "what is not finished is kept"
+        spine = await tail.session(ids[0], "group-0", 0)
+        assert spine is not None
+        assert spine.started is not None
+        assert spine.finished is not None
+        await until(lambda: sum(tail.known(each) is not None for each in ids) == 2)
+        assert tail.known(ids[0]) is spine, "it was asked for last"
+        reading.cancel()
 
 
 @pytest.mark.parametrize("stream", [False, True])
