@@ -2,13 +2,15 @@
 
 Prune deletes records of topics that the archive has and that no role will read again, of every topic but the control
 topics, which roles read from the beginning. What a role still reads of another one is on the log: commits of consumer
-groups, the batcher's last manifest, the requests of rollouts that are not over.
+groups, the batcher's last manifest, the requests of rollouts that are not over. Of an index of this machine its file says
+how far it is; one that is not there is built from the archive.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -16,6 +18,7 @@ from datetime import UTC, datetime
 from rich.table import Table
 
 from turnlog.consumers.archiver import flush, main
+from turnlog.consumers.index.reader import unread
 from turnlog.infra.archive import ArchiveError, ArchiveIndex, archive_name
 from turnlog.infra.history import all_events, partitions, records
 from turnlog.infra.log import Commit, Partition, partition_of
@@ -109,15 +112,15 @@ RESULTS = "results"
 
 async def prunable(role: Role, index: ArchiveIndex, before_ms: int) -> dict[Partition, int]:
     """Partition -> first offset to keep: below it every record is archived, older than `before_ms`, and of no use to
-    any role of the run. Partitions of which nothing goes are absent. Raises LogError, ArchiveDamaged."""
+    any role of the run. Partitions of which nothing goes are absent. Raises LogError, ArchiveDamaged, DamagedIndex."""
     control = {topic.name for topic in CONTROL}
     places = [Partition(name, number) for name, count in sorted(index.topics.items()) if name not in control
               for number in range(count)]  # fmt: skip
     starts = await role.log.start_offsets(places)
-    needed = await Needs.read(role)
+    needed, indexed = await Needs.read(role), unread(role.settings, places)
     found: dict[Partition, int] = {}
     for place in places:
-        limit = min(needed.first(place), await _old(index, place, before_ms))
+        limit = min(needed.first(place), await _old(index, place, before_ms), indexed.get(place, sys.maxsize))
         if limit > starts[place]:
             found[place] = limit
     return found

@@ -20,7 +20,7 @@ from typing import Any, Final, Self
 import orjson
 
 from turnlog.consumers.index import BadQuestion, DamagedIndex, LaterIndex, NoIndex, schema
-from turnlog.consumers.index.schema import SCHEMA_VERSION, standing
+from turnlog.consumers.index.schema import NUMBERED, SCHEMA_VERSION, standing
 from turnlog.infra.log import Partition
 from turnlog.processors.core.batches.progress import OFF_CHAIN
 from turnlog.processors.core.fold.settlement import PASS
@@ -206,6 +206,16 @@ class BatchView:
 def path_of(settings: Settings) -> Path:
     """Where the run's index lies."""
     return Path(settings.index.path or Path(settings.run.directory) / "index.sqlite")
+
+
+def unread(settings: Settings, places: Sequence[Partition]) -> dict[Partition, int]:
+    """Of each partition that is indexed the first record that the run's indexer has not read; nothing where the run has
+    no indexer, or this machine no file of it. Raises DamagedIndex."""
+    if settings.index.enabled or settings.dashboard.enabled:
+        with contextlib.suppress(NoIndex, LaterIndex), Index.open(path_of(settings)) as index:
+            read, topics = index.as_of().positions, {topic.name for topic in NUMBERED}
+            return {place: read.get(place, 0) for place in places if place.topic in topics}
+    return {}
 
 
 class Index:

@@ -19,6 +19,8 @@ from tests.fakes.sessions import bad_days
 from turnlog.consumers import archive
 from turnlog.consumers.archive import prunable
 from turnlog.consumers.archiver import flush
+from turnlog.consumers.index.indexer import build, indexing
+from turnlog.consumers.index.reader import path_of
 from turnlog.consumers.replay.source import HistoryPruned
 from turnlog.consumers.replay.verify import replay, run
 from turnlog.infra.archive import ArchiveIndex, live_cut
@@ -26,11 +28,12 @@ from turnlog.infra.log import Partition
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.runs import configure
 from turnlog.infra.roles.terminal import Terminal
-from turnlog.processors.core.fold_versions import INPUTS
+from turnlog.processors.core.fold_versions import FOLD_VERSION, INPUTS
 from turnlog.processors.runtime import assembler
 from turnlog.schemas import topics
 from turnlog.settings import (
     ArchiveSettings,
+    IndexSettings,
     KafkaSettings,
     RegistrySettings,
     Settings,
@@ -136,6 +139,18 @@ async def test_the_archive_alone_replays_what_was_emitted_after_the_topics_were_
     assert from_topics.compared in said.getvalue()
 
 
+async def keeps_what_an_indexer_reads(role: Role, index: ArchiveIndex, found: dict[Partition, int]) -> None:
+    """`found`: what is prunable where there is none."""
+    indexed = dataclasses.replace(role.settings, index=IndexSettings(enabled=True))
+    beside = dataclasses.replace(role, settings=indexed)
+    assert await prunable(beside, index, before_ms=1 << 60) == found, "no file is there"
+    async with indexing(role, path_of(indexed), FOLD_VERSION):
+        pass
+    assert await prunable(beside, index, before_ms=1 << 60) == {}
+    await build(role, path_of(indexed))
+    assert await prunable(beside, index, before_ms=1 << 60) == found
+
+
 async def test_what_is_archived_old_and_not_needed_can_be_pruned_and_still_be_replayed(
     live_settings: Settings, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -148,6 +163,7 @@ async def test_what_is_archived_old_and_not_needed_can_be_pruned_and_still_be_re
         await index.load()
         assert await prunable(role, index, before_ms=0) == {}
         found = await prunable(role, index, before_ms=1 << 60)
+        await keeps_what_an_indexer_reads(role, index, found)
         assert {place.topic for place in found} >= {"agent.turns", "agent.token-snapshots"}
         await archive.status(live_settings)
         assert "agent.token-snapshots" in capsys.readouterr().out
