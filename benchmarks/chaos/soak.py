@@ -32,7 +32,7 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from loop import PATIENCE_S, at_end, at_first_interrupt, settled, there, verdict
 from loop import Story as Strikes
-from scripted_loop import ScriptedLoop, scripted
+from scripted_loop import EMBEDDED, ScriptedLoop, scripted
 from servers import say, told
 from soak_looks import CONTROL, Looks, looked_at
 from soak_page import page
@@ -41,8 +41,10 @@ from turnlog.consumers.lag import by_role, lag_of
 from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.embedded.up import status_processes
 from turnlog.infra.history import all_events
+from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.run_folder import read_endpoints
+from turnlog.names import ExitStatus
 from turnlog.schemas import topics
 from turnlog.schemas.topics import CATALOGUE
 
@@ -61,6 +63,9 @@ MORE = 4
 ENDLESS = 5_000
 NEVER_STRUCK = ("topics",)
 """Is over."""
+JVM = "-Xms{mb}m -XX:+AlwaysPreTouch"
+"""A heap is filled to its limit before it is collected, which is no leak: all of it is held from the start on, so that
+what grows lies outside of it."""
 SEGMENT_MS = "60000"
 """A broker frees whole segments, so there must be some within minutes."""
 ARCHIVE = """
@@ -235,14 +240,14 @@ def soaked(directory: Path, *, minutes: float, step_s: float, seed: int) -> int:
     """The whole story; the exit status."""
     began = time.monotonic()
     with scripted(directory, "soak", draws=ENDLESS, more=ARCHIVE) as loop:
-        soak, looks, formed = asyncio.run(under_load(loop, minutes=minutes, step_s=step_s, rng=random.Random(seed)))
+        soak, looks, formed = run_verb(under_load(loop, minutes=minutes, step_s=step_s, rng=random.Random(seed)))
         say(f"{formed} draws are formed; training {MORE} more in peace")
         loop.stop()
         loop.paced(math.inf)
         loop.up(formed + MORE)
-        asyncio.run(at_end(loop, Strikes()))
-        left = asyncio.run(waiting(loop))
-        found = asyncio.run(verdict(loop, pruned=True))
+        run_verb(at_end(loop, Strikes()))
+        left = run_verb(waiting(loop))
+        found = run_verb(verdict(loop, pruned=True))
     books = found.pop("detail")
     seen = looks.judged(LEAKED_MB)
     clean = not (found["lost"] or found["twice"] or found["skipped"] or left) and found["identical"] and books["books"]
@@ -273,8 +278,12 @@ def main() -> int:
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)  # a broker that is away is what we came for
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaving takes the run down
     now = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
+    os.environ["JAVA_TOOL_OPTIONS"] = JVM.format(mb=EMBEDDED.heap_mb)
     directory = (arguments.keep or Path(f"runs/soak-{now}")).resolve()
-    return soaked(directory, minutes=arguments.minutes, step_s=arguments.step, seed=arguments.seed)
+    try:
+        return soaked(directory, minutes=arguments.minutes, step_s=arguments.step, seed=arguments.seed)
+    except KeyboardInterrupt:
+        return ExitStatus.INTERRUPTED
 
 
 if __name__ == "__main__":
