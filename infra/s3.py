@@ -191,6 +191,14 @@ class S3Blobs(Folders):
             raise
 
     def _read(self, name: str) -> bytes:
+        """An answer that breaks off, which urllib3 does not try again, is asked for once more: whoever owns the object
+        may write it anew meanwhile."""
+        try:
+            return self._whole(name)
+        except urllib3.exceptions.ProtocolError:
+            return self._whole(name)
+
+    def _whole(self, name: str) -> bytes:
         with self._pieces(name) as pieces:
             return b"".join(pieces)
 

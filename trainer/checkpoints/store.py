@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from turnlog.infra.blobs import CHECKPOINTS, MANIFEST, BlobCorrupt, BlobMissing, Blobs, StoreUnreachable
+from turnlog.infra.blobs import CHECKPOINTS, MANIFEST, BlobCorrupt, BlobMissing, Blobs
 from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.runs import folder_of
 from turnlog.infra.s3 import S3Blobs
@@ -182,10 +182,7 @@ class StorePlace:
                     found[name.rpartition("/")[2]] = Marker(**json.loads(await blobs.get_named(name)))
             return found
 
-        try:
-            return self._run(read)
-        except StoreUnreachable:  # an answer broke off: whoever owns a marker may write it anew meanwhile
-            return self._run(read)
+        return self._run(read)
 
     def created(self, marker: Marker) -> bool:
         self._put(self._own(marker), {**asdict(marker), "confirmed": False})

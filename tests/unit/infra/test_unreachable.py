@@ -64,3 +64,23 @@ async def test_a_store_that_is_not_there_is_unreachable_and_one_that_refuses_is_
     assert isinstance(errors[1], StoreUnavailable)
     assert not isinstance(errors[1], StoreUnreachable)
     await asyncio.gather(away.close(), refused.close())
+
+
+async def test_an_answer_that_breaks_off_is_asked_for_once_more(store: StoreSettings) -> None:
+    asked = list[bytes]()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        asked.append(head.split()[0])
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\nconnection: close\r\n\r\n")
+        if asked[-1] == b"GET":
+            writer.write(b"whole" if asked.count(b"GET") > 1 else b"wh")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, HOST, 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        blobs = S3Blobs(dataclasses.replace(store, endpoint=f"http://{HOST}:{port}"))
+        assert await blobs.get_named("x") == b"whole"
+        await blobs.close()
+    assert asked.count(b"GET") == 2
