@@ -33,10 +33,16 @@ from turnlog.names import ExitStatus
 ROOT = Path(__file__).resolve().parents[1]
 GAME = "my-game"
 """What `turnlog recipe new` writes."""
-SETTINGS = {"calc": "", "household": "configs/household.toml", GAME: f"{GAME}/settings.toml"}
+SETTINGS = {
+    "calc": "",
+    "household": "configs/household.toml",
+    "question": "configs/question.toml",
+    "repair": "configs/repair.toml",
+    GAME: f"{GAME}/settings.toml",
+}
 """Recipe -> the file that it is trained with, beside that of the mode; the game's is written first."""
 MODES = ("sync", "partial-async", "fully-async")
-EVERYTHING = ("calc:sync", "household:sync", f"{GAME}:sync", *(f"calc:{mode}" for mode in MODES[1:]))
+EVERYTHING = (*(f"{recipe}:sync" for recipe in SETTINGS), *(f"calc:{mode}" for mode in MODES[1:]))
 LAST = 5
 """Steps whose mean reward a run is judged by."""
 SHORTER = {
@@ -199,8 +205,6 @@ A draw has 128 sessions. Of a seed are the policy's random weights, its demonstr
 sampled differs in every run. Steps: {steps}. Taken at {commits} on two shared cores, {minutes:.0f} minutes in all.
 
 ![mean reward by optimizer step](curves.png)
-
-`question` and `repair` want a model that exists already, and have no curve here.
 
 ```console
 make learning

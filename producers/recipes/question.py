@@ -2,8 +2,9 @@
 Zaragoza, 2009) in the runner's process.
 
 Reward 1 iff the last message is the answer, or ends with it after `Answer:`. The library is generated, the same on
-every machine: what a model learned before it does not help, and each hop needs what the one before found. A model that
-exists already is needed ([model] path): there is no warm start.
+every machine: what a model learned before it does not help, and each hop needs what the one before found. A
+demonstration asks for anything of a name at every other hop, or answers too early: a warm-started policy is right in
+less than half.
 """
 
 from __future__ import annotations
@@ -15,7 +16,18 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, Final
 
-from turnlog.infra.recipes import Episode, FunctionVerifier, PlainRecipe, SandboxCall, TaskRow, Verdict, object_of
+from turnlog.infra.recipes import (
+    Demonstration,
+    Episode,
+    FunctionVerifier,
+    Message,
+    PlainRecipe,
+    SandboxCall,
+    TaskRow,
+    Verdict,
+    object_of,
+)
+from turnlog.producers.recipes.warm_start import TinyWarmStart
 from turnlog.schemas.events.sessions import Outcome
 
 PEOPLE: Final = 240
@@ -123,14 +135,47 @@ def _teachers_town(known: Library, book: str) -> tuple[str, list[str]]:
     return f"In which town was the teacher of the author of '{book}' born?", [author, teacher, known.town_of[teacher]]
 
 
-KINDS: Final[tuple[Callable[[Library, str], tuple[str, list[str]]], ...]] = (_born, _taught, _river, _teachers_town)
+KINDS: Final[dict[Callable[[Library, str], tuple[str, list[str]]], tuple[str, ...]]] = {
+    _born: ("book", "born"),
+    _taught: ("book", "pupil"),
+    _river: ("book", "born", "river"),
+    _teachers_town: ("book", "pupil", "born"),
+}
+"""Kind of question -> what a good search asks of each name on the way."""
 
 
 def task_row(generator: random.Random) -> dict[str, Any]:
     """One question, with the names that lead to its answer, which is the last of them."""
     known = library()
-    asked, hops = generator.choice(KINDS)(known, generator.choice(list(known.author_of)))
+    asked, hops = generator.choice([*KINDS])(known, generator.choice(list(known.author_of)))
     return {"prompt": f"{asked}\n{HOW}", "answer": hops[-1], "hops": hops}
+
+
+EARLY, ERRS = 0.2, 0.4
+"""Shares of the hops of a demonstration: it answers instead; it asks for anything."""
+
+
+def demonstration(generator: random.Random) -> Demonstration:
+    """One conversation; all its assistant messages are trained, those that err, too."""
+    known, kind = library(), generator.choice([*KINDS])
+    book = generator.choice([*known.author_of])
+    asked, _ = kind(known, book)
+    messages: list[Message] = [{"role": "user", "content": f"{asked}\n{HOW}"}]
+    name = book.split()[1]
+    for hop, right in enumerate(KINDS[kind]):
+        if hop and generator.random() < EARLY:
+            break
+        sought = generator.choice(("born", "pupil", "river")) if hop and generator.random() < ERRS else right
+        query = f"{name} {sought}"
+        documents = known.search(query)
+        call = {"type": "function", "function": {"name": "search", "arguments": {"query": query}}}
+        messages += [
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "\n".join(documents)},
+        ]
+        name = documents[0].rstrip(".").split()[-1]
+    messages.append({"role": "assistant", "content": f"Answer: {name}"})
+    return Demonstration(tuple(messages), tuple(message["role"] == "assistant" for message in messages))
 
 
 def judge(episode: Episode) -> Verdict:
@@ -153,6 +198,7 @@ class Question(PlainRecipe):
 
     name = "question"
     verifier = FunctionVerifier("question", "1", judge)
+    warm_start = TinyWarmStart(demonstration, "[A-Z][a-z]+", vocabulary=1400)
 
     @property
     def tools(self) -> tuple[dict[str, Any], ...]:

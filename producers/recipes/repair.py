@@ -3,7 +3,8 @@
 Rows are read as SWE-bench writes them (`instance_id`, `problem_statement`, `test_patch`, `FAIL_TO_PASS`, `PASS_TO_PASS`
 as lists or JSON strings), graded by `eval_cmd` or `f2p_script` where they have one. Nothing is cloned: the files of the
 repository stand in the row (`files`), or in a folder beside the dataset (`folder`, else one of the name
-`instance_id`). Rows of its own are small repositories with a bug each, functions of a seed.
+`instance_id`). Rows of its own are small repositories with a bug each, functions of a seed. Demonstrations know these
+bugs by heart, and mend the wrong one more often than not.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Final
 
-from turnlog.infra.recipes import PlainRecipe, TaskRow
+from turnlog.infra.recipes import Demonstration, Message, PlainRecipe, TaskRow
 from turnlog.infra.tools import tool_declarations
 from turnlog.infra.verifiers import PROTECTED, Grading, PatchVerifier
+from turnlog.producers.recipes.warm_start import TinyWarmStart
 from turnlog.schemas.events.tools import SandboxLimits, SandboxSpec
 
 PROMPT: Final = """\
@@ -43,6 +45,38 @@ class RowUnusable(ValueError):
     """Names the key of the row, and what to do."""
 
 
+IDLE, ERRS = 0.15, 0.6
+"""Shares of demonstrations: nothing is done; another bug of the same module is mended, which is not there."""
+
+
+def demonstration(generator: random.Random) -> Demonstration:
+    """One conversation; all its assistant messages are trained, those that err, too."""
+    module = generator.choice(modules())
+    bug = generator.choice(module["bugs"])
+    row = repository(module, bug, generator)
+    name = re.findall(r"\(module `(\w+)`\)", row["prompt"])[0]
+    messages: list[Message] = [{"role": "user", "content": row["prompt"]}]
+    if generator.random() >= IDLE:
+        mended = generator.choice(module["bugs"]) if generator.random() < ERRS else bug
+        arguments = {"path": f"{name}.py", **edit(module["code"], mended)}
+        before, there, _ = row["files"][f"{name}.py"].partition(arguments["old"])
+        line = before.count("\n") + 1
+        told = f"replaced the text at line {line} in {name}.py" if there else "the old text does not occur in it"
+        call = {"type": "function", "function": {"name": "edit_file", "arguments": arguments}}
+        messages += [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": told}]
+    messages.append({"role": "assistant", "content": "Mended."})
+    return Demonstration(tuple(messages), tuple(message["role"] == "assistant" for message in messages))
+
+
+def edit(code: str, bug: dict[str, Any]) -> dict[str, str]:
+    """What `edit_file` needs to mend a module: the whole lines that differ, since a part of one may occur elsewhere."""
+    wrong, right = code.replace(bug["right"], bug["wrong"]).splitlines(), code.splitlines()
+    [(_, old, old_end, new, new_end)] = [
+        each for each in difflib.SequenceMatcher(None, wrong, right).get_opcodes() if each[0] != "equal"
+    ]
+    return {"old": "\n".join(wrong[old:old_end]).strip(), "new": "\n".join(right[new:new_end]).strip()}
+
+
 class Repair(PlainRecipe):
     """See the module. Whoever brings a program inherits from it and states `agent`."""
 
@@ -50,6 +84,7 @@ class Repair(PlainRecipe):
     sandbox = SandboxSpec(
         durable_workspace=True, limits=SandboxLimits(output_bytes=16 << 10, memory_bytes=1 << 30, cpu_s=60, wall_s=120)
     )
+    warm_start = TinyWarmStart(demonstration, r"\b[a-z_]+(?=`|\.py)", vocabulary=1400)
     sandbox_tools: tuple[str, ...] = ("shell", "read_file", "write_file", "edit_file")
 
     @property

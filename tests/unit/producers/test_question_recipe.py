@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from turnlog.infra.recipes import Episode, Recipe
 from turnlog.infra.recipes import recipe as installed
-from turnlog.producers.recipes.question import ASKS, FOUND, RECIPE, judge, library
+from turnlog.producers.recipes.question import ASKS, FOUND, KINDS, RECIPE, demonstration, judge, library
 from turnlog.schemas.events import Outcome
 
 TASKS = list(itertools.islice(RECIPE.tasks(0), 60))
@@ -89,3 +90,16 @@ def test_the_recipe_is_offered_and_its_tasks_are_a_function_of_the_seed(tmp_path
         RECIPE.write_dataset(tmp_path / name, 5, 7)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     assert list(itertools.islice(RECIPE.tasks(1), 5)) != TASKS[:5]
+
+
+def test_demonstrations_answer_less_than_half_of_their_questions_and_make_up_no_name() -> None:
+    generator, known = random.Random(0), library()
+    answers = {re.findall(r"\w+", fact)[-1] for fact in known.documents}
+    asked = {kind(known, book)[0]: kind(known, book)[1][-1] for kind in KINDS for book in known.author_of}
+    right = 0
+    for _ in range(400):
+        messages = demonstration(generator).messages
+        answer = messages[-1]["content"].removeprefix("Answer: ")
+        assert answer in answers
+        right += answer == asked[messages[0]["content"].partition("\n")[0]]
+    assert 0.3 < right / 400 < 0.5

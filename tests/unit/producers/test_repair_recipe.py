@@ -17,7 +17,16 @@ import pytest
 from turnlog.infra import recipes
 from turnlog.infra.verifiers import PROTECTED
 from turnlog.infra.verifiers import grading as program
-from turnlog.producers.recipes.repair import RECIPE, RowUnusable, grading, modules, read_folder, repository
+from turnlog.producers.recipes.repair import (
+    RECIPE,
+    RowUnusable,
+    demonstration,
+    edit,
+    grading,
+    modules,
+    read_folder,
+    repository,
+)
 from turnlog.producers.tasks import RowRefused, read_dataset
 
 BUGS = [(module, bug) for module in modules() for bug in module["bugs"]]
@@ -51,6 +60,19 @@ def outcomes(folder: Path, files: dict[str, str], tests: list[str], patch: str =
         )  # fmt: skip
         os.close(write)
         return {test: outcome for line in reports for test, outcome in [json.loads(line)]}
+
+
+@pytest.mark.parametrize(("module", "bug"), BUGS, ids=lambda each: each.get("kind") or each["names"][0])
+def test_a_bug_can_be_mended_by_one_edit(module: dict[str, Any], bug: dict[str, Any]) -> None:
+    mends, broken = edit(module["code"], bug), module["code"].replace(bug["right"], bug["wrong"])
+    assert broken.count(mends["old"]) == 1, "edit_file takes no other"
+    assert broken.replace(mends["old"], mends["new"]) == module["code"]
+
+
+def test_demonstrations_mend_less_than_half_of_their_bugs() -> None:
+    generator = random.Random(0)
+    told = [demonstration(generator).messages[-2]["content"] for _ in range(1000)]
+    assert 0.3 < sum(one.startswith("replaced") for one in told) / 1000 < 0.6
 
 
 @pytest.mark.parametrize(("module", "bug"), BUGS, ids=lambda each: each.get("kind") or each["names"][0])
