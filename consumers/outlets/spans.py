@@ -109,6 +109,9 @@ class _Session:
         return all(turn in self.turns for turn in self.named())
 
 
+REMEMBERED = 1 << 16
+
+
 class Traces:
     """Folds records into spans, by rounds. A round reads every partition to the end that stood when it began; so what
     was written before a record has been read when the round after the one that read it is over."""
@@ -118,8 +121,8 @@ class Traces:
         self._ratio = ratio
         self._round = 0
         self._sessions: dict[str, _Session] = {}
-        self._told: set[str] = set()
-        """Sessions that are over: a record that comes again opens none of them."""
+        self._told: dict[str, None] = {}
+        """Sessions that are over, REMEMBERED at most: a record that comes again opens none of them."""
 
     def take(self, place: Partition, offset: int, at_ms: int, event: Event) -> list[Span]:
         """One record, payloads inline; the spans that it tells alone."""
@@ -143,7 +146,9 @@ class Traces:
             elif session.started and session.finished and session.finished[2] < self._round and session.is_whole():
                 found += _tree(session)
                 del self._sessions[name]
-                self._told.add(name)
+                self._told[name] = None
+        for name in list(self._told)[:-REMEMBERED]:
+            del self._told[name]
         self._round += 1
         return found
 
