@@ -295,9 +295,13 @@ def _run(source: str, asked: dict[str, Any], folder: str) -> dict[str, Any]:
 
 
 def _bound(cpu_s: float) -> None:
-    """Before the sandbox's own limit, which would end us, too, and the log with us."""
+    """Before the sandbox's own limit, which would end us, too, and the log with us: its worker may allow less than the
+    verifier asks for."""
+    allowed, last = resource.getrlimit(resource.RLIMIT_CPU)
+    if allowed != resource.RLIM_INFINITY:
+        cpu_s = min(cpu_s, 0.8 * allowed)
     most = max(int(cpu_s), 1)
-    resource.setrlimit(resource.RLIMIT_CPU, (most, most + 1))
+    resource.setrlimit(resource.RLIMIT_CPU, (most, most + 1 if last == resource.RLIM_INFINITY else min(most + 1, last)))
 
 
 def _command(text: str, path: str) -> list[str]:

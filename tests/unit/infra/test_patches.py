@@ -69,6 +69,12 @@ async def test_a_mended_repository_is_resolved_with_its_diff_and_tests_as_eviden
     assert evidence["tests"] == {"test_calc.T.test_add": "passed", "test_calc.T.test_zero": "passed"}
 
 
+async def test_a_worker_may_allow_less_than_the_verifier_asks_for(sandboxes: Grounds) -> None:
+    asks = SandboxSpec(limits=SandboxLimits(cpu_s=100 * sandboxes.limits.cpu_s, wall_s=100 * sandboxes.limits.wall_s))
+    verifier = dataclasses.replace(VERIFIER, sandbox=asks)
+    assert (await sandboxes.judged(verifier, {"grading": BY_TESTS}, FILES, acts=MENDS)).value == 1.0
+
+
 async def test_what_is_not_mended_is_unresolved_with_the_end_of_the_log(sandboxes: Grounds) -> None:
     found = await sandboxes.judged(VERIFIER, {"grading": BY_TESTS}, FILES, acts="echo '# mended' >>calc.py")
     assert (found.value, found.evidence["outcome"]) == (0.0, "unresolved")
