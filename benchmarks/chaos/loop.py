@@ -111,6 +111,7 @@ stragglers = "cut"
 reaper_silence_s = 120.0
 group_deadline_s = 300.0
 [liveness]
+deaths = 0
 broker_s = 15.0
 registry_s = 15.0
 store_s = 15.0

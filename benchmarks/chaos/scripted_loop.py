@@ -44,6 +44,7 @@ learning_rate = 1e-6
 reaper_silence_s = 120.0
 group_deadline_s = 300.0
 [liveness]
+deaths = 0
 role_s = {{{{role_s}}}}
 rank_s = {{{{role_s}}}}
 """

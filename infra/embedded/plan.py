@@ -214,7 +214,7 @@ class LaunchPlan:
             lora_rank=lora_rank_of(self._settings),
         )
         launch = dataclasses.replace(engine.launch(), liveness=self._generating(engine.url))
-        return Member(launch=launch, deaths=ENGINE_DEATHS, tier=ON_LOG), engine.url
+        return Member(launch=launch, deaths=ENGINE_DEATHS, often=self._live.deaths, tier=ON_LOG), engine.url
 
     def _generating(self, url: str) -> Liveness:
         """An engine generates nothing while its weights are swapped."""
@@ -293,7 +293,8 @@ class LaunchPlan:
             remedy=f"`turnlog {slot.role}` can be run by hand with the same settings",
             liveness=role_liveness(health, self._live),
         )
-        return Member(launch=launch, after=after, tier=GATEWAY if slot.role == "gateway" else ROLE, must_be_ready=False)
+        tier = GATEWAY if slot.role == "gateway" else ROLE
+        return Member(launch=launch, after=after, often=self._live.deaths, tier=tier, must_be_ready=False)
 
     def _turnlog(self, *verb: str) -> tuple[str, ...]:
         return (sys.executable, "-m", "turnlog.cli", "--settings", str(self._directory / SETTINGS), *verb)

@@ -1,8 +1,9 @@
 """Starts children in the order of their needs, watches them, restarts what dies or hangs, stops everything in reverse.
 
-Each child is waiting -> starting -> ready; a death leads to restarting and back to starting, too many quick deaths to
-failed, an end with status 0 to done. `on_change` hears of every step. A child that is alive and silent is killed, which
-is a death. The end of one that lacked a server counts for nothing: it is started again as long as it takes.
+Each child is waiting -> starting -> ready; a death leads to restarting and back to starting, too many quick deaths in a
+row, or too many of any kind within OFTEN_S, to failed, an end with status 0 to done. `on_change` hears of every step.
+A child that is alive and silent is killed, which is a death. The end of one that lacked a server counts for nothing: it
+is started again as long as it takes.
 
 Health has two levels. Restarts of a member come first. Where they do not help, and the member once worked, the run is
 started again: every member but the servers, which goes on from the log and its last checkpoint. That happens
@@ -28,6 +29,8 @@ log = logging.getLogger(__name__)
 FIRST_BACKOFF_S = 0.25
 LONGEST_BACKOFF_S = 8.0
 PROBE_EVERY_S = 0.1
+OFTEN_S = 600.0
+"""Within which deaths are counted of a member that becomes ready each time."""
 RUN_RESTARTS_S = 3600.0
 """Within which restarts of the run are counted."""
 
@@ -60,6 +63,8 @@ class Member:
     """Quick deaths in a row before it has failed."""
     quick_s: float = 10.0
     """A death is quick when the child was ready for less, or never. Any other says nothing against its next start."""
+    often: int = 0
+    """Deaths within OFTEN_S before it has failed, however long it was ready; 0: as many as there are."""
     tier: int = 0
     """Higher tiers are stopped first."""
     must_be_ready: bool = True
@@ -211,7 +216,8 @@ class Supervisor:
         """Keep one member running. Raises when it is essential and fails."""
         for name in watched.member.after:
             await self.watched[name].satisfied.wait()
-        quick, backoff_s = 0, FIRST_BACKOFF_S
+        member, quick, backoff_s = watched.member, 0, FIRST_BACKOFF_S
+        recent: list[float] = []
         while True:
             watched.ready_at = float("inf")
             try:
@@ -221,12 +227,13 @@ class Supervisor:
             except (NotReady, ServerDied) as death:
                 watched.error = death
             log.warning("%s", str(watched.error).partition("\n")[0])
-            counts = not isinstance(watched.error, LacksServer)
-            if time.monotonic() - watched.ready_at > watched.member.quick_s:
+            counts, now = not isinstance(watched.error, LacksServer), time.monotonic()
+            recent = [at for at in recent if now - at < OFTEN_S] + [now] * counts
+            if now - watched.ready_at > member.quick_s:
                 quick, backoff_s = 0, FIRST_BACKOFF_S
             else:
                 quick, backoff_s = quick + counts, min(2 * backoff_s, LONGEST_BACKOFF_S)
-            if quick >= watched.member.deaths:
+            if quick >= member.deaths or 0 < member.often <= len(recent):
                 self._fail(watched)
                 return
             watched.restarts += 1

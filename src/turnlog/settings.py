@@ -73,6 +73,9 @@ class LivenessSettings:
     """A rank of the trainer other than 0 does not beat."""
     join_s: Annotated[float, Meta(gt=0, le=31_536_000)] = 600.0
     """The ranks of the trainer have not met since they were started: above the import of torch on the slowest disk."""
+    deaths: Amount = 10
+    """In ten minutes: of a role or engine, until its restarts are said not to help although it became ready after each.
+    0: never."""
     run_restarts: Amount = 2
     """In an hour: where restarts of a role that once worked do not help, the supervisor starts every role and engine
     of the run again, from the log and the last checkpoint; then the role stays down. 0: it stays down at once."""

@@ -144,6 +144,19 @@ async def test_a_role_whose_restarts_do_not_help_starts_the_run_again_so_often_a
         assert supervisor.watched["log"].child is children[2]
 
 
+async def test_a_role_that_dies_so_often_in_a_while_fails_however_long_it_was_ready(tmp_path: Path) -> None:
+    role, told = _member(tmp_path, "role", quick_s=0.0, often=3), list[Failure]()
+    async with _running(role, on_failure=told.append) as (supervisor, seen):
+        for _ in range(3):
+            await _until(seen, ("role", State.READY))
+            child = supervisor.watched["role"].child
+            assert child is not None
+            os.kill(child.pid, signal.SIGKILL)
+        assert ("role", State.READY) not in await _until(seen, ("role", State.FAILED))
+    assert [(one.name, one.restarts_run) for one in told] == [("role", False)]
+    assert "status -9" in told[0].cause
+
+
 async def test_one_quick_death_after_a_long_life_is_the_first(tmp_path: Path) -> None:
     """The life that was long ended by no fault of the start; the next start fails once."""
     lives, working = tmp_path / "lives", tmp_path / "working"
