@@ -8,7 +8,9 @@ NotInstalled       [loader] transport wants torch
 
 With [engine] colocate the engine and the trainer take turns on a device, as the log says (DeviceTurn): pause -> release
 its memory -> say so, and with the next version load that (loading/swap.py). What a loader had begun when it was killed,
-its successor's first look at the engine's label finds and mends.
+its successor's first look at the engine's label finds and mends; a label that no report on the log stands for counts
+for nothing, and the newest version is loaded: what has it is an engine of another run, or one whose loader was killed
+before it could say so.
 
 An engine that is asked to go (EngineRequested) takes no new requests once EngineDraining is on the log. What runs ends,
 or is aborted after [engine] drain_s, and gateways submit it elsewhere. Then EngineGone is said, and the loader waits
@@ -156,7 +158,7 @@ class Loader:
         drain_s = self._role.settings.engine.drain_s
         cause = "drained"
         try:
-            info = await self._control.model_info()
+            info = self._standing.believed(await self._control.model_info())
             self._standing.version, usable = info.version, not (info.mixed or info.released)
             await self._standing.say(EngineDraining, state=DRAINING)
             if usable:
@@ -226,6 +228,10 @@ class Loader:
             async with self._standing.lives(f"took its memory back: it was left {info.weight_version!r}"):
                 await self._control.retake()
         self._heard, self._gave_way = time.monotonic(), -2
+        given = self._standing.believed(info)
+        if given != info:
+            log.warning("%s says %s, which it was not given: loaded anew", self._url, info.weight_version)
+        info = given
         self._swap.begin_after(info.version)
         await self._standing.registered(info, waits=bool(self._swap.waiting))
 
@@ -295,7 +301,7 @@ class Loader:
                 raise EngineSwapFailed(str(error)) from error
             return
         self._heard, self._dropped = time.monotonic(), 0
-        restarted = not self._standing.has(info)
+        restarted = not self._standing.has(self._standing.believed(info))
         if restarted:
             log.warning("%s serves %s, not %d: it restarted", self._url, info.weight_version, self._standing.version)
         if restarted or self._standing.silent:

@@ -372,7 +372,7 @@ class ModelInfo:
     """What an engine says of its model."""
 
     weight_version: str
-    """The label of the last update; "default" before the first."""
+    """The label of the last update; UNLABELLED before the first."""
     model_path: str
     adapters: tuple[int, ...] = ()
     """Those that are loaded beside it, by their versions."""
@@ -403,6 +403,7 @@ class ModelInfo:
         return self.weight_version == RELEASED
 
 
+UNLABELLED = "default"
 LOADING = "loading-"
 """Begins the label of an engine that may hold tensors of two versions."""
 RELEASING, RELEASED = "releasing", "released"

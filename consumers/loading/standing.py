@@ -8,17 +8,25 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from prometheus_client import Gauge
 
 from turnlog.consumers.loading import EngineSwapFailed
-from turnlog.infra.engine import EngineDead, ModelInfo
+from turnlog.infra.engine import UNLABELLED, EngineDead, ModelInfo
 from turnlog.infra.log import Partition, Reached, Reader, Transactor
 from turnlog.infra.roles.role import Role
 from turnlog.names import ConsumerGroup, TransactionalId
 from turnlog.processors.core.fleet import GONE, RELEASED, SERVING, SILENT, STARTING, Engine, Fleet
-from turnlog.schemas.events import EngineDraining, EngineGone, EngineRegistered, Event
+from turnlog.schemas.events import (
+    EngineDraining,
+    EngineGone,
+    EngineRegistered,
+    EngineWeightsLoaded,
+    EngineWeightsRefused,
+    Event,
+)
 from turnlog.schemas.ids import digest
 from turnlog.schemas.topics import ENGINE_REQUESTS, ENGINES, WEIGHTS
 
@@ -46,6 +54,10 @@ class Standing:
         self.silent = False
         self.released = False
         """It has given its memory back ([engine] colocate)."""
+        self.given: set[int] = set()
+        """Versions that it was given, by what was said of it."""
+        self.answered: set[int] = set()
+        """Those, and versions that were refused or superseded."""
         self._fleet = Fleet()
         """Of this engine alone."""
         self._said = 0
@@ -70,12 +82,29 @@ class Standing:
         for record in await requests.poll(timeout_s=timeout_s):
             event = await self._role.events.known(record) if record.key == self.engine_id.encode() else None
             if event is not None and event.run_id == self._role.settings.run.id:
-                self._fleet.apply(event)
+                self._apply(event)
+
+    def _apply(self, event: Event) -> None:
+        self._fleet.apply(event)
+        match event:
+            case EngineWeightsLoaded():
+                self.given.add(event.version)
+                self.answered |= {event.version, *event.superseded}
+            case EngineWeightsRefused():
+                self.answered.add(event.refused_version)
+            case _:
+                pass
 
     @property
     def whole(self) -> int:
         """Version of the engine's own weights."""
         return self.version if self.base_version is None else self.base_version
+
+    def believed(self, info: ModelInfo) -> ModelInfo:
+        """What it says, without versions that it was never given by what the log says: they are of another run, or of a
+        loader that was killed before it could say so."""
+        known = info.version in self.given or info.version < 0
+        return info if known else replace(info, weight_version=UNLABELLED, adapters=())
 
     def has(self, info: ModelInfo) -> bool:
         """Whether that is what the engine was given; another engine has come in its place where it is not."""
@@ -131,7 +160,7 @@ class Standing:
             **{"state": self._state} | more,
         )
         await self._role.events.transact(self._transactor, [report])
-        self._fleet.apply(report)
+        self._apply(report)
 
     @property
     def _state(self) -> str:

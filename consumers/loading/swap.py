@@ -69,11 +69,15 @@ class Swap:
         self._recent: dict[int, WeightVersionPublished] = {}
         """The newest versions on the log, for an engine that comes back without weights, and what they rest on."""
         self.waiting: list[int] = []
-        """Versions neither loaded, refused nor superseded, ascending."""
+        """Versions that are to be tried, ascending."""
         self._refused: set[int] = set()
+        self._unanswered: set[int] = set()
+        """Versions of which the log says neither that they were loaded, nor refused, nor superseded."""
 
     def remember(self, event: WeightVersionPublished) -> None:
         """A version is on the log."""
+        if event.version not in self._standing.answered:
+            self._unanswered.add(event.version)
         if event.version > self._standing.version:
             self.waiting.append(event.version)
         self._recent[event.version] = event
@@ -109,8 +113,8 @@ class Swap:
             self._refused.add(event.version)
             await self._refuse(event, error)
         else:
-            superseded, self.waiting = tuple(self.waiting), []
-            await self._loaded(event, superseded, seconds)
+            self.waiting = []
+            await self._loaded(event, seconds)
             await self._unload()
 
     async def _load_instead(self, chain: Chain) -> dict[str, float]:
@@ -134,7 +138,7 @@ class Swap:
             check_fits(base, self._expected)
             seconds = await self._load_instead(chain[:-1])
             self.waiting = [version for version in self.waiting if version != base.version]
-            await self._loaded(base, (), seconds, state=STARTING)  # turns wait for the adapter
+            await self._loaded(base, seconds, state=STARTING)  # turns wait for the adapter
         timer = Timer()
         held = await self._fetched(chain[-1:], timer)
         try:
@@ -149,8 +153,9 @@ class Swap:
     async def _load_adapter(self, version: int, base: int, folder: Path, timer: Timer) -> None:
         """load -> check. Raises EngineRefused, EngineDead, Fenced."""
         await self._standing.reached.check_owner()
-        if version in (await self._control.model_info()).adapters:  # of a loader that was killed before it said so
-            await self._control.unload_adapter(version, patience_s=PATIENCE_S)
+        for found in (await self._control.model_info()).adapters:
+            if found == version or found not in self._standing.given:
+                await self._control.unload_adapter(found, patience_s=PATIENCE_S)
         with timer.phase("load"):
             await self._control.load_adapter(folder, version, timeout_s=self._role.settings.loader.timeout_s)
         with timer.phase("check"):
@@ -216,13 +221,13 @@ class Swap:
             await self._standing.reached.check_owner()
             await self._control.resume()
 
-    async def _loaded(
-        self, event: WeightVersionPublished, superseded: tuple[int, ...], seconds: dict[str, float], **more: Any
-    ) -> None:
+    async def _loaded(self, event: WeightVersionPublished, seconds: dict[str, float], **more: Any) -> None:
         self._standing.serves(event.version)
         LOADED.inc()
+        superseded = tuple(sorted(one for one in self._unanswered if one < event.version))
         of = {"superseded": superseded, "seconds": seconds, "base_version": self._standing.base_version}
         await self._standing.say(EngineWeightsLoaded, **of, **more)
+        self._unanswered -= {*superseded, event.version}
 
     async def _refuse(self, event: WeightVersionPublished, error: Exception) -> None:
         log.error("version %d refused, %d stays: %s", event.version, self._standing.version, error)
@@ -230,3 +235,4 @@ class Swap:
         cause = type(error).__name__
         self._standing.newcomer = self._standing.newcomer and bool(self.waiting)
         await self._standing.say(EngineWeightsRefused, refused_version=event.version, cause=cause, message=str(error))
+        self._unanswered.discard(event.version)

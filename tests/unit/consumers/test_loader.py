@@ -169,7 +169,7 @@ async def test_an_engine_over_tls_is_loaded_by_a_loader_that_knows_its_authority
     role: Role, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def answer(_: Request) -> Response:
-        return JSONResponse({"weight_version": "7", "model_path": "/m"})
+        return JSONResponse({"weight_version": "default", "model_path": "/m"})
 
     authority = Authority(tmp_path)
     async with served(answer, tls=serving(str(authority.issue("engine")), "", "engine")) as url:
@@ -178,7 +178,7 @@ async def test_an_engine_over_tls_is_loaded_by_a_loader_that_knows_its_authority
         loading = asyncio.create_task(main(role))
         (registered,) = await said(role, 1)
         assert isinstance(registered, EngineRegistered)
-        assert (registered.url, registered.version) == (url, 7)
+        assert (registered.url, registered.version) == (url, -1)
         role.stopping.set()
         await loading
 
@@ -382,6 +382,49 @@ async def test_an_engine_that_a_killed_loader_left_with_half_of_a_version_serves
     assert (loaded.version, loaded.state, control.paused) == (1, "serving", False)
     role.stopping.set()
     await task
+
+
+async def test_an_engine_with_the_weights_of_another_run_serves_none_before_it_is_given_those_of_this(
+    role: Role, control: MemoryEngineControl, running: asyncio.Task[None]
+) -> None:
+    await control.label("7")
+    assert reported(await said(role, 1)) == [("EngineRegistered", -1, None, "starting")]
+    await publish_after(role, 1, 0)
+    assert reported(await said(role, 2))[1] == ("EngineWeightsLoaded", 0, None, "serving")
+    assert (control.loads, (await control.model_info()).version) == ([0], 0)
+
+
+class Unsaid(MemoryEngineControl):
+    """A loader stops when it has loaded, and before it goes on."""
+
+    def __init__(self, model: Path) -> None:
+        super().__init__(model)
+        self.gate = Gate()
+
+    async def resume(self) -> None:
+        if self.loads:
+            await self.gate.pass_through()
+        await super().resume()
+
+
+async def test_what_a_loader_had_loaded_when_it_was_killed_is_acknowledged_with_all_that_it_superseded(
+    role: Role,
+) -> None:
+    control = Unsaid(Path(role.settings.model.path))
+    await publish(role, 0)
+    await publish(role, 1)
+    killed = asyncio.create_task(Loader(role, control, "engine-0", URL).run())
+    await control.gate.reached.wait()
+    killed.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await killed
+    assert (await control.model_info()).version == 1
+    successor = asyncio.create_task(Loader(role, control, "engine-0", URL).run())
+    loaded = (await said(role, 3))[2]
+    assert isinstance(loaded, EngineWeightsLoaded)
+    assert (loaded.version, loaded.superseded, control.paused) == (1, (0,), False)
+    role.stopping.set()
+    await successor
 
 
 async def test_a_dead_engine_is_reported_and_ends_the_process(
@@ -718,7 +761,7 @@ async def test_old_weights_that_a_zombie_was_putting_back_are_not_acknowledged_a
     assert control.loads[:2] == [1, 0]
     reports = (await said(role, 5))[3:]
     assert isinstance(reports[1], EngineWeightsLoaded)
-    assert [report.version for report in reports if isinstance(report, EngineRegistered)] == [0]
+    assert [report.version for report in reports if isinstance(report, EngineRegistered)] == [-1]
     assert reports[1].version == control.loads[2] == 1
     role.stopping.set()
     await successor
