@@ -563,61 +563,6 @@ async def test_an_engine_that_takes_no_adapters_refuses_them_and_serves_what_the
     assert (refused.refused_version, refused.version, refused.state) == (1, 0, "serving")
 
 
-class Forgetful(MemoryEngineControl):
-    """Loads, and keeps the label that it had."""
-
-    async def load(self, folder: Path, version: int, *, timeout_s: float, released: bool = False) -> None:
-        info = self._info
-        await super().load(folder, version, timeout_s=timeout_s, released=released)
-        self._info = info
-
-
-async def test_a_version_whose_label_the_engine_lost_is_not_acknowledged(role: Role) -> None:
-    control = Forgetful(Path(role.settings.model.path))
-    await publish(role, 0)
-    task = asyncio.create_task(Loader(role, control, "engine-0", URL).run())
-    refused = (await said(role, 2))[1]
-    assert isinstance(refused, EngineWeightsRefused)
-    assert (refused.cause, refused.version, refused.refused_version) == ("EngineRefused", -1, 0)
-    assert "reports 'default' after loading 0" in refused.message
-    assert not control.paused
-    role.stopping.set()
-    await task
-
-
-class Dying(MemoryEngineControl):
-    """Ends while it loads."""
-
-    async def load(self, folder: Path, version: int, *, timeout_s: float, released: bool = False) -> None:
-        self.alive = False
-        await super().load(folder, version, timeout_s=timeout_s, released=released)
-
-
-async def test_an_engine_that_dies_in_the_middle_of_a_load_is_gone_and_has_acknowledged_nothing(role: Role) -> None:
-    control = Dying(Path(role.settings.model.path))
-    await publish(role, 0)
-    with pytest.raises(EngineSwapFailed, match="died while it loaded version 0"):
-        await Loader(role, control, "engine-0", URL).run()
-    assert [type(event).__name__ for event in await said(role, 2)] == ["EngineRegistered", "EngineGone"]
-
-
-async def test_one_engine_is_dead_and_the_other_of_the_machine_gets_every_version(
-    role: Role, control: MemoryEngineControl
-) -> None:
-    dying = Dying(Path(role.settings.model.path))
-    await publish(role, 0)
-    dead = asyncio.create_task(Loader(role, dying, "engine-1", URL).run())
-    with pytest.raises(EngineSwapFailed):
-        await dead
-    alive = asyncio.create_task(Loader(role, control, "engine-0", URL).run())
-    await said(role, 4)
-    await publish(role, 1)
-    assert isinstance((await said(role, 5))[4], EngineWeightsLoaded)
-    role.stopping.set()
-    await alive
-    assert control.loads == [0, 1]
-
-
 async def test_an_engine_that_starts_late_is_waited_for_by_name_and_said_to_be_gone_once(
     role: Role, control: MemoryEngineControl
 ) -> None:
