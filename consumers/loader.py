@@ -114,7 +114,10 @@ class Loader:
                 else:
                     await self._serve(requests, reader)
         if self._drains and not self._standing.own.leaving:
-            await self._standing.say(EngineDraining, state=DRAINING)
+            if self._role.settings.engine.colocate:  # nobody will say that it holds nothing
+                await self._standing.say(EngineGone, state=GONE, cause="stopped with its loader")
+            else:
+                await self._standing.say(EngineDraining, state=DRAINING)
 
     async def _serve(self, requests: Reader, reader: Reader) -> None:
         """Until the role stops or the engine is asked to go."""

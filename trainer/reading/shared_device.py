@@ -2,7 +2,7 @@
 
 What they hold stands in engine-status. A loader releases its engine once it has read of a batch that the published
 weights have not seen, and says which version was the newest then: the trainer has its turn until it publishes the next.
-An engine that is gone, or going, is not waited for; one that is silent holds what it held.
+An engine that is gone is not waited for; one that is silent, or drains, holds what it held.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from turnlog.infra.log import Partition, Reader
 from turnlog.infra.roles.role import Role
-from turnlog.processors.core.fleet import RELEASED, SILENT
+from turnlog.processors.core.fleet import RELEASED
 from turnlog.schemas.events import (
     EngineDraining,
     EngineGone,
@@ -65,11 +65,9 @@ class SharedDevice:
             if event is None or event.run_id != self._role.settings.run.id:
                 continue
             match event:
-                case EngineDraining() if event.state == SILENT:
-                    pass  # it has what it had
                 case EngineDraining() if event.state == RELEASED:
                     self._released[event.engine_id] = event.published
-                case EngineDraining() | EngineGone():
+                case EngineGone():
                     self._released.pop(event.engine_id, None)
                 case EngineRegistered() | EngineWeightsLoaded() | EngineWeightsRefused():
                     self._released[event.engine_id] = -1

@@ -234,14 +234,17 @@ TestColocated = Colocated.TestCase
 TestColocated.settings = hypothesis_settings(max_examples=6, stateful_step_count=8, deadline=None)
 
 
-async def test_a_silent_engine_holds_what_it_held_and_one_that_is_gone_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("state", ["silent", "draining"])
+async def test_an_engine_that_is_silent_or_drains_holds_what_it_held_and_one_that_is_gone_nothing(
+    tmp_path: Path, state: str
+) -> None:
     said = {"run_id": "run", "engine_id": "e", "url": URL, "version": 0}
     async with opened(tmp_path) as role, role.log.reader() as reader:
         device = SharedDevice(role)
         await device.follow(reader)
         for event in (
             EngineRegistered(event_id="0", state="serving", model="m", **said),  # type: ignore[arg-type]
-            EngineDraining(event_id="1", state="silent", **said),  # type: ignore[arg-type]
+            EngineDraining(event_id="1", state=state, **said),  # type: ignore[arg-type]
         ):
             await role.events.append(event)
         free = asyncio.create_task(device.free(0, lambda: None))

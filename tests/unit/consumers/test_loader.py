@@ -230,6 +230,18 @@ async def test_an_engine_that_goes_with_its_loader_takes_no_more_turns_and_comes
     assert {event.engine_id for event in events} == {"sglang-4"}
 
 
+async def test_of_one_that_shares_its_trainers_device_it_is_said_that_it_holds_nothing_any_more(
+    role: Role, control: MemoryEngineControl
+) -> None:
+    role.settings = dataclasses.replace(role.settings, engine=EngineSettings(colocate=True))
+    await publish(role, 0)
+    task = asyncio.create_task(Loader(role, control, "sglang-4", URL, drains=True).run())
+    await said(role, 2)
+    role.stopping.set()
+    await task
+    assert told(await said(role, 3))[-1] == ("Gone", "gone")
+
+
 async def asked(role: Role, wanted: str) -> None:
     """What an operator says of engine-0."""
     fleet = await read(role)
