@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from turnlog.infra.tensors.files import WIDTHS, NotSafetensors, Place, ShardFile, pieces, placed, places
+from turnlog.infra.tensors.files import WIDTHS, NotSafetensors, Place, ShardFile, TensorSpec, pieces, placed, places
 
 SUFFIX = ".delta"
 MAGIC = b"TLDELTA1"
@@ -83,8 +83,9 @@ def write_delta(base: Path, new: Path, out: Path, unchanged: Unchanged) -> None:
         file.write(index + struct.pack("<Q", len(index)) + MAGIC)
 
 
-def apply_delta(base: Path, delta: Path, out: Path) -> None:
-    """The new file. Whether it is the one that was meant, its checksums say. Raises BrokenDelta."""
+def apply_delta(base: Path, delta: Path, out: Path) -> list[tuple[TensorSpec, str]]:
+    """The new file; its tensors with their checksums, as they were written: whether it is the one that was meant, these
+    say. Raises BrokenDelta."""
     try:
         with base.open("rb") as old, delta.open("rb") as file:
             header, frames = _index(file)
@@ -93,12 +94,10 @@ def apply_delta(base: Path, delta: Path, out: Path) -> None:
             if {place.spec for place in before.values()} != set(specs):
                 raise BrokenDelta(f"{delta.name} is of other tensors than {base}")
             file.seek(0)
-            made = ShardFile(out, specs)
-            try:
+            with ShardFile(out, specs) as made:
                 for spec in specs:
                     made.add(spec, _applied(old, before[spec.name], file, frames[spec.name]))
-            finally:
-                made.close()
+            return [(spec, made.checksums[spec.name]) for spec in specs]
     except (OSError, ValueError, KeyError, TypeError, NotSafetensors, struct.error) as error:
         raise BrokenDelta(f"{delta.name} on {base}: {error}") from error
 

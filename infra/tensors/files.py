@@ -13,9 +13,10 @@ import json
 import math
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, Self
 
 from safetensors import SafetensorError, safe_open
 
@@ -137,33 +138,44 @@ def pieces(file: BinaryIO, begin: int, end: int, *, size: int = PIECE) -> Iterat
 
 
 class ShardFile:
-    """A file under way: its tensors come in the order of `specs`, each in one piece or several."""
+    """A file under way: its tensors come in the order of `specs`, each in one piece or several. A context manager."""
 
     def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
         self._file = path.open("wb")
         self._running = hashlib.sha256()
+        self._beside = ThreadPoolExecutor(1, "sha256")
+        """Hashes the file while this thread hashes a tensor and writes."""
         self.checksums: dict[str, str] = {}
         header = header_of(specs)
         self._put(struct.pack("<Q", len(header)) + header)
 
-    def _put(self, content: bytes | memoryview) -> None:
-        self._running.update(content)
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._beside.shutdown()
+        self._file.close()
+
+    def _put(self, content: bytes | memoryview, of_tensor: Any = None) -> None:
+        hashed = self._beside.submit(self._running.update, content)
+        if of_tensor is not None:
+            of_tensor.update(content)
         self._file.write(content)
+        hashed.result()
 
     def add(self, spec: TensorSpec, content: Iterable[bytes | memoryview]) -> None:
         """The next tensor."""
         of_tensor, count = hashlib.sha256(), 0
         for piece in content:
-            of_tensor.update(piece)
-            self._put(piece)
+            self._put(piece, of_tensor)
             count += len(piece)
         if count != spec.nbytes:
             raise ValueError(f"{spec.name} came in {count} bytes, the header says {spec.nbytes}")
         self.checksums[spec.name] = checksum(of_tensor.hexdigest(), spec.shape)
 
-    def close(self) -> str:
-        """The sha256 of the whole file."""
-        self._file.close()
+    @property
+    def sha256(self) -> str:
+        """Of all that was written."""
         return self._running.hexdigest()
 
 
@@ -196,13 +208,13 @@ def write_weights(
     order of `specs`; none is held longer than it takes to write it."""
     planned, sha256, checksums = shards(specs, shard_bytes, stem), dict[str, str](), dict[str, str]()
     for name, shard in planned:
-        file = ShardFile(folder / name, shard)
-        for spec in shard:
-            found, content = next(tensors)
-            if found != spec.name:
-                raise ValueError(f"{found} came where {spec.name} was planned")
-            file.add(spec, (content,))
-        sha256[name] = file.close()
+        with ShardFile(folder / name, shard) as file:
+            for spec in shard:
+                found, content = next(tensors)
+                if found != spec.name:
+                    raise ValueError(f"{found} came where {spec.name} was planned")
+                file.add(spec, (content,))
+        sha256[name] = file.sha256
         checksums |= file.checksums
     if len(planned) > 1:
         weight_map = {spec.name: name for name, shard in planned for spec in shard}

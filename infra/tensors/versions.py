@@ -22,7 +22,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,70 +124,6 @@ def chain_of(event: WeightVersionPublished, known: Mapping[int, WeightVersionPub
     return chain
 
 
-async def fetch(event: WeightVersionPublished, blobs: Blobs, folder: Path) -> None:
-    """Every file of the version into an empty folder. Raises ChecksumMismatch, UnsafeName, BlobMissing, NoRoom,
-    StoreUnavailable."""
-    for file in event.files:
-        if file.name != Path(file.name).name or file.name in ("", ".", ".."):
-            raise UnsafeName(f"version {event.version} names a file {file.name!r}")
-    limit = asyncio.Semaphore(AT_ONCE)
-
-    async def one(file: WeightFile) -> None:
-        async with limit:
-            try:
-                await blobs.get_file(file.blob, folder / file.name)
-            except BlobCorrupt as error:
-                raise ChecksumMismatch(f"version {event.version}, {file.name}: {error}") from error
-
-    results = await asyncio.gather(*map(one, event.files), return_exceptions=True)  # nothing writes there afterwards
-    for failure in filter(None, results):
-        raise failure
-
-
-async def verify(event: WeightVersionPublished, folder: Path) -> tuple[TensorSpec, ...]:
-    """That the files hold the version's tensors, byte for byte; these. Raises BadWeights."""
-    limit = asyncio.Semaphore(AT_ONCE)
-
-    async def one(path: Path) -> list[tuple[TensorSpec, str]]:
-        async with limit:
-            try:
-                return await asyncio.to_thread(lambda: list(read_checksums(path)))
-            except NotSafetensors as error:
-                raise TruncatedSafetensors(str(error)) from error
-
-    files = await asyncio.gather(*map(one, _files(folder, SUFFIX)))
-    found = [each for file in files for each in file]
-    _check_names(event, [spec.name for spec, _ in found], event.checksums)
-    for spec, checksum in found:
-        dtype = event.dtypes.get(spec.name, event.dtype)
-        if spec.code != CODES.get(dtype):
-            raise DtypeMismatch(f"version {event.version}: {spec.name} is {spec.code}, the event says {dtype}")
-        if checksum != event.checksums[spec.name]:
-            raise ChecksumMismatch(
-                f"version {event.version}: {spec.name} is {checksum}, published {event.checksums[spec.name]}"
-            )
-    return tuple(spec for spec, _ in found)
-
-
-def _files(folder: Path, suffix: str) -> list[Path]:
-    return sorted(folder.glob(f"*{suffix}"))
-
-
-async def rebuild(base: Path, folder: Path) -> None:
-    """Every delta in the folder becomes the file that it makes of the base's. Raises WrongBase."""
-
-    def one(delta: Path) -> None:
-        name = delta.name.removesuffix(deltas.SUFFIX)
-        deltas.apply_delta(base / name, delta, folder / name)
-        delta.unlink()
-
-    try:
-        for delta in _files(folder, deltas.SUFFIX):
-            await asyncio.to_thread(one, delta)
-    except deltas.BrokenDelta as error:
-        raise WrongBase(str(error)) from error
-
-
 @dataclass(slots=True)
 class Timer:
     """Seconds by phase."""
@@ -201,7 +137,107 @@ class Timer:
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
+            self.add(name, time.monotonic() - start)
+
+    def add(self, name: str, seconds: float) -> None:
+        """To those of a phase."""
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+
+async def nothing(_: Path) -> None:
+    """For who waits until all files are there."""
+
+
+async def obtain(
+    event: WeightVersionPublished, blobs: Blobs, folder: Path, base: Path | None, timer: Timer
+) -> tuple[TensorSpec, ...]:
+    """The version's files in an empty folder, its deltas put on the base's, and all held against the event; its
+    tensors. Files are verified while others are fetched: the seconds of both are those until the last one is there, and
+    those behind that. Raises BadWeights, BlobError."""
+    began = there = time.monotonic()
+    verification = Verification(event, base)
+
+    async def landed(path: Path) -> None:
+        nonlocal there
+        there = time.monotonic()
+        await verification.landed(path)
+
+    try:
+        await fetch(event, blobs, folder, landed)
+        return verification.check()
+    finally:
+        timer.add("fetch", there - began)
+        timer.add("verify", time.monotonic() - there)
+
+
+async def fetch(
+    event: WeightVersionPublished, blobs: Blobs, folder: Path, landed: Callable[[Path], Awaitable[None]] = nothing
+) -> None:
+    """Every file of the version into an empty folder; `landed` has each while others are on their way. Raises
+    ChecksumMismatch, UnsafeName, BlobMissing, NoRoom, StoreUnavailable, and what `landed` raises."""
+    for file in event.files:
+        if file.name != Path(file.name).name or file.name in ("", ".", ".."):
+            raise UnsafeName(f"version {event.version} names a file {file.name!r}")
+    limit = asyncio.Semaphore(AT_ONCE)
+
+    async def one(file: WeightFile) -> None:
+        async with limit:
+            try:
+                await blobs.get_file(file.blob, folder / file.name)
+            except BlobCorrupt as error:
+                raise ChecksumMismatch(f"version {event.version}, {file.name}: {error}") from error
+        await landed(folder / file.name)
+
+    results = await asyncio.gather(*map(one, event.files), return_exceptions=True)  # nothing writes there afterwards
+    for failure in filter(None, results):
+        raise failure
+
+
+class Verification:
+    """Of a version's files, as they land."""
+
+    def __init__(self, event: WeightVersionPublished, base: Path | None) -> None:
+        """`base`: the folder that its deltas are of."""
+        self._event, self._base = event, base
+        self._limit = asyncio.Semaphore(AT_ONCE)
+        self._found: list[tuple[TensorSpec, str]] = []
+
+    async def landed(self, path: Path) -> None:
+        """Hash its tensors; a delta first becomes the file that it makes of the base's. Raises TruncatedSafetensors,
+        WrongBase."""
+        async with self._limit:
+            try:
+                if path.suffix == SUFFIX:
+                    self._found += await asyncio.to_thread(lambda: list(read_checksums(path)))
+                elif path.suffix == deltas.SUFFIX and self._base is not None:
+                    self._found += await asyncio.to_thread(rebuilt, self._base, path)
+            except NotSafetensors as error:
+                raise TruncatedSafetensors(str(error)) from error
+            except deltas.BrokenDelta as error:
+                raise WrongBase(str(error)) from error
+
+    def check(self) -> tuple[TensorSpec, ...]:
+        """That they are the version's tensors, byte for byte; these. Raises TensorsMismatch, DtypeMismatch,
+        ChecksumMismatch."""
+        event = self._event
+        _check_names(event, [spec.name for spec, _ in self._found], event.checksums)
+        for spec, checksum in self._found:
+            dtype = event.dtypes.get(spec.name, event.dtype)
+            if spec.code != CODES.get(dtype):
+                raise DtypeMismatch(f"version {event.version}: {spec.name} is {spec.code}, the event says {dtype}")
+            if checksum != event.checksums[spec.name]:
+                raise ChecksumMismatch(
+                    f"version {event.version}: {spec.name} is {checksum}, published {event.checksums[spec.name]}"
+                )
+        return tuple(spec for spec, _ in self._found)
+
+
+def rebuilt(base: Path, delta: Path) -> list[tuple[TensorSpec, str]]:
+    """The delta becomes the file that it makes of the base's; its tensors. Raises BrokenDelta."""
+    name = delta.name.removesuffix(deltas.SUFFIX)
+    found = deltas.apply_delta(base / name, delta, delta.with_name(name))
+    delta.unlink()
+    return found
 
 
 @dataclass(slots=True)
@@ -272,12 +308,7 @@ class WeightFolders:
             self._beat()
             made = self._begun(event.version)
             try:
-                with timer.phase("fetch"):
-                    await fetch(event, self._blobs, made.path)
-                with timer.phase("verify"):
-                    if base is not None and event.kind == "delta":
-                        await rebuild(base.path, made.path)
-                    await verify(event, made.path)
+                await obtain(event, self._blobs, made.path, base and base.path, timer)
                 seal(made.path)
             except BaseException:
                 await asyncio.to_thread(shutil.rmtree, made.path)
@@ -406,8 +437,5 @@ async def assembled(chain: Chain, blobs: Blobs, folder: Path) -> tuple[TensorSpe
         for event in chain:
             into = folder if event is chain[-1] else Path(beside) / str(event.version)
             os.makedirs(into, exist_ok=True)
-            await fetch(event, blobs, into)
-            if base is not None:  # an adapter has no deltas
-                await rebuild(base, into)
-            found, base = await verify(event, into), into
+            found, base = await obtain(event, blobs, into, base, Timer()), into
     return found
