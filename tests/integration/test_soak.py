@@ -15,10 +15,8 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks/chaos/soak.py"
 
 @pytest.mark.kafka
 @pytest.mark.chaos
-@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_a_loaded_run_whose_topics_are_pruned_ends_whole_with_a_page_of_its_own(tmp_path: Path) -> None:
-    """Its parts are in tests/unit/benchmarks, and its loop in I2, for the suite."""
     command = [sys.executable, str(SCRIPT), "--minutes", "0.7", "--step", "5", "--keep", str(tmp_path / "soak")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1100, check=False)
     assert done.returncode == 1, done.stderr[-4000:]  # of so few looks nothing can be told
