@@ -25,6 +25,8 @@ SHARED = frozenset(
         "deployed",
         "loop",
         "previous",
+        "dying",
+        "dying_loader",
         "kept",
         "noting",
         "scripted_loop",

@@ -1,12 +1,14 @@
 """SGLang's HTTP contract over the engine in memory, as a process that can be killed: what the chaos run of answers
-samples from. `python benchmarks/chaos/scripted_engine.py PORT MODEL_FOLDER [--host 0.0.0.0] [--right 0.5] [--by-ids]`.
+samples from. `python benchmarks/chaos/scripted_engine.py PORT MODEL_FOLDER [--host 0.0.0.0] [--right 0.5] [--by-ids]
+[--unscripted]`.
 
 Every final answer is another number, so that an answer tells which turn gave it; a share of them, if so wished, is what
 the tool said, so that groups differ within and are trained. With --by-ids every output is a function of the prompt's
-ids alone: some turns of one or two calls of `note`, then an answer. An abort is heard late, as SGLang hears one between
-two steps: what is nearly done is finished although nobody waits. POST /version?of=3 stands for loading weights; POST
-/pace?of=0.5 is the time that a token takes from now on, POST /rate?of=20 how many requests begin in a second at most;
-GET /running tells which requests run, GET /served how many ever came.
+ids alone: some turns of one or two calls of `note`, then an answer; with --unscripted it is a hash of them. Log-probs
+depend on the tensors that a loader had it load, and while it is paused it gives no token. An abort is heard late, as
+SGLang hears one between two steps: what is nearly done is finished although nobody waits. POST /version?of=3 stands for
+loading weights; POST /pace?of=0.5 is the time that a token takes from now on, POST /rate?of=20 how many requests begin
+in a second at most; GET /running tells which requests run, GET /served how many ever came.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ import math
 import random
 import re
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import orjson
 import servers  # noqa: F401 - finds tests.fakes
@@ -32,6 +35,7 @@ from starlette.routing import Route
 from tests.fakes.memory_engine import MemoryEngine
 from tests.fakes.memory_engine_control import MemoryEngineControl
 from turnlog.infra.engine import EngineRefused, Generate, Piece
+from turnlog.infra.tensors.files import SUFFIX, read_checksums
 from turnlog.producers.gateway.prompts import TextTokens
 
 CALL = '<tool_call>{{"name":"calc","arguments":{{"expr":"{}"}}}}</tool_call>'
@@ -46,16 +50,24 @@ ANSWERED = "tool\n"
 TOKEN_S = 0.003
 HEARD_S = 0.15
 """The longest time until an abort is heard."""
+LOAD_S = 0.05
+"""Of weights."""
 CONTEXT = 2048
 
 
 class Slow(MemoryEngine):
-    """Takes its time for each token, and to hear of an abort; may let requests begin one after the other."""
+    """Takes its time for each token, and to hear of an abort; may let requests begin one after the other; can be
+    paused."""
 
     token_s = TOKEN_S
     per_s = math.inf
     """Requests that begin in a second, at most."""
     _next = 0.0
+
+    def __init__(self, **of: Any) -> None:
+        super().__init__(**of)
+        self.going = asyncio.Event()
+        self.going.set()
 
     async def generate(self, request: Generate, *, stream: bool, timeout_s: float) -> AsyncIterator[Piece]:
         """See Engine."""
@@ -63,9 +75,11 @@ class Slow(MemoryEngine):
         self._next = max(now, self._next) + 1 / self.per_s
         await asyncio.sleep(self._next - now)
         self.requests.clear()  # a test may want to see all of them; this one may run for days
+        await self.going.wait()
         async for piece in super().generate(request, stream=True, timeout_s=timeout_s):
             await asyncio.sleep(self.token_s)
             yield piece
+            await self.going.wait()
 
     async def abort(self, rid: str) -> None:
         """See Engine."""
@@ -191,19 +205,22 @@ def controls(engine: Slow, control: MemoryEngineControl) -> list[Route]:
 
     async def pause(_: Request) -> Response:
         await control.pause()
+        engine.going.clear()
         return Response(b"{}")
 
     async def resume(_: Request) -> Response:
         await control.resume()
+        engine.going.set()
         return Response(b"{}")
 
     async def load(request: Request) -> Response:
         body = orjson.loads(await request.body())
+        await asyncio.sleep(LOAD_S)
         try:
             await control.load(Path(body["model_path"]), int(body["weight_version"]), timeout_s=0.0)
         except EngineRefused as refused:
             return Response(orjson.dumps({"success": False, "message": str(refused)}))
-        engine.version = body["weight_version"]
+        engine.version, engine.weights = body["weight_version"], held(Path(body["model_path"]))
         return Response(orjson.dumps({"success": True}))
 
     return [
@@ -212,6 +229,14 @@ def controls(engine: Slow, control: MemoryEngineControl) -> list[Route]:
         Route("/continue_generation", resume, methods=["POST"]),
         Route("/update_weights_from_disk", load, methods=["POST"]),
     ]
+
+
+def held(folder: Path) -> str:
+    """A sha256 of every tensor of the folder."""
+    found = sorted(
+        (spec.name, checksum) for path in folder.glob(f"*{SUFFIX}") for spec, checksum in read_checksums(path)
+    )
+    return hashlib.sha256(repr(found).encode()).hexdigest()
 
 
 async def _answers(engine: MemoryEngine, wanted: Generate) -> AsyncIterator[dict[str, object]]:
@@ -229,9 +254,17 @@ async def _answers(engine: MemoryEngine, wanted: Generate) -> AsyncIterator[dict
                 "completion_tokens": len(ids),
                 "output_token_logprobs": [[value, one, None] for value, one in zip(logprobs, ids, strict=True)],
                 "weight_version": engine.version,
+                "weight_versions": piece.finish and list(_spans(piece)),
                 "cached_tokens": 0,
             },
         }
+
+
+def _spans(piece: Piece) -> Iterator[dict[str, object]]:
+    start = 0
+    for label, count in piece.versions:
+        yield {"version": label, "start": start, "end": start + count}
+        start += count
 
 
 def main() -> None:
@@ -242,9 +275,13 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--right", type=float, default=0.0, help="share of right answers")
     parser.add_argument("--by-ids", action="store_true", help="nothing is random")
+    parser.add_argument("--unscripted", action="store_true", help="answer any prompt")
     arguments = parser.parse_args()
     tokens = TextTokens(arguments.model)
-    engine = by_ids(tokens) if arguments.by_ids else policy(tokens, right=arguments.right)
+    if arguments.unscripted:
+        engine = Slow(vocabulary=tokens.vocabulary, context=CONTEXT)
+    else:
+        engine = by_ids(tokens) if arguments.by_ids else policy(tokens, right=arguments.right)
     app = application(engine, MemoryEngineControl(arguments.model))
     uvicorn.run(app, host=arguments.host, port=arguments.port, log_level="warning")
 

@@ -1,4 +1,5 @@
-"""Kill the trainer, again and again: `python benchmarks/chaos/trainer.py [--kills 20] [--checkpoints s3]`.
+"""Kill the trainer, again and again: `python benchmarks/chaos/trainer.py [--kills 20] [--checkpoints s3]
+[--kinds export,upload,commit]`.
 
 Manifests wait on the log; a real `turnlog trainer` is killed by SIGKILL again and again and started again: in turns at
 a seeded instant of a step, of an export, of an upload, of a save, of a commit, and while it starts. What is to die in
@@ -18,23 +19,19 @@ import argparse
 import asyncio
 import dataclasses
 import functools
-import inspect
 import itertools
-import os
 import random
 import shutil
 import signal
 import sys
-import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from dying import doom, ended, until
 from servers import TURNLOG, environment, say, servers, told
 
 from turnlog.infra.embedded.process import Child, Launch
@@ -115,35 +112,9 @@ LATEST = 3
 """Call of its kind that a process dies in."""
 
 
-def die() -> None:
-    """As if somebody had killed us."""
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def doom(owner: Any, name: str, call: int, share: float) -> None:
-    """From now on that call ends the process after `share` of the time that the one before took, or at its own end."""
-    plain = getattr(owner, name)
-    calls, lasted = itertools.count(1), [0.05]
-
-    @contextmanager
-    def watched() -> Iterator[None]:
-        doomed, mark = next(calls) == call, time.monotonic()
-        if doomed:
-            threading.Timer(share * lasted[0], die).start()
-        yield
-        if doomed:
-            die()
-        lasted[0] = time.monotonic() - mark
-
-    async def later(*arguments: Any, **named: Any) -> Any:
-        with watched():
-            return await plain(*arguments, **named)
-
-    def now(*arguments: Any, **named: Any) -> Any:
-        with watched():
-            return plain(*arguments, **named)
-
-    setattr(owner, name, later if inspect.iscoroutinefunction(plain) else now)
+def all_kinds(*, stored: bool) -> tuple[str, ...]:
+    """In their order; `stored`: checkpoints lie in the store."""
+    return (*OF_STORE, *KINDS[1:], START) if stored else (*KINDS, START)
 
 
 def doomed(kind: str, seed: int) -> int:
@@ -156,22 +127,9 @@ def doomed(kind: str, seed: int) -> int:
     return main(["trainer"])
 
 
-async def until(condition: Callable[[], bool], limit_s: float) -> None:
-    """Wait for `condition`, at most so long."""
-    deadline = time.monotonic() + limit_s
-    while not condition() and time.monotonic() < deadline:  # noqa: ASYNC110 - a child process sets no event
-        await asyncio.sleep(0.1)
-
-
-def ended(child: Child) -> bool:
-    """Whether it is dead."""
-    return child.returncode is not None
-
-
-async def kill(settings: Settings, story: Story, *, kills: int, rng: random.Random) -> Child:
-    """Kill in each kind of call in turn, and while it starts; the process that is left alive."""
+async def kill(settings: Settings, story: Story, kinds: Sequence[str], *, kills: int, rng: random.Random) -> Child:
+    """Kill in each kind of call in turn; the process that is left alive."""
     stored = settings.trainer.checkpoints == "s3"
-    kinds = (*OF_STORE, *KINDS[1:], START) if stored else (*KINDS, START)
     for number, kind in zip(range(kills), itertools.cycle(kinds), strict=False):
         if stored and number % 2:
             shutil.rmtree(Path(settings.run.directory) / "checkpoints", ignore_errors=True)
@@ -205,12 +163,14 @@ async def everything(role: Role, topic: str) -> list[Event]:
     return events
 
 
-async def torture(settings: Settings, *, kills: int, seed: int) -> tuple[Story, list[Event], list[Event]]:
+async def torture(
+    settings: Settings, kinds: Sequence[str], *, kills: int, seed: int
+) -> tuple[Story, list[Event], list[Event]]:
     """(story, train-steps, weight-versions)"""
     story = Story()
     async with opened("chaos", settings) as role:
         await append_batches(role.events, role.blobs, settings.run.id, settings.feeder.draws)
-        child = await kill(settings, story, kills=kills, rng=random.Random(seed))
+        child = await kill(settings, story, kinds, kills=kills, rng=random.Random(seed))
         say(f"{story.kills} kills; waiting for the run to end")
         await until(lambda: child.returncode is not None, 2 * PATIENCE_S)
         story.exit_status = child.stop() if child.returncode is None else child.returncode
@@ -260,6 +220,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoints", choices=("folder", "s3"))
+    parser.add_argument("--kinds", default="", help=f"what is under way: {', '.join((*KINDS, *OF_STORE, START))}; all")
     parser.add_argument("--dies-in", choices={*KINDS, *OF_STORE}, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.dies_in:
@@ -278,7 +239,10 @@ def main() -> int:
                 checkpoints=arguments.checkpoints or settings.trainer.checkpoints,
             ),
         )
-        return verdict(settings, *asyncio.run(torture(settings, kills=arguments.kills, seed=arguments.seed)))
+        stored = settings.trainer.checkpoints == "s3"
+        kinds = arguments.kinds.split(",") if arguments.kinds else all_kinds(stored=stored)
+        story = asyncio.run(torture(settings, kinds, kills=arguments.kills, seed=arguments.seed))
+        return verdict(settings, *story)
 
 
 if __name__ == "__main__":

@@ -24,11 +24,12 @@ from pathlib import Path
 from uuid import uuid4
 
 from assembler import committed
+from dying import until
 from loop import went_back
 from servers import say, servers
 from upgrades import Upgrades, Writers, begun, previous
 
-from trainer import PATIENCE_S, Story, until, verdict
+from trainer import PATIENCE_S, Story, verdict
 from turnlog.infra.batch_files import MEDIA_TYPE, write_rows
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.event_log import EventLog

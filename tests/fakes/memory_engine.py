@@ -19,6 +19,9 @@ Script = Callable[[Sequence[int]], list[int]]
 class MemoryEngine:
     """See Engine. Without a script the ids are a hash of (prompt, position), so equal prompts give equal outputs."""
 
+    weights = ""
+    """A sha256 of what it was loaded with, if anybody says so: log-probs depend on it."""
+
     def __init__(
         self, *, vocabulary: int, context: int, script: Script | None = None, version: str = "0",
         decode: Callable[[Sequence[int]], str] = lambda _: "",
@@ -124,7 +127,7 @@ class MemoryEngine:
                 return
             versions.append(self.version if request.adapter is None else request.adapter.name)
             last = position == len(ids) - 1
-            logprob = logprob_of(request.input_ids, position)
+            logprob = logprob_of(request.input_ids, position, self.weights)
             yield Piece(
                 ids=[token], logprobs=[logprob], finish=finish if last else None, versions=spans(versions),
                 experts=self._experts(request, ids) if last else None, cached_tokens=self.cached_tokens,
@@ -189,9 +192,9 @@ def experts_of(ids: Sequence[int], layers: int, top_k: int, experts: int) -> byt
     return (np.frombuffer(found, dtype="<u4") % experts).astype("<i4").tobytes()
 
 
-def logprob_of(prompt: Sequence[int], position: int) -> float:
-    """A log-prob that tells prompts and positions apart."""
-    return -math.log(2 + (len(prompt) + position) % 97)
+def logprob_of(prompt: Sequence[int], position: int, weights: str = "") -> float:
+    """A log-prob that tells prompts, positions and weights apart."""
+    return -math.log(2 + (len(prompt) + position) % 97 + int(weights[:8] or "0", 16) / 2**32)
 
 
 def spans(versions: Sequence[str]) -> tuple[tuple[str, int], ...]:

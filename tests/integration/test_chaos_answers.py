@@ -1,4 +1,4 @@
-"""Roles as real processes on a real Apache Kafka: killed while sessions are answered, and while batches are trained."""
+"""Roles as processes on a real Apache Kafka: killed while sessions are answered, batches trained, weights loaded."""
 
 from __future__ import annotations
 
@@ -86,4 +86,23 @@ def test_engines_that_join_and_leave_under_streams_lose_no_turn(
     assert (line["lost"], line["twice"], line["skipped"], line["identical"]) == (0, 0, 0, True)
     assert line["detail"]["sessions"] == drained * streams
     assert len(line["detail"]["drains_s"]) == drained
+    assert line["ok"], line
+
+
+@pytest.mark.parametrize(
+    ("engine", "kills"),
+    [
+        ("scripted", 1),
+        pytest.param("scripted", 4, marks=pytest.mark.long),
+        pytest.param("real", 4, marks=[pytest.mark.long, pytest.mark.engine]),
+    ],
+)
+def test_whatever_kills_loaders_an_engine_answers_by_weights_that_an_event_names(
+    live_settings: Settings, engine: str, kills: int
+) -> None:
+    line = told(live_settings, "loader.py", "--kills", str(kills), "--engine", engine)
+    fetches, swaps = ("rebuild", "download", "hash", "seal"), ("load", "acknowledge", "continue", "pause")
+    assert line["detail"]["struck"] == dict.fromkeys((*fetches[:kills], *swaps[:kills]), 1)
+    assert (line["lost"], line["twice"], line["skipped"], line["identical"]) == (0, 0, 0, True)
+    assert line["detail"]["answers"] > 0
     assert line["ok"], line
