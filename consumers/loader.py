@@ -20,7 +20,6 @@ until the engine is asked for again, or is stopped itself.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import time
@@ -29,7 +28,7 @@ from datetime import UTC, datetime
 from turnlog.consumers.loading import EngineSwapFailed
 from turnlog.consumers.loading.choice import engine_of, transport_of, update_of
 from turnlog.consumers.loading.standing import PARTITION, REQUESTED, SAID, Standing
-from turnlog.consumers.loading.swap import RETRY_S, Swap
+from turnlog.consumers.loading.swap import Swap
 from turnlog.infra.engine import (
     EngineControl,
     EngineDead,
@@ -49,6 +48,8 @@ from turnlog.schemas.topics import BATCHES
 log = logging.getLogger(__name__)
 
 MANIFESTS = Partition(BATCHES.name, 0)
+START_LOOK_S = 0.2
+"""Between two looks at an engine that starts."""
 PROBE_S = 1.0
 LONGEST_PROBE_S = 5.0
 DROPPED_PROBES = 3
@@ -121,7 +122,7 @@ class Loader:
 
     async def _serve(self, requests: Reader, reader: Reader) -> None:
         """Until the role stops or the engine is asked to go."""
-        await self._wait_for_engine(requests)
+        await self._wait_for_engine(requests, reader)
         if self._over:
             return
         await self._catch_up(reader)
@@ -200,7 +201,8 @@ class Loader:
         settings = self._role.settings
         self._role.health.beat(within_s=settings.liveness.work_s + settings.loader.timeout_s)
 
-    async def _wait_for_engine(self, requests: Reader) -> None:
+    async def _wait_for_engine(self, requests: Reader, reader: Reader) -> None:
+        """Until it answers; what it is to be given is fetched meanwhile."""
         began, since, told = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds"), False
         while not self._over:
             self._beat()
@@ -219,9 +221,8 @@ class Loader:
                     told = True
                     log.warning("%s did not start within [engine] start_timeout_s: %s", self._url, error)
                     await self._standing.gone(error)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(RETRY_S):
-                        await self._role.stopping.wait()
+                if not await self._take(reader, timeout_s=START_LOOK_S):
+                    await self._swap.fetch_ahead()
             else:
                 self._role.health.met("engine")
                 return
@@ -272,8 +273,10 @@ class Loader:
             self._beat()
             await self._take(reader, timeout_s=0.2)
 
-    async def _take(self, reader: Reader, *, timeout_s: float) -> None:
-        for record in await reader.poll(timeout_s=timeout_s):
+    async def _take(self, reader: Reader, *, timeout_s: float) -> bool:
+        """Whether there was anything."""
+        records = await reader.poll(timeout_s=timeout_s)
+        for record in records:
             event = await self._role.events.known(record)
             if event is None or event.run_id != self._role.settings.run.id:
                 continue
@@ -281,6 +284,7 @@ class Loader:
                 self._turn.apply(event)
             if isinstance(event, WeightVersionPublished):
                 self._swap.remember(event)
+        return bool(records)
 
     async def _probe(self) -> None:
         """Is the engine there, with the weights that we gave it? One that restarted is registered and loaded anew; one

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,8 @@ class Swap:
         self._refused: set[int] = set()
         self._unanswered: set[int] = set()
         """Versions of which the log says neither that they were loaded, nor refused, nor superseded."""
+        self._ahead = -1
+        """Version that was fetched before there was an engine."""
 
     def remember(self, event: WeightVersionPublished) -> None:
         """A version is on the log."""
@@ -97,6 +100,22 @@ class Swap:
     def begin_again(self) -> None:
         """The engine has lost what it had: the newest good version waits."""
         self.waiting = [version for version in sorted(self._recent) if version not in self._refused][-1:]
+
+    async def fetch_ahead(self) -> None:
+        """Fetch and verify what the engine is to be given first, while it starts. Raises BlobError."""
+        if not self.waiting or self.waiting[-1] == self._ahead:
+            return
+        event, began = self._recent[self.waiting[-1]], time.monotonic()
+        self._ahead = event.version
+        try:
+            check_fits(event, self._expected)
+            chain = chain_of(event, self._recent)
+            for part in (chain[:-1], chain[-1:]) if event.kind == "adapter" else (chain,):
+                (await self._fetched(part, Timer())).release()  # the newest of a machine stay without being held
+        except BadWeights as error:
+            log.warning("version %d will be refused: %s", event.version, error)
+        else:
+            log.info("version %d is here before its engine, after %.2f s", event.version, time.monotonic() - began)
 
     async def newest(self) -> None:
         """Load the newest of the waiting versions; refused, the next newest is tried in the next round."""

@@ -594,6 +594,25 @@ async def test_an_engine_that_starts_late_is_waited_for_by_name_and_said_to_be_g
     assert "engine" not in role.health.waiting
 
 
+async def test_what_an_engine_is_to_be_given_is_fetched_while_it_starts(
+    role: Role, control: MemoryEngineControl
+) -> None:
+    control.alive = False
+    for number in range(2):
+        await publish(role, number)
+    loading = asyncio.create_task(Loader(role, control, "engine-0", URL).run())
+    folders = Path(role.settings.run.directory) / "weights"
+    await until(lambda: any(not folder.suffix for folder in folders.glob("1-*")))
+    assert isinstance(role.blobs, MemoryBlobs)
+    role.blobs.objects.clear()
+    control.restart()
+    _, loaded = await said(role, 2)
+    assert isinstance(loaded, EngineWeightsLoaded)
+    assert (loaded.version, loaded.superseded) == (1, (0,))
+    role.stopping.set()
+    await asyncio.wait_for(loading, 20)
+
+
 async def test_a_silent_engine_takes_no_turns_until_it_answers_and_is_gone_after_a_longer_silence(
     role: Role, control: MemoryEngineControl
 ) -> None:
