@@ -2,8 +2,8 @@
 
 Prune deletes records of topics that the archive has and that no role will read again, of every topic but the control
 topics, which roles read from the beginning. What a role still reads of another one is on the log: commits of consumer
-groups, the batcher's last manifest, the requests of rollouts that are not over. Of an index of this machine its file says
-how far it is; one that is not there is built from the archive.
+groups, the batcher's last manifest, the requests of rollouts that are not over. Of an index of this machine its file
+says how far it is; one that is not there is built from the archive.
 """
 
 from __future__ import annotations

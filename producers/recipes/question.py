@@ -9,6 +9,7 @@ less than half.
 
 from __future__ import annotations
 
+import logging
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -81,6 +82,7 @@ class Library:
             import bm25s
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError("recipe 'question' needs its search: pip install turnlog[question]") from error
+        logging.getLogger("bm25s").setLevel(logging.WARNING)
         index = bm25s.BM25()
         index.index([_words(document) for document in self.documents], show_progress=False)
         return index
