@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import json
+import os
+import sys
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -28,26 +32,31 @@ from turnlog.settings import EngineSettings, GatewaySettings, ModelSettings, Set
 from turnlog.trainer.weights import read_weights
 
 pytestmark = [pytest.mark.kafka, pytest.mark.engine, pytest.mark.long]  # chaos/elastic.py stands in the suite
-QUESTION = [{"role": "user", "content": "12 + 34 = ?"}]
+QUESTION = "3 + 5 = ?"
 KEY = {"authorization": "Bearer test-key"}
 
 
 @pytest.fixture
 async def role(live_settings: Settings, tiny_model: Path) -> AsyncIterator[Role]:
     """Of a run that is up with one hosted engine, which serves version 0."""
+    engine = EngineSettings(start_timeout_s=600.0, drain_s=2.0)
+    async with hosted(dataclasses.replace(live_settings, engine=engine), tiny_model) as role:
+        await serving(role, "engine-0")
+        yield role
+
+
+@asynccontextmanager
+async def hosted(settings: Settings, model: Path) -> AsyncIterator[Role]:
+    """While the block runs, a gateway and the settings' engines are up, and version 0 is published."""
     settings = dataclasses.replace(
-        live_settings,
-        model=ModelSettings(path=str(tiny_model)),
-        engine=EngineSettings(start_timeout_s=600.0, drain_s=2.0),
-        gateway=GatewaySettings(signing_key="test-key"),
+        settings, model=ModelSettings(path=str(model)), gateway=GatewaySettings(signing_key="test-key")
     )
     await asyncio.to_thread(up, settings, ("gateway", "loader"), wait=False, say=lambda _: None)
     try:
         async with opened("test", settings) as role:
             await configure(role)
-            weights = {name: tensor.float() for name, tensor in read_weights(tiny_model).items()}
-            await role.events.append(await version(weights, 0, role.blobs, tiny_model, run_id=settings.run.id))
-            await serving(role, "engine-0")
+            weights = {name: tensor.float() for name, tensor in read_weights(model).items()}
+            await role.events.append(await version(weights, 0, role.blobs, model, run_id=settings.run.id))
             yield role
     finally:
         await asyncio.to_thread(down, settings, say=lambda _: None)
@@ -66,7 +75,9 @@ async def turn(http: httpx.AsyncClient, name: str, tokens: int) -> dict[str, Any
     body = {"rollout_id": name, "group_id": name, "purpose": "other", "sampling": {"max_new_tokens": tokens}}
     session = (await http.post("/sessions", json=body, headers=KEY)).raise_for_status().json()
     token = {"authorization": f"Bearer {session['token']}"}
-    answer = await http.post("/v1/chat/completions", json={"messages": QUESTION}, headers=token)
+    answer = await http.post(
+        "/v1/chat/completions", json={"messages": [{"role": "user", "content": QUESTION}]}, headers=token
+    )
     found: dict[str, Any] = answer.raise_for_status().json()
     return found
 
@@ -88,21 +99,30 @@ async def asked_on_and_on(http: httpx.AsyncClient, at_once: int) -> AsyncIterato
         stop.set()
 
 
+def directory_of(role: Role) -> Path:
+    return Path(role.settings.run.directory)
+
+
+async def scale(role: Role, count: int) -> None:
+    """As an operator does."""
+    asked = ["--settings", str(directory_of(role) / SETTINGS), "engines", "scale", str(count)]
+    assert await asyncio.to_thread(main, asked) == 0
+
+
+async def served(role: Role, name: str) -> None:
+    """Wait for a turn of that engine."""
+    engines: set[str] = set()
+    while name not in engines:
+        engines = {one.engine_id async for _, one in events(role, TURNS) if isinstance(one, TurnCompleted)}
+        await asyncio.sleep(0.2)
+
+
 async def test_engines_that_scale_asks_for_come_and_leave_and_no_request_is_lost(role: Role) -> None:
-    kept, directory = str(Path(role.settings.run.directory) / SETTINGS), Path(role.settings.run.directory)
-
-    async def scale(count: int) -> None:
-        asked = ["--settings", kept, "engines", "scale", str(count)]
-        assert await asyncio.to_thread(main, asked) == 0
-
-    async with httpx.AsyncClient(base_url=read_endpoints(directory).gateway, timeout=300) as http:
+    async with httpx.AsyncClient(base_url=read_endpoints(directory_of(role)).gateway, timeout=300) as http:
         async with asked_on_and_on(http, 4) as ended:
-            await scale(2)
-            served: set[str] = set()
-            while "engine-1" not in served:
-                served = {one.engine_id async for _, one in events(role, TURNS) if isinstance(one, TurnCompleted)}
-                await asyncio.sleep(0.2)
-            await scale(1)
+            await scale(role, 2)
+            await served(role, "engine-1")
+            await scale(role, 1)
         assert ended
         assert all(one["choices"][0]["finish_reason"] in ("stop", "length") for one in ended)
     await serving(role, "engine-0")
@@ -115,3 +135,18 @@ async def test_engines_that_scale_asks_for_come_and_leave_and_no_request_is_lost
     assert [(one.engine_id, one.wanted, one.by) for one in asked] == [
         ("engine-0", "serving", "settings"), ("engine-1", "serving", "operator"), ("engine-1", "gone", "operator")
     ]  # fmt: skip
+
+
+async def test_what_a_newcomer_costs_beyond_its_own_start_is_measured_stage_by_stage(role: Role) -> None:
+    script = Path(__file__).parents[2] / "benchmarks/e1_scale.py"
+    kept = directory_of(role) / SETTINGS
+    done = await asyncio.create_subprocess_exec(
+        sys.executable, str(script), str(kept), env=os.environ | {"BENCH_SIZE": "smallest"}, stdout=PIPE
+    )
+    said, _ = await done.communicate()
+    line = json.loads(said.splitlines()[-1])
+    (stages,) = line["detail"]["rounds"]
+    beyond = stages["obeyed"] + stages["registered"] + stages["loaded"] + stages["turn"]
+    assert beyond == pytest.approx(stages["beyond"], abs=0.05)
+    assert stages["loader"] < stages["own_start"], "it starts beside its engine, not after it"
+    assert line["value"] == stages["beyond"]
