@@ -54,7 +54,7 @@ def test_sessions_go_on_where_a_killed_runner_left_them_and_no_call_takes_effect
 @pytest.mark.parametrize(
     ("checkpoints", "places"),
     [
-        ("s3", ("put", "step")),
+        ("s3", ("put",)),
         pytest.param("folder", ("step", "export", "upload", "save", "commit"), marks=pytest.mark.long),
         pytest.param("s3", ("put", "step", "manifest", "fetch"), marks=pytest.mark.long),
     ],
