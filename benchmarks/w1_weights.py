@@ -1,10 +1,11 @@
-"""W1: weights from the trainer's memory into a folder that engines load: export, store, fetch, check.
+"""W1: weights from the trainer's memory into an engine that serves them: export, store, fetch and check, swap.
 
 Random parameters (half a billion on request: `BENCH_PARAMETERS=500000000 make bench ONLY=W1`), through the embedded
-object store. The value is the slower of the way out (export, store) and the way in (fetch, check): different processes
-go them, so that one version may arrive while the next one leaves. Floor: the slower of `cp` of the same files and the
-store's own copy of them. Beside it stand the phases, the peak of memory above the model in shards, and what a version
-takes that goes out as what a small step changed. What it does not show: a network, an engine's own load.
+object store, into real SGLang on CPU, which is paused meanwhile. The value is the slower of the way out (export, store)
+and the way in (fetch, check, swap): different processes go them, so that one version may arrive while the next one
+leaves; `one_after_the_other` is the rate of a version that nothing is in flight beside. Floor: the slower of `cp` of
+the same files and the store's own copy of them. Beside it stand the phases, the peak of memory above the model in
+shards, and what a version takes that goes out as what a small step changed. What it does not show: a network, a device.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import asyncio
 import dataclasses
 import os
 import re
+import shutil
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,18 +26,20 @@ import torch
 from row import say, size, told
 
 from turnlog.infra.blobs import key
-from turnlog.infra.embedded.servers import ObjectStore
+from turnlog.infra.embedded.servers import Engine, ObjectStore
+from turnlog.infra.embedded.tiny_model import make_tiny_model
+from turnlog.infra.engine import SGLangControl
 from turnlog.infra.s3 import S3Blobs
 from turnlog.infra.tensors import files
 from turnlog.infra.tensors.versions import Timer, WeightFolders
 from turnlog.schemas.events import WeightVersionPublished
-from turnlog.settings import StoreSettings
+from turnlog.settings import EngineSettings, StoreSettings
 from turnlog.trainer import mcore, weights
 from turnlog.trainer.checkpoint import Cursor
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.model import build_model, model_config
 from turnlog.trainer.plan import LearnerOptions
-from turnlog.trainer.shape import TINY, ModelShape
+from turnlog.trainer.shape import ModelShape, read_shape
 
 GOAL_SHARE = 0.5
 GOAL_SHARDS, LEAST_SHARD = 1.5, 256 << 20
@@ -42,15 +47,17 @@ GOAL_SHARDS, LEAST_SHARD = 1.5, 256 << 20
 PARAMETERS = int(os.environ.get("BENCH_PARAMETERS", size(50_000_000, smallest=2_000_000)))
 SHARD_BYTES = max(64 << 20, PARAMETERS // 2)
 """At most eight shards of a model in float32."""
+SWAPS = size(3, smallest=0)
+"""Of which the median counts; none where an engine would take longer to start than all the rest."""
 STEP = 1e-6
 """By how much of itself a value moves."""
 
 
-def shape() -> ModelShape:
-    """About so many parameters: the feed-forward layers have nearly all."""
+def shape(tiny: Path) -> ModelShape:
+    """About so many parameters, under the tokenizer of the tiny model: the feed-forward layers have nearly all."""
     hidden = 1024 if PARAMETERS > 20_000_000 else 128
     layers = max(1, PARAMETERS // (12 * hidden * hidden))
-    return dataclasses.replace(TINY, hidden=hidden, ffn=4 * hidden, layers=layers)
+    return dataclasses.replace(read_shape(tiny), hidden=hidden, ffn=4 * hidden, layers=layers)
 
 
 def resident(what: str) -> int:
@@ -72,8 +79,7 @@ class Measured:
     def __init__(self, model: Any, form: ModelShape, directory: Path, blobs: S3Blobs) -> None:
         self._model, self._shape, self._directory, self._blobs = model, form, directory, blobs
         self._config = directory / "model"
-        self._config.mkdir()
-        (self._config / "config.json").write_text("{}")
+        weights.write_folder(self._config, form, {}, directory / "tiny")
         self._last = weights.LastExport(directory / "exports", chain=8)
         self._folders = WeightFolders(directory / "weights", blobs)
         self._events: list[WeightVersionPublished] = []
@@ -109,6 +115,24 @@ class Measured:
         self.nbytes, self.stored = sum(spec.nbytes for spec in written.specs), sum(one.blob.size for one in stored)
         held.release()
 
+    async def swap(self) -> None:
+        """Into an engine that began with the first version: the last two in turn."""
+        first, last = (next((self._directory / "weights").glob(f"{number}-*")) for number in range(2))
+        start = self._directory / "start"
+        shutil.copytree(self._config, start, ignore=shutil.ignore_patterns(f"*{files.SUFFIX}"))
+        for path in first.glob("*.safetensors*"):
+            (start / path.name).symlink_to(path)
+        with Engine(start, EngineSettings(start_timeout_s=900.0), log=self._directory / "engine.log") as engine:
+            control, seconds = SGLangControl(engine.url), []
+            for turn in range(SWAPS):
+                began = time.perf_counter()
+                await control.pause()
+                await control.load((last, first)[turn % 2], turn, timeout_s=900.0)
+                await control.resume()
+                seconds.append(time.perf_counter() - began)
+            await control.close()
+        self.seconds["swap"] = statistics.median(seconds)
+
     def _export(self, folder: Path) -> files.Written:
         export = weights.Export(self._model, self._shape)
         contents = ((name, weights.tensor_bytes(tensor)) for name, tensor in export)
@@ -137,15 +161,20 @@ async def measure(model: Any, form: ModelShape, directory: Path, blobs: S3Blobs)
         for parameter in model.parameters():
             parameter.mul_(1 + STEP)
     await measured.version(1)
-    ways = {"out": whole["export"] + whole["store"], "in": whole["fetch"] + whole["verify"]}
+    changed = dict(measured.seconds)
+    if SWAPS:
+        await measured.swap()
+        whole["swap"] = measured.seconds["swap"]
+    ways = {"out": whole["export"] + whole["store"], "in": whole["fetch"] + whole["verify"] + whole.get("swap", 0.0)}
     detail = {
         "bytes": measured.nbytes, "seconds": {name: round(taken, 3) for name, taken in whole.items()},
         "ways": {name: round(measured.nbytes / taken) for name, taken in ways.items()},
+        "one_after_the_other": round(measured.nbytes / sum(ways.values())),
         "floors": {name: round(rate) for name, rate in floors.items()},
         "floor_is": "the slower of cp and the store's own copy",
         "peak_shards": round(peak / SHARD_BYTES, 2), "goal_peak_shards": GOAL_SHARDS,
         "delta": {
-            "seconds": {name: round(taken, 3) for name, taken in measured.seconds.items()},
+            "seconds": {name: round(taken, 3) for name, taken in changed.items()},
             "share_of_bytes": round(measured.stored / measured.nbytes, 3),
         },
     }  # fmt: skip
@@ -158,9 +187,9 @@ async def measure(model: Any, form: ModelShape, directory: Path, blobs: S3Blobs)
 
 def main() -> int:
     """Print one JSON line."""
-    form = shape()
     torch.set_num_threads(2)
     with tempfile.TemporaryDirectory() as folder, ObjectStore(Path(folder) / "store", StoreSettings()) as store:
+        form = shape(make_tiny_model(Path(folder) / "tiny"))
         say(f"{form.layers} layers of {form.hidden}")
         with process_group(), mcore.quiet():
             mcore.tensor_parallel.model_parallel_cuda_manual_seed(0)
