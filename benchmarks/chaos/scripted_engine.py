@@ -155,6 +155,7 @@ def application(engine: Slow, control: MemoryEngineControl) -> Starlette:
             Route("/generate", generate, methods=["POST"]),
             Route("/abort_request", abort, methods=["POST"]),
             Route("/ready", lambda _: Response()),
+            Route("/health_generate", lambda _: Response()),
             *remote(engine),
             *controls(engine, control),
         ]

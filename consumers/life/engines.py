@@ -65,6 +65,7 @@ async def settled(role: Role, asked: Sequence[Engine], *, told: Callable[[str], 
     began, bound = time.monotonic(), role.settings.engine
     patience_s = SPARE_S + max(bound.start_timeout_s, bound.drain_s)
     waiting, seen = {engine.id for engine in asked}, {engine.id: "" for engine in asked}
+    lacks: dict[str, str] = {}
     while waiting:
         now = await fleet.read(role)
         for engine in [now.engines[engine_id] for engine_id in sorted(waiting)]:
@@ -73,21 +74,27 @@ async def settled(role: Role, asked: Sequence[Engine], *, told: Callable[[str], 
                 told(f"{time.monotonic() - began:6.1f} s  {engine.id} {_said(engine)}")
             if engine.state == (GONE if engine.leaving else SERVING) or engine.left:
                 waiting.discard(engine.id)
-        _check_started(role.settings, waiting)
+        before, lacks = lacks, _lacking(role.settings, waiting)
+        for engine_id in [one for one in lacks if lacks[one] != before.get(one)]:
+            told(f"{time.monotonic() - began:6.1f} s  {engine_id} waits: {lacks[engine_id]}")
         if waiting and time.monotonic() > began + patience_s:
+            names = (f"{one} ({lacks[one]})" if one in lacks else one for one in sorted(waiting))
             raise NotServing(
-                f"{', '.join(sorted(waiting))} after {patience_s:.0f} s: `turnlog engines list` says how far they are; "
+                f"{', '.join(names)} after {patience_s:.0f} s: `turnlog engines list` says how far they are; "
                 "[engine] start_timeout_s and drain_s are how long that may take"
             )
         if waiting:
             await asyncio.sleep(LOOK_S)
 
 
-def _check_started(settings: Settings, waiting: set[str]) -> None:
-    """Raises NotServing for an engine that the supervisor of this machine has given up."""
-    for process in status_processes(settings) if waiting else ():
-        if process["name"] in waiting and process["state"] == State.FAILED:
-            raise NotServing(f"{process['name']} does not start: {process['error']}")
+def _lacking(settings: Settings, waiting: set[str]) -> dict[str, str]:
+    """What those that start on this machine say that they wait for. Raises NotServing for one that its supervisor has
+    given up."""
+    found = {one["name"]: one for one in (status_processes(settings) if waiting else ()) if one["name"] in waiting}
+    for name, process in found.items():
+        if process["state"] == State.FAILED:
+            raise NotServing(f"{name} does not start: {process['error']}")
+    return {name: process["waiting"] for name, process in found.items() if process["waiting"]}
 
 
 def _said(engine: Engine) -> str:

@@ -2,7 +2,8 @@
 
 What the settings name is asked for at each start, unless somebody else has said something of it since. A newcomer is
 started with its loader; one that is to go is stopped once its loader has said that it is gone, or in any case a while
-after it should have. A log that is away is waited for: what runs goes on, and what there is to say is said later.
+after it should have. One on Ray takes its loader with it when it dies: that it is gone is said here. A log that is away
+is waited for: what runs goes on, and what there is to say is said later.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Sequence
 from turnlog.infra.blobs import BlobError
 from turnlog.infra.embedded import EmbeddedError
 from turnlog.infra.embedded.plan import LaunchPlan
-from turnlog.infra.embedded.supervisor import Failure, Supervisor
+from turnlog.infra.embedded.supervisor import Failure, State, Supervisor, Watched
 from turnlog.infra.engine import EngineError, SGLangControl
 from turnlog.infra.log import LogError, Partition, Reader
 from turnlog.infra.registry import RegistryError
@@ -60,6 +61,8 @@ class OnLog:
         self._stopping: dict[str, asyncio.Task[None]] = {}
         self._failures: deque[RoleFailed] = deque()
         """Yet to be said."""
+        self._lost: dict[str, str] = {}
+        """Engine on Ray that died -> why; not said yet, and not there again."""
 
     def failed(self, failure: Failure) -> None:
         """Hear of a member whose restarts did not help; the log is told as soon as it can be."""
@@ -72,18 +75,26 @@ class OnLog:
         log.error("%s failed, %s: %s", event.role, event.remedy.replace("_", " "), event.cause)
         self._failures.append(event)
 
+    def changed(self, watched: Watched) -> None:
+        """Hear of each step of a member."""
+        if watched.state in (State.RESTARTING, State.FAILED) and self._plan.on_ray(watched.name):
+            self._lost[watched.name] = _cause_of(str(watched.error))
+        elif watched.state is State.READY:
+            self._lost.pop(watched.name, None)
+
     async def run(self) -> None:
         """For ever."""
         await self._supervisor.watched["topics"].satisfied.wait()
         while True:
             try:
                 async with opened("supervisor", self._settings) as role:
-                    await self._follow(role)
+                    await self.follow(role)
             except (LogError, RegistryError, BlobError, NoEndpoints) as error:
                 log.warning("engines stay as they are while the log cannot be followed: %s", error)
             await asyncio.sleep(AGAIN_S)
 
-    async def _follow(self, role: Role) -> None:
+    async def follow(self, role: Role) -> None:
+        """Obey, and say what there is to say, for ever. Raises LogError."""
         fleet = Fleet()
         async with role.log.reader() as reader:
             reader.assign(await role.log.start_offsets(PLACES))
@@ -95,6 +106,7 @@ class OnLog:
                 while self._failures:
                     await role.events.append(self._failures[0])
                     self._failures.popleft()
+                await self._tell_lost(role, fleet)
                 await self._obey(role, fleet)
                 if self._autoscale is not None and time.monotonic() - self._looked_at >= LOOK_S:
                     await self._scale(role, fleet, self._autoscale)
@@ -143,7 +155,7 @@ class OnLog:
     async def _obey(self, role: Role, fleet: Fleet) -> None:
         """Start what is wanted and does not run, stop what has left."""
         for engine in list(fleet.engines.values()):
-            runs = bool(self._plan.address(engine.id))
+            runs = self._plan.has(engine.id)
             if not engine.leaving:
                 self._asked_at.pop(engine.id, None)
                 if engine.wanted and not runs and engine.id not in self._stopping:
@@ -174,15 +186,30 @@ class OnLog:
         since = self._asked_at.setdefault(engine.id, time.monotonic())
         return time.monotonic() - since > self._settings.engine.drain_s + PATIENCE_S
 
+    async def _tell_lost(self, role: Role, fleet: Fleet) -> None:
+        for name, cause in list(self._lost.items()):
+            if (engine := fleet.engines.get(name)) is not None and engine.state not in (GONE, ""):
+                await self._say_gone(role, fleet, engine, cause)
+            if self._lost.get(name) == cause:
+                del self._lost[name]
+
     async def _give_up(self, role: Role, fleet: Fleet, engine: Engine) -> None:
         """Say in place of its loader that an engine is gone."""
-        cause = (
-            "its loader did not let it drain in time" if self._plan.address(engine.id) else "nothing of it runs here"
-        )
+        here = self._plan.has(engine.id)
+        cause = "its loader did not let it drain in time" if here else "nothing of it runs here"
+        await self._say_gone(role, fleet, engine, cause)
+
+    async def _say_gone(self, role: Role, fleet: Fleet, engine: Engine, cause: str) -> None:
+        run_id = role.settings.run.id
         event = EngineGone(
-            event_id=digest("EngineGone", role.settings.run.id, engine.id, "supervisor", engine.requests),
-            run_id=role.settings.run.id, engine_id=engine.id, url=engine.url, state=GONE, version=engine.version,
-            cause=cause,
+            event_id=digest("EngineGone", run_id, engine.id, "supervisor", time.time_ns()),
+            run_id=run_id, engine_id=engine.id, url=engine.url, state=GONE, version=engine.version, cause=cause,
         )  # fmt: skip
         await role.events.append(event)
         fleet.apply(event)
+
+
+def _cause_of(death: str) -> str:
+    """What the process said last of itself, above what the supervisor says of its end."""
+    first, *lines = death.splitlines()
+    return next((line for line in reversed(lines) if line.startswith("turnlog engine: ")), first)

@@ -21,17 +21,17 @@ FIRST = 15000
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
-def free_ports(count: int) -> list[int]:
-    """`count` distinct ports of 127.0.0.1 on which nothing listens now."""
+def free_ports(count: int, host: str = HOST) -> list[int]:
+    """`count` distinct ports of the address on which nothing listens now."""
     candidates = list(range(FIRST, max(_first_ephemeral(), FIRST + 1000)))
     random.SystemRandom().shuffle(candidates)
     found: list[int] = []
     for port in candidates:
         if len(found) == count:
             return found
-        if is_free(port):
+        if is_free(port, host):
             found.append(port)
-    raise PortTaken(f"no {count} free ports of {HOST} between {candidates and FIRST} and {_first_ephemeral()}")
+    raise PortTaken(f"no {count} free ports of {host} between {candidates and FIRST} and {_first_ephemeral()}")
 
 
 def is_free(port: int, host: str = HOST) -> bool:
@@ -63,7 +63,7 @@ def reached(host: str, port: int) -> str:
 def claim(port: int, setting: str, host: str = HOST) -> int:
     """The port itself when free, a free one for 0. Raises PortTaken, naming `setting` and who holds the port."""
     if port == 0:
-        return free_ports(1)[0]
+        return free_ports(1, host)[0]
     if not is_free(port, host):
         raise PortTaken(
             f"port {port} of {host} is taken{_holder(port)}: end that process, or set {setting} to another port "

@@ -173,6 +173,7 @@ async def _supervise(settings: Settings, roles: Sequence[str], notify: Notify) -
 
     def changed(watched: Watched) -> None:
         keep()
+        on_log.changed(watched)
         notify({"child": watched.as_dict()})
         if all(one.state in SATISFIED for one in supervisor.watched.values()):
             notify({"ready": True})

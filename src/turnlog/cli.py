@@ -118,7 +118,7 @@ def parser() -> argparse.ArgumentParser:
     _verb(verbs, "views", _views, "role: the Faust live views behind `turnlog status`")
     _verb(verbs, "lag", _lag, "role: how far every role is behind the log, as Prometheus metrics")
     _verb(verbs, "egress", _egress, "role: the way out of sandbox workers, as a process of its own")
-    _verb(verbs, "engine", _engine, "role: one SGLang engine of [model] path, in the foreground")
+    _verb(verbs, "engine", _engine, "role: one SGLang engine of [model] path, in the foreground, here or on Ray")
     _verb(verbs, "registry", _registry, "role: the embedded schema registry")
     _verb(verbs, "supervise", _supervise, "run the servers and roles of a run in the foreground")
     made = _verb(verbs, "recipe", _recipe, "begin a recipe of your own: a package that works as it is")
@@ -314,6 +314,10 @@ def _health(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 def _engine(settings: Settings, _: argparse.Namespace) -> int:
+    if settings.engine.launcher == "ray":
+        from turnlog.infra.on_ray import host_engine
+
+        return host_engine(settings)
     from turnlog.infra.embedded.servers import serve_engine
 
     return serve_engine(settings)

@@ -160,6 +160,15 @@ class EngineSettings:
     """Authorities of https urls, PEM, read again when it is swapped; empty trusts those of this machine."""
     count: Count = 1
     """How many embedded engines."""
+    launcher: Literal["local", "ray"] = "local"
+    """Who starts embedded engines. local: the supervisor, on its machine; ray: each with its loader in an actor on a
+    node of a Ray cluster, at that node's address."""
+    ray_address: str = "auto"
+    """Of that cluster; auto: what RAY_ADDRESS says, or the one that this machine is a node of."""
+    ray_cpus: Count = 1
+    """Of a node, for an engine and its loader."""
+    ray_gpus: Count = 1
+    """Of a node, for an engine with device cuda; as many as its tensor parallelism in extra_args takes."""
     host: str = "127.0.0.1"
     """Address that `turnlog engine` and embedded engines listen on; whoever reaches it can load other weights."""
     port: Port = 0
@@ -660,6 +669,11 @@ def _check_colocation(settings: Settings, source: str) -> None:
                 f"{source}: engine.colocate has engines and trainer take turns, and {key} is {found}: set it to "
                 f"{wanted}, or give each devices of its own"
             )
+    if settings.engine.launcher == "ray":
+        raise SettingsError(
+            f"{source}: engine.colocate has engines on the trainer's devices, and engine.launcher is ray, which gives "
+            "each its own: set it to local"
+        )
     if settings.engine.autoscale_max:
         raise SettingsError(
             f"{source}: engine.colocate has every engine wait while the trainer steps, and engine.autoscale_max is "

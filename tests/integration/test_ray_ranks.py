@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import os
 import signal
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import psutil
 import pytest
 from ray.cluster_utils import Cluster
 
+from tests.ray_nodes import actors, two_nodes
 from tests.unit.trainer.test_draws import Run
 from turnlog.trainer import LayoutUnfit, RankLost
 from turnlog.trainer.gang.launchers import ranks
@@ -22,9 +22,6 @@ from turnlog.trainer.plan import learning_plan
 from turnlog.trainer.reference import append_batches
 
 RANKS, DRAWS = 2, 4
-ROOM = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
-"""Of a node: for one rank."""
-
 pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.long,  # the suite has ranks as processes (test_trainer_layouts.py)
@@ -33,15 +30,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Two nodes; their sockets want a short path."""
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder, pytest.MonkeyPatch.context() as environment:
-        environment.setenv("RAY_TMPDIR", folder)
-        cluster = Cluster(initialize_head=True, head_node_args={**ROOM, "include_dashboard": False})
-        try:
-            cluster.add_node(**ROOM)
-            yield cluster
-        finally:
-            cluster.shutdown()
+    with two_nodes() as cluster:
+        yield cluster
 
 
 def run_of(folder: Path, **trainer: Any) -> Run:
@@ -55,11 +45,6 @@ async def formed(run: Run, batches: int) -> None:
         await append_batches(events, run.blobs, "run", batches)
 
 
-def actors() -> list[psutil.Process]:
-    """They descend from the cluster's nodes, and so from here."""
-    return [one for one in psutil.Process().children(recursive=True) if "ray::Rank" in " ".join(one.cmdline())]
-
-
 async def test_a_rank_that_dies_ends_the_gang_which_goes_on_from_its_checkpoint(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -71,7 +56,7 @@ async def test_a_rank_that_dies_ends_the_gang_which_goes_on_from_its_checkpoint(
     stepped = asyncio.create_task(run.steps(2))
     await asyncio.wait([first, stepped], return_when=asyncio.FIRST_COMPLETED)
     assert not first.done(), first.exception()
-    gang = actors()
+    gang = actors("Rank")
     assert len({one.ppid() for one in gang}) == RANKS  # a node each
     os.kill(gang[1].pid, signal.SIGKILL)
     await formed(run, DRAWS)

@@ -11,24 +11,17 @@ import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import ray
 
+from turnlog.infra.on_ray.cluster import Place, place
 from turnlog.infra.roles import log_lines
 from turnlog.trainer.gang import LOCAL_RANK
 
 if TYPE_CHECKING:
     from turnlog.trainer.learner import Learner
     from turnlog.trainer.plan import LearningPlan
-
-
-class Place(NamedTuple):
-    """Where an actor is."""
-
-    node: str
-    address: str
-    sees_model: bool
 
 
 def local_rank(given: Mapping[str, list[str]], environment: Mapping[str, str]) -> int:
@@ -52,7 +45,7 @@ class Rank:
 
     def place(self, model: Path) -> Place:
         """Where this is, and whether that folder is there, too."""
-        return Place(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), model.is_dir())
+        return place(model)
 
     def meet(self, address: str, world_size: int) -> int:
         """Host the store where all ranks meet: its port."""

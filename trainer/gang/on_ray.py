@@ -12,14 +12,13 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
-from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.exceptions import RayError
 
+from turnlog.infra.on_ray.cluster import ActorLost, NoCluster, bundles, joined, no_room, results, started
 from turnlog.trainer import LayoutUnfit, RankLost
 from turnlog.trainer.gang.actor import Rank
 from turnlog.trainer.gang.calls import Ranks
@@ -39,91 +38,71 @@ class OnRay(Ranks):
 
     def _everywhere(self, method: str, *arguments: Any) -> Any:
         held = ray.put(arguments)
-        return results([rank.call.remote(method, held) for rank in self._ranks])[0]
+        return of_ranks([rank.call.remote(method, held) for rank in self._ranks])[0]
 
 
 @contextmanager
 def actors(plan: LearningPlan, beat: Callable[[int], None]) -> Iterator[Ranks]:
     """All ranks, joined; `beat` is told of each that answers, from a thread. Raises LayoutUnfit, RankLost, and what
     launchers.ranks does."""
-    with _cluster(plan.ray_address), _bundles(plan) as (group, bundle):
-        options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)}
+    with _cluster(plan.ray_address):
+        bundle, count = _bundle(plan), plan.world_size
         actor = ray.remote(concurrency_groups={BEATS: 1})(Rank)
-        started = []
-        try:
-            for index in range(plan.world_size):
-                where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-                made = actor.options(**options, scheduling_strategy=where)
-                started.append(made.remote(os.environ.get("TURNLOG_RUN_ID", "")))
-            ranks = _joined(plan, started)
-            with _heard(ranks, beat):
-                yield OnRay(ranks)
-        finally:
-            for one in started:
-                ray.kill(one)
+        gang: list[Any] = []
+        with bundles(bundle, count, plan.ray_placement) as group:
+            if not group.wait(plan.join_s):
+                said = no_room(bundle, count, plan.ray_placement)
+                raise RankLost(f"{said}; waited for {plan.join_s:.0f} s ([liveness] join_s)")
+            try:
+                for index in range(count):
+                    gang.append(started(actor, group, index, bundle, os.environ.get("TURNLOG_RUN_ID", "")))
+                ranks = _joined(plan, gang)
+                with _heard(ranks, beat):
+                    yield OnRay(ranks)
+            finally:
+                for one in gang:
+                    ray.kill(one)
 
 
 @contextmanager
 def _cluster(address: str) -> Iterator[None]:
-    try:
-        ray.init(address, logging_level=logging.ERROR)
-    except ConnectionError as error:
-        raise LayoutUnfit(
-            f"no Ray cluster at {address}: {error}. Set trainer.ray_address or RAY_ADDRESS, or trainer.launcher = local"
-        ) from error
-    try:
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(joined(address, "trainer"))
+        except NoCluster as error:
+            raise LayoutUnfit(str(error)) from error
         yield
-    finally:
-        ray.shutdown()
 
 
-@contextmanager
-def _bundles(plan: LearningPlan) -> Iterator[tuple[Any, dict[str, int]]]:
-    """A placement group with a bundle for each rank, and what is in a bundle: a device, where the cluster has some."""
+def _bundle(plan: LearningPlan) -> dict[str, int]:
+    """What a rank takes of a node: a device, where the cluster has some."""
     devices = int(ray.cluster_resources().get("GPU", 0))
     if 0 < devices < plan.world_size:
         raise LayoutUnfit(f"trainer.world_size = {plan.world_size} and the Ray cluster has {devices} GPUs")
-    bundle = {"CPU": 1, "GPU": 1} if devices else {"CPU": plan.options.threads}
-    group = placement_group([bundle] * plan.world_size, strategy=plan.ray_placement)
-    try:
-        if not group.wait(plan.join_s):
-            raise RankLost(
-                f"Ray did not place {plan.world_size} bundles of {bundle} by {plan.ray_placement} within "
-                f"{plan.join_s:.0f} s ([liveness] join_s); free in its cluster: {ray.available_resources()}"
-            )
-        yield group, bundle
-    finally:
-        remove_placement_group(group)
+    return {"CPU": 1, "GPU": 1} if devices else {"CPU": plan.options.threads}
 
 
-def _joined(plan: LearningPlan, started: Sequence[Any]) -> list[Any]:
+def _joined(plan: LearningPlan, gang: Sequence[Any]) -> list[Any]:
     """In the order of ranks: those of one node are neighbours."""
-    places = results([one.place.remote(plan.model) for one in started])
-    if blind := next((place for place in places if not place.sees_model), None):
+    places = of_ranks([one.place.remote(plan.model) for one in gang])
+    if blind := next((place for place in places if not place.sees), None):
         raise LayoutUnfit(
             f"node {blind.address} of the Ray cluster does not see {plan.model}: [model] path and [run] directory must "
             "lie where all nodes have them"
         )
-    order = sorted(range(len(started)), key=lambda one: (places[one].node, one))
-    ranks, address = [started[one] for one in order], places[order[0]].address
-    port = results([ranks[0].meet.remote(address, plan.world_size)])[0]
-    results([one.join.remote(plan, rank, address, port) for rank, one in enumerate(ranks)])
+    order = sorted(range(len(gang)), key=lambda one: (places[one].node, one))
+    ranks, address = [gang[one] for one in order], places[order[0]].address
+    port = of_ranks([ranks[0].meet.remote(address, plan.world_size)])[0]
+    of_ranks([one.join.remote(plan, rank, address, port) for rank, one in enumerate(ranks)])
     return ranks
 
 
-def results(asked: Sequence[Any]) -> list[Any]:
+def of_ranks(asked: Sequence[Any]) -> list[Any]:
     """What all ranks give, by rank. Raises RankLost for one that died, and what the first one to fail raised."""
-    left = list(asked)
-    while left:
-        done, left = ray.wait(left)
-        try:
-            ray.get(done)
-        except RayTaskError as error:
-            raise error.cause or error from error
-        except RayError as error:
-            rank = next(rank for rank, one in enumerate(asked) if one in done)
-            raise RankLost(f"rank {rank} on Ray is gone: {error}") from error
-    return list(ray.get(list(asked)))
+    try:
+        return results(asked, [f"rank {rank}" for rank in range(len(asked))])
+    except ActorLost as error:
+        raise RankLost(str(error)) from error
 
 
 @contextmanager

@@ -269,6 +269,7 @@ async def test_a_run_whose_engines_take_turns_is_not_scaled(tmp_path: Path) -> N
         ({"batcher": {"max_lag": 1}}, "batcher.max_lag is 1: set it to 0"),
         ({"trainer": {"publish_every": 2}}, "trainer.publish_every is 2: set it to 1"),
         ({"engine": {"autoscale_max": 4}}, "engine.autoscale_max is 4: set it to 0"),
+        ({"engine": {"launcher": "ray"}}, "engine.launcher is ray, which gives each its own: set it to local"),
         ({"trainer": {"publish": "adapter", "lora_rank": 4}}, "trainer.publish is adapter: set it to merged"),
         ({"engine": {"update": "in_place"}}, "engine.update is in_place: set it to retract or abort"),
     ],

@@ -64,14 +64,34 @@ def test_an_engine_joins_with_its_loader_and_leaves_with_it(own_servers: Setting
     assert loader.launch.env["TURNLOG_ENGINE_ID"] == "sglang-7:30000"
     engine, its_loader = plan.join("engine-2", "")
     assert engine.launch.argv[engine.launch.argv.index("--random-seed") + 1] == "3"
-    assert its_loader.launch.env["TURNLOG_ENGINE_URL"] == plan.address("engine-2") == plan.endpoints.engines[-1]
+    assert its_loader.launch.env["TURNLOG_ENGINE_URL"] == plan.endpoints.engines[-1]
     assert len(set(plan.endpoints.health.values())) == 4
     assert plan.leave("engine-2") == ("loader-2", "engine-2")
-    assert (len(plan.endpoints.engines), "loader-2" in plan.endpoints.health, plan.address("engine-2")) == (
-        3,
-        False,
-        "",
-    )
+    assert len(plan.endpoints.engines) == 3
+    assert not plan.has("engine-2")
+    assert "loader-2" not in plan.endpoints.health
+
+
+def test_an_engine_on_ray_is_a_process_here_that_says_what_it_waits_for(
+    own_servers: Settings, tiny_model: Path
+) -> None:
+    engine, model = EngineSettings(launcher="ray"), ModelSettings(path=str(tiny_model))
+    plan = LaunchPlan(dataclasses.replace(own_servers, engine=engine, model=model), ("loader",))
+    (second,) = plan.join("engine-1", "")
+    held = [member for member in (*plan.members, second) if member.launch.name != "topics"]
+    assert [(member.launch.name, member.launch.argv[-1]) for member in held] == [
+        ("engine-0", "engine"),
+        ("engine-1", "engine"),
+    ]
+    for member in held:
+        address = plan.endpoints.health[member.launch.name]
+        assert address.endswith(f":{member.launch.env['TURNLOG_HEALTH_PORT']}")
+        assert (member.launch.env["TURNLOG_INSTANCE"], member.must_be_ready) == (member.launch.name, False)
+    assert plan.endpoints.engines == ()
+    assert plan.on_ray("engine-1")
+    plan.leave("engine-1")
+    assert not plan.has("engine-1")
+    assert set(plan.endpoints.health) == {"engine-0"}
 
 
 def test_servers_listen_where_the_settings_say_and_are_reached_from_here(

@@ -1,0 +1,127 @@
+"""An engine, or a role, as a member of whoever hosts it: the supervisor of a run, or an actor on a node of Ray's."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from turnlog.infra.embedded import RoleDied
+from turnlog.infra.embedded.liveness import Liveness, answering, generates, is_well, role_loops
+from turnlog.infra.embedded.process import Launch
+from turnlog.infra.embedded.servers import Engine, lora_rank_of
+from turnlog.infra.embedded.supervisor import Member
+from turnlog.infra.roles.ending import grace_s
+from turnlog.infra.run_folder import LOGS, SETTINGS
+from turnlog.settings import LivenessSettings, Settings
+
+THREADED = frozenset({"trainer"})
+"""Roles that compute; all others get OMP_NUM_THREADS=1."""
+LOG_AND_STORE, ON_LOG, GATEWAY, ROLE = 0, 1, 2, 3
+"""Tiers: the highest is stopped first, so that a role can drain into what it writes to."""
+ENGINE_DEATHS = 2
+PROBE_TIMEOUT_S = 1.0
+STOP_S = 15.0
+"""Whoever takes down a run of his own does not wait for a step or a turn to end: what they were about is done again."""
+CLEANS_UP = frozenset({"sandbox"})
+"""Roles that are given their whole grace: what they leave behind, others must remove."""
+ROLE_START_S = 300.0
+"""A role that is not ready is hung after so long a silence at the earliest: imports, a restore, a warm start."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slot:
+    """One process of a role."""
+
+    role: str
+    label: str
+    """Number; of a loader what sets its engine apart."""
+    engine: str = ""
+    """Id of a loader's engine."""
+
+    @property
+    def name(self) -> str:
+        """Log file, TURNLOG_INSTANCE and key in endpoints.json."""
+        return f"{self.role}-{self.label}"
+
+    @classmethod
+    def loader(cls, engine: str) -> Slot:
+        """Of the engine's loader."""
+        return cls("loader", engine.removeprefix("engine-"), engine)
+
+
+def engine_member(settings: Settings, name: str, port: int = 0) -> tuple[Member, str]:
+    """An engine at [engine] host, and its address; port 0 picks a free one. Raises PortTaken, ModelMissing,
+    NotInstalled."""
+    engine = Engine(
+        Path(settings.model.path),
+        settings.engine,
+        log=log_of(settings, name),
+        port=port,
+        name=name,
+        seed=int(name.rpartition("-")[2]) + 1,
+        lora_rank=lora_rank_of(settings),
+    )
+    launch = dataclasses.replace(engine.launch(), liveness=_generating(engine.url, settings))
+    return Member(launch=launch, deaths=ENGINE_DEATHS, often=settings.liveness.deaths, tier=ON_LOG), engine.url
+
+
+def _generating(url: str, settings: Settings) -> Liveness:
+    """An engine generates nothing while its weights are swapped."""
+    bound_s = settings.liveness.engine_s
+    within_s = bound_s and bound_s + settings.loader.timeout_s
+    return Liveness(look=answering(partial(generates, url)), within_s=within_s)
+
+
+def role_member(
+    settings: Settings, slot: Slot, health: str, env: Mapping[str, str], *, after: tuple[str, ...] = ()
+) -> Member:
+    """A role that serves its health there; `env`: what is its own in the environment."""
+    of_all = {"TURNLOG_INSTANCE": slot.name, "TURNLOG_HEALTH_PORT": port_of(health)}
+    launch = Launch(
+        name=slot.name,
+        argv=turnlog(settings, slot.role),
+        log=log_of(settings, slot.name),
+        env={**of_all, **({} if slot.role in THREADED else {"OMP_NUM_THREADS": "1"}), **env},
+        ready=lambda: answers(f"{health}/readyz"),
+        ready_timeout_s=ROLE_START_S,
+        stop_timeout_s=grace_s(slot.role, settings) if slot.role in CLEANS_UP else STOP_S,
+        died=RoleDied,
+        remedy=f"`turnlog {slot.role}` can be run by hand with the same settings",
+        liveness=role_liveness(health, settings.liveness),
+    )
+    tier = GATEWAY if slot.role == "gateway" else ROLE
+    return Member(launch=launch, after=after, often=settings.liveness.deaths, tier=tier, must_be_ready=False)
+
+
+def loaders_own(engine: str, url: str) -> dict[str, str]:
+    """What a loader's environment says of its engine."""
+    return {"TURNLOG_ENGINE_ID": engine, "TURNLOG_ENGINE_URL": url}
+
+
+def role_liveness(health: str, bounds: LivenessSettings) -> Liveness:
+    """Of the role that serves its health there."""
+    return Liveness(look=lambda: role_loops(health), within_s=bounds.role_s)
+
+
+def answers(url: str) -> bool:
+    """Whether GET answers 2xx, while a start is waited for."""
+    return is_well(url, timeout_s=PROBE_TIMEOUT_S)
+
+
+def turnlog(settings: Settings, *verb: str) -> tuple[str, ...]:
+    """The command line of a verb with the settings that the run's folder keeps."""
+    kept = Path(settings.run.directory) / SETTINGS
+    return (sys.executable, "-m", "turnlog.cli", "--settings", str(kept), *verb)
+
+
+def log_of(settings: Settings, name: str) -> Path:
+    """Where a member's output goes."""
+    return Path(settings.run.directory) / LOGS / f"{name}.log"
+
+
+def port_of(url: str) -> str:
+    """Of http://host:port"""
+    return url.rpartition(":")[2].rstrip("/")

@@ -1,0 +1,149 @@
+"""The process that holds an engine on Ray: see the package.
+
+NodeUnfit   Ray chose a node that has not what an engine needs
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup
+
+from turnlog.infra.on_ray.actor import EngineHost
+from turnlog.infra.on_ray.cluster import (
+    ActorLost,
+    ActorSilent,
+    Bundle,
+    Place,
+    bundles,
+    in_a_line,
+    joined,
+    no_room,
+    started,
+)
+from turnlog.infra.roles.health import Health, serve_health
+from turnlog.infra.roles.log_lines import instance_of
+from turnlog.infra.roles.probe import health_address
+from turnlog.infra.run_folder import SETTINGS
+from turnlog.settings import EngineSettings, Settings
+
+log = logging.getLogger(__name__)
+LOOK_S = 1.0
+STOP_S = 25.0
+"""For the engine and its loader to end."""
+STRATEGY = "SPREAD"
+
+
+class NodeUnfit(Exception):
+    """Remedy: a volume that every node has under the same path."""
+
+
+def bundle_of(engine: EngineSettings) -> dict[str, int]:
+    """What an engine takes of a node."""
+    return {"CPU": engine.ray_cpus} | ({"GPU": engine.ray_gpus} if engine.device == "cuda" else {})
+
+
+async def held(settings: Settings) -> int:
+    """Place the engine of TURNLOG_INSTANCE with its loader, and watch both until this task is cancelled. Raises as
+    `turnlog.infra.on_ray.host_engine`."""
+    name, health = instance_of("engine"), Health("engine")
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(serve_health(health, health_address(os.environ)))
+        await stack.enter_async_context(_joined(settings.engine.ray_address))
+        bundle = bundle_of(settings.engine)
+        group = stack.enter_context(bundles(bundle, 1, STRATEGY))
+        await _roomy(group, bundle, health)
+        health.unmet("actor", "its actor starts on a node of Ray")
+        actor = started(ray.remote(EngineHost), group, 0, bundle)
+        stack.push_async_callback(_ended, actor)
+        where, url = await _begun(actor, settings, name)
+        health.met("actor")
+        log.info("%s is on node %s of Ray, at %s", name, where.node, url)
+        await _watch(actor, settings, health, f"on node {where.node} ({where.address}) of Ray")
+    raise AssertionError("unreachable")
+
+
+@asynccontextmanager
+async def _joined(address: str) -> AsyncIterator[None]:
+    """In a thread: in the main one Ray takes SIGTERM for itself."""
+    with ExitStack() as stack:
+        await asyncio.to_thread(stack.enter_context, joined(address, "engine"))
+        yield
+
+
+async def _roomy(group: PlacementGroup, bundle: Bundle, health: Health) -> None:
+    """Wait for room, however long it takes."""
+    while not await asyncio.to_thread(group.wait, LOOK_S):
+        health.beat()
+        said = await asyncio.to_thread(no_room, bundle, 1, STRATEGY)
+        log.warning("%s", said)
+        health.unmet("room", f"{said}; add nodes, or set engine.ray_cpus or engine.ray_gpus")
+    health.met("room")
+
+
+async def _begun(actor: Any, settings: Settings, name: str) -> tuple[Place, str]:
+    here, kept = Path.cwd(), (Path(settings.run.directory) / SETTINGS).resolve()
+    where: Place = await _answer(actor.place.remote(here, kept.parent))
+    if not where.sees:
+        raise NodeUnfit(
+            f"node {where.node} ({where.address}) of Ray does not see {here} and {kept.parent}: [run] directory and "
+            "[model] path must lie where all nodes have them"
+        )
+    url: str = await _answer(actor.begin.remote(here, kept, name))
+    return where, url
+
+
+async def _watch(actor: Any, settings: Settings, health: Health, where: str) -> None:
+    """Ask the actor again and again. Raises ActorLost, and what it raises."""
+    heard, bound_s = time.monotonic(), settings.loader.gone_s
+    while True:
+        try:
+            async with asyncio.timeout(bound_s):
+                starting: list[str] = await _answer(actor.starting.remote())
+        except (ActorSilent, TimeoutError) as error:
+            if time.monotonic() - heard >= bound_s:
+                raise ActorLost(f"no answer {where} in {bound_s:g} s: [loader] gone_s ({error})") from error
+        else:
+            heard = time.monotonic()
+            health.beat()
+            _tell(health, starting, where)
+        await asyncio.sleep(LOOK_S)
+
+
+def _tell(health: Health, starting: list[str], where: str) -> None:
+    if starting:
+        health.unmet("members", f"{', '.join(starting)} {where} not ready yet")
+    else:
+        health.met("members")
+        health.started()
+
+
+async def _answer(asked: Awaitable[Any]) -> Any:
+    """Raises what the actor raised; ActorLost."""
+    try:
+        return await asked
+    except RayTaskError as error:
+        raise error.cause or error from error
+    except ActorUnavailableError as error:
+        raise ActorSilent(f"its actor does not answer: {in_a_line(error)}") from error
+    except RayError as error:
+        raise ActorLost(f"its actor is gone: {in_a_line(error)}") from error
+
+
+async def _ended(actor: Any) -> None:
+    """Let the engine and its loader end, then the actor."""
+    try:
+        async with asyncio.timeout(STOP_S):
+            await actor.stop.remote()
+    except (RayError, TimeoutError) as error:
+        log.info("the actor is not waited for: %s", error)
+    ray.kill(actor)
