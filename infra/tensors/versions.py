@@ -308,7 +308,7 @@ class WeightFolders:
             self._beat()
             made = self._begun(event.version)
             try:
-                await obtain(event, self._blobs, made.path, base and base.path, timer)
+                await obtain(event, self._blobs, made.path, None if base is None else base.path, timer)
                 seal(made.path)
             except BaseException:
                 await asyncio.to_thread(shutil.rmtree, made.path)
