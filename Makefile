@@ -30,8 +30,13 @@ help:  ## show this list
 demo: $(ENVIRONMENT)  ## the whole loop on this machine (STEPS=5 for the impatient, ENGINES=2)
 	@$(BIN)/turnlog demo
 
-test: $(ENVIRONMENT)  ## every test: units, contracts, real servers, one small closed loop (TESTS=tests/unit, WORKERS=3)
+ifdef GPU
+test:  # the trainer on this machine's device, from the source tree, by whatever python3 has torch
+	@PYTHONPATH=src:$$PYTHONPATH python3 -m pytest -c /dev/null --rootdir tests/gpu --confcutdir tests/gpu -p no:cacheprovider tests/gpu
+else
+test: $(ENVIRONMENT)  ## every test: units, contracts, real servers, one small closed loop (TESTS=tests/unit, WORKERS=3; GPU=1: a device)
 	@$(BIN)/python -m pytest $(if $(TESTS),$(TESTS),$(IN_WORKERS))
+endif
 
 test-long: $(ENVIRONMENT)  ## the tests that `make test` leaves out, of each of which it holds a smaller one (a quarter of an hour)
 	@$(BIN)/python -m pytest -m long $(IN_WORKERS)
