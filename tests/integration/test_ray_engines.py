@@ -55,8 +55,9 @@ async def role(live_settings: Settings, tiny_model: Path, cluster: Cluster) -> A
     engine = EngineSettings(
         launcher="ray",
         ray_address=cluster.address,
+        device="cuda",
         count=2,
-        start_timeout_s=600.0,
+        start_timeout_s=120.0,
         request_timeout_s=300.0,
         drain_s=2.0,
     )
