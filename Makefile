@@ -32,7 +32,7 @@ demo: $(ENVIRONMENT)  ## the whole loop on this machine (STEPS=5 for the impatie
 
 ifdef GPU
 test:  # the trainer on this machine's device, from the source tree, by whatever python3 has torch
-	@PYTHONPATH=src:$$PYTHONPATH python3 -m pytest -c /dev/null --rootdir tests/gpu --confcutdir tests/gpu -p no:cacheprovider tests/gpu
+	@PYTHONPATH=src:$$PYTHONPATH python3 -m pytest -c /dev/null --rootdir tests/gpu --confcutdir tests/gpu -p no:cacheprovider -s tests/gpu
 else
 test: $(ENVIRONMENT)  ## every test: units, contracts, real servers, one small closed loop (TESTS=tests/unit, WORKERS=3; GPU=1: a device)
 	@$(BIN)/python -m pytest $(if $(TESTS),$(TESTS),$(IN_WORKERS))
