@@ -30,7 +30,7 @@ from turnlog.schemas import topics
 CONTROL = "control"
 """The process that leaks on purpose."""
 EVERY_S, DISK_EVERY_S = 5.0, 15.0
-WARM_S, WINDOW_S = 90.0, 30.0
+WARM_S, WINDOW_S = 180.0, 30.0
 LIMIT_MB = 1.0
 """A minute: of a process's memory, and of topics on disk."""
 LIMIT_SHARE = 0.05

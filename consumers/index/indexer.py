@@ -57,7 +57,7 @@ from turnlog.settings import Settings
 log = logging.getLogger(__name__)
 INDEXED = Counter("turnlog_indexed_records", "Records that are in the index")
 POLL_RECORDS = 2000
-HELD_GROUPS = 2048
+HELD_GROUPS = 128
 """Folds of groups in memory; of others the rows are folded again when one of their records comes."""
 
 
@@ -357,7 +357,7 @@ def _connection(path: Path, run_id: str) -> sqlite3.Connection:
             for name in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
                 name.unlink(missing_ok=True)
             connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "cache_size = -65536", "temp_store = MEMORY"):
+        for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "cache_size = -16384", "temp_store = MEMORY"):
             connection.execute(f"PRAGMA {pragma}")
         if _found_version(connection, path) == 0:
             connection.execute("BEGIN IMMEDIATE")

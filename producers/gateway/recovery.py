@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 WANTED = frozenset({b"SessionStarted", b"SessionAdopted", b"SessionFinished"})
 POLL_RECORDS = 2000
-FINISHED_KEPT = 4096
+FINISHED_KEPT = 512
 """Finished sessions that the tail remembers; of older ones the log is read again when somebody asks."""
 
 
