@@ -27,7 +27,9 @@ def two_nodes(**more: int) -> Iterator[Cluster]:
     """While the block runs; their sockets want a short path."""
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder, pytest.MonkeyPatch.context() as environment:
         environment.setenv("RAY_TMPDIR", folder)
-        cluster = Cluster(initialize_head=True, head_node_args={**room(**more), "include_dashboard": False})
+        head = {**room(**more), "include_dashboard": False}
+        # Nothing at its exit, which sets a handler of signals: nodes are added in threads, too, and gone below.
+        cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
         try:
             cluster.add_node(**room(**more))
             yield cluster
@@ -37,4 +39,11 @@ def two_nodes(**more: int) -> Iterator[Cluster]:
 
 def actors(kind: str) -> list[psutil.Process]:
     """Processes of a class of actors. They descend from the cluster's nodes, and so from here."""
-    return [one for one in psutil.Process().children(recursive=True) if f"ray::{kind}" in " ".join(one.cmdline())]
+    return [one for one in psutil.Process().children(recursive=True) if f"ray::{kind}" in _title(one)]
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return ""
