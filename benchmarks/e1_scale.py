@@ -189,7 +189,7 @@ def main() -> int:
             model=ModelSettings(path=str(make_tiny_model(Path(folder) / "model"))),
             engine=EngineSettings(start_timeout_s=600.0, drain_s=2.0),
         )
-        up(settings, ("gateway", "loader"), attached=True, wait=False, say=say)
+        up(settings, ("gateway", "loader"), attached=True, say=say)
         try:
             asyncio.run(began(settings))
             return asyncio.run(measured(settings))
