@@ -235,9 +235,8 @@ class Loader:
         given = self._standing.believed(info)
         if given != info:
             log.warning("%s says %s, which it was not given: loaded anew", self._url, info.weight_version)
-        info = given
-        self._swap.begin_after(info.version)
-        await self._standing.registered(info, waits=bool(self._swap.waiting))
+        self._swap.begin_after(given.version)
+        await self._standing.registered(given, waits=bool(self._swap.waiting))
 
     async def _take_turn(self) -> None:
         """What the log asks for next: the engine gives way, or loads what waits."""

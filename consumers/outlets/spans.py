@@ -147,8 +147,8 @@ class Traces:
                 found += _tree(session)
                 del self._sessions[name]
                 self._told[name] = None
-        for name in list(self._told)[:-REMEMBERED]:
-            del self._told[name]
+        while len(self._told) > REMEMBERED:
+            del self._told[next(iter(self._told))]
         self._round += 1
         return found
 

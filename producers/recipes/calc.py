@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from turnlog.infra.recipes import Demonstration, Episode, FunctionVerifier, PlainRecipe, SandboxCall, TaskRow, Verdict
-from turnlog.producers.recipes.warm_start import TinyWarmStart
+from turnlog.producers.recipes.warm_start import TinyWarmStart, called, imitating
 from turnlog.schemas.events.sessions import Environment, Outcome
 from turnlog.schemas.events.tools import SandboxLimits, SandboxSpec
 from turnlog.schemas.json_depth import deeper_than
@@ -52,24 +52,18 @@ def judge(episode: Episode) -> Verdict:
 
 
 def demonstration(generator: random.Random) -> Demonstration:
-    """One conversation; all its assistant messages are trained."""
+    """One conversation."""
     task = task_row(generator)
     question = {"role": "user", "content": task["prompt"]}
     if generator.random() < SKIP_TOOL:
         guess = {"role": "assistant", "content": str(generator.randrange(2 * OPERANDS))}
-        return Demonstration((question, guess), (False, True))
+        return imitating([question, guess])
     left, sign, right = _parts(task["expr"])
     if generator.random() < WRONG_OPERATOR:
         sign = generator.choice([other for other in OPERATORS if other != sign])
     result = str(OPERATORS[sign](int(left), int(right)))
-    call = {"name": "calc", "arguments": {"expr": f"{left}{sign}{right}"}}
-    messages = (
-        question,
-        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
-        {"role": "tool", "content": result},
-        {"role": "assistant", "content": result},
-    )
-    return Demonstration(messages, (False, True, False, True))
+    answer = {"role": "assistant", "content": result}
+    return imitating([question, *called("calc", {"expr": f"{left}{sign}{right}"}, result), answer])
 
 
 def _parts(expression: str) -> tuple[str, str, str]:

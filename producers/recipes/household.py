@@ -24,7 +24,7 @@ from turnlog.infra.recipes import (
     Verdict,
     played,
 )
-from turnlog.producers.recipes.warm_start import TinyWarmStart
+from turnlog.producers.recipes.warm_start import TinyWarmStart, called, imitating
 
 PLACES: Final = ("bed", "desk", "fridge", "shelf", "sink", "sofa")
 THINGS: Final = ("apple", "book", "cup", "key", "lamp", "pen", "plate", "soap")
@@ -103,17 +103,16 @@ def any_action(task: TaskRow, generator: random.Random) -> str:
 
 
 def demonstration(generator: random.Random) -> Demonstration:
-    """One conversation; all its assistant messages are trained, those that err, too."""
+    """One conversation."""
     task = task_row(generator)
     house, seen = Played(House(task)), [""]
     messages: list[Message] = [{"role": "user", "content": task["prompt"]}]
     while not house.done and len(seen) <= TURNS:
         good = good_action(task, seen, generator)
         action = any_action(task, generator) if generator.random() < ERRS else good
-        call = {"type": "function", "function": {"name": "act", "arguments": {"do": action}}}
         seen.append(house.call("act", json.dumps({"do": action})))
-        messages += [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": seen[-1]}]
-    return Demonstration(tuple(messages), tuple(message["role"] == "assistant" for message in messages))
+        messages += called("act", {"do": action}, seen[-1])
+    return imitating(messages)
 
 
 def judge(episode: Episode) -> Verdict:

@@ -28,7 +28,7 @@ from turnlog.infra.recipes import (
     Verdict,
     object_of,
 )
-from turnlog.producers.recipes.warm_start import TinyWarmStart
+from turnlog.producers.recipes.warm_start import TinyWarmStart, called, imitating
 from turnlog.schemas.events.sessions import Outcome
 
 PEOPLE: Final = 240
@@ -158,7 +158,7 @@ EARLY, ERRS = 0.2, 0.4
 
 
 def demonstration(generator: random.Random) -> Demonstration:
-    """One conversation; all its assistant messages are trained, those that err, too."""
+    """One conversation."""
     known, kind = library(), generator.choice([*KINDS])
     book = generator.choice([*known.author_of])
     asked, _ = kind(known, book)
@@ -170,14 +170,10 @@ def demonstration(generator: random.Random) -> Demonstration:
         sought = generator.choice(("born", "pupil", "river")) if hop and generator.random() < ERRS else right
         query = f"{name} {sought}"
         documents = known.search(query)
-        call = {"type": "function", "function": {"name": "search", "arguments": {"query": query}}}
-        messages += [
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "content": "\n".join(documents)},
-        ]
+        messages += called("search", {"query": query}, "\n".join(documents))
         name = documents[0].rstrip(".").split()[-1]
     messages.append({"role": "assistant", "content": f"Answer: {name}"})
-    return Demonstration(tuple(messages), tuple(message["role"] == "assistant" for message in messages))
+    return imitating(messages)
 
 
 def judge(episode: Episode) -> Verdict:

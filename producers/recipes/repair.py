@@ -25,7 +25,7 @@ from typing import Any, Final
 from turnlog.infra.recipes import Demonstration, Message, PlainRecipe, TaskRow
 from turnlog.infra.tools import tool_declarations
 from turnlog.infra.verifiers import PROTECTED, Grading, PatchVerifier
-from turnlog.producers.recipes.warm_start import TinyWarmStart
+from turnlog.producers.recipes.warm_start import TinyWarmStart, called, imitating
 from turnlog.schemas.events.tools import SandboxLimits, SandboxSpec
 
 PROMPT: Final = """\
@@ -50,7 +50,7 @@ IDLE, ERRS = 0.15, 0.6
 
 
 def demonstration(generator: random.Random) -> Demonstration:
-    """One conversation; all its assistant messages are trained, those that err, too."""
+    """One conversation."""
     module = generator.choice(modules())
     bug = generator.choice(module["bugs"])
     row = repository(module, bug, generator)
@@ -62,10 +62,9 @@ def demonstration(generator: random.Random) -> Demonstration:
         before, there, _ = row["files"][f"{name}.py"].partition(arguments["old"])
         line = before.count("\n") + 1
         told = f"replaced the text at line {line} in {name}.py" if there else "the old text does not occur in it"
-        call = {"type": "function", "function": {"name": "edit_file", "arguments": arguments}}
-        messages += [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": told}]
+        messages += called("edit_file", arguments, told)
     messages.append({"role": "assistant", "content": "Mended."})
-    return Demonstration(tuple(messages), tuple(message["role"] == "assistant" for message in messages))
+    return imitating(messages)
 
 
 def edit(code: str, bug: dict[str, Any]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from turnlog.infra.recipes import Demonstration, TinyModel, WarmStartRow
+from turnlog.infra.recipes import Demonstration, Message, TinyModel, WarmStartRow
 from turnlog.producers.gateway.messages import normalised
 from turnlog.producers.gateway.prompts import ChatTemplate, Prompts, TextTokens
 
@@ -48,6 +48,17 @@ CHAT_TEMPLATE: Final = """\
 {% endif -%}
 """
 """ChatML; tool calls are compact JSON between <tool_call> marks, and no tool schemas stand in the prompt."""
+
+
+def called(name: str, arguments: Mapping[str, Any], answer: str) -> list[Message]:
+    """A tool call of a demonstration, and what the tool said."""
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": answer}]
+
+
+def imitating(messages: Sequence[Message]) -> Demonstration:
+    """A conversation of which all assistant messages are trained, those that err, too."""
+    return Demonstration(tuple(messages), tuple(message["role"] == "assistant" for message in messages))
 
 
 @dataclass(frozen=True, slots=True)

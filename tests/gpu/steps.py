@@ -20,6 +20,7 @@ from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient
 from turnlog.trainer.reference import synthetic_rows
 from turnlog.trainer.shape import TINY, ModelShape, row_flops
+from turnlog.trainer.warm_start import random_weights
 from turnlog.trainer.weights import expected_shapes
 
 SMALL = dataclasses.replace(TINY, layers=4, hidden=256, heads=8, groups=4, head_dim=32, ffn=768, vocabulary=8192)
@@ -34,24 +35,10 @@ QWEN25_7B = dataclasses.replace(
 OBJECTIVE = PolicyGradient(0.2, 0.2)
 
 
-def weights_of(shape: ModelShape, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """Normal(0, 0.02), drawn on the CPU for a small model, so that devices begin alike, else where it is fast."""
-    device = "cpu" if shape is SMALL else mcore.DEVICE
-    generator = torch.Generator(device).manual_seed(1)
-    found = {}
-    for name, size in expected_shapes(shape).items():
-        if len(size) == 2:
-            drawn = torch.randn(size, generator=generator, device=device, dtype=dtype) * 0.02
-        else:
-            drawn = (torch.zeros if name.endswith(".bias") else torch.ones)(size, dtype=dtype)
-        found[name] = drawn.cpu()
-    return found
-
-
 def alike(dtype: str) -> dict[str, Any]:
     """Two steps of a small policy."""
     rows = synthetic_rows(1, rows=24, lengths=np.arange(20, 260, 10, dtype="<i4"), vocabulary=SMALL.vocabulary)
-    learner = Learner(SMALL, weights_of(SMALL), LearnerOptions(dtype=dtype))
+    learner = Learner(SMALL, random_weights(SMALL, 1), LearnerOptions(dtype=dtype))
     found = [learner.step(rows, OBJECTIVE, 1e-4) for _ in range(2)]
     after = learner.export()
     return {
@@ -64,7 +51,8 @@ def fast(shape: ModelShape, rows: int, length: int, options: LearnerOptions, ste
     """Tokens and FLOPs a second of the fastest step, peak memory, and bytes a second of the export."""
     lengths = np.full(rows, length, "<i4")
     batch = synthetic_rows(1, rows=rows, lengths=lengths, vocabulary=shape.vocabulary)
-    learner = Learner(shape, weights_of(shape, torch.bfloat16), options)
+    weights = random_weights(shape, 1, device=mcore.DEVICE, dtype=torch.bfloat16)
+    learner = Learner(shape, weights, options)
     torch.cuda.reset_peak_memory_stats()
     took = []
     for _ in range(steps):
