@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save
 
 from tests.fakes.weights import Publications, version
 from turnlog.infra.blobs import MemoryBlobs
+from turnlog.infra.tensors.files import TensorSpec
 from turnlog.infra.tensors.versions import (
     TURN,
     BaseMissing,
@@ -26,12 +27,12 @@ from turnlog.infra.tensors.versions import (
     Timer,
     TruncatedSafetensors,
     UnsafeName,
+    Verification,
     WeightFolders,
     chain_of,
     check_fits,
     model_shapes,
     seal,
-    verify,
 )
 from turnlog.schemas.events import WeightVersionPublished
 from turnlog.schemas.events.weights import WeightFile
@@ -65,6 +66,12 @@ def folder_of(tmp_path: Path, content: bytes) -> Path:
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(content)
     return folder
+
+
+async def verify(event: WeightVersionPublished, folder: Path) -> tuple[TensorSpec, ...]:
+    verification = Verification(event, base=None)
+    await verification.landed(folder / "model.safetensors")
+    return verification.check()
 
 
 async def test_what_the_trainer_exports_is_good(event: WeightVersionPublished, tmp_path: Path) -> None:
