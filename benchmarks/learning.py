@@ -105,16 +105,14 @@ def installed(directory: Path) -> Path:
 def environment(recipe: str, seed: int, draws: int | None, directory: Path) -> dict[str, str]:
     """What a run is given beside its mode's file."""
     own = SHORTER | {"TURNLOG_FEEDER_SEED": str(seed), "TURNLOG_FEEDER_RECIPE": recipe}
-    if recipe in DRAWS:
-        own["TURNLOG_FEEDER_DRAWS"] = DRAWS[recipe]
     if recipe == GAME:
         own["PYTHONPATH"] = str(installed(directory))
     if SETTINGS[recipe]:
         root = directory if recipe == GAME else ROOT
         for section, values in tomllib.loads((root / SETTINGS[recipe]).read_text()).items():
             own |= {f"TURNLOG_{section}_{key}".upper(): str(value) for key, value in values.items()}
-    if draws is not None:
-        own["TURNLOG_FEEDER_DRAWS"] = str(draws)
+    if draws is not None or recipe in DRAWS:
+        own["TURNLOG_FEEDER_DRAWS"] = str(draws or DRAWS[recipe])
     return own | {"TURNLOG_TRAINER_WARM_START_SEED": str(seed), "TURNLOG_TRAINER_SEED": str(seed)}
 
 
