@@ -184,6 +184,12 @@ class MessageTree:
         self.start = Said(None, b"", None, None)
         self._said: dict[bytes, Said] = {}
 
+    def unlink(self) -> None:
+        """See Conversation."""
+        for said in (self.start, *self._said.values()):
+            said.next = None
+            said.answers.clear()
+
     def read(self, raw: Any, places: Sequence[str] | None = None) -> tuple[Message, ...]:
         """The messages of a request. `places`: what the client calls each; else it is messages[N]. Raises BadRequest
         naming the message."""
@@ -384,6 +390,15 @@ class Conversation:
         self._requested: dict[str, list[Turn]] = {}
         """By sha256 of the request's body."""
         self._covered = False
+
+    def unlink(self) -> None:
+        """Cut what leads from older messages and tokens to newer ones: what nobody holds any more is freed at once, and
+        waits for no collection of garbage, which a gateway seldom makes (infra/roles/event_loop.py). A turn that
+        somebody holds can still be read; no other can be looked up, nor recorded."""
+        self.messages.unlink()
+        for strand in (self.strands.start.strand, *(turn.strand for turn in self.turns.values())):
+            strand.below.clear()
+            strand.turns.clear()
 
     def base_of(self, messages: Sequence[Message], named: TurnId | None = None) -> tuple[Turn | None, int]:
         """The turn whose messages and response are a prefix of `messages`: the one that is named, else the longest

@@ -76,7 +76,7 @@ def sign(claims: Claims, key: bytes) -> str:
     return f"{payload}.{_mac(payload, key)}"
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def verify(token: str, *keys: bytes) -> Claims:
     """The claims of a token that was signed with one of the keys. Raises Unauthorized."""
     payload, _, mac = token.partition(".")

@@ -441,7 +441,7 @@ class Sessions:
         self.held[session.id] = session
         for session_id in list(self.held)[: max(0, len(self.held) - KEPT)]:
             if self.held[session_id].finished:
-                del self.held[session_id]
+                self.held.pop(session_id).conversation.unlink()
         OPEN.set(len(self.held))
         return session
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.unit.gateway.conftest import PARTITIONS, until
+from turnlog.producers.gateway.conversation import Said, Strand, Turn
 from turnlog.producers.gateway.recovery import SessionTail
 from turnlog.producers.gateway.requests import traceparent
+from turnlog.producers.gateway.sessions import KEPT
 from turnlog.schemas.events import Boundary, Outcome
 from turnlog.settings import load
 
@@ -216,6 +220,24 @@ async def test_finished_sessions_are_forgotten_and_read_again_when_somebody_asks
         await until(lambda: sum(tail.known(each) is not None for each in ids) == 2)
         assert tail.known(ids[0]) is spine, "it was asked for last"
         reading.cancel()
+
+
+async def test_a_session_that_is_let_go_leaves_nothing_for_the_collector_of_garbage(rig: Any) -> None:
+    first = await rig.open("rollout-first")
+    said = (await rig.chat(first, [QUESTION])).json()["choices"][0]["message"]
+    await rig.chat(first, [QUESTION, said, {"role": "user", "content": "and one more"}])
+    await rig.chat(first, [{"role": "user", "content": "another conversation"}])
+    await rig.finish(first)
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(KEPT):
+            await rig.open(f"rollout-{number}")
+        left = Counter(type(each) for each in gc.get_objects())
+        assert (left[Turn], left[Said], left[Strand]) == (0, KEPT, KEPT), "a session without a turn has one of each"
+    finally:
+        gc.enable()
+    assert len((await rig.describe(first))["turns"]) == 3, "it is read again when somebody asks"
 
 
 @pytest.mark.parametrize("stream", [False, True])
