@@ -51,7 +51,7 @@ SHORTER = {
     "TURNLOG_DASHBOARD_ENABLED": "false",
 }
 """128 sessions a draw, and nothing that only looks on."""
-DRAWS = {"calc": "20", "household": "45"}
+DRAWS = {"calc": "20", "household": "45", "question": "45"}
 """Where draws of half the size take other numbers of them than the demo has."""
 ALIKE = 0.05
 """Final means of modes that are no further apart do not differ."""

@@ -3,8 +3,8 @@ Zaragoza, 2009) in the runner's process.
 
 Reward 1 iff the last message is the answer, or ends with it after `Answer:`. The library is generated, the same on
 every machine: what a model learned before it does not help, and each hop needs what the one before found. A
-demonstration asks for anything of a name at every other hop, or answers too early: a warm-started policy is right in
-less than half.
+demonstration asks for anything of a name at most other hops, or answers too early: a warm-started policy is right in
+three of ten.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def task_row(generator: random.Random) -> dict[str, Any]:
     return {"prompt": f"{asked}\n{HOW}", "answer": hops[-1], "hops": hops}
 
 
-EARLY, ERRS = 0.2, 0.4
+EARLY, ERRS = 0.3, 0.5
 """Shares of the hops of a demonstration: it answers instead; it asks for anything."""
 
 

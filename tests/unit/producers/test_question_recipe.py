@@ -92,7 +92,7 @@ def test_the_recipe_is_offered_and_its_tasks_are_a_function_of_the_seed(tmp_path
     assert list(itertools.islice(RECIPE.tasks(1), 5)) != TASKS[:5]
 
 
-def test_demonstrations_answer_less_than_half_of_their_questions_and_make_up_no_name() -> None:
+def test_demonstrations_answer_some_of_their_questions_and_make_up_no_name() -> None:
     generator, known = random.Random(0), library()
     answers = {re.findall(r"\w+", fact)[-1] for fact in known.documents}
     asked = {kind(known, book)[0]: kind(known, book)[1][-1] for kind in KINDS for book in known.author_of}
@@ -102,4 +102,4 @@ def test_demonstrations_answer_less_than_half_of_their_questions_and_make_up_no_
         answer = messages[-1]["content"].removeprefix("Answer: ")
         assert answer in answers
         right += answer == asked[messages[0]["content"].partition("\n")[0]]
-    assert 0.3 < right / 400 < 0.5
+    assert 0.2 < right / 400 < 0.4
