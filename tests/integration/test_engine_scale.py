@@ -110,11 +110,16 @@ async def scale(role: Role, count: int) -> None:
 
 
 async def served(role: Role, name: str) -> None:
-    """Wait for a turn of that engine."""
-    engines: set[str] = set()
-    while name not in engines:
-        engines = {one.engine_id async for _, one in events(role, TURNS) if isinstance(one, TurnCompleted)}
+    """Wait for one more turn of that engine."""
+    before = now = await turns_of(role, name)
+    while now == before:
         await asyncio.sleep(0.2)
+        now = await turns_of(role, name)
+
+
+async def turns_of(role: Role, name: str) -> int:
+    turns = [one async for _, one in events(role, TURNS) if isinstance(one, TurnCompleted)]
+    return sum(one.engine_id == name for one in turns)
 
 
 async def test_engines_that_scale_asks_for_come_and_leave_and_no_request_is_lost(role: Role) -> None:

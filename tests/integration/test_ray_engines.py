@@ -39,6 +39,8 @@ pytestmark = [
 
 DEVICE = {"num_gpus": 1}
 """Of a node: Ray counts it, nobody uses it."""
+SCALE_INS = 5
+"""Under load, before a node dies."""
 SCRIPTED = Path(__file__).parents[1] / "fakes/scripted"
 
 
@@ -119,6 +121,10 @@ async def test_engines_on_ray_come_and_go_and_one_whose_node_dies_is_replaced_an
             assert "engine-2 waits: " in capsys.readouterr().err
             await served(role, "engine-2")
             await scale(role, 2)
+            for _ in range(SCALE_INS - 1):
+                await scale(role, 3)
+                await served(role, "engine-2")
+                await scale(role, 2)
 
             raylet = doomed.all_processes["raylet"][0].process.pid
             (name,) = await of_node(role, raylet)
