@@ -53,6 +53,8 @@ SHORTER = {
 """128 sessions a draw, and nothing that only looks on."""
 DRAWS = {"calc": "20", "household": "45", "question": "45"}
 """Where draws of half the size take other numbers of them than the demo has."""
+DEAR = {"repair": {"TURNLOG_BATCHER_PROMPTS_PER_DRAW": "4"}}
+"""Three sandboxes a session: 64 sessions a draw."""
 ALIKE = 0.05
 """Final means of modes that are no further apart do not differ."""
 
@@ -104,7 +106,7 @@ def installed(directory: Path) -> Path:
 
 def environment(recipe: str, seed: int, draws: int | None, directory: Path) -> dict[str, str]:
     """What a run is given beside its mode's file."""
-    own = SHORTER | {"TURNLOG_FEEDER_SEED": str(seed), "TURNLOG_FEEDER_RECIPE": recipe}
+    own = SHORTER | DEAR.get(recipe, {}) | {"TURNLOG_FEEDER_SEED": str(seed), "TURNLOG_FEEDER_RECIPE": recipe}
     if recipe == GAME:
         own["PYTHONPATH"] = str(installed(directory))
     if SETTINGS[recipe]:
@@ -199,8 +201,10 @@ Written by `python benchmarks/learning.py page` from [runs.json](runs.json), whi
 
 ± is Student's 95 % interval over seeds. A mode is as `sync` is where their means are within {alike} of each other, or
 their intervals overlap. Passed: the demo found that the reward rose by 0.25, the books balance and replay is identical.
-A draw has 128 sessions. Of a seed are the policy's random weights, its demonstrations, and the order of tasks; what is
-sampled differs in every run. Steps: {steps}. Taken at {commits} on two shared cores, {minutes:.0f} minutes in all.
+A draw has 128 sessions, of `repair` 64. Of a seed are the policy's random weights, its demonstrations, and the order of
+tasks; what is sampled differs in every run.
+
+Steps: {steps}. Taken at {commits} on two shared cores, {minutes:.0f} minutes in all.
 
 ![mean reward by optimizer step](curves.png)
 
