@@ -4,7 +4,7 @@ Rows are read as SWE-bench writes them (`instance_id`, `problem_statement`, `tes
 as lists or JSON strings), graded by `eval_cmd` or `f2p_script` where they have one. Nothing is cloned: the files of the
 repository stand in the row (`files`), or in a folder beside the dataset (`folder`, else one of the name
 `instance_id`). Rows of its own are small repositories with a bug each, functions of a seed. Demonstrations know these
-bugs by heart, and mend the wrong one more often than not.
+bugs by heart, and often do nothing, or mend the wrong one.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RowUnusable(ValueError):
     """Names the key of the row, and what to do."""
 
 
-IDLE, ERRS = 0.15, 0.6
+IDLE, ERRS = 0.45, 0.35
 """Shares of demonstrations: nothing is done; another bug of the same module is mended, which is not there."""
 
 
