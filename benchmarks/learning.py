@@ -51,7 +51,7 @@ SHORTER = {
     "TURNLOG_DASHBOARD_ENABLED": "false",
 }
 """128 sessions a draw, and nothing that only looks on."""
-DRAWS = {"calc": "20", "household": "45", "question": "45"}
+DRAWS = {"calc": "20", "household": "45", "question": "45", "repair": "32"}
 """Where draws of half the size take other numbers of them than the demo has."""
 DEAR = {"repair": {"TURNLOG_BATCHER_PROMPTS_PER_DRAW": "4"}}
 """Three sandboxes a session: 64 sessions a draw."""
