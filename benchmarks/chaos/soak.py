@@ -55,8 +55,8 @@ RAMP = (10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
 TAKEN = 0.9
 """Of what is offered, at least."""
 STEP_S = 20.0
-PAUSE_S = (20.0, 40.0)
-"""Between two kills."""
+ROUNDS = 2
+"""Each is struck about so often: what lives shorter than its warm-up takes tells nothing of its memory."""
 PRUNE_EVERY_S = KEPT_S = 60.0
 MORE = 4
 """Draws that are trained undisturbed in the end."""
@@ -95,8 +95,8 @@ def control(loop: ScriptedLoop) -> Child:
 class Soak:
     """A run under load, and who strikes it."""
 
-    def __init__(self, loop: ScriptedLoop, role: Role, looks: Looks, rng: random.Random) -> None:
-        self._loop, self._role, self._looks, self._rng = loop, role, looks, rng
+    def __init__(self, loop: ScriptedLoop, role: Role, looks: Looks, rng: random.Random, under_load_s: float) -> None:
+        self._loop, self._role, self._looks, self._rng, self._under_load_s = loop, role, looks, rng, under_load_s
         self.kills: Counter[str] = Counter()
         self.pruned = 0
         self.unpruned = 0
@@ -132,8 +132,9 @@ class Soak:
         while True:
             names = [child["name"] for child in status_processes(self._loop.settings)]
             victims = [name for name in names if name not in NEVER_STRUCK] + ["feeder-0", "engine", CONTROL]
+            pause_s = self._under_load_s / (ROUNDS * len(victims))
             for victim in self._rng.sample(victims, len(victims)):
-                await asyncio.sleep(self._rng.uniform(*PAUSE_S))
+                await asyncio.sleep(pause_s * self._rng.uniform(0.5, 1.5))
                 await self._kill(victim)
                 await settled(self._loop, strikes)
 
@@ -196,7 +197,7 @@ async def under_load(
     async with opened("soak", loop.settings) as role:
         await segments_of_a_minute(role.settings.kafka.bootstrap)
         looks = Looks(loop, control(loop))
-        soak = Soak(loop, role, looks, rng)
+        soak = Soak(loop, role, looks, rng, 60 * minutes)
         loop.run_ended(Strikes())
         page_of = read_endpoints(loop.directory).dashboard
         beside = [asyncio.create_task(each) for each in (looked_at(looks, role), soak.prune(), visit(page_of))]
