@@ -12,9 +12,11 @@ it does some. Not in it: gateway and agents around the log (T2, T4, P1), sandbox
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import json
+import os
 import sys
 import time
 from collections import Counter, defaultdict
@@ -51,7 +53,7 @@ from turnlog.settings import Settings
 
 GROUP_SIZE, PROMPTS = 8, 8
 GOAL = 0.2
-SCALED, ROUNDS = size((1.0, 2), smallest=(0.02, 1))
+SCALED, ROUNDS = size((1.0, 3), smallest=(0.02, 1))
 FEATURES = ("session", "turn", "kilotoken given", "kilotoken sampled")
 
 
@@ -118,8 +120,8 @@ class Job:
     """Of the processes of its kind."""
     log: Log
     events: EventLog
-    enough: Callable[[], Awaitable[object]]
-    """Returns when all is done."""
+    line: Callable[[], Awaitable[object]]
+    """The next one of stdin."""
 
 
 async def write(job: Job) -> Spent:
@@ -138,15 +140,19 @@ async def write(job: Job) -> Spent:
 
 
 async def assemble(job: Job) -> Spent:
-    """Fold until told that all is folded."""
-    settings, began = job.load.settings, time.process_time()
+    """Say when it has its partitions, and fold from the next line to the one behind it."""
+    asked, settings = job.load, job.load.settings
     plan = assembler_plan(Configured.today(settings), settings.assembler)
     runner = Runner(plan, job.log, job.events, MemoryBlobs(), Health("assembler"), clock=time.monotonic)
-    over = asyncio.ensure_future(job.enough())
     reader = job.log.group_reader(
         plan.group, INPUTS, assigned=runner._assigned, revoked=runner._revoked, instance=f"bench-{job.number}"
     )
     async with reader as member:
+        while len(runner.units) != asked.partitions // asked.processes:
+            await runner.turn(member)
+        answer({})
+        await job.line()
+        began, over = time.process_time(), asyncio.ensure_future(job.line())
         while not over.done():
             await runner.turn(member)
     return {"assembler": 1000 * (time.process_time() - began)}
@@ -176,8 +182,13 @@ async def draw(job: Job) -> Spent:
 ROLES: Mapping[str, Callable[[Job], Awaitable[Spent]]] = {"writer": write, "assembler": assemble, "batcher": draw}
 
 
+CORES = sorted(os.sched_getaffinity(0))
+"""Roles are kept on the first and the broker on the others, since who works beside a role slows it down."""
+
+
 async def serve(role: str, number: int, bootstrap: str) -> None:
-    """One job a line of stdin, an empty line when an assembler has done its part of one; one answer a line."""
+    """One job a line of stdin, one answer a line; an assembler's job is three of one and two of the other."""
+    os.sched_setaffinity(0, CORES[:1])
     lines = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     while line := await lines.readline():
@@ -186,7 +197,12 @@ async def serve(role: str, number: int, bootstrap: str) -> None:
         async with EventLog.open(log, MemoryRegistry(), writer=f"bench-{number}") as events:
             spent = await ROLES[role](Job(Load(**asked), number, log, events, lines.readline))
         await log.close()
-        print(json.dumps(spent), flush=True)
+        answer(spent)
+
+
+def answer(spent: Spent) -> None:
+    """A line to who asked."""
+    print(json.dumps(spent), flush=True)
 
 
 class Process:
@@ -205,12 +221,12 @@ class Process:
         return cls(role, child)
 
     def tell(self, line: str) -> None:
-        """A job, or nothing: it has done its part."""
+        """A job, or nothing: it is to go on."""
         assert self._child.stdin is not None
         self._child.stdin.write(line.encode() + b"\n")
 
     async def spent(self) -> Spent:
-        """On its last job. Raises ChildProcessError."""
+        """What it answers. Raises ChildProcessError."""
         assert self._child.stdout is not None
         if not (line := await self._child.stdout.readline()):
             raise ChildProcessError(f"the {self._role} ended with {await self._child.wait()}")
@@ -229,15 +245,23 @@ Processes = Mapping[str, Sequence[Process]]
 
 
 def broker_process(server: LogServer) -> psutil.Process:
-    """By the file that it was started with."""
+    """By the file that it was started with, kept on its cores."""
     file = str(server.data.parent / "server.properties")
-    return next(one for one in psutil.process_iter(["cmdline"]) if file in (one.info["cmdline"] or ()))
+    found = next(one for one in psutil.process_iter(["cmdline"]) if file in (one.info["cmdline"] or ()))
+    for thread in found.threads():
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(thread.id, CORES[1:] or CORES)
+    return found
 
 
-async def least(server: LogServer, processes: Processes, number: int, asked: Load) -> Spent:
-    """Of ROUNDS runs: what runs beside them only adds."""
-    runs = [await measured(server, processes, f"run{number}-{again}-", asked) for again in range(ROUNDS)]
-    return {what: min(run[what] for run in runs) for what in runs[0]}
+async def least(server: LogServer, processes: Processes, loads: Sequence[Load]) -> list[Spent]:
+    """Of ROUNDS runs of each, all of them in turns: what runs beside them only adds, and the broker still compiles what
+    it runs often."""
+    runs = [
+        [await measured(server, processes, f"run{again}-{number}-", asked) for number, asked in enumerate(loads)]
+        for again in range(ROUNDS)
+    ]
+    return [{what: min(one[what] for one in each) for what in each[0]} for each in zip(*runs, strict=True)]
 
 
 async def measured(server: LogServer, processes: Processes, part: str, asked: Load) -> Spent:
@@ -245,22 +269,30 @@ async def measured(server: LogServer, processes: Processes, part: str, asked: Lo
     log, found = server.log(part), Counter[str]()
     await apply(log, asked.settings)
     kafka, job = broker_process(server), json.dumps((server.prefix + part, dataclasses.asdict(asked)))
+    writers, assemblers = (processes[role][: asked.processes] for role in ("writer", "assembler"))
+    await told_all(assemblers, job)  # each has its partitions: who joins late has what was folded folded again
     busy = sum(kafka.cpu_times()[:2])
-    for role in ROLES:
-        at_work = processes[role][: 1 if role == "batcher" else asked.processes]
-        for process in at_work:
-            process.tell(job)
-        if role == "assembler":
-            await folded(log, asked)
-            for process in at_work:
-                process.tell("")
-        for process in at_work:
-            found.update(await process.spent())
+    found.update(await told_all(writers, job))
+    for process in assemblers:
+        process.tell("")
+    await folded(log, asked)
+    found.update(await told_all(assemblers, ""))
+    found.update(await told_all(processes["batcher"], job))
     found["broker"] = 1000 * (sum(kafka.cpu_times()[:2]) - busy)
     for what, names in (("agents", INPUTS), ("folded", outputs_of(FOLD_VERSION)), ("samples", (SAMPLES.name,))):
         found[f"on log: {what}"] = server.written(names, part) / 1000
     await log.close()
     return dict(found)
+
+
+async def told_all(processes: Sequence[Process], line: str) -> Counter[str]:
+    """What they answer, together."""
+    for process in processes:
+        process.tell(line)
+    found = Counter[str]()
+    for process in processes:
+        found.update(await process.spent())
+    return found
 
 
 async def folded(log: Log, asked: Load) -> None:
@@ -331,14 +363,11 @@ async def compared(server: LogServer) -> int:
     most = {role: 1 if role == "batcher" else 2 for role in ROLES}
     processes = {role: [await Process.started(role, number, server.bootstrap) for number in range(count)]
                  for role, count in most.items()}  # fmt: skip
-    await measured(server, processes, "warm-", HELD_OUT["two processes"])  # the broker compiles what it runs often
-    runs = []
-    for number, asked in enumerate(CALIBRATION, start=1):
-        runs.append((asked, await least(server, processes, number, asked)))
-        say(f"{asked}: { ({what: round(value) for what, value in runs[-1][1].items()}) }")
-    costs, errors = fitted(runs), dict[str, dict[str, float]]()
-    for number, (name, asked) in enumerate(HELD_OUT.items(), start=1 + len(CALIBRATION)):
-        found, wanted = await least(server, processes, number, asked), foretold(costs, asked.features)
+    loads = (*CALIBRATION, *HELD_OUT.values())
+    spent = dict(zip(loads, await least(server, processes, loads), strict=True))
+    costs, errors = fitted([(asked, spent[asked]) for asked in CALIBRATION]), dict[str, dict[str, float]]()
+    for name, asked in HELD_OUT.items():
+        found, wanted = spent[asked], foretold(costs, asked.features)
         errors[name] = {what: round(wanted[what] / found[what] - 1, 3) for what in found}
         say(f"{name}: { ({what: f'{error:+.0%}' for what, error in errors[name].items()}) }")
     for process in itertools.chain(*processes.values()):
