@@ -113,8 +113,8 @@ def environment(recipe: str, seed: int, draws: int | None, directory: Path) -> d
         root = directory if recipe == GAME else ROOT
         for section, values in tomllib.loads((root / SETTINGS[recipe]).read_text()).items():
             own |= {f"TURNLOG_{section}_{key}".upper(): str(value) for key, value in values.items()}
-    if draws is not None or recipe in DRAWS:
-        own["TURNLOG_FEEDER_DRAWS"] = str(draws or DRAWS[recipe])
+    if wanted := DRAWS.get(recipe) if draws is None else str(draws):
+        own["TURNLOG_FEEDER_DRAWS"] = wanted
     return own | {"TURNLOG_TRAINER_WARM_START_SEED": str(seed), "TURNLOG_TRAINER_SEED": str(seed)}
 
 
