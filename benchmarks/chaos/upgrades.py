@@ -84,7 +84,7 @@ LEAN: Rooms = tuple(tuple(member for member in room if member not in ("gateway-1
 PROCESSORS: Rooms = (("assembler-0", "batcher-0"),)
 """What gets on with histories alone, though nobody asks for rollouts."""
 KEPT = ("archive-0", "views-0")
-"""What they keep is looked at in the end, whoever is replaced."""
+"""What they keep is looked at in the end, whoever is replaced: where they are not, they are this release's."""
 EVENTS_PER_S = 40
 STEP_S = 0.5
 """What a step takes: it paces the whole loop."""
@@ -409,6 +409,8 @@ async def settled(upgrades: Upgrades, events: EventLog, plan: AssemblerPlan, ove
         await upgrades.end("archive-0")
         found |= await unlike_log(tool)
         found |= await unlike_topics(tool, within_s=PATIENCE_S)
+        if found["unshown"]:
+            say(upgrades.roles["views-0"].tail())
         await upgrades.end("views-0")
     return found
 
@@ -419,8 +421,9 @@ async def run(settings: Settings, *, rooms: Rooms, orders: int, seed: int) -> in
     upgrades = Upgrades(settings, previous())
     async with begun(upgrades) as (events, registry), events.log.appender() as appender:
         writers = Writers(appender, events, registry, random.Random(seed))
-        for member in {*itertools.chain(*rooms), *KEPT}:
-            upgrades.start(member, "old")
+        replaced = {*itertools.chain(*rooms)}
+        for member in replaced | {*KEPT}:
+            upgrades.start(member, "old" if member in replaced else "new")
         upgrades.start_engine()
         upgrades.beside = [
             asyncio.create_task(write(writers, settings, enough, seed)),

@@ -276,6 +276,7 @@ def make_app(settings: Settings, codec: Codec, folder: Path, connection: Connect
     # Faust's own credentials hold a password for life; ours are asked at each login.
     driver.credentials_to_aiokafka_auth = lambda *_: connection.login.options()
     _mend_recovery()
+    _mend_seeking()
     _mend_rejoining()
     instance = os.environ.get("TURNLOG_INSTANCE")
     address = served_at("views", settings, os.environ)
@@ -489,6 +490,26 @@ def _mend_recovery() -> None:
 
     on_recovery_completed.stops_flow_first = True  # type: ignore[attr-defined]
     Recovery.on_recovery_completed = on_recovery_completed  # type: ignore[method-assign]
+
+
+def _mend_seeking() -> None:
+    """Read a partition from its beginning when a rebalance comes before its first commit. A rebalance throws away what
+    is queued and goes back to what is committed; where that is nothing, aiokafka's `seek_to_committed` stays where it
+    is, and what was queued is never read again. (Changelogs have no commits: Recovery seeks them.)"""
+    original = driver.AIOKafkaConsumerThread.seek_to_committed
+    if getattr(original, "from_beginning", False):
+        return
+
+    async def seek_to_committed(self: driver.AIOKafkaConsumerThread) -> Mapping[TP, int]:
+        committed = await original(self)
+        changelogs = self.app.tables.changelog_topics
+        fresh = [place for place, offset in committed.items() if not offset and place.topic not in changelogs]
+        if fresh:
+            await self.seek_to_beginning(*fresh)
+        return committed
+
+    seek_to_committed.from_beginning = True  # type: ignore[attr-defined]
+    driver.AIOKafkaConsumerThread.seek_to_committed = seek_to_committed  # type: ignore[method-assign]
 
 
 def _mend_rejoining() -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from turnlog.infra.embedded.ports import free_ports
 from turnlog.infra.roles.role import Role, opened
+from turnlog.names import ConsumerGroup
 from turnlog.schemas import ids
 from turnlog.schemas.events import (
     Agent,
@@ -180,3 +181,29 @@ def of_another_log(directory: Path) -> None:
     with contextlib.closing(sqlite3.connect(file, isolation_level=None)) as kept:
         kept.execute("UPDATE offsets SET last = 1000000")
         kept.execute("UPDATE rows SET value = json_set(value, '$.outcome', 'failed')")
+
+
+@pytest.mark.kafka
+async def test_a_worker_that_its_group_gave_up_before_its_first_commit_reads_again_what_was_queued(
+    live_settings: Settings, tmp_path: Path
+) -> None:
+    port, lives = free_ports(1)[0], 40
+    async with opened("test", live_settings) as role:
+        with (tmp_path / "views.log").open("wb") as out:
+            command = [sys.executable, "-m", "turnlog.cli", "views"]
+            env = environment(live_settings, tmp_path, port)
+            worker = subprocess.Popen(command, env=env, stdout=out, stderr=out)  # noqa: ASYNC220 - starts at once
+        try:
+            await seen(f"http://127.0.0.1:{port}", {}, worker)
+            worker.send_signal(signal.SIGSTOP)
+            for life in range(lives):
+                await write(role, life)
+            while await role.log.members(ConsumerGroup.VIEWS.format(run=live_settings.run.id)):  # noqa: ASYNC110
+                await asyncio.sleep(0.2)  # a broker tells nobody that a session is over
+            worker.send_signal(signal.SIGCONT)
+            wanted = {"open": SESSIONS, "completed": (lives - 1) * SESSIONS}
+            await seen(f"http://127.0.0.1:{port}", wanted, worker)
+        finally:
+            worker.send_signal(signal.SIGCONT)
+            worker.terminate()
+            worker.wait(60)
