@@ -51,10 +51,14 @@ SHORTER = {
     "TURNLOG_DASHBOARD_ENABLED": "false",
 }
 """128 sessions a draw, and nothing that only looks on."""
-DRAWS = {"calc": "20", "household": "45", "question": "45", "repair": "32"}
-"""Where draws of half the size take other numbers of them than the demo has."""
-DEAR = {"repair": {"TURNLOG_BATCHER_PROMPTS_PER_DRAW": "4"}}
-"""Three sandboxes a session: 64 sessions a draw."""
+OWN = {
+    "calc": {"TURNLOG_FEEDER_DRAWS": "20"},
+    "household": {"TURNLOG_FEEDER_DRAWS": "45"},
+    "question": {"TURNLOG_FEEDER_DRAWS": "45"},
+    "repair": {"TURNLOG_FEEDER_DRAWS": "32", "TURNLOG_FEEDER_GROUP_SIZE": "8"},
+}
+"""Where draws of half the size take other numbers of them than the demo has. `repair` has three sandboxes a session: 64
+sessions a draw."""
 ALIKE = 0.05
 """Final means of modes that are no further apart do not differ."""
 
@@ -106,15 +110,16 @@ def installed(directory: Path) -> Path:
 
 def environment(recipe: str, seed: int, draws: int | None, directory: Path) -> dict[str, str]:
     """What a run is given beside its mode's file."""
-    own = SHORTER | DEAR.get(recipe, {}) | {"TURNLOG_FEEDER_SEED": str(seed), "TURNLOG_FEEDER_RECIPE": recipe}
+    own = {"TURNLOG_FEEDER_SEED": str(seed), "TURNLOG_FEEDER_RECIPE": recipe}
     if recipe == GAME:
         own["PYTHONPATH"] = str(installed(directory))
     if SETTINGS[recipe]:
         root = directory if recipe == GAME else ROOT
         for section, values in tomllib.loads((root / SETTINGS[recipe]).read_text()).items():
             own |= {f"TURNLOG_{section}_{key}".upper(): str(value) for key, value in values.items()}
-    if wanted := DRAWS.get(recipe) if draws is None else str(draws):
-        own["TURNLOG_FEEDER_DRAWS"] = wanted
+    own |= SHORTER | OWN.get(recipe, {})
+    if draws is not None:
+        own["TURNLOG_FEEDER_DRAWS"] = str(draws)
     return own | {"TURNLOG_TRAINER_WARM_START_SEED": str(seed), "TURNLOG_TRAINER_SEED": str(seed)}
 
 
