@@ -266,7 +266,7 @@ Processes = Mapping[str, Sequence[Process]]
 
 
 def broker_process(server: LogServer) -> psutil.Process:
-    """By the file that it was started with, kept on its cores."""
+    """By the file that it was started with, kept on its cores, as are the threads that it starts later."""
     file = str(server.data.parent / "server.properties")
     found = next(one for one in psutil.process_iter(["cmdline"]) if file in (one.info["cmdline"] or ()))
     for thread in found.threads():
@@ -275,21 +275,21 @@ def broker_process(server: LogServer) -> psutil.Process:
     return found
 
 
-async def least(server: LogServer, processes: Processes, loads: Sequence[Load]) -> list[Spent]:
+async def least(server: LogServer, kafka: psutil.Process, processes: Processes, loads: Sequence[Load]) -> list[Spent]:
     """Of ROUNDS runs of each, all of them in turns: what runs beside them only adds, and the broker still compiles what
     it runs often."""
     runs = [
-        [await measured(server, processes, f"run{again}-{number}-", asked) for number, asked in enumerate(loads)]
+        [await measured(server, kafka, processes, f"run{again}-{number}-", asked) for number, asked in enumerate(loads)]
         for again in range(ROUNDS)
     ]
     return [{what: min(one[what] for one in each) for what in each[0]} for each in zip(*runs, strict=True)]
 
 
-async def measured(server: LogServer, processes: Processes, part: str, asked: Load) -> Spent:
+async def measured(server: LogServer, kafka: psutil.Process, processes: Processes, part: str, asked: Load) -> Spent:
     """Core-milliseconds by role, and kilobytes by where they lie, of one run on topics of its own."""
     log, found = server.log(part), Counter[str]()
     await apply(log, asked.settings)
-    kafka, job = broker_process(server), json.dumps((server.prefix + part, dataclasses.asdict(asked)))
+    job = json.dumps((server.prefix + part, dataclasses.asdict(asked)))
     writers, assemblers = (processes[role][: asked.processes] for role in ("writer", "assembler"))
     await told_all(assemblers, job)  # each has its partitions: who joins late has what was folded folded again
     busy = sum(kafka.cpu_times()[:2])
@@ -385,7 +385,7 @@ async def compared(server: LogServer) -> int:
     processes = {role: [await Process.started(role, number, server.bootstrap) for number in range(count)]
                  for role, count in most.items()}  # fmt: skip
     loads = (*CALIBRATION, *HELD_OUT.values())
-    spent = dict(zip(loads, await least(server, processes, loads), strict=True))
+    spent = dict(zip(loads, await least(server, broker_process(server), processes, loads), strict=True))
     costs, errors = fitted([(asked, spent[asked]) for asked in CALIBRATION]), dict[str, dict[str, float]]()
     for name, asked in HELD_OUT.items():
         found, wanted = spent[asked], foretold(costs, asked.features)

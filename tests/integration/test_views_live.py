@@ -125,6 +125,14 @@ def environment(live_settings: Settings, tmp_path: Path, port: int) -> dict[str,
     }
 
 
+def begun(env: dict[str, str], log: Path, *command: str) -> subprocess.Popen[bytes]:
+    """A worker; `command`: what Python runs in place of `turnlog views`."""
+    with log.open("wb") as out:
+        return subprocess.Popen(
+            [sys.executable, *(command or ("-m", "turnlog.cli", "views"))], env=env, stdout=out, stderr=out
+        )
+
+
 @pytest.mark.kafka
 @pytest.mark.long  # the suite kills its workers, below
 async def test_restarts_with_a_table_to_recover_lose_no_session(live_settings: Settings, tmp_path: Path) -> None:
@@ -135,9 +143,7 @@ async def test_restarts_with_a_table_to_recover_lose_no_session(live_settings: S
         for life in range(LIVES):
             await write(role, life)
             wanted = Counter({"open": SESSIONS, "completed": life * SESSIONS})
-            with (tmp_path / f"views-{life}.log").open("wb") as out:
-                command = [sys.executable, "-m", "turnlog.cli", "views"]
-                worker = subprocess.Popen(command, env=env, stdout=out, stderr=out)  # noqa: ASYNC220 - starts at once
+            worker = begun(env, tmp_path / f"views-{life}.log")
             try:
                 await seen(f"http://127.0.0.1:{port}", {k: n for k, n in wanted.items() if n}, worker)
                 if life == LIVES - 1:
@@ -157,15 +163,14 @@ the test waits."""
 async def test_the_successor_of_a_killed_worker_has_its_partitions_at_once_and_doubts_its_file(
     live_settings: Settings, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-c", PATIENT + "from turnlog.cli import main; main(['views'])"]
+    command = ("-c", PATIENT + "from turnlog.cli import main; main(['views'])")
     wanted = [{"open": SESSIONS}, *({"open": SESSIONS, "completed": life * SESSIONS} for life in (1, 2))]
     async with opened("test", live_settings) as role:
         for life in range(3):
             await write(role, life)
             port = free_ports(1)[0]  # the group knows its predecessor by another address
             env = environment(live_settings, tmp_path, port)
-            with (tmp_path / f"killed-{life}.log").open("wb") as out:
-                worker = subprocess.Popen(command, env=env, stdout=out, stderr=out)  # noqa: ASYNC220 - starts at once
+            worker = begun(env, tmp_path / f"killed-{life}.log", *command)
             try:
                 await seen(f"http://127.0.0.1:{port}", wanted[life], worker, within_s=50 if life else 90)
             finally:
@@ -189,10 +194,7 @@ async def test_a_worker_that_its_group_gave_up_before_its_first_commit_reads_aga
 ) -> None:
     port, lives = free_ports(1)[0], 40
     async with opened("test", live_settings) as role:
-        with (tmp_path / "views.log").open("wb") as out:
-            command = [sys.executable, "-m", "turnlog.cli", "views"]
-            env = environment(live_settings, tmp_path, port)
-            worker = subprocess.Popen(command, env=env, stdout=out, stderr=out)  # noqa: ASYNC220 - starts at once
+        worker = begun(environment(live_settings, tmp_path, port), tmp_path / "views.log")
         try:
             await seen(f"http://127.0.0.1:{port}", {}, worker)
             worker.send_signal(signal.SIGSTOP)

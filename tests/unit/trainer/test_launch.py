@@ -26,15 +26,14 @@ if "turnlog.trainer.launch" in sys.orig_argv:
 """
 
 FREES = """
-import re, torch
-from pathlib import Path
+import psutil, torch
 from turnlog.trainer.launch import process_group
 
 def held():
-    return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) // 1024
+    return psutil.Process().memory_info().rss >> 20
 
 with process_group():
-    del (first := [torch.ones(8 << 18)])[:]
+    torch.ones(8 << 18)
     tensors, between = zip(*[(torch.ones(6 << 18), bytes(60_000)) for _ in range(32)])
     before = held()
     del tensors
