@@ -53,7 +53,7 @@ SHORTER = {
 """128 sessions a draw, and nothing that only looks on."""
 OWN = {
     "calc": {"TURNLOG_FEEDER_DRAWS": "20"},
-    "household": {"TURNLOG_FEEDER_DRAWS": "45"},
+    "household": {"TURNLOG_FEEDER_DRAWS": "60"},
     "question": {"TURNLOG_FEEDER_DRAWS": "45"},
     "repair": {"TURNLOG_FEEDER_DRAWS": "32", "TURNLOG_FEEDER_GROUP_SIZE": "8"},
 }
