@@ -17,7 +17,6 @@ rank 0 by a RankLost, and so the gang: the supervisor starts it again, as anothe
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import os
 import pickle
@@ -55,8 +54,6 @@ IDLE = timedelta(days=7)
 JOIN_S = 600.0
 """For tools; a run's is [liveness] join_s."""
 JOIN_LOOK_S = 0.1
-M_MMAP_THRESHOLD, MAPPED_FROM = -3, 4 << 20
-"""mallopt(3): blocks of so many bytes are mapped by themselves."""
 
 
 @contextmanager
@@ -75,7 +72,6 @@ def process_group(
 
     `store` None with several ranks: torchrun's environment variables say where to meet. Raises RankLost.
     """
-    _give_back()
     if world_size == 1:
         store = HashStore()
     limit = timedelta(seconds=join_s)
@@ -101,14 +97,6 @@ def process_group(
         mcore.RouterReplay.clear_global_router_replay_instances()
         mcore.parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
-
-
-def _give_back() -> None:
-    """Let memory of freed tensors go back to the system. By itself glibc raises the bound to the size of what is freed,
-    up to 32 MiB, and keeps what is smaller in its heap, whose holes fit none of the next batch, whose lengths are
-    others: in 300 steps of a small policy what a rank held rose by 30 %."""
-    with contextlib.suppress(AttributeError):  # another C library has other rules
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_FROM)
 
 
 @contextmanager

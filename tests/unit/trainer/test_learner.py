@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import threading
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 from uuid import uuid4
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -43,6 +45,14 @@ def alone() -> Iterator[None]:
     torch.set_num_threads(1)
     with process_group():
         yield
+
+
+def test_what_a_step_held_goes_back_to_the_system() -> None:
+    learner = Learner(TINY, random_weights(TINY, 1), ONE)
+    learner.step(synthetic_rows(1, rows=64), OBJECTIVE, 1e-3)
+    held = psutil.Process().memory_info().rss
+    ctypes.CDLL(None).malloc_trim(0)
+    assert held - psutil.Process().memory_info().rss < 4 << 20
 
 
 def test_steps_are_those_of_transformers_and_adamw() -> None:
