@@ -71,7 +71,7 @@ SEGMENT_MS = "60000"
 ARCHIVE = """
 [archive]
 enabled = true
-max_age_s = 20.0
+max_age_s = 60.0  # the embedded store keeps 3 KB of each object in its memory
 """
 LEAK = """
 import os, time
