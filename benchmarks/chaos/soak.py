@@ -58,8 +58,9 @@ STEP_S = 20.0
 ROUNDS = 2
 """Each is struck about so often: what lives shorter than its warm-up takes tells nothing of its memory."""
 PRUNE_EVERY_S = KEPT_S = 60.0
-MORE = 4
-"""Draws that are trained undisturbed in the end."""
+MORE = 16
+"""Draws that are trained undisturbed in the end; those that are formed while the run is taken down are among them, one
+in five seconds."""
 ENDLESS = 5_000
 NEVER_STRUCK = ("topics",)
 """Is over."""
