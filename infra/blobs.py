@@ -12,6 +12,7 @@ BlobError
 ├── BlobCorrupt       the bytes do not hash to their name
 ├── NoRoom            the file that a blob was to be fetched into cannot be written
 ├── FileUnreadable    the file that was to be put cannot be read
+├── ImageUnreadable   the bytes are no image of IMAGE_FORMATS
 └── StoreUnavailable      credentials, quota
     ├── StoreUnreachable  transport, TLS or 5xx
     └── BucketMissing     [store] make_bucket is false and nobody has made it yet: waited for
@@ -23,11 +24,13 @@ import asyncio
 import dataclasses
 import functools
 import hashlib
+import io
 import json
 import logging
 import os
 import re
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -35,7 +38,7 @@ from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, BinaryIO, Protocol, Union, cast, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Protocol, Union, cast, get_args, get_origin
 from urllib.parse import quote
 
 import numpy as np
@@ -47,6 +50,9 @@ from turnlog.schemas.avsc import field_types
 from turnlog.schemas.events import Event, SegmentSample
 from turnlog.schemas.topics import INLINE_LIMIT_BYTES
 from turnlog.schemas.types import BlobRef
+
+if TYPE_CHECKING:
+    import PIL.Image
 
 log = logging.getLogger(__name__)
 OWNED, OWNERS, TRASH = "owned/", "owners/", "trash/"
@@ -74,6 +80,10 @@ class NoRoom(BlobError):
 
 class FileUnreadable(BlobError):
     """Of this machine's disk, not of the store."""
+
+
+class ImageUnreadable(BlobError):
+    """Says what Pillow said."""
 
 
 class StoreUnavailable(BlobError):
@@ -557,3 +567,22 @@ async def expert_rows(sample: SegmentSample, blobs: Blobs) -> NDArray[np.int32]:
     refs = list(dict.fromkeys(piece.rows for piece in sample.experts))
     contents = await asyncio.gather(*(blobs.get(ref) for ref in refs))
     return assembled(sample, {ref: unpacked(content) for ref, content in zip(refs, contents, strict=True)})
+
+
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+"""Pillow knows many more, and starts other programs for some."""
+
+
+def opened_image(content: bytes) -> PIL.Image.Image:
+    """Its head is read, its pixels when they are asked for. Raises ImageUnreadable."""
+    import PIL.Image  # with the engine's extra: a gateway of text needs no image library
+
+    try:
+        with warnings.catch_warnings(action="ignore", category=PIL.Image.DecompressionBombWarning):
+            return PIL.Image.open(io.BytesIO(content), formats=IMAGE_FORMATS)
+    except PIL.Image.DecompressionBombError as error:
+        raise ImageUnreadable(f"an image of {len(content)} bytes is too large: {error}") from None
+    except Exception as error:  # it falls over foreign bytes in ways of its own
+        raise ImageUnreadable(
+            f"an image of {len(content)} bytes cannot be read ({error}); {', '.join(IMAGE_FORMATS)} are served"
+        ) from None

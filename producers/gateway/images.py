@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import io
 import json
 import math
 import re
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from turnlog.infra.blobs import BlobMissing, Blobs
+from turnlog.infra.blobs import BlobMissing, Blobs, ImageUnreadable, opened_image
 from turnlog.producers.gateway import BadRequest, ImagesNotServed
 from turnlog.schemas.events.turns import ImageRef
 from turnlog.schemas.types import BlobRef
@@ -30,8 +28,6 @@ MIN_PIXELS, MAX_PIXELS = 56 * 56, 28 * 28 * 1280
 """Qwen2VLImageProcessor's own, where preprocessor_config.json is silent."""
 LONGEST = 200
 """Sides' ratio that it refuses beyond."""
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-"""Pillow knows many more, and starts other programs for some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,20 +193,11 @@ def _referred(block: Any) -> Any:
 
 def _size(content: bytes, most: int) -> tuple[int, int]:
     """(height, width) in pixels, from the head alone. Raises BadRequest, also for more than `most` pixels."""
-    import PIL.Image  # with the engine's extra: a gateway of text needs no image library
-
     try:
-        with warnings.catch_warnings(action="ignore", category=PIL.Image.DecompressionBombWarning):
-            image = PIL.Image.open(io.BytesIO(content), formats=FORMATS)
-    except PIL.Image.DecompressionBombError as error:
-        raise BadRequest(f"an image of {len(content)} bytes is too large: {error}", param="messages") from None
-    except Exception as error:  # a reader of foreign bytes: it falls over them in ways of its own
-        raise BadRequest(
-            f"an image of {len(content)} bytes cannot be read ({error}); {', '.join(FORMATS)} are served",
-            param="messages",
-        ) from None
-    with image:
-        height, width = image.height, image.width
+        with opened_image(content) as image:
+            height, width = image.height, image.width
+    except ImageUnreadable as error:
+        raise BadRequest(str(error), param="messages") from None
     if height * width > most:
         raise BadRequest(
             f"an image of {width} x {height} pixels; [gateway] max_image_pixels allows {most:,}", param="messages"
