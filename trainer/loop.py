@@ -71,6 +71,7 @@ from turnlog.trainer.learner import StepResult
 from turnlog.trainer.models.experts import unrouted
 from turnlog.trainer.plan import LearningPlan, check_unchanged, learning_plan
 from turnlog.trainer.reading.batches import PARTITION, POLL_S, Fetch, Manifests, ReadAhead, fetch_rows
+from turnlog.trainer.reading.pictures import with_pictures
 from turnlog.trainer.reading.recorded import truncated, with_experts
 from turnlog.trainer.reading.shared_device import SharedDevice
 from turnlog.trainer.shape import ModelShape, read_shape
@@ -189,10 +190,12 @@ class LearnerThread:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
 
-async def trained_rows(manifest: SampleBatchFormed, role: Role, shape: ModelShape) -> BatchRows:
-    """The batch's rows, with the experts that routers are to replay, where the model has some. Raises as fetch_rows and
-    with_experts."""
+async def trained_rows(manifest: SampleBatchFormed, role: Role, shape: ModelShape, model: Path) -> BatchRows:
+    """The batch's rows, with their images and with the experts that routers are to replay, where the model (its folder)
+    has eyes or experts. Raises as fetch_rows, with_pictures and with_experts."""
     rows = await fetch_rows(manifest, role.blobs)
+    if shape.vision:
+        return await with_pictures(manifest, rows, shape.vision, model, role.log, role.events, role.blobs)
     if not shape.experts or role.settings.trainer.router_replay == "off":
         return rows
     return await with_experts(manifest, rows, shape, role.log, role.events, role.blobs)
@@ -384,7 +387,7 @@ class Trainer:
         return free
 
     async def _rows(self, manifest: SampleBatchFormed) -> BatchRows:
-        return await trained_rows(manifest, self._role, self._shape)
+        return await trained_rows(manifest, self._role, self._shape, self._plan.model)
 
     def _done(self) -> bool:
         return self._cursor.draws >= self._draws
@@ -608,7 +611,7 @@ async def _losses(role: Role, everyone: Ranks, checkpoint: Path | None, until: i
         async def call(method: Callable[..., Any], rows: BatchRows) -> Any:
             return method(everyone, rows)
 
-        fetch = functools.partial(trained_rows, role=role, shape=read_shape(plan.model))
+        fetch = functools.partial(trained_rows, role=role, shape=read_shape(plan.model), model=plan.model)
         passes = draw_passes(plan.objective, call, manifests, fetch, role, kept)
         while True:
             found = await manifests.next(timeout_s=POLL_S)

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer.models.attention import zigzag
 from turnlog.trainer.models.experts import RoutedRows
+from turnlog.trainer.models.vision import PicturedRows, Shown, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class PaddedRows:
     targets: torch.Tensor
     """[b, s] int64, the token after each input"""
     positions: torch.Tensor
-    """[b, s] int64"""
+    """[b, s] int64; [b, s, 3] of rows with images"""
     trained: torch.Tensor
     """[b, s] bool"""
     recorded: torch.Tensor
@@ -49,6 +50,9 @@ class PaddedRows:
     """[b, s] int64, where the target stands among all tokens of the batch; 0 for padding"""
     experts: torch.Tensor | None = None
     """[b, s, layers, top_k] int64, where routing is replayed; None: routers choose"""
+    features: torch.Tensor | None = None
+    """[b, s] int64, of rows with images: which of their features stands there, counted from 1; 0: the token's own"""
+    images: Shown | None = None
     edges: tuple[int, ...] = ()
     """Of rows that are packed into one: where each begins, and where the last ends. The others are [1, t] then."""
 
@@ -71,10 +75,14 @@ def padded(rows: BatchRows, microbatch: Microbatch, device: torch.device, *, mul
     trained = table(rows.trained, torch.bool)
     tokens = table(rows.token_ids, torch.int64)
     share = torch.from_numpy(1.0 / rows.weight_divisor[index]).to(torch.float32)
+    positions = torch.arange(width - 1).expand(len(microbatch), -1).contiguous().to(device)
+    features = images = None
+    if isinstance(rows, PicturedRows):
+        positions, features, images = shown(rows, microbatch, width - 1, device)
     return PaddedRows(
         inputs=tokens[:, :-1].contiguous().to(device),
         targets=tokens[:, 1:].contiguous().to(device),
-        positions=torch.arange(width - 1).expand(len(microbatch), -1).contiguous().to(device),
+        positions=positions,
         trained=trained[:, 1:].to(device),
         recorded=table(rows.logprobs, torch.float32)[:, 1:].to(device),
         advantages=table(rows.advantages, torch.float32)[:, 1:].to(device),
@@ -82,6 +90,8 @@ def padded(rows: BatchRows, microbatch: Microbatch, device: torch.device, *, mul
         temperature=torch.from_numpy(rows.temperature[index].astype(np.float32)).to(device),
         places=torch.from_numpy(at[:, 1:].copy()).to(device),
         experts=_experts(rows, microbatch, at[:, :-1], columns[:-1] < lengths[:, None] - 1, device),
+        features=features,
+        images=images,
     )
 
 

@@ -25,6 +25,7 @@ from turnlog.trainer.microbatches import Microbatch, PaddedRows, microbatches, p
 from turnlog.trainer.models import lora
 from turnlog.trainer.models.attention import RMSNorm, SdpaAttention
 from turnlog.trainer.models.experts import Replay, unrouted
+from turnlog.trainer.models.vision import Sight, tower
 from turnlog.trainer.plan import LearnerOptions
 from turnlog.trainer.shape import ModelShape, family, row_flops
 from turnlog.trainer.weights import global_name, load_weights
@@ -69,6 +70,7 @@ def model_config(shape: ModelShape, options: LearnerOptions) -> Any:
         variable_seq_lengths=options.pipeline_parallel > 1,
         moe_token_dispatcher_type="alltoall",
         **(_mixture(shape) if shape.experts else {}),
+        mrope_section=list(shape.vision.sections) if shape.vision else None,
         params_dtype=params,
         pipeline_dtype=params,
         bf16=params == torch.bfloat16,
@@ -116,14 +118,17 @@ def build_model(shape: ModelShape, config: Any, options: LearnerOptions) -> Any:
         pre_process=mcore.parallel_state.is_pipeline_first_stage(),
         post_process=mcore.parallel_state.is_pipeline_last_stage(),
         parallel_output=True,
-        position_embedding_type="rope",
+        position_embedding_type="mrope" if shape.vision else "rope",
         rotary_base=shape.rope_theta,
         share_embeddings_and_output_weights=shape.tied,
     )
     model.model_type = mcore.ModelType.encoder_or_decoder
     _scale_rope(model.rotary_pos_emb, shape)
     model = model.to(mcore.DEVICE)
-    return model.bfloat16() if config.bf16 else model
+    model = model.bfloat16() if config.bf16 else model
+    if shape.vision and model.pre_process:
+        model.vision = tower(shape, config.params_dtype).to(mcore.DEVICE)
+    return model
 
 
 class ValueHead(torch.nn.Module):
@@ -209,7 +214,8 @@ class Network:
         if values:
             ValueHead.put_on(self.model)
         self._edges: tuple[int, ...] = ()
-        self.model.register_forward_pre_hook(self._say_where_rows_end, with_kwargs=True)
+        self.model.register_forward_pre_hook(self._say_where_rows_stand, with_kwargs=True)
+        self._sight = Sight(self.model) if shape.vision and self.model.pre_process else None
         self._replay = Replay(self.model, recompute=options.recompute != "none") if shape.experts else None
         self._schedule = mcore.get_forward_backward_func()
         self._wrapped: Any = self.model
@@ -259,10 +265,17 @@ class Network:
         """As forward passes take them; routers replay what their rows recorded."""
         for batch in self._replay.over(batches) if self._replay else batches:
             self._edges = batch.edges
+            if self._sight:
+                self._sight.microbatch = batch
             yield batch
 
-    def _say_where_rows_end(self, _: Any, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Whoever runs the model on a batch that was just taken runs it on rows that do not see each other."""
+    def _say_where_rows_stand(self, _: Any, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Whoever runs the model on a batch that was just taken runs it on rows that do not see each other, at their
+        positions on as many axes as it has."""
+        if self.shape.vision:
+            inputs, positions, *rest = arguments
+            axes = positions.movedim(-1, 0) if positions.dim() > inputs.dim() else positions.expand(3, -1, -1)
+            arguments = (inputs, axes, *rest)
         if not self._edges:
             return arguments, named
         ends = torch.tensor(self._edges, dtype=torch.int32, device=mcore.DEVICE)

@@ -92,6 +92,11 @@ def check_layout(shape: ModelShape, options: LearnerOptions) -> None:
     for setting, ranks, what, count in shares:
         if count % ranks:
             raise LayoutUnfit(f"trainer.{setting} = {ranks} does not divide the model's {what} ({count})")
+    if shape.vision and options.context_parallel > 1:
+        raise LayoutUnfit(
+            f"trainer.context_parallel = {options.context_parallel} of a model that takes images ({shape.kind}), whose "
+            "tokens have no place in a line: share them by tensor_parallel and sequence_parallel"
+        )
     if expert > 1 and not shape.experts:
         raise LayoutUnfit(f"trainer.expert_parallel = {expert} of a model without experts ({shape.kind})")
     if shape.experts and tensor > 1 and not (options.sequence_parallel and expert > 1):

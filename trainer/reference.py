@@ -9,10 +9,10 @@ torchrun --nproc-per-node 4 -m turnlog.trainer.reference 2 tp2-pp2 tp2-sp-ep2 cp
 
 A layout is named by what its ranks share: tp tensor, pp pipeline, cp context, ep expert parallel; sp: sequence
 parallel. Ranks that are left are data parallel. With ep or replay the model is a mixture of experts; replay: its
-routing is a recorded one, some: but for every third row; packed: rows are; again: layers are computed again; tied: the
-output layer is the embedding; moved: one rank reads the checkpoint at the end; kept: the same ranks go on from one that
-gathers no optimizer; lora: low-rank adapters train alone; called: rank 0 tells the others what to do, as in a run, and
-they map its rows.
+routing is a recorded one, some: but for every third row; images: rows have some, and the model sees them; packed: rows
+are; again: layers are computed again; tied: the output layer is the embedding; moved: one rank reads the checkpoint at
+the end; kept: the same ranks go on from one that gathers no optimizer; lora: low-rank adapters train alone; called:
+rank 0 tells the others what to do, as in a run, and they map its rows.
 Behind a colon stands one of OBJECTIVES, in place of the clipped ratio against recorded log-probs.
 """
 
@@ -53,8 +53,9 @@ from turnlog.trainer.launch import layout_of, process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.models.experts import RoutedRows, routed
 from turnlog.trainer.models.lora import first_factor
+from turnlog.trainer.models.vision import Picture, PicturedRows, pictured
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient, check_layout
-from turnlog.trainer.shape import EXPERT, TINY, TINY_MIXTURE, ModelShape, config_json
+from turnlog.trainer.shape import EXPERT, TINY, TINY_MIXTURE, TINY_VISION, ModelShape, config_json, family
 from turnlog.trainer.warm_start import make_base, random_weights
 from turnlog.trainer.weights import tensors_of
 
@@ -180,15 +181,18 @@ class PlainLearner:
     """transformers' eager attention with torch's AdamW."""
 
     def __init__(self, shape: ModelShape, weights: Mapping[str, torch.Tensor], options: LearnerOptions) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        import transformers
 
         values = config_json(shape, eos_token_id=0, pad_token_id=0)
-        values["pad_token_id"] = None  # transformers gives that row of the embedding no gradient
-        config = AutoConfig.for_model(values.pop("model_type"), **values)
-        of_config: Any = AutoModelForCausalLM.from_config
+        text = values.get("text_config", values)
+        text["pad_token_id"] = None  # transformers gives that row of the embedding no gradient
+        config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+        of_config: Any = getattr(transformers, family(shape.kind).architecture)._from_config
         self._model: Any = of_config(config, attn_implementation="eager").float()
-        self._model.load_state_dict(_fused(weights, shape), strict=not shape.tied)
+        self._model.load_state_dict(_held(weights, shape), strict=not shape.tied)
         self._shape = shape
+        if shape.vision:
+            self._model.model.visual.requires_grad_(False)
         self._routing: torch.Tensor | None = None
         self._chosen: dict[int, torch.Tensor] = {}
         for layer in range(shape.layers if shape.experts else 0):
@@ -253,8 +257,21 @@ class PlainLearner:
         self._routing = None
         if isinstance(rows, RoutedRows) and rows.has_experts[row]:
             self._routing = torch.from_numpy(rows.experts[start : start + length - 1].astype("int64"))
-        found: torch.Tensor = (self._model(tokens[None, :-1]).logits[0] / float(rows.temperature[row])).log_softmax(-1)
+        images = self._images(rows, row, tokens[None, :-1])
+        logits = self._model(tokens[None, :-1], **images).logits[0]
+        found: torch.Tensor = (logits / float(rows.temperature[row])).log_softmax(-1)
         return found
+
+    def _images(self, rows: BatchRows, row: int, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        """As transformers takes those of a row."""
+        if self._shape.vision is None or not isinstance(rows, PicturedRows) or not rows.pictures[row]:
+            return {}
+        merge, pictures = self._shape.vision.merge, rows.pictures[row]
+        return {
+            "mm_token_type_ids": (tokens == self._shape.vision.token).int(),
+            "pixel_values": torch.from_numpy(np.concatenate([picture.pixels for picture in pictures])),
+            "image_grid_thw": torch.tensor([(1, merge * one.rows, merge * one.columns) for one in pictures]),
+        }
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """What a step moves."""
@@ -414,8 +431,19 @@ def taught(rows: BatchRows, plain: PlainLearner, teacher: PlainLearner, objectiv
     return dataclasses.replace(rows, advantages=advantages.astype("<f4"))
 
 
-def _fused(weights: Mapping[str, torch.Tensor], shape: ModelShape) -> dict[str, torch.Tensor]:
-    """With the experts of a layer as one tensor, as transformers 5 holds them; its files have one each."""
+def _held(weights: Mapping[str, torch.Tensor], shape: ModelShape) -> dict[str, torch.Tensor]:
+    """As transformers 5 holds them, which is not as its files do: the experts of a layer as one tensor, tower and
+    decoder beside each other."""
+    if shape.vision:
+        named = [(name.removeprefix("model."), name, tensor) for name, tensor in weights.items()]
+        return {
+            f"model.{name}"
+            if short.startswith("visual.")
+            else f"model.language_model.{short}"
+            if short != name
+            else name: tensor
+            for short, name, tensor in named
+        }
     if not shape.experts:
         return dict(weights)
     fused = {name: tensor for name, tensor in weights.items() if ".experts." not in name}
@@ -446,6 +474,34 @@ def with_random_experts(rows: BatchRows, shape: ModelShape, seed: int, *, some: 
     return routed(rows, chosen[..., : shape.experts_per_token].astype("u1"), shape, recorded)
 
 
+def with_random_pictures(rows: BatchRows, shape: ModelShape, seed: int) -> PicturedRows:
+    """Two images in every third row, one in the next, none in the last; some are in several rows."""
+    random = np.random.default_rng(seed)
+    vision = shape.vision
+    assert vision is not None
+    values = vision.channels * vision.frames * vision.patch**2
+    sizes = [(int(random.integers(1, 3)), int(random.integers(1, 4))) for _ in range(len(rows) // 2)]
+    pixels = [random.normal(size=(high * wide * vision.merge**2, values)).astype("<f4") for high, wide in sizes]
+    token_ids = np.where(rows.token_ids == vision.token, 0, rows.token_ids).astype("<i4")
+    trained, pictures = rows.trained.copy(), list[list[Picture]]()
+    for row, start in enumerate(rows.starts.tolist()):
+        pictures.append([])
+        at = 1
+        for _ in range(2 - row % 3):
+            number = int(random.integers(len(sizes)))
+            one = Picture(str(number), at, *sizes[number], pixels[number])
+            if at + one.tokens > int(rows.lengths[row]) - 3:
+                break
+            pictures[-1].append(one)
+            token_ids[start + at : start + at + one.tokens] = vision.token
+            trained[start + at : start + at + one.tokens] = 0
+            at += one.tokens + 1
+    mute = trained == 0
+    logprobs, advantages = (np.where(mute, np.float32(0), column) for column in (rows.logprobs, rows.advantages))
+    changed = dataclasses.replace(rows, token_ids=token_ids, trained=trained, logprobs=logprobs, advantages=advantages)
+    return pictured(changed, pictures)
+
+
 OBJECTIVES = {
     "": PolicyGradient(0.2, 0.2),
     "gspo": PolicyGradient(0.01, 0.01, algorithm=BUILT_IN["gspo"]),
@@ -461,7 +517,7 @@ TEACHER = dataclasses.replace(TINY, layers=4, hidden=96, ffn=160, tied=True)
 """Of those that have one: another model than the policy."""
 SHARES = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "cp": "context_parallel", "ep": "expert_parallel"}
 
-WORDS = ("dp", "sp", "tied", "replay", "again", "packed", "moved", "kept", "lora", "called", "some")
+WORDS = ("dp", "sp", "tied", "replay", "again", "packed", "moved", "kept", "lora", "called", "some", "images")
 
 
 def layout(name: str) -> tuple[ModelShape, LearnerOptions]:
@@ -483,7 +539,8 @@ def layout(name: str) -> tuple[ModelShape, LearnerOptions]:
         lora_alpha=8.0,
     )
     mixture = "expert_parallel" in shares or "replay" in words
-    shape = dataclasses.replace(TINY_MIXTURE if mixture else TINY, tied="tied" in words)
+    model = TINY_MIXTURE if mixture else TINY_VISION if "images" in words else TINY
+    shape = dataclasses.replace(model, tied="tied" in words)
     check_layout(shape, options)
     return shape, options
 
@@ -582,6 +639,14 @@ def _apart(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]
     return float(differences.kthvalue(differences.numel() - differences.numel() // 10_000).values)
 
 
+def _rows_for(name: str, shape: ModelShape, step: int) -> BatchRows:
+    """What a layout trains in a step."""
+    rows = synthetic_rows(step, segments=2)
+    if "replay" in name:
+        return with_random_experts(rows, shape, step, some="some" in name)
+    return with_random_pictures(rows, shape, step) if shape.vision else rows
+
+
 def main(steps: int, names: Sequence[str]) -> None:
     """Print {"layout": name, "steps": [[loss, its reference, gradient norm, its reference], ...], "weights": how
     far they are apart, "exact": whether an export gives back what was loaded} of each."""
@@ -595,9 +660,7 @@ def main(steps: int, names: Sequence[str]) -> None:
         of_ranks, _, kind = name.partition(":")
         shape, options = layout(of_ranks)
         weights, objective = random_weights(shape, 1), OBJECTIVES[kind]
-        batches = [synthetic_rows(step, segments=2) for step in range(steps)]
-        if "replay" in name:
-            batches = [with_random_experts(rows, shape, n, some="some" in name) for n, rows in enumerate(batches)]
+        batches = [_rows_for(name, shape, step) for step in range(steps)]
         store = PrefixStore(name, met) if met else None
         with process_group(rank=rank, world_size=world_size, store=store, **layout_of(options)) as control:
             teacher = (TEACHER, random_weights(TEACHER, 3)) if objective.teacher is not None else None
@@ -625,7 +688,7 @@ def main(steps: int, names: Sequence[str]) -> None:
                     strict=True,
                 )
             ]
-            apart = _apart(_fused(exported, shape), plain.export())
+            apart = _apart(_held(exported, shape), plain.export())
             print(json.dumps({"layout": name, "steps": found, "weights": apart, "exact": exact}), flush=True)
 
 

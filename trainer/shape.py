@@ -31,6 +31,31 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VisionShape:
+    """Qwen2.5-VL's: what makes features of images, and how they stand among a row's tokens."""
+
+    layers: int
+    hidden: int
+    heads: int
+    ffn: int
+    channels: int
+    patch: int
+    """Pixels of its side."""
+    frames: int
+    """That a patch takes; an image comes that often."""
+    merge: int
+    """Patches of the side of the square that a token stands for."""
+    window: int
+    """Pixels of the side that a layer attends within."""
+    unbounded: tuple[int, ...]
+    """Layers that attend to the whole image."""
+    token: int
+    """Id of an image's tokens."""
+    sections: tuple[int, int, int]
+    """Pairs of a head's dimensions that rotate by frame, row and column."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """Everything that decides tensor shapes and what they compute."""
 
@@ -57,6 +82,8 @@ class ModelShape:
     expert_ffn: int = 0
     normalized_routing: bool = True
     """The weights of a token's experts sum to 1."""
+    vision: VisionShape | None = None
+    """None: it reads text alone."""
 
 
 TINY = ModelShape(
@@ -76,6 +103,15 @@ TINY = ModelShape(
 """The recipes' policy: half a megabyte, learns one-digit arithmetic with a tool in a minute of two CPU cores."""
 TINY_MIXTURE = dataclasses.replace(TINY, kind="qwen3_moe", experts=4, experts_per_token=2, expert_ffn=32)
 """The same with four experts a layer, two of them per token."""
+TINY_VISION = dataclasses.replace(
+    TINY,
+    kind="qwen2_5_vl",
+    vision=VisionShape(
+        layers=2, hidden=64, heads=4, ffn=128, channels=3, patch=14, frames=2, merge=2, window=112, unbounded=(1,),
+        token=5, sections=(2, 3, 3),
+    ),
+)  # fmt: skip
+"""The same with eyes."""
 
 Joined = Literal["", "qkv", "gate_up", "shared"]
 Sizes = tuple[int, ...]
@@ -146,6 +182,36 @@ def _feed_forward(h: str, m: str, hidden: int, ffn: int, *, cut: bool) -> Iterat
     yield Tensor(f"{m}linear_fc2.weight", ((f"{h}down_proj.weight", (hidden, ffn)),), 1 if cut else None)
 
 
+VISION = "vision."
+"""What Megatron's names of the tower's tensors begin with."""
+
+
+def seeing_tensors(shape: ModelShape) -> Iterator[Tensor]:
+    """Those of the decoder, and of the tower, which every rank that has it has whole."""
+    yield from decoder_tensors(shape)
+    vision = shape.vision
+    assert vision is not None
+    hidden, merged = vision.hidden, vision.hidden * vision.merge**2
+    sizes: dict[str, Sizes] = {
+        "patch_embed.proj.weight": (hidden, vision.channels, vision.frames, vision.patch, vision.patch)
+    }
+    for layer in range(vision.layers):
+        at = f"blocks.{layer}."
+        sizes |= {f"{at}norm1.weight": (hidden,), f"{at}norm2.weight": (hidden,)}
+        sizes |= _linear(f"{at}attn.qkv", 3 * hidden, hidden) | _linear(f"{at}attn.proj", hidden, hidden)
+        for name in ("gate_proj", "up_proj"):
+            sizes |= _linear(f"{at}mlp.{name}", vision.ffn, hidden)
+        sizes |= _linear(f"{at}mlp.down_proj", hidden, vision.ffn)
+    sizes |= {"merger.ln_q.weight": (hidden,)} | _linear("merger.mlp.0", merged, merged)
+    sizes |= _linear("merger.mlp.2", shape.hidden, merged)
+    for name, size in sizes.items():
+        yield Tensor(f"{VISION}{name}", ((f"visual.{name}", size),))
+
+
+def _linear(name: str, rows: int, columns: int) -> dict[str, Sizes]:
+    return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
+
+
 Config = Mapping[str, Any]
 """config.json"""
 
@@ -162,6 +228,8 @@ class Family:
     """RMSNorm over each head of q and k."""
     mixture: bool = False
     """A mixture of experts in every layer."""
+    vision: bool = False
+    """It takes images, by a tower as Qwen2.5-VL's."""
     only: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     """Key of config.json -> the values that it may have where it is given: those that the Megatron model computes."""
     tensors: Callable[[ModelShape], Iterator[Tensor]] = decoder_tensors
@@ -182,9 +250,17 @@ FAMILIES = {
             mixture=True,
             only=_NO_WINDOW | _NO_BIAS | {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
         ),
+        Family(
+            model_type="qwen2_5_vl",
+            architecture="Qwen2_5_VLForConditionalGeneration",
+            qkv_bias=True,
+            vision=True,
+            only=_NO_WINDOW,
+            tensors=seeing_tensors,
+        ),
     )
 }
-"""Qwen2 and Qwen2.5, Qwen3, Llama 3, and Qwen3's mixtures of experts."""
+"""Qwen2 and Qwen2.5, Qwen3, Llama 3, Qwen3's mixtures of experts, and Qwen2.5-VL."""
 
 
 @functools.cache
@@ -218,6 +294,7 @@ def read_shape(folder: Path) -> ModelShape:
 
 def _shape(config: dict[str, Any]) -> ModelShape:
     own = family(str(config.get("model_type")))
+    config = {**config, **config.get("text_config", {})} if own.vision else config  # in models of the Hub it is flat
     for key, values in {"hidden_act": ("silu",), **own.only}.items():
         if key in config and config[key] not in values:
             raise UnsupportedModel(f"{key} = {config[key]!r} is not supported; supported: {values[0]!r}")
@@ -236,8 +313,35 @@ def _shape(config: dict[str, Any]) -> ModelShape:
         norm_epsilon=config["rms_norm_eps"],
         rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
         tied=bool(config.get("tie_word_embeddings", False)),
-        rope_scaling=_rope_scaling(rope),
+        rope_scaling=None if own.vision else _rope_scaling(rope),
+        vision=_vision(config, rope) if own.vision else None,
         **(_mixture(config) if own.mixture else {}),
+    )
+
+
+def _vision(config: Config, rope: Config) -> VisionShape:
+    """Raises UnsupportedModel."""
+    tower = config["vision_config"]
+    kind = rope.get("rope_type", rope.get("type"))
+    if "mrope_section" not in rope or kind not in ("default", "mrope"):
+        raise UnsupportedModel(f"rotary positions {dict(rope)} are not supported; supported: mrope_section")
+    if tower.get("hidden_act", "silu") != "silu" or tower["out_hidden_size"] != config["hidden_size"]:
+        raise UnsupportedModel(
+            "vision_config must have hidden_act 'silu' and the decoder's hidden_size as its output's"
+        )
+    return VisionShape(
+        layers=tower["depth"],
+        hidden=tower["hidden_size"],
+        heads=tower["num_heads"],
+        ffn=tower["intermediate_size"],
+        channels=tower.get("in_channels", 3),
+        patch=tower["patch_size"],
+        frames=tower["temporal_patch_size"],
+        merge=tower["spatial_merge_size"],
+        window=tower["window_size"],
+        unbounded=tuple(tower["fullatt_block_indexes"]),
+        token=config["image_token_id"],
+        sections=tuple(rope["mrope_section"]),
     )
 
 
@@ -267,7 +371,7 @@ def _rope_scaling(rope: Config) -> RopeScaling | None:
 def config_json(shape: ModelShape, *, eos_token_id: int, pad_token_id: int, dtype: str = "float32") -> dict[str, Any]:
     """config.json of `shape`, as transformers 5 and SGLang read it."""
     own = family(shape.kind)
-    return {
+    values = {
         "architectures": [own.architecture],
         "model_type": shape.kind,
         "dtype": dtype,
@@ -294,6 +398,27 @@ def config_json(shape: ModelShape, *, eos_token_id: int, pad_token_id: int, dtyp
         "pad_token_id": pad_token_id,
         **(_mixture_json(shape) if shape.experts else {}),
     }
+    return values if shape.vision is None else _seeing_json(values, shape.vision)
+
+
+def _seeing_json(text: dict[str, Any], vision: VisionShape) -> dict[str, Any]:
+    whole = {name: text.pop(name) for name in ("architectures", "model_type", "dtype", "tie_word_embeddings")}
+    text["rope_parameters"] |= {"type": "mrope", "mrope_section": list(vision.sections)}
+    tower = {
+        "depth": vision.layers,
+        "hidden_size": vision.hidden,
+        "num_heads": vision.heads,
+        "intermediate_size": vision.ffn,
+        "out_hidden_size": text["hidden_size"],
+        "in_channels": vision.channels,
+        "patch_size": vision.patch,
+        "temporal_patch_size": vision.frames,
+        "spatial_merge_size": vision.merge,
+        "window_size": vision.window,
+        "fullatt_block_indexes": list(vision.unbounded),
+        "hidden_act": "silu",
+    }
+    return {**whole, "image_token_id": vision.token, "text_config": text, "vision_config": tower}
 
 
 def _rope_json(shape: ModelShape) -> dict[str, Any]:

@@ -30,12 +30,12 @@ Progress = Callable[[int, float], None]
 def random_weights(
     shape: ModelShape, seed: int, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> Tensors:
-    """Normal(0, 0.02) matrices, norms of 1, biases of 0: what transformers starts such models from. In host memory,
-    `device`: where they are drawn, which gives other numbers."""
+    """Normal(0, 0.02) matrices and kernels, norms of 1, biases of 0: what transformers starts such models from. In host
+    memory, `device`: where they are drawn, which gives other numbers."""
     generator = torch.Generator(device).manual_seed(seed)
     weights: Tensors = {}
     for name, size in expected_shapes(shape).items():
-        if len(size) == 2:
+        if len(size) > 1:
             weights[name] = (torch.randn(size, generator=generator, device=device, dtype=dtype) * INITIAL_STD).cpu()
         else:
             weights[name] = (torch.zeros if name.endswith(".bias") else torch.ones)(size, dtype=dtype)

@@ -295,6 +295,8 @@ TOKENIZER = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
     "vocab.json",
     "merges.txt",
 )

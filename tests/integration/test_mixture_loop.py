@@ -75,7 +75,8 @@ async def told(loop: Loop) -> tuple[list[StepCompleted], BatchRows]:
     """The steps, and the rows of the first batch."""
     async with opened("test", loop.settings) as role:
         manifests = await all_events(role, topics.BATCHES)
-        rows = await trained_rows(manifests[0], role, read_shape(Path(loop.settings.model.path)))
+        model = Path(loop.settings.model.path)
+        rows = await trained_rows(manifests[0], role, read_shape(model), model)
         return await all_events(role, topics.STEPS), rows
 
 

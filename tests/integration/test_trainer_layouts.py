@@ -25,6 +25,8 @@ OTHERS = (
     "tp2-sp:ppo",
     "cp2-packed:ppo",
     "pp2:opd",
+    "tp2-sp-images-moved",
+    "pp2-images-tied",
 )
 
 
@@ -38,7 +40,7 @@ OTHERS = (
         ),
         pytest.param(
             4,
-            ("tp2-pp2", "tp2-sp-ep2", "pp2-cp2-replay-some-again", "tp2-sp-pp2-lora-again"),
+            ("tp2-pp2", "tp2-sp-ep2", "pp2-cp2-replay-some-again", "tp2-sp-pp2-lora-again", "tp2-sp-pp2-images"),
             id="four ranks",
             marks=pytest.mark.long,
         ),

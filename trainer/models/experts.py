@@ -71,6 +71,8 @@ def routed(
 
 def without_experts(rows: BatchRows) -> BatchRows:
     """Without recorded experts, which are the policy's: for other models."""
+    if not isinstance(rows, RoutedRows):
+        return rows
     return BatchRows(**{field.name: getattr(rows, field.name) for field in fields(BatchRows)})
 
 

@@ -229,6 +229,10 @@ def divided(rows: Sequence[Row], shape: ModelShape, numbers: Numbers) -> Split:
                 f"a row of task {row.task} has token {top}, the model has {shape.vocabulary}: the dataset's tokens are "
                 "of another tokenizer; build one of the view sft"
             )
+        if shape.vision and bool((row.token_ids == shape.vision.token).any()):
+            raise BadDataset(
+                f"a row of task {row.task} has an image, and sft reads text alone: build a dataset without those tasks"
+            )
         reason = f"longer than {most} tokens" if len(row.token_ids) > most else "" if row.imitated else "no answer"
         if reason:
             removed[reason] = removed.get(reason, 0) + 1

@@ -39,7 +39,7 @@ async def with_experts(
     Raises BrokenExperts, ExpertsDoNotCover, BlobError, LogError, and ExpertsUnfit for rows of samples of other widths
     or experts that are not the model's.
     """
-    named = await _samples(manifest, log, events)
+    named = await samples_of(manifest, log, events)
     _tell_unrouted(manifest, named)
     recorded = np.array([bool(sample.experts) for sample in named], bool)
     if not recorded.any():
@@ -82,10 +82,10 @@ def _tell_unrouted(manifest: SampleBatchFormed, named: list[SegmentSample]) -> N
 
 async def truncated(manifest: SampleBatchFormed, log: Log, events: EventLog) -> NDArray[np.bool_]:
     """[n] whether the trajectory of each row was. Raises ExpertsUnfit, LogError."""
-    return np.array([one.outcome is Outcome.truncated for one in await _samples(manifest, log, events)], bool)
+    return np.array([one.outcome is Outcome.truncated for one in await samples_of(manifest, log, events)], bool)
 
 
-async def _samples(manifest: SampleBatchFormed, log: Log, events: EventLog) -> list[SegmentSample]:
+async def samples_of(manifest: SampleBatchFormed, log: Log, events: EventLog) -> list[SegmentSample]:
     """In order of the rows. Raises ExpertsUnfit."""
     wanted: dict[int, dict[int, str]] = {}
     for row in manifest.samples:

@@ -1,9 +1,12 @@
-"""A real SGLang that sees, on CPU, through the gateway: it samples on the ids and images of the record alone."""
+"""A real SGLang that sees, on CPU: through the gateway it samples on the ids and images of the record alone; the
+trainer sees the same."""
 
 from __future__ import annotations
 
 import base64
+import dataclasses
 import io
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ import pytest
 
 from turnlog.infra.embedded.servers import Engine
 from turnlog.infra.embedded.tiny_model import make_tiny_vision
-from turnlog.infra.engine import SGLang
+from turnlog.infra.engine import EngineImage, Generate, SGLang, SGLangControl
 from turnlog.schemas.events import Boundary, TokenSnapshot
 from turnlog.schemas.types import float32s, int32s
 from turnlog.settings import EngineSettings
@@ -104,3 +107,86 @@ async def test_a_conversation_with_images_is_sampled_on_the_ids_and_images_that_
         assert snapshot.boundary is (Boundary.append if turn else Boundary.root)
         wanted = logprobs(model_folder, whole, seen, len(output))
         np.testing.assert_allclose(float32s(snapshot.output_logprobs), wanted, atol=1e-3)
+
+
+async def sampled(url: str, ids: list[int], image: Any, position: int, tokens: int) -> tuple[list[int], list[float]]:
+    """Six tokens behind them, and their log-probs by the engine."""
+    where = EngineImage(shows(image, "")["content"][0]["image_url"]["url"], position, tokens)
+    request = Generate(
+        rid=uuid.uuid4().hex, input_ids=ids, temperature=1.0, max_new_tokens=6, images=(where,), cache_key="k"
+    )
+    engine = SGLang(url)
+    (piece,) = [piece async for piece in engine.generate(request, stream=False, timeout_s=120)]
+    await engine.close()
+    return piece.ids, piece.logprobs
+
+
+PROMPT = (20, 21, 3), (4, 30, 31)
+"""Before and behind the image."""
+
+
+def seen(folder: Path, image: Any) -> tuple[list[int], Any]:
+    """PROMPT with the tokens of an image, and the image as a row has it."""
+    from transformers import AutoImageProcessor
+
+    from turnlog.trainer.models.vision import Picture
+    from turnlog.trainer.shape import read_shape
+
+    loader: Any = AutoImageProcessor
+    vision = read_shape(folder).vision
+    assert vision is not None
+    laid_out = loader.from_pretrained(folder)(images=[image], return_tensors="np")
+    _, high, wide = (int(side) // vision.merge for side in laid_out["image_grid_thw"][0])
+    before, behind = PROMPT
+    picture = Picture("image", len(before), high, wide, laid_out["pixel_values"])
+    return [*before, *[vision.token] * picture.tokens, *behind], picture
+
+
+def row_of(prompt: list[int], output: list[int], said: list[float], picture: Any) -> Any:
+    """A batch of one, whose output trains."""
+    from turnlog.trainer.models.vision import pictured
+    from turnlog.trainer.reference import synthetic_rows
+
+    trained = np.repeat([0, 1], [len(prompt), len(output)]).astype("u1")
+    row = dataclasses.replace(
+        synthetic_rows(0, rows=1, lengths=np.array([len(trained)], "<i4")),
+        token_ids=np.array(prompt + output, "<i4"),
+        trained=trained,
+        temperature=np.ones(1, "<f4"),
+        advantages=trained.astype("<f4"),
+        logprobs=np.array([0.0] * len(prompt) + said, "<f4"),
+    )
+    return pictured(row, [[picture]])
+
+
+@pytest.mark.engine
+async def test_the_trainer_sees_what_the_engine_saw_and_its_next_weights_are_served(
+    vision_url: str, model_folder: Path, tmp_path: Path
+) -> None:
+    from turnlog.trainer.launch import process_group
+    from turnlog.trainer.learner import Learner
+    from turnlog.trainer.offline.export import model_files
+    from turnlog.trainer.plan import LearnerOptions, PolicyGradient
+    from turnlog.trainer.shape import read_shape
+    from turnlog.trainer.weights import read_weights
+
+    image = drawn(90, 60, 120)  # no multiple of what a token stands for: both must resize it alike
+    prompt, picture = seen(model_folder, image)
+    control = SGLangControl(vision_url)
+    with process_group():
+        learner = Learner(read_shape(model_folder), read_weights(model_folder), LearnerOptions())
+        for version in (1, 2):
+            output, said = await sampled(vision_url, prompt, image, picture.position, picture.tokens)
+            rows = row_of(prompt, output, said, picture)
+            assert learner.step(rows, PolicyGradient(0.2, 0.2), 1e-2).logprob_gap_max < 1e-3
+            folder = tmp_path / str(version)
+            folder.mkdir()
+            written = learner.export_files(folder)
+            assert written is not None
+            model_files(folder, model_folder, written.dtypes)
+            await control.pause()
+            await control.load(folder, version, timeout_s=60)
+            await control.resume()
+    output, said = await sampled(vision_url, prompt, image, picture.position, picture.tokens)
+    np.testing.assert_allclose(said, logprobs(folder, prompt + output, [image], len(output)), atol=1e-3)
+    await control.close()

@@ -135,7 +135,7 @@ def test_the_page_adds_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ('"model_type": "gemma"', "model_type 'gemma'; known: llama, qwen2, qwen3, qwen3_moe"),
+        ('"model_type": "gemma"', "model_type 'gemma'; known: llama, qwen2, qwen2_5_vl, qwen3, qwen3_moe"),
         ('"model_type": "qwen3"', "config.json has no 'num_attention_heads'"),
         ('"model_type": "qwen3", "hidden_act": "gelu"', "hidden_act = 'gelu' is not supported"),
         ('"model_type": "qwen3", "use_sliding_window": true', "use_sliding_window = True"),

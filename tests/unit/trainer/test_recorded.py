@@ -1,29 +1,35 @@
-"""Experts of a batch, from the samples on the log and their blobs."""
+"""Experts and images of a batch, from the samples on the log and their blobs."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.fakes.memory_log import MemoryLog
 from turnlog.infra.blobs import MemoryBlobs
+from turnlog.infra.embedded.tiny_model import make_tiny_vision
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.topics_admin import apply
 from turnlog.processors.core.experts import packed
 from turnlog.schemas.events import BatchSample, Outcome, Purpose, SampleBatchFormed, SegmentSample
 from turnlog.schemas.events.samples import ExpertRows
+from turnlog.schemas.events.turns import ImageRef
 from turnlog.schemas.types import BlobRef, pack_float32s, pack_int32s
 from turnlog.settings import Settings
-from turnlog.trainer import ExpertsUnfit
+from turnlog.trainer import ExpertsUnfit, ImagesUnfit
 from turnlog.trainer.models.experts import RoutedRows, unrouted
+from turnlog.trainer.models.vision import PicturedRows
+from turnlog.trainer.reading.pictures import with_pictures
 from turnlog.trainer.reading.recorded import truncated, with_experts
 from turnlog.trainer.reference import synthetic_manifest, synthetic_rows, with_random_experts
-from turnlog.trainer.shape import TINY_MIXTURE
+from turnlog.trainer.shape import TINY_MIXTURE, TINY_VISION
 
 ROWS = synthetic_rows(0, rows=4)
 IDS = with_random_experts(ROWS, TINY_MIXTURE, 0).experts
@@ -57,7 +63,9 @@ async def formed(
     return dataclasses.replace(manifest, samples=tuple(places))
 
 
-def sample(entry: BatchSample, tokens: int, experts: tuple[ExpertRows, ...]) -> SegmentSample:
+def sample(
+    entry: BatchSample, tokens: int, experts: tuple[ExpertRows, ...], images: tuple[ImageRef, ...] = ()
+) -> SegmentSample:
     """A sample of context alone."""
     return SegmentSample(
         event_id=entry.sample_id,
@@ -85,6 +93,7 @@ def sample(entry: BatchSample, tokens: int, experts: tuple[ExpertRows, ...]) -> 
         weight_version_max=0,
         experts=experts,
         experts_gap="" if experts else "turn_without_rows",
+        images=images,
     )
 
 
@@ -123,3 +132,67 @@ async def test_a_sample_that_is_not_where_the_manifest_says_is_named(events: Eve
 async def test_each_row_is_truncated_or_not_as_its_sample_says(events: EventLog) -> None:
     manifest = await formed(events, MemoryBlobs(), cut_short=2)
     assert (await truncated(manifest, events.log, events)).tolist() == [False, False, True, False]
+
+
+@pytest.fixture(scope="module")
+def eyes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny policy that sees."""
+    return make_tiny_vision(tmp_path_factory.mktemp("vision"))
+
+
+def drawn(width: int, height: int) -> bytes:
+    """A picture."""
+    import PIL.Image
+
+    file = io.BytesIO()
+    PIL.Image.new("RGB", (width, height), (200, 30, 60)).save(file, "png")
+    return file.getvalue()
+
+
+async def seen(
+    events: EventLog, model: Path, content: bytes, *, tokens: int = 6, position: int = 3, painted: int = 6
+) -> PicturedRows:
+    """ROWS, each with that image and `painted` of its tokens; the last was cut two tokens behind its first."""
+    blobs = MemoryBlobs()
+    image = ImageRef(await blobs.put(content, media_type="image/png"), position, tokens)
+    manifest, places, vision = synthetic_manifest(ROWS, NOWHERE, "run", 0), list[BatchSample](), TINY_VISION.vision
+    assert vision is not None
+    lengths = np.minimum(ROWS.lengths, [99, 99, 99, position + 2]).astype("<i4")
+    ids = np.where(ROWS.token_ids == vision.token, 0, ROWS.token_ids)
+    kept = np.concatenate([np.arange(one) < left for one, left in zip(ROWS.lengths.tolist(), lengths, strict=True)])
+    for start in ROWS.starts.tolist():
+        ids[start + position : start + position + painted] = vision.token
+    columns = {name: getattr(ROWS, name)[kept] for name in ("trained", "logprobs", "advantages")}
+    rows = dataclasses.replace(ROWS, token_ids=ids[kept].astype("<i4"), lengths=lengths, **columns)
+    for entry, length in zip(manifest.samples, ROWS.lengths.tolist(), strict=True):
+        partition, offset = await events.append(sample(entry, length, (), (image,)))
+        places.append(dataclasses.replace(entry, partition=partition, offset=offset))
+    manifest = dataclasses.replace(manifest, samples=tuple(places))
+    found = await with_pictures(manifest, rows, vision, model, events.log, events, blobs)
+    assert isinstance(found, PicturedRows)
+    return found
+
+
+async def test_each_row_has_the_images_of_its_sample(events: EventLog, eyes: Path) -> None:
+    found = await seen(events, eyes, drawn(84, 56))
+    assert [[(one.position, one.rows, one.columns) for one in row] for row in found.pictures] == [[(3, 2, 3)]] * 4
+    assert found.pictures[0][0].pixels.shape == (24, 3 * 2 * 14 * 14)
+    assert (await seen(events, eyes, drawn(84, 56), position=50, painted=0)).pictures[0] == (), "cut off with the tail"
+
+
+@pytest.mark.parametrize(
+    ("content", "tokens", "painted", "message"),
+    [
+        (drawn(84, 84), 6, 6, r"sample sample-0-000: the image \w+ at token 3 takes 6 tokens by the sample and 9 by"),
+        (drawn(84, 56), 6, 5, r"the image \w+ at token 3: its tokens are not all 5"),
+        (drawn(84, 56), 6, 7, r"sample sample-0-000 has image tokens \(5\) of no image"),
+        (b"GIF89a", 6, 6, r"at token 3: an image of 6 bytes cannot be read"),
+        (drawn(84, 56)[:-40], 6, 6, r"at token 3: .*truncated"),
+    ],
+    ids=["other-size", "painted-short", "painted-long", "no-image", "cut-file"],
+)
+async def test_an_image_that_is_not_what_its_sample_says_is_refused_by_name(
+    events: EventLog, eyes: Path, content: bytes, tokens: int, painted: int, message: str
+) -> None:
+    with pytest.raises(ImagesUnfit, match=message):
+        await seen(events, eyes, content, tokens=tokens, painted=painted)

@@ -22,7 +22,7 @@ from turnlog.settings import Settings
 from turnlog.trainer.offline.export import ExportRefused
 from turnlog.trainer.offline.sft import BadDataset, BadNumber, Numbers, OtherSft, Row, Split, Tuning, divided, rows_of
 from turnlog.trainer.reference import synthetic_model
-from turnlog.trainer.shape import TINY
+from turnlog.trainer.shape import TINY, TINY_VISION
 from turnlog.trainer.warm_start import random_weights
 from turnlog.trainer.weights import read_weights, write_folder
 
@@ -172,5 +172,7 @@ def test_what_cannot_be_imitated_is_refused_or_counted(tmp_path: Path) -> None:
         divided([dumb], TINY, NUMBERS)
     with pytest.raises(BadDataset, match="token 384, the model has 384"):
         divided([Row("t", np.array([1, 384], "<i4"), np.array([0, 1], "u1"))], TINY, NUMBERS)
+    with pytest.raises(BadDataset, match="a row of task t has an image"):
+        divided([good, Row("t", np.array([1, 5], "<i4"), np.array([0, 1], "u1"))], TINY_VISION, NUMBERS)
     with pytest.raises(BadNumber, match="held-out 1"):
         dataclasses.replace(NUMBERS, held_out=1.0).check()

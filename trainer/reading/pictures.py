@@ -1,0 +1,100 @@
+"""The images that the samples of a batch name, laid out by the model's own image processor, as an engine lays them out.
+
+Batch files hold none: a sample names them by content, as it does its experts. transformers' processor resizes by
+torchvision where it is installed, else by Pillow, whose values differ by a 255th: trainer and engines need the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from turnlog.infra.blobs import Blobs, ImageUnreadable, opened_image
+from turnlog.infra.event_log import EventLog
+from turnlog.infra.log import Log
+from turnlog.processors.core.batches.rows import BatchRows
+from turnlog.schemas.events import SampleBatchFormed, SegmentSample
+from turnlog.schemas.events.turns import ImageRef
+from turnlog.trainer import ImagesUnfit
+from turnlog.trainer.models.vision import Picture, pictured
+from turnlog.trainer.reading.recorded import samples_of
+from turnlog.trainer.shape import VisionShape
+
+
+async def with_pictures(
+    manifest: SampleBatchFormed,
+    rows: BatchRows,
+    vision: VisionShape,
+    model: Path,
+    log: Log,
+    events: EventLog,
+    blobs: Blobs,
+) -> BatchRows:
+    """The rows of a batch with the images of those that have some; `model`: the folder with the processor's settings.
+
+    Raises BlobError, LogError, and ImagesUnfit for an image that cannot be read, or does not take the tokens that its
+    sample says.
+    """
+    named = await samples_of(manifest, log, events)
+    refs = {one.image.sha256: one.image for sample in named for one in sample.images}
+    contents = dict(zip(refs, await asyncio.gather(*map(blobs.get, refs.values())), strict=True))
+    if not contents:
+        return rows
+    return await asyncio.to_thread(_joined, rows, named, contents, vision, model)
+
+
+def _joined(
+    rows: BatchRows, named: list[SegmentSample], contents: dict[str, bytes], vision: VisionShape, model: Path
+) -> BatchRows:
+    laid_out: dict[str, Any] = {}
+    pictures: list[list[Picture]] = []
+    for row, sample in enumerate(named):
+        start, length = int(rows.starts[row]), int(rows.lengths[row])
+        tokens = rows.token_ids[start : start + length]
+        pictures.append([])
+        for image in sample.images:
+            if image.position >= length:
+                continue  # a draw may have cut the sample's tail
+            about = f"sample {sample.sample_id}: the image {image.image.sha256} at token {image.position}"
+            if image.image.sha256 not in laid_out:
+                laid_out[image.image.sha256] = _laid_out(contents[image.image.sha256], model, about)
+            pictures[-1].append(_placed(image, laid_out[image.image.sha256], vision, about))
+            if np.any(tokens[image.position : image.position + image.tokens] != vision.token):
+                raise ImagesUnfit(f"{about}: its tokens are not all {vision.token}, the model's for images")
+        if int((tokens == vision.token).sum()) > sum(one.tokens for one in pictures[-1]):
+            raise ImagesUnfit(f"sample {sample.sample_id} has image tokens ({vision.token}) of no image")
+    return pictured(rows, pictures)
+
+
+def _placed(image: ImageRef, laid_out: Any, vision: VisionShape, about: str) -> Picture:
+    frames, height, width = (int(side) for side in laid_out["image_grid_thw"][0])
+    picture = Picture(
+        image.image.sha256, image.position, height // vision.merge, width // vision.merge, laid_out["pixel_values"]
+    )
+    if frames != 1 or picture.tokens != image.tokens:
+        raise ImagesUnfit(
+            f"{about} takes {image.tokens} tokens by the sample and {picture.tokens} by the model's image processor: "
+            "the gateway's [model] path has other preprocessor_config.json than the trainer's"
+        )
+    return picture
+
+
+def _laid_out(content: bytes, model: Path, about: str) -> Any:
+    """The processor's answer. Raises ImagesUnfit."""
+    try:
+        with opened_image(content) as image:
+            return _processor(model)(images=[image], return_tensors="np")
+    except (ImageUnreadable, OSError, ValueError) as error:  # of a head that lies; of an image that is too narrow
+        raise ImagesUnfit(f"{about}: {error}") from error
+
+
+@functools.lru_cache(maxsize=1)
+def _processor(model: Path) -> Any:
+    from transformers import AutoImageProcessor
+
+    loader: Any = AutoImageProcessor
+    return loader.from_pretrained(model)
