@@ -573,16 +573,19 @@ IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 """Pillow knows many more, and starts other programs for some."""
 
 
-def opened_image(content: bytes) -> PIL.Image.Image:
-    """Its head is read, its pixels when they are asked for. Raises ImageUnreadable."""
+def opened_image(content: bytes, *, whole: bool = False) -> PIL.Image.Image:
+    """Its head is read, and its pixels when they are asked for, or at once (`whole`). Raises ImageUnreadable."""
     import PIL.Image  # with the engine's extra: a gateway of text needs no image library
 
     try:
         with warnings.catch_warnings(action="ignore", category=PIL.Image.DecompressionBombWarning):
-            return PIL.Image.open(io.BytesIO(content), formats=IMAGE_FORMATS)
+            image = PIL.Image.open(io.BytesIO(content), formats=IMAGE_FORMATS)
+        if whole:
+            image.load()
     except PIL.Image.DecompressionBombError as error:
         raise ImageUnreadable(f"an image of {len(content)} bytes is too large: {error}") from None
     except Exception as error:  # it falls over foreign bytes in ways of its own
         raise ImageUnreadable(
             f"an image of {len(content)} bytes cannot be read ({error}); {', '.join(IMAGE_FORMATS)} are served"
         ) from None
+    return image

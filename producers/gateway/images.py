@@ -7,6 +7,7 @@ Sources: RFC 2397 (data URLs); `smart_resize` of transformers' Qwen2VLImageProce
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import json
@@ -80,6 +81,8 @@ class ImageTokens:
         content, ref = picture.content, picture.ref
         if content is not None:
             tokens = self.rule(*_size(content, self.most_pixels))
+            if ref.sha256 not in shown:
+                await asyncio.to_thread(_check_whole, content)
             ref = await blobs.put(content, media_type=ref.media_type)
         else:
             if ref.sha256 not in shown:
@@ -189,6 +192,14 @@ def _referred(block: Any) -> Any:
         return block
     ref = picture(block, "messages").ref
     return {"type": "image_url", "image_url": {"url": f"blob:{ref.sha256};{ref.size};{ref.media_type}"}}
+
+
+def _check_whole(content: bytes) -> None:
+    """Raises BadRequest: some engines take half an image for one, and the trainer would see another half."""
+    try:
+        opened_image(content, whole=True).close()
+    except ImageUnreadable as error:
+        raise BadRequest(str(error), param="messages") from None
 
 
 def _size(content: bytes, most: int) -> tuple[int, int]:

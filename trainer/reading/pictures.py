@@ -65,8 +65,6 @@ def _joined(
             pictures[-1].append(_placed(image, laid_out[image.image.sha256], vision, about))
             if np.any(tokens[image.position : image.position + image.tokens] != vision.token):
                 raise ImagesUnfit(f"{about}: its tokens are not all {vision.token}, the model's for images")
-        if int((tokens == vision.token).sum()) > sum(one.tokens for one in pictures[-1]):
-            raise ImagesUnfit(f"sample {sample.sample_id} has image tokens ({vision.token}) of no image")
     return pictured(rows, pictures)
 
 
@@ -86,9 +84,9 @@ def _placed(image: ImageRef, laid_out: Any, vision: VisionShape, about: str) -> 
 def _laid_out(content: bytes, model: Path, about: str) -> Any:
     """The processor's answer. Raises ImagesUnfit."""
     try:
-        with opened_image(content) as image:
+        with opened_image(content, whole=True) as image:
             return _processor(model)(images=[image], return_tensors="np")
-    except (ImageUnreadable, OSError, ValueError) as error:  # of a head that lies; of an image that is too narrow
+    except (ImageUnreadable, ValueError) as error:  # of an image that is too narrow
         raise ImagesUnfit(f"{about}: {error}") from error
 
 

@@ -181,6 +181,7 @@ async def test_a_reference_to_another_sessions_image_shows_nothing(sees: Any) ->
         ("data:image/png;base64,AAAA", "cannot be read"),
         (f"blob:{'0' * 64};9;image/png", "no turn of this session"),
         (png(2001, 10), "too narrow"),
+        (png(84, 56)[:-56], "cannot be read (image file is truncated"),
     ],
 )
 async def test_what_is_no_image_is_refused_and_writes_nothing(sees: Any, url: str, says: str) -> None:
