@@ -34,7 +34,7 @@ def check_devices(ranks: int) -> None:
 
 DEVICE = own_device(os.environ)
 
-with warnings.catch_warnings():
+with warnings.catch_warnings(), megatron_cpu.importing():
     warnings.simplefilter("ignore")  # it says at import that TransformerEngine and apex are absent
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
     from megatron.core.dist_checkpointing.strategies import filesystem_async

@@ -5,7 +5,7 @@ Megatron names "cuda" in many places that no setting reaches. The real torch mod
     factories take device="cuda" for the CPU, and torch.cuda's stream, device and RNG functions are torch.cpu's;
   * the few functions of SCOPED, which compare `tensor.type()` with a CUDA name or call `tensor.cuda()`, run under a
     TorchFunctionMode that answers as they expect.
-torch.compile (`jit_fuser`) is off for the whole process. Pinned to megatron-core 0.16.1: a new call site in another
+torch.compile (`jit_fuser`) decorates nothing of it. Pinned to megatron-core 0.16.1: a new call site in another
 version shows itself as "Torch not compiled with CUDA enabled", never as wrong numbers. GroupStepAdam stands in for apex
 and TransformerEngine, with the state layout that Megatron's checkpoints round-trip.
 """
@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
+import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -66,13 +67,34 @@ CPU_MIRROR = ("synchronize", "current_device", "stream", "set_device", "device_c
 """torch.cpu mirrors these of torch.cuda; current_device() is "cpu"."""
 
 
+@contextmanager
+def importing() -> Iterator[None]:
+    """Around the first import of megatron-core, which takes three quarters of the time then: wandb, to which its
+    inference could log, is not there, and without CUDA torch.compile leaves the fusions alone, which are off, and its
+    own machinery unloaded."""
+    compiled = torch.compile
+    if not torch.cuda.is_available():
+        torch.compile = _uncompiled  # type: ignore[assignment]
+    hidden = "wandb" not in sys.modules
+    if hidden:
+        sys.modules["wandb"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compiled
+        if hidden:
+            del sys.modules["wandb"]
+
+
+def _uncompiled(function: Any = None, **_: Any) -> Any:
+    return (lambda made: made) if function is None else function
+
+
 @functools.cache
 def enable() -> bool:
     """Prepare megatron-core for a machine without CUDA; True when it did. Call before a model is built."""
     if torch.cuda.is_available():
         return False
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    importlib.import_module("torch._dynamo").config.disable = True
     proxy = _TorchProxy()
     for name in MODULES:
         importlib.import_module(f"megatron.core.{name}").torch = proxy  # type: ignore[attr-defined]

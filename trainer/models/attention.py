@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as functional
-from torch.nn.attention.bias import causal_lower_right
 
 from turnlog.trainer import mcore
 
@@ -120,6 +119,8 @@ class SdpaAttention(mcore.MegatronModule):  # type: ignore[misc]
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         square = q.size(2) == k.size(2)
         if mask is None and not square:
+            from torch.nn.attention.bias import causal_lower_right  # loads torch's compiler: a second of a rank's start
+
             mask = causal_lower_right(q.size(2), k.size(2))
         out = functional.scaled_dot_product_attention(
             q,

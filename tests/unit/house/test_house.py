@@ -188,6 +188,13 @@ def test_help_starts_without_any_room() -> None:
         assert f"\n    {verb} " in shown
 
 
+def test_a_rank_starts_without_what_it_never_uses() -> None:
+    program = "import sys, turnlog.trainer.loop, turnlog.trainer.launch\nprint(*sys.modules)"
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=env).stdout
+    assert not {"torch._dynamo", "torch._inductor", "wandb", "transformers"} & set(shown.split())
+
+
 def test_help_costs_a_fraction_of_importing_the_clients() -> None:
     def seconds(program: str) -> float:
         runs = []
