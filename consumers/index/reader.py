@@ -487,6 +487,9 @@ def connected(path: Path) -> sqlite3.Connection:
         (found,) = connection.execute("PRAGMA user_version").fetchone()
     except sqlite3.DatabaseError as error:
         raise DamagedIndex(f"{path}: {error}; delete it and build it again") from error
+    if found == 0:
+        connection.close()
+        raise NoIndex(f"{path} is just being made: ask again in a moment")
     if found != SCHEMA_VERSION:
         connection.close()
         kind, what = (LaterIndex, "a later") if found > SCHEMA_VERSION else (NoIndex, "an earlier")

@@ -304,6 +304,9 @@ async def test_a_file_that_is_no_index_is_damaged_and_one_that_is_not_there_is_n
     path = tmp_path / "index.sqlite"
     with pytest.raises(NoIndex, match="turnlog index build"), Index.open(path):
         pass
+    path.touch()  # as sqlite does before its first table
+    with pytest.raises(NoIndex, match="is just being made"), Index.open(path):
+        pass
     path.write_bytes(b"no database at all" * 1000)
     with pytest.raises(DamagedIndex), Index.open(path):
         pass
