@@ -21,11 +21,7 @@ from turnlog.schemas.events import Boundary, TokenSnapshot
 from turnlog.schemas.types import float32s, int32s
 from turnlog.settings import EngineSettings
 
-pytestmark = [
-    pytest.mark.long,  # the suite starts the engine whose experts are recorded (test_experts_of_sglang.py)
-    pytest.mark.filterwarnings("ignore:builtin type .* has no __module__ attribute:DeprecationWarning"),
-]
-"""Of sentencepiece, which transformers imports: raised, it leaves half a module behind, and Python dies at its end."""
+pytestmark = pytest.mark.long  # the suite starts the engine whose experts are recorded (test_experts_of_sglang.py)
 
 
 @pytest.fixture(scope="module")
