@@ -59,12 +59,17 @@ class CpuOperators(importlib.abc.MetaPathFinder):
         return None
 
 
+ASKED_FOR = ("fused_qk_norm_cpu", "fused_qk_norm_rope_cpu")
+"""Kernels that mixtures in half precision take where their names resolve, and compute without where they do not."""
+
+
 def _named(namespace: Any) -> Any:
     class Named(namespace):  # type: ignore[misc]
         """The namespace; what it lacks and ends in _cpu is an operator that raises."""
 
         def __getattr__(self, name: str) -> Any:
-            return absent(name) if name.endswith("_cpu") else super().__getattr__(name)
+            named = name.endswith("_cpu") and name not in ASKED_FOR
+            return absent(name) if named else super().__getattr__(name)
 
     return Named
 
