@@ -81,8 +81,9 @@ async def told(loop: Loop) -> tuple[list[StepCompleted], BatchRows]:
 
 
 def measured(loop: Loop, rows: BatchRows) -> tuple[StepResult, StepResult]:
-    """By the weights that sampled them: replayed, and as routers choose."""
+    """By the weights that sampled them, of those that a step computes: replayed, and as routers choose."""
     plan = learning_plan(loop.settings)
+    rows = plan.objective.computed(rows)
     plain = BatchRows(**{field.name: getattr(rows, field.name) for field in dataclasses.fields(BatchRows)})
     with process_group():
         learner = Learner(read_shape(plan.model), read_weights(plan.weights), plan.options)
