@@ -404,12 +404,18 @@ def config_json(shape: ModelShape, *, eos_token_id: int, pad_token_id: int, dtyp
 def _seeing_json(text: dict[str, Any], vision: VisionShape) -> dict[str, Any]:
     whole = {name: text.pop(name) for name in ("architectures", "model_type", "dtype", "tie_word_embeddings")}
     text["rope_parameters"] |= {"type": "mrope", "mrope_section": list(vision.sections)}
-    tower = {
+    tower = tower_json(vision, text["hidden_size"])
+    return {**whole, "image_token_id": vision.token, "text_config": text, "vision_config": tower}
+
+
+def tower_json(vision: VisionShape, features: int) -> dict[str, Any]:
+    """vision_config of config.json; `features`: numbers of one, the decoder's hidden size."""
+    return {
         "depth": vision.layers,
         "hidden_size": vision.hidden,
         "num_heads": vision.heads,
         "intermediate_size": vision.ffn,
-        "out_hidden_size": text["hidden_size"],
+        "out_hidden_size": features,
         "in_channels": vision.channels,
         "patch_size": vision.patch,
         "temporal_patch_size": vision.frames,
@@ -418,7 +424,6 @@ def _seeing_json(text: dict[str, Any], vision: VisionShape) -> dict[str, Any]:
         "fullatt_block_indexes": list(vision.unbounded),
         "hidden_act": "silu",
     }
-    return {**whole, "image_token_id": vision.token, "text_config": text, "vision_config": tower}
 
 
 def _rope_json(shape: ModelShape) -> dict[str, Any]:

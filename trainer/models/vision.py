@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer import mcore
-from turnlog.trainer.shape import ModelShape
+from turnlog.trainer.shape import ModelShape, tower_json
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,21 +117,8 @@ def tower(shape: ModelShape, dtype: torch.dtype) -> Any:
     from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
-    vision = shape.vision
-    assert vision is not None
-    config = Qwen2_5_VLVisionConfig(
-        depth=vision.layers,
-        hidden_size=vision.hidden,
-        num_heads=vision.heads,
-        intermediate_size=vision.ffn,
-        out_hidden_size=shape.hidden,
-        in_channels=vision.channels,
-        patch_size=vision.patch,
-        temporal_patch_size=vision.frames,
-        spatial_merge_size=vision.merge,
-        window_size=vision.window,
-        fullatt_block_indexes=list(vision.unbounded),
-    )
+    assert shape.vision is not None
+    config = Qwen2_5_VLVisionConfig(**tower_json(shape.vision, shape.hidden))
     made: Any = Qwen2_5_VisionTransformerPretrainedModel
     return made._from_config(config, dtype=dtype, attn_implementation="sdpa").requires_grad_(False).eval()
 
