@@ -435,15 +435,8 @@ def _held(weights: Mapping[str, torch.Tensor], shape: ModelShape) -> dict[str, t
     """As transformers 5 holds them, which is not as its files do: the experts of a layer as one tensor, tower and
     decoder beside each other."""
     if shape.vision:
-        named = [(name.removeprefix("model."), name, tensor) for name, tensor in weights.items()]
-        return {
-            f"model.{name}"
-            if short.startswith("visual.")
-            else f"model.language_model.{short}"
-            if short != name
-            else name: tensor
-            for short, name, tensor in named
-        }
+        named = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in weights.items()}
+        return {f"model.{name}" if name.startswith("visual.") else name: tensor for name, tensor in named.items()}
     if not shape.experts:
         return dict(weights)
     fused = {name: tensor for name, tensor in weights.items() if ".experts." not in name}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -65,15 +65,12 @@ def routed(
         if (np.diff(ordered, axis=-1) == 0).any():
             token, layer, _ = (int(place[0]) for place in np.nonzero(np.diff(ordered, axis=-1) == 0))
             raise ExpertsUnfit(f"{about}: one expert twice at token {token} in layer {layer}")
-    columns = {field.name: getattr(rows, field.name) for field in fields(BatchRows)}
-    return RoutedRows(**columns, experts=experts, has_experts=recorded)
+    return RoutedRows(**rows.columns(), experts=experts, has_experts=recorded)
 
 
 def without_experts(rows: BatchRows) -> BatchRows:
     """Without recorded experts, which are the policy's: for other models."""
-    if not isinstance(rows, RoutedRows):
-        return rows
-    return BatchRows(**{field.name: getattr(rows, field.name) for field in fields(BatchRows)})
+    return BatchRows(**rows.columns()) if isinstance(rows, RoutedRows) else rows
 
 
 class Microbatch(Protocol):

@@ -9,7 +9,7 @@ arXiv 2409.12191, 2.1).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -55,8 +55,7 @@ class PicturedRows(BatchRows):
 
 def pictured(rows: BatchRows, pictures: Sequence[Sequence[Picture]]) -> PicturedRows:
     """`pictures`: of each row, by position."""
-    columns = {field.name: getattr(rows, field.name) for field in fields(BatchRows)}
-    return PicturedRows(**columns, pictures=tuple(map(tuple, pictures)))
+    return PicturedRows(**rows.columns(), pictures=tuple(map(tuple, pictures)))
 
 
 def axes(length: int, pictures: Sequence[Picture]) -> NDArray[np.int64]:

@@ -65,7 +65,7 @@ ASKED_FOR = ("fused_qk_norm_cpu", "fused_qk_norm_rope_cpu")
 
 def _named(namespace: Any) -> Any:
     class Named(namespace):  # type: ignore[misc]
-        """The namespace; what it lacks and ends in _cpu is an operator that raises."""
+        """The namespace; what it lacks and ends in _cpu is an operator that raises, unless it is asked for."""
 
         def __getattr__(self, name: str) -> Any:
             named = name.endswith("_cpu") and name not in ASKED_FOR

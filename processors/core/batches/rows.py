@@ -73,6 +73,10 @@ class BatchRows:
         """[n] where each row's tokens start."""
         return np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])[:-1]
 
+    def columns(self) -> dict[str, Any]:
+        """By name: what rows that hold more beside them are made of."""
+        return {name: getattr(self, name) for name, _, _ in COLUMNS}
+
     def trained_per_row(self) -> NDArray[np.int64]:
         """[n] trained tokens of each row."""
         edges = np.concatenate([[0], np.cumsum(self.trained, dtype=np.int64)])
