@@ -253,7 +253,7 @@ WORDS_BYTES = 4096
 
 CLONE_NEWNET = 0x40000000
 LOOPBACK_S = 5.0
-"""For a loopback to come up."""
+"""For an entrypoint to be executed and a loopback to come up."""
 PAUSE_S = 0.01
 RUNTIME = "runc"
 """The one whose containers have their sockets in the host's kernel."""
@@ -449,13 +449,21 @@ def listening_in(pid: int, name: str) -> socket.socket:
     return found[0]
 
 
+def known(pid: int, name: str, deadline: float) -> None:
+    """Wait until process `pid` has `name` among its arguments. A daemon says that a container runs before the runtime
+    has executed its entrypoint. Blocks until `deadline`, time.monotonic() seconds, at most. Raises OSError."""
+    while name.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+        if time.monotonic() > deadline:
+            raise ProcessLookupError(errno.ESRCH, "its first process is not a process of this machine")
+        time.sleep(PAUSE_S)
+
+
 def _made(pid: int, name: str) -> socket.socket:
-    if name.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
-        raise ProcessLookupError(errno.ESRCH, "its first process is not a process of this machine")
+    deadline = time.monotonic() + LOOPBACK_S
+    known(pid, name, deadline)
     with open(f"/proc/{pid}/ns/net", "rb") as namespace:
         if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    deadline = time.monotonic() + LOOPBACK_S
     while True:
         try:
             return listener(namespace=True)

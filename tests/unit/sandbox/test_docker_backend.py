@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,14 @@ from turnlog.infra.sandbox_root import cache_directory
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends import seccomp
 from turnlog.sandbox_workers.backends.docker import Docker, filter_for, known_runtime
+from turnlog.sandbox_workers.backends.docker import sandbox as containers
 from turnlog.sandbox_workers.backends.docker.sandbox import (
     LABEL,
     Daemon,
     boot_id,
     connect,
     described,
+    known,
     listening_in,
     reachable,
 )
@@ -256,8 +259,21 @@ async def test_the_ca_of_the_proxy_is_shown_where_there_is_a_network(server: Doc
     await backend.close()
 
 
+async def test_an_entrypoint_that_is_not_executed_yet_is_waited_for() -> None:
+    late = 'read -r name; exec sh -c "read -r _" "$name"'
+    process = await asyncio.create_subprocess_exec("sh", "-c", late, stdin=asyncio.subprocess.PIPE)
+    waiting = asyncio.create_task(asyncio.to_thread(known, process.pid, "its-name", time.monotonic() + 20))
+    assert not (await asyncio.wait({waiting}, timeout=0.1))[0]
+    assert process.stdin is not None
+    process.stdin.write(b"its-name\n")
+    await waiting
+    process.stdin.close()
+    assert await process.wait() == 1
+
+
 @ROOT
-async def test_a_process_that_is_not_the_containers_is_not_entered(docker: Docker) -> None:
+async def test_a_process_that_is_not_the_containers_is_not_entered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(containers, "LOOPBACK_S", 0.0)
     with pytest.raises(SandboxUnavailable, match="not a process of this machine"):
         listening_in(1, "turnlog-sandbox-other")
 
