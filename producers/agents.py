@@ -46,8 +46,6 @@ TURNS = Counter("turnlog_runner_turns", "Turns taken by agents")
 TOOL_CALLS = Counter("turnlog_runner_tool_calls", "Tool calls answered", ["status"])
 STEP_REPEATS = 4
 """Times that one step may be asked for: its session may move between gateways."""
-LIMITS = {"context_length_exceeded": "context", "turns_spent": "max_turns"}
-"""Code of a request that the gateway refused -> the limit that the session has hit."""
 NO_TOOL = f"there is no tool {AGENT.name!r}"
 """It is the runner's own, by whatever way a model comes to its name."""
 OBEY_S = 5.0
@@ -66,6 +64,14 @@ class Ending:
 
     outcome: Outcome
     reason: str = ""
+
+
+ENDINGS = {
+    "context_length_exceeded": Ending(Outcome.truncated, "context"),
+    "turns_spent": Ending(Outcome.truncated, "max_turns"),
+    "image_token_sampled": Ending(Outcome.agent_error, "image_token_sampled"),
+}
+"""Code of a request that the gateway refused -> how the session has ended by that."""
 
 
 @dataclass(slots=True)
@@ -287,8 +293,8 @@ class FunctionActor:
         TURNS.inc(state.turns)
         if self._broken is not None:  # whatever the function made of it: what we do is never its reward
             raise self._broken
-        if ending.outcome is Outcome.infra_failure and state.refused in LIMITS:
-            return Ending(Outcome.truncated, LIMITS[state.refused])
+        if ending.outcome is Outcome.infra_failure and state.refused in ENDINGS:
+            return ENDINGS[state.refused]
         if ending.outcome is not Outcome.infra_failure and not state.turns:
             return Ending(Outcome.infra_failure, f"agent {self._agent.name} ended without a turn of the policy")
         return ending
@@ -400,8 +406,8 @@ class CommandActor:
             return Ending(
                 Outcome.infra_failure, f"agent {self._agent.name} ended without a turn of the policy ({how}): {last}"
             )
-        if state.refused in LIMITS:
-            return Ending(Outcome.truncated, LIMITS[state.refused])
+        if state.refused in ENDINGS:
+            return ENDINGS[state.refused]
         if done.status in (ToolStatus.timeout, ToolStatus.cancelled):
             return Ending(Outcome.truncated, "deadline")
         if done.reason:  # a limit of its sandbox, or the end of that

@@ -18,8 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from turnlog.infra.blobs import BlobMissing, Blobs, ImageUnreadable, opened_image
-from turnlog.producers.gateway import BadRequest, ImagesNotServed
+from turnlog.processors.core.turns import Ids
+from turnlog.producers.gateway import BadRequest, ImagesNotServed, ImageTokenSampled
 from turnlog.schemas.events.turns import ImageRef
 from turnlog.schemas.types import BlobRef
 
@@ -180,6 +183,15 @@ def placed(
         else:
             out.append(one)
     return out, tuple(refs)
+
+
+def check_images_alone(ids: Ids, token: int | None, images: Sequence[ImageRef]) -> None:
+    """Engines look for an image of every image token in a prompt that has images. Raises ImageTokenSampled."""
+    if images and (more := np.count_nonzero(ids == token) - sum(image.tokens for image in images)):
+        raise ImageTokenSampled(
+            f"the conversation holds {more} image tokens of no image, as the model wrote them: the session ends here",
+            param="messages",
+        )
 
 
 def within(length: int, images: Sequence[ImageRef]) -> Iterator[ImageRef]:

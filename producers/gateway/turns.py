@@ -31,7 +31,7 @@ from turnlog.producers.gateway import (
 from turnlog.producers.gateway.conversation import Place, Turn, above, continued
 from turnlog.producers.gateway.dialects.dialect import IGNORED, Constraint, TurnRequest
 from turnlog.producers.gateway.engines import SECONDS, Draft, Routing, Sampler, TurnRows, Wanted
-from turnlog.producers.gateway.images import Admitted, by_reference, placed
+from turnlog.producers.gateway.images import Admitted, by_reference, check_images_alone, placed
 from turnlog.producers.gateway.messages import Message, id_of_call, response_of, system_digest, tools_digest, with_ids
 from turnlog.producers.gateway.parsers.formats import only_call, only_json
 from turnlog.producers.gateway.parsers.parser import CallFormat, Marks, Parser, Part, Reasoning, certain, shortened
@@ -126,12 +126,13 @@ class Planner:
     def plan(
         self, session: Session, request: TurnRequest, claims: Claims, agent_path: str | None, *, policy: bool = True
     ) -> TurnPlan:
-        """Raises BadRequest, ConstraintRefused, ImagesNotServed, ContextOverflow."""
+        """Raises BadRequest, ConstraintRefused, ImagesNotServed, ImageTokenSampled, ContextOverflow."""
         _check_prefill(request.messages[-1])
         base, kept = session.conversation.base_of(request.messages, request.base)
         tools_sha256 = tools_digest(request.tools)
         prompt = self._prompt(session, request, base, kept, tools_sha256)
         ids, images, known, reason = prompt
+        check_images_alone(ids, self.image_token, images)
         conversation = session.conversation
         if base is not None and conversation.extends(base, ids, images, known):
             boundary, reason = Boundary.append, "append"
@@ -435,8 +436,8 @@ class Turns:
         return self.planner.prompts
 
     def start(self, session: Session, request: TurnRequest, claims: Claims, agent_path: str | None = None) -> Running:
-        """Admit a turn and begin it. Raises BadRequest, ImagesNotServed, ContextOverflow, TurnsSpent, SessionEnded
-        before anything is sampled."""
+        """Admit a turn and begin it. Raises BadRequest, ImagesNotServed, ImageTokenSampled, ContextOverflow,
+        TurnsSpent, SessionEnded before anything is sampled."""
         side = self.side(request)
         try:
             if claims.max_turns and session.turns >= claims.max_turns:

@@ -15,6 +15,8 @@ import pytest
 
 from tests.fakes.offers import offering
 from tests.integration.conftest import QUESTION, Stage
+from tests.unit.gateway.test_gateway_images import CAT, PAD, shows, vision
+from tests.unit.gateway.test_gateway_images import TEMPLATE as SEEING
 from turnlog.infra.recipes import (
     AgentError,
     AgentSession,
@@ -180,6 +182,22 @@ async def test_a_function_that_is_at_its_limits_is_truncated_and_judged(
     assert await outcomes(stage, 1, **({"max_turns": 9} | limits)) == [(Outcome.truncated, True)]
     [finish], [reward] = await stage.finished(1), await stage.said(RewardAssigned)
     assert (finish.reason, reward.value) == (reason, 0.0)
+
+
+async def test_an_image_token_that_the_model_writes_beside_images_is_the_agents_error(
+    stage: Stage, acts: Callable[[Acts], None], calc_model: Path, tmp_path: Path
+) -> None:
+    async def looks_twice(session: AgentSession) -> None:
+        picture = shows(CAT)
+        await ask(session, picture, {"role": "assistant", "content": await ask(session, picture)}, picture)
+
+    acts(looks_twice)
+    stage.settings = vision(stage.settings, calc_model, tmp_path / "vision", SEEING.replace("IMAGE", PAD))
+    token = json.loads((tmp_path / "vision/config.json").read_text())["image_token_id"]
+    stage.engine.vocabulary, stage.engine.script = token + 1, lambda prompt: [token]
+    assert await outcomes(stage, 1) == [(Outcome.agent_error, True)]
+    [finish], [reward] = await stage.finished(1), await stage.said(RewardAssigned)
+    assert (finish.reason, reward.value) == ("image_token_sampled", 0.0)
 
 
 async def test_a_sandbox_that_breaks_is_no_failure_of_the_agent_whatever_the_function_makes_of_it(

@@ -203,6 +203,19 @@ async def test_an_image_token_in_the_text_is_refused_where_there_are_images(sees
     assert answer.json()["error"]["code"] == "images_not_served"
 
 
+async def test_an_image_token_that_the_model_wrote_ends_a_session_with_images(sees: Any) -> None:
+    sees.engines["e0"].script = lambda prompt: [sees.token]
+    session, plain = await sees.open(), await sees.open("rollout-1", rollout_index=1)
+    messages = [shows(CAT)]
+    messages += [await said(sees, session, messages), {"role": "user", "content": "go on"}]
+    refused = await sees.chat(session, messages)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "image_token_sampled")
+    assert "1 image tokens of no image" in refused.json()["error"]["message"]
+    text = [{"role": "user", "content": "hello"}]
+    text += [await said(sees, plain, text), {"role": "user", "content": "go on"}]
+    await said(sees, plain, text)
+
+
 NUMBERED = "{% set seen = namespace(n=0) %}" + TEMPLATE.replace(
     "IMAGE", "{% set seen.n = seen.n + 1 %}{{ seen.n }}" + PAD
 )
