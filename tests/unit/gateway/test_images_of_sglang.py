@@ -8,6 +8,7 @@ import dataclasses
 import io
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 
 from turnlog.infra.embedded.servers import Engine
 from turnlog.infra.embedded.tiny_model import make_tiny_vision
-from turnlog.infra.engine import EngineImage, Generate, SGLang, SGLangControl
+from turnlog.infra.engine import Adapter, EngineImage, Generate, SGLang, SGLangControl
 from turnlog.schemas.events import Boundary, TokenSnapshot
 from turnlog.schemas.types import float32s, int32s
 from turnlog.settings import EngineSettings
@@ -30,14 +31,21 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_vision(tmp_path_factory.mktemp("vision"))
 
 
-@pytest.fixture(scope="module")
-def vision_url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of an SGLang that serves it."""
+@contextmanager
+def serving(folder: Path, log: Path, lora_rank: int = 0) -> Iterator[str]:
+    """URL of an SGLang that serves a folder's model."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("TORCHDYNAMO_DISABLE", "1")  # it would compile C++ for a minute at its first image
         settings = EngineSettings(extra_args=("--weight-version", "0"))
-        with Engine(model_folder, settings, log=tmp_path_factory.mktemp("engine") / "engine.log") as engine:
+        with Engine(folder, settings, log=log, lora_rank=lora_rank) as engine:
             yield engine.url
+
+
+@pytest.fixture(scope="module")
+def vision_url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of an SGLang that serves it."""
+    with serving(model_folder, tmp_path_factory.mktemp("engine") / "engine.log") as url:
+        yield url
 
 
 def drawn(width: int, height: int, shade: int) -> Any:
@@ -105,12 +113,15 @@ async def test_a_conversation_with_images_is_sampled_on_the_ids_and_images_that_
         np.testing.assert_allclose(float32s(snapshot.output_logprobs), wanted, atol=1e-3)
 
 
-async def sampled(url: str, ids: list[int], image: Any, position: int, tokens: int) -> tuple[list[int], list[float]]:
+async def sampled(
+    url: str, ids: list[int], image: Any, position: int, tokens: int, adapter: Adapter | None = None
+) -> tuple[list[int], list[float]]:
     """Six tokens behind them, and their log-probs by the engine."""
     where = EngineImage(shows(image, "")["content"][0]["image_url"]["url"], position, tokens)
     request = Generate(
-        rid=uuid.uuid4().hex, input_ids=ids, temperature=1.0, max_new_tokens=6, images=(where,), cache_key="k"
-    )
+        rid=uuid.uuid4().hex, input_ids=ids, temperature=1.0, max_new_tokens=6, images=(where,), cache_key="k",
+        adapter=adapter,
+    )  # fmt: skip
     engine = SGLang(url)
     (piece,) = [piece async for piece in engine.generate(request, stream=False, timeout_s=120)]
     await engine.close()
@@ -186,3 +197,33 @@ async def test_the_trainer_sees_what_the_engine_saw_and_its_next_weights_are_ser
     output, said = await sampled(vision_url, prompt, image, picture.position, picture.tokens)
     np.testing.assert_allclose(said, logprobs(folder, prompt + output, [image], len(output)), atol=1e-3)
     await control.close()
+
+
+@pytest.mark.engine
+async def test_an_adapter_that_is_published_alone_is_served_with_images(model_folder: Path, tmp_path: Path) -> None:
+    from turnlog.trainer.launch import process_group
+    from turnlog.trainer.learner import Learner
+    from turnlog.trainer.offline.export import model_files
+    from turnlog.trainer.plan import LearnerOptions, PolicyGradient
+    from turnlog.trainer.shape import read_shape
+    from turnlog.trainer.weights import read_weights
+
+    image, folders = drawn(90, 60, 120), [tmp_path / of for of in ("merged", "adapter")]
+    prompt, picture = seen(model_folder, image)
+    with serving(model_folder, tmp_path / "engine.log", lora_rank=4) as url, process_group():
+        control = SGLangControl(url)
+        learner = Learner(read_shape(model_folder), read_weights(model_folder), LearnerOptions(lora_rank=4))
+        first, said = await sampled(url, prompt, image, picture.position, picture.tokens)
+        for _ in range(2):  # of the first only B learns, from which alone A does
+            learner.step(row_of(prompt, first, said, picture), PolicyGradient(0.2, 0.2), 1e-1)
+        for folder in folders:
+            folder.mkdir()
+            written = learner.export_files(folder, "merged" if folder.name == "merged" else "adapter")
+            assert written is not None
+        model_files(folders[0], model_folder, {"float32"})
+        await control.load_adapter(folders[1], 1, timeout_s=60)
+        output, said = await sampled(url, prompt, image, picture.position, picture.tokens, Adapter("1", "0"))
+        await control.close()
+    np.testing.assert_allclose(said, logprobs(folders[0], prompt + output, [image], len(output)), atol=1e-3)
+    unlike = logprobs(model_folder, prompt + output, [image], len(output))
+    assert np.abs(np.subtract(said, unlike)).max() > 1e-2
