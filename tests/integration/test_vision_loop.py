@@ -3,14 +3,13 @@ sees the same."""
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import os
 from pathlib import Path
 
 import pytest
 
+from tests.fakes.pictures import data_url, encoded, painted
 from tests.integration.test_closed_loop import Loop
 from turnlog.infra.embedded.tiny_model import make_tiny_vision
 from turnlog.infra.embedded.up import down, status_processes
@@ -66,21 +65,13 @@ pytestmark = [
 ]  # fmt: skip
 
 
-def drawn(width: int, height: int, shade: int) -> str:
-    """A data: URL."""
-    import PIL.Image
-
-    file = io.BytesIO()
-    PIL.Image.new("RGB", (width, height), (shade, 30, 60)).save(file, "png")
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
-
-
 def offered(folder: Path) -> None:
     """A package with the recipe, for a path that Python looks for packages in."""
     (info := folder / "look-1.dist-info").mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: look\nVersion: 1\n")
     (info / "entry_points.txt").write_text("[turnlog.recipes]\nlook = look:RECIPE\n")
-    (folder / "look.py").write_text(f"URLS = {json.dumps([drawn(56, 56, 10), drawn(90, 60, 200)])}\n{RECIPE}")
+    urls = [data_url(encoded(one)) for one in (painted(56, 56, 10), painted(90, 60, 200))]
+    (folder / "look.py").write_text(f"URLS = {json.dumps(urls)}\n{RECIPE}")
 
 
 def test_what_a_task_shows_is_sampled_on_and_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

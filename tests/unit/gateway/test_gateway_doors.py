@@ -7,7 +7,6 @@ import asyncio
 import base64
 import contextlib
 import dataclasses
-import io
 import itertools
 import json
 import struct
@@ -15,12 +14,12 @@ import zlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-import PIL.Image
 import pytest
 from hypothesis import HealthCheck, Phase, given
 from hypothesis import settings as fuzzing
 from hypothesis import strategies as st
 
+from tests.fakes.pictures import encoded, painted
 from tests.unit.gateway.conftest import until
 from turnlog.producers.gateway import BadRequest
 from turnlog.producers.gateway.dialects.openai_chat import FIELDS
@@ -231,22 +230,16 @@ async def admitted(rig: Any, content: bytes) -> None:
 
 @pytest.mark.parametrize(("width", "height"), [(1001, 1000), (12_000, 12_000), (60_000, 60_000), (2**31 - 1, 2**30)])
 async def test_an_image_is_bounded_by_what_its_head_says(rig: Any, width: int, height: int) -> None:
-    await admitted(rig, encoded("PNG", 1000, 1000))
+    await admitted(rig, encoded(painted(1000, 1000)))
     before = dict(rig.blobs.objects)
     with pytest.raises(BadRequest, match="pixels"):
         await admitted(rig, png_head(width, height))
     assert rig.blobs.objects == before
 
 
-def encoded(kind: str, width: int = 9, height: int = 7) -> bytes:
-    file = io.BytesIO()
-    PIL.Image.new("RGB", (width, height)).save(file, kind)
-    return file.getvalue()
-
-
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
 async def test_an_image_of_a_served_format_is_read_and_any_broken_one_refused(rig: Any, kind: str) -> None:
-    content = encoded(kind)
+    content = encoded(painted(9, 7), kind)
     await admitted(rig, content)
     for at, value in itertools.product(range(min(len(content), 120)), (0, 0x7F, 0xFF)):
         for broken in (content[:at] + bytes([value]) + content[at + 1 :], content[:at]):
@@ -259,7 +252,7 @@ async def test_an_image_of_a_served_format_is_read_and_any_broken_one_refused(ri
 @pytest.mark.parametrize("kind", ["BMP", "TIFF", "EPS", "PPM"])
 async def test_formats_that_pillow_reads_by_other_means_are_not_served(rig: Any, kind: str) -> None:
     with pytest.raises(BadRequest, match="PNG, JPEG, WEBP, GIF"):
-        await admitted(rig, encoded(kind))
+        await admitted(rig, encoded(painted(9, 7), kind))
 
 
 async def test_a_log_that_is_away_is_said_at_every_door_and_the_request_may_come_again(rig: Any) -> None:

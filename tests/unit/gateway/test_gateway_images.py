@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import io
 import json
 import shutil
 from pathlib import Path
@@ -16,6 +14,7 @@ from hypothesis import settings as effort
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from tests.fakes.pictures import data_url, encoded, painted
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.producers.gateway import BadRequest
@@ -35,12 +34,7 @@ RULES = FoldRules(run_id="r", settings_sha256="s" * 64, min_valid=1)
 
 
 def png(width: int, height: int, shade: int = 0) -> str:
-    """A data: URL."""
-    import PIL.Image
-
-    file = io.BytesIO()
-    PIL.Image.new("L", (width, height), shade).save(file, "png")
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return data_url(encoded(painted(width, height, shade)))
 
 
 CAT, DOG, WIDE = png(56, 56, 1), png(56, 56, 2), png(84, 28)
@@ -114,7 +108,7 @@ async def samples(rig: Any, session: Any) -> list[SegmentSample]:
 async def urls_of(rig: Any, images: Any) -> list[str]:
     """The images of a record as data: URLs."""
     contents = [await rig.blobs.get(image.image) for image in images]
-    return [f"data:image/png;base64,{base64.b64encode(content).decode()}" for content in contents]
+    return [data_url(content) for content in contents]
 
 
 async def test_an_image_is_stored_once_and_seen_at_its_place_in_every_later_turn(sees: Any) -> None:

@@ -3,9 +3,7 @@ trainer sees the same."""
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import io
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.fakes.pictures import data_url, encoded, painted
 from turnlog.infra.embedded.servers import Engine
 from turnlog.infra.embedded.tiny_model import make_tiny_vision
 from turnlog.infra.engine import Adapter, EngineImage, Generate, SGLang, SGLangControl
@@ -50,22 +49,15 @@ def vision_url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def drawn(width: int, height: int, shade: int) -> Any:
     """An image of one shade with one odd pixel."""
-    import PIL.Image
-
-    image = PIL.Image.new("RGB", (width, height), (shade, 30, 60))
+    image = painted(width, height, shade)
     image.putpixel((3, 3), (255, 0, shade))
     return image
 
 
 def shows(image: Any, text: str) -> dict[str, Any]:
     """A message with an image."""
-    file = io.BytesIO()
-    image.save(file, "png")
-    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
-    return {
-        "role": "user",
-        "content": [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}],
-    }
+    shown = {"type": "image_url", "image_url": {"url": data_url(encoded(image))}}
+    return {"role": "user", "content": [shown, {"type": "text", "text": text}]}
 
 
 def logprobs(folder: Path, ids: list[int], images: list[Any], outputs: int) -> list[float]:

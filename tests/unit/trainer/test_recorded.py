@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import io
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from tests.fakes.memory_log import MemoryLog
+from tests.fakes.pictures import encoded, painted
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.embedded.tiny_model import make_tiny_vision
 from turnlog.infra.event_log import EventLog
@@ -142,12 +142,7 @@ def eyes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def drawn(width: int, height: int) -> bytes:
-    """A picture."""
-    import PIL.Image
-
-    file = io.BytesIO()
-    PIL.Image.new("RGB", (width, height), (200, 30, 60)).save(file, "png")
-    return file.getvalue()
+    return encoded(painted(width, height))
 
 
 async def seen(
