@@ -427,14 +427,14 @@ def reachable(address: str, runtime: str) -> bool:
     return runtime == RUNTIME and address.startswith("http+docker://localhost") and os.geteuid() == 0
 
 
-def listening_in(pid: int, name: str) -> socket.socket:
+def listening_in(pid: int, name: str, patience_s: float = LOOPBACK_S) -> socket.socket:
     """A listening socket in the namespace of process `pid`, which must be the first of the container `name`.
     Blocks. Raises SandboxUnavailable."""
     found: list[socket.socket | OSError] = []
 
     def enter() -> None:
         try:
-            found.append(_made(pid, name))
+            found.append(_made(pid, name, time.monotonic() + patience_s))
         except OSError as error:
             found.append(error)
 
@@ -458,8 +458,7 @@ def known(pid: int, name: str, deadline: float) -> None:
         time.sleep(PAUSE_S)
 
 
-def _made(pid: int, name: str) -> socket.socket:
-    deadline = time.monotonic() + LOOPBACK_S
+def _made(pid: int, name: str, deadline: float) -> socket.socket:
     known(pid, name, deadline)
     with open(f"/proc/{pid}/ns/net", "rb") as namespace:
         if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):

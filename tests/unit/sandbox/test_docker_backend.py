@@ -22,7 +22,6 @@ from turnlog.infra.sandbox_root import cache_directory
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends import seccomp
 from turnlog.sandbox_workers.backends.docker import Docker, filter_for, known_runtime
-from turnlog.sandbox_workers.backends.docker import sandbox as containers
 from turnlog.sandbox_workers.backends.docker.sandbox import (
     LABEL,
     Daemon,
@@ -272,10 +271,9 @@ async def test_an_entrypoint_that_is_not_executed_yet_is_waited_for() -> None:
 
 
 @ROOT
-async def test_a_process_that_is_not_the_containers_is_not_entered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(containers, "LOOPBACK_S", 0.0)
+async def test_a_process_that_is_not_the_containers_is_not_entered() -> None:
     with pytest.raises(SandboxUnavailable, match="not a process of this machine"):
-        listening_in(1, "turnlog-sandbox-other")
+        listening_in(1, "turnlog-sandbox-other", patience_s=0.0)
 
 
 async def test_a_network_that_cannot_be_served_is_refused(docker: Docker, server: DockerServer) -> None:
