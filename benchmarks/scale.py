@@ -4,9 +4,11 @@ costs foretell other runs.
 A run writes sessions as gateways do, folds them as assemblers do, forms and seals batches as a batcher does, each in
 processes of their own; counted are their CPU time, the broker's, and what lies on the log and in batch files after. The
 costs are fitted to CALIBRATION (non-negative least squares of relative errors) and must foretell HELD_OUT, which have
-other lengths, two processes of a kind, four partitions, within 20 %. Only of what they foretell so well does the line
-say how much of it so many tokens per second need. CPU time is counted, so a busy machine does less harm than to rates;
-it does some. Not in it: gateway and agents around the log (T2, T4, P1), sandboxes (G15), weights (W1).
+other lengths, two processes of a kind, four partitions, within 20 %: first bytes, by FEATURES, then core-milliseconds,
+by sessions, turns and the bytes that a role moves (MOVED), of which runs tell more than of tokens of two kinds. Only of
+what they foretell so well does the line say how much of it so many tokens per second need. CPU time is counted, so a
+busy machine does less harm than to rates; it does some. Not in it: gateway and agents around the log (T2, T4, P1),
+sandboxes (G15), weights (W1).
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -59,6 +61,7 @@ DRAWN = size(3, smallest=1)
 AT_ONCE = 128
 """Sessions under way in a writer."""
 FEATURES = ("session", "turn", "kilotoken given", "kilotoken sampled")
+"""What bytes are counted by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,7 @@ def load(groups: int, *rest: int, **more: int) -> Load:
 
 CALIBRATION = (
     load(96, 8, 64, 64), load(48, 8, 512, 512), load(160, 2, 416, 96), load(40, 16, 96, 416), load(160, 4, 16, 16),
-    load(32, 4, 1536, 1536),
+    load(32, 4, 1536, 1536), load(128, 4, 64, 192, partitions=8), load(40, 16, 192, 96, partitions=8),
 )  # fmt: skip
 HELD_OUT = {
     "two processes": load(64, 8, 256, 256, processes=2),
@@ -111,8 +114,13 @@ HELD_OUT = {
 }
 Spent = Mapping[str, float]
 """Core-milliseconds of each role and the broker, kilobytes of `on log: ...` and `batch files`."""
-Costs = Mapping[str, Sequence[float]]
-"""Of what -> the same per FEATURES."""
+ON_LOG = {"agents": INPUTS, "folded": outputs_of(FOLD_VERSION), "samples": (SAMPLES.name,)}
+"""Of `on log: ...` -> topics."""
+MOVED = {
+    "writer": ("on log: agents",), "assembler": ("on log: agents", "on log: folded"), "batcher": ("batch files",),
+    "broker": ("on log: agents", "on log: folded"),
+}  # fmt: skip
+"""By whose bytes core-milliseconds are counted, beside sessions and turns: of what a role reads or writes the most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +308,7 @@ async def measured(server: LogServer, kafka: psutil.Process, processes: Processe
     found.update(await told_all(assemblers, ""))
     found["broker"] = 1000 * (sum(kafka.cpu_times()[:2]) - busy)
     found.update(await told_all(processes["batcher"], job))  # reads more than once
-    for what, names in (("agents", INPUTS), ("folded", outputs_of(FOLD_VERSION)), ("samples", (SAMPLES.name,))):
+    for what, names in ON_LOG.items():
         found[f"on log: {what}"] = server.written(names, part) / 1000
     await log.close()
     return dict(found)
@@ -333,19 +341,40 @@ def partitions(topic: str, asked: Load) -> list[Partition]:
     return [Partition(topic, number) for number in range(asked.partitions)]
 
 
-def fitted(runs: Sequence[tuple[Load, Spent]]) -> Costs:
-    """What each feature costs: the least squares of relative errors, none below 0 (Lawson and Hanson 1974, 23.3)."""
-    features = np.array([asked.features for asked, _ in runs])
-    return {
-        what: [float(cost) for cost in nnls(features / np.array([found[what] for _, found in runs])[:, None],
-                                             np.ones(len(runs)))[0]]
-        for what in runs[0][1]
-    }  # fmt: skip
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What runs cost."""
+
+    kilobytes: dict[str, list[float]] = field(default_factory=dict)
+    """Of what -> the same per FEATURES."""
+    core_ms: dict[str, list[float]] = field(default_factory=dict)
+    """Of a role, or the broker -> per session, turn and megabyte that it moves."""
+
+    @classmethod
+    def fitted(cls, runs: Sequence[tuple[Load, Spent]]) -> Costs:
+        """Those that explain runs best."""
+        costs, features = cls(), [asked.features for asked, _ in runs]
+        for what in [what for what in runs[0][1] if what not in MOVED]:
+            costs.kilobytes[what] = least_squares(features, [found[what] for _, found in runs])
+        for role in MOVED:
+            work = [costs.work(role, each) for each in features]
+            costs.core_ms[role] = least_squares(work, [found[role] for _, found in runs])
+        return costs
+
+    def work(self, role: str, features: Sequence[float]) -> tuple[float, float, float]:
+        """Sessions, turns and megabytes moved, of FEATURES counted."""
+        moved = sum(float(np.dot(self.kilobytes[what], features)) for what in MOVED[role])
+        return features[0], features[1], moved / 1000
+
+    def foretold(self, features: Sequence[float]) -> Spent:
+        """Of a run, or of a second of one."""
+        bytes_ = {what: float(np.dot(each, features)) for what, each in self.kilobytes.items()}
+        return bytes_ | {role: float(np.dot(each, self.work(role, features))) for role, each in self.core_ms.items()}
 
 
-def foretold(costs: Costs, features: Sequence[float]) -> Spent:
-    """Of a run, or of a second of one."""
-    return {what: float(np.dot(each, features)) for what, each in costs.items()}
+def least_squares(features: Sequence[Sequence[float]], spent: Sequence[float]) -> list[float]:
+    """What a unit of each feature costs: of relative errors, none below 0 (Lawson and Hanson 1974, 23.3)."""
+    return [float(cost) for cost in nnls(np.array(features) / np.array(spent)[:, None], np.ones(len(spent)))[0]]
 
 
 TOKENS_PER_S = 6_200_000
@@ -362,12 +391,12 @@ def needed(costs: Costs, worst: Mapping[str, float]) -> dict[str, Any]:
     """Of TOKENS_PER_S, as far as what it is made of was foretold (`worst`: errors of held-out runs): cores by role,
     megabytes a second by where they go."""
     turns = TOKENS_PER_S / PER_TURN
-    second = foretold(costs, (turns / TURNS, turns, TOKENS_PER_S / 2000, TOKENS_PER_S / 2000))
+    second = costs.foretold((turns / TURNS, turns, TOKENS_PER_S / 2000, TOKENS_PER_S / 2000))
     known = {what: value / 1000 for what, value in second.items() if worst[what] <= GOAL}
     found: dict[str, Any] = {
         "tokens_per_s": TOKENS_PER_S, "turns_per_s": round(turns), "sessions_per_s": round(turns / TURNS),
-        "cores": {what: round(value, 1) for what, value in known.items() if what in (*ROLES, "broker")},
-        "mb_per_s": {what: round(value, 1) for what, value in known.items() if what not in (*ROLES, "broker")},
+        "cores": {what: round(value, 1) for what, value in known.items() if what in MOVED},
+        "mb_per_s": {what: round(value, 1) for what, value in known.items() if what not in MOVED},
         "foretold_too_badly": sorted(second.keys() - known.keys()),
         "routed_experts_mb_per_s": round(TOKENS_PER_S * EXPERT_BYTES / 1e6),
     }  # fmt: skip
@@ -386,23 +415,28 @@ async def compared(server: LogServer) -> int:
                  for role, count in most.items()}  # fmt: skip
     loads = (*CALIBRATION, *HELD_OUT.values())
     spent = dict(zip(loads, await least(server, broker_process(server), processes, loads), strict=True))
-    costs, errors = fitted([(asked, spent[asked]) for asked in CALIBRATION]), dict[str, dict[str, float]]()
+    costs, errors = Costs.fitted([(asked, spent[asked]) for asked in CALIBRATION]), dict[str, dict[str, float]]()
     for name, asked in HELD_OUT.items():
-        found, wanted = spent[asked], foretold(costs, asked.features)
+        found, wanted = spent[asked], costs.foretold(asked.features)
         errors[name] = {what: round(wanted[what] / found[what] - 1, 3) for what in found}
         say(f"{name}: { ({what: f'{error:+.0%}' for what, error in errors[name].items()}) }")
     for process in itertools.chain(*processes.values()):
         await process.end()
-    worst = {what: max(abs(each[what]) for each in errors.values()) for what in costs}
+    worst = {what: max(abs(each[what]) for each in errors.values()) for what in found}
     value = max(worst.values())
     return told(
         id="SCALE", value=value, unit="of what a held-out run costs, at worst", goal=GOAL, met=value <= GOAL,
         detail={
-            "costs_are_per": FEATURES,
-            "costs": {what: [round(cost, 4) for cost in each] for what, each in costs.items()},
+            "kilobytes_are_per": FEATURES, "kilobytes": rounded(costs.kilobytes),
+            "core_ms_are_per": ("session", "turn", "megabyte moved"), "core_ms": rounded(costs.core_ms),
             "errors": errors, "needs": needed(costs, worst),
         },
     )  # fmt: skip
+
+
+def rounded(costs: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    """As they are told."""
+    return {what: [round(cost, 4) for cost in each] for what, each in costs.items()}
 
 
 def main() -> int:
