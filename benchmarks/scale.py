@@ -5,10 +5,10 @@ A run writes sessions as gateways do, folds them as assemblers do, forms and sea
 processes of their own; counted are their CPU time, the broker's, and what lies on the log and in batch files after. The
 costs are fitted to CALIBRATION (non-negative least squares of relative errors) and must foretell HELD_OUT, which have
 other lengths, two processes of a kind, four partitions, within 20 %: first bytes, by FEATURES, then core-milliseconds,
-by sessions, turns and the bytes that a role moves (MOVED), of which runs tell more than of tokens of two kinds. Only of
-what they foretell so well does the line say how much of it so many tokens per second need. CPU time is counted, so a
-busy machine does less harm than to rates; it does some. Not in it: gateway and agents around the log (T2, T4, P1),
-sandboxes (G15), weights (W1).
+by WORK, since runs tell more of bytes than of tokens of two kinds. Only of what they foretell so well does the line say
+how much of it so many tokens per second need. CPU time is counted, so a busy machine does less harm than to rates; it
+does some. Not in it: gateway and agents around the log (T2, T4, P1), sandboxes (G15),
+weights (W1).
 """
 
 from __future__ import annotations
@@ -56,12 +56,14 @@ from turnlog.settings import Settings
 
 GROUP_SIZE, PROMPTS = 8, 8
 GOAL = 0.2
-SCALED, ROUNDS = size((2.0, 3), smallest=(0.02, 1))
+SCALED, ROUNDS = size((2.0, 5), smallest=(0.02, 1))
 DRAWN = size(3, smallest=1)
 AT_ONCE = 128
 """Sessions under way in a writer."""
 FEATURES = ("session", "turn", "kilotoken given", "kilotoken sampled")
 """What bytes are counted by."""
+WORK = ("session", "turn", "megabyte moved", "turn and partition")
+"""What core-milliseconds are counted by: the records of a turn lie in the more batches, the more partitions there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,13 +286,13 @@ def broker_process(server: LogServer) -> psutil.Process:
 
 
 async def least(server: LogServer, kafka: psutil.Process, processes: Processes, loads: Sequence[Load]) -> list[Spent]:
-    """Of ROUNDS runs of each, all of them in turns: what runs beside them only adds, and the broker still compiles what
-    it runs often."""
-    runs = [
-        [await measured(server, kafka, processes, f"run{again}-{number}-", asked) for number, asked in enumerate(loads)]
-        for again in range(ROUNDS)
-    ]
-    return [{what: min(one[what] for one in each) for what in each[0]} for each in zip(*runs, strict=True)]
+    """Of ROUNDS runs of each, there and back by turns: what runs beside them only adds, for minutes on end, and the
+    broker still compiles what it runs often."""
+    runs: dict[int, list[Spent]] = {number: [] for number in range(len(loads))}
+    for again in range(ROUNDS):
+        for number in sorted(runs, reverse=bool(again % 2)):
+            runs[number].append(await measured(server, kafka, processes, f"run{again}-{number}-", loads[number]))
+    return [{what: min(one[what] for one in each) for what in each[0]} for each in runs.values()]
 
 
 async def measured(server: LogServer, kafka: psutil.Process, processes: Processes, part: str, asked: Load) -> Spent:
@@ -348,7 +350,7 @@ class Costs:
     kilobytes: dict[str, list[float]] = field(default_factory=dict)
     """Of what -> the same per FEATURES."""
     core_ms: dict[str, list[float]] = field(default_factory=dict)
-    """Of a role, or the broker -> per session, turn and megabyte that it moves."""
+    """Of a role, or the broker -> per WORK."""
 
     @classmethod
     def fitted(cls, runs: Sequence[tuple[Load, Spent]]) -> Costs:
@@ -357,19 +359,21 @@ class Costs:
         for what in [what for what in runs[0][1] if what not in MOVED]:
             costs.kilobytes[what] = least_squares(features, [found[what] for _, found in runs])
         for role in MOVED:
-            work = [costs.work(role, each) for each in features]
+            work = [costs.work(role, asked.features, asked.partitions) for asked, _ in runs]
             costs.core_ms[role] = least_squares(work, [found[role] for _, found in runs])
         return costs
 
-    def work(self, role: str, features: Sequence[float]) -> tuple[float, float, float]:
-        """Sessions, turns and megabytes moved, of FEATURES counted."""
+    def work(self, role: str, features: Sequence[float], partitions: int) -> tuple[float, float, float, float]:
+        """WORK, counted."""
+        sessions, turns, *_ = features
         moved = sum(float(np.dot(self.kilobytes[what], features)) for what in MOVED[role])
-        return features[0], features[1], moved / 1000
+        return sessions, turns, moved / 1000, turns * partitions
 
-    def foretold(self, features: Sequence[float]) -> Spent:
+    def foretold(self, features: Sequence[float], partitions: int) -> Spent:
         """Of a run, or of a second of one."""
-        bytes_ = {what: float(np.dot(each, features)) for what, each in self.kilobytes.items()}
-        return bytes_ | {role: float(np.dot(each, self.work(role, features))) for role, each in self.core_ms.items()}
+        return {what: float(np.dot(each, features)) for what, each in self.kilobytes.items()} | {
+            role: float(np.dot(each, self.work(role, features, partitions))) for role, each in self.core_ms.items()
+        }
 
 
 def least_squares(features: Sequence[Sequence[float]], spent: Sequence[float]) -> list[float]:
@@ -379,7 +383,7 @@ def least_squares(features: Sequence[Sequence[float]], spent: Sequence[float]) -
 
 TOKENS_PER_S = 6_200_000
 """Of samples, half of them sampled: 1,024 GPUs."""
-TURNS, PER_TURN = 32, 512
+TURNS, PER_TURN, PARTITIONS = 32, 512, 16
 REPLICAS, WHOLE = 3, 2
 """Copies of each record; consumers that read all of them: archive and index. Agents' go to assemblers, samples to the
 batcher beside that."""
@@ -391,7 +395,7 @@ def needed(costs: Costs, worst: Mapping[str, float]) -> dict[str, Any]:
     """Of TOKENS_PER_S, as far as what it is made of was foretold (`worst`: errors of held-out runs): cores by role,
     megabytes a second by where they go."""
     turns = TOKENS_PER_S / PER_TURN
-    second = costs.foretold((turns / TURNS, turns, TOKENS_PER_S / 2000, TOKENS_PER_S / 2000))
+    second = costs.foretold((turns / TURNS, turns, TOKENS_PER_S / 2000, TOKENS_PER_S / 2000), PARTITIONS)
     known = {what: value / 1000 for what, value in second.items() if worst[what] <= GOAL}
     found: dict[str, Any] = {
         "tokens_per_s": TOKENS_PER_S, "turns_per_s": round(turns), "sessions_per_s": round(turns / TURNS),
@@ -417,7 +421,7 @@ async def compared(server: LogServer) -> int:
     spent = dict(zip(loads, await least(server, broker_process(server), processes, loads), strict=True))
     costs, errors = Costs.fitted([(asked, spent[asked]) for asked in CALIBRATION]), dict[str, dict[str, float]]()
     for name, asked in HELD_OUT.items():
-        found, wanted = spent[asked], costs.foretold(asked.features)
+        found, wanted = spent[asked], costs.foretold(asked.features, asked.partitions)
         errors[name] = {what: round(wanted[what] / found[what] - 1, 3) for what in found}
         say(f"{name}: { ({what: f'{error:+.0%}' for what, error in errors[name].items()}) }")
     for process in itertools.chain(*processes.values()):
@@ -428,7 +432,7 @@ async def compared(server: LogServer) -> int:
         id="SCALE", value=value, unit="of what a held-out run costs, at worst", goal=GOAL, met=value <= GOAL,
         detail={
             "kilobytes_are_per": FEATURES, "kilobytes": rounded(costs.kilobytes),
-            "core_ms_are_per": ("session", "turn", "megabyte moved"), "core_ms": rounded(costs.core_ms),
+            "core_ms_are_per": WORK, "core_ms": rounded(costs.core_ms),
             "errors": errors, "needs": needed(costs, worst),
         },
     )  # fmt: skip
