@@ -63,7 +63,7 @@ AT_ONCE = 128
 FEATURES = ("session", "turn", "kilotoken given", "kilotoken sampled")
 """What bytes are counted by."""
 WORK = ("session", "turn", "megabyte moved", "turn and partition")
-"""What core-milliseconds are counted by: the records of a turn lie in the more batches, the more partitions there are."""
+"""What core-milliseconds are counted by: the more partitions, the more batches do the records of a turn lie in."""
 
 
 @dataclass(frozen=True, slots=True)
