@@ -119,10 +119,10 @@ Spent = Mapping[str, float]
 ON_LOG = {"agents": INPUTS, "folded": outputs_of(FOLD_VERSION), "samples": (SAMPLES.name,)}
 """Of `on log: ...` -> topics."""
 MOVED = {
-    "writer": ("on log: agents",), "assembler": ("on log: agents", "on log: folded"), "batcher": ("batch files",),
+    "writer": ("on log: agents",), "assembler": ("on log: agents", "on log: folded"), "batcher": ("on log: samples",),
     "broker": ("on log: agents", "on log: folded"),
 }  # fmt: skip
-"""By whose bytes core-milliseconds are counted, beside sessions and turns: of what a role reads or writes the most."""
+"""By whose bytes core-milliseconds are counted: of what a role reads or writes the most."""
 
 
 @dataclass(frozen=True, slots=True)
