@@ -7,8 +7,8 @@ costs are fitted to CALIBRATION (non-negative least squares of relative errors) 
 other lengths, two processes of a kind, four partitions, within 20 %: first bytes, by FEATURES, then core-milliseconds,
 by WORK, since runs tell more of bytes than of tokens of two kinds. Only of what they foretell so well does the line say
 how much of it so many tokens per second need. CPU time is counted, so a busy machine does less harm than to rates; it
-does some. Not in it: gateway and agents around the log (T2, T4, P1), sandboxes (G15),
-weights (W1).
+does some. Not in it: gateway and agents around the log (T2, T4, P1), sandboxes (G15), weights
+(W1).
 """
 
 from __future__ import annotations

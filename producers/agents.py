@@ -69,7 +69,7 @@ class Ending:
 ENDINGS = {
     "context_length_exceeded": Ending(Outcome.truncated, "context"),
     "turns_spent": Ending(Outcome.truncated, "max_turns"),
-    "image_token_sampled": Ending(Outcome.agent_error, "image_token_sampled"),
+    "stray_image_token": Ending(Outcome.agent_error, "stray_image_token"),
 }
 """Code of a request that the gateway refused -> how the session has ended by that."""
 

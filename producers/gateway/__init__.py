@@ -9,7 +9,7 @@ GatewayError
 │   ├── ConstraintRefused a field would constrain what is sampled
 │   └── UnknownPrevious   previous_response_id names no turn of the session
 ├── ImagesNotServed       400 the model, or its template, takes no images
-├── ImageTokenSampled     400 the model wrote an image token, and no engine takes that beside images
+├── StrayImageToken       400 the model or a message wrote an image token, and no engine takes that beside images
 ├── ContextOverflow       400 the prompt leaves no room in the context window
 ├── Unauthorized          401 no, a forged or a foreign token
 ├── TooSlow               408 the body did not come within [gateway] request_s
@@ -95,10 +95,10 @@ class ImagesNotServed(GatewayError):
     status, type, code = 400, "invalid_request_error", "images_not_served"
 
 
-class ImageTokenSampled(GatewayError):
+class StrayImageToken(GatewayError):
     """The session cannot go on: an engine would look for an image of that token."""
 
-    status, type, code = 400, "invalid_request_error", "image_token_sampled"
+    status, type, code = 400, "invalid_request_error", "stray_image_token"
 
 
 class ContextOverflow(GatewayError):

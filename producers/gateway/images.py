@@ -22,7 +22,7 @@ import numpy as np
 
 from turnlog.infra.blobs import BlobMissing, Blobs, ImageUnreadable, opened_image
 from turnlog.processors.core.turns import Ids
-from turnlog.producers.gateway import BadRequest, ImagesNotServed, ImageTokenSampled
+from turnlog.producers.gateway import BadRequest, ImagesNotServed, StrayImageToken
 from turnlog.schemas.events.turns import ImageRef
 from turnlog.schemas.types import BlobRef
 
@@ -186,10 +186,11 @@ def placed(
 
 
 def check_images_alone(ids: Ids, token: int | None, images: Sequence[ImageRef]) -> None:
-    """Engines look for an image of every image token in a prompt that has images. Raises ImageTokenSampled."""
+    """Engines look for an image of every image token in a prompt that has images. Raises StrayImageToken."""
     if images and (more := np.count_nonzero(ids == token) - sum(image.tokens for image in images)):
-        raise ImageTokenSampled(
-            f"the conversation holds {more} image tokens of no image, as the model wrote them: the session ends here",
+        raise StrayImageToken(
+            f"the conversation holds {more} image tokens of no image, which the model or a message wrote: no engine "
+            "takes them beside images, and the session ends here",
             param="messages",
         )
 

@@ -126,7 +126,7 @@ class Planner:
     def plan(
         self, session: Session, request: TurnRequest, claims: Claims, agent_path: str | None, *, policy: bool = True
     ) -> TurnPlan:
-        """Raises BadRequest, ConstraintRefused, ImagesNotServed, ImageTokenSampled, ContextOverflow."""
+        """Raises BadRequest, ConstraintRefused, ImagesNotServed, StrayImageToken, ContextOverflow."""
         _check_prefill(request.messages[-1])
         base, kept = session.conversation.base_of(request.messages, request.base)
         tools_sha256 = tools_digest(request.tools)
@@ -436,7 +436,7 @@ class Turns:
         return self.planner.prompts
 
     def start(self, session: Session, request: TurnRequest, claims: Claims, agent_path: str | None = None) -> Running:
-        """Admit a turn and begin it. Raises BadRequest, ImagesNotServed, ImageTokenSampled, ContextOverflow,
+        """Admit a turn and begin it. Raises BadRequest, ImagesNotServed, StrayImageToken, ContextOverflow,
         TurnsSpent, SessionEnded before anything is sampled."""
         side = self.side(request)
         try:

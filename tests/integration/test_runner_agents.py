@@ -197,7 +197,7 @@ async def test_an_image_token_that_the_model_writes_beside_images_is_the_agents_
     stage.engine.vocabulary, stage.engine.script = token + 1, lambda prompt: [token]
     assert await outcomes(stage, 1) == [(Outcome.agent_error, True)]
     [finish], [reward] = await stage.finished(1), await stage.said(RewardAssigned)
-    assert (finish.reason, reward.value) == ("image_token_sampled", 0.0)
+    assert (finish.reason, reward.value) == ("stray_image_token", 0.0)
 
 
 async def test_a_sandbox_that_breaks_is_no_failure_of_the_agent_whatever_the_function_makes_of_it(

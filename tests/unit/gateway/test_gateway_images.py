@@ -197,13 +197,19 @@ async def test_an_image_token_in_the_text_is_refused_where_there_are_images(sees
     assert answer.json()["error"]["code"] == "images_not_served"
 
 
+async def test_an_image_token_in_later_text_is_refused_where_there_were_images(sees: Any) -> None:
+    session, messages = await sees.open(), [shows(CAT)]
+    messages += [await said(sees, session, messages), {"role": "user", "content": f"is {PAD} a token?"}]
+    assert (await sees.chat(session, messages)).json()["error"]["code"] == "stray_image_token"
+
+
 async def test_an_image_token_that_the_model_wrote_ends_a_session_with_images(sees: Any) -> None:
     sees.engines["e0"].script = lambda prompt: [sees.token]
     session, plain = await sees.open(), await sees.open("rollout-1", rollout_index=1)
     messages = [shows(CAT)]
     messages += [await said(sees, session, messages), {"role": "user", "content": "go on"}]
     refused = await sees.chat(session, messages)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "image_token_sampled")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "stray_image_token")
     assert "1 image tokens of no image" in refused.json()["error"]["message"]
     text = [{"role": "user", "content": "hello"}]
     text += [await said(sees, plain, text), {"role": "user", "content": "go on"}]
