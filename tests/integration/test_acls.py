@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import ssl
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -38,6 +39,7 @@ from turnlog.consumers.archiver import flush
 from turnlog.consumers.index.indexer import build
 from turnlog.consumers.lag import lag_of
 from turnlog.consumers.loader import Loader
+from turnlog.consumers.outlets import alerts
 from turnlog.consumers.replay import refold
 from turnlog.infra.blobs import Owner
 from turnlog.infra.embedded.ports import HOST, free_ports
@@ -63,9 +65,17 @@ from turnlog.infra.run_folder import write_settings
 from turnlog.infra.topics_admin import AGENTS, REFUSABLE, ROLES, Acl, acls, apply
 from turnlog.processors.runtime import assembler, batcher
 from turnlog.producers import feeder, runner
+from turnlog.producers.gateway.requests import SigningKeys
 from turnlog.sandbox_workers import worker
 from turnlog.schemas import topics
-from turnlog.schemas.events import DeadLetter, EngineWeightsLoaded, GroupEmitted, RewardAssigned, StepCompleted
+from turnlog.schemas.events import (
+    DeadLetter,
+    EngineWeightsLoaded,
+    GroupEmitted,
+    RewardAssigned,
+    RoleFailed,
+    StepCompleted,
+)
 from turnlog.schemas.topics import CATALOGUE
 from turnlog.settings import KafkaSettings, RunSettings, Settings
 from turnlog.trainer.loop import read_past
@@ -247,6 +257,28 @@ async def garbage(role: Role, topic: str) -> Record:
     return Record(topic, *place, b"g", b"garbage", (), 0)
 
 
+async def more_engines(settings: Settings, keys: SigningKeys) -> None:
+    """One is asked for at the gateway, which lists it."""
+    headers = {"authorization": f"Bearer {keys.first.decode()}"}
+    trusted = ssl.create_default_context(cafile=settings.gateway.ca_file)
+    async with httpx.AsyncClient(base_url=settings.gateway.url, headers=headers, verify=trusted) as http:
+        asked = await http.post("/engines/register", json={"url": "http://engine:1", "name": ASKED_FOR})
+        assert asked.status_code == 202, asked.text
+        assert ASKED_FOR in {one["id"] for one in (await http.get("/engines")).json()["engines"]}
+
+
+async def looked(secured: Secured, settings: Settings) -> None:
+    """Alarms are looked for once."""
+    file = Path(settings.run.directory) / alerts.FILE
+    async with opened("alerts", of("alerts", secured, settings)) as role, asyncio.timeout(120):
+        telling = asyncio.create_task(alerts.tell(role, []))
+        for _ in itertools.takewhile(lambda _: not file.exists(), itertools.count()):
+            await asyncio.sleep(0.1)  # it is written after a look: there is nothing to await
+        role.stopping.set()
+        await telling
+
+
+ASKED_FOR = "engine-9"
 STRAYS = {"assembler": topics.SESSIONS, "runner": topics.TASKS, "sandbox": topics.TOOL_CALLS, "feeder": topics.STEPS}
 
 
@@ -260,6 +292,13 @@ async def second_life(secured: Secured, settings: Settings) -> None:
             await begun(stack, name, secured, settings)
         letters = await read(test, DeadLetter, len(STRAYS))
         assert {letter.role for letter in letters} == set(STRAYS)
+        own = of("gateway", secured, settings)
+        await more_engines(own, SigningKeys(own.gateway, Path(own.run.directory)))
+        failed = RoleFailed(
+            event_id="failed", run_id=settings.run.id, role="runner-0", cause="a test", remedy="given_up", restart=0,
+            host="here",
+        )  # fmt: skip
+        await test.events.append(failed)
         trainer = await stack.enter_async_context(opened("trainer", of("trainer", secured, settings)))
         past, _ = await read_past(trainer.log, trainer.events, settings.run.id)
         assert past.incarnation == 0
@@ -298,6 +337,8 @@ AT_ONCE = (
     ("trace", "trace --to {collector} --until-end"),  # its group is there for `status`
     ("configure", "topics check"),
     ("doctor", "doctor"),
+    ("engines", "engines list"),
+    ("engines", f"engines drain {ASKED_FOR}"),
     ("pause", "run pause"),
     ("pause", "run resume"),
     ("reader", "status --json"),
@@ -349,6 +390,13 @@ RARE: dict[str, set[tuple[str, str]]] = {
     "fork": {("Read", "fork-weight-versions")},  # of a run that has begun, which is refused
     "prune": {("Delete", "sample-scores")},  # nobody wrote any
     "gc": {("Read", "sample-scores")},
+    "alerts": {("Read", topic.name) for topic in CATALOGUE if topic.name != "run-health"},  # as of lag
+    "loader": {("Read", "sample-batches")},  # where engines and trainer take turns on their devices
+    "trainer": {("Read", "engine-status")},  # the same
+    "up": {
+        *((operation, name) for operation in ("Read", "Write") for name in ("engine-status", "engine-requests")),
+        ("Write", "run-health"),
+    },  # of what it starts itself, which is nothing here
 }
 """What does not come up here, by role."""
 
@@ -394,6 +442,7 @@ async def test_each_role_and_verb_does_its_work_with_its_printed_acls_and_needs_
         with collecting() as collector:
             for who, line in AT_ONCE:
                 await done(who, line, secured, settings, words | {"collector": collector.url})
+        await looked(secured, settings)
         words |= {"letter": await refused(secured, settings)} | await places(secured, settings)
         for who, line in WITH_LETTERS:
             await done(who, line, secured, settings, words)
