@@ -107,6 +107,8 @@ def places(kind: str) -> list[tuple[Any, str]]:
 KINDS = ("step", "export", "upload", "save", "commit")
 OF_STORE = ("put", "step", "manifest", "fetch")
 """What a trainer with its checkpoints in the store does first; nobody fetches before there is one."""
+SELDOM = ("save", "manifest", "fetch")
+"""Begun once or twice in a trainer's life here."""
 START = "start"
 LATEST = 3
 """Call of its kind that a process dies in."""
@@ -123,7 +125,7 @@ def doomed(kind: str, seed: int) -> int:
 
     rng = random.Random(seed)
     owner, name = rng.choice(places(kind))
-    doom(owner, name, 1 if kind in ("save", "manifest") else rng.randint(1, LATEST), rng.random())
+    doom(owner, name, 1 if kind in SELDOM else rng.randint(1, LATEST), rng.random())
     return main(["trainer"])
 
 
