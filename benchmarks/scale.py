@@ -288,11 +288,11 @@ def broker_process(server: LogServer) -> psutil.Process:
 async def typical(server: LogServer, kafka: psutil.Process, processes: Processes, loads: Sequence[Load]) -> list[Spent]:
     """The lower quartile of ROUNDS runs of each, there and back by turns: what runs beside them adds for minutes on
     end, and the broker still compiles what it runs often; the least would be the one that a machine's pace favoured."""
-    runs: dict[int, list[Spent]] = {number: [] for number in range(len(loads))}
+    runs: list[list[Spent]] = [[] for _ in loads]
     for again in range(ROUNDS):
-        for number in sorted(runs, reverse=bool(again % 2)):
+        for number in sorted(range(len(loads)), reverse=bool(again % 2)):
             runs[number].append(await measured(server, kafka, processes, f"run{again}-{number}-", loads[number]))
-    return [{what: float(np.quantile([one[what] for one in each], 0.25)) for what in each[0]} for each in runs.values()]
+    return [{what: float(np.quantile([one[what] for one in each], 0.25)) for what in each[0]} for each in runs]
 
 
 async def measured(server: LogServer, kafka: psutil.Process, processes: Processes, part: str, asked: Load) -> Spent:

@@ -34,6 +34,7 @@ from tests.integration.test_runner_live import (
 from tests.integration.test_trainer_loop import start
 from tests.secure.test_each_acl import misses_each, with_log
 from tests.secured import PASSWORD, SUPER, Secured
+from tests.unit.gateway.conftest import until
 from turnlog.cli import parser
 from turnlog.consumers.archiver import flush
 from turnlog.consumers.index.indexer import build
@@ -257,9 +258,10 @@ async def garbage(role: Role, topic: str) -> Record:
     return Record(topic, *place, b"g", b"garbage", (), 0)
 
 
-async def more_engines(settings: Settings, keys: SigningKeys) -> None:
+async def more_engines(settings: Settings) -> None:
     """One is asked for at the gateway, which lists it."""
-    headers = {"authorization": f"Bearer {keys.first.decode()}"}
+    key = SigningKeys(settings.gateway, Path(settings.run.directory)).first
+    headers = {"authorization": f"Bearer {key.decode()}"}
     trusted = ssl.create_default_context(cafile=settings.gateway.ca_file)
     async with httpx.AsyncClient(base_url=settings.gateway.url, headers=headers, verify=trusted) as http:
         asked = await http.post("/engines/register", json={"url": "http://engine:1", "name": ASKED_FOR})
@@ -272,8 +274,7 @@ async def looked(secured: Secured, settings: Settings) -> None:
     file = Path(settings.run.directory) / alerts.FILE
     async with opened("alerts", of("alerts", secured, settings)) as role, asyncio.timeout(120):
         telling = asyncio.create_task(alerts.tell(role, []))
-        for _ in itertools.takewhile(lambda _: not file.exists(), itertools.count()):
-            await asyncio.sleep(0.1)  # it is written after a look: there is nothing to await
+        await until(file.exists)  # it is written after a look
         role.stopping.set()
         await telling
 
@@ -292,8 +293,7 @@ async def second_life(secured: Secured, settings: Settings) -> None:
             await begun(stack, name, secured, settings)
         letters = await read(test, DeadLetter, len(STRAYS))
         assert {letter.role for letter in letters} == set(STRAYS)
-        own = of("gateway", secured, settings)
-        await more_engines(own, SigningKeys(own.gateway, Path(own.run.directory)))
+        await more_engines(settings)
         failed = RoleFailed(
             event_id="failed", run_id=settings.run.id, role="runner-0", cause="a test", remedy="given_up", restart=0,
             host="here",

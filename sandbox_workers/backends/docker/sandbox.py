@@ -252,7 +252,7 @@ WORDS_BYTES = 4096
 """Most of its standard error that is kept."""
 
 CLONE_NEWNET = 0x40000000
-LOOPBACK_S = 5.0
+NETWORK_S = 5.0
 """For an entrypoint to be executed and a loopback to come up."""
 PAUSE_S = 0.01
 RUNTIME = "runc"
@@ -427,7 +427,7 @@ def reachable(address: str, runtime: str) -> bool:
     return runtime == RUNTIME and address.startswith("http+docker://localhost") and os.geteuid() == 0
 
 
-def listening_in(pid: int, name: str, patience_s: float = LOOPBACK_S) -> socket.socket:
+def listening_in(pid: int, name: str, patience_s: float = NETWORK_S) -> socket.socket:
     """A listening socket in the namespace of process `pid`, which must be the first of the container `name`.
     Blocks. Raises SandboxUnavailable."""
     found: list[socket.socket | OSError] = []
