@@ -11,22 +11,31 @@ sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))  # its scripts im
 
 import scale
 
-COSTS = {
-    "writer": [0.3, 0.2, 0.1, 0.1],
-    "on log: agents": [16.0, 1.0, 8.0, 12.0],
-    "on log: folded": [1.0, 0.0, 4.0, 8.0],
-    "on log: samples": [0.5, 0.0, 4.0, 8.0],
-}
-WELL = dict.fromkeys(COSTS, 0.01)
+COSTS = scale.Costs(
+    kilobytes={
+        "on log: agents": [16.0, 1.0, 8.0, 12.0],
+        "on log: folded": [1.0, 0.0, 4.0, 8.0],
+        "on log: samples": [0.5, 0.0, 4.0, 8.0],
+    },
+    core_ms={
+        "writer": [0.3, 0.2, 0.1, 0.1], "assembler": [0.5, 1.0, 20.0, 0.1], "batcher": [0.1, 0.2, 10.0, 0.0],
+        "broker": [1.0, 0.5, 2.0, 0.2],
+    },
+)  # fmt: skip
+WELL = dict.fromkeys((*COSTS.kilobytes, *COSTS.core_ms), 0.01)
 
 
 def test_costs_are_found_again_in_the_runs_that_they_made() -> None:
-    runs = [(load, scale.foretold(COSTS, load.features)) for load in scale.CALIBRATION]
-    found = scale.fitted(runs)
-    for what, costs in COSTS.items():
-        assert found[what] == pytest.approx(costs, abs=1e-6)
+    found = scale.Costs.fitted([(load, spent(COSTS, load)) for load in scale.CALIBRATION])
+    for what, costs in (COSTS.kilobytes | COSTS.core_ms).items():
+        assert (found.kilobytes | found.core_ms)[what] == pytest.approx(costs, abs=1e-6)
     for load in scale.HELD_OUT.values():
-        assert scale.foretold(found, load.features) == pytest.approx(scale.foretold(COSTS, load.features))
+        assert spent(found, load) == pytest.approx(spent(COSTS, load))
+
+
+def spent(costs: scale.Costs, load: scale.Load) -> scale.Spent:
+    """What a run costs, as `costs` have it."""
+    return costs.foretold(load.features, load.partitions)
 
 
 def test_held_out_runs_are_none_of_those_that_the_costs_come_from() -> None:
@@ -49,5 +58,5 @@ def test_a_second_of_all_tokens_is_copied_and_read_as_often_as_it_is() -> None:
 def test_nothing_is_said_of_what_was_foretold_badly() -> None:
     needs = scale.needed(COSTS, WELL | {"writer": 0.21, "on log: folded": 0.3})
     assert needs["foretold_too_badly"] == ["on log: folded", "writer"]
-    assert not needs["cores"]
+    assert needs["cores"].keys() == {"assembler", "batcher", "broker"}
     assert "into_brokers_mb_per_s" not in needs
