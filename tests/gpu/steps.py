@@ -17,6 +17,8 @@ import torch
 from turnlog.trainer import mcore
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
+from turnlog.trainer.model import DTYPES
+from turnlog.trainer.models.attention import varlen_kernel
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient
 from turnlog.trainer.reference import synthetic_rows
 from turnlog.trainer.shape import TINY, ModelShape, row_flops
@@ -35,14 +37,15 @@ QWEN25_7B = dataclasses.replace(
 OBJECTIVE = PolicyGradient(0.2, 0.2)
 
 
-def alike(dtype: str) -> dict[str, Any]:
+def alike(dtype: str, packing: str = "off") -> dict[str, Any]:
     """Two steps of a small policy."""
     rows = synthetic_rows(1, rows=24, lengths=np.arange(20, 260, 10, dtype="<i4"), vocabulary=SMALL.vocabulary)
-    learner = Learner(SMALL, random_weights(SMALL, 1), LearnerOptions(dtype=dtype))
+    learner = Learner(SMALL, random_weights(SMALL, 1), LearnerOptions(dtype=dtype, packing=packing))
     found = [learner.step(rows, OBJECTIVE, 1e-4) for _ in range(2)]
     after = learner.export()
     return {
-        "device": str(mcore.DEVICE), "losses": [one.loss for one in found], "norms": [one.grad_norm for one in found],
+        "device": str(mcore.DEVICE), "varlen": bool(varlen_kernel(mcore.DEVICE.type, DTYPES[dtype], SMALL.head_dim)),
+        "losses": [one.loss for one in found], "norms": [one.grad_norm for one in found],
         "weights": {name: float(tensor.double().abs().sum()) for name, tensor in sorted(after.items())},
     }  # fmt: skip
 
@@ -79,6 +82,8 @@ def main() -> int:
     with process_group():
         if what in ("float32", "bfloat16"):
             told = alike(what)
+        elif what == "packed":
+            told = alike("bfloat16", "on")
         elif what == "qwen3-0.6b":
             told = fast(QWEN3_06B, 32, 1024, LearnerOptions(dtype="bfloat16", microbatch_tokens=8192), 4)
         else:

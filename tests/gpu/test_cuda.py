@@ -48,6 +48,12 @@ def test_a_step_in_bfloat16_is_near_that_in_float32() -> None:
     assert found("bfloat16")["norms"][0] == pytest.approx(found("float32")["norms"][0], rel=0.05)
 
 
+def test_packed_rows_in_bfloat16_are_near_padded_ones() -> None:
+    """By torch's kernel for rows of varying length from torch 2.12 on: the line says."""
+    assert found("packed")["losses"] == pytest.approx(found("bfloat16")["losses"], abs=0.02)
+    assert found("packed")["norms"] == pytest.approx(found("bfloat16")["norms"], rel=0.05)
+
+
 def test_the_shape_of_qwen3_0_6b_trains_and_is_exported() -> None:
     line = found("qwen3-0.6b")
     print(json.dumps({"what": "mfu", "value": round(line["tflops"] / PEAK_TFLOPS, 3)}), file=sys.__stdout__, flush=True)

@@ -7,14 +7,18 @@ Context parallelism: of n ranks each takes two of a row's 2 n equal chunks, the 
 as many causal pairs as any other (`zigzag`; Megatron cuts its rotary positions in the same way). Keys and values are
 gathered over the group; a rank's queries attend to those before them. The gradient of keys and values is summed and
 scattered back.
+
+Packed rows are one call of torch's kernel for rows of varying length where it has one (`varlen_kernel`), else a call
+each.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,8 +47,26 @@ def _natural(edges: tuple[int, ...], ranks: int) -> torch.Tensor:
     return held.argsort()
 
 
+Kernel = Callable[..., Any]
+"""torch.nn.attention.varlen.varlen_attn, or one that takes and gives the same."""
+
+
+@functools.lru_cache(maxsize=8)
+def varlen_kernel(device: str, dtype: torch.dtype, head: int) -> Kernel | None:
+    """FlashAttention over rows of varying length, of heads of `head` numbers: torch 2.12 or later, CUDA, bfloat16."""
+    if device != "cuda" or dtype is not torch.bfloat16 or head > 256 or head % 8:
+        return None
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:  # before torch 2.10
+        return None
+    return varlen_attn if "enable_gqa" in inspect.signature(varlen_attn).parameters else None
+
+
 class SdpaAttention(mcore.MegatronModule):  # type: ignore[misc]
     """softmax(q k^T / sqrt(d)) v, causal unless a mask is given. No parameters."""
+
+    varlen_kernel = staticmethod(varlen_kernel)
 
     def __init__(
         self,
@@ -76,6 +98,10 @@ class SdpaAttention(mcore.MegatronModule):  # type: ignore[misc]
         ranks share take none. s, t: positions of this rank."""
         packed = packed_seq_params is not None
         ranks = self.config.context_parallel_size
+        if packed and ranks == 1 and not self.dropout:
+            kernel = self.varlen_kernel(query.device.type, query.dtype, query.size(-1))
+            if kernel is not None:
+                return self._in_one_call(kernel, query, key, value, packed_seq_params)
         edges = packed_seq_params.cu_seqlens_q.tolist() if packed else [0, query.size(0) * ranks]
         if ranks > 1:
             if attention_mask is not None:
@@ -83,12 +109,21 @@ class SdpaAttention(mcore.MegatronModule):  # type: ignore[misc]
             key, value = (self._gathered(x, edges) for x in (key, value))
         if packed:
             parts = self._rows(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), edges)
-            if edges[-1] // ranks < query.size(0):
-                parts.append(torch.zeros_like(query[edges[-1] // ranks :]).unsqueeze(1))
             return torch.cat(parts).squeeze(1).flatten(1)
         if attention_mask is not None:
             return self._attend(query, key, value, ~attention_mask).flatten(2)
         return torch.cat(self._rows(query, key, value, edges)).flatten(2)
+
+    def _in_one_call(
+        self, kernel: Kernel, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Any
+    ) -> torch.Tensor:
+        """[t, h, d] x 3 -> [t, h d]. Nothing is read from the device: a call each would wait for it."""
+        ends, longest = packing.cu_seqlens_q, packing.max_seqlen_q
+        causal, grouped = (-1, 0), query.size(1) != key.size(1)
+        found: torch.Tensor = kernel(
+            query, key, value, ends, ends, longest, longest, scale=self.scale, window_size=causal, enable_gqa=grouped
+        )
+        return found.flatten(1)
 
     def _rows(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, edges: Sequence[int]
