@@ -6,6 +6,7 @@ Both are cached below $XDG_CACHE_HOME/turnlog/models, named by everything that t
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import hashlib
 import itertools
 import json
@@ -109,15 +110,15 @@ def _key(start: WarmStart, settings: Settings, *, steps: int) -> str:
 
 
 def _write_whole(folder: Path, write: Callable[[Path], object]) -> None:
-    """Make `folder` in one step, unless it is there: a second process finds all of it or none."""
+    """Make `folder` in one step, unless it is there: a second process waits for it. What a killed one left goes."""
     if folder.exists():
         return
-    part = folder.with_name(f"{folder.name}.part-{os.getpid()}")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    try:
-        write(part)
-        if not folder.exists():
-            os.replace(part, folder)
-    finally:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    part, lock = (folder.with_name(f"{folder.name}.{kind}") for kind in ("part", "lock"))
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
         shutil.rmtree(part, ignore_errors=True)
+        if not folder.exists():
+            part.mkdir()
+            write(part)
+            os.replace(part, folder)

@@ -1,0 +1,34 @@
+"""A model's folder is made once, and whole, whoever asks and whoever died in it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from turnlog.trainer.tiny_policy import copied
+
+
+def test_what_a_killed_one_left_is_no_part_of_it_and_goes(tmp_path: Path) -> None:
+    model, left = tmp_path / "model", tmp_path / "copy.part"
+    for folder, name in ((model, "config.json"), (left, "half")):
+        folder.mkdir()
+        (folder / name).write_text(name)
+    assert [file.name for file in copied(model, tmp_path / "copy").iterdir()] == ["config.json"]
+    assert not left.exists()
+
+
+def test_two_at_once_find_one_whole_folder(tmp_path: Path) -> None:
+    model, found = tmp_path / "model", list[list[str]]()
+    model.mkdir()
+    for number in range(50):
+        (model / f"{number:02}").write_text("weights")
+
+    def ask() -> None:
+        found.append(sorted(file.name for file in copied(model, tmp_path / "copy").iterdir()))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [[f"{number:02}" for number in range(50)]] * 4
