@@ -127,7 +127,7 @@ async def lag_of(client: Log, settings: Settings, markers: Markers | None = None
     for ((role, group), places), said in zip(wanted.items(), commits, strict=True):
         for place in places:
             high, under_way = said[place].reached() if place in said else (starts[place], 0)
-            taken = max(high, starts[place])
+            taken = max(min(high, ends[place]), starts[place])
             found.append(Lag(role, group, place, taken, ends[place], max(0, ends[place] - taken) + under_way))
     alone = await (markers or Markers()).alone(client, ((one.place, one.taken, one.end) for one in found))
     return [_passed(one) if (one.place, one.taken, one.end) in alone else one for one in found]

@@ -119,6 +119,7 @@ class Loader:
                 await self._standing.say(EngineGone, state=GONE, cause="stopped with its loader")
             else:
                 await self._standing.say(EngineDraining, state=DRAINING)
+            await self._standing.reached.leave()
 
     async def _serve(self, requests: Reader, reader: Reader) -> None:
         """Until the role stops or the engine is asked to go."""
@@ -151,6 +152,8 @@ class Loader:
         """Let the engine drain, say that it is gone, and wait until it is asked for again or the role stops."""
         if self._standing.own.state != GONE:
             await self._drain()
+        if self._standing.own.state == GONE:
+            await self._standing.reached.leave()
         self._role.health.started()
         log.info("%s has left: waiting until it is asked for again", self._standing.engine_id)
         while self._standing.own.leaving and not self._role.stopping.is_set():

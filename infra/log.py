@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 Headers = Sequence[tuple[str, bytes]]
 REACHED_EVERY_S = 1.0
 """Between two commits that nothing but lag is told from."""
+FOR_EVER = (1 << 63) - 1
+"""No offset is behind it."""
 
 
 class LogError(Exception):
@@ -494,6 +496,12 @@ class Reached:
             self._said |= commits
             self._said_at = now
             await self._commit()
+
+    async def leave(self) -> None:
+        """From now on nothing waits for the group, whatever comes, until it says again what it has reached. Raises as
+        say."""
+        left = {place: Commit.low_water(commit.offset, high=FOR_EVER) for place, commit in self._said.items()}
+        await self.say(left, last=True)
 
     async def _commit(self) -> None:
         await self._transactor.begin()

@@ -143,6 +143,26 @@ async def test_versions_that_the_engine_has_are_no_lag_of_its_loader(role: Role,
     assert by_role(await lag_of(role.log, settings))["loader"] == 1
 
 
+@pytest.mark.parametrize(("drains", "waits"), [(True, 0), (False, 1)], ids=["with its engine", "alone"])
+async def test_nothing_waits_for_a_loader_that_went_with_its_engine_until_it_is_back(
+    role: Role, control: MemoryEngineControl, drains: bool, waits: int
+) -> None:
+    await publish(role, 0)
+    task = asyncio.create_task(Loader(role, control, "sglang-4", URL, drains=drains).run())
+    await said(role, 2)
+    role.stopping.set()
+    await task
+    await publish(role, 1)
+    assert by_role(await lag_of(role.log, role.settings))["loader"] == waits
+    role.stopping.clear()
+    task = asyncio.create_task(Loader(role, control, "sglang-4", URL).run())
+    await said(role, 5 if drains else 4)
+    role.stopping.set()
+    await task
+    await publish(role, 2)
+    assert by_role(await lag_of(role.log, role.settings))["loader"] == 1
+
+
 @pytest.mark.parametrize(
     ("update", "experts", "routed", "chosen"),
     [
@@ -265,6 +285,10 @@ async def test_an_engine_that_is_to_go_ends_what_it_has_and_comes_back_with_the_
     gone = (await said(role, 4))[-1]
     assert isinstance(gone, EngineGone)
     assert (gone.cause, control.aborts, control.loads) == ("drained", 0, [0])
+    async with asyncio.timeout(20):
+        assert isinstance(role.log, MemoryLog)
+        while by_role(await lag_of(role.log, role.settings))["loader"]:
+            await role.log.broker.changed(0.02)
     await asked(role, "serving")
     assert told((await said(role, 6))[4:]) == [("Registered", "starting"), ("WeightsLoaded", "serving")]
     assert control.loads == [0, 1], "a newcomer serves nothing before it has the newest weights"
