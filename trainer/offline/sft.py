@@ -2,13 +2,14 @@
 
 Rows of the view `rl` are the tokens that were recorded, with the masks that trained; conversations of the view `sft`
 are rendered by the model's own chat template, cut and encoded as the gateway does it, and every answer is imitated.
-Each imitated token of a step weighs the same. One process; a function of dataset, model, numbers and seed, bit for bit.
+Each imitated token of a step weighs the same. Images that recorded tokens name come from the object store, as a step
+needs them. One process; a function of dataset, model, numbers and seed, bit for bit.
 
     .OUT.sft/plan.json      what OUT is made of; another one is refused
     .OUT.sft/epoch-0001     a checkpoint after each epoch: the same command goes on from the newest
 
 SftError
-├── BadDataset     its view has nothing to imitate, no row fits, or its tokens are not the model's
+├── BadDataset     its view has nothing to imitate, no row fits, or its tokens or images are not the model's
 ├── BadNumber      an argument that means nothing
 ├── NotFinite      steps in a row had no finite gradient: nothing was written
 └── OtherSft       what stands unfinished beside OUT was begun otherwise: names what differs
@@ -17,12 +18,14 @@ SftError
 from __future__ import annotations
 
 import argparse
+import asyncio
 import dataclasses
 import hashlib
 import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,7 +35,12 @@ import pyarrow.dataset
 from numpy.typing import NDArray
 
 from turnlog.infra.roles.terminal import say
+from turnlog.infra.run_folder import resolved
+from turnlog.infra.s3 import S3Blobs
 from turnlog.names import ExitStatus
+from turnlog.processors.core.batches.rows import BatchRows
+from turnlog.schemas.events.turns import ImageRef
+from turnlog.schemas.types import BlobRef
 from turnlog.settings import Settings
 from turnlog.trainer.checkpoints.places import PART, file_sha256
 from turnlog.trainer.checkpoints.state import read_common
@@ -40,6 +48,7 @@ from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.offline.export import appearing, card_of, check_free, model_files
 from turnlog.trainer.plan import LearnerOptions, imitation
+from turnlog.trainer.reading.pictures import laid_out
 from turnlog.trainer.shape import ModelShape, read_shape
 from turnlog.trainer.warm_start import LOWEST_RATE, RAMP_STEPS, demonstration_rows
 from turnlog.trainer.weights import read_weights
@@ -48,6 +57,11 @@ RESULT, PLAN = "sft.json", "plan.json"
 LINES_PER_EPOCH = 10
 READ_ROWS = 256
 MAX_SKIPPED = 3
+COLUMNS = {
+    "rl": ("task_id", "sample_id", "token_ids", "trained", "images"),
+    "sft": ("task_id", "messages", "tools", "finish_reason"),
+}
+"""Of each view, what is read."""
 
 
 class SftError(Exception):
@@ -107,6 +121,8 @@ Verify = Callable[[Path], Verified]
 """The manifest of a dataset whose files are what it says (consumers.datasets)."""
 Imitated = Callable[[Sequence[Mapping[str, Any]], Any, bool], Sequence[Demonstrated]]
 """(messages, tools, whether the last answer came to its end) -> rows, in the tokens of the model (producers)."""
+Fetch = Callable[[Sequence[BlobRef]], Sequence[bytes]]
+"""Contents from the object store, in order."""
 Say = Callable[[str], None]
 
 
@@ -117,6 +133,10 @@ class Row:
     task: str
     token_ids: NDArray[np.int32]
     mask: NDArray[np.uint8]
+    sample: str = ""
+    """Whose recorded tokens they are."""
+    images: tuple[ImageRef, ...] | None = ()
+    """That it shows; None: nobody recorded whether it does."""
 
     @property
     def imitated(self) -> int:
@@ -175,19 +195,42 @@ class Epoch:
 
 
 def command(settings: Settings, arguments: argparse.Namespace, verify: Verify, imitated: Imitated) -> int:
-    """Fine-tune, saying how it goes; 0. Raises SftError, ExportRefused, DatasetError, UnsupportedModel."""
+    """Fine-tune, saying how it goes; 0. Raises SftError, ExportRefused, DatasetError, UnsupportedModel, and of
+    images ImagesUnfit, BlobError, NoEndpoints."""
     numbers = Numbers(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Numbers)})
     numbers.check()
     out: Path = arguments.out
     check_free(out)
     manifest = verify(arguments.dataset)
-    tuning = Tuning(settings, arguments.model, out, numbers, manifest.rows_sha256, say)
-    found = rows_of(arguments.dataset, manifest, imitated)
-    split = divided(list(found), tuning.shape, numbers)
-    _say_rows(split)
-    tuning.run(split, fresh=arguments.fresh)
+    with fetching(settings) as fetch:
+        tuning = Tuning(settings, arguments.model, out, numbers, manifest.rows_sha256, say, fetch)
+        found = rows_of(arguments.dataset, manifest, imitated)
+        split = divided(list(found), tuning.shape, numbers)
+        _say_rows(split)
+        tuning.run(split, fresh=arguments.fresh)
     say(f"{out}: {tuning.epochs[-1].epoch} epochs; serve it with [model] path = {str(out)!r}")
     return ExitStatus.DONE
+
+
+@contextmanager
+def fetching(settings: Settings) -> Iterator[Fetch]:
+    """Of the run's object store, which whoever fetches first opens: text needs none."""
+    opened: list[S3Blobs] = []
+
+    async def contents(refs: Sequence[BlobRef]) -> list[bytes]:
+        return await asyncio.gather(*(opened[0].get(ref) for ref in refs))
+
+    def fetch(refs: Sequence[BlobRef]) -> list[bytes]:
+        if not opened:
+            opened.append(S3Blobs((settings if settings.store.endpoint else resolved(settings)).store))
+        return runner.run(contents(refs))
+
+    with asyncio.Runner() as runner:
+        try:
+            yield fetch
+        finally:
+            for blobs in opened:
+                runner.run(blobs.close())
 
 
 def _say_rows(split: Split) -> None:
@@ -199,23 +242,32 @@ def _say_rows(split: Split) -> None:
 
 def rows_of(dataset: Path, manifest: Verified, imitated: Imitated) -> Iterator[Row]:
     """The dataset's rows as tokens, in file order. Raises BadDataset."""
-    if manifest.view not in ("rl", "sft"):
+    if manifest.view not in COLUMNS:
         raise BadDataset(
             f"{dataset} is of the view {manifest.view}; build one with --view sft (or rl: recorded tokens)"
         )
-    columns = ["task_id", "token_ids", "trained"] if manifest.view == "rl" else ["task_id", "messages", "tools"]
-    if manifest.view == "sft":
-        columns.append("finish_reason")
     files = pyarrow.dataset.dataset(str(dataset / "data"), format=manifest.format)
+    columns = [name for name in COLUMNS[manifest.view] if name != "images" or name in files.schema.names]
     for batch in files.to_batches(columns=columns, batch_size=READ_ROWS):
         for row in batch.to_pylist():
             if manifest.view == "rl":
-                yield Row(row["task_id"], np.array(row["token_ids"], "<i4"), np.array(row["trained"], "u1"))
+                yield _recorded(row)
                 continue
             messages = [{name: value for name, value in one.items() if value is not None} for one in row["messages"]]
             ended = row["finish_reason"] != "length"
             for each in imitated(messages, json.loads(row["tools"] or "[]"), ended):
                 yield Row(row["task_id"], np.array(each.token_ids, "<i4"), np.array(each.mask, "u1"))
+
+
+def _recorded(row: Mapping[str, Any]) -> Row:
+    images: tuple[ImageRef, ...] | None = None
+    if "images" in row:
+        images = tuple(
+            ImageRef(BlobRef(one["sha256"], one["size"], one["media_type"]), one["position"], one["tokens"])
+            for one in row["images"]
+        )
+    tokens, trained = np.array(row["token_ids"], "<i4"), np.array(row["trained"], "u1")
+    return Row(row["task_id"], tokens, trained, row["sample_id"], images)
 
 
 def divided(rows: Sequence[Row], shape: ModelShape, numbers: Numbers) -> Split:
@@ -229,9 +281,15 @@ def divided(rows: Sequence[Row], shape: ModelShape, numbers: Numbers) -> Split:
                 f"a row of task {row.task} has token {top}, the model has {shape.vocabulary}: the dataset's tokens are "
                 "of another tokenizer; build one of the view sft"
             )
-        if shape.vision and bool((row.token_ids == shape.vision.token).any()):
+        if row.images and not shape.vision:
             raise BadDataset(
-                f"a row of task {row.task} has an image, and sft reads text alone: build a dataset without those tasks"
+                f"a row of task {row.task} has images, the model is of a kind that takes none ({shape.kind}): build a "
+                "dataset without those tasks"
+            )
+        if shape.vision and row.images is None and bool((row.token_ids == shape.vision.token).any()):
+            raise BadDataset(
+                f"a row of task {row.task} has tokens of images, and the dataset is of a release that named none: "
+                "build it again"
             )
         reason = f"longer than {most} tokens" if len(row.token_ids) > most else "" if row.imitated else "no answer"
         if reason:
@@ -252,7 +310,14 @@ class Tuning:
     """One fine-tuning, and what stands beside its folder until it is done."""
 
     def __init__(
-        self, settings: Settings, model: Path, out: Path, numbers: Numbers, rows_sha256: str, say: Say
+        self,
+        settings: Settings,
+        model: Path,
+        out: Path,
+        numbers: Numbers,
+        rows_sha256: str,
+        say: Say,
+        fetch: Fetch,
     ) -> None:
         """Raises UnsupportedModel."""
         self.shape = read_shape(model)
@@ -269,7 +334,7 @@ class Tuning:
             dtype=trainer.dtype,
             threads=trainer.threads,
         )
-        self._model, self._out, self._numbers, self._say = model, out, numbers, say
+        self._model, self._out, self._numbers, self._say, self._fetch = model, out, numbers, say, fetch
         self._beside = out.with_name(f".{out.name}.sft")
         self._plan = {
             "dataset": rows_sha256,
@@ -325,7 +390,7 @@ class Tuning:
         for number in range(steps):
             chosen = [split.train[at] for at in order[number * numbers.rows : (number + 1) * numbers.rows]]
             rate = self._rate((epoch - 1) * steps + number, steps * numbers.epochs)
-            result = learner.step(_batch(chosen), imitation, rate)
+            result = learner.step(self._batch(chosen), imitation, rate)
             self._check_finite(epoch, number + 1, skipped=result.skipped)
             loss, tokens = loss + result.loss * result.trained_tokens, tokens + result.trained_tokens
             if (number + 1) % told == 0 or number + 1 == steps:
@@ -342,6 +407,16 @@ class Tuning:
         ramp = min(RAMP_STEPS, max(1, steps // 10))
         return self._numbers.rate * min(1.0, (step + 1) / ramp) * max(LOWEST_RATE, 1 - step / steps)
 
+    def _batch(self, rows: Sequence[Row]) -> BatchRows:
+        """Raises ImagesUnfit, and what fetching does."""
+        batch = demonstration_rows([(row.token_ids.tolist(), row.mask.tolist()) for row in rows])
+        refs = {image.image.sha256: image.image for row in rows for image in row.images or ()}
+        if not refs or self.shape.vision is None:
+            return batch
+        batch = dataclasses.replace(batch, sample_ids=tuple(row.sample for row in rows))
+        contents = dict(zip(refs, self._fetch(list(refs.values())), strict=True))
+        return laid_out(batch, [row.images or () for row in rows], contents, self.shape.vision, self._model)
+
     def _check_finite(self, epoch: int, step: int, *, skipped: bool) -> None:
         self._skipped = self._skipped + 1 if skipped else 0
         if skipped:
@@ -354,7 +429,7 @@ class Tuning:
             return None
         loss, tokens = 0.0, 0
         for at in range(0, len(rows), self._numbers.rows):
-            result = learner.measure(_batch(rows[at : at + self._numbers.rows]), imitation)
+            result = learner.measure(self._batch(rows[at : at + self._numbers.rows]), imitation)
             loss, tokens = loss + result.loss * result.trained_tokens, tokens + result.trained_tokens
         return loss / tokens
 
@@ -390,10 +465,6 @@ class Tuning:
                 "loss": last.loss, "held-out loss": last.held_out, "dtype": ", ".join(sorted(dtypes)),
             }  # fmt: skip
             (part / "README.md").write_text(card_of(f"{self._model.name}, fine-tuned", ("sft",), facts))
-
-
-def _batch(rows: Sequence[Row]) -> Any:
-    return demonstration_rows([(row.token_ids.tolist(), row.mask.tolist()) for row in rows])
 
 
 def _sha256_of(model: Path) -> str:

@@ -1,6 +1,6 @@
-"""The images that the samples of a batch name, laid out by the model's own image processor, as an engine lays them out.
+"""The images that rows name, laid out by the model's own image processor, as an engine lays them out.
 
-Batch files hold none: a sample names them by content, as it does its experts. transformers' processor resizes by
+Batch files and datasets hold none: they are named by content, as experts are. transformers' processor resizes by
 torchvision where it is installed, else by Pillow, whose values differ by a 255th: trainer and engines need the same.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from turnlog.infra.blobs import Blobs, ImageUnreadable, opened_image
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Log
 from turnlog.processors.core.batches.rows import BatchRows
-from turnlog.schemas.events import SampleBatchFormed, SegmentSample
+from turnlog.schemas.events import SampleBatchFormed
 from turnlog.schemas.events.turns import ImageRef
 from turnlog.trainer import ImagesUnfit
 from turnlog.trainer.models.vision import Picture, pictured
@@ -44,34 +45,39 @@ async def with_pictures(
     contents = dict(zip(refs, await asyncio.gather(*map(blobs.get, refs.values())), strict=True))
     if not contents:
         return rows
-    return await asyncio.to_thread(_joined, rows, named, contents, vision, model)
+    return await asyncio.to_thread(laid_out, rows, [sample.images for sample in named], contents, vision, model)
 
 
-def _joined(
-    rows: BatchRows, named: list[SegmentSample], contents: dict[str, bytes], vision: VisionShape, model: Path
+def laid_out(
+    rows: BatchRows,
+    images: Sequence[Sequence[ImageRef]],
+    contents: Mapping[str, bytes],
+    vision: VisionShape,
+    model: Path,
 ) -> BatchRows:
-    laid_out: dict[str, Any] = {}
+    """The rows with the images of each, whose `contents` are by their sha256. Raises ImagesUnfit."""
+    arrays: dict[str, Any] = {}
     pictures: list[list[Picture]] = []
-    for row, sample in enumerate(named):
+    for row, named in enumerate(images):
         start, length = int(rows.starts[row]), int(rows.lengths[row])
         tokens = rows.token_ids[start : start + length]
         pictures.append([])
-        for image in sample.images:
+        for image in named:
             if image.position >= length:
                 continue  # a draw may have cut the sample's tail
-            about = f"sample {sample.sample_id}: the image {image.image.sha256} at token {image.position}"
-            if image.image.sha256 not in laid_out:
-                laid_out[image.image.sha256] = _laid_out(contents[image.image.sha256], model, about)
-            pictures[-1].append(_placed(image, laid_out[image.image.sha256], vision, about))
+            about = f"sample {rows.sample_ids[row]}: the image {image.image.sha256} at token {image.position}"
+            if image.image.sha256 not in arrays:
+                arrays[image.image.sha256] = _processed(contents[image.image.sha256], model, about)
+            pictures[-1].append(_placed(image, arrays[image.image.sha256], vision, about))
             if np.any(tokens[image.position : image.position + image.tokens] != vision.token):
                 raise ImagesUnfit(f"{about}: its tokens are not all {vision.token}, the model's for images")
     return pictured(rows, pictures)
 
 
-def _placed(image: ImageRef, laid_out: Any, vision: VisionShape, about: str) -> Picture:
-    frames, height, width = (int(side) for side in laid_out["image_grid_thw"][0])
+def _placed(image: ImageRef, arrays: Any, vision: VisionShape, about: str) -> Picture:
+    frames, height, width = (int(side) for side in arrays["image_grid_thw"][0])
     picture = Picture(
-        image.image.sha256, image.position, height // vision.merge, width // vision.merge, laid_out["pixel_values"]
+        image.image.sha256, image.position, height // vision.merge, width // vision.merge, arrays["pixel_values"]
     )
     if frames != 1 or picture.tokens != image.tokens:
         raise ImagesUnfit(
@@ -81,7 +87,7 @@ def _placed(image: ImageRef, laid_out: Any, vision: VisionShape, about: str) -> 
     return picture
 
 
-def _laid_out(content: bytes, model: Path, about: str) -> Any:
+def _processed(content: bytes, model: Path, about: str) -> Any:
     """The processor's answer. Raises ImagesUnfit."""
     try:
         with opened_image(content, whole=True) as image:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -16,13 +17,28 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.fakes.pictures import encoded, painted
+from turnlog.infra.embedded.tiny_model import make_tiny_vision
 from turnlog.infra.recipes import recipe
 from turnlog.producers.recipes.warm_start import imitated
+from turnlog.schemas.events.turns import ImageRef
+from turnlog.schemas.types import BlobRef
 from turnlog.settings import Settings
 from turnlog.trainer.offline.export import ExportRefused
-from turnlog.trainer.offline.sft import BadDataset, BadNumber, Numbers, OtherSft, Row, Split, Tuning, divided, rows_of
+from turnlog.trainer.offline.sft import (
+    BadDataset,
+    BadNumber,
+    Fetch,
+    Numbers,
+    OtherSft,
+    Row,
+    Split,
+    Tuning,
+    divided,
+    rows_of,
+)
 from turnlog.trainer.reference import synthetic_model
-from turnlog.trainer.shape import TINY, TINY_VISION
+from turnlog.trainer.shape import TINY, TINY_VISION, read_shape
 from turnlog.trainer.warm_start import random_weights
 from turnlog.trainer.weights import read_weights, write_folder
 
@@ -55,10 +71,18 @@ def unused(messages: Sequence[Mapping[str, Any]], tools: Any, ended: bool) -> li
 
 
 def tuning(
-    model: Path, out: Path, numbers: Numbers = NUMBERS, say: Callable[[str], None] | None = None
+    model: Path,
+    out: Path,
+    numbers: Numbers = NUMBERS,
+    say: Callable[[str], None] | None = None,
+    fetch: Fetch | None = None,
 ) -> tuple[Tuning, list[str]]:
     said: list[str] = []
-    return Tuning(Settings(), model, out, numbers, "0" * 64, say or said.append), said
+    return Tuning(Settings(), model, out, numbers, "0" * 64, say or said.append, fetch or unread), said
+
+
+def unread(refs: Sequence[BlobRef]) -> list[bytes]:
+    raise AssertionError("text is fetched from nowhere")
 
 
 def test_epochs_learn_and_say_the_loss_of_tasks_that_they_never_saw(model: Path, split: Split, tmp_path: Path) -> None:
@@ -110,9 +134,48 @@ def test_a_killed_run_goes_on_after_its_last_epoch_to_the_same_bits(model: Path,
 
 
 def test_recorded_tokens_are_imitated_where_they_trained(tmp_path: Path) -> None:
-    manifest = dataset(tmp_path, "rl", [{"task_id": "t", "token_ids": [1, 5, 6, 2], "trained": [0, 0, 1, 1]}])
-    (row,) = rows_of(tmp_path, manifest, unused)
+    recorded = {"task_id": "t", "sample_id": "s", "token_ids": [1, 5, 6, 2], "trained": [0, 0, 1, 1]}
+    (row,) = rows_of(tmp_path, dataset(tmp_path, "rl", [recorded]), unused)
     assert (row.task, row.token_ids.tolist(), row.mask.tolist()) == ("t", [1, 5, 6, 2], [0, 0, 1, 1])
+    assert row.images is None, "the dataset is of a release that named none"
+
+
+def test_recorded_answers_to_images_are_imitated_with_the_images_before_them(tmp_path: Path) -> None:
+    """The loss of tasks that are held out is transformers' of the model that was written."""
+    from transformers import AutoImageProcessor, Qwen2_5_VLForConditionalGeneration
+
+    model = make_tiny_vision(tmp_path / "policy")
+    shape, processor = read_shape(model), cast(Any, AutoImageProcessor).from_pretrained(model)
+    assert shape.vision is not None
+    stored, rows, seen = dict[str, bytes](), list[dict[str, Any]](), list[Any]()
+    for task in range(4):
+        content = encoded(painted(60, 90, 60 * task))
+        seen.append(processor(images=[painted(60, 90, 60 * task)], return_tensors="pt"))
+        ref = BlobRef(hashlib.sha256(content).hexdigest(), len(content), "image/png")
+        stored[ref.sha256] = content
+        tokens = int(seen[-1]["image_grid_thw"].prod()) // shape.vision.merge**2
+        image = dataclasses.asdict(ref) | {"position": 2, "tokens": tokens}
+        ids = [7, 8, *[shape.vision.token] * tokens, 9, 20 + task, 30, 31]
+        rows.append({"task_id": f"t{task}", "sample_id": f"s{task}", "token_ids": ids,
+                     "trained": [0] * (len(ids) - 3) + [1, 1, 1], "images": [image]})  # fmt: skip
+    numbers = dataclasses.replace(NUMBERS, epochs=1)
+    split = divided(list(rows_of(tmp_path, dataset(tmp_path, "rl", rows), unused)), shape, numbers)
+    made, _ = tuning(model, tmp_path / "better", numbers, fetch=lambda refs: [stored[ref.sha256] for ref in refs])
+    made.run(split)
+    network: Any = Qwen2_5_VLForConditionalGeneration
+    written = network.from_pretrained(tmp_path / "better", dtype=torch.float32).eval()
+    (row,) = split.held_out
+    batch = torch.from_numpy(row.token_ids).long()[None]
+    kinds = (batch == shape.vision.token).int()
+
+    def loss(**shown: Any) -> float:
+        with torch.no_grad():
+            logits = written(input_ids=batch, **shown).logits[0, :-1]
+        return -float(logits.log_softmax(-1).gather(-1, batch[0, 1:, None])[-3:].mean())
+
+    wanted = loss(mm_token_type_ids=kinds, **seen[int(row.task[1:])])
+    assert made.epochs[-1].held_out == pytest.approx(wanted, abs=1e-5)
+    assert abs(loss() - wanted) > 1e-3, "what is seen is in every number"
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +235,12 @@ def test_what_cannot_be_imitated_is_refused_or_counted(tmp_path: Path) -> None:
         divided([dumb], TINY, NUMBERS)
     with pytest.raises(BadDataset, match="token 384, the model has 384"):
         divided([Row("t", np.array([1, 384], "<i4"), np.array([0, 1], "u1"))], TINY, NUMBERS)
-    with pytest.raises(BadDataset, match="a row of task t has an image"):
-        divided([good, Row("t", np.array([1, 5], "<i4"), np.array([0, 1], "u1"))], TINY_VISION, NUMBERS)
+    shown = dataclasses.replace(good, images=(ImageRef(BlobRef("0" * 64, 1), 0, 1),))
+    with pytest.raises(BadDataset, match=r"a row of task t has images, .* takes none \(qwen3\)"):
+        divided([shown], TINY, NUMBERS)
+    assert TINY_VISION.vision is not None
+    old = dataclasses.replace(good, token_ids=np.array([1, TINY_VISION.vision.token], "<i4"), images=None)
+    with pytest.raises(BadDataset, match=r"tokens of images, .* build it again"):
+        divided([old], TINY_VISION, NUMBERS)
     with pytest.raises(BadNumber, match="held-out 1"):
         dataclasses.replace(NUMBERS, held_out=1.0).check()
