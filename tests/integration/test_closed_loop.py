@@ -80,6 +80,8 @@ class Loop:
         self.directory = directory / "run"
         self.file = directory / "settings.toml"
         self.file.write_text(settings.format(directory=self.directory))
+        self.said = ""
+        """By `turnlog up`."""
 
     def turnlog(self, *verb: str, file: Path | None = None) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "turnlog.cli", "--settings", str(file or self.file), *verb]
@@ -114,6 +116,7 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loop]:
     loop = Loop(tmp_path_factory.mktemp("loop"))
     started = loop.turnlog("up")
     assert started.returncode == 0, started.stderr
+    loop.said = started.stdout
     try:
         command = [sys.executable, "-m", "turnlog.cli", "--settings", str(loop.kept), "run"]
         running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -199,6 +202,7 @@ def test_the_status_shows_roles_lag_and_versions(loop: Loop) -> None:
 
 def test_the_dashboard_of_a_run_that_is_up_shows_its_sessions(loop: Loop) -> None:
     page = read_endpoints(loop.directory).dashboard
+    assert loop.said.splitlines()[0] == f"dashboard {page}"
     shown = httpx.get(f"{page}/sessions", timeout=30)
     assert shown.status_code == 200
     sessions = set(re.findall(r'href="/sessions/(\w+)"', shown.text))

@@ -24,6 +24,9 @@ for record in ALL:
 print(len(names))
 """
 
+READ = ("consumers/dashboard/pages", "consumers/dashboard/static", "producers/recipes/template", "schemas/avro")
+"""Files that modules read."""
+
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory: pytest.TempPathFactory, repository: list[Path]) -> Path:
@@ -56,3 +59,6 @@ def test_a_fresh_environment_imports_every_module(distributions: Path, tmp_path:
     done = subprocess.run([python, "-W", "ignore", "-c", IMPORT_ALL], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert int(done.stdout.split()[-1]) > 60
+    for folder in READ:
+        shipped = {file.name for file in (site / "turnlog" / folder).iterdir()}
+        assert {file.name for file in (ROOT / folder).iterdir() if file.suffix != ".py"} <= shipped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib.util
 import os
@@ -12,18 +13,20 @@ import orjson
 import pyarrow.parquet as pq
 import pytest
 
-from tests.unit.consumers.conftest import CODEC, TrainedRun
+from tests.unit.consumers.conftest import CODEC, SETTINGS, TrainedRun
 from turnlog.consumers.books import read_levels
 from turnlog.consumers.index import BadQuestion, NoIndex, RecordGone
-from turnlog.consumers.index.console import Wanted, drawn, line, resolved, tail
+from turnlog.consumers.index.console import Wanted, as_json, drawn, line, resolved, tail, why_command
 from turnlog.consumers.index.fate import of_session, tally, tokens
 from turnlog.consumers.index.indexer import build, opened_writer
 from turnlog.consumers.index.query import Bounds, ask, write_parquet
-from turnlog.consumers.index.reader import Index, SessionFilter
+from turnlog.consumers.index.reader import Index, SessionFilter, path_of
 from turnlog.infra.log import Partition
-from turnlog.infra.roles.terminal import Terminal
+from turnlog.infra.roles.terminal import Terminal, say, say_json
 from turnlog.processors.core.fold_versions import FOLD_VERSION
 from turnlog.schemas import topics
+from turnlog.schemas.events import SessionStarted
+from turnlog.settings import IndexSettings
 
 ROOT = Path(__file__).parents[3]
 
@@ -174,7 +177,35 @@ async def test_the_chain_of_a_session_names_every_record_that_decided(tmp_path: 
     assert "trained)" in said.get()
 
 
-async def test_a_tail_shows_what_passes_one_line_each_and_no_escape_reaches_the_terminal() -> None:
+@pytest.mark.parametrize("kind", ["session", "group"])
+async def test_why_tells_the_records_that_decided_as_lines_and_as_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    settings = dataclasses.replace(SETTINGS, index=IndexSettings(path=str(tmp_path / "index.sqlite")))
+    run = TrainedRun(settings)
+    await run.bad_days(3, groups=4)
+    await run.steps()
+    await build(run.role("index"), path_of(settings))
+    with Index.open(path_of(settings)) as index:
+        trained = f"SELECT sessions.{kind}_id AS id FROM batch_rows JOIN sessions USING (session_id) LIMIT 1"
+        name = index.rows(trained)[0]["id"]
+    said = list[str]()
+    for whole in (False, True):
+        assert why_command(settings, argparse.Namespace(about=name[:20], json=whole, source="topics")) == 0
+        said.append(capsys.readouterr().out)
+    told = orjson.loads(said[1])
+    kinds = [record["kind"] for record in told["records"]]
+    assert {"GroupScored", "SampleBatchFormed"} <= set(kinds)
+    assert kinds.index("GroupScored") < kinds.index("SampleBatchFormed")
+    assert told["about"].startswith(f"{kind} {name}: ")
+    head, *lines = said[0].splitlines()
+    assert (head, len(lines)) == (told["about"], len(kinds))
+    assert all(record["at"] in line for record, line in zip(told["records"], lines, strict=True))
+
+
+async def test_a_tail_shows_what_passes_one_line_each_and_no_escape_reaches_the_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     run = TrainedRun()
     await run.good_days(groups=2)
     wanted = Wanted(group="group-1", kinds=frozenset({"SessionStarted", "GroupScored"}))
@@ -183,6 +214,15 @@ async def test_a_tail_shows_what_passes_one_line_each_and_no_escape_reaches_the_
     assert {type(event).__name__ for _, event in found} == wanted.kinds
     assert all("\n" not in line(*each) for each in found)
     assert [type(event).__name__ for _, event in found][-1] == "GroupScored"
+    record, event = found[0]
+    assert isinstance(event, SessionStarted)
+    planted = dataclasses.replace(event, task_id="t\x1b[2J\u202e\n")
+    say(line(record, planted))
+    say_json(as_json(record, planted), indent=None)
+    shown = capsys.readouterr().out
+    assert all(each.isprintable() for each in shown.splitlines())
+    told = orjson.loads(shown.splitlines()[1])
+    assert (told["topic"], told["offset"], told["event"]["task_id"]) == (record.topic, record.offset, planted.task_id)
 
 
 async def test_ten_questions_are_answered(tmp_path: Path) -> None:
