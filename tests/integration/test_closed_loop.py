@@ -116,7 +116,7 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loop]:
     loop = Loop(tmp_path_factory.mktemp("loop"))
     started = loop.turnlog("up")
     assert started.returncode == 0, started.stderr
-    loop.said = started.stdout
+    loop.said = started.stderr
     try:
         command = [sys.executable, "-m", "turnlog.cli", "--settings", str(loop.kept), "run"]
         running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -202,7 +202,7 @@ def test_the_status_shows_roles_lag_and_versions(loop: Loop) -> None:
 
 def test_the_dashboard_of_a_run_that_is_up_shows_its_sessions(loop: Loop) -> None:
     page = read_endpoints(loop.directory).dashboard
-    assert loop.said.splitlines()[0] == f"dashboard {page}"
+    assert f"dashboard {page}\n" in loop.said.partition(" s  ")[0], "before anything is ready"
     shown = httpx.get(f"{page}/sessions", timeout=30)
     assert shown.status_code == 200
     sessions = set(re.findall(r'href="/sessions/(\w+)"', shown.text))
