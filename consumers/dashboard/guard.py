@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -54,6 +55,8 @@ HEADERS: Final = {  # no-referrer would have browsers send "Origin: null" with o
 OPEN: Final = ("/login", "/static/")
 """Paths for who has not logged in."""
 LOOPBACK_NAMES: Final = frozenset({"localhost", "localhost."})
+HOST: Final = re.compile(r"(\[[^\s/?#\\@\[\]]+\]|[^\s/?#\\@\[\]:]+)(:[0-9]*)?")
+"""A name or an address, and a port: what else an address of a page has could make another page of it."""
 FIELD: Final = "form_token"
 
 
@@ -162,19 +165,20 @@ class Guard:
             raise Refused(400, f"{scope['type']}: only http is spoken here")
         request = Request(scope, receive)
         visitor = self._visitor(request)
+        path: str = scope["path"]  # what is routed by; the url of a request is made of its Host, too
         scope.setdefault("state", {})["visitor"] = visitor
         try:
             self._check(request, visitor)
-            if (request.method, request.url.path) == ("GET", "/login") and request.query_params.get("token"):
+            if (request.method, path) == ("GET", "/login") and request.query_params.get("token"):
                 answer = self._logged_in(request)
-            elif request.url.path == "/logout" and request.method == "POST":
+            elif (request.method, path) == ("POST", "/logout"):
                 answer = await self._logged_out(request, visitor)
             else:
-                await self._pages(scope, receive, _with_headers(send, request.url.path))
+                await self._pages(scope, receive, _with_headers(send, path))
                 return
         except Refused as refusal:
             answer = Response(f"{refusal}\n", refusal.status, media_type="text/plain")
-        await answer(scope, receive, _with_headers(send, request.url.path))
+        await answer(scope, receive, _with_headers(send, path))
 
     def _visitor(self, request: Request) -> Visitor:
         cookie = request.cookies.get(self._rules.cookie, "")
@@ -192,7 +196,7 @@ class Guard:
             )  # fmt: skip
         if request.method not in ("GET", "HEAD", "POST"):
             raise Refused(405, f"{request.method[:20]} is not served")
-        if self._rules.login and not visitor.logged_in and not request.url.path.startswith(OPEN):
+        if self._rules.login and not visitor.logged_in and not request.scope["path"].startswith(OPEN):
             raise Refused(401, "log in first: `turnlog dashboard link` prints a link that counts once")
         if request.method == "POST":
             _check_origin(request)
@@ -200,10 +204,8 @@ class Guard:
                 raise Refused(403, "log in first: `turnlog dashboard link` prints a link that counts once")
 
     def _knows(self, host: str) -> bool:
-        try:
-            name = urlsplit(f"//{host}").hostname or ""
-        except ValueError:
-            return False
+        found = HOST.fullmatch(host)
+        name = found[1].strip("[]").lower() if found else ""
         if name in self._rules.hosts or name in LOOPBACK_NAMES:
             return True
         try:

@@ -186,6 +186,8 @@ async def test_sessions_are_filtered_and_paged_on_the_server(told: ToldRun) -> N
     [
         ("127.0.0.1:1", 200), ("localhost", 200), ("[::1]:80", 200), ("box.internal:8080", 200), ("evil.example", 421),
         ("127.0.0.1.evil.example", 421), ("localhost.evil.example", 421), ("[::1", 421), ("", 421), ("a@b:c", 421),
+        ("127.0.0.1/login?", 421), ("127.0.0.1/static/x?", 421), ("localhost#", 421), ("localhost\\@evil.example", 421),
+        ("evil@127.0.0.1", 421), ("127.0.0.1 x", 421), ("127.0.0.1:80x", 421), ("LOCALHOST:80", 200),
     ],
 )  # fmt: skip
 async def test_a_name_of_somebody_elses_that_leads_here_is_refused(told: ToldRun, host: str, status: int) -> None:
