@@ -186,7 +186,7 @@ async def _as_new_call(role: Role, letter: DeadLetter, value: bytes, times: int)
     return role.events.codec.encode(again)
 
 
-PLACE = re.compile(r"(?P<topic>[a-z.-]+)\[(?P<partition>\d+)\]@(?P<offset>\d+)")
+PLACE = re.compile(r"(?P<topic>[a-z.-]+)\[(?P<partition>\d{1,9})\]@(?P<offset>\d{1,18})")
 FOLDED = (SESSIONS.name, TURNS.name, SNAPSHOTS.name)
 """What assembler units read: only there a unit stops at a record."""
 

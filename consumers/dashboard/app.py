@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
@@ -43,7 +44,7 @@ from turnlog.consumers.index import (
 )
 from turnlog.consumers.index.comparison import Other, changed, differences, settings_of
 from turnlog.consumers.index.fate import of_session
-from turnlog.consumers.index.reader import SORTS, AsOf, Index, SessionFilter, where_of
+from turnlog.consumers.index.reader import SORTS, AsOf, Index, SessionFilter, where_of, whole
 from turnlog.infra.archive import ReadOnlyArchive
 from turnlog.schemas import UndecodableRecord
 from turnlog.schemas.events import Outcome
@@ -114,8 +115,8 @@ class Pages:
             "/": self.run, "/sessions": self.sessions, "/sessions/histogram": self.histogram,
             "/sessions/{id}": self.session, "/sessions/{id}/tokens": self.tokens,
             "/sessions/{id}/images/{name}": self.image, "/compare": self.compare, "/groups/{id}": self.group,
-            "/batches": self.batches, "/batches/{number:int}": self.batch, "/weights": self.weights,
-            "/dead-letters": self.dead_letters, "/records/{topic}/{partition:int}/{offset:int}": self.record,
+            "/batches": self.batches, "/batches/{number}": self.batch, "/weights": self.weights,
+            "/dead-letters": self.dead_letters, "/records/{topic}/{partition}/{offset}": self.record,
             "/live": self.live, "/login": self.login, "/queues": self.queues,
             "/sandboxes": self.sandboxes, "/timeline": self.timeline,
             "/against": self.against, "/against/{name}": self.against, "/against/{name}/samples": self.differences,
@@ -245,7 +246,7 @@ class Pages:
 
     def batch(self, request: Request) -> Response:
         """One batch."""
-        number = request.path_params["number"]
+        number = whole("batch", request.path_params["number"])
         with self._opened() as index, index.snapshot():
             found = known(index.batch(number), f"batch {number}")
             drawn = timeline(index, found)
@@ -337,7 +338,8 @@ class Pages:
     async def record(self, request: Request) -> Response:
         """A record as it stands on the log."""
         place = request.path_params
-        body = await self._records.record(place["topic"], place["partition"], place["offset"])
+        partition, offset = (whole(name, place[name]) for name in ("partition", "offset"))
+        body = await self._records.record(place["topic"], partition, offset)
         with self._opened() as index:
             as_of = index.as_of()
         text = orjson.dumps(body["event"], option=orjson.OPT_INDENT_2).decode()
@@ -414,8 +416,8 @@ def _filter(request: Request, *, but: tuple[str, ...] = ()) -> tuple[SessionFilt
     kinds: dict[str, Callable[[str], Any]] = dict.fromkeys(
         ("recipe", "task_id", "group_id", "outcome", "fate", "text"), str
     )
-    kinds |= {"min_reward": float, "max_reward": float, "min_version": int, "max_version": int, "batch_index": int,
-              "failed_calls": bool}  # fmt: skip
+    kinds |= {name: partial(whole, name) for name in ("min_version", "max_version", "batch_index")}
+    kinds |= {"min_reward": float, "max_reward": float, "failed_calls": bool}
     values, asked = {}, {}
     for name, kind in kinds.items():
         text = request.query_params.get(name, "").strip()
@@ -435,11 +437,7 @@ def _done(what: str, place: str) -> Response:
 def _whole(request: Request, name: str, otherwise: Number) -> int | Number:
     """Raises BadQuestion."""
     text = request.query_params.get(name, "")
-    if not text:
-        return otherwise
-    if not text.lstrip("-").isdecimal() or len(text) > 19:
-        raise BadQuestion(f"{name}: {text!r} is no whole number")
-    return int(text)
+    return whole(name, text) if text else otherwise
 
 
 def clock(ms: int | None) -> str:

@@ -154,7 +154,7 @@ class Records:
 
     async def record(self, topic: str, partition: int, offset: int) -> dict[str, Any]:
         """A record as JSON. Raises Unknown, RecordGone, LogError."""
-        if topic not in NUMBER or partition >= 1 << PARTITION_BITS or offset >= 1 << OFFSET_BITS:
+        if topic not in NUMBER or partition not in range(1 << PARTITION_BITS) or offset not in range(1 << OFFSET_BITS):
             raise Unknown(f"{topic}[{partition}]@{offset} is no place that the index knows")
         place = place_of(topic, partition, offset)
         role = await self.opened()

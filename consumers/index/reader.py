@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import re
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -31,6 +32,7 @@ SORTS: Final = ("started_ms", "finished_ms", "reward", "output_tokens", "turns",
 CALL_SORTS: Final = ("duration_s", "queue_s")
 """What answered calls are sorted by; each has an index."""
 MOST_ROWS: Final = 1000
+WHOLE: Final = re.compile("-?[0-9]{1,19}")
 Row = Mapping[str, Any]
 """A row of a table or view, by column (docs/index-schema.md)."""
 
@@ -422,16 +424,15 @@ class Index:
         if sort not in CALL_SORTS:
             raise BadQuestion(f"sort {sort!r} is none of {', '.join(CALL_SORTS)}")
         value, name, _ = _cursor(after, sort, True)
-        if name is not None and not name.isdecimal():
-            raise BadQuestion(f"after {after!r} is of no page")
+        place = None if name is None else whole("after", name)
         asked = [("a.status = ?", status)] if status else []
         asked += [("a.reason = ?", reason)] if reason is not None else []
-        beyond = [] if name is None else [f"(a.{sort}, a.place) < (?, ?)"]
+        beyond = [] if place is None else [f"(a.{sort}, a.place) < (?, ?)"]
         where = " AND ".join(["a.counts", *(clause for clause, _ in asked), *beyond])
         with self.snapshot() as as_of:
             found = self.rows(
                 f"{ANSWERED} WHERE {where} ORDER BY a.{sort} DESC, a.place DESC LIMIT ?",
-                *(asked_for for _, asked_for in asked), *([] if name is None else [value, int(name)]), limit + 1,
+                *(asked_for for _, asked_for in asked), *([] if place is None else [value, place]), limit + 1,
             )  # fmt: skip
         rows = found[:limit]
         last = _after(sort, True, rows[-1][sort], str(rows[-1]["place"])) if len(found) > limit else None
@@ -497,6 +498,13 @@ def connected(path: Path) -> sqlite3.Connection:
     return connection
 
 
+def whole(name: str, text: str) -> int:
+    """A number that SQLite can hold, of what `name` was asked to be. Raises BadQuestion."""
+    if not WHOLE.fullmatch(text) or not -(2**63) <= (found := int(text)) < 2**63:
+        raise BadQuestion(f"{name}: {text[:40]!r} is no whole number of 64 bits")
+    return found
+
+
 def where_of(place: int) -> str:
     """topic[partition]@offset"""
     (topic, number), offset = standing(place)
@@ -517,8 +525,11 @@ def _cursor(after: str | None, sort: str, descending: bool) -> tuple[Any, str | 
         return None, None, False
     try:
         of_sort, of_order, value, name = orjson.loads(base64.urlsafe_b64decode(after))
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise BadQuestion(f"after {after!r} is of no page") from error
-    if (of_sort, of_order) != (sort, descending) or not isinstance(name, str):
+    fits = isinstance(name, str) and isinstance(value, int | float | None)
+    if (of_sort, of_order) != (sort, descending) or not fits:
         raise BadQuestion(f"after {after!r} is of another order")
+    if isinstance(value, int):
+        whole("after", str(value))
     return value, name, value is None

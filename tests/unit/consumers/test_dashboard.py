@@ -255,9 +255,10 @@ async def test_a_form_counts_with_origin_login_and_form_token_alone(told: ToldRu
         token = re.search(r'name="form_token" value="([0-9a-f]+)"', page)
         assert token is not None
         form = {"form_token": token[1]}
-        for headers in ({}, {"origin": "https://evil.example"}, {"origin": "null"},
+        for headers in ({}, {"origin": "https://evil.example"}, {"origin": "null"}, {"origin": "http://["},
                         origin | {"sec-fetch-site": "cross-site"}):  # fmt: skip
-            assert (await client.post("/logout", data=form, headers=headers)).status_code == 403
+            answer = await client.post("/logout", data=form, headers=headers)
+            assert (answer.status_code, "content-security-policy" in answer.headers) == (403, True), headers
         for body in ({}, {"form_token": "0" * 64}, {"form_token": "é"}):
             assert (await client.post("/logout", data=body, headers=origin)).status_code == 403
         assert (await client.post("/logout", content=b"x" * 20_000, headers=origin)).status_code == 400
@@ -295,9 +296,10 @@ async def test_a_refused_record_is_put_back_or_passed_over_by_who_logged_in(tmp_
         assert (await client.post("/dead-letters/requeue", data=form, headers=origin)).status_code == 409
         skipped = form | {"reason": "poison"}
         assert (await client.post("/dead-letters/skip", data=skipped, headers=origin)).status_code == 303
-        assert (
-            await client.post("/dead-letters/skip", data=skipped | {"place": "x"}, headers=origin)
-        ).status_code == 409
+        assert [
+            (await client.post("/dead-letters/skip", data=skipped | {"place": place}, headers=origin)).status_code
+            for place in ("x", f"agent.turns[0]@{'9' * 5000}")
+        ] == [409, 409]
         assert (await client.get(f"/records/agent.turns/0/{offset}")).status_code == 422
         spoofed = await client.get("/dead-letters", params={"done": "put back", "at": "call this number"})
         assert "call this number" not in spoofed.text
@@ -317,6 +319,32 @@ async def test_every_answer_says_what_it_may_load(told: ToldRun) -> None:
             assert headers["referrer-policy"] == "same-origin"
         refused = await client.get("/", headers={"host": "evil.example"})
         assert "default-src 'none'" in refused.headers["content-security-policy"]
+
+
+async def test_numbers_and_places_in_pages_that_nothing_has_are_refused(told: ToldRun) -> None:
+    def after(*place: object) -> str:
+        return base64.urlsafe_b64encode(orjson.dumps(place[0] if len(place) == 1 else place)).decode()
+
+    big, session, call = "9" * 30, ("started_ms", True), ("duration_s", True)
+    pages = [
+        *(f"/sessions?{name}={big}" for name in ("batch_index", "min_version", "max_version")),
+        *(f"/batches?before={text}" for text in ("--5", "-", "1_0", "9" * 19)),
+        *(f"/dead-letters?after={text}" for text in ("--1", "9" * 19)),
+        *(f"/batches/{text}" for text in (big, "9" * 5000, "x")),
+        *(f"/records/agent.turns/{text}" for text in (f"0/{big}", f"{big}/0", "x/0")),
+        *("/timeline?from=--1", f"/timeline?from=0&to={'9' * 19}"),
+        *(f"/sessions?after={after(each)}" for each in (5, None, {}, [])),
+        *(f"/sessions?after={after(*session, each, 'x')}" for each in ({}, [], "x", 2**63)),
+        *(f"/sandboxes?after={after(each)}" for each in (5, None)),
+        *(f"/sandboxes?after={after(*call, *each)}" for each in ((1.0, "9" * 40), ({}, "9"), (1.0, "-"))),
+    ]  # fmt: skip
+    async with site(told) as (client, _):
+        for page in pages:
+            answer = await client.get(page)
+            assert (answer.status_code, "BadQuestion" in answer.text) == (400, True), page
+            assert "default-src 'none'" in answer.headers["content-security-policy"], page
+        for page in ("/records/agent.turns/0/-1", "/records/agent.turns/-1/0", "/batches/-1"):
+            assert (await client.get(page)).status_code == 404, page
 
 
 async def test_what_agents_wrote_becomes_no_element_no_attribute_and_no_request(told: ToldRun) -> None:
