@@ -24,6 +24,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
+from starlette.types import Receive, Scope, Send
 
 from turnlog.consumers.dashboard import Refused, Unknown, drawing, harmless, known
 from turnlog.consumers.dashboard.alarms import STANDS
@@ -77,6 +78,23 @@ class Live:
     stopping: asyncio.Event
     """Ends them."""
     tabs: set[object]
+
+
+class Stream(StreamingResponse):
+    """Of a live page. It is one of `tabs` from when it is made until it is answered, however that ends: its client may
+    be gone before the first event."""
+
+    def __init__(self, events: AsyncIterator[str], tabs: set[object]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
+        self._tabs = tabs
+        tabs.add(self)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._tabs.discard(self)
 
 
 class Pages:
@@ -349,26 +367,21 @@ class Pages:
         """Server-sent events: `moved` whenever the index is further, at most one every EVERY_S."""
         if len(self._live.tabs) >= self._streams:
             raise Refused(503, f"{self._streams} pages are live already: close one, and reload this one")
-        headers = {"x-accel-buffering": "no"}
-        return StreamingResponse(self._moves(request), media_type="text/event-stream", headers=headers)
+        return Stream(self._moves(request), self._live.tabs)
 
     async def _moves(self, request: Request) -> AsyncIterator[str]:
-        tab, last = object(), -1
-        self._live.tabs.add(tab)
-        try:
-            while not self._live.stopping.is_set() and not await request.is_disconnected():
-                try:
-                    found = await asyncio.to_thread(self._as_of)
-                except IndexFailure as error:
-                    yield f"event: lost\ndata: {orjson.dumps(harmless.visible(str(error))).decode()}\n\n"
-                    found = None
-                if found is not None and found.written_ms != last:
-                    first, last = last == -1, found.written_ms
-                    yield f"event: {'here' if first else 'moved'}\ndata: {orjson.dumps(clock(last)).decode()}\n\n"
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._live.stopping.wait(), EVERY_S)
-        finally:
-            self._live.tabs.discard(tab)
+        last = -1
+        while not self._live.stopping.is_set() and not await request.is_disconnected():
+            try:
+                found = await asyncio.to_thread(self._as_of)
+            except IndexFailure as error:
+                yield f"event: lost\ndata: {orjson.dumps(harmless.visible(str(error))).decode()}\n\n"
+                found = None
+            if found is not None and found.written_ms != last:
+                first, last = last == -1, found.written_ms
+                yield f"event: {'here' if first else 'moved'}\ndata: {orjson.dumps(clock(last)).decode()}\n\n"
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._live.stopping.wait(), EVERY_S)
 
     def _as_of(self) -> AsOf:
         with self._opened() as index:

@@ -18,11 +18,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import httpx
-import numpy as np
 import orjson
 import pytest
 
-from tests.fakes.stories import END, Story, repair, spoken
+from tests.fakes.stories import END, Story, spoken
 from tests.fakes.told_run import ToldRun
 from turnlog.consumers.dashboard import export, harmless
 from turnlog.consumers.dashboard.app import STREAMS
@@ -497,40 +496,6 @@ async def test_no_index_gives_a_page_that_says_how_to_build_one_and_then_the_run
         told.index.write_bytes(b"no database" * 500)
         broken = await client.get("/")
         assert (broken.status_code, "DamagedIndex" in broken.text) == (503, True)
-
-
-async def test_a_live_page_is_told_when_there_is_something_new_and_let_go_at_the_end(tmp_path: Path) -> None:
-    told = ToldRun(tmp_path)
-    await told.tell(1)
-    async with site(told) as (client, _), asyncio.timeout(30), client.stream("GET", "/live") as answer:
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        lines = answer.aiter_lines()
-        assert await anext(lines) == "event: here"
-        await told.run.append(repair(Story(told.named(9, 1), 0, np.random.default_rng(1), told.words),
-                                     tmp_path / "model", reward=1.0))  # fmt: skip
-        await told.indexed()
-        while (line := await anext(lines)) != "event: moved":
-            assert line.startswith("data: ") or not line
-    async with site(told) as (client, _), asyncio.timeout(30):
-        stream = await client.send(client.build_request("GET", "/live"), stream=True)
-        first = await anext(stream.aiter_lines())
-    assert first == "event: here"  # and the site has ended with the stream open
-    await stream.aclose()
-
-
-async def test_more_live_pages_than_are_kept_are_refused_and_one_that_closes_makes_room(
-    told: ToldRun,
-) -> None:
-    async with site(told, streams=1) as (client, _), asyncio.timeout(30):
-        async with client.stream("GET", "/live") as first:
-            assert await anext(first.aiter_lines()) == "event: here"
-            refused = await client.get("/live")
-            assert (refused.status_code, "close one" in refused.json()["error"]) == (503, True)
-        while True:  # the server sees that it is gone when it looks at the index next
-            async with client.stream("GET", "/live") as second:
-                if second.status_code == 200:
-                    assert await anext(second.aiter_lines()) == "event: here"
-                    break
 
 
 async def test_an_export_is_one_file_that_loads_nothing_and_a_json_of_all_of_it(told: ToldRun) -> None:
