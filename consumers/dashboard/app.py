@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -52,7 +51,7 @@ from turnlog.schemas.events import Outcome
 
 STATIC = Path(__file__).parent / "static"
 EVERY_S = 1.0
-"""Between two looks of a live page at the index: it is told no more often that there is something new."""
+"""Between two looks at the index for live pages: they are told no more often that there is something new."""
 STREAMS = 32
 """Live pages at once."""
 PAGE = 50
@@ -71,13 +70,25 @@ RECIPES = """WITH RECURSIVE found(name) AS (SELECT min(recipe) FROM sessions UNI
 Number = TypeVar("Number", int, None)
 
 
-@dataclass(frozen=True, slots=True)
-class Live:
-    """What streams share."""
+class Looks:
+    """At how far the index is: one for all live pages that ask within `every_s`."""
 
-    stopping: asyncio.Event
-    """Ends them."""
-    tabs: set[object]
+    def __init__(self, look: Callable[[], AsOf], every_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.every_s = every_s
+        self._look, self._clock = look, clock
+        self._one = asyncio.Lock()
+        self._last: tuple[float, AsOf | IndexFailure] | None = None
+
+    async def look(self) -> AsOf | IndexFailure:
+        """As of when it is, or why it cannot be told."""
+        async with self._one:
+            now = self._clock()
+            if self._last is None or now - self._last[0] >= self.every_s:
+                try:
+                    self._last = now, await asyncio.to_thread(self._look)
+                except IndexFailure as error:
+                    self._last = now, error
+            return self._last[1]
 
 
 class Stream(StreamingResponse):
@@ -109,17 +120,19 @@ class Pages:
         *,
         hint: str = "",
         streams: int = STREAMS,
+        every_s: float = EVERY_S,
         against: Mapping[str, Other] = MappingProxyType({}),
     ) -> None:
-        """`hint`: how the run's index is built, for who finds none; `streams`: live pages at once; `against`: what the
-        run is compared with, by name."""
+        """`hint`: how the run's index is built, for who finds none; `streams`: live pages at once; `every_s`:
+        between two looks at the index for them; `against`: what the run is compared with, by name."""
         self._against = against
         self._run = run
         self._streams = streams
         self._index = index
         self._records = records
         self._queues = Queues(records)
-        self._live = Live(stopping, set())
+        self._stopping, self._tabs = stopping, set[object]()
+        self._looks = Looks(self._as_of, every_s)
         self._hint = hint
         self._templates = harmless.environment()
         self._templates.filters.update(filters())
@@ -364,24 +377,22 @@ class Pages:
         return self._page(request, "record.html", as_of, body=body, text=text)
 
     async def live(self, request: Request) -> Response:
-        """Server-sent events: `moved` whenever the index is further, at most one every EVERY_S."""
-        if len(self._live.tabs) >= self._streams:
+        """Server-sent events: `moved` whenever the index is further, at most one every `every_s`."""
+        if len(self._tabs) >= self._streams:
             raise Refused(503, f"{self._streams} pages are live already: close one, and reload this one")
-        return Stream(self._moves(request), self._live.tabs)
+        return Stream(self._moves(request), self._tabs)
 
     async def _moves(self, request: Request) -> AsyncIterator[str]:
         last = -1
-        while not self._live.stopping.is_set() and not await request.is_disconnected():
-            try:
-                found = await asyncio.to_thread(self._as_of)
-            except IndexFailure as error:
-                yield f"event: lost\ndata: {orjson.dumps(harmless.visible(str(error))).decode()}\n\n"
-                found = None
-            if found is not None and found.written_ms != last:
+        while not self._stopping.is_set() and not await request.is_disconnected():
+            found = await self._looks.look()
+            if isinstance(found, IndexFailure):
+                yield f"event: lost\ndata: {orjson.dumps(harmless.visible(str(found))).decode()}\n\n"
+            elif found.written_ms != last:
                 first, last = last == -1, found.written_ms
                 yield f"event: {'here' if first else 'moved'}\ndata: {orjson.dumps(clock(last)).decode()}\n\n"
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._live.stopping.wait(), EVERY_S)
+                await asyncio.wait_for(self._stopping.wait(), self._looks.every_s)
 
     def _as_of(self) -> AsOf:
         with self._opened() as index:

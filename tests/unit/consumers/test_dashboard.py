@@ -24,7 +24,7 @@ import pytest
 from tests.fakes.stories import END, Story, spoken
 from tests.fakes.told_run import ToldRun
 from turnlog.consumers.dashboard import export, harmless
-from turnlog.consumers.dashboard.app import STREAMS
+from turnlog.consumers.dashboard.app import EVERY_S, STREAMS
 from turnlog.consumers.dashboard.conversation import aligned, conversation, said_alike
 from turnlog.consumers.dashboard.records import Vocabulary, runs, session_tokens
 from turnlog.consumers.dashboard.server import serving
@@ -83,11 +83,11 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> ToldRun:
 
 @asynccontextmanager
 async def site(
-    told: ToldRun, *, streams: int = STREAMS, against: Sequence[str] = (), **own: object
+    told: ToldRun, *, streams: int = STREAMS, every_s: float = EVERY_S, against: Sequence[str] = (), **own: object
 ) -> AsyncIterator[tuple[httpx.AsyncClient, str]]:
     """A browser's connection to a dashboard that serves, and a login link to it."""
     settings = dataclasses.replace(told.settings, dashboard=DashboardSettings(**own))  # type: ignore[arg-type]
-    serves = serving(settings, told.connect(), streams=streams, against=against)
+    serves = serving(settings, told.connect(), streams=streams, every_s=every_s, against=against)
     async with serves as (url, keys), httpx.AsyncClient(base_url=url) as client:
         yield client, f"/login?token={keys.link_token(url)}"
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import sqlite3
+import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 from starlette.requests import ClientDisconnect
@@ -16,7 +20,9 @@ from starlette.types import Message
 from tests.fakes.stories import Story, repair
 from tests.fakes.told_run import ToldRun
 from tests.unit.consumers.test_dashboard import site
-from turnlog.consumers.dashboard.app import Stream
+from turnlog.consumers.dashboard.app import Looks, Stream, clock
+from turnlog.consumers.index import NoIndex
+from turnlog.consumers.index.reader import AsOf
 
 
 @pytest.fixture(scope="module")
@@ -79,3 +85,77 @@ async def never() -> AsyncIterator[str]:
     """Events that nobody waited for."""
     raise AssertionError("it began")
     yield ""
+
+
+async def test_pages_that_ask_at_once_share_a_look_also_one_that_fails() -> None:
+    now, taken = 0.0, list[float]()
+
+    def look() -> AsOf:
+        taken.append(now)
+        if now == 5.0:
+            raise NoIndex("it is gone")
+        return AsOf("run", len(taken), {})
+
+    looks = Looks(look, 5.0, lambda: now)
+    for now in (0.0, 4.9, 5.0, 9.9, 10.0):
+        found = await asyncio.gather(*(looks.look() for _ in range(20)))
+        assert len({id(each) for each in found}) == 1
+        assert isinstance(found[0], NoIndex) == (now in (5.0, 9.9))
+    assert taken == [0.0, 5.0, 10.0]
+
+
+async def test_a_page_that_opens_between_two_looks_is_told_of_the_last_one(tmp_path: Path) -> None:
+    told = ToldRun(tmp_path)
+    await told.tell(1)
+    async with site(told, every_s=3600.0) as (client, _), asyncio.timeout(30):
+        last = ""
+        with writing(told) as write:
+            for moment in range(1_800_000_000_000, 1_800_000_005_000, 1000):
+                async with client.stream("GET", "/live") as answer:
+                    lines = answer.aiter_lines()
+                    assert await anext(lines) == "event: here"
+                    said = await anext(lines)
+                assert said == (last or said)
+                last = said
+                write(moment)
+
+
+@contextlib.contextmanager
+def writing(told: ToldRun) -> Iterator[Callable[[int], object]]:
+    """What says that the index was written at another moment."""
+    with contextlib.closing(sqlite3.connect(told.index, isolation_level=None)) as writer:
+        writer.execute("PRAGMA synchronous = OFF")
+        yield lambda ms: writer.execute("UPDATE about SET value = ? WHERE name = 'written_ms'", (ms,))
+
+
+async def test_pages_are_told_as_often_as_the_index_is_looked_at_and_not_as_often_as_it_moves(tmp_path: Path) -> None:
+    told, every_s, tabs = ToldRun(tmp_path), 0.01, 8
+    await told.tell(1)
+    moments = range(1_800_000_000_000, 1_800_001_000_000, 1000)
+    async with site(told, every_s=every_s) as (client, _), asyncio.timeout(60):
+        began = time.monotonic()
+        here = asyncio.Barrier(tabs + 1)
+        heard = [asyncio.create_task(listen(client, here, clock(moments[-1]))) for _ in range(tabs)]
+        await here.wait()
+        with writing(told) as write:
+            for moment in moments:
+                write(moment)
+                await asyncio.sleep(0)
+        moved = await asyncio.gather(*heard)
+        looks = (time.monotonic() - began) / every_s + 1
+    assert all(len(each) == len(set(each)) for each in moved)
+    assert 1 < len(set().union(*moved)) <= looks, "of all pages together"
+
+
+async def listen(client: httpx.AsyncClient, here: asyncio.Barrier, until: str) -> list[str]:
+    """What a live page is told, once all are here, until it is told that."""
+    found: list[str] = []
+    async with client.stream("GET", "/live") as answer:
+        async for line in answer.aiter_lines():
+            if line.startswith("data: "):
+                found.append(json.loads(line.removeprefix("data: ")))
+                if len(found) == 1:
+                    await here.wait()
+                if found[-1] == until:
+                    break
+    return found
