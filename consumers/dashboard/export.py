@@ -25,7 +25,7 @@ from turnlog.consumers.index.fate import of_session
 from turnlog.consumers.index.reader import Index, SessionView, path_of, where_of
 from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.role import opened
-from turnlog.infra.roles.terminal import say
+from turnlog.infra.roles.terminal import printable_json, say
 from turnlog.names import ExitStatus
 from turnlog.settings import Settings
 
@@ -77,6 +77,11 @@ def as_json(view: SessionView, tokens: SessionTokens) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def json_file(view: SessionView, tokens: SessionTokens) -> str:
+    """The same as text in which no character hides or turns others around."""
+    return printable_json(orjson.dumps(as_json(view, tokens), option=orjson.OPT_INDENT_2).decode())
+
+
 def _placed(row: Any) -> dict[str, Any]:
     """A row with where its record stands."""
     return {**{name: value for name, value in row.items() if name != "place"}, "at": where_of(row["place"])}
@@ -98,7 +103,7 @@ async def _export(settings: Settings, arguments: argparse.Namespace) -> int:
     if arguments.html is not None:
         content, path = as_html(view, tokens).encode(), arguments.html
     else:
-        content, path = orjson.dumps(as_json(view, tokens), option=orjson.OPT_INDENT_2), arguments.json_file
+        content, path = json_file(view, tokens).encode(), arguments.json_file
     await asyncio.to_thread(Path(path).write_bytes, content)
     say(f"session {name}, as of {clock(as_of.written_ms)}: {path} ({len(content):,} bytes)", *tokens.notes)
     return ExitStatus.DONE

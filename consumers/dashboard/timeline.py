@@ -10,6 +10,7 @@ import orjson
 from markupsafe import Markup
 
 from turnlog.consumers.dashboard.drawing import number
+from turnlog.consumers.dashboard.harmless import visible
 from turnlog.consumers.index.reader import BatchView, Index, Row
 
 MOST = 48
@@ -164,7 +165,7 @@ def _lane_drawn(lane: Lane, y: int, zero: float, per_ms: float) -> Markup:
     found = [_NAME.format(lane.session, says, says, y + 10, lane.session[:12])]
     for span in lane.spans:
         start, wide = zero + span.start * per_ms, max((span.end - span.start) * per_ms, 1.2)
-        found.append(BAR.format(f"span {span.style}", start, y + 1, wide, LANE - 4, span.says))
+        found.append(BAR.format(f"span {span.style}", start, y + 1, wide, LANE - 4, visible(span.says)))
     for mark in lane.marks:
         found.append(BAR.format("span mark", zero + mark.start * per_ms - 1, y, 2, LANE - 2, mark.says))
     return Markup("").join(found)

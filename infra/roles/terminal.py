@@ -48,6 +48,10 @@ def aside(*lines: str) -> None:
 
 def say_json(body: Any, *, indent: int | None = 2) -> None:
     """Print JSON that reads as it was written, but for characters that do not print: those in JSON's own escapes."""
-    text = json.dumps(body, indent=indent, ensure_ascii=False)
-    shown = (char if char.isprintable() or char == "\n" else json.dumps(char)[1:-1] for char in text)
-    print(text if text.isprintable() else "".join(shown), flush=True)
+    print(printable_json(json.dumps(body, indent=indent, ensure_ascii=False)), flush=True)
+
+
+def printable_json(text: str) -> str:
+    """The same JSON, with characters that do not print in JSON's own escapes."""
+    hidden = [char for char in set(text) if not char.isprintable() and char != "\n"]
+    return text.translate({ord(char): json.dumps(char)[1:-1] for char in hidden})

@@ -40,7 +40,7 @@ from turnlog.settings import DashboardSettings
 HOSTILE = (
     "<script>alert(1)</script><img src=x onerror=alert(2)>", "</script><svg onload=alert(3)>",
     "[a](javascript:alert(4)) ![b](https://elsewhere.example/c.png) <javascript:alert(5)>",
-    "&#x202e;evil \u202eevil\u2066 \x1b[31mred\x07", "[x]: javascript:alert(6)\n[x]", '" onmouseover="alert(7)',
+    "&#x202e;evil \u202eevil\u2066 \x1b[31mred\x07 \x9b2J", "[x]: javascript:alert(6)\n[x]", '" onmouseover="alert(7)',
     "```\"><script>alert(8)</script>\n</pre>```", "| <b onclick=alert(9)> | b |\n|---|---|\n| <iframe src=//x> | d |",
     "{{ 7 * 7 }} {% raw %} ${7*7}",
 )  # fmt: skip
@@ -58,7 +58,7 @@ def hostile(story: Story, folder: Path) -> Iterator[Event]:
     everything = "\n\n".join(HOSTILE)
     yield story.begun(folder, task="<script>alert('task')</script>\u202e", recipe="<img src=x onerror=alert('recipe')>")
     call, records = story.called(
-        "<b>bash", {"path": "\"><script>alert('name')</script>.py", "code": everything}, everything
+        "<b>bash\u202e\x9b31m", {"path": "\"><script>alert('name')</script>.py", "code": everything}, everything
     )
     pictures = [SVG, f"data:image/svg+xml;base64,{PIXEL}", "https://elsewhere.example/d.png", "javascript:alert(1)"]
     content = [{"type": "text", "text": everything}]
@@ -352,12 +352,18 @@ async def test_what_agents_wrote_becomes_no_element_no_attribute_and_no_request(
     async with site(told) as (client, _):
         texts = {
             page: (await client.get(page)).text
-            for page in (f"/sessions/{session}", "/sessions", f"/groups/{view.row.group_id}", "/",
+            for page in (f"/sessions/{session}", "/sessions", f"/groups/{view.row.group_id}", "/", "/batches/0",
                          f"/compare?left={session}&right={session}")
         }  # fmt: skip
         with Index.open(told.index) as index:
             tokens = await session_tokens(told.run.role(), index, view, Vocabulary(told.settings.model.path))
+            batch = index.batch(0)
+            assert batch is not None
+            texts["timeline"] = timeline(index, dataclasses.replace(batch, rows=[{"session_id": session}])).picture
         texts["export"] = export.as_html(view, tokens)
+        file = export.json_file(view, tokens)
+        assert all(char.isprintable() or char == "\n" for char in file)
+        assert json.loads(file) == json.loads(orjson.dumps(export.as_json(view, tokens)))
         for page, text in texts.items():
             check_harmless(text, page)
         images = re.findall(rf"/sessions/{session}/images/[0-9a-f]+", texts[f"/sessions/{session}"])
@@ -382,7 +388,7 @@ def check_harmless(text: str, page: str) -> None:
             if (tag, name) == ("img", "src"):
                 assert inlined or value.startswith("/sessions/"), (page, value)
     assert "<script>alert" not in text
-    assert not set(text) & set("\u202e\u2066\x1b\x07"), page
+    assert not set(text) & set("\u202e\u2066\x1b\x07\x9b"), page
     assert "49" not in re.findall(r"\{\{ 7 \* 7 \}\}|\b49\b(?= \{%)", text)
 
 
