@@ -68,7 +68,7 @@ def ask(path: Path, sql: str, bounds: Bounds = Bounds()) -> Answer:
     question = {"path": str(path), "sql": sql, "rows": bounds.rows, "s": bounds.timeout_s, "mb": bounds.memory_mb}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", __name__],
+            [sys.executable, "-P", "-m", __name__],  # no module of the folder that it is asked in
             input=orjson.dumps(question), capture_output=True, timeout=bounds.timeout_s + GRACE_S, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:

@@ -101,6 +101,15 @@ def test_a_question_that_would_not_end_or_fills_the_memory_is_ended(
         ask(empty, sql, bounds)
 
 
+def test_a_module_that_lies_where_it_is_asked_is_not_run(
+    empty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("orjson", "rich", "turnlog"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('it ran')\n")
+    monkeypatch.chdir(tmp_path)
+    assert ask(empty, "SELECT 1").rows == [[1]]
+
+
 def test_more_rows_than_asked_for_are_said_and_a_missing_index_is_named(empty: Path, tmp_path: Path) -> None:
     answer = ask(empty, ENDLESS + "SELECT i FROM n", Bounds(rows=3))
     assert (answer.rows, answer.more) == ([[1], [2], [3]], True)
