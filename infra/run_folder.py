@@ -158,7 +158,7 @@ def write_settings(directory: Path, settings: Settings) -> Path:
         values = dataclasses.asdict(getattr(settings, section.name))
         lines += [f"[{section.name}]", *(f"{key} = {_toml(value)}" for key, value in values.items()), ""]
     path = directory / SETTINGS
-    _replace(path, "\n".join(lines))
+    replace_private(path, "\n".join(lines))
     return path
 
 
@@ -173,7 +173,7 @@ def _toml(value: Any) -> str:
 
 def write_state(directory: Path, state: dict[str, Any]) -> None:
     """Replace supervisor.json in one step."""
-    _replace(directory / STATE, json.dumps(state, indent=2) + "\n")
+    replace_private(directory / STATE, json.dumps(state, indent=2) + "\n")
 
 
 def read_state(directory: Path) -> dict[str, Any]:
@@ -230,7 +230,8 @@ def prune(runs: Path, keep: Path, *, kept: int = KEPT_RUNS) -> list[Path]:
     return removed
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_private(path: Path, text: str) -> None:
+    """Replace a file in one step; mode 0600."""
     part = path.with_name(path.name + ".part")
     with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         file.write(text)

@@ -7,13 +7,16 @@
 * A login begins with a link that counts once, and is a cookie that no script reads and no other site sends.
 * Every answer says what it may load: nothing but files of ours.
 
-Links, cookies and form tokens are HMACs under one key ([dashboard] key, else the run's own): nothing is stored.
+Links, cookies and form tokens are HMACs under one key ([dashboard] key, else the run's own): nothing is stored but
+which logins were ended before their time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import ipaddress
+import json
 import re
 import secrets
 import time
@@ -30,10 +33,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from turnlog.consumers.dashboard import Refused
 from turnlog.infra.roles.health import BodyTooLarge, body_of
-from turnlog.infra.run_folder import kept_secret, present
+from turnlog.infra.run_folder import kept_secret, present, replace_private
 
 KEY: Final = Path("dashboard.key")
 """In the run's folder."""
+ENDED: Final = Path("dashboard.ended")
+"""In the run's folder: of each login that was ended its HMAC, and until when it is remembered: it is over then."""
 LINK_S: Final = 900.0
 """For so long a link may be used."""
 LOGIN_S: Final = 7 * 86400.0
@@ -66,6 +71,7 @@ class Keys:
     def __init__(self, configured: str, directory: Path, now: Callable[[], float] = time.time) -> None:
         """`configured`: [dashboard] key; empty makes one in the run's directory, mode 0600."""
         self._key = configured or kept_secret(directory / KEY)
+        self._ended = directory / ENDED
         self._now = now
         self._begun = now()
         self._used: dict[str, float] = {}
@@ -87,11 +93,17 @@ class Keys:
 
     def is_login(self, cookie: str) -> bool:
         """Whether the cookie is one of ours, and not over."""
-        return cookie not in self._used and self._opened("login", cookie, "", LOGIN_S) is not None
+        return self._opened("login", cookie, "", LOGIN_S) is not None and _mac_of(cookie) not in self._ends()
 
     def end(self, cookie: str) -> None:
-        """Log out: while this process lives the cookie is worth nothing, wherever it was copied to."""
-        self._used[cookie] = self._now() + LOGIN_S
+        """Log out: the cookie is worth nothing any more, wherever it was copied to, at any dashboard of the run."""
+        kept = {mac: until for mac, until in self._ends().items() if until > self._now()}
+        replace_private(self._ended, json.dumps(kept | {_mac_of(cookie): self._now() + LOGIN_S}))
+
+    def _ends(self) -> dict[str, float]:
+        with contextlib.suppress(FileNotFoundError):
+            return json.loads(self._ended.read_text())  # type: ignore[no-any-return]
+        return {}
 
     def form_token(self, cookie: str) -> str:
         """What forms of a login carry."""
@@ -112,6 +124,10 @@ class Keys:
     def _mac(self, *parts: str) -> str:
         text = "".join(f"{len(part)}:{part}" for part in parts)
         return hmac.new(present(self._key).encode(), text.encode(), sha256).hexdigest()
+
+
+def _mac_of(text: str) -> str:
+    return text.rpartition("~")[2]
 
 
 @dataclass(frozen=True, slots=True)

@@ -245,6 +245,26 @@ async def test_a_link_of_another_dashboard_and_an_old_one_are_refused(told: Told
         assert not keys.is_login(text)
 
 
+def test_a_login_that_was_ended_is_over_for_every_dashboard_of_the_run(tmp_path: Path) -> None:
+    from turnlog.consumers.dashboard.guard import ENDED, LOGIN_S, Keys
+
+    now = 1_000_000.0
+    keys, beside = (Keys("secret", tmp_path, lambda: now) for _ in range(2))
+    first, second, third = (keys.login() for _ in range(3))
+    keys.end(first)
+    beside.end(second)
+    later = Keys("secret", tmp_path, lambda: now)
+    for each in (keys, beside, later):
+        assert [each.is_login(cookie) for cookie in (first, second, third)] == [False, False, True]
+    file = tmp_path / ENDED
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert not any(cookie in file.read_text() for cookie in (first, second))
+    now += LOGIN_S + 1
+    later.end(later.login())
+    assert len(json.loads(file.read_text())) == 1, "what would be over anyway is forgotten"
+    assert not keys.is_login(first)
+
+
 async def test_a_form_counts_with_origin_login_and_form_token_alone(told: ToldRun) -> None:
     async with site(told) as (client, link):
         origin = {"origin": str(client.base_url).rstrip("/")}
