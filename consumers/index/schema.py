@@ -549,7 +549,7 @@ POSITIONS = Table(
 ABOUT = Table(
     "about", "What this file is.",
     _columns("""
-        name TEXT run_id | fold_version | turnlog | written_ms | records
+        name TEXT run_id | fold_version | turnlog | written_ms
         value TEXT Of it.
     """),
     key="name",
