@@ -36,6 +36,7 @@ from turnlog.infra.archive import (
 from turnlog.infra.archive.files import MEDIA_TYPE, RangeFile
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Commit, Partition, Reader, Record, Transactor
+from turnlog.infra.roles.measures import STAGE_S
 from turnlog.infra.roles.role import Role
 from turnlog.names import ConsumerGroup, TransactionalId
 from turnlog.schemas.codec import HEADER, MAGIC
@@ -80,6 +81,7 @@ log = logging.getLogger(__name__)
 RANGES = Counter("turnlog_archived_ranges", "Files written")
 RECORDS = Counter("turnlog_archived_records", "Records archived")
 BYTES = Counter("turnlog_archived_bytes", "Bytes of files written")
+TAKE_S, DECIDE_S, WRITE_S = (STAGE_S.labels("archive", stage) for stage in ("take", "decide", "write"))
 HELD = Gauge("turnlog_archive_held_bytes", "Bytes of open ranges in memory")
 POLL_RECORDS = 1000
 CUT_PATIENCE_S = 30.0
@@ -176,6 +178,19 @@ class Archiver:
         """One poll, and the ranges that became due; the number of records read."""
         records = await self._reader.poll(max_records=POLL_RECORDS, timeout_s=0.5)
         due: dict[Partition, int] = {}
+        if records:
+            with TAKE_S.time():
+                due = await self._take(records)
+        now = self._clock()
+        old = [place for place, at in self._opened_at.items() if now - at >= self._rules.max_age_s]
+        await self._close(due | {place: self._reader.position(place) for place in [*old, *self._too_much()]
+                                 if place not in due})  # fmt: skip
+        await self._follow_cuts(now)
+        return len(records)
+
+    async def _take(self, records: list[Record]) -> dict[Partition, int]:
+        """Into open ranges; where those that are full end."""
+        due: dict[Partition, int] = {}
         for record in records:
             place = Partition(record.topic, record.partition)
             if place in due:  # of a range that is closed first
@@ -185,12 +200,7 @@ class Archiver:
             file = self._open[place]
             if file.bytes >= self._rules.max_bytes or file.count >= self._rules.max_records:
                 due[place] = record.offset + 1
-        now = self._clock()
-        old = [place for place, at in self._opened_at.items() if now - at >= self._rules.max_age_s]
-        await self._close(due | {place: self._reader.position(place) for place in [*old, *self._too_much()]
-                                 if place not in due})  # fmt: skip
-        await self._follow_cuts(now)
-        return len(records)
+        return due
 
     async def flush(self) -> int:
         """Archive up to the present ends (of what is committed already, markers may be on their way), close everything,
@@ -226,14 +236,19 @@ class Archiver:
         """Decide the ranges that end there, in one transaction; then write each file and its index object."""
         if not ends:
             return
+        with DECIDE_S.time():
+            await self._decide(ends)
+        for place, end in ends.items():
+            del self._opened_at[place]
+            with WRITE_S.time():
+                await self._write(place, self._open.pop(place), Span(self._ends[place], end))
+
+    async def _decide(self, ends: Mapping[Partition, int]) -> None:
         await self._transactor.begin()
         decided = {place: Commit(end, json.dumps({"start": self._ends[place]})) for place, end in ends.items()}
         self._commits |= {place: commit.keeping(self._commits.get(place)) for place, commit in decided.items()}
         await self._transactor.offsets(self._group, {place: self._commits[place] for place in decided})
         await self._transactor.commit()
-        for place, end in ends.items():
-            del self._opened_at[place]
-            await self._write(place, self._open.pop(place), Span(self._ends[place], end))
 
     async def _write(self, place: Partition, file: RangeFile, span: Span) -> None:
         content = await asyncio.to_thread(file.content, span.start, span.end)

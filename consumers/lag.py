@@ -30,6 +30,7 @@ from prometheus_client import Gauge
 from turnlog.infra.archive import archive_name
 from turnlog.infra.log import Log, LogUnavailable, Partition, TlsFailed, TopicMissing
 from turnlog.infra.roles.health import Health, QuietServer, application, configured, listening
+from turnlog.infra.roles.measures import STAGE_S
 from turnlog.infra.roles.probe import served_at
 from turnlog.infra.roles.starting import asked
 from turnlog.infra.roles.tls import trusting
@@ -62,6 +63,7 @@ EXPIRES = Gauge(
     "turnlog_certificate_expires_timestamp_seconds",
     "End of the certificate that a server shows, in Unix time; 0: it is not trusted now", ["server"]
 )  # fmt: skip
+LOOK_S = STAGE_S.labels("lag", "look")
 CERTIFICATES_S = 600.0
 """Between two looks at certificates."""
 HANDSHAKE_S = 5.0
@@ -255,7 +257,8 @@ class Exporter:
         while not stopping.is_set():
             self._health.beat()
             try:
-                await self.look()
+                with LOOK_S.time():
+                    await self.look()
             except (LogUnavailable, TopicMissing) as error:
                 for gauge in (RECORDS, ROLE_RECORDS, ROLE_SECONDS, OPEN_SECONDS):
                     gauge.clear()
@@ -308,7 +311,7 @@ def serve_lag(settings: Settings) -> int:
         address = served_at("lag", settings, os.environ) or (settings.lag.host, 0)
         async with AsyncExitStack() as stack:
             listener = stack.enter_context(closing(listening(*address, "[lag] host or port")))
-            client = KafkaLog.of(replace(settings.kafka, bootstrap=kafka_of(settings)))
+            client = KafkaLog.of(replace(settings.kafka, bootstrap=kafka_of(settings)), role="lag")
             stack.push_async_callback(client.close)
             await stack.enter_async_context(QuietServer(configured(application(health))).running(listener))
             log.info("lag of run %s on http://%s:%d/metrics", settings.run.id, *listener.getsockname()[:2])

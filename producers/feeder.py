@@ -15,6 +15,7 @@ from prometheus_client import Counter, Gauge
 from turnlog.infra.blobs import externalized
 from turnlog.infra.history import events, partitions
 from turnlog.infra.log import Commit, Partition, Reached, Reader, Record, TopicMissing, Transactor, partition_of
+from turnlog.infra.roles.measures import STAGE_S
 from turnlog.infra.roles.role import Role, RunPhase
 from turnlog.infra.roles.runs import Configured, configured
 from turnlog.names import RECORD_HEADER, ConsumerGroup, TransactionalId
@@ -50,6 +51,7 @@ PASSED_OVER_PLACES = Gauge(
     "turnlog_feeder_places_passed_over", "Visits of tasks that were left out for their pass rate ([feeder] pass_rate_*)"
 )
 TRAINED = Gauge("turnlog_feeder_draws_trained", "Draws whose every batch was trained")
+FOLD_S, ASK_S = (STAGE_S.labels("feeder", stage) for stage in ("fold", "ask"))
 
 
 class DatasetChanged(Exception):
@@ -148,6 +150,13 @@ class Feeder:
 
     async def take(self, records: list[Record]) -> None:
         """Fold records of the followed topics; what does not decode is parked. Raises DatasetChanged."""
+        if not records:
+            return
+        with FOLD_S.time():
+            await self._fold(records)
+        self._report()
+
+    async def _fold(self, records: list[Record]) -> None:
         for record in records:
             if (RECORD_HEADER, PASSED_OVER) in record.headers:
                 continue
@@ -160,8 +169,6 @@ class Feeder:
                 continue
             self._apply(event)
             self._readiness.apply(event)
-        if records:
-            self._report()
 
     async def remember(self) -> None:
         """Note the groups that a feeder without group-requests has asked for, before this release or after a step back
@@ -221,7 +228,8 @@ class Feeder:
         if evaluation is not None:
             await self._evaluate(evaluation, self._readiness.version + missing)
         if wanted:
-            await self._ask(wanted)
+            with ASK_S.time():
+                await self._ask(wanted)
             for one in wanted:
                 ADMITTED.labels("again" if one.draw else "fresh").inc()
             self._report()

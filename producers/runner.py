@@ -20,6 +20,7 @@ from prometheus_client import Counter, Gauge
 from turnlog.infra import recipes
 from turnlog.infra.blobs import inlined
 from turnlog.infra.log import Commit, GroupReader, Partition, Record, check_commits
+from turnlog.infra.roles.measures import STAGE_S
 from turnlog.infra.roles.role import Role
 from turnlog.infra.verifiers import judges
 from turnlog.names import RECORD_HEADER, ConsumerGroup
@@ -109,6 +110,7 @@ COMMIT_EVERY_S = 1.0
 POLL_S = 0.1
 OPEN = Gauge("turnlog_runner_rollouts_open", "Rollouts taken and not over")
 CUT = Counter("turnlog_runner_rollouts_cut", "Rollouts that ended since their group was scored without them")
+ROLLOUT_S, SETTLE_S, COMMIT_S = (STAGE_S.labels("runner", stage) for stage in ("rollout", "settle", "commit"))
 LOOK_BACK = 64
 """Records of each partition of group-scores that a start reads: of groups whose stragglers its predecessor had."""
 REMEMBERED = 4096
@@ -290,7 +292,8 @@ class Runner:
             acting = self._acting.setdefault(request.group_id, set())
             acting.add(rollout)
             try:
-                owed = await rollout.run(resume=begun)
+                with ROLLOUT_S.time():
+                    owed = await rollout.run(resume=begun)
             except RequestRejected as cause:  # no session of it can be opened: the next owner would fare no better
                 await role.park(record, cause)
                 return
@@ -300,7 +303,8 @@ class Runner:
                     self._acting.pop(request.group_id, None)
                 CUT.inc(rollout.was_cut)
         if owed is not None:  # it stays open, without a slot: a slow judge holds no agent up
-            await rollout.settle(owed)
+            with SETTLE_S.time():
+                await rollout.settle(owed)
 
     def _over(self, unit: Unit, rollout_id: str, task: asyncio.Task[None]) -> None:
         OPEN.dec()
@@ -325,5 +329,6 @@ class Runner:
         marks = {p: mark.keeping(self._committed.get(p)) for unit in units for p, mark in unit.low_water().items()}
         moved = {p: mark for p, mark in marks.items() if self._committed.get(p) != mark}
         if moved:
-            await self._reader.commit(moved)
+            with COMMIT_S.time():
+                await self._reader.commit(moved)
             self._committed |= moved

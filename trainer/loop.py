@@ -41,6 +41,7 @@ from turnlog.infra.batch_files import PARQUET, write_tokens
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Commit, Log, Partition, Reached, Transactor, own_ends
 from turnlog.infra.roles.health import count_tokens
+from turnlog.infra.roles.measures import STAGE_S
 from turnlog.infra.roles.role import Role, opened
 from turnlog.names import ConsumerGroup, TransactionalId
 from turnlog.processors.core.batches.progress import WeightChain
@@ -546,6 +547,8 @@ class Trainer:
 
     def _observe(self, rows: BatchRows, result: StepCompleted) -> None:
         STEPS.inc()
+        for phase, took_s in result.seconds.items():
+            STAGE_S.labels("trainer", phase).observe(took_s)
         TOKENS.inc(len(rows.token_ids))
         LOSS.set(result.loss)
         REWARD.set(_mean_reward(rows))

@@ -30,6 +30,7 @@ from turnlog.consumers.replay.source import recorded_run
 from turnlog.infra.archive import ArchiveLog
 from turnlog.infra.log import Partition, Reader, Record
 from turnlog.infra.roles.ending import run_verb
+from turnlog.infra.roles.measures import STAGE_S
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.runs import configured, serve
 from turnlog.infra.roles.terminal import say
@@ -55,6 +56,7 @@ from turnlog.schemas.topics import SESSIONS
 from turnlog.settings import Settings
 
 log = logging.getLogger(__name__)
+READ_S, WRITE_S = (STAGE_S.labels("index", stage) for stage in ("read", "write"))
 INDEXED = Counter("turnlog_indexed_records", "Records that are in the index")
 POLL_RECORDS = 2000
 HELD_GROUPS = 128
@@ -421,6 +423,19 @@ class Indexer:
         """One poll into the file; the number of records. Raises DamagedIndex, LogError, RegistryUnavailable."""
         records = await self._reader.poll(max_records=self._poll_records, timeout_s=0.5)
         rows, events = Rows(), list[tuple[Record, Event]]()
+        if records:
+            with READ_S.time():
+                await self._read(records, rows, events)
+        positions = {place: self._reader.position(place) for place in self._at}
+        moved = {place: at for place, at in positions.items() if at != self._at[place]}
+        if moved:
+            with WRITE_S.time():
+                await asyncio.to_thread(self.writer.apply, rows, events, moved)
+            self._at = positions
+            INDEXED.inc(len(records))
+        return len(records)
+
+    async def _read(self, records: list[Record], rows: Rows, events: list[tuple[Record, Event]]) -> None:
         for record in records:
             try:
                 event = await self._decoded(record)
@@ -430,13 +445,6 @@ class Indexer:
                 continue
             rows.take(record, event)
             events.append((record, event))
-        positions = {place: self._reader.position(place) for place in self._at}
-        moved = {place: at for place, at in positions.items() if at != self._at[place]}
-        if moved:
-            await asyncio.to_thread(self.writer.apply, rows, events, moved)
-            self._at = positions
-            INDEXED.inc(len(records))
-        return len(records)
 
     async def _decoded(self, record: Record) -> Event:
         try:

@@ -29,6 +29,7 @@ from prometheus_client import Counter
 from turnlog.consumers.loading.standing import Standing
 from turnlog.infra.blobs import BlobError
 from turnlog.infra.engine import EngineControl, EngineDead, EngineRefused
+from turnlog.infra.roles.measures import STAGE_S
 from turnlog.infra.roles.role import Role
 from turnlog.infra.tensors.versions import (
     BadWeights,
@@ -243,6 +244,8 @@ class Swap:
     async def _loaded(self, event: WeightVersionPublished, seconds: dict[str, float], **more: Any) -> None:
         self._standing.serves(event.version)
         LOADED.inc()
+        for phase, took_s in seconds.items():
+            STAGE_S.labels("loader", phase).observe(took_s)
         superseded = tuple(sorted(one for one in self._unanswered if one < event.version))
         of = {"superseded": superseded, "seconds": seconds, "base_version": self._standing.base_version}
         await self._standing.say(EngineWeightsLoaded, **of, **more)

@@ -28,6 +28,7 @@ from turnlog.consumers.index.reader import Index, path_of
 from turnlog.consumers.lag import Markers, lag_of
 from turnlog.consumers.outlets import BadOutlet, library
 from turnlog.infra.log import Partition, Reader
+from turnlog.infra.roles.measures import STAGE_S
 from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.runs import serve
 from turnlog.infra.run_folder import present, private_folder
@@ -36,6 +37,7 @@ from turnlog.schemas.topics import RUN_HEALTH
 from turnlog.settings import Settings
 
 log = logging.getLogger(__name__)
+LOOK_S, TELL_S = (STAGE_S.labels("alerts", stage) for stage in ("look", "tell"))
 ALERTS = Counter("turnlog_alerts", "Alarms handed over, and those that an address did not take", ("outcome",))
 FILE = "alerts.json"
 PLACE = Partition(RUN_HEALTH.name, 0)
@@ -140,9 +142,11 @@ async def tell(role: Role, found: Sequence[Target]) -> None:
         role.health.started()
         while not role.stopping.is_set():
             role.health.beat(within_s=role.settings.liveness.work_s + role.settings.alerts.every_s)
-            seen = await watch.look(failures)
-            for target in found:
-                await asyncio.to_thread(target.tell, role.settings.run.id, seen, time.time())
+            with LOOK_S.time():
+                seen = await watch.look(failures)
+            with TELL_S.time():
+                for target in found:
+                    await asyncio.to_thread(target.tell, role.settings.run.id, seen, time.time())
             await asyncio.to_thread(_write, role.settings, found)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(role.settings.alerts.every_s):

@@ -22,9 +22,10 @@ from turnlog.consumers.outlets import OutletError, library
 from turnlog.consumers.outlets.spans import Span, Traces
 from turnlog.consumers.replay.source import recorded_run
 from turnlog.infra.blobs import inlined
-from turnlog.infra.log import Commit, Partition, Reader, Transactor
+from turnlog.infra.log import Commit, Partition, Reader, Record, Transactor
 from turnlog.infra.roles import Unreachable
 from turnlog.infra.roles.ending import run_verb
+from turnlog.infra.roles.measures import STAGE_S
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.runs import serve
 from turnlog.infra.roles.terminal import say
@@ -47,6 +48,7 @@ from turnlog.setting_types import SettingsError
 from turnlog.settings import Settings, TraceSettings
 
 log = logging.getLogger(__name__)
+READ_S, EXPORT_S, MARK_S = (STAGE_S.labels("trace", stage) for stage in ("read", "export", "mark"))
 SPANS = Counter("turnlog_traced_spans", "Spans that the collector has taken, repeated ones included")
 EXTRA = "traces"
 TOLD = (
@@ -157,8 +159,15 @@ class Tracer:
         return self._traces.open
 
     async def _read(self) -> list[Span]:
+        records = await self._reader.poll(timeout_s=0.5)
+        if not records:
+            return []
+        with READ_S.time():
+            return await self._told(records)
+
+    async def _told(self, records: Sequence[Record]) -> list[Span]:
         spans: list[Span] = []
-        for record in await self._reader.poll(timeout_s=0.5):
+        for record in records:
             try:
                 event = await self._role.events.decode(record)
             except UndecodableRecord as error:
@@ -175,7 +184,8 @@ class Tracer:
         for first in range(0, len(spans), self._batch):
             self._role.health.beat()
             batch = spans[first : first + self._batch]
-            await asyncio.to_thread(self._exporter.export, batch)
+            with EXPORT_S.time():
+                await asyncio.to_thread(self._exporter.export, batch)
             self.exported += len(batch)
             SPANS.inc(len(batch))
         return []
@@ -190,9 +200,10 @@ class Tracer:
             marks[place] = Commit.low_water(low, high=position).keeping(self._marked.get(place))
         moved = {place: mark for place, mark in marks.items() if mark != self._marked.get(place)}
         if moved:
-            await self._transactor.begin()
-            await self._transactor.offsets(self._group, moved)
-            await self._transactor.commit()
+            with MARK_S.time():
+                await self._transactor.begin()
+                await self._transactor.offsets(self._group, moved)
+                await self._transactor.commit()
             self._marked = marks
 
 

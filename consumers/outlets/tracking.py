@@ -20,6 +20,7 @@ from turnlog.consumers.outlets.offline_runs import offline_runs
 from turnlog.consumers.replay.source import recorded_run
 from turnlog.infra.log import Partition
 from turnlog.infra.roles.ending import run_verb
+from turnlog.infra.roles.measures import STAGE_S
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.runs import serve
 from turnlog.infra.roles.terminal import say
@@ -30,6 +31,7 @@ from turnlog.schemas.topics import STEPS
 from turnlog.settings import Settings
 
 log = logging.getLogger(__name__)
+TAKE_S = STAGE_S.labels("track", "take")
 TRACKED = Counter("turnlog_tracked_steps", "Steps of the history that counts, those that were there already included")
 PLACE = Partition(STEPS.name, 0)
 KINDS: dict[str, Callable[[Path, str], AbstractContextManager[Tracker]]] = {
@@ -75,7 +77,8 @@ async def track(role: Role, wanted: Sequence[tuple[str, Path]], *, until_end: bo
                         continue
                     if isinstance(event, StepCompleted) and event.run_id == role.settings.run.id:
                         point = Point(record.offset, record.timestamp_ms / 1000, event)
-                        await asyncio.to_thread(_take, point, history, trackers)
+                        with TAKE_S.time():
+                            await asyncio.to_thread(_take, point, history, trackers)
                 for tracker in trackers:
                     tracker.flush()
     return len(history.points)

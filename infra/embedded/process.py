@@ -29,7 +29,7 @@ from typing import ClassVar, Self
 from turnlog.infra.embedded import LacksServer, NotReady, ServerDied
 from turnlog.infra.embedded.liveness import Liveness
 from turnlog.infra.embedded.ports import claim
-from turnlog.names import ExitStatus
+from turnlog.names import RESTARTS_VARIABLE, ExitStatus
 
 MARK = "TURNLOG_CHILD"
 TAIL_LINES = 20
@@ -77,8 +77,10 @@ def scope() -> str:
 class Child:
     """One run of a Launch. Not thread-safe."""
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: Launch, *, restarts: int = 0) -> None:
+        """`restarts`: runs of it that there were before."""
         self.launch = launch
+        self._restarts = restarts
         self.mark = f"{scope()}:{launch.name}-{next(_numbers)}"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -87,7 +89,7 @@ class Child:
         launch = self.launch
         launch.log.parent.mkdir(parents=True, exist_ok=True)
         env = {key: value for key, value in os.environ.items() if key not in launch.without}
-        env |= {MARK: self.mark, **launch.env}
+        env |= {MARK: self.mark, RESTARTS_VARIABLE: str(self._restarts), **launch.env}
         with launch.log.open("ab") as log:
             self._process = _spawn(launch.argv, env, log.fileno())
         return self

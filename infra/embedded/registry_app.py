@@ -375,7 +375,7 @@ async def _life(settings: Settings, port: int, stopping: asyncio.Event, health: 
     async with AsyncExitStack() as stack:
         servers = await stack.enter_async_context(servers_of("registry", settings, health))
         await servers.there()
-        kafka = KafkaLog.of(settings.kafka)
+        kafka = KafkaLog.of(settings.kafka, role="registry")
         stack.push_async_callback(kafka.close)
         opened = SchemaStore.opened(kafka, replication=settings.kafka.copies)
         api = RegistryApi(await stack.enter_async_context(opened), settings.registry.max_body_bytes)

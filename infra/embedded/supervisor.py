@@ -162,7 +162,9 @@ class Supervisor:
 
     def add(self, *members: Member) -> None:
         """Start more members while `run` runs."""
-        news = [Watched(member) for member in members]
+        self._watch([Watched(member) for member in members])
+
+    def _watch(self, news: Sequence[Watched]) -> None:
         self.watched |= {watched.name: watched for watched in news}
         for watched in news:
             self._begin(watched)
@@ -186,7 +188,7 @@ class Supervisor:
         """Start every member anew that is no server and is not done."""
         again = [one for one in self.watched.values() if not (one.member.essential or one.state is State.DONE)]
         await self._halt(again)
-        self.add(*(watched.member for watched in again))
+        self._watch([Watched(watched.member, restarts=watched.restarts + 1) for watched in again])
 
     def _fail(self, watched: Watched) -> None:
         """Its restarts did not help. Raises its error when it is essential."""
@@ -242,7 +244,7 @@ class Supervisor:
 
     async def _live(self, watched: Watched) -> None:
         """One life of a member: return when it ends with status 0. Raises its death, Hung or NotReady."""
-        child = watched.child = Child(watched.member.launch)
+        child = watched.child = Child(watched.member.launch, restarts=watched.restarts)
         child.start()
         self._change(watched, State.STARTING)
         ended = asyncio.create_task(_end(child))

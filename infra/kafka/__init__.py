@@ -66,12 +66,14 @@ class KafkaLog:
         login: Login | None = None,
         answer_s: float = ANSWER_TIMEOUT_S,
         close_s: float = CLOSE_TIMEOUT_S,
+        role: str = "",
     ) -> None:
         """`bootstrap` is host:port[,host:port]; `prefix` goes before every topic, group and transactional id;
         `membership`: time-outs of its group readers, if not the usual ones; `login`: none is PLAINTEXT. `answer_s`:
-        after that an acknowledgement counts as lost; `close_s`: closing takes no longer."""
+        after that an acknowledgement counts as lost; `close_s`: closing takes no longer; `role`: who is said to have
+        read and written."""
         self._connection = Connection(
-            bootstrap, prefix, membership or Membership(), login or Login(KafkaSettings()), answer_s, close_s
+            bootstrap, prefix, membership or Membership(), login or Login(KafkaSettings()), answer_s, close_s, role
         )
         self._shared = AsyncExitStack()
         self._making = asyncio.Lock()
@@ -82,9 +84,9 @@ class KafkaLog:
         """Of topics that were seen: their counts never change, and `run delete` alone deletes any."""
 
     @classmethod
-    def of(cls, kafka: KafkaSettings, membership: Membership | None = None) -> KafkaLog:
+    def of(cls, kafka: KafkaSettings, membership: Membership | None = None, *, role: str = "") -> KafkaLog:
         """As the settings say, with the address filled in."""
-        return cls(kafka.bootstrap, prefix=kafka.prefix, membership=membership, login=Login(kafka))
+        return cls(kafka.bootstrap, prefix=kafka.prefix, membership=membership, login=Login(kafka), role=role)
 
     async def close(self) -> None:
         """Release the clients for topics, offsets and commits; appenders and readers are released by their blocks."""

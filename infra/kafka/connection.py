@@ -355,6 +355,8 @@ class Connection:
     login: Login = field(default_factory=lambda: Login(KafkaSettings()))
     answer_s: float = ANSWER_TIMEOUT_S
     close_s: float = CLOSE_TIMEOUT_S
+    role: str = ""
+    """Under whose name bytes are counted."""
 
     def options(self) -> dict[str, Any]:
         """What every aiokafka client of it is made with. Raises TlsFailed."""

@@ -37,6 +37,7 @@ from turnlog.infra.log import (
     TransactionFailed,
     partition_of,
 )
+from turnlog.infra.roles.measures import BYTES
 from turnlog.schemas.topics import MAX_MESSAGE_BYTES
 
 log = logging.getLogger(__name__)
@@ -185,6 +186,7 @@ class KafkaAppender:
         self._connection = connection
         self._producer = producer
         self._known = known
+        self._written = BYTES.labels(connection.role, "written")
         self._order = asyncio.Lock()
         """aiokafka's send may wait for a full batch to leave: without it a later call could overtake."""
 
@@ -204,6 +206,7 @@ class KafkaAppender:
         async with self._order:
             with typed(self._connection, f"append to {topic}"):
                 future = await self._sent(self._connection.full(topic), key, value, headers, partition)
+        self._written.inc(len(key) + len(value))
         return answered(self._connection, future, topic, held=self._log_answers)
 
     async def _sent(
@@ -237,6 +240,7 @@ class KafkaTransactor:
         self._producer = producer
         self._known = known
         self._id = transactional_id
+        self._written = BYTES.labels(connection.role, "written")
         self._order = asyncio.Lock()
         self._sent: list[asyncio.Future[Any]] = []
         self._open = False
@@ -262,6 +266,7 @@ class KafkaTransactor:
                     self._connection.full(topic), value, key=key, partition=partition, headers=list(headers)
                 )
             self._sent.append(future)
+            self._written.inc(len(key) + len(value))
             return answered(self._connection, future, f"{topic} in a transaction of {self._id}", quiet=True)
 
     async def offsets(self, group: str, commits: Mapping[Partition, Commit]) -> None:

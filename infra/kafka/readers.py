@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
+from weakref import WeakSet
 
 from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, TopicPartition
 from aiokafka.consumer.group_coordinator import GroupCoordinator
@@ -36,6 +38,7 @@ from aiokafka.protocol.types import (
 
 from turnlog.infra.kafka.connection import RETRY_S, Admin, Connection, typed
 from turnlog.infra.log import HANGING_S, Assigned, BrokenAssignment, Commit, Fenced, Partition, Record, hanging
+from turnlog.infra.roles.measures import BYTES, UNREAD
 from turnlog.schemas.binary import constructor
 from turnlog.schemas.topics import MAX_MESSAGE_BYTES
 
@@ -230,6 +233,10 @@ async def _stop(consumer: AIOKafkaConsumer) -> None:
         await consumer._client.close()
 
 
+_readers: defaultdict[str, WeakSet[KafkaReader]] = defaultdict(WeakSet)
+"""Those that are open, by role."""
+
+
 class KafkaReader:
     """See Reader. Broker outages show as empty polls: the client goes on trying."""
 
@@ -238,6 +245,16 @@ class KafkaReader:
         self._consumer = consumer
         self._places: dict[TopicPartition, Partition] = {}
         self._positions: dict[Partition, int] = {}
+        self._read = BYTES.labels(connection.role, "read")
+        readers = _readers[connection.role]
+        readers.add(self)
+        UNREAD.labels(connection.role).set_function(lambda: sum(reader.unread for reader in readers))
+
+    @property
+    def unread(self) -> int:
+        """Offsets between what was delivered and the ends that fetches have seen."""
+        ends = {name: self._consumer.highwater(place) for place, name in self._places.items()}
+        return sum(max(0, end - self._positions[name]) for name, end in ends.items() if end is not None)
 
     def assign(self, starts: Mapping[Partition, int]) -> None:
         self._places = {self._connection.place(name): name for name in starts}
@@ -264,7 +281,7 @@ class KafkaReader:
             batches = await self._consumer.getmany(timeout_ms=int(timeout_s * 1000), max_records=max_records)
             for place, name in self._places.items():  # also past markers and aborted records
                 self._positions[name] = await self._consumer.position(place)
-        return [
+        records = [
             make_record(
                 name.topic, name.number, found.offset, found.key or b"", found.value or b"", found.headers,
                 found.timestamp,
@@ -272,6 +289,8 @@ class KafkaReader:
             for name, batch in ((self._places[place], batch) for place, batch in batches.items())
             for found in batch
         ]  # fmt: skip
+        self._read.inc(sum(len(record.key) + len(record.value) for record in records))
+        return records
 
 
 class _Rebalances(ConsumerRebalanceListener):  # type: ignore[misc]

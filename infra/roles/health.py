@@ -24,6 +24,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from turnlog.infra.roles.measures import RESTARTS, restarts
+
 WORK = "work"
 
 
@@ -113,7 +115,9 @@ class Health:
 
 
 def application(health: Health) -> Starlette:
-    """The endpoints as an ASGI application."""
+    """The endpoints as an ASGI application. Raises SettingsError."""
+
+    RESTARTS.labels(health.role).set(restarts(os.environ))
 
     async def healthz(_: Request) -> Response:
         alive, said = health.living()

@@ -85,23 +85,27 @@ async def opened(
     async with AsyncExitStack() as stack:
         blobs = S3Blobs(settings.store)
         stack.push_async_callback(blobs.close)
-        log, events = await (_archived if archive else _live)(stack, settings, blobs, instance)
+        log, events = await (_archived if archive else _live)(stack, settings, blobs, name, instance)
         health = health or Health(name, work_s=settings.liveness.work_s)
         yield Role(name, instance, settings, log, events, blobs, health, stopping or asyncio.Event())
 
 
-async def _live(stack: AsyncExitStack, settings: Settings, blobs: Blobs, instance: str) -> tuple[Log, EventLog]:
+async def _live(
+    stack: AsyncExitStack, settings: Settings, blobs: Blobs, name: str, instance: str
+) -> tuple[Log, EventLog]:
     from turnlog.infra.kafka import KafkaLog
     from turnlog.infra.registry import HttpRegistry
 
-    kafka = KafkaLog.of(settings.kafka)
+    kafka = KafkaLog.of(settings.kafka, role=name)
     stack.push_async_callback(kafka.close)
     registry = HttpRegistry(settings.registry)
     stack.push_async_callback(registry.close)
     return kafka, await stack.enter_async_context(EventLog.open(kafka, registry, writer=instance, blobs=blobs))
 
 
-async def _archived(_: AsyncExitStack, settings: Settings, blobs: Blobs, instance: str) -> tuple[Log, EventLog]:
+async def _archived(
+    _: AsyncExitStack, settings: Settings, blobs: Blobs, name: str, instance: str
+) -> tuple[Log, EventLog]:
     from turnlog.infra.archive import ArchiveLog, archive_name
 
     log = await ArchiveLog.open(blobs, archive_name(settings))

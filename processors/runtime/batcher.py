@@ -19,6 +19,7 @@ from turnlog.infra.batch_files import MEDIA_TYPE, sealed
 from turnlog.infra.blobs import inlined
 from turnlog.infra.log import Commit, Partition, Reached, Reader, Record, Transactor, own_ends
 from turnlog.infra.roles.health import count_tokens
+from turnlog.infra.roles.measures import STAGE_S
 from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.runs import Configured, configured
 from turnlog.names import ConsumerGroup, TransactionalId
@@ -50,6 +51,7 @@ log = logging.getLogger(__name__)
 BATCHES = Counter("turnlog_batches_formed", "Batches formed")
 DROPPED = Counter("turnlog_samples_dropped", "Samples that no batch trains", ["reason"])
 WAITING = Gauge("turnlog_groups_waiting", "Scored groups that wait for a draw")
+READ_S, DRAW_S, SEAL_S, COMMIT_S = (STAGE_S.labels("batcher", stage) for stage in ("read", "draw", "seal", "commit"))
 
 
 async def main(role: Role) -> None:
@@ -123,6 +125,11 @@ class Batcher:
             await reached.say(self._commits(reader), last=True)
 
     async def _take(self, records: list[Record]) -> None:
+        if records:
+            with READ_S.time():
+                await self._fold(records)
+
+    async def _fold(self, records: list[Record]) -> None:
         for record in records:
             event = await self._role.events.known(record)
             if event is None:
@@ -169,9 +176,12 @@ class Batcher:
         for group in groups:
             self._starts.pop(group.score.group_id, None)
         # Rows of a large draw are seconds of arithmetic: keep heartbeats of the clients alive.
-        draw = await asyncio.to_thread(self._form_draw, groups, held, self._rules)
-        events = await self._events(draw, groups, held)
-        await self._role.events.transact(self._transactor, events)
+        with DRAW_S.time():
+            draw = await asyncio.to_thread(self._form_draw, groups, held, self._rules)
+        with SEAL_S.time():
+            events = await self._events(draw, groups, held)
+        with COMMIT_S.time():
+            await self._role.events.transact(self._transactor, events)
         for event in events:
             self.progress.apply(event)
         for group in groups:

@@ -22,6 +22,7 @@ from turnlog.infra.event_log import EventLog, dead_letter, passed_over, where
 from turnlog.infra.log import Commit, Log, Partition, Record, Transactor, check_commits, own_ends
 from turnlog.infra.registry import RegistryUnavailable
 from turnlog.infra.roles.health import count_tokens
+from turnlog.infra.roles.measures import STAGE_S
 from turnlog.names import RECORD_HEADER, ConsumerGroup, TransactionalId
 from turnlog.processors.core.fold.low_water import (
     Done,
@@ -226,6 +227,7 @@ RECORDS = Counter("turnlog_assembler_records", "Input records passed")
 LATE = Counter("turnlog_assembler_late_records", "Records that came after their group was scored and forgotten")
 OPEN_GROUPS = Gauge("turnlog_assembler_open_groups", "Groups that are not complete", ["unit"])
 OPEN_SPAN = Gauge("turnlog_assembler_open_span_bytes", "Bytes that a restart folds again", ["unit"])
+READ_S, FOLD_S, COMMIT_S = (STAGE_S.labels("assembler", stage) for stage in ("read", "fold", "commit"))
 REFOLD_SECONDS = Gauge("turnlog_assembler_refold_seconds", "From opening the unit to having folded all that was before")
 
 Clock = Callable[[], float]
@@ -312,15 +314,17 @@ class Unit:
         wanted = [self._fold.wants(record) for record in records]
         fresh = [record for record, wants in zip(records, wanted, strict=True) if wants]
         plan = self._plan
-        found = await decoded(
-            fresh, self._events, self._blobs, plan.pauses_s, run_id=plan.run_id, messages=plan.messages
-        )
+        with READ_S.time():
+            found = await decoded(
+                fresh, self._events, self._blobs, plan.pauses_s, run_id=plan.run_id, messages=plan.messages
+            )
         events = iter(found)
         now = self._clock()
-        for record, wants in zip(records, wanted, strict=True):
-            if wants:
-                self._take(record, next(events), now)
-            self._fold.pass_over(record)
+        with FOLD_S.time():
+            for record, wants in zip(records, wanted, strict=True):
+                if wants:
+                    self._take(record, next(events), now)
+                self._fold.pass_over(record)
         self._span.passed(records)
         RECORDS.inc(len(records))
         if refolding and not self.refolding:
@@ -341,6 +345,12 @@ class Unit:
         """
         if self.refolding or (not self._pending and self._fold.low_water.high == self.position):
             return
+        with COMMIT_S.time():
+            await self._commit()
+        self._committed_at = self._clock()
+        OPEN_GROUPS.labels(str(self.number)).set(len(self._fold.low_water.open))
+
+    async def _commit(self) -> None:
         outputs = [await externalized(event, self._blobs) for event in self._pending]
         sends = await self._events.begin(self._transactor, outputs, lambda _: self.number)
         for event in outputs:
@@ -355,8 +365,6 @@ class Unit:
             self._settled.committed(event)
             self._output_ends[TOPIC_OF[type(event).__name__].name] = offset + 1
         self._pending = []
-        self._committed_at = self._clock()
-        OPEN_GROUPS.labels(str(self.number)).set(len(self._fold.low_water.open))
 
     def _take(self, record: Record, event: Decoded, now: float) -> None:
         """One record of a group that was open before the batch: folded or parked. Raises UnitFailed."""

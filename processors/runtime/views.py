@@ -42,6 +42,7 @@ from turnlog.infra.registry import HttpRegistry, RegistryUnavailable
 from turnlog.infra.roles import log_lines
 from turnlog.infra.roles.ending import obey
 from turnlog.infra.roles.health import Health, serve_health
+from turnlog.infra.roles.measures import BYTES, STAGE_S
 from turnlog.infra.roles.probe import served_at
 from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.runs import claimed
@@ -200,6 +201,9 @@ SESSION_TIMEOUT_S = 6.0
 LOOK_EVERY_S = 5.0
 MOVING = "partitions move, or tables are read from their changelogs"
 FIXED_VERSION = "0.15.3"
+FOLD_S = STAGE_S.labels("views", "fold")
+READ = BYTES.labels("views", "read")
+"""Values alone: Faust has its consumers to itself."""
 
 
 class UnknownFaust(Exception):
@@ -245,7 +249,7 @@ async def _started(settings: Settings) -> Codec | None:
 async def _codec(settings: Settings, health: Health) -> Codec:
     """Of a log that is this run's or nobody's. Raises OtherRun, CannotListen."""
     log, registry = (
-        KafkaLog.of(settings.kafka),
+        KafkaLog.of(settings.kafka, role="views"),
         HttpRegistry(settings.registry),
     )
     async with AsyncExitStack() as stack:
@@ -364,16 +368,15 @@ def _agents(app: faust.App, settings: Settings, codec: Codec, tables: dict[str, 
     async def keep(stream: Any, table: Any) -> AsyncIterator[None]:
         """One key per record: applying it again, or an older one after a newer, changes nothing that counts."""
         async for raw in stream:
-            event = await event_of(raw, codec, ask)
-            if event is None:
-                yield
-                continue
-            update = view(event)
-            if event.run_id == settings.run.id and update is not None:
-                key, value = update
-                before = table.get(key)
-                if before is None or before["rank"] <= value["rank"]:
-                    table[key] = value
+            READ.inc(len(raw))
+            with FOLD_S.time():
+                event = await event_of(raw, codec, ask)
+                update = None if event is None or event.run_id != settings.run.id else view(event)
+                if update is not None:
+                    key, value = update
+                    before = table.get(key)
+                    if before is None or before["rank"] <= value["rank"]:
+                        table[key] = value
             yield
 
     wiring = ((topics.SESSIONS, settings.kafka.groups, "sessions"), (topics.STEPS, 1, "steps"),

@@ -26,6 +26,19 @@ add `_bucket`, `_sum` and `_count`, summaries `_sum` and `_count`. No label hold
 call, an address or what an agent wrote: their number would have no bound. Alerts on them are in
 [runbook.md](runbook.md). This page is generated (`make docs`).
 """
+OF_EVERY_ROLE = """
+## Of every role
+
+What waits for a role is `turnlog_role_lag_records` of those that commit how far they are, and
+`turnlog_log_unread_records` of each; `turnlog_log_bytes_total` is what it reads and writes. `turnlog_role_restarts` is
+counted by the supervisor of `turnlog up`, and by whoever else sets `TURNLOG_RESTARTS`; Kubernetes counts for itself
+(`kube_pod_container_status_restarts_total` of kube-state-metrics), and there the gauge stays 0. Stages, in
+`turnlog_stage_seconds`, beside the histograms of gateway and sandbox worker:
+
+"""
+STAGES = "STAGE_S"
+"""What the histogram is called in modules."""
+PHASES = "`seconds` of its records, by phase"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +84,34 @@ def _declared(path: Path) -> Iterator[Metric]:
                 yield Metric(room, name, call.func.id.lower(), tuple(found), said[1])
 
 
+def stages() -> dict[str, tuple[str, ...]]:
+    """Role -> its stages, in the order of its module; empty where records that it writes name them."""
+    found: dict[str, tuple[str, ...]] = {}
+    paths = sorted(path for room in ROOMS for path in (HERE / room).resolve().rglob("*.py"))
+    for path in paths:
+        tree = ast.parse(path.read_text())
+        among = {
+            id(each.elt): ast.literal_eval(each.generators[0].iter)
+            for each in ast.walk(tree)
+            if isinstance(each, ast.GeneratorExp) and _names_stage(each.elt)
+        }
+        for call in ast.walk(tree):
+            if isinstance(call, ast.Call) and _names_stage(call):
+                role, stage = ast.literal_eval(call.args[0]), call.args[1]
+                named = (ast.literal_eval(stage),) if isinstance(stage, ast.Constant) else among.get(id(call), ())
+                found[role] = (*found.get(role, ()), *named)
+    return dict(sorted(found.items()))
+
+
+def _names_stage(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == f"{STAGES}.labels"
+
+
 def metrics_page() -> str:
     """The whole page."""
-    parts = [HEAD]
+    parts = [HEAD, OF_EVERY_ROLE, "| role | stages |\n|---|---|\n"]
+    for role, names in stages().items():
+        parts.append(f"| `{role}` | {', '.join(f'`{name}`' for name in names) or PHASES} |\n")
     for room, found in groupby(metrics(), lambda each: each.room):
         rows = [
             f"| `{each.name}` | {each.kind} | {each.unit} | {', '.join(f'`{label}`' for label in each.labels)} | "

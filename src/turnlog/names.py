@@ -43,6 +43,9 @@ class TransactionalId(StrEnum):
 REGISTRY_TOPIC: Final = "_schemas"
 """Where the embedded registry keeps what it was given, as Confluent's does."""
 
+RESTARTS_VARIABLE: Final = "TURNLOG_RESTARTS"
+"""How often whoever watches a process has started it anew, as that process is told."""
+
 WRITER_HEADER: Final = "writer"
 """Role and instance that wrote the record."""
 RECORD_HEADER: Final = "record"

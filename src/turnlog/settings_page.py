@@ -31,7 +31,8 @@ is generated (`make docs`).
 
 What concerns one process stands beside them: `TURNLOG_LOG_LEVEL` (INFO), `TURNLOG_LOG_FORMAT` (text, or json: an object
 a line), `TURNLOG_HEALTH_PORT` (not served) on `TURNLOG_HEALTH_HOST` (127.0.0.1), `TURNLOG_INSTANCE` (a name that stays
-the same over restarts; role, host and process id), `TURNLOG_ENGINE_INDEX` (a loader's engine of `[engine] urls`; 0).
+the same over restarts; role, host and process id), `TURNLOG_RESTARTS` (how often it was started anew, for its metrics;
+0), `TURNLOG_ENGINE_INDEX` (a loader's engine of `[engine] urls`; 0).
 
 A secret, marked so below, may stand in a file instead: `TURNLOG_SECTION_KEY_FILE` names it. One line break at its end
 is cut; a file that changes is read again without a restart.

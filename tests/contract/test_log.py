@@ -13,6 +13,7 @@ from uuid import uuid4
 
 import pytest
 from aiokafka.partitioner import DefaultPartitioner, murmur2
+from prometheus_client import REGISTRY
 
 from tests.fakes.memory_log import MemoryLog
 from turnlog.consumers.archiver import Archiver
@@ -765,6 +766,30 @@ class TestKafkaLog(LogContract):
             with pytest.raises(TransactionHanging, match=r"group .*g is held back .* find-hanging"):
                 await impatient.commits("g", [IN])
         await impatient.close()
+
+    async def test_what_a_role_writes_reads_and_has_not_read_is_counted_under_its_name(
+        self, log: KafkaLog, wanted: KafkaSettings
+    ) -> None:
+        name = log._connection.prefix
+
+        def counted(family: str, **labels: str) -> float | None:
+            return REGISTRY.get_sample_value(family, {"role": name, **labels})
+
+        own = KafkaLog.of(replace(wanted, prefix=name), role=name)
+        async with own.appender() as appender, own.transactor("t") as transactor, own.reader() as reader:
+            for _ in range(10):
+                await appender.append("in", b"key", b"value", partition=1)
+            await transactor.begin()
+            await transactor.send("in", 1, b"", b"12")
+            await transactor.commit()
+            reader.assign({IN: 0})
+            await reader.poll(max_records=3, timeout_s=PATIENCE_S)
+            assert counted("turnlog_log_bytes_total", direction="written") == 82
+            assert counted("turnlog_log_bytes_total", direction="read") == 24
+            assert counted("turnlog_log_unread_records") >= 7
+            await read(reader, 8)
+            assert counted("turnlog_log_bytes_total", direction="read") == 82
+        await own.close()
 
     @pytest.mark.parametrize("sends", [1, 12])
     async def test_a_fenced_owner_leaves_no_error_that_nobody_retrieves(

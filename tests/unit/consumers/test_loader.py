@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from prometheus_client import REGISTRY
 from safetensors.torch import save, save_file
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -113,6 +114,9 @@ async def test_registers_and_acknowledges_each_version(
     assert (registered.version, registered.state, registered.url) == (-1, "starting", URL)
     assert (loaded.version, loaded.state) == (0, "serving")
     assert set(loaded.seconds) == {"fetch", "verify", "pause", "load", "check", "resume"}
+    for phase in loaded.seconds:
+        labels = {"role": "loader", "stage": phase}
+        assert (REGISTRY.get_sample_value("turnlog_stage_seconds_count", labels) or 0) >= 1
     assert control.loads == [0]
     assert not control.paused
 

@@ -94,7 +94,10 @@ async def test_members_come_and_go_while_the_others_run(tmp_path: Path) -> None:
 
 
 async def test_a_killed_member_is_started_again(tmp_path: Path) -> None:
-    async with _running(_member(tmp_path, "role")) as (supervisor, seen):
+    told = tmp_path / "told"
+    code = f"import os\nopen({str(told)!r}, 'a').write(os.environ['TURNLOG_RESTARTS'])\n{SLEEPER}"
+    ready = lambda: told.exists() and len(told.read_text()) > supervisor.watched["role"].restarts  # noqa: E731
+    async with _running(_member(tmp_path, "role", code, ready=ready)) as (supervisor, seen):
         await _until(seen, ("role", State.READY))
         first = supervisor.watched["role"].child
         assert first is not None
@@ -102,6 +105,7 @@ async def test_a_killed_member_is_started_again(tmp_path: Path) -> None:
         order = await _until(seen, ("role", State.READY))
         assert order == [("role", State.RESTARTING), ("role", State.STARTING), ("role", State.READY)]
         assert supervisor.watched["role"].restarts == 1
+        assert told.read_text() == "01"
         assert "status -9" in str(supervisor.watched["role"].error)
 
 
@@ -142,6 +146,7 @@ async def test_a_role_whose_restarts_do_not_help_starts_the_run_again_so_often_a
         assert [(one.name, one.restart, one.restarts_run) for one in told] == [("role", 1, True), ("role", 1, False)]
         assert "no weights" in told[0].cause
         assert supervisor.watched["log"].child is children[2]
+        assert supervisor.watched["other"].restarts == 1
 
 
 async def test_a_role_that_dies_so_often_in_a_while_fails_however_long_it_was_ready(tmp_path: Path) -> None:

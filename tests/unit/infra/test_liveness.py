@@ -21,6 +21,7 @@ from turnlog.infra.embedded.liveness import (
 )
 from turnlog.infra.embedded.ports import HOST, listens
 from turnlog.infra.roles.health import Health, application
+from turnlog.setting_types import SettingsError
 
 LIVENESS = Liveness(look=answering(lambda: True), within_s=10.0)
 STEP_S = LIVENESS.every_s
@@ -131,6 +132,15 @@ def test_healthz_tells_the_rounds_of_each_loop_and_says_stale_by_its_status() ->
         "work": {"rounds": 2, "within_s": 100.0, "stale": False},
         "reaper": {"rounds": 1, "within_s": 1e-9, "stale": True},
     }
+
+
+def test_metrics_say_how_often_the_process_was_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TURNLOG_RESTARTS", "3")
+    with TestClient(application(Health("feeder"))) as client:
+        assert 'turnlog_role_restarts{role="feeder"} 3.0' in client.get("/metrics").text
+    monkeypatch.setenv("TURNLOG_RESTARTS", "often")
+    with pytest.raises(SettingsError, match="TURNLOG_RESTARTS must be a whole number, got 'often'"):
+        application(Health("feeder"))
 
 
 def test_what_healthz_says_is_read_also_when_it_is_stale() -> None:

@@ -218,11 +218,21 @@ async def world(settings: Settings = SETTINGS, groups: int = GROUPS) -> World:
     return world
 
 
+def stages() -> Counter[str]:
+    """How often each stage of a draw was timed."""
+    return Counter({
+        stage: int(REGISTRY.get_sample_value("turnlog_stage_seconds_count", {"role": "batcher", "stage": stage}) or 0)
+        for stage in ("draw", "seal", "commit")
+    })  # fmt: skip
+
+
 async def test_each_draw_is_cut_into_parts_and_its_files_hold_the_rows(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     settings = dataclasses.replace(SETTINGS, batcher=dataclasses.replace(SETTINGS.batcher, max_lag=9))
     here = await world(settings)
+    before = stages()
     await here.live(draws=3)
+    assert (stages() - before).total() == 9
     manifests = await here.manifests()
     assert [(m.batch_index, m.draw_index, m.part, m.parts) for m in manifests] == [
         (0, 0, 0, 2), (1, 0, 1, 2), (2, 1, 0, 2), (3, 1, 1, 2), (4, 2, 0, 2), (5, 2, 1, 2),
