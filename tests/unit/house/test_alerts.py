@@ -1,4 +1,4 @@
-"""Alerts by their cases (tests/deploy/alerts.yaml): in Prometheus's own engine, and that none is without."""
+"""Rules by their cases (tests/deploy/alerts.yaml): in Prometheus's own engine, and that none is without."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ RULES = ROOT / "infra/deploy/monitoring/rules.yaml"
 CASES = ROOT / "tests/deploy/alerts.yaml"
 
 
-def rules() -> dict[str, str]:
-    """Alert -> its expression."""
+def rules(kind: str = "alert") -> dict[str, str]:
+    """Alert, or `record`, -> its expression."""
     groups = yaml.safe_load(RULES.read_text())["groups"]
-    return {rule["alert"]: rule["expr"] for group in groups for rule in group["rules"]}
+    return {rule[kind]: rule["expr"] for group in groups for rule in group["rules"] if kind in rule}
 
 
 def ends_of_cases(text: str) -> dict[str, set[bool]]:
     """Alert -> whether its cases fire."""
     found: dict[str, set[bool]] = defaultdict(set)
     for case in yaml.safe_load(text)["tests"]:
-        for moment in case["alert_rule_test"]:
+        for moment in case.get("alert_rule_test", ()):
             found[moment["alertname"]].add(bool(moment.get("exp_alerts")))
     return found
 
@@ -39,8 +39,22 @@ def test_each_alert_has_a_case_that_fires_and_one_that_does_not() -> None:
     assert set(ends) == set(rules()), "a case of an alert that is none"
 
 
+def test_what_is_recorded_has_a_case() -> None:
+    recorded = set(rules("record"))
+    cases = yaml.safe_load(CASES.read_text())["tests"]
+    tested = {
+        name for case in cases for one in case.get("promql_expr_test", ()) for name in recorded & asked(one["expr"])
+    }
+    assert recorded - tested == set(), "a case in tests/deploy/alerts.yaml"
+
+
+def asked(text: str) -> set[str]:
+    """Names of recorded series."""
+    return set(re.findall(r"\b\w+:turnlog_\w+:\w+", text))
+
+
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
-def test_alerts_fire_when_their_cases_say_and_no_sooner() -> None:
+def test_alerts_fire_and_rules_record_when_their_cases_say_and_no_sooner() -> None:
     done = subprocess.run(["promtool", "test", "rules", str(CASES)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
