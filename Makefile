@@ -106,6 +106,7 @@ docs: $(ENVIRONMENT)  ## rewrite the generated pages
 	@$(BIN)/python -m turnlog.schemas.catalogue_page > docs/events.md
 	@$(BIN)/python -m turnlog.settings_page > docs/settings.md
 	@$(BIN)/python -m turnlog.metrics_page > docs/metrics.md
+	@$(BIN)/python -m turnlog.infra.deploy.monitoring.grafana infra/deploy/monitoring/dashboards
 	@$(BIN)/python -c 'from turnlog.producers.gateway.dialects import fields_page as p; print(p(), end="")' > docs/fields.md
 	@$(BIN)/python -c 'from turnlog.consumers.index.schema import page as p; print(p(), end="")' > docs/index-schema.md
 	@$(BIN)/python -m turnlog.asyncapi_page > docs/asyncapi.yaml

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import yaml
 
 from turnlog import cli
+from turnlog.infra.deploy.monitoring.grafana import dashboards
 from turnlog.metrics_page import metrics, stages
 
 ROOT = Path(__file__).parents[3]
@@ -104,6 +106,19 @@ def queries() -> Iterator[tuple[str, str]]:
     """Of every rule and panel, with what is shown of its answer."""
     for rule in (rule for group in RULES for rule in group["rules"]):
         yield rule["expr"], rule.get("annotations", {}).get("summary", "")
+    for text in dashboards().values():
+        for panel in json.loads(text)["panels"]:
+            yield from ((target["expr"], target["legendFormat"]) for target in panel["targets"])
+
+
+def test_the_dashboards_are_what_their_generator_makes() -> None:
+    kept = {path.name: path.read_text() for path in (ROOT / "infra/deploy/monitoring/dashboards").iterdir()}
+    assert kept == dashboards(), "make docs"
+
+
+def test_what_is_recorded_is_asked_for() -> None:
+    recorded = {rule["record"] for group in RULES for rule in group["rules"] if "record" in rule}
+    assert recorded - {name for query, _ in queries() for name, _ in SERIES.findall(query)} == set()
 
 
 def test_every_query_asks_for_metrics_and_labels_that_exist() -> None:
