@@ -60,13 +60,13 @@ from turnlog.trainer.warm_start import make_base, random_weights
 from turnlog.trainer.weights import tensors_of
 
 
-def synthetic_model(folder: Path) -> Path:
+def synthetic_model(folder: Path, shape: ModelShape = TINY) -> Path:
     """A folder with a tiny random policy and a tokenizer of four words."""
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2, "a": 3}
     Tokenizer(models.WordLevel(vocabulary, "a")).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
-    make_base(TINY, folder, folder)
+    make_base(shape, folder, folder)
     return folder
 
 

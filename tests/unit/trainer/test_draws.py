@@ -16,6 +16,7 @@ import pyarrow.parquet as parquet
 import pytest
 
 from tests.fakes.memory_log import MemoryLog
+from tests.unit.trainer.test_recorded import formed
 from turnlog.infra.batch_files import MEDIA_TYPE, write_rows
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
@@ -38,7 +39,14 @@ from turnlog.trainer.launch import Beat
 from turnlog.trainer.loop import LearnerThread, Trainer
 from turnlog.trainer.plan import LearningPlan, PolicyGradient, learning_plan
 from turnlog.trainer.reading.batches import Manifests
-from turnlog.trainer.reference import append_batches, synthetic_manifest, synthetic_model, synthetic_rows
+from turnlog.trainer.reference import (
+    append_batches,
+    synthetic_manifest,
+    synthetic_model,
+    synthetic_rows,
+    with_random_experts,
+)
+from turnlog.trainer.shape import TINY, TINY_MIXTURE, ModelShape
 
 PARTS = 3
 PPO = {"algorithm": "ppo", "value_updates": 2, "value_warmup_steps": 1, "value_learning_rate": 1e-3}
@@ -48,12 +56,12 @@ DECOUPLED = {"logprobs": "recomputed", "importance": "truncated", "kl": "k3", "k
 class Run:
     """Topics, a store and a model folder; `train` is one incarnation of the trainer."""
 
-    def __init__(self, folder: Path, **trainer: Any) -> None:
+    def __init__(self, folder: Path, shape: ModelShape = TINY, **trainer: Any) -> None:
         model = folder / "model"
         self.settings: Settings = from_tables(
             {
                 "run": {"id": "run", "directory": str(folder)},
-                "model": {"path": str(model if model.exists() else synthetic_model(model))},
+                "model": {"path": str(model if model.exists() else synthetic_model(model, shape))},
                 "feeder": {"draws": 2},
                 "fold": {"estimator": "none" if trainer.get("algorithm") == "ppo" else "grpo"},
                 "trainer": {"threads": 1, "checkpoint_every": 1, "checkpoints_kept": 20, **trainer},
@@ -239,6 +247,36 @@ async def test_token_files_of_every_nth_step_lie_in_the_store_and_say_what_its_t
     assert found["entropy"].mean() == pytest.approx(first.entropy, rel=1e-5)
     assert found["ratio"].mean() == pytest.approx(first.metrics["ratio"], rel=1e-5)
     assert np.abs(found["logprob"] - rows.logprobs[at]).max() == pytest.approx(first.logprob_gap_max, rel=1e-5)
+
+
+@pytest.mark.parametrize("shape", [TINY, TINY_MIXTURE], ids=lambda shape: shape.kind)
+async def test_tokens_that_a_step_masks_are_booked_by_their_reason(tmp_path: Path, shape: ModelShape) -> None:
+    """Those of a greedy row and beyond the bounds of importance; of a mixture, those of rows without experts."""
+    masks = {"logprobs": "recomputed", "importance": "masked", "importance_low": 0.97, "importance_high": 1.03}
+    run = Run(tmp_path, shape, router_replay="only", token_files_every=1, **masks)
+    await run.begin()
+    batches = []
+    async with run.events() as events:
+        for index in range(2):
+            rows = with_random_experts(synthetic_rows(index), TINY_MIXTURE, index, some=True)
+            temperature = np.where(np.arange(len(rows)) == 1, np.float32(0), rows.temperature)
+            rows = dataclasses.replace(rows, temperature=temperature)
+            file = await run.blobs.put(write_rows(rows), media_type=MEDIA_TYPE)
+            await events.append(await formed(events, run.blobs, rows, file, index))
+            batches.append(rows)
+    await run.train()
+    for rows, step in zip(batches, await run.steps(2), strict=True):
+        at = np.flatnonzero(rows.trained)
+        row = np.repeat(np.arange(len(rows)), rows.lengths)[at]
+        assert step.token_file is not None
+        table = parquet.read_table(pa.BufferReader(await run.blobs.get(step.token_file)))
+        weight = np.exp(table["logprob"].to_numpy() - rows.logprobs[at])
+        without = ~rows.has_experts[row] & bool(shape.experts)
+        zeroed = ((row == 1) | (weight < 0.97) | (weight > 1.03)) & ~without
+        expected = {"unrouted": int(without.sum()), "trainer_mask": int(zeroed.sum())}
+        assert step.masked == {reason: tokens for reason, tokens in expected.items() if tokens}
+        assert 0 < expected["trainer_mask"] < int(rows.trained.sum()) == step.trained_tokens
+        assert (expected["unrouted"] > 0) == bool(shape.experts)
 
 
 async def test_tokens_that_a_step_does_not_compute_are_trained_and_told(tmp_path: Path) -> None:

@@ -32,8 +32,8 @@ from turnlog.trainer.reading.recorded import truncated, with_experts
 from turnlog.trainer.reference import synthetic_manifest, synthetic_rows, with_random_experts
 from turnlog.trainer.shape import TINY_MIXTURE, TINY_VISION
 
-ROWS = synthetic_rows(0, rows=4)
-IDS = with_random_experts(ROWS, TINY_MIXTURE, 0).experts
+ROWS = with_random_experts(synthetic_rows(0, rows=4), TINY_MIXTURE, 0)
+IDS = ROWS.experts
 NOWHERE = BlobRef(hashlib.sha256(b"").hexdigest(), 0)
 
 
@@ -46,18 +46,27 @@ async def events() -> AsyncIterator[EventLog]:
 
 
 async def formed(
-    events: EventLog, blobs: MemoryBlobs, *, without: int = -1, longer: int = 3, cut_short: int = -1
+    events: EventLog,
+    blobs: MemoryBlobs,
+    rows: RoutedRows = ROWS,
+    file: BlobRef = NOWHERE,
+    index: int = 0,
+    *,
+    without: int = -1,
+    longer: int = 3,
+    cut_short: int = -1,
 ) -> SampleBatchFormed:
-    """The manifest of ROWS, whose samples are on the log and were cut by `longer` tokens; one has no experts, one's
-    trajectory was truncated."""
+    """The manifest of `rows`, whose samples are on the log and were cut by `longer` tokens; one has no experts, like
+    unrouted ones, one's trajectory was truncated."""
     places: list[BatchSample] = []
-    manifest = synthetic_manifest(ROWS, NOWHERE, "run", 0)
+    manifest = synthetic_manifest(rows, file, "run", index)
     for row, entry in enumerate(manifest.samples):
-        start, length = int(ROWS.starts[row]), int(ROWS.lengths[row])
-        ids = np.concatenate([IDS[start : start + length - 1], np.zeros((longer, *IDS.shape[1:]), "u1")])
+        start, length = int(rows.starts[row]), int(rows.lengths[row])
+        ids = np.concatenate([rows.experts[start : start + length - 1], np.zeros((longer, *IDS.shape[1:]), "u1")])
         content, _ = packed(ids.astype("<i4"))
         piece = ExpertRows(await blobs.put(content), 0, len(ids), 0)
-        whole = sample(entry, length + longer, () if row == without else (piece,))
+        routed = rows.has_experts[row] and row != without
+        whole = sample(entry, length + longer, (piece,) if routed else ())
         ended = Outcome.truncated if row == cut_short else Outcome.completed
         partition, offset = await events.append(dataclasses.replace(whole, outcome=ended))
         places.append(dataclasses.replace(entry, partition=partition, offset=offset))
