@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
@@ -19,7 +22,6 @@ from turnlog.trainer.warm_start import random_weights
 
 OBJECTIVE = PolicyGradient(0.2, 0.2)
 PACKED = LearnerOptions(threads=1, microbatch_tokens=200, packing="on")
-LONG = dataclasses.replace(TINY, positions=8192)
 CPU = torch.device("cpu")
 
 
@@ -35,7 +37,7 @@ def alone() -> Iterator[None]:
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_steps_are_those_of_transformers_and_adamw(shape: ModelShape, recompute: str) -> None:
     weights = random_weights(shape, 1)
-    learner = Learner(shape, weights, dataclasses.replace(PACKED, recompute=recompute))
+    learner = Learner(shape, weights, replace(PACKED, recompute=recompute))
     plain = PlainLearner(shape, weights, PACKED)
     for step in range(2):
         rows = synthetic_rows(step)
@@ -46,7 +48,7 @@ def test_steps_are_those_of_transformers_and_adamw(shape: ModelShape, recompute:
 
 
 def test_a_padded_batch_after_a_packed_one_is_not_cut() -> None:
-    learner = Learner(TINY, random_weights(TINY, 1), dataclasses.replace(PACKED, packing="auto"))
+    learner = Learner(TINY, random_weights(TINY, 1), replace(PACKED, packing="auto"))
     short = synthetic_rows(0)
     before = learner.measure(short, OBJECTIVE)
     learner.measure(synthetic_rows(1, rows=2, lengths=np.array([200, 400], "<i4")), OBJECTIVE)
@@ -64,17 +66,30 @@ def test_every_position_of_a_row_is_in_one_context_rank_s_share() -> None:
     assert int(whole.trained.sum()) == int(rows.trained.sum())
 
 
+def given(lengths: NDArray[np.int32], shape: ModelShape = TINY, **options: Any) -> list[tuple[int, ...]]:
+    """The size of each of the tensors that the model is run on in a pass over rows of these lengths."""
+    learner, sizes = Learner(shape, random_weights(shape, 1), LearnerOptions(**options)), list[tuple[int, ...]]()
+    learner.policy.model.register_forward_pre_hook(lambda _, inputs: sizes.append(tuple(inputs[0].shape)))
+    learner.measure(synthetic_rows(0, rows=len(lengths), lengths=lengths), OBJECTIVE)
+    return sizes
+
+
 def test_nearly_all_that_is_computed_of_long_rows_is_real() -> None:
-    lengths = (np.random.default_rng(0).lognormal(6.2, 0.8, 24) + 2).astype("<i4")
+    lengths, shape = np.random.default_rng(0).lognormal(6.2, 0.8, 24).astype("<i4"), replace(TINY, positions=8192)
     assert lengths.mean() > 500
-    rows, share = synthetic_rows(0, rows=24, lengths=lengths), {}
-    for packing in ("on", "off"):
-        options = dataclasses.replace(PACKED, microbatch_tokens=4096, packing=packing)
-        learner, given = Learner(LONG, random_weights(LONG, 1), options), list[int]()
-        learner.policy.model.register_forward_pre_hook(lambda _, inputs, given=given: given.append(inputs[0].numel()))
-        learner.measure(rows, OBJECTIVE)
-        share[packing] = float((lengths - 1).sum()) / sum(given)
-    assert 1 >= share["on"] >= 0.95 > share["off"]
+    packed_share, padded_share = (
+        (lengths - 1).sum() / sum(map(math.prod, given(lengths, shape, packing=one, microbatch_tokens=4096)))
+        for one in ("on", "off")
+    )
+    assert 1 >= packed_share >= 0.95 > padded_share
+
+
+@pytest.mark.parametrize(
+    ("packing", "sizes"), [("on", [(1, 14 * 49), (1, 399 + 2 * 49)]), ("off", [(16, 49), (1, 399)])]
+)
+def test_a_step_s_microbatches_are_balanced_by_what_rows_cost(packing: str, sizes: list[tuple[int, ...]]) -> None:
+    """By its tokens alone the row of 400 would share a microbatch with more of the others."""
+    assert given(np.array([400, *[50] * 16], "<i4"), packing=packing, microbatch_tokens=800) == sizes
 
 
 @pytest.mark.parametrize(
