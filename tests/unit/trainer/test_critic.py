@@ -19,18 +19,9 @@ from turnlog.trainer.algorithms.objective import Numbers, PolicyGradient
 from turnlog.trainer.checkpoints.state import Save
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
+from turnlog.trainer.models.plain import PlainCritic, PlainLearner, credits, with_credits
 from turnlog.trainer.plan import LearnerOptions, learning_plan
-from turnlog.trainer.reference import (
-    OBJECTIVES,
-    RATE,
-    PlainCritic,
-    PlainLearner,
-    credits,
-    ours,
-    synthetic_rows,
-    theirs,
-    with_credits,
-)
+from turnlog.trainer.reference import OBJECTIVES, RATE, ours, synthetic_rows, theirs
 from turnlog.trainer.shape import TINY, as_dict
 from turnlog.trainer.warm_start import random_weights
 

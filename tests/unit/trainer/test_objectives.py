@@ -18,8 +18,9 @@ from turnlog.trainer.algorithms.tokens import Algorithm, Auxiliary
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner, StepResult
 from turnlog.trainer.models.experts import RoutedRows
+from turnlog.trainer.models.plain import PlainLearner, of_row
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient, imitation
-from turnlog.trainer.reference import PlainLearner, of_row, synthetic_rows, with_random_experts
+from turnlog.trainer.reference import synthetic_rows, with_random_experts
 from turnlog.trainer.shape import TINY, TINY_MIXTURE
 from turnlog.trainer.warm_start import random_weights
 

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.microbatches import microbatches, packed, padded, shared, worth_packing
+from turnlog.trainer.models.plain import PlainLearner
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient
-from turnlog.trainer.reference import PlainLearner, synthetic_rows, with_random_experts
+from turnlog.trainer.reference import synthetic_rows, with_random_experts
 from turnlog.trainer.shape import TINY, TINY_MIXTURE, ModelShape, row_flops
 from turnlog.trainer.warm_start import random_weights
 

@@ -15,8 +15,9 @@ from turnlog.trainer import ExpertsUnfit
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.models.experts import RoutedRows, routed, unrouted
+from turnlog.trainer.models.plain import PlainLearner
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient
-from turnlog.trainer.reference import PlainLearner, synthetic_rows, with_random_experts
+from turnlog.trainer.reference import synthetic_rows, with_random_experts
 from turnlog.trainer.shape import TINY, TINY_MIXTURE
 from turnlog.trainer.warm_start import random_weights
 

@@ -21,16 +21,9 @@ from turnlog.trainer.algorithms.logprobs import check_teacher
 from turnlog.trainer.algorithms.objective import Numbers, PolicyGradient
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
+from turnlog.trainer.models.plain import PlainLearner
 from turnlog.trainer.plan import LearnerOptions, imitation
-from turnlog.trainer.reference import (
-    OBJECTIVES,
-    TEACHER,
-    PlainLearner,
-    ours,
-    synthetic_model,
-    synthetic_rows,
-    theirs,
-)
+from turnlog.trainer.reference import OBJECTIVES, TEACHER, ours, synthetic_model, synthetic_rows, theirs
 from turnlog.trainer.shape import TINY, config_json
 from turnlog.trainer.warm_start import random_weights
 

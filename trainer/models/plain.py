@@ -1,0 +1,313 @@
+"""A policy and its critic in plain transformers and torch, and a step of theirs.
+
+They share nothing with the Learner but the formula: no Megatron, no microbatches, no padding; autograd over the log
+softmax of each row, torch.optim.AdamW and clip_grad_norm_.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.utils.parametrize import register_parametrization
+
+from turnlog.processors.core.batches.rows import BatchRows
+from turnlog.trainer.algorithms.gae import CriticRules
+from turnlog.trainer.models.experts import RoutedRows, routed
+from turnlog.trainer.models.lora import first_factor
+from turnlog.trainer.models.vision import PicturedRows
+from turnlog.trainer.plan import LearnerOptions, PolicyGradient
+from turnlog.trainer.shape import EXPERT, ModelShape, config_json, family
+from turnlog.trainer.weights import tensors_of
+
+
+@dataclass(frozen=True, slots=True)
+class PlainStep:
+    """What a step did."""
+
+    loss: float
+    grad_norm: float
+
+
+class PlainLearner:
+    """transformers' eager attention with torch's AdamW."""
+
+    def __init__(self, shape: ModelShape, weights: Mapping[str, torch.Tensor], options: LearnerOptions) -> None:
+        import transformers
+
+        values = config_json(shape, eos_token_id=0, pad_token_id=0)
+        text = values.get("text_config", values)
+        text["pad_token_id"] = None  # transformers gives that row of the embedding no gradient
+        config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+        of_config: Any = getattr(transformers, family(shape.kind).architecture)._from_config
+        self._model: Any = of_config(config, attn_implementation="eager").float()
+        self._model.load_state_dict(held_by_transformers(weights, shape), strict=not shape.tied)
+        self._shape = shape
+        if shape.vision:
+            self._model.model.visual.requires_grad_(False)
+        self._routing: torch.Tensor | None = None
+        self._chosen: dict[int, torch.Tensor] = {}
+        for layer in range(shape.layers if shape.experts else 0):
+            self._model.model.layers[layer].mlp.gate.register_forward_hook(functools.partial(self._routed, layer))
+        self._names = list(self._model.state_dict())
+        if options.lora_rank:
+            _adapted(self._model, shape, options)
+        self._clip = options.clip_grad
+        self._optimizer = torch.optim.AdamW(
+            self.parameters(),
+            betas=(options.beta1, options.beta2),
+            weight_decay=options.weight_decay,
+            foreach=False,
+        )
+
+    def step(
+        self,
+        rows: BatchRows,
+        objective: PolicyGradient,
+        learning_rate: float,
+        proximal: Sequence[torch.Tensor] | None = None,
+    ) -> PlainStep:
+        """One step, row by row: a clipped ratio of tokens or, of gspo, of trajectories, against the recorded log-probs
+        or the `proximal` ones, which are then weighted against the recorded ones; and the entropy."""
+        self._optimizer.zero_grad()
+        whole = self._trajectory_ratios(rows, proximal) if objective.algorithm.name == "gspo" else None
+        total = torch.zeros(())
+        for row in range(len(rows)):
+            recorded, advantages, mask = (of_row(rows, x, row) for x in (rows.logprobs, rows.advantages, rows.trained))
+            logprobs = self.logprobs(rows, row)
+            old = recorded if proximal is None else proximal[row]
+            ratio = (logprobs - old).exp()
+            if whole is not None:
+                ratio = whole[rows.session_ids[row]] * (logprobs - logprobs.detach()).exp()
+            bounded = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
+            surrogate = torch.minimum(ratio * advantages, bounded * advantages)
+            if objective.importance == "truncated":
+                surrogate = surrogate * (old - recorded).exp().clamp(
+                    objective.importance_low, objective.importance_high
+                )
+            if objective.entropy_coefficient:
+                everything = self.distribution(rows, row)
+                surrogate = surrogate - objective.entropy_coefficient * (everything.exp() * everything).sum(-1)
+            loss = -(surrogate * mask).sum() / float(rows.weight_divisor[row])
+            torch.autograd.backward(loss)
+            total = total + loss.detach()
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip)
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
+        return PlainStep(float(total), float(norm))
+
+    def logprobs(self, rows: BatchRows, row: int) -> torch.Tensor:
+        """Of the tokens of a row behind its first, with a gradient."""
+        targets = of_row(rows, rows.token_ids, row).long()
+        return self.distribution(rows, row).gather(-1, targets[:, None])[:, 0]
+
+    def distribution(self, rows: BatchRows, row: int) -> torch.Tensor:
+        """The same of the whole vocabulary."""
+        start, length = int(rows.starts[row]), int(rows.lengths[row])
+        tokens = torch.from_numpy(rows.token_ids[start : start + length].astype("int64"))
+        self._routing = None
+        if isinstance(rows, RoutedRows) and rows.has_experts[row]:
+            self._routing = torch.from_numpy(rows.experts[start : start + length - 1].astype("int64"))
+        images = self._images(rows, row, tokens[None, :-1])
+        logits = self._model(tokens[None, :-1], **images).logits[0]
+        found: torch.Tensor = (logits / float(rows.temperature[row])).log_softmax(-1)
+        return found
+
+    def _images(self, rows: BatchRows, row: int, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        """As transformers takes those of a row."""
+        if self._shape.vision is None or not isinstance(rows, PicturedRows) or not rows.pictures[row]:
+            return {}
+        merge, pictures = self._shape.vision.merge, rows.pictures[row]
+        return {
+            "mm_token_type_ids": (tokens == self._shape.vision.token).int(),
+            "pixel_values": torch.from_numpy(np.concatenate([picture.pixels for picture in pictures])),
+            "image_grid_thw": torch.tensor([(1, merge * one.rows, merge * one.columns) for one in pictures]),
+        }
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """What a step moves."""
+        yield from (parameter for parameter in self._model.parameters() if parameter.requires_grad)
+
+    @torch.no_grad()
+    def columns(self, rows: BatchRows) -> list[torch.Tensor]:
+        """The log-probs of each row, without a gradient."""
+        return [self.logprobs(rows, row) for row in range(len(rows))]
+
+    @torch.no_grad()
+    def _trajectory_ratios(self, rows: BatchRows, proximal: Sequence[torch.Tensor] | None) -> dict[str, torch.Tensor]:
+        """Session -> the geometric mean of its trained tokens' ratios."""
+        gaps: dict[str, list[torch.Tensor]] = {}
+        for row, session in enumerate(rows.session_ids):
+            old = of_row(rows, rows.logprobs, row) if proximal is None else proximal[row]
+            mask = of_row(rows, rows.trained, row).bool()
+            gaps.setdefault(session, []).append((self.logprobs(rows, row) - old)[mask])
+        return {session: torch.cat(parts).mean().exp() for session, parts in gaps.items()}
+
+    @torch.no_grad()
+    def recorded(self, rows: BatchRows) -> RoutedRows:
+        """The rows as an engine that computes in bfloat16 records them: its log-probs and its experts."""
+        self._model.bfloat16()
+        logprobs = np.zeros(len(rows.token_ids), "<f4")
+        experts = np.zeros((len(rows.token_ids), self._shape.layers, self._shape.experts_per_token), "u1")
+        for row, (start, length) in enumerate(zip(rows.starts.tolist(), rows.lengths.tolist(), strict=True)):
+            tokens = torch.from_numpy(rows.token_ids[start : start + length].astype("int64"))
+            logits = self._model(tokens[None, :-1]).logits[0].float() / float(rows.temperature[row])
+            said = logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+            logprobs[start + 1 : start + length] = said.numpy() * rows.trained[start + 1 : start + length]
+            chosen = torch.stack([self._chosen[layer] for layer in range(self._shape.layers)], 1)
+            experts[start : start + length - 1] = chosen.numpy()
+        return routed(dataclasses.replace(rows, logprobs=logprobs), experts, self._shape)
+
+    def _routed(self, layer: int, gate: Any, _: Any, found: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """What a layer's router says, of the recorded experts where there are any."""
+        if self._routing is None:
+            self._chosen[layer] = found[2]
+            return found
+        chosen = self._routing[:, layer]
+        return found[0], found[0].gather(-1, chosen).softmax(-1), chosen
+
+    def export(self) -> dict[str, torch.Tensor]:
+        """The weights, experts fused as transformers holds them."""
+        places = ((name, *name.rpartition(".")[::2]) for name in self._names)
+        return {name: getattr(self._model.get_submodule(at), leaf).detach().clone() for name, at, leaf in places}
+
+
+class _LowRank(torch.nn.Module):
+    """A weight with what an adapter adds to it."""
+
+    def __init__(self, a: torch.nn.Parameter, rows: int, scale: float) -> None:
+        super().__init__()
+        self.a, self.b, self._scale = a, torch.nn.Parameter(torch.zeros(rows, len(a))), scale
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + self._scale * self.b @ self.a
+
+
+def _adapted(model: Any, shape: ModelShape, options: LearnerOptions) -> None:
+    """Frozen but for adapters that begin as the learner's do."""
+    model.requires_grad_(False)
+    for tensor in tensors_of(shape):
+        matrix = tensor.megatron.removesuffix(".weight")
+        if ".linear_" not in matrix or EXPERT in matrix or matrix == tensor.megatron:
+            continue
+        columns = tensor.parts[0][1][1]
+        a = torch.nn.Parameter(first_factor(matrix, options.seed, options.lora_rank, columns))
+        for name, size in tensor.parts:
+            added = _LowRank(a, size[0], options.lora_alpha / options.lora_rank)
+            register_parametrization(model.get_submodule(name.removesuffix(".weight")), "weight", added)
+
+
+class PlainCritic:
+    """transformers' base model with a number at each position, and torch's AdamW; GAE token by token."""
+
+    def __init__(self, shape: ModelShape, weights: Mapping[str, torch.Tensor], options: LearnerOptions) -> None:
+        plain = PlainLearner(shape, weights, options)
+        self._trunk: Any = plain._model.model
+        self.head = torch.nn.Parameter(torch.zeros(shape.hidden))
+        self._parameters = [*self._trunk.parameters(), self.head]
+        self._clip = options.clip_grad
+        self._optimizer = torch.optim.AdamW(
+            self._parameters, betas=(options.beta1, options.beta2), weight_decay=options.weight_decay, foreach=False
+        )
+
+    def values(self, rows: BatchRows, row: int) -> torch.Tensor:
+        """[tokens of the row], entry t behind token t."""
+        start, length = int(rows.starts[row]), int(rows.lengths[row])
+        tokens = torch.from_numpy(rows.token_ids[start : start + length].astype("int64"))
+        found: torch.Tensor = self._trunk(tokens[None]).last_hidden_state[0] @ self.head
+        return found
+
+    @torch.no_grad()
+    def told(self, rows: BatchRows) -> list[list[float]]:
+        """The values of each row."""
+        return [self.values(rows, row).tolist() for row in range(len(rows))]
+
+    def step(self, rows: BatchRows, told: Sequence[Sequence[float]], rules: CriticRules) -> PlainStep:
+        """One update, towards what `told` makes of the batch."""
+        self._optimizer.zero_grad()
+        total = torch.zeros(())
+        for row, (_, returns) in enumerate(credits(rows, told, rules)):
+            before = torch.tensor(told[row][:-1])
+            now, wanted = self.values(rows, row)[:-1], torch.tensor(returns)
+            bounded = before + (now - before).clamp(-rules.clip, rules.clip)
+            errors = torch.maximum((now - wanted).square(), (bounded - wanted).square()) / 2
+            loss = (errors * of_row(rows, rows.trained, row)).sum() / float(rows.weight_divisor[row])
+            torch.autograd.backward(loss)
+            total = total + loss.detach()
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._clip)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rules.rate
+        self._optimizer.step()
+        return PlainStep(float(total), float(norm))
+
+
+def credits(
+    rows: BatchRows, told: Sequence[Sequence[float]], rules: CriticRules, truncated: Sequence[bool] = ()
+) -> list[tuple[list[float], list[float]]]:
+    """(advantages, returns) of the tokens of each row behind its first, 0 where nothing trains; advantages as they are
+    before whitening. `told`: the value behind each token."""
+    found = []
+    for row in range(len(rows)):
+        start, length = int(rows.starts[row]), int(rows.lengths[row])
+        trained = [place for place in range(1, length) if rows.trained[start + place]]
+        advantages, returns = [0.0] * (length - 1), [0.0] * (length - 1)
+        ahead, running = 0.0, 0.0
+        for place in reversed(trained):
+            value, reward = told[row][place - 1], 0.0
+            if place == trained[-1]:
+                reward = float(rows.advantages[start + place])
+                ahead = told[row][place] if rules.bootstrap and truncated and truncated[row] else 0.0
+            running = reward + rules.discount * ahead - value + rules.discount * rules.smoothing * running
+            advantages[place - 1], returns[place - 1], ahead = running, running + value, value
+        found.append((advantages, returns))
+    return found
+
+
+def with_credits(rows: BatchRows, told: Sequence[Sequence[float]], rules: CriticRules) -> BatchRows:
+    """The rows with those advantages, whitened over the batch."""
+    found = np.concatenate([[0.0, *advantages] for advantages, _ in credits(rows, told, rules)])
+    trained = rows.trained == 1
+    whitened = (found - found[trained].mean()) / (found[trained].std() + 1e-6)
+    return dataclasses.replace(rows, advantages=np.where(trained, whitened, 0.0).astype("<f4"))
+
+
+def taught(rows: BatchRows, plain: PlainLearner, teacher: PlainLearner, objective: PolicyGradient) -> BatchRows:
+    """The rows with advantages by the teacher, against the policy as it is."""
+    assert objective.teacher is not None
+    advantages = rows.advantages.astype("f8") * (objective.algorithm.name != "opd")
+    for row, (start, length) in enumerate(zip(rows.starts.tolist(), rows.lengths.tolist(), strict=True)):
+        with torch.no_grad():
+            gap = (teacher.logprobs(rows, row).double() - plain.logprobs(rows, row).double()).numpy()
+        advantages[start + 1 : start + length] += objective.teacher * gap * rows.trained[start + 1 : start + length]
+    return dataclasses.replace(rows, advantages=advantages.astype("<f4"))
+
+
+def held_by_transformers(weights: Mapping[str, torch.Tensor], shape: ModelShape) -> dict[str, torch.Tensor]:
+    """As transformers 5 holds them, which is not as its files do: the experts of a layer as one tensor, tower and
+    decoder beside each other."""
+    if shape.vision:
+        named = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in weights.items()}
+        return {f"model.{name}" if name.startswith("visual.") else name: tensor for name, tensor in named.items()}
+    if not shape.experts:
+        return dict(weights)
+    fused = {name: tensor for name, tensor in weights.items() if ".experts." not in name}
+    for layer in range(shape.layers):
+        at = f"model.layers.{layer}.mlp.experts."
+        gate, up, down = (
+            torch.stack([weights[f"{at}{expert}.{x}_proj.weight"] for expert in range(shape.experts)])
+            for x in ("gate", "up", "down")
+        )
+        fused |= {f"{at}gate_up_proj": torch.cat([gate, up], 1), f"{at}down_proj": down}
+    return fused
+
+
+def of_row(rows: BatchRows, column: np.ndarray[tuple[int, ...], np.dtype[Any]], row: int) -> torch.Tensor:
+    """A token column of a row, behind its first token, as float32."""
+    start, length = int(rows.starts[row]), int(rows.lengths[row])
+    return torch.from_numpy(column[start + 1 : start + length].astype("f4"))
