@@ -113,7 +113,10 @@ ACCESS: Mapping[str, Access] = {
     "trainer": Access(
         group=ConsumerGroup.TRAINER,
         consumes=(topics.BATCHES,),
-        reads=(topics.WEIGHTS, topics.ENGINES),
+        reads=(
+            *(topics.WEIGHTS, topics.ENGINES, topics.SESSIONS),
+            *(topics.SAMPLES, topics.GROUP_REQUESTS, topics.TREES),  # experts, images; what evaluations need
+        ),
         writes=(topics.STEPS, topics.WEIGHTS),
         owner=TransactionalId.TRAINER,
     ),

@@ -8,6 +8,7 @@ TrainerError
 ├── WeightsMismatch      names or shapes of Hugging Face weights differ from the model's
 ├── TeacherUnfit         the teacher reads other tokens than the policy writes, or the ranks cannot share it
 ├── ExpertsUnfit         recorded experts are not those of this model's layers, or a sample is not where a batch says
+├── TokensUnfit          a batch has tokens that the model lacks, or its sessions were sampled with another tokenizer
 ├── ImagesUnfit          an image of a sample cannot be read, or takes other tokens than the sample says
 ├── BatchGap             the next manifest is not the next batch
 ├── BooksOff             the ranks together did not train the tokens that the manifest counts
@@ -49,6 +50,10 @@ class TeacherUnfit(TrainerError):
 
 class ExpertsUnfit(TrainerError):
     """Names the sample, the token and the layer."""
+
+
+class TokensUnfit(TrainerError):
+    """Names batch, sample and token, or the session and both tokenizers."""
 
 
 class ImagesUnfit(TrainerError):

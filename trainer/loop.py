@@ -71,10 +71,11 @@ from turnlog.trainer.gang.launchers import ranks
 from turnlog.trainer.learner import StepResult
 from turnlog.trainer.models.experts import unrouted
 from turnlog.trainer.plan import LearningPlan, check_unchanged, learning_plan
-from turnlog.trainer.reading.batches import PARTITION, POLL_S, Fetch, Manifests, ReadAhead, fetch_rows
+from turnlog.trainer.reading.batches import PARTITION, POLL_S, Fetch, Manifests, ReadAhead, check_vocabulary, fetch_rows
 from turnlog.trainer.reading.pictures import with_pictures
 from turnlog.trainer.reading.recorded import truncated, with_experts
 from turnlog.trainer.reading.shared_device import SharedDevice
+from turnlog.trainer.reading.tokenizers import Tokenizers
 from turnlog.trainer.shape import ModelShape, read_shape
 from turnlog.trainer.tiny_policy import initial_weights
 from turnlog.trainer.weights import LastExport, Of, published
@@ -193,8 +194,9 @@ class LearnerThread:
 
 async def trained_rows(manifest: SampleBatchFormed, role: Role, shape: ModelShape, model: Path) -> BatchRows:
     """The batch's rows, with their images and with the experts that routers are to replay, where the model (its folder)
-    has eyes or experts. Raises as fetch_rows, with_pictures and with_experts."""
+    has eyes or experts. Raises as fetch_rows, check_vocabulary, with_pictures and with_experts."""
     rows = await fetch_rows(manifest, role.blobs)
+    check_vocabulary(manifest, rows, shape.vocabulary)
     if shape.vision:
         return await with_pictures(manifest, rows, shape.vision, model, role.log, role.events, role.blobs)
     if not shape.experts or role.settings.trainer.router_replay == "off":
@@ -215,6 +217,7 @@ class Trainer:
         exports = LastExport(self._directory.with_name("exports"), chain=settings.trainer.delta_chain)
         self.publications = Publications(exports, plan.model, role.blobs, learner.call, self._published)
         self._shape = read_shape(plan.model)
+        self._tokenizers = Tokenizers(role, plan.model)
         self._cursor = Cursor()
         self._saves = Saves(
             self._checkpoints, learner.call, self._check_owner, NeededByEvaluations(role, self._checkpoints)
@@ -388,6 +391,7 @@ class Trainer:
         return free
 
     async def _rows(self, manifest: SampleBatchFormed) -> BatchRows:
+        await self._tokenizers.check(manifest)
         return await trained_rows(manifest, self._role, self._shape, self._plan.model)
 
     def _done(self) -> bool:

@@ -276,10 +276,10 @@ def divided(rows: Sequence[Row], shape: ModelShape, numbers: Numbers) -> Split:
     kept: list[Row] = []
     removed: dict[str, int] = {}
     for row in rows:
-        if (top := int(row.token_ids.max(initial=0))) >= shape.vocabulary:
+        if len(outside := row.token_ids[(row.token_ids < 0) | (row.token_ids >= shape.vocabulary)]):
             raise BadDataset(
-                f"a row of task {row.task} has token {top}, the model has {shape.vocabulary}: the dataset's tokens are "
-                "of another tokenizer; build one of the view sft"
+                f"a row of task {row.task} has token {outside[0]}, the model has {shape.vocabulary}: the dataset's "
+                "tokens are of another tokenizer; build one of the view sft"
             )
         if row.images and not shape.vision:
             raise BadDataset(

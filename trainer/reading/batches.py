@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +23,7 @@ from turnlog.infra.log import Partition, Reader
 from turnlog.processors.core.batches.rows import ROWS_VERSIONS, BatchRows, rows_sha256
 from turnlog.schemas.events import BatchSkipped, SampleBatchFormed
 from turnlog.schemas.topics import BATCHES
-from turnlog.trainer import BatchGap
+from turnlog.trainer import BatchGap, TokensUnfit
 from turnlog.trainer.checkpoint import Cursor
 
 PARTITION = Partition(BATCHES.name, 0)
@@ -133,15 +133,16 @@ class ReadAhead:
         return Batch(manifest, offset, rows, known_at)
 
 
-async def fetch_rows(manifest: SampleBatchFormed, blobs: Blobs) -> BatchRows:
-    """The batch's rows, checked. Raises CorruptBatch, BlobMissing, StoreUnavailable (after retries)."""
+async def fetch_rows(manifest: SampleBatchFormed, blobs: Blobs, *, retry_s: Sequence[float] = RETRY_S) -> BatchRows:
+    """The batch's rows, checked. Raises CorruptBatch, BlobMissing that names the batch, StoreUnavailable (after
+    retries)."""
     if manifest.rows_version not in ROWS_VERSIONS:
         known = ", ".join(map(str, ROWS_VERSIONS))
         raise CorruptBatch(
             f"{_where(manifest)}: its rows are of version {manifest.rows_version}, this release reads {known}: install "
             "the release of the batcher that formed it"
         )
-    return await asyncio.to_thread(_checked, manifest, await _fetched(manifest, blobs))
+    return await asyncio.to_thread(_checked, manifest, await _fetched(manifest, blobs, retry_s))
 
 
 def _where(manifest: SampleBatchFormed) -> str:
@@ -164,12 +165,29 @@ def _checked(manifest: SampleBatchFormed, content: bytes) -> BatchRows:
     return rows
 
 
-async def _fetched(manifest: SampleBatchFormed, blobs: Blobs) -> bytes:
-    for pause in RETRY_S:
-        try:
-            return await blobs.get(manifest.file)
-        except BlobCorrupt as error:
-            raise CorruptBatch(f"batch {manifest.batch_index}: {error}") from error
-        except (BlobMissing, StoreUnavailable):
-            await asyncio.sleep(pause)
-    return await blobs.get(manifest.file)
+async def _fetched(manifest: SampleBatchFormed, blobs: Blobs, retry_s: Sequence[float]) -> bytes:
+    try:
+        for pause in retry_s:
+            try:
+                return await blobs.get(manifest.file)
+            except (BlobMissing, StoreUnavailable):
+                await asyncio.sleep(pause)
+        return await blobs.get(manifest.file)
+    except BlobCorrupt as error:
+        raise CorruptBatch(f"batch {manifest.batch_index}: {error}") from error
+    except BlobMissing as error:
+        raise BlobMissing(f"the file of batch {manifest.batch_index}: {error}") from error
+
+
+def check_vocabulary(manifest: SampleBatchFormed, rows: BatchRows, vocabulary: int) -> None:
+    """Raises TokensUnfit for a token that the model has no embedding of. Tensor-parallel ranks would take it for one of
+    zeros, and the columns that pad a vocabulary for one of probability 0."""
+    outside = np.flatnonzero((rows.token_ids < 0) | (rows.token_ids >= vocabulary))
+    if len(outside):
+        at = int(outside[0])
+        row = int(np.searchsorted(rows.starts, at, "right")) - 1
+        raise TokensUnfit(
+            f"{_where(manifest)}: sample {rows.sample_ids[row]} has token {rows.token_ids[at]} at "
+            f"{at - int(rows.starts[row])}, the model has {vocabulary}: its sessions were sampled by another model "
+            "than [model] path of the trainer"
+        )

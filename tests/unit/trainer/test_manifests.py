@@ -11,17 +11,18 @@ import pytest
 
 from tests.fakes.memory_log import MemoryLog
 from turnlog.infra.batch_files import CorruptBatch, write_rows
-from turnlog.infra.blobs import MemoryBlobs
+from turnlog.infra.blobs import BlobMissing, MemoryBlobs
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.topics_admin import apply
 from turnlog.processors.core.batches.rows import ROWS_VERSIONS, BatchRows
 from turnlog.schemas.events import SampleBatchFormed
+from turnlog.schemas.types import BlobRef
 from turnlog.settings import Settings
-from turnlog.trainer import BatchGap
+from turnlog.trainer import BatchGap, TokensUnfit
 from turnlog.trainer.checkpoint import Cursor
 from turnlog.trainer.loop import VERSIONS, read_past
-from turnlog.trainer.reading.batches import WAITED, Manifests, ReadAhead, fetch_rows
+from turnlog.trainer.reading.batches import WAITED, Manifests, ReadAhead, check_vocabulary, fetch_rows
 from turnlog.trainer.reference import append_batches, synthetic_manifest, synthetic_rows
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -112,6 +113,27 @@ async def test_a_file_damaged_in_the_store_is_corrupt() -> None:
     blobs.objects[manifest.file.sha256] += b"x"
     with pytest.raises(CorruptBatch, match="batch 0"):
         await fetch_rows(manifest, blobs)
+
+
+async def test_a_file_that_is_gone_is_missing_by_the_name_of_its_batch() -> None:
+    blobs = MemoryBlobs()
+    manifest = await formed(blobs)
+    blobs.objects.clear()
+    with pytest.raises(BlobMissing, match=r"file of batch 0: .*" + manifest.file.sha256):
+        await fetch_rows(manifest, blobs, retry_s=[0])
+
+
+@pytest.mark.parametrize("token", [-1, 384, 5000])
+async def test_a_token_that_the_model_lacks_is_refused_by_batch_sample_and_place(token: int) -> None:
+    rows = synthetic_rows(3)
+    ids = rows.token_ids.copy()
+    ids[rows.starts[5] + 2] = token
+    manifest = synthetic_manifest(rows, BlobRef("0" * 64, 1), "run", 3)
+    check_vocabulary(manifest, rows, 384)
+    with pytest.raises(
+        TokensUnfit, match=rf"batch 3 .*: sample sample-3-005 has token {token} at 2, the model has 384"
+    ):
+        check_vocabulary(manifest, dataclasses.replace(rows, token_ids=ids), 384)
 
 
 async def test_the_file_of_another_batch_is_corrupt() -> None:
