@@ -108,6 +108,16 @@ def read_endpoints(directory: Path) -> Endpoints:
     return Endpoints(**{**values, "engines": tuple(values["engines"])})
 
 
+def health_of(directory: Path, role: str) -> dict[str, str]:
+    """Instance -> base URL of its health server, of a role's processes; none of a run that `turnlog up` did not
+    start."""
+    try:
+        found = read_endpoints(directory).health
+    except NoEndpoints:
+        return {}
+    return {name: url for name, url in found.items() if name.startswith(f"{role}-")}
+
+
 def kafka_of(settings: Settings) -> str:
     """Bootstrap address of the log, for who needs no other server. Raises NoEndpoints."""
     return settings.kafka.bootstrap or read_endpoints(Path(settings.run.directory)).kafka

@@ -32,7 +32,7 @@ from turnlog.consumers.dashboard.guard import checked_form
 from turnlog.consumers.dashboard.overview import beside, of_batches, overview
 from turnlog.consumers.dashboard.queues import Queues
 from turnlog.consumers.dashboard.records import Records
-from turnlog.consumers.dashboard.sandboxes import sandboxes
+from turnlog.consumers.dashboard.sandboxes import Pools, sandboxes
 from turnlog.consumers.dashboard.swimlanes import swimlanes
 from turnlog.consumers.dashboard.timeline import timeline
 from turnlog.consumers.dead_letters import FOLDED, PLACE, LetterError
@@ -122,15 +122,17 @@ class Pages:
         streams: int = STREAMS,
         every_s: float = EVERY_S,
         against: Mapping[str, Other] = MappingProxyType({}),
+        pools: Pools,
     ) -> None:
         """`hint`: how the run's index is built, for who finds none; `streams`: live pages at once; `every_s`:
-        between two looks at the index for them; `against`: what the run is compared with, by name."""
+        between two looks at the index for them; `against`: what the run is compared with, by name; `pools`: of its
+        sandbox workers."""
         self._against = against
         self._run = run
         self._streams = streams
         self._index = index
         self._records = records
-        self._queues = Queues(records)
+        self._queues, self._pools = Queues(records), pools
         self._stopping, self._tabs = stopping, set[object]()
         self._looks = Looks(self._as_of, every_s)
         self._hint = hint
@@ -149,7 +151,7 @@ class Pages:
             "/batches": self.batches, "/batches/{number}": self.batch, "/weights": self.weights,
             "/dead-letters": self.dead_letters, "/records/{topic}/{partition}/{offset}": self.record,
             "/live": self.live, "/login": self.login, "/queues": self.queues,
-            "/sandboxes": self.sandboxes, "/timeline": self.timeline,
+            "/sandboxes": self.sandboxes, "/sandboxes/pools": self.pools, "/timeline": self.timeline,
             "/against": self.against, "/against/{name}": self.against, "/against/{name}/samples": self.differences,
         }  # fmt: skip
         return Starlette(
@@ -401,6 +403,10 @@ class Pages:
     async def queues(self, request: Request) -> Response:
         """What waits for each role: a part of the first page, which needs the log and comes when it answers."""
         return self._page(request, "queues.html", None, of=await self._queues.look(), line=STANDS)
+
+    async def pools(self, request: Request) -> Response:
+        """What sandbox workers do: a part of the page of tool calls, which comes when they answer."""
+        return self._page(request, "pools.html", None, of=await self._pools.look())
 
     def login(self, request: Request) -> Response:
         """What to do without a link."""

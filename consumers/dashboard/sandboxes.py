@@ -1,14 +1,25 @@
-"""Tool calls of a run by what came of them, as far as the log tells: from the index alone."""
+"""Tool calls of a run by what came of them, as far as the log tells: from the index alone. And what the pools of
+sandbox workers hold now and have met since their start, which no record says: asked of the workers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from turnlog.consumers.index.reader import AsOf, Index, Row
+from turnlog.infra.roles.probe import states
+from turnlog.infra.run_folder import health_of
 from turnlog.schemas.events.tools import UNISOLATED, ToolStatus
 
 PAGE = 50
+EVERY_S = 2.0
+"""Between two looks at workers: one serves all pages that ask meanwhile."""
+TIMEOUT_S = 1.0
 BY_STATUS = """SELECT status, reason, count(*) AS calls FROM tool_results_records WHERE counts
     GROUP BY status, reason ORDER BY calls DESC LIMIT 100"""
 STARTS = """SELECT count(*) AS starts, sum(attempt > 1) AS again, sum(worker LIKE ?) AS unisolated,
@@ -38,3 +49,41 @@ def sandboxes(index: Index, status: str, reason: str | None, *, sort: str, after
         rows, following, _ = index.calls(status=status, reason=reason, sort=sort, after=after, limit=PAGE)
     failed = sum(row["calls"] for row in ends if row["status"] == ToolStatus.infra_error.value)
     return Sandboxes(ends, starts, failed, rows, following, as_of)
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One that was asked."""
+
+    name: str
+    pools: Sequence[Mapping[str, Any]] = field(default=())
+    """As each pool tells of itself (sandbox_workers' Pool.snapshot)."""
+    why: str = ""
+    """Why it says nothing."""
+
+
+class Pools:
+    """Of the workers of a run, where they are known."""
+
+    def __init__(self, directory: Path, elsewhere: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
+        """`directory`: of the run, whose supervisor knows its workers; `elsewhere`: addresses of health servers, of
+        whatever roles, where no supervisor of ours runs them."""
+        self._directory, self._elsewhere, self._clock = directory, elsewhere, clock
+        self._one = asyncio.Lock()
+        self._last: tuple[float, Sequence[Worker]] | None = None
+
+    async def look(self) -> Sequence[Worker]:
+        """Every worker; none where nobody says where they are."""
+        async with self._one:
+            now = self._clock()
+            if self._last is None or now - self._last[0] >= EVERY_S:
+                self._last = now, await asyncio.to_thread(lambda: list(self._asked()))
+            return self._last[1]
+
+    def _asked(self) -> Iterator[Worker]:
+        own = health_of(self._directory, "sandbox")
+        for name, said in states(own or {url: url for url in self._elsewhere}, "sandbox", TIMEOUT_S).items():
+            if "pools" in said:
+                yield Worker(name, said["pools"]["pools"])
+            elif own or not said.get("role"):  # who is another role was asked by its address alone
+                yield Worker(name, why=said.get("unreachable", "it has no pool yet"))

@@ -19,6 +19,7 @@ from turnlog.consumers.dashboard import NotRunning
 from turnlog.consumers.dashboard.app import EVERY_S, STREAMS, Pages
 from turnlog.consumers.dashboard.guard import Guard, Keys, Rules, is_loopback
 from turnlog.consumers.dashboard.records import Records, Vocabulary
+from turnlog.consumers.dashboard.sandboxes import Pools
 from turnlog.consumers.index.comparison import FILE as FILE_OF_INDEX
 from turnlog.consumers.index.comparison import Other
 from turnlog.consumers.index.reader import path_of
@@ -101,7 +102,7 @@ async def serving(
         rules = Rules(frozenset(name.lower() for name in own.hosts), login, cookie, url)
         pages = Pages(
             settings.run.id, path_of(settings), records, ended, hint=_hint(settings), streams=streams,
-            every_s=every_s, against=_named(against, directory),
+            every_s=every_s, against=_named(against, directory), pools=Pools(directory, settings.status.health),
         )  # fmt: skip
         config = configured(Guard(pages.application(), keys, rules), timeout_graceful_shutdown=ENDS_S)
         async with QuietServer(config).running(listener):

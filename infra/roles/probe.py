@@ -1,4 +1,5 @@
-"""Where a role serves its health, and `turnlog health ROLE`, which asks it: for probes in images without curl.
+"""Where a role serves its health, and what asks it: `turnlog health ROLE`, for probes in images without curl, and pages
+that show what roles tell of their insides.
 
 A probe runs every few seconds beside its role, so nothing heavy is imported: one GET over a socket, without clients.
 """
@@ -74,6 +75,25 @@ def probe(role: str, settings: Settings, env: Mapping[str, str], *, url: str, li
     if status == 200:
         return _told(ExitStatus.DONE, f"{role} is {'alive' if live else 'ready'}")
     return _told(ExitStatus.DIFFERS, f"{role} is not {'alive' if live else 'ready'}: {_reasons(said) or status}")
+
+
+def states(addresses: Mapping[str, str], role: str, timeout_s: float) -> dict[str, dict[str, Any]]:
+    """What processes of the role say of themselves at /state, by name; one that does not say why instead, under
+    `unreachable`, and what it is in its place, if it is another's, under `role`."""
+    from concurrent.futures import ThreadPoolExecutor  # which a probe does not need
+
+    def ask(url: str) -> dict[str, Any]:
+        parts = urlsplit(url)
+        try:
+            status, said = _get(parts.hostname or LOOPBACK, parts.port or 80, "/state", timeout_s)
+        except (OSError, ValueError) as error:
+            return {"unreachable": f"{url}: {error}"}
+        if (other := said.get("role")) == role:
+            return said
+        return {"unreachable": f"{url} is {other or f'no role: it answered {status}'}, not {role}", "role": other}
+
+    with ThreadPoolExecutor(max(1, min(32, len(addresses)))) as threads:
+        return dict(zip(addresses, threads.map(ask, addresses.values()), strict=True))
 
 
 def _reasons(said: Mapping[str, Any]) -> str:

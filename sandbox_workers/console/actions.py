@@ -10,13 +10,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import json
 import os
 import signal
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -29,6 +26,7 @@ from rich.live import Live
 from rich.table import Table
 
 from turnlog.infra import run_folder
+from turnlog.infra.roles.probe import states
 from turnlog.infra.roles.terminal import Terminal, aside, say, say_json
 from turnlog.names import ExitStatus
 from turnlog.sandbox_settings import SandboxSettings
@@ -269,26 +267,12 @@ def addresses(settings: Settings, urls: list[str]) -> dict[str, str]:
     """Worker -> base URL of its health server: those named, else those of the run."""
     if urls:
         return {url: url.rstrip("/") for url in urls}
-    try:
-        health = run_folder.read_endpoints(Path(settings.run.directory)).health
-    except run_folder.NoEndpoints:
-        return {}
-    return {name: url for name, url in health.items() if name.startswith("sandbox-")}
+    return run_folder.health_of(Path(settings.run.directory), "sandbox")
 
 
 def answers_of(workers: dict[str, str]) -> Answers:
     """What each says; one that does not answer says why."""
-    found: Answers = {}
-    for name, url in workers.items():
-        try:
-            with urllib.request.urlopen(f"{url}/state", timeout=TIMEOUT_S) as answer:
-                state = json.load(answer)
-                found[name] = state.get("pools") or {
-                    "unreachable": f"{url} is a {state.get('role')}, no sandbox worker"
-                }
-        except (urllib.error.URLError, OSError, ValueError) as error:
-            found[name] = {"unreachable": f"{url}: {error}"}
-    return found
+    return {name: said.get("pools") or said for name, said in states(workers, "sandbox", TIMEOUT_S).items()}
 
 
 def drawn(settings: Settings, found: Answers) -> Group:

@@ -571,7 +571,8 @@ class StatusSettings:
     """[status] `turnlog status` where no supervisor of `turnlog up` runs the roles."""
 
     health: tuple[str, ...] = ()
-    """Addresses of roles' health endpoints, http://host:port, to ask whether each is ready; --health wins."""
+    """Addresses of roles' health endpoints, http://host:port, to ask whether each is ready; --health wins. The
+    dashboard asks those of sandbox workers for their pools."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

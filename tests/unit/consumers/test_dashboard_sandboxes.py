@@ -7,18 +7,30 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
+import httpx
 import pytest
 
+from tests.fakes.memory_backend import Memory
 from tests.fakes.stories import Story
 from tests.fakes.told_run import ToldRun
 from tests.unit.consumers.test_dashboard import HOSTILE, check_harmless, hostile, site
+from turnlog.consumers.dashboard.sandboxes import Pools as WorkersPools
+from turnlog.consumers.dashboard.server import serving
 from turnlog.consumers.index import BadQuestion
 from turnlog.consumers.index.reader import Index
+from turnlog.infra.embedded.ports import free_ports
+from turnlog.infra.roles.health import Health, QuietServer, application, configured
+from turnlog.infra.run_folder import Endpoints, write_endpoints
+from turnlog.sandbox_workers.pooling import LOCAL, Pools
+from turnlog.sandbox_workers.pooling.pool import Pool
+from turnlog.sandbox_workers.protocol import Shape
 from turnlog.schemas import topics
 from turnlog.schemas.events import Event, ToolCallCompleted, ToolCallStarted, ToolStatus
 from turnlog.schemas.events.tools import UNISOLATED
+from turnlog.settings import StatusSettings
 
 MANY = 60
 """Calls of a session: more than a page of them fail."""
@@ -106,6 +118,49 @@ async def test_a_status_with_its_reason_chooses_its_calls(told: ToldRun) -> None
         for asked in ("sort=output", "after=x", "after=WyJkdXJhdGlvbl9zIix0cnVlLDEsIngiXQ=="):
             answer = await client.get(f"/sandboxes?{asked}")
             assert (answer.status_code, "BadQuestion" in answer.text) == (400, True), asked
+
+
+async def test_pools_are_those_that_workers_tell_of_and_who_does_not_answer_is_named(told: ToldRun) -> None:
+    shape, (port, other, dead) = Shape(disk_bytes=1000), free_ports(3)
+    pool = Pool(Memory(), slots=3, prewarm=1)
+    await pool.prefill(shape)
+    pool.leaked(2)
+    worker = Health("sandbox")
+    worker.expose("pools", Pools(dict.fromkeys(LOCAL, pool), fallback=False).snapshot)
+    addresses = tuple(f"http://127.0.0.1:{each}" for each in (port, other, dead))
+    elsewhere = dataclasses.replace(told.settings, status=StatusSettings(health=addresses))
+    async with AsyncExitStack() as stack:
+        for at, health in ((port, worker), (other, Health("gateway"))):
+            config = configured(application(health), host="127.0.0.1", port=at)
+            await stack.enter_async_context(QuietServer(config).running())
+        url, _ = await stack.enter_async_context(serving(elsewhere, told.connect()))
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url))
+        assert 'data-load="/sandboxes/pools"' in (await client.get("/sandboxes")).text
+        async with pool.lease(shape):
+            page = (await client.get("/sandboxes/pools")).text
+    await pool.close()
+    check_harmless(page, "pools")
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", page)
+    assert cells[:6] == [addresses[0], "memory", "3", "1", "0", "0"]
+    assert cells[7:9] == ["2", "0"], "leaks, and starts that failed"
+    assert (cells[10], cells[11].startswith(f"unknown: {addresses[2]}: ")) == (addresses[2], True)
+    assert addresses[1] not in page, "a gateway has no pool"
+
+
+async def test_workers_are_those_of_the_runs_supervisor_and_without_one_the_page_says_so(
+    told: ToldRun, tmp_path: Path
+) -> None:
+    (dead,) = free_ports(1)
+    pools = WorkersPools(tmp_path, (), lambda: 0.0)
+    assert await pools.look() == []
+    health = {"sandbox-0": f"http://127.0.0.1:{dead}", "runner-0": "http://127.0.0.1:1"}
+    write_endpoints(tmp_path, Endpoints(kafka="", registry="", store="", health=health))
+    assert await pools.look() == [], "one look serves all who ask within its time"
+    (worker,) = await WorkersPools(tmp_path, ("http://127.0.0.1:1",)).look()
+    assert (worker.name, worker.pools) == ("sandbox-0", ())
+    assert worker.why
+    async with site(told) as (client, _):
+        assert "no worker's address is known here" in (await client.get("/sandboxes/pools")).text.replace("&#39;", "'")
 
 
 def test_calls_are_found_by_their_index_and_not_by_reading_outputs(told: ToldRun) -> None:
