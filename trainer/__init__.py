@@ -12,7 +12,7 @@ TrainerError
 ├── ImagesUnfit          an image of a sample cannot be read, or takes other tokens than the sample says
 ├── BatchGap             the next manifest is not the next batch
 ├── BooksOff             the ranks together did not train the tokens that the manifest counts
-├── RankLost             a rank ended or hung before it had joined the others
+├── RankLost             a rank ended, or hung before it had joined the others
 ├── Diverged             steps in a row had no finite gradient
 ├── CheckpointUnusable   missing, incomplete, of another model or, by place, of another layout
 │   └── CheckpointDamaged    a file is gone, or not what was written: the one before it is taken

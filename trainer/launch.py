@@ -8,9 +8,10 @@ caller they are one learner: what rank 0 is asked to do is broadcast, and every 
 A rank waits in a collective for as long as another one does not come, so a stopped rank looks like a slow step to all
 the others. Hence heartbeats: each counts up a key of the store where the ranks met, from a thread of its own over a
 connection of its own, and rank 0 looks whether it moves. One that ends or hangs before it has joined the others ends
-rank 0 by a RankLost, and so the gang: the supervisor starts it again, as another incarnation.
+rank 0 by a RankLost, and so the gang: the supervisor starts it again, as another incarnation. So does one that ends
+later, whose connections close under the others.
 
-    LOCAL_RANK=RANK python -m turnlog.trainer.launch RANK WORLD TENSOR PIPELINE CONTEXT EXPERT PORT
+    LOCAL_RANK=RANK python -m turnlog.trainer.launch RANK WORLD TENSOR PIPELINE CONTEXT EXPERT PORT JOIN_S
                                                     # a rank other than 0 on this machine, and its device
 """
 
@@ -106,6 +107,21 @@ def _joining(limit_s: float) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise RankLost(f"the ranks did not meet within {limit_s:.0f} s ([liveness] join_s): {error}") from error
+
+
+@contextmanager
+def _together(children: Mapping[int, subprocess.Popen[bytes]]) -> Iterator[None]:
+    """What torch says of a rank that ended while the others were with it, as a RankLost; `children`: those that are
+    ours."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        states = {rank: child.poll() for rank, child in children.items()}
+        ended = [f"rank {rank} ended with status {status}" for rank, status in states.items() if status is not None]
+        said = ", ".join(ended) or "a rank ended"
+        raise RankLost(f"{said} while the others waited for it; its log says why: {error}") from error
 
 
 def await_ranks(store: Store, ranks: Mapping[int, subprocess.Popen[bytes]], limit_s: float) -> None:
@@ -205,7 +221,7 @@ def local_ranks(plan: LearningPlan, beat: Beat) -> Iterator[Ranks]:
     """Rank 0 with its peers, which are processes of this machine, or of those that torchrun started. Raises
     LayoutUnfit, WeightsMismatch, RankLost."""
     if plan.world_size == 1 or torchrun_rank(os.environ) is not None:
-        with _rank_zero(plan, None, beat) as everyone:
+        with _together({}), _rank_zero(plan, None, beat) as everyone:
             yield everyone
         return
     mcore.check_devices(plan.world_size)
@@ -213,7 +229,7 @@ def local_ranks(plan: LearningPlan, beat: Beat) -> Iterator[Ranks]:
     children = {rank: _start(plan, rank, store.port) for rank in range(1, plan.world_size)}
     try:
         await_ranks(store, children, plan.join_s)
-        with _rank_zero(plan, store, beat) as everyone:
+        with _together(children), _rank_zero(plan, store, beat) as everyone:
             yield everyone
         for child in children.values():
             child.wait(END_S)
@@ -292,7 +308,7 @@ def learner_of(plan: LearningPlan) -> Learner:
 
 def follower(plan: LearningPlan, rank: int, port: int) -> tuple[list[str], dict[str, str]]:
     """Command and environment of a rank other than 0 on this machine, which takes the device of its number."""
-    numbers = (rank, plan.world_size, *layout_of(plan.options).values(), port)
+    numbers = (rank, plan.world_size, *layout_of(plan.options).values(), port, plan.join_s)
     command = [sys.executable, "-m", "turnlog.trainer.launch", *map(str, numbers)]
     return command, {**os.environ, LOCAL_RANK: str(rank)}
 
@@ -310,12 +326,13 @@ def main(arguments: list[str]) -> None:
     """Serve until rank 0 releases us or dies. On standard input: where checkpoints go."""
     for number in (signal.SIGTERM, signal.SIGINT):  # a machine that goes away tells every process of it, or a terminal
         signal.signal(number, signal.SIG_IGN)  # does: rank 0 needs us for a last checkpoint, and we end with it
-    rank, world_size, *shares, port = map(int, arguments)
+    *numbers, join_s = arguments
+    rank, world_size, *shares, port = map(int, numbers)
     log_lines.begin(os.environ, sys.stderr)
     log_lines.speaks("trainer", run=os.environ.get("TURNLOG_RUN_ID", ""), instance=f"{instance_of('trainer')}-{rank}")
     layout = dict(zip(layout_of(LearnerOptions()), shares, strict=True))
     place = pickle.load(sys.stdin.buffer)  # of our own parent
-    serve_rank(rank=rank, world_size=world_size, layout=layout, port=port, place=place)
+    serve_rank(rank=rank, world_size=world_size, layout=layout, port=port, place=place, join_s=float(join_s))
 
 
 if __name__ == "__main__":

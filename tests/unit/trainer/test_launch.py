@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,12 +16,17 @@ from typing import Any
 import psutil
 import pytest
 
-from turnlog.settings import from_tables
+from tests.unit.trainer.test_draws import Run
+from turnlog.settings import Settings, from_tables
 from turnlog.trainer import LayoutUnfit, RankLost, TeacherUnfit
+from turnlog.trainer.checkpoint import find
+from turnlog.trainer.checkpoints.places import FolderPlace
+from turnlog.trainer.gang.calls import Ranks
 from turnlog.trainer.gang.launchers import ranks
-from turnlog.trainer.launch import await_ranks, meeting_place, process_group
+from turnlog.trainer.launch import Beat, await_ranks, follower, meeting_place, process_group
+from turnlog.trainer.loop import LearnerThread
 from turnlog.trainer.plan import LearningPlan, learning_plan
-from turnlog.trainer.reference import synthetic_model
+from turnlog.trainer.reference import append_batches, synthetic_model
 from turnlog.trainer.shape import TINY
 
 DIES = """
@@ -64,6 +72,8 @@ def test_a_rank_that_goes_away_while_the_others_meet_it_ends_them_after_their_ti
         process_group(world_size=2, store=meeting_place(0, 2), join_s=1.0),
     ):
         pytest.fail("one rank met nobody")
+    with process_group():
+        pass  # as it ends torch counts its groups from 0 again, by which gangs of later tests meet
 
 
 @pytest.fixture
@@ -104,3 +114,51 @@ def test_a_teacher_that_is_unfit_is_refused_before_a_rank_starts(tmp_path: Path,
     with pytest.raises(TeacherUnfit, match="knows 300 tokens, the policy 384"), ranks(plan):
         pytest.fail("84 tokens have no teacher")
     assert not mortal.exists()
+
+
+@pytest.mark.long
+def test_a_rank_of_this_machine_waits_for_the_others_as_long_as_the_run_says() -> None:
+    plan = dataclasses.replace(learning_plan(Settings()), world_size=2, join_s=1.0)
+    store = meeting_place(0, 2)
+    command, environment = follower(plan, 1, store.port)
+    alone = subprocess.run(command, env=environment, input=pickle.dumps(None), stderr=subprocess.PIPE, check=False)
+    assert b"RankLost: the ranks did not meet within 1 s" in alone.stderr
+
+
+class Struck(LearnerThread):
+    """Rank 1 is killed between the third step and the fourth."""
+
+    def __init__(self, plan: LearningPlan, beat: Beat) -> None:
+        super().__init__(plan, beat)
+        self._steps = 0
+
+    async def call(self, method: Any, *arguments: Any) -> Any:
+        self._steps += method is Ranks.step
+        if self._steps == 4:
+            (rank_1,) = [one for one in psutil.Process().children() if "turnlog.trainer.launch" in one.cmdline()]
+            rank_1.kill()
+            await asyncio.to_thread(os.waitid, os.P_PID, rank_1.pid, os.WEXITED | os.WNOWAIT)
+        return await super().call(method, *arguments)
+
+
+async def test_a_rank_that_is_killed_between_two_steps_ends_all_and_a_new_gang_makes_the_same_steps(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path, world_size=2, tensor_parallel=2, checkpoint_every=2)
+    run.settings = dataclasses.replace(run.settings, feeder=dataclasses.replace(run.settings.feeder, draws=4))
+    await run.begin()
+    async with run.events() as events:
+        await append_batches(events, run.blobs, "run", 4)
+    with pytest.raises(RankLost, match=r"rank 1 ended with status -9 while the others waited for it"):
+        await run.train(Struck)
+    _, cursor = find(FolderPlace(tmp_path / "checkpoints"), None)
+    at = cursor["next_batch"] or 0  # 2, unless that checkpoint was still being written
+    await run.train()
+    steps = await run.steps(3 + 4 - at)
+    assert [(step.incarnation, step.batch_index) for step in steps] == [
+        *((0, index) for index in range(3)),
+        *((1, index) for index in range(at, 4)),
+    ]
+    assert [(step.loss, step.grad_norm) for step in steps[3:-1]] == [
+        (step.loss, step.grad_norm) for step in steps[at:3]
+    ]
