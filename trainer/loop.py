@@ -70,7 +70,7 @@ from turnlog.trainer.gang.calls import Ranks
 from turnlog.trainer.gang.launchers import ranks
 from turnlog.trainer.learner import StepResult
 from turnlog.trainer.models.experts import unrouted
-from turnlog.trainer.plan import LearningPlan, check_unchanged, learning_plan
+from turnlog.trainer.plan import LearningPlan, check_unchanged, identified, learning_plan
 from turnlog.trainer.reading.batches import PARTITION, POLL_S, Fetch, Manifests, ReadAhead, check_vocabulary, fetch_rows
 from turnlog.trainer.reading.pictures import with_pictures
 from turnlog.trainer.reading.recorded import truncated, with_experts
@@ -288,6 +288,7 @@ class Trainer:
             check_not_stored(self._directory)
         else:
             await asyncio.to_thread(bring, self._directory, self._plan.place)
+        self._plan = await asyncio.to_thread(identified, self._plan)
         held = await asyncio.to_thread(self._checkpoints.newest)
         if held is not None:  # refused before anything is claimed
             check_unchanged(read_common(held).get("learning", {}), self._plan, held.name)

@@ -19,6 +19,7 @@ from turnlog.trainer.algorithms import catalogue
 from turnlog.trainer.algorithms.gae import CriticRules
 from turnlog.trainer.algorithms.objective import PolicyGradient as PolicyGradient
 from turnlog.trainer.algorithms.objective import imitation as imitation
+from turnlog.trainer.checkpoints.places import contents_sha256
 from turnlog.trainer.checkpoints.store import StorePlace
 from turnlog.trainer.shape import ModelShape
 
@@ -224,17 +225,28 @@ def learning_plan(settings: Settings) -> LearningPlan:
 UNRECORDED = frozenset(
     {"allow_changes", "world_size", "threads", "microbatch_tokens", "packing", "recompute", "sequence_parallel"}
     | {f"{way}_parallel" for way in ("tensor", "pipeline", "context", "expert")}
-    | {"initial_weights", "warm_start_steps", "warm_start_rate", "warm_start_seed"}
+    | {"initial_weights", "reference", "teacher", "warm_start_steps", "warm_start_rate", "warm_start_seed"}
     | {"publish_every", "checkpoint_every", "checkpoints", "checkpoints_kept", "checkpoints_reshardable"}
     | {"max_skipped", "token_files_every", "publish", "launcher", "ray_address", "ray_placement"}
 )
-"""Settings of [trainer] that a run may change: how ranks share the work, where it began, and how often."""
+"""Settings of [trainer] that a run may change: how ranks share the work, where models lie (what they hold is recorded:
+`identified`), and how often."""
 
 
 def recorded(trainer: TrainerSettings) -> dict[str, str]:
     """What a checkpoint keeps of them."""
     values = dataclasses.asdict(trainer)
     return {name: json.dumps(value) for name, value in values.items() if name not in UNRECORDED}
+
+
+def identified(plan: LearningPlan) -> LearningPlan:
+    """With what the weights that its objective holds on to are, wherever they lie, among what is recorded."""
+    frozen = {"reference": plan.reference, "teacher": plan.teacher}
+    said = {
+        f"{name}_sha256": json.dumps("" if folder is None else contents_sha256(folder, "*.safetensors", "config.json"))
+        for name, folder in frozen.items()
+    }
+    return dataclasses.replace(plan, recorded={**plan.recorded, **said})
 
 
 def check_unchanged(before: Mapping[str, str], plan: LearningPlan, where: str) -> None:

@@ -202,6 +202,14 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def contents_sha256(folder: Path, *patterns: str) -> str:
+    """Over names and contents of the files that fit, wherever the folder lies."""
+    running = hashlib.sha256()
+    for file in sorted(file for pattern in patterns for file in folder.glob(pattern)):
+        running.update(f"{file.name} {file_sha256(file)}\n".encode())
+    return running.hexdigest()
+
+
 def write_sums(folder: Path) -> None:
     """The last of its files, on disk when this returns: a folder without it is not complete."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SUMS)

@@ -42,7 +42,7 @@ from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.schemas.events.turns import ImageRef
 from turnlog.schemas.types import BlobRef
 from turnlog.settings import Settings
-from turnlog.trainer.checkpoints.places import PART, file_sha256
+from turnlog.trainer.checkpoints.places import PART, contents_sha256
 from turnlog.trainer.checkpoints.state import read_common
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
@@ -338,7 +338,7 @@ class Tuning:
         self._beside = out.with_name(f".{out.name}.sft")
         self._plan = {
             "dataset": rows_sha256,
-            "model": _sha256_of(model),
+            "model": contents_sha256(model, "*.safetensors", "*.json", "*.jinja"),
             **dataclasses.asdict(numbers),
             "trainer": dataclasses.asdict(self._options),
         }
@@ -465,11 +465,3 @@ class Tuning:
                 "loss": last.loss, "held-out loss": last.held_out, "dtype": ", ".join(sorted(dtypes)),
             }  # fmt: skip
             (part / "README.md").write_text(card_of(f"{self._model.name}, fine-tuned", ("sft",), facts))
-
-
-def _sha256_of(model: Path) -> str:
-    """Of everything in the folder that decides what is learned."""
-    running = hashlib.sha256()
-    for file in sorted([*model.glob("*.safetensors"), *model.glob("*.json"), *model.glob("*.jinja")]):
-        running.update(f"{file.name} {file_sha256(file)}\n".encode())
-    return running.hexdigest()
