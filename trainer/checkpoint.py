@@ -56,6 +56,8 @@ class Cursor:
     """Of `step`, those of the run that this one was forked from."""
     skipped: int = 0
     """Steps in a row, up to this one, that had no finite gradient."""
+    critic_from: int = 0
+    """Of `step`, those before the critic began."""
 
 
 class Checkpoints:
@@ -172,7 +174,13 @@ def folder_name(step: int, incarnation: int) -> str:
 def cursor_values(cursor: Cursor) -> dict[str, int | None]:
     """Plain values for the checkpoint's common state; a key that earlier releases do not know only where it matters."""
     values = dataclasses.asdict(cursor)
-    return {key: value for key, value in values.items() if value or key not in ("inherited", "skipped")}
+    return {key: value for key, value in values.items() if value or key not in ("inherited", "skipped", "critic_from")}
+
+
+def cursor_of(common: Mapping[str, Any], *, critic: bool) -> Cursor:
+    """Of a checkpoint's common values; `critic`: there is to be one, which begins here where it holds none."""
+    cursor = Cursor(**common["cursor"])
+    return dataclasses.replace(cursor, critic_from=cursor.step) if critic and not common.get("critic") else cursor
 
 
 def find(place: Place, step: int | None) -> tuple[Path, dict[str, int | None]]:
@@ -222,14 +230,16 @@ def found(
 def hand_on(source: Path, directory: Path) -> None:
     """Copy a checkpoint to where another run's trainer finds it as the newest, with a cursor at that run's beginning.
     Begun anew where it died. Raises CheckpointUnusable for a source that goes away meanwhile."""
-    step = Cursor(**read_common(source)["cursor"]).step
+    held = Cursor(**read_common(source)["cursor"])
+    step = held.step
     part = directory / f"{folder_name(step, 0)}{PART}"
     folder = part.with_suffix("")
     for path in (part, folder):
         shutil.rmtree(path, ignore_errors=True)
     try:
         shutil.copytree(source, part)
-        begun = {"cursor": cursor_values(Cursor(step=step, inherited=step)), "draw": {}, "learning": {}}
+        cursor = Cursor(step=step, inherited=step, critic_from=held.critic_from)
+        begun = {"cursor": cursor_values(cursor), "draw": {}, "learning": {}}
         mcore.rewrite_common(part, {**read_common(part), **begun})
         source.stat()
     except (FileNotFoundError, shutil.Error) as error:

@@ -59,7 +59,7 @@ from turnlog.settings import Settings
 from turnlog.trainer import CheckpointDamaged, Diverged, launch
 from turnlog.trainer.algorithms.draws import Call, DrawPasses, Kept
 from turnlog.trainer.algorithms.objective import Objective
-from turnlog.trainer.checkpoint import Checkpoints, Cursor, bring, check_not_stored, cursor_values
+from turnlog.trainer.checkpoint import Checkpoints, Cursor, bring, check_not_stored, cursor_of, cursor_values
 from turnlog.trainer.checkpoints.best import NeededByEvaluations
 from turnlog.trainer.checkpoints.places import FolderPlace
 from turnlog.trainer.checkpoints.publications import Publications
@@ -298,10 +298,10 @@ class Trainer:
         folder = await self._restored()
         if folder is not None:
             common = read_common(folder)
-            self._saves.saved = self._cursor = Cursor(**common["cursor"])
+            self._saves.saved = self._cursor = cursor_of(common, critic=self._plan.objective.critic is not None)
             self._saves.name = folder.name
             self._kept = common.get("draw", {})
-            self._plan = self._plan.behind(self._cursor.inherited)
+            self._plan = self._plan.behind(self._cursor.inherited, self._cursor.critic_from)
         elif self._incarnation:
             log.warning("no checkpoint of the %d incarnations before: training starts over", self._incarnation)
         log.info("incarnation %d starts at batch %d", self._incarnation, self._cursor.next_batch)
@@ -607,8 +607,8 @@ async def _losses(role: Role, everyone: Ranks, checkpoint: Path | None, until: i
     kept: Kept = {}
     if checkpoint is not None:
         common = read_common(checkpoint)
-        cursor, kept = Cursor(**common["cursor"]), common.get("draw", {})
-        plan = plan.behind(cursor.inherited)
+        cursor, kept = cursor_of(common, critic=plan.objective.critic is not None), common.get("draw", {})
+        plan = plan.behind(cursor.inherited, cursor.critic_from)
         everyone.restore(checkpoint)
     start = (await role.log.start_offsets([PARTITION]))[PARTITION]
     end = (await role.log.end_offsets([PARTITION]))[PARTITION]

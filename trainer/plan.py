@@ -139,23 +139,26 @@ class LearningPlan:
     warmup: int = 0
     """Steps."""
     value_warmup: int = 0
-    """Steps of the critic alone, before those."""
+    """Steps of the critic alone."""
+    critic_from: int = 0
+    """Steps of the run before its critic began."""
     place: StorePlace | None = None
     """Where checkpoints go, unless that is a folder."""
 
-    def behind(self, steps: int) -> LearningPlan:
+    def behind(self, steps: int, critic_from: int) -> LearningPlan:
         """The same after `steps` steps of a run that this one was forked from: its schedule goes on from there."""
-        return dataclasses.replace(self, steps=self.steps + steps)
+        return dataclasses.replace(self, steps=self.steps + steps, critic_from=critic_from)
 
     def learning_rate(self, step: int) -> float:
-        """Of the step after `step` steps: 0 while the critic warms up, then up to `rate` in `warmup` steps, then along
-        the schedule to `lowest_ratio` x `rate` at the last planned step."""
-        if step < self.value_warmup:
+        """Of the step after `step` steps: 0 while the critic warms up; in the others up to `rate` in `warmup` steps,
+        then along the schedule to `lowest_ratio` x `rate` at the last planned one."""
+        with_critic = step - self.critic_from
+        if 0 <= with_critic < self.value_warmup:
             return 0.0
-        begin = self.value_warmup + self.warmup
-        if step < begin:
-            return self.rate * (step - self.value_warmup + 1) / (self.warmup + 1)
-        done = min(1.0, (step - begin) / max(1, self.steps - begin))
+        taken = step - self.value_warmup if with_critic >= 0 else step
+        if taken < self.warmup:
+            return self.rate * (taken + 1) / (self.warmup + 1)
+        done = min(1.0, (taken - self.warmup) / max(1, self.steps - self.value_warmup - self.warmup))
         if self.schedule == "constant":
             return self.rate
         if self.schedule == "cosine":

@@ -90,7 +90,7 @@ class LearningSettings:
     value_updates: Count = 1
     """ppo: of the critic, per batch."""
     value_warmup_steps: Amount = 0
-    """ppo: first steps of the run that move the critic alone."""
+    """ppo: first steps of a critic, which move it alone."""
 
 
 def check_learning(settings: object, learning: LearningSettings, source: str) -> None:

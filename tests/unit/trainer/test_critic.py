@@ -256,6 +256,10 @@ def test_settings_become_the_critics_rules_and_hold_the_rate_at_0_while_it_warms
     )
     assert plan.objective.passes(1) == {"values"}
     assert [plan.learning_rate(step) for step in range(6)] == pytest.approx([0.0, 0.0, 0.0, 0.2, 0.4, 0.4])
+    forked = plan.behind(40, 40)  # and of a schedule that began without a critic
+    assert [forked.learning_rate(step) for step in range(39, 45)] == pytest.approx([0.4, 0.0, 0.0, 0.0, 0.4, 0.4])
+    goes_on = plan.behind(40, 0)
+    assert goes_on.learning_rate(40) == pytest.approx(0.4)
     other = learning_plan(from_tables({"trainer": {"value_warmup_steps": 3}}, {}, source="test"))
     assert other.objective.critic is None
     assert other.learning_rate(0) > 0

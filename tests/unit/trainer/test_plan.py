@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.unit.trainer.test_draws import Run
 from turnlog.settings import SettingsError, from_tables
 from turnlog.trainer import LayoutUnfit
 from turnlog.trainer.plan import LearnerOptions, check_layout, check_unchanged, learning_plan
-from turnlog.trainer.reference import append_batches
 from turnlog.trainer.shape import TINY, TINY_MIXTURE
-from turnlog.trainer.warm_start import make_base
 
 
 def test_the_rate_falls_linearly_over_the_steps_of_all_draws_and_not_below_its_floor() -> None:
@@ -110,25 +104,3 @@ def test_a_checkpoint_that_was_trained_with_other_settings_is_gone_on_from_only_
         check_unchanged(before, plan(clip_low=0.3, beta1=0.8), "step-8")
     check_unchanged(before, plan(clip_low=0.3, allow_changes=True), "step-8")
     assert "trainer.clip_low 0.2 -> 0.3" in caplog.text
-
-
-async def test_a_reference_is_what_its_files_hold_wherever_they_lie(tmp_path: Path) -> None:
-    run = Run(tmp_path, kl="k3", kl_coefficient=0.1)
-    await run.begin()
-    async with run.events() as events:
-        await append_batches(events, run.blobs, "run", 2)
-    await run.train()
-    model = Path(run.settings.model.path)
-    moved, other = tmp_path / "moved", tmp_path / "other"
-    shutil.copytree(model, moved)
-    make_base(TINY, model, other, seed=1)
-
-    def begins_with(weights: Path) -> None:
-        trainer = dataclasses.replace(run.settings.trainer, initial_weights=str(weights))
-        run.settings = dataclasses.replace(run.settings, trainer=trainer)
-
-    begins_with(moved)
-    await run.train()
-    begins_with(other)
-    with pytest.raises(SettingsError, match=r'-00000002-i0 .*: trainer\.reference_sha256 "\w{64}" -> "\w{64}"\. Set'):
-        await run.train()
