@@ -509,7 +509,7 @@ DROPS = Table(
         draw_index INTEGER Of the draw.
         sample_id TEXT Of the row.
         group_id TEXT Its group.
-        reason TEXT stale | length_cut | version_mask | discarded_group
+        reason TEXT stale | length_cut | version_mask | discarded_group | raw_logprobs
         sampled_tokens INTEGER That would have trained.
     """),
     key="batch_index, sample_id",

@@ -49,7 +49,7 @@ class DroppedSample:
     sample_id: str
     group_id: str
     reason: str
-    """stale | length_cut | version_mask | discarded_group"""
+    """stale | length_cut | version_mask | discarded_group | raw_logprobs"""
     sampled_tokens: int
     """Output tokens that would have trained, in tokens: what the length cut and the version mask took before is in
     `masked` (0 where they took all of them)."""

@@ -33,6 +33,7 @@ class MaskReason(StrEnum):
     rewritten = "rewritten"
     unrouted = "unrouted"
     constrained = "constrained"
+    raw_logprobs = "raw_logprobs"
 
 
 class GroupStatus(StrEnum):

@@ -39,6 +39,8 @@ from turnlog.schemas.events import (
 from turnlog.schemas.types import BlobRef, float32s, int32s
 
 LARGEST = float(np.finfo(np.float32).max)
+GREEDY_OR_PLAIN = (0.0, 1.0)
+"""Temperatures whose raw log-probs are taken: steps mask what was sampled greedily, and at 1 they are the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +93,8 @@ class TrimmedSample:
     version_max: int
     lag: int
     """Largest among trained tokens; 0 without one."""
+    raw: bool
+    """Its log-probs are of another distribution than the one that it was sampled from, and trains in."""
     masked: dict[str, int]
 
 
@@ -260,13 +264,15 @@ def _admit(
     """(what trains, what falls out and why) of one group. Lag is a trajectory's; advantages are not recomputed."""
     lags: dict[str, int] = {}
     for sample in samples:
-        if sample.trained_tokens:
+        if sample.trained_tokens and not sample.raw:
             lags[sample.session_id] = max(lags.get(sample.session_id, sample.lag), sample.lag)
     fresh = {session for session, lag in lags.items() if lag <= rules.max_lag}
     kept: list[TrimmedSample] = []
     out: list[tuple[TrimmedSample, MaskReason]] = []
     for sample in samples:
-        if sample.trained_tokens and sample.session_id not in fresh:
+        if sample.trained_tokens and sample.raw:
+            out.append((sample, MaskReason.raw_logprobs))
+        elif sample.trained_tokens and sample.session_id not in fresh:
             out.append((sample, MaskReason.stale))
         elif not sample.trained_tokens:
             out.append((sample, _emptied_by(sample)))
@@ -326,6 +332,7 @@ def trim(placed: PlacedSample, held: HeldVersion, rules: DrawRules) -> TrimmedSa
         version_min=min(columns.versions, default=-1),
         version_max=max(columns.versions, default=-1),
         lag=max(map(held.lag, columns.versions), default=0),
+        raw=sample.logprob_kind != "at_temperature" and sample.temperature not in GREEDY_OR_PLAIN,
         masked=dict(columns.masked),
     )
 

@@ -178,6 +178,18 @@ def test_a_stale_trajectory_is_dropped_with_all_its_segments() -> None:
     assert formed.batches[0].max_lag == 0
 
 
+@pytest.mark.parametrize(("temperature", "trains"), [(0.7, False), (1.0, True), (0.0, True)])
+def test_raw_logprobs_of_another_temperature_never_train(temperature: float, trains: bool) -> None:
+    """Of temperature 0 the step masks them."""
+    raw = replace(sample("a", "s0", 2), logprob_kind="raw", temperature=temperature)
+    formed = draw(group("a", raw, sample("a", "s1", 2)))
+    assert [row.sample_id for row in formed.batches[0].samples] == ["s0/0", "s1/0"][not trains :]
+    assert [(row.sample_id, row.reason, row.sampled_tokens) for row in formed.dropped] == [("s0/0", "raw_logprobs", 2)][
+        trains:
+    ]
+    assert len(draw(group("a", raw, sample("a", "s1", 2)), min_valid=2).batches) == trains
+
+
 def test_a_group_left_with_too_few_trajectories_is_dropped_whole() -> None:
     formed = draw(group("a", sample("a", "s0", 2, versions=(1,)), sample("a", "s1", 2)), min_valid=2)
     assert not formed.batches
