@@ -9,9 +9,9 @@ torchrun --nproc-per-node 4 -m turnlog.trainer.reference 2 tp2-pp2 tp2-sp-ep2 cp
 A layout is named by what its ranks share: tp tensor, pp pipeline, cp context, ep expert parallel; sp: sequence
 parallel. Ranks that are left are data parallel. With ep or replay the model is a mixture of experts; replay: its
 routing is a recorded one, some: but for every third row; images: rows have some, and the model sees them; packed: rows
-are; again: layers are computed again; tied: the output layer is the embedding; moved: one rank reads the checkpoint at
-the end; kept: the same ranks go on from one that gathers no optimizer; lora: low-rank adapters train alone; called:
-rank 0 tells the others what to do, as in a run, and they map its rows.
+are; again: layers are computed again; tied: the output layer is the embedding; moved: one rank goes on from the
+checkpoint at the end; kept: the same ranks go on from one that gathers no optimizer; lora: low-rank adapters train
+alone; called: rank 0 tells the others what to do, as in a run, and they map its rows.
 Behind a colon stands one of OBJECTIVES, in place of the clipped ratio against recorded log-probs.
 """
 
@@ -310,34 +310,44 @@ def theirs(
     return [(result.loss, result.grad_norm) for result in (*results, *lessons)]
 
 
-def _saved(learner: Learner, control: dist.ProcessGroup, rank: int) -> Path:
+def _saved(learner: Learner, control: dist.ProcessGroup) -> Path:
     """A checkpoint, in a folder of this machine that rank 0 makes. Collective."""
-    box = [tempfile.mkdtemp() if rank == 0 else ""]
+    box = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(box, src=0, group=control)
     learner.save(Path(box[0]), {})
     return Path(box[0])
 
 
-def _restored(folder: Path, shape: ModelShape, options: LearnerOptions, wanted: Mapping[str, torch.Tensor]) -> bool:
-    """Whether one rank reads those weights, and an optimizer, from a checkpoint. The folder goes."""
+def _restored(
+    folder: Path, name: str, objective: PolicyGradient, wanted: Mapping[str, torch.Tensor], batches: Sequence[BatchRows]
+) -> tuple[bool, Figures]:
+    """(whether one rank reads those weights from a checkpoint, what it makes of another draw). The folder goes."""
+    shape, options = layout(name)
     with process_group():
         alone = LearnerOptions(lora_rank=options.lora_rank, lora_alpha=options.lora_alpha)
-        learner = Learner(shape, random_weights(shape, 2), alone)
+        learner = Learner(shape, random_weights(shape, 2), alone, critic=objective.critic is not None)
         learner.restore(folder)
         shutil.rmtree(folder)
-        return all(torch.equal(tensor, wanted[key]) for key, tensor in learner.export().items())
+        exact = all(torch.equal(tensor, wanted[key]) for key, tensor in learner.export().items())
+        return exact, ours(learner, objective, batches)
 
 
-def _goes_on(learner: Learner, control: dist.ProcessGroup, rank: int, options: LearnerOptions, rows: BatchRows) -> bool:
-    """Whether the next step from a checkpoint is that of the learner that wrote it, bit for bit. Collective."""
-    folder = _saved(learner, control, rank)
-    other = Learner(learner.shape, random_weights(learner.shape, 2), options)
+def _goes_on(
+    learner: Learner,
+    control: dist.ProcessGroup,
+    options: LearnerOptions,
+    objective: PolicyGradient,
+    batches: Sequence[BatchRows],
+) -> bool:
+    """Whether the next draw from a checkpoint is that of the learner that wrote it, bit for bit. Collective."""
+    folder = _saved(learner, control)
+    other = Learner(learner.shape, random_weights(learner.shape, 2), options, critic=objective.critic is not None)
     other.restore(folder)
-    results = [one.step(rows, OBJECTIVES[""], RATE) for one in (learner, other)]
-    wanted, found = learner.export(), other.export()
-    if rank == 0:
+    wanted, found = (ours(one, objective, batches) for one in (learner, other))
+    weights, exported = learner.export(), other.export()
+    if dist.get_rank() == 0:
         shutil.rmtree(folder)
-    return results[0] == results[1] and all(torch.equal(tensor, found[key]) for key, tensor in wanted.items())
+    return wanted == found and all(torch.equal(tensor, exported[key]) for key, tensor in weights.items())
 
 
 def _apart(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
@@ -356,15 +366,18 @@ def _rows_for(name: str, shape: ModelShape, step: int) -> BatchRows:
     return with_random_pictures(rows, shape, step) if shape.vision else rows
 
 
+def _meeting_place() -> TCPStore:
+    """Torchrun's."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(host, port, is_master=False, wait_for_workers=False)
+
+
 def main(steps: int, names: Sequence[str]) -> None:
     """Print {"layout": name, "steps": [[loss, its reference, gradient norm, its reference], ...], "weights": how
     far they are apart, "exact": whether an export gives back what was loaded} of each."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     torch.set_num_threads(1)
-    met = None
-    if world_size > 1:
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        met = TCPStore(host, port, is_master=False, wait_for_workers=False)
+    met = _meeting_place() if world_size > 1 else None
     for name in names:
         of_ranks, _, kind = name.partition(":")
         shape, options = layout(of_ranks)
@@ -378,26 +391,20 @@ def main(steps: int, names: Sequence[str]) -> None:
             by_rank_0 = functools.partial(_called, learner, control)
             stepped = (by_rank_0 if "called" in of_ranks else functools.partial(ours, learner))(objective, batches)
             exported = learner.export()
-            folder = _saved(learner, control, rank) if "moved" in name else None
-            exact = exact and ("kept" not in name or _goes_on(learner, control, rank, options, batches[0]))
+            folder = _saved(learner, control) if "moved" in name else None
+            exact = exact and ("kept" not in name or _goes_on(learner, control, options, objective, batches))
         if rank == 0:
-            exact = exact and (folder is None or _restored(folder, shape, options, exported))
             plain = PlainLearner(shape, weights, options)
-            found = [
-                (loss, wanted_loss, norm, wanted_norm)
-                for (loss, norm), (wanted_loss, wanted_norm) in zip(
-                    stepped,
-                    theirs(
-                        plain,
-                        PlainCritic(shape, weights, options) if objective.critic else None,
-                        objective,
-                        batches,
-                        PlainLearner(*teacher, options) if teacher else None,
-                    ),
-                    strict=True,
-                )
-            ]
+            critic = PlainCritic(shape, weights, options) if objective.critic else None
+            reference = functools.partial(
+                theirs, plain, critic, objective, batches, PlainLearner(*teacher, options) if teacher else None
+            )
+            wanted = reference()
             apart = _apart(held_by_transformers(exported, shape), plain.export())
+            if folder is not None:
+                unmoved, more = _restored(folder, of_ranks, objective, exported, batches)
+                exact, stepped, wanted = exact and unmoved, stepped + more, wanted + reference()
+            found = [(loss, its, norm, its_norm) for (loss, norm), (its, its_norm) in zip(stepped, wanted, strict=True)]
             print(json.dumps({"layout": name, "steps": found, "weights": apart, "exact": exact}), flush=True)
 
 

@@ -16,7 +16,7 @@ import pyarrow.parquet as parquet
 import pytest
 
 from tests.fakes.memory_log import MemoryLog
-from tests.unit.trainer.test_recorded import formed
+from tests.unit.trainer.test_recorded import ROWS, formed
 from turnlog.infra.batch_files import MEDIA_TYPE, write_rows
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
@@ -27,6 +27,7 @@ from turnlog.infra.roles.role import Role
 from turnlog.infra.s3 import S3Blobs
 from turnlog.infra.topics_admin import specs
 from turnlog.names import TransactionalId
+from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.schemas.events import StepCompleted
 from turnlog.schemas.topics import STEPS
 from turnlog.settings import Settings, StoreSettings, from_tables
@@ -36,7 +37,7 @@ from turnlog.trainer.checkpoint import Checkpoints, Cursor, find, folder_name
 from turnlog.trainer.checkpoints.places import FolderPlace
 from turnlog.trainer.checkpoints.store import StorePlace
 from turnlog.trainer.launch import Beat
-from turnlog.trainer.loop import LearnerThread, Trainer
+from turnlog.trainer.loop import LearnerThread, Trainer, draw_passes
 from turnlog.trainer.plan import LearningPlan, PolicyGradient, learning_plan
 from turnlog.trainer.reading.batches import Manifests
 from turnlog.trainer.reference import (
@@ -79,9 +80,12 @@ class Run:
     def events(self) -> Any:
         return EventLog.open(MemoryLog(self.log.broker), self.registry, writer="trainer")
 
+    def role(self, events: EventLog) -> Role:
+        return Role("trainer", "trainer", self.settings, events.log, events, self.blobs, Health("trainer"))
+
     async def train(self, ranks: Callable[[LearningPlan, Beat], LearnerThread] = LearnerThread) -> None:
         async with self.events() as events:
-            role = Role("trainer", "trainer", self.settings, events.log, events, self.blobs, Health("trainer"))
+            role = self.role(events)
             plan = dataclasses.replace(learning_plan(self.settings), place=self.place)
             name = TransactionalId.TRAINER.format(run="run")
             async with events.log.transactor(name) as transactor, ranks(plan, lambda _: None) as learner:
@@ -225,6 +229,26 @@ async def test_a_part_whose_draw_was_begun_without_its_passes_is_refused() -> No
         CheckpointUnusable, match=r"batch 1 is part 1 of draw 0, .* no proximal log-probs of sample-1-000"
     ):
         await passes.numbers(manifest, rows)
+
+
+@pytest.mark.parametrize(("truncated", "told"), [("bootstrap", [False, False, True, False]), ("terminal", None)])
+async def test_a_critic_that_bootstraps_is_told_which_trajectories_were_truncated(
+    tmp_path: Path, truncated: str, told: list[bool] | None
+) -> None:
+    async def says_nothing(_: Any, rows: BatchRows) -> Any:
+        return np.zeros(len(rows.token_ids) + len(rows), "<f4")
+
+    async def unasked(*_: Any) -> Any:
+        raise AssertionError("a draw of one part has no others")
+
+    run = Run(tmp_path, **PPO, truncated=truncated)
+    await run.begin()
+    async with run.events() as events, events.log.reader() as reader:
+        manifests = Manifests(reader, events, "run", Cursor(), start=0)
+        objective = learning_plan(run.settings).objective
+        passes = draw_passes(objective, says_nothing, manifests, unasked, run.role(events), {})
+        numbers = await passes.numbers(await formed(events, run.blobs, cut_short=2), ROWS)
+    assert (numbers.truncated if told is None else numbers.truncated.tolist()) == told
 
 
 async def test_token_files_of_every_nth_step_lie_in_the_store_and_say_what_its_tokens_were(tmp_path: Path) -> None:
