@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.profiler import ProfilerActivity, profile
 
 from turnlog.infra.batch_files import MEDIA_TYPE, write_rows
 from turnlog.infra.blobs import Blobs
@@ -277,7 +279,7 @@ def ours(learner: Learner | Ranks, objective: PolicyGradient, batches: Sequence[
 
 
 def _called(
-    learner: Learner, control: dist.ProcessGroup, objective: PolicyGradient, batches: Sequence[BatchRows]
+    control: dist.ProcessGroup, learner: Learner, objective: PolicyGradient, batches: Sequence[BatchRows]
 ) -> Figures:
     """The same at rank 0. Collective."""
     if dist.get_rank():
@@ -310,26 +312,39 @@ def theirs(
     return [(result.loss, result.grad_norm) for result in (*results, *lessons)]
 
 
-def _saved(learner: Learner, control: dist.ProcessGroup) -> Path:
-    """A checkpoint, in a folder of this machine that rank 0 makes. Collective."""
+def _saved(learner: Learner, control: dist.ProcessGroup) -> tuple[Path, list[float]]:
+    """(a checkpoint in a folder of this machine that rank 0 makes, `_peaks` of it). Collective."""
     box = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(box, src=0, group=control)
-    learner.save(Path(box[0]), {})
-    return Path(box[0])
+    return Path(box[0]), _peaks(learner, lambda: learner.save(Path(box[0]), {}))
+
+
+def _peaks(learner: Learner, work: Callable[[], None]) -> list[float]:
+    """By rank, what torch holds on the CPU at most while that is done, beside what it held before: bytes a parameter of
+    the rank's. Collective."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        work()
+    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    parameters = sum(each.numel() for state in learner.states() if state for each in state[0].parameters())
+    found = [0.0] * dist.get_world_size()
+    dist.all_gather_object(found, max(held) / parameters)
+    return found
 
 
 def _restored(
     folder: Path, name: str, objective: PolicyGradient, wanted: Mapping[str, torch.Tensor], batches: Sequence[BatchRows]
-) -> tuple[bool, Figures]:
-    """(whether one rank reads those weights from a checkpoint, what it makes of another draw). The folder goes."""
+) -> tuple[bool, Figures, list[float]]:
+    """(whether one rank reads those weights from a checkpoint, what it makes of another draw, `_peaks` of loading). The
+    folder goes."""
     shape, options = layout(name)
     with process_group():
         alone = LearnerOptions(lora_rank=options.lora_rank, lora_alpha=options.lora_alpha)
         learner = Learner(shape, random_weights(shape, 2), alone, critic=objective.critic is not None)
-        learner.restore(folder)
+        loading = _peaks(learner, lambda: learner.restore(folder))
         shutil.rmtree(folder)
         exact = all(torch.equal(tensor, wanted[key]) for key, tensor in learner.export().items())
-        return exact, ours(learner, objective, batches)
+        return exact, ours(learner, objective, batches), loading
 
 
 def _goes_on(
@@ -338,16 +353,18 @@ def _goes_on(
     options: LearnerOptions,
     objective: PolicyGradient,
     batches: Sequence[BatchRows],
-) -> bool:
-    """Whether the next draw from a checkpoint is that of the learner that wrote it, bit for bit. Collective."""
-    folder = _saved(learner, control)
+) -> tuple[bool, dict[str, list[float]]]:
+    """(whether the next draw from a checkpoint is that of the learner that wrote it, bit for bit; `_peaks` of saving it
+    and loading it). Collective."""
+    folder, saving = _saved(learner, control)
     other = Learner(learner.shape, random_weights(learner.shape, 2), options, critic=objective.critic is not None)
-    other.restore(folder)
+    loading = _peaks(other, lambda: other.restore(folder))
     wanted, found = (ours(one, objective, batches) for one in (learner, other))
     weights, exported = learner.export(), other.export()
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
-    return wanted == found and all(torch.equal(tensor, exported[key]) for key, tensor in weights.items())
+    same = wanted == found and all(torch.equal(tensor, exported[key]) for key, tensor in weights.items())
+    return same, {"save": saving, "load": loading}
 
 
 def _apart(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
@@ -374,7 +391,8 @@ def _meeting_place() -> TCPStore:
 
 def main(steps: int, names: Sequence[str]) -> None:
     """Print {"layout": name, "steps": [[loss, its reference, gradient norm, its reference], ...], "weights": how
-    far they are apart, "exact": whether an export gives back what was loaded} of each."""
+    far they are apart, "exact": whether exports and checkpoints give back what they hold, "peaks": by `_peaks`, of a
+    checkpoint's "save" and "load"} of each."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     torch.set_num_threads(1)
     met = _meeting_place() if world_size > 1 else None
@@ -388,11 +406,12 @@ def main(steps: int, names: Sequence[str]) -> None:
             teacher = (TEACHER, random_weights(TEACHER, 3)) if objective.teacher is not None else None
             learner = Learner(shape, weights, options, critic=objective.critic is not None, teacher=teacher)
             exact = all(torch.equal(tensor, weights[key]) for key, tensor in learner.export().items())
-            by_rank_0 = functools.partial(_called, learner, control)
-            stepped = (by_rank_0 if "called" in of_ranks else functools.partial(ours, learner))(objective, batches)
+            stepped = (functools.partial(_called, control) if "called" in of_ranks else ours)(
+                learner, objective, batches
+            )
             exported = learner.export()
-            folder = _saved(learner, control) if "moved" in name else None
-            exact = exact and ("kept" not in name or _goes_on(learner, control, options, objective, batches))
+            folder, saving = _saved(learner, control) if "moved" in name else (None, [])
+            same, peaks = _goes_on(learner, control, options, objective, batches) if "kept" in name else (True, {})
         if rank == 0:
             plain = PlainLearner(shape, weights, options)
             critic = PlainCritic(shape, weights, options) if objective.critic else None
@@ -402,10 +421,12 @@ def main(steps: int, names: Sequence[str]) -> None:
             wanted = reference()
             apart = _apart(held_by_transformers(exported, shape), plain.export())
             if folder is not None:
-                unmoved, more = _restored(folder, of_ranks, objective, exported, batches)
-                exact, stepped, wanted = exact and unmoved, stepped + more, wanted + reference()
+                unmoved, more, loading = _restored(folder, of_ranks, objective, exported, batches)
+                same, stepped, wanted = same and unmoved, stepped + more, wanted + reference()
+                peaks = peaks or {"save": saving, "load": loading}
             found = [(loss, its, norm, its_norm) for (loss, norm), (its, its_norm) in zip(stepped, wanted, strict=True)]
-            print(json.dumps({"layout": name, "steps": found, "weights": apart, "exact": exact}), flush=True)
+            said = {"layout": name, "steps": found, "weights": apart, "exact": exact and same, "peaks": peaks}
+            print(json.dumps(said), flush=True)
 
 
 if __name__ == "__main__":

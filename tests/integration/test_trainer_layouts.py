@@ -21,6 +21,7 @@ OF_TWO = (
     "cp2-packed",
     "ep2-moved",
     "dp-kept-moved",
+    "dp-moved",
     "ep2-kept",
     "cp2-replay-some",
     "tp2-sp-ep2-replay",
@@ -49,6 +50,14 @@ OF_FOUR = (
     "tp2-sp-pp2-lora-again",
     "tp2-sp-pp2-images",
 )
+
+PEAKS = {
+    "dp-kept-moved": {"save": [(10, 11), (6, 7)], "load": [(0, 3)] * 2},
+    "dp-moved": {"save": [(30, 39)] * 2, "load": [(16, 17)]},
+}
+"""Bytes a parameter of float32 on two data-parallel ranks, between which docs/learning.md has what checkpoints take
+(Checkpoints): by place 12 / D, at the first 4 more, and to load 4 / D and the largest weight, here a fifth of all;
+reshardable 24 + 12 / D and up to 8 that gloo takes, and to load, on one rank, 12 + 4. Besides comes what is small."""
 
 
 @pytest.mark.parametrize(
@@ -79,3 +88,6 @@ async def test_loss_and_gradient_norm_are_those_of_the_reference(ranks: int, lay
             assert norm == pytest.approx(wanted_norm, rel=1e-5), each["layout"]
         assert each["weights"] < 1e-4, each["layout"]
         assert each["exact"], each["layout"]
+        for what, bounds in PEAKS.get(each["layout"], {}).items():
+            for peak, (least, most) in zip(each["peaks"][what], bounds, strict=True):
+                assert least <= peak <= most, (each["layout"], what)

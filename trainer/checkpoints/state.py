@@ -10,9 +10,10 @@ Two formats of the optimizer:
   reshardable   each data-parallel rank gathers the optimizer of its whole shard. It loads on any layout
 
 Bytes on the CPU per rank beside what it trains with, for P parameters of its shard of w bytes each, on D data-parallel
-ranks: a save by place holds 12 P / D until it is written; a reshardable one gathers 12 P on each of the D, of which the
-first makes another 12 P that it holds; the first holds w P of weights, too. A load holds 12 P / D by place and 12 P
-reshardable, and w P.
+ranks: a save by place holds 12 P / D until it is written; a reshardable one gathers 12 P on each of the D, by way of
+12 P / D and another 12 P, and gloo's 8 P; the first copies those it has gathered, and holds that until it is written;
+the first holds w P of weights, too. A load by place writes in place, and holds what it reads at once: a third of the
+optimizer's slice, or a weight; a reshardable one 12 P and w P.
 
 Where checkpoints lie in an object store, each rank puts what it has written there, in the same thread, and fetches the
 files that hold what it loads.
