@@ -44,7 +44,8 @@ from turnlog.consumers.index import (
 )
 from turnlog.consumers.index.comparison import Other, changed, differences, settings_of
 from turnlog.consumers.index.fate import of_session
-from turnlog.consumers.index.reader import SORTS, AsOf, Index, SessionFilter, where_of, whole
+from turnlog.consumers.index.reader import AsOf, Index, where_of, whole
+from turnlog.consumers.index.search import SORTS, SessionFilter
 from turnlog.infra.archive import ReadOnlyArchive
 from turnlog.schemas import UndecodableRecord
 from turnlog.schemas.events import Outcome
@@ -55,6 +56,8 @@ EVERY_S = 1.0
 STREAMS = 32
 """Live pages at once."""
 PAGE = 50
+WITHIN_S = 10.0
+"""An answer of the index is there, or is given up."""
 OUTCOMES = tuple(outcome.value for outcome in Outcome if outcome is not Outcome.unknown)
 FATES = (
     "trained", "open", "unscored", "not_member", "excluded", "discarded", "not_training", "masked", "waiting",
@@ -121,15 +124,17 @@ class Pages:
         hint: str = "",
         streams: int = STREAMS,
         every_s: float = EVERY_S,
+        within_s: float = WITHIN_S,
         against: Mapping[str, Other] = MappingProxyType({}),
         pools: Pools,
     ) -> None:
         """`hint`: how the run's index is built, for who finds none; `streams`: live pages at once; `every_s`:
-        between two looks at the index for them; `against`: what the run is compared with, by name; `pools`: of its
-        sandbox workers."""
+        between two looks at the index for them; `within_s`: of an answer of the index; `against`: what the run is
+        compared with, by name; `pools`: of its sandbox workers."""
         self._against = against
         self._run = run
         self._streams = streams
+        self._within_s = within_s
         self._index = index
         self._records = records
         self._queues, self._pools = Queues(records), pools
@@ -207,12 +212,12 @@ class Pages:
         wanted, asked = _filter(request, but=("min_reward", "max_reward"))
         chosen = {"min_reward", "max_reward"} & set(request.query_params)
         with self._opened() as index:
-            bins, _ = index.rewards(wanted)
+            found = index.rewards(wanted)
 
         def href(least: float, most: float) -> str:
             return "/sessions?" + urlencode({**asked, "min_reward": f"{least:.6g}", "max_reward": f"{most:.6g}"})
 
-        return HTMLResponse(drawing.histogram(bins, href, bool(chosen)))
+        return HTMLResponse(drawing.histogram(found.bins, href, bool(chosen), sample=found.sample))
 
     def session(self, request: Request) -> Response:
         """One session; its tokens come when the page is there."""
@@ -430,7 +435,7 @@ class Pages:
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[Index]:
-        with Index.open(self._index) as index:
+        with Index.open(self._index, within_s=self._within_s) as index:
             yield index
 
     def _page(

@@ -132,8 +132,10 @@ def bands(title: str, steps: Sequence[int], parts: Mapping[str, Sequence[float]]
     return _svg(f"{title} over {len(steps)} steps", [*body, _columns(frame, tip)])
 
 
-def histogram(bins: Sequence[Mapping[str, float]], href: Callable[[float, float], str], chosen: bool) -> Markup:
-    """Sessions by reward; each bar leads to its range."""
+def histogram(
+    bins: Sequence[Mapping[str, float]], href: Callable[[float, float], str], chosen: bool, *, sample: bool = False
+) -> Markup:
+    """Sessions by reward, or a `sample` of them; each bar leads to its range."""
     if not bins:
         return Markup('<p class="empty">no session with a reward</p>')
     width, height, base = 300, 56, 42
@@ -150,11 +152,13 @@ def histogram(bins: Sequence[Mapping[str, float]], href: Callable[[float, float]
                 " chosen" if chosen else "", left + 0.5, base - tall, max(right - left - 1, 2), tall,
             )
         )  # fmt: skip
-    body.append(
-        Markup('<text class="tick" x="2" y="{}">{}</text><text class="tick end" x="{}" y="{}">{}</text>').format(
-            height - 2, number(least), width - 2, height - 2, number(most)
+    body += [
+        Markup('<text class="tick{}" x="{}" y="{}">{}</text>').format(style, x, height - 2, said)
+        for style, x, said in (
+            ("", 2, number(least)), (" middle", width / 2, "a sample of those that pass" if sample else ""),
+            (" end", width - 2, number(most)),
         )
-    )
+    ]  # fmt: skip
     return Markup(
         '<svg class="histogram" viewBox="0 0 {} {}" role="group" aria-label="sessions by reward">{}</svg>'
     ).format(width, height, Markup("").join(body))

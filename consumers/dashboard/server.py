@@ -16,7 +16,7 @@ from pathlib import Path
 
 from turnlog.consumers.arguments import ARCHIVE
 from turnlog.consumers.dashboard import NotRunning
-from turnlog.consumers.dashboard.app import EVERY_S, STREAMS, Pages
+from turnlog.consumers.dashboard.app import EVERY_S, STREAMS, WITHIN_S, Pages
 from turnlog.consumers.dashboard.guard import Guard, Keys, Rules, is_loopback
 from turnlog.consumers.dashboard.records import Records, Vocabulary
 from turnlog.consumers.dashboard.sandboxes import Pools
@@ -86,11 +86,13 @@ async def serving(
     stopping: asyncio.Event | None = None,
     streams: int = STREAMS,
     every_s: float = EVERY_S,
+    within_s: float = WITHIN_S,
     against: Sequence[str] = (),
 ) -> AsyncIterator[tuple[str, Keys]]:
     """Serve while the block runs: its address, and what makes links to it. `connect` opens the log when a page first
-    needs a record; `streams`: live pages at once; `every_s`: between two looks at the index for them; `against`: runs
-    and datasets that the run is compared with. Raises CannotListen, NoIndex, NotADataset."""
+    needs a record; `streams`: live pages at once; `every_s`: between two looks at the index for them; `within_s`: of an
+    answer of the index; `against`: runs and datasets that the run is compared with. Raises CannotListen, NoIndex,
+    NotADataset."""
     own, directory = settings.dashboard, Path(settings.run.directory)
     ended = stopping or asyncio.Event()
     keys = Keys(own.key, directory)
@@ -102,7 +104,8 @@ async def serving(
         rules = Rules(frozenset(name.lower() for name in own.hosts), login, cookie, url)
         pages = Pages(
             settings.run.id, path_of(settings), records, ended, hint=_hint(settings), streams=streams,
-            every_s=every_s, against=_named(against, directory), pools=Pools(directory, settings.status.health),
+            every_s=every_s, within_s=within_s, against=_named(against, directory),
+            pools=Pools(directory, settings.status.health),
         )  # fmt: skip
         config = configured(Guard(pages.application(), keys, rules), timeout_graceful_shutdown=ENDS_S)
         async with QuietServer(config).running(listener):

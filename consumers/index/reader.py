@@ -13,6 +13,7 @@ import base64
 import contextlib
 import re
 import sqlite3
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -22,13 +23,12 @@ import orjson
 
 from turnlog.consumers.index import BadQuestion, DamagedIndex, LaterIndex, NoIndex, schema
 from turnlog.consumers.index.schema import NUMBERED, SCHEMA_VERSION, standing
+from turnlog.consumers.index.search import ALL, SORTS, USUAL, Effort, Order, Search, SessionFilter
 from turnlog.infra.log import Partition
 from turnlog.processors.core.batches.progress import OFF_CHAIN
 from turnlog.processors.core.fold.settlement import PASS
 from turnlog.settings import Settings
 
-SORTS: Final = ("started_ms", "finished_ms", "reward", "output_tokens", "turns", "calls")
-"""What sessions are sorted by; each has an index."""
 CALL_SORTS: Final = ("duration_s", "queue_s")
 """What answered calls are sorted by; each has an index."""
 MOST_ROWS: Final = 1000
@@ -53,59 +53,12 @@ class AsOf:
         return {"run": self.run_id, "written_ms": self.written_ms, "positions": places}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionFilter:
-    """Which sessions; None lets everything pass."""
-
-    recipe: str | None = None
-    task_id: str | None = None
-    group_id: str | None = None
-    purpose: str | None = None
-    outcome: str | None = None
-    fate: str | None = None
-    batch_index: int | None = None
-    min_reward: float | None = None
-    max_reward: float | None = None
-    min_version: int | None = None
-    """Of the oldest weights that sampled for it."""
-    max_version: int | None = None
-    """Of the newest."""
-    failed_calls: bool = False
-    """Only those with a tool call that did not end ok."""
-    text: str | None = None
-    """Words that stand in one turn or one tool's output: FTS5's language."""
-
-    def clauses(self, sort: str = "") -> tuple[list[str], list[Any]]:
-        """SQL and its parameters. A column behind a `+` is looked at in the rows and not sought in its index: of what
-        many sessions share, and of ranges, the order of `sort` finds a page sooner."""
-        found: list[tuple[str, Any]] = []
-        for name in ("recipe", "task_id", "group_id", "purpose", "outcome", "fate", "batch_index"):
-            if (value := getattr(self, name)) is not None:
-                shared = name in ("recipe", "purpose", "outcome", "fate") and sort != "started_ms"
-                found.append((f"{'+' if shared else ''}s.{name} = ?", value))
-        seek = "" if sort == "reward" else "+"
-        bounds = (
-            (f"{seek}s.reward >= ?", self.min_reward),
-            (f"{seek}s.reward <= ?", self.max_reward),
-            ("+s.version_min >= ?", self.min_version),
-            ("+s.version_max <= ?", self.max_version),
-        )
-        for clause, value in bounds:
-            if value is not None:
-                found.append((clause, value))
-        clauses = [clause for clause, _ in found]
-        if self.failed_calls:
-            clauses.append("s.failed_calls > 0")
-        if self.text is not None:
-            clauses.append(f"s.session_id IN ({SAID})")
-        return clauses, [value for _, value in found] + ([self.text] * 2 if self.text is not None else [])
-
-
+STEPS: Final = 200_000
+"""Of SQLite's machine between two looks at the clock, for which a thread waits on others of Python."""
+INTERRUPTED: Final = "interrupted"
+"""What SQLite says then."""
 UNREADABLE_WORDS: Final = ("fts5", "unterminated string", "no such column", "unknown special query")
 """In what SQLite says of a text that FTS5 cannot read."""
-SAID = """SELECT t.session_id FROM search f JOIN turns_records t ON t.place = f.rowid WHERE f.text MATCH ? AND t.counts
-    UNION SELECT r.session_id FROM search f JOIN tool_results_records r ON r.place = f.rowid
-    WHERE f.text MATCH ? AND r.counts"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +109,19 @@ class SessionPage:
     after: str | None
     """What the next page comes after; None at the end."""
     as_of: AsOf
+    newest: bool = False
+    """More records say the words than were looked at: these are sessions of the newest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rewards:
+    """A histogram."""
+
+    bins: Sequence[Row]
+    """least, most, and sessions, of each that has some."""
+    as_of: AsOf
+    sample: bool
+    """Of some of the sessions that pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,17 +189,27 @@ def unread(settings: Settings, places: Sequence[Partition]) -> dict[Partition, i
 class Index:
     """An index that is read."""
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
+    def __init__(self, connection: sqlite3.Connection, effort: Effort = USUAL) -> None:
         """Made by `open`."""
         self._sql = connection
+        self._effort = effort
 
     @classmethod
     @contextlib.contextmanager
-    def open(cls, path: Path) -> Iterator[Self]:
-        """Raises NoIndex, LaterIndex, DamagedIndex."""
+    def open(cls, path: Path, *, within_s: float | None = None, effort: Effort = USUAL) -> Iterator[Self]:
+        """`within_s`: what is asked from now on is answered by then. Raises NoIndex, LaterIndex, DamagedIndex, and
+        BadQuestion where it is not."""
         with contextlib.closing(connected(path)) as connection:
             connection.row_factory = sqlite3.Row
-            yield cls(connection)
+            if within_s is not None:
+                ends = time.monotonic() + within_s
+                connection.set_progress_handler(lambda: int(time.monotonic() > ends), STEPS)
+            try:
+                yield cls(connection, effort)
+            except sqlite3.OperationalError as error:
+                if str(error) != INTERRUPTED:
+                    raise
+                raise BadQuestion(f"it takes more than {within_s:g} s: ask for less, by a narrower filter") from error
 
     @contextlib.contextmanager
     def snapshot(self) -> Iterator[AsOf]:
@@ -245,6 +221,8 @@ class Index:
         try:
             yield self.as_of()
         except sqlite3.DatabaseError as error:
+            if str(error) == INTERRUPTED:
+                raise
             if any(word in str(error) for word in UNREADABLE_WORDS):
                 raise BadQuestion(f"text: {error}; put what is no plain word in double quotes") from error
             raise DamagedIndex(f"the index cannot be read: {error}") from error
@@ -267,7 +245,7 @@ class Index:
         return next(iter(self.rows(sql, *values)), None)
 
     def sessions(
-        self, wanted: SessionFilter = SessionFilter(), *, sort: str = "started_ms", descending: bool = True,
+        self, wanted: SessionFilter = ALL, *, sort: str = "started_ms", descending: bool = True,
         after: str | None = None, limit: int = 50,
     ) -> SessionPage:  # fmt: skip
         """A page of the sessions that pass, those without a value of `sort` last. `after`: of the page before.
@@ -275,46 +253,16 @@ class Index:
         if sort not in SORTS:
             raise BadQuestion(f"sort {sort!r} is none of {', '.join(SORTS)}")
         limit = max(1, min(limit, MOST_ROWS))
-        value, name, nulls = _cursor(after, sort, descending)
-        order, beyond = ("DESC", "<") if descending else ("ASC", ">")
-        clauses, values = wanted.clauses(sort)
-        found: list[Row] = []
+        value, name, _ = _cursor(after, sort, descending)
+        order = Order(sort, descending, None if name is None else (value, name))
         with self.snapshot() as as_of:
-            if not nulls:
-                more = [] if name is None else [f"(s.{sort}, s.session_id) {beyond} (?, ?)"]
-                more += self._between(wanted) if sort == "started_ms" else []
-                where = " AND ".join([*clauses, f"s.{sort} IS NOT NULL", *more])
-                found = self.rows(
-                    f"SELECT * FROM sessions s WHERE {where} ORDER BY s.{sort} {order}, s.session_id {order} LIMIT ?",
-                    *values, *([] if name is None else [value, name]), limit + 1,
-                )  # fmt: skip
-                name = None
-            if len(found) <= limit:
-                more = [] if name is None else [f"s.session_id {beyond} ?"]
-                where = " AND ".join([*clauses, f"s.{sort} IS NULL", *more])
-                found += self.rows(
-                    f"SELECT * FROM sessions s WHERE {where} ORDER BY s.session_id {order} LIMIT ?",
-                    *values, *([] if name is None else [name]), limit + 1 - len(found),
-                )  # fmt: skip
+            found, newest = Search(self._sql, wanted, as_of.positions, self._effort).page(order, limit + 1)
         rows = [_session(row) for row in found[:limit]]
         following = None
         if len(found) > limit:
             last = rows[-1]
             following = _after(sort, descending, getattr(last, sort), last.session_id)
-        return SessionPage(rows, following, as_of)
-
-    def _between(self, wanted: SessionFilter) -> list[str]:
-        """Weights come one after another, so a range of versions is one of times, which a page is found by: between the
-        first and the last session that began with weights of the range."""
-        if wanted.min_version is None and wanted.max_version is None:
-            return []
-        low, high = wanted.min_version or 0, 2**62 if wanted.max_version is None else wanted.max_version
-        times = self.row(
-            "SELECT min(started_ms) AS first, max(started_ms) AS last FROM sessions WHERE version_min BETWEEN ? AND ?",
-            low, high,
-        )  # fmt: skip
-        assert times is not None, "an aggregate has one row"
-        return ["0"] if times["first"] is None else [f"s.started_ms BETWEEN {times['first']} AND {times['last']}"]
+        return SessionPage(rows, following, as_of, newest)
 
     def session(self, session_id: str) -> SessionView | None:
         """One session; None where the index does not know it."""
@@ -389,25 +337,11 @@ class Index:
         with self.snapshot() as as_of:
             return self.rows(VERSIONS), as_of
 
-    def rewards(self, wanted: SessionFilter = SessionFilter(), *, bins: int = 20) -> tuple[Sequence[Row], AsOf]:
-        """A histogram of the rewards of sessions that pass: least, most, sessions of each bin that has some."""
-        clauses, values = wanted.clauses()
-        where = " AND ".join([*clauses, "s.reward IS NOT NULL"])
+    def rewards(self, wanted: SessionFilter = ALL, *, bins: int = 20) -> Rewards:
+        """A histogram of the rewards of sessions that pass. Raises BadQuestion."""
         with self.snapshot() as as_of:
-            edges = self.row(f"SELECT min(s.reward) least, max(s.reward) most FROM sessions s WHERE {where}", *values)
-            if edges is None or edges["least"] is None:
-                return [], as_of
-            least, width = edges["least"], (edges["most"] - edges["least"]) / bins or 1.0
-            found = self.rows(
-                f"SELECT min(CAST((s.reward - ?) / ? AS INTEGER), ?) bin, count(*) sessions FROM sessions s "
-                f"WHERE {where} GROUP BY bin ORDER BY bin",
-                least, width, bins - 1, *values,
-            )  # fmt: skip
-        return [
-            {"least": least + width * each["bin"], "most": least + width * (each["bin"] + 1),
-             "sessions": each["sessions"]}
-            for each in found
-        ], as_of  # fmt: skip
+            found, sample = Search(self._sql, wanted, as_of.positions, self._effort).histogram(bins)
+        return Rewards(found, as_of, sample)
 
     def recipes(self) -> tuple[Sequence[Row], AsOf]:
         """What the settled sessions of each recipe came to (docs/drawing.md): their number, and means of reward,

@@ -20,7 +20,8 @@ from tests.fakes.sessions import bad_days
 from turnlog.consumers.archiver import flush
 from turnlog.consumers.dashboard.server import serving
 from turnlog.consumers.index.indexer import build
-from turnlog.consumers.index.reader import Index, SessionFilter
+from turnlog.consumers.index.reader import Index
+from turnlog.consumers.index.search import SessionFilter
 from turnlog.infra.archive import live_cut
 from turnlog.infra.log import Partition
 from turnlog.infra.roles.role import opened

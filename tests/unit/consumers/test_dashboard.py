@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -23,8 +25,8 @@ import pytest
 
 from tests.fakes.stories import END, Story, spoken
 from tests.fakes.told_run import ToldRun
-from turnlog.consumers.dashboard import export, harmless
-from turnlog.consumers.dashboard.app import EVERY_S, STREAMS
+from turnlog.consumers.dashboard import drawing, export, harmless
+from turnlog.consumers.dashboard.app import EVERY_S, STREAMS, WITHIN_S
 from turnlog.consumers.dashboard.conversation import aligned, conversation, said_alike
 from turnlog.consumers.dashboard.records import Vocabulary, runs, session_tokens
 from turnlog.consumers.dashboard.server import serving
@@ -35,7 +37,7 @@ from turnlog.infra.batch_files import read_rows
 from turnlog.infra.log import Partition
 from turnlog.schemas import UndecodableRecord, topics
 from turnlog.schemas.events import Event, SampleBatchFormed, SkipRequested
-from turnlog.settings import DashboardSettings
+from turnlog.settings import DashboardSettings, IndexSettings
 
 HOSTILE = (
     "<script>alert(1)</script><img src=x onerror=alert(2)>", "</script><svg onload=alert(3)>",
@@ -83,11 +85,14 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> ToldRun:
 
 @asynccontextmanager
 async def site(
-    told: ToldRun, *, streams: int = STREAMS, every_s: float = EVERY_S, against: Sequence[str] = (), **own: object
-) -> AsyncIterator[tuple[httpx.AsyncClient, str]]:
+    told: ToldRun, *, streams: int = STREAMS, every_s: float = EVERY_S, within_s: float = WITHIN_S,
+    against: Sequence[str] = (), index: Path | None = None, **own: object,
+) -> AsyncIterator[tuple[httpx.AsyncClient, str]]:  # fmt: skip
     """A browser's connection to a dashboard that serves, and a login link to it."""
-    settings = dataclasses.replace(told.settings, dashboard=DashboardSettings(**own))  # type: ignore[arg-type]
-    serves = serving(settings, told.connect(), streams=streams, every_s=every_s, against=against)
+    settings = dataclasses.replace(
+        told.settings, dashboard=DashboardSettings(**own), index=IndexSettings(path=str(index or told.index))  # type: ignore[arg-type]
+    )  # fmt: skip
+    serves = serving(settings, told.connect(), streams=streams, every_s=every_s, within_s=within_s, against=against)
     async with serves as (url, keys), httpx.AsyncClient(base_url=url) as client:
         yield client, f"/login?token={keys.link_token(url)}"
 
@@ -175,9 +180,29 @@ async def test_sessions_are_filtered_and_paged_on_the_server(told: ToldRun) -> N
         bars = await client.get("/sessions/histogram?min_reward=0.7")
         assert bars.text.count("<a href=") > 2  # of all rewards, so that another range can be chosen
         assert "min_reward=" in bars.text
+        assert "a sample" not in bars.text
+        assert "a sample" in drawing.histogram(
+            [{"least": 0, "most": 1, "sessions": 2}], "{}-{}".format, False, sample=True
+        )
         assert "no session passes" in (await client.get("/sessions?recipe=nothing")).text
         unreadable = await client.get("/sessions", params={"text": '"'})
         assert (unreadable.status_code, "BadQuestion" in unreadable.text) == (400, True)
+
+
+async def test_an_answer_that_would_take_too_long_is_given_up_and_says_so(told: ToldRun, tmp_path: Path) -> None:
+    path = tmp_path / "index.sqlite"
+    with contextlib.closing(sqlite3.connect(told.index)) as file:
+        file.execute("VACUUM INTO ?", (str(path),))
+    with contextlib.closing(sqlite3.connect(path)) as file:
+        file.execute("DROP TABLE groups")
+        file.execute(
+            "CREATE VIEW groups AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) "
+            "SELECT i AS group_id FROM n"
+        )
+    async with site(told, within_s=0.1, index=path) as (client, _), asyncio.timeout(30):
+        answer = await client.get("/groups/nobody")
+        assert (answer.status_code, "takes more than 0.1 s: ask for less" in answer.text) == (400, True)
+        assert (await client.get("/sessions")).status_code == 200
 
 
 @pytest.mark.parametrize(

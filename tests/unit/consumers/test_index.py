@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 import random
 import sqlite3
 from collections.abc import Iterator
@@ -26,8 +28,9 @@ from turnlog.consumers.index import (
     schema,
 )
 from turnlog.consumers.index.indexer import build, indexing, opened_writer
-from turnlog.consumers.index.reader import Index, SessionFilter, SessionRow
+from turnlog.consumers.index.reader import Index, SessionRow, connected
 from turnlog.consumers.index.rows import Rows
+from turnlog.consumers.index.search import SORTS, USUAL, Effort, SessionFilter
 from turnlog.infra.archive import ArchiveDamaged
 from turnlog.infra.log import Partition
 from turnlog.processors.core.fold_versions import FOLD_VERSION
@@ -207,15 +210,18 @@ async def test_pages_give_every_session_once_in_order(tmp_path: Path, sort: str,
     assert len({row.session_id for row in found}) == len(found) > 9
 
 
+@pytest.mark.parametrize("effort", [USUAL, Effort(sorted=0)], ids=["sorted", "walked"])
 @pytest.mark.parametrize("sort", ["started_ms", "reward"])
-async def test_a_range_of_versions_passes_those_that_no_other_version_sampled_for(tmp_path: Path, sort: str) -> None:
+async def test_a_range_of_versions_passes_those_that_no_other_version_sampled_for(
+    tmp_path: Path, sort: str, effort: Effort
+) -> None:
     run, path = TrainedRun(), tmp_path / "index.sqlite"
     await run.bad_days(3, groups=8)
     await indexed(run, path)
     with contextlib.closing(sqlite3.connect(path)) as file, file:
         file.execute("UPDATE sessions SET version_min = started_ms % 4")
         file.execute("UPDATE sessions SET version_max = version_min + turns % 2")
-    with Index.open(path) as index:
+    with Index.open(path, effort=effort) as index:
         every = index.sessions(sort=sort, limit=1000).rows
         known = [(row.version_min, row.version_max) for row in every]
         top = max(high for _, high in known if high is not None)
@@ -257,6 +263,149 @@ async def test_words_that_a_tool_said_find_their_sessions_and_the_first_answer_c
         assert index.sessions(SessionFilter(text="nowhere")).rows == []
     assert view is not None
     assert [(call["status"], call["exit_code"]) for call in view.calls] == [("tool_error", 1)]
+
+
+@pytest.fixture(scope="module")
+def varied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]], dict[str, set[str]]]:
+    """An index of sessions of every kind; its sessions; of some words the sessions that say them."""
+    path, rng = tmp_path_factory.mktemp("index") / "index.sqlite", random.Random(8)
+
+    async def tell() -> None:
+        await indexed(await noisy_run(8, groups=12), path)
+
+    asyncio.run(tell())
+    said: dict[str, set[str]] = {}
+    with contextlib.closing(sqlite3.connect(path)) as file, file:
+        for (name,) in file.execute("SELECT session_id FROM sessions").fetchall():
+            file.execute(
+                "UPDATE sessions SET recipe = ?, fate = ?, purpose = ?, reward = ?, version_min = ?, version_max = ?, "
+                "turns = ?, failed_calls = ? WHERE session_id = ?",
+                (*(rng.choice("ab") for _ in range(3)), rng.choice([None, 0.0, 0.5, 1.0]), *rng.choice(VERSIONS),
+                 rng.randrange(3), rng.randrange(2), name),
+            )  # fmt: skip
+        file.row_factory = sqlite3.Row
+        every = [dict(row) for row in file.execute("SELECT * FROM sessions")]
+        for word in WORDS:
+            places = file.execute("SELECT rowid FROM search WHERE search MATCH ?", (word,)).fetchall()
+            said[word] = {
+                name
+                for table in ("turns", "tool_results") for (place,) in places
+                for (name,) in file.execute(f"SELECT session_id FROM {table} WHERE place = ?", (place,))
+            }  # fmt: skip
+    return path, every, said
+
+
+VERSIONS = [(None, None), (0, 0), (0, 2), (1, 1), (1, 3)]
+WORDS = ("traceback", "attempt 1", "nobody")
+BOUND = st.none() | st.sampled_from([0, 0.5, 1])
+FILTERS = st.builds(
+    SessionFilter, recipe=st.sampled_from([None, "a", "c"]), fate=st.sampled_from([None, "a"]),
+    purpose=st.sampled_from([None, "b"]), min_reward=BOUND, max_reward=BOUND,
+    min_version=st.sampled_from([None, 0, 1]), max_version=st.sampled_from([None, 1, 2]), failed_calls=st.booleans(),
+    text=st.sampled_from([None, None, *WORDS]),
+)  # fmt: skip
+EFFORTS = st.builds(Effort, walked=st.integers(1, 30), sorted=st.integers(0, 60), asked=st.integers(0, 30))
+
+
+def passes(wanted: SessionFilter, row: dict[str, Any], said: dict[str, set[str]]) -> bool:
+    """Whether a session does, asked alone."""
+    same = all(getattr(wanted, name) in (None, row[name]) for name in ("recipe", "fate", "purpose"))
+    within = (
+        between(wanted.min_reward, row["reward"], wanted.max_reward)
+        and between(wanted.min_version, row["version_min"], None)
+        and between(None, row["version_max"], wanted.max_version)
+    )
+    spoken = wanted.text is None or row["session_id"] in said[wanted.text]
+    return same and within and spoken and (not wanted.failed_calls or row["failed_calls"] > 0)
+
+
+def between(low: float | None, value: float | None, high: float | None) -> bool:
+    """What is not known is within no bounds."""
+    if value is None:
+        return low is None and high is None
+    return (low is None or low <= value) and (high is None or value <= high)
+
+
+@settings(max_examples=150, deadline=None)
+@given(wanted=FILTERS, effort=EFFORTS, sort=st.sampled_from(SORTS), descending=st.booleans(), limit=st.integers(1, 9))
+def test_however_pages_are_found_they_give_every_session_that_passes_once_in_order(
+    varied: tuple[Path, list[dict[str, Any]], dict[str, set[str]]], wanted: SessionFilter, effort: Effort, sort: str,
+    descending: bool, limit: int,
+) -> None:  # fmt: skip
+    path, every, said = varied
+    passed = [row for row in every if passes(wanted, row, said)]
+    passed.sort(key=lambda row: (row[sort] is not None, row[sort] or 0, row["session_id"]), reverse=descending)
+    if not descending:
+        passed.sort(key=lambda row: row[sort] is None)
+    known = [row["session_id"] for row in passed]
+    found, newest, after = list[str](), False, None
+    with Index.open(path, effort=effort) as index:
+        while True:
+            page = index.sessions(wanted, sort=sort, descending=descending, after=after, limit=limit)
+            found += [row.session_id for row in page.rows]
+            assert len(found) <= len(known), "one was given twice"
+            newest, after = newest or page.newest, page.after
+            if after is None:
+                break
+        rewards = index.rewards(wanted)
+    assert found == ([name for name in known if name in set(found)] if newest else known)
+    assert not newest or wanted.text is not None
+    counted = sum(each["sessions"] for each in rewards.bins)
+    rewarded = sum(row["reward"] is not None for row in passed)
+    assert counted <= rewarded if rewards.sample else counted == rewarded
+
+
+@pytest.mark.parametrize(
+    ("wanted", "sort"),
+    [
+        (SessionFilter(outcome="expired"), "reward"),
+        (SessionFilter(recipe="0"), "reward"),
+        (SessionFilter(min_reward=50, max_reward=60), "started_ms"),
+        (SessionFilter(outcome="completed", recipe="0", min_reward=50, max_reward=80), "output_tokens"),
+        (SessionFilter(text="hello"), "started_ms"),
+        (SessionFilter(text="hello"), "reward"),
+        (SessionFilter(text="hello", outcome="expired"), "turns"),
+        (SessionFilter(text="seldom"), "calls"),
+    ],
+)
+def test_what_a_page_and_a_histogram_take_does_not_grow_with_the_sessions(
+    tmp_path: Path, wanted: SessionFilter, sort: str
+) -> None:
+    effort, steps = Effort(walked=100, sorted=100, asked=100), list[int]()
+    for count in (2_000, 4_000):
+        path = tmp_path / f"{count}.sqlite"
+        many(path, count)
+        with contextlib.closing(connected(path)) as connection:
+            connection.row_factory = sqlite3.Row
+            looks = itertools.count()
+            connection.set_progress_handler(lambda looks=looks: next(looks) < 0, 10)  # type: ignore[misc]
+            index = Index(connection, effort)
+            index.sessions(wanted, sort=sort, limit=9)
+            index.rewards(wanted)
+            steps.append(next(looks))
+    assert steps[1] <= 1.1 * steps[0] + 10, "steps of SQLite's machine, by ten"
+
+
+def many(path: Path, count: int) -> None:
+    """An index of so many sessions, each with a turn that says hello, and each reward once."""
+    with opened_writer(path, "run", FOLD_VERSION, CODEC) as writer:
+        writer.about(written_ms=0)
+    n = f"WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM n WHERE i < {count - 1})"
+    with contextlib.closing(sqlite3.connect(path)) as file, file:
+        file.execute(
+            "INSERT INTO sessions (session_id, started_ms, finished_ms, recipe, outcome, reward, turns, calls, "
+            f"output_tokens) {n} SELECT printf('%05d', i * 7919 % 99991), i, i, i % 3, 'completed', "
+            f"i * 2503 % {count}, i % 7, i % 5, i % 11 FROM n"
+        )
+        file.execute(
+            f"INSERT INTO turns_records (place, session_id, epoch, turn_index, counts) {n} "
+            f"SELECT {schema.place_of('agent.turns', 0, 0)} + i, printf('%05d', i * 7919 % 99991), i, 0, 1 FROM n"
+        )
+        file.execute(
+            f"INSERT INTO search (rowid, text) {n} SELECT {schema.place_of('agent.turns', 0, 0)} + i, "
+            "CASE i % 1000 WHEN 7 THEN 'hello seldom' ELSE 'hello' END FROM n WHERE i < 2000 OR i % 1000 != 7"
+        )
+        file.execute("INSERT INTO positions VALUES ('agent.turns', 0, ?)", (count,))
 
 
 async def test_one_process_writes_an_index_and_any_number_reads_it(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from turnlog.consumers.index.console import Wanted, as_json, drawn, line, resolv
 from turnlog.consumers.index.fate import of_session, tally, tokens
 from turnlog.consumers.index.indexer import build, opened_writer
 from turnlog.consumers.index.query import Bounds, ask, write_parquet
-from turnlog.consumers.index.reader import Index, SessionFilter, path_of
+from turnlog.consumers.index.reader import Index, path_of
+from turnlog.consumers.index.search import SessionFilter
 from turnlog.infra.log import Partition
 from turnlog.infra.roles.terminal import Terminal, say, say_json
 from turnlog.processors.core.fold_versions import FOLD_VERSION
