@@ -23,7 +23,9 @@ from tests.fakes.memory_log import MemoryLog
 from tests.fakes.sessions import GroupName, Shape, whole_group
 from turnlog.consumers.index import schema
 from turnlog.consumers.index.indexer import indexing, opened_writer
-from turnlog.consumers.index.reader import SORTS, Index, SessionFilter
+from turnlog.consumers.index.reader import Index
+from turnlog.consumers.index.schema import place_of
+from turnlog.consumers.index.search import SORTS, SessionFilter
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Partition, partition_of
@@ -39,6 +41,7 @@ from turnlog.settings import KafkaSettings, RunSettings, Settings
 
 GROUPS, REPEATS = size((400, 3), smallest=(4, 1))
 SESSIONS = int(os.environ.get("BENCH_SESSIONS", size(1_000_000, smallest=2_000)))
+PARTITIONS = 4
 PAGES = size(5, smallest=1)
 GOAL_EVENTS, GOAL_PAGE_MS = 20_000, 200.0
 SETTINGS = Settings(run=RunSettings(id="run"), kafka=KafkaSettings(groups=2, rollouts=1))
@@ -89,63 +92,103 @@ async def read_s(broker: MemoryBroker) -> float:
 
 
 def filled(path: Path) -> None:
-    """An index of many sessions."""
+    """An index of many sessions, of each a turn with its words."""
     with opened_writer(path, "run", FOLD_VERSION, CODEC) as writer:
         writer.about(written_ms=0)
     rng = np.random.default_rng(0)
-    names = [column.name for column in schema.SESSIONS.columns]
     connection = sqlite3.connect(path)
-    connection.execute("PRAGMA synchronous = OFF")
+    for pragma in ("synchronous = OFF", "journal_mode = OFF", "cache_size = -1000000"):
+        connection.execute(f"PRAGMA {pragma}")
     drawn = zip(rng.random(SESSIONS), rng.integers(1, 30, SESSIONS), strict=True)
+    marks = ", ".join("?" * len(schema.SESSIONS.columns))
     connection.executemany(
-        f"INSERT INTO sessions ({', '.join(FILLED)}) VALUES ({', '.join('?' * len(FILLED))})",
+        f"INSERT INTO sessions VALUES ({marks})",
         (_session(number, float(reward), int(turns)) for number, (reward, turns) in enumerate(drawn)),
     )
-    assert set(FILLED) <= set(names)
+    places = [place_of(topics.TURNS.name, number % PARTITIONS, number // PARTITIONS) for number in range(SESSIONS)]
+    connection.executemany(
+        "INSERT INTO turns_records (place, session_id, group_id, epoch, turn_index, time_ms, counts) "
+        "VALUES (?, ?, ?, ?, 0, ?, 1)",
+        ((place, _name(number), "", _name(number), number) for number, place in enumerate(places)),
+    )
+    connection.executemany(
+        "INSERT INTO search (rowid, text) VALUES (?, ?)",
+        sorted((place, _words(number)) for number, place in enumerate(places)),
+    )
+    connection.executemany(
+        "INSERT INTO positions VALUES (?, ?, ?)",
+        ((topics.TURNS.name, number, SESSIONS) for number in range(PARTITIONS)),
+    )
     connection.commit()
+    connection.execute("PRAGMA journal_mode = WAL")
     connection.close()
 
 
+def _name(number: int) -> str:
+    return f"{number * 2_654_435_761 % 2**32:08x}-{number}"
+
+
+def _words(number: int) -> str:
+    """One that everybody says, one of each twentieth, one of each thousandth."""
+    return f"hello twentieth{number % 20} thousandth{number % 1000}"
+
+
 def _session(number: int, reward: float, turns: int) -> tuple[object, ...]:
-    name = f"{number * 2_654_435_761 % 2**32:08x}-{number}"
     began, version = 1_700_000_000_000 + number * 10, number // 10_000
     return (
-        name, f"group-{number // 8}", f"task-{number % 5000}", ("calc", "code", "search")[number % 3], "train",
-        "completed" if number % 50 else "truncated", began, began + 1000, reward, turns, turns * 200, turns - 1,
-        number % 7 == 0, version, version, ("trained", "discarded", "excluded", "dropped")[number % 4], 1,
+        _name(number), f"group-{number // 8}", f"{_name(number // 8)}/{number % 8}", number % 8, 0,
+        f"task-{number % 5000}", ("calc", "code", "search")[number % 3], "train", "loop/1", "policy", "sandbox/1", 1,
+        began, began + 1000, "completed" if number % 50 else "truncated", "", 1, 1, reward,
+        f'{{"format": 1.0, "tests": {reward:.3f}}}', "tests/1", None, turns, turns - 1, number % 7 == 0, turns * 200,
+        turns * 400, version, version, reward - 0.5, None, turns * 190, number // 512,
+        ("trained", "discarded", "excluded", "dropped")[number % 4] if number % 3 else "not_training",
     )  # fmt: skip
 
 
-FILLED = (
-    "session_id", "group_id", "task_id", "recipe", "purpose", "outcome", "started_ms", "finished_ms", "reward", "turns",
-    "output_tokens", "calls", "failed_calls", "version_min", "version_max", "fate", "settled",
-)  # fmt: skip
+USUAL = {
+    "all": SessionFilter(),
+    "recipe": SessionFilter(recipe="code"),
+    "rare outcome": SessionFilter(outcome="truncated"),
+    "task": SessionFilter(task_id="task-77"),
+    "fate": SessionFilter(fate="dropped", recipe="code"),
+    "reward": SessionFilter(min_reward=0.2, max_reward=0.8),
+    "versions": SessionFilter(min_version=3, max_version=40),
+}
+EVERYWHERE = {
+    "any": SessionFilter(),
+    "no outcome": SessionFilter(outcome="expired"),
+    "recipe and fate that exclude each other": SessionFilter(recipe="calc", fate="trained"),
+    "few rewards": SessionFilter(min_reward=0.5, max_reward=0.50001),
+    "three filters": SessionFilter(outcome="truncated", recipe="code", min_reward=0.999),
+    "a word of all": SessionFilter(text="hello"),
+    "a word of each 20th": SessionFilter(text="twentieth7"),
+    "a word of each 1,000th": SessionFilter(text="thousandth7"),
+    "a word of all in few rewards": SessionFilter(text="hello", min_reward=0.5, max_reward=0.50001),
+    "no word": SessionFilter(text="nobody"),
+}
+"""Asked in every order."""
 
 
 def pages_ms(path: Path) -> dict[str, float]:
-    """Question -> milliseconds of its slowest page."""
-    filters = {
-        "all": SessionFilter(),
-        "recipe": SessionFilter(recipe="code"),
-        "rare outcome": SessionFilter(outcome="truncated"),
-        "task": SessionFilter(task_id="task-77"),
-        "fate": SessionFilter(fate="dropped", recipe="search"),
-        "reward": SessionFilter(min_reward=0.2, max_reward=0.8),
-        "versions": SessionFilter(min_version=3, max_version=40),
-    }
+    """Question -> milliseconds of its slowest page, and of its histogram."""
+    questions = {name: (wanted, "started_ms") for name, wanted in USUAL.items()}
+    questions |= {f"{name} by {sort}": (wanted, sort) for name, wanted in EVERYWHERE.items() for sort in SORTS}
+    questions["recipe by reward"] = (USUAL["recipe"], "reward")
     found: dict[str, float] = {}
     with Index.open(path) as index:
-        questions = [(name, wanted, "started_ms") for name, wanted in filters.items()]
-        questions += [(f"by {sort}", SessionFilter(), sort) for sort in SORTS]
-        questions += [("recipe by reward", SessionFilter(recipe="code"), "reward")]
-        for name, wanted, sort in questions:
-            after, slowest = None, 0.0
+        for name, (wanted, sort) in questions.items():
+            after, found[name] = None, 0.0
             for _ in range(PAGES):
                 began = time.perf_counter()
                 page = index.sessions(wanted, sort=sort, after=after, limit=100)
-                slowest = max(slowest, (time.perf_counter() - began) * 1000)
+                found[name] = max(found[name], (time.perf_counter() - began) * 1000)
                 after = page.after
-            found[name] = slowest
+                if after is None:
+                    break
+        for name, wanted in (USUAL | EVERYWHERE).items():
+            began = time.perf_counter()
+            index.rewards(wanted)
+            found[f"histogram of {name}"] = (time.perf_counter() - began) * 1000
     return found
 
 
