@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.browsed_run import CHROMIUM
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.pooling import unisolated
 
@@ -63,6 +64,8 @@ def checked(line: dict[str, Any], name: str) -> None:
 def test_a_benchmark_runs_at_its_smallest_size_and_prints_its_line(name: str, environment: dict[str, str]) -> None:
     if name in {"G15", "P1"} and asyncio.run(unisolated(SandboxSettings())):
         pytest.skip("user namespaces are off")
+    if name == "I3" and CHROMIUM is None:
+        pytest.skip("no browser is installed")
     checked(json.loads(printed(environment, "--smallest", "--only", name)), name)
 
 

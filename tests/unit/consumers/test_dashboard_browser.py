@@ -9,27 +9,28 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import shutil
-import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from tests.fakes.sessions import GroupName
-from tests.fakes.stories import Story, repair
+from tests.fakes.browsed_run import (
+    ARGUMENTS,
+    CHROMIUM,
+    LONG_TOKENS,
+    LONG_TURNS,
+    WIDE,
+    Served,
+    first_view,
+    tell_long,
+)
 from tests.fakes.told_run import ToldRun
 from tests.unit.consumers.test_dashboard import hostile, view_of
 from turnlog.consumers.dashboard import export
 from turnlog.consumers.dashboard.records import Vocabulary, session_tokens
-from turnlog.consumers.dashboard.server import link, serving
 from turnlog.consumers.index.reader import Index
-from turnlog.schemas.events import Event, FinishReason
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 try:
     from axe_playwright_python.sync_playwright import Axe
     from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
@@ -40,72 +41,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no browser is installe
 DOCS = Path(__file__).parents[3] / "docs"
 WRITES = "TURNLOG_WRITE_SCREENSHOTS"
 """Set: pictures go where the documents show them."""
-ARGUMENTS = [
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
-]  # fmt: skip
-WIDE, NARROW = {"width": 1280, "height": 860}, {"width": 400, "height": 800}
-LONG_TURNS, LONG_TOKENS = 100, 50_000
-
-
-@dataclass
-class Served:
-    """A dashboard that serves in a thread with a loop of its own."""
-
-    told: ToldRun
-    url: str = ""
-    link: str = ""
-    _loop: asyncio.AbstractEventLoop | None = None
-    _ready: threading.Event = field(default_factory=threading.Event)
-    _done: asyncio.Event | None = None
-
-    def run(self) -> None:
-        """The thread."""
-        asyncio.run(self._serve())
-
-    async def _serve(self) -> None:
-        self._loop, self._done = asyncio.get_running_loop(), asyncio.Event()
-        async with serving(self.told.settings, self.told.connect(), against=[str(self.told.index)]) as (self.url, keys):
-            self.link = link(keys, self.url)
-            self._ready.set()
-            await self._done.wait()
-
-    def goes_on(self) -> None:
-        """The run gets another session, and the index with it."""
-        assert self._loop is not None
-        asyncio.run_coroutine_threadsafe(self._more(), self._loop).result(30)
-
-    async def _more(self) -> None:
-        story = Story(self.told.named(77, 1), 0, np.random.default_rng(3), self.told.words)
-        await self.told.run.append(repair(story, self.told.folder / "model", reward=1.0))
-        await self.told.indexed()
-
-    def __enter__(self) -> Served:
-        self._thread = threading.Thread(target=self.run)
-        self._thread.start()
-        assert self._ready.wait(30)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._loop is not None
-        assert self._done is not None
-        self._loop.call_soon_threadsafe(self._done.set)
-        self._thread.join(30)
-
-
-def long_session(story: Story, folder: Path) -> Iterator[Event]:
-    """A hundred turns, fifty thousand tokens, as many of them sampled as not."""
-    yield story.begun(folder, task="long")
-    words = np.random.default_rng(5)
-    text = Path(__file__).read_text().split()
-    for number in range(LONG_TURNS):
-        said, heard = (" ".join(words.choice(text, 49)) for _ in range(2))
-        yield from story.said(
-            [{"role": "user", "content": f"{number}: {heard}"}], {"role": "assistant", "content": said},
-            base=story.turns[-1] if story.turns else None, finish=FinishReason.stop,
-        )  # fmt: skip
-    yield story.rewarded(1.0)
-    yield story.finished()
+NARROW = {"width": 400, "height": 800}
 
 
 @pytest.fixture(scope="module")
@@ -116,10 +52,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
     async def tell() -> None:
         await told.tell(14, more=lambda story: hostile(story, folder))
-        story = Story(GroupName("run", "long", told.named(0, 1).floor, 1), 0, np.random.default_rng(8), told.words)
-        await told.run.append(long_session(story, folder))
-        await told.run.fold()
-        await told.indexed()
+        await tell_long(told)
 
     asyncio.run(tell())
     with Served(told) as found:
@@ -383,26 +316,13 @@ def in_a_thread(work: Callable[[], Coroutine[None, None, str]]) -> str:
         return pool.submit(lambda: asyncio.run(work())).result(60)
 
 
-def test_a_long_session_is_seen_at_once_and_its_tokens_come_as_they_are_looked_at(
-    page: Page, served: Served, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Prints how long; a bound would be the machine's."""
+def test_a_long_session_is_seen_at_once_and_its_tokens_come_as_they_are_looked_at(page: Page, served: Served) -> None:
+    """How soon, I3 measures (benchmarks/i3_browser.py)."""
     row = view_of(served.told, "task_id = 'long'").row
     assert row.turns == LONG_TURNS
     assert row.context_tokens > LONG_TOKENS
-    took = []
-    for _ in range(3):
-        page.goto("about:blank")
-        page.goto(f"{served.url}/sessions/{row.session_id}")
-        page.wait_for_selector("#turn-0 .out .t")
-        page.wait_for_function(
-            "['first-contentful-paint', 'tokens'].every(n => performance.getEntriesByName(n).length)"
-        )
-        took.append(page.evaluate("({paint: performance.getEntriesByName('first-contentful-paint')[0].startTime, "
-                                  "tokens: performance.getEntriesByName('tokens')[0].startTime})"))  # fmt: skip
-    with capsys.disabled():
-        print(f"\n{row.turns} turns, {row.context_tokens} tokens: " + "; ".join(
-            f"painted {each['paint']:.0f} ms, coloured {each['tokens']:.0f} ms" for each in took))  # fmt: skip
+    seen = first_view(page, f"{served.url}/sessions/{row.session_id}")
+    assert 0 < seen["painted"] <= seen["coloured"]
     drawn = page.evaluate("document.querySelectorAll('.out').length")
     assert drawn < LONG_TURNS / 2, "what is not looked at is not drawn"
     page.locator("#turn-99").scroll_into_view_if_needed()
