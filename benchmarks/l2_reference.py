@@ -1,8 +1,9 @@
 """L2: optimizer steps of the Megatron learner against plain transformers and torch AdamW, on the same rows.
 
-Loss and gradient norm of every step, in one process, and in every layout of two and four ranks that the suite names; by
-the clipped ratio, by a ratio of trajectories, and by one against recomputed log-probs with truncated weights. It does
-not show bfloat16, CUDA or a model that does not fit one rank.
+Loss and gradient norm of every step of a draw, in one process and in each layout of two, four and eight ranks that is
+named, by each algorithm's loss, and with each of what else counts: recomputed log-probs under truncated weights, a
+divergence in the loss and in the reward, the entropy, a teacher, a critic. It does not show bfloat16, CUDA or a model
+that does not fit one rank.
 """
 
 from __future__ import annotations
@@ -17,9 +18,17 @@ from row import say, size, told
 
 GOAL = 1e-5
 LAYOUTS = {
-    1: ("dp", "dp:gspo", "dp:decoupled", "dp:entropy"),
-    2: ("tp2", "tp2-sp", "pp2-tied", "dp", "cp2", "ep2", "dp:gspo", "dp:decoupled", "tp2:entropy"),
-    4: ("tp2-pp2", "tp2-sp-ep2", "tp2-sp-cp2"),
+    1: (
+        *("dp", "dp:gspo", "dp:sapo", "dp:cispo", "dp:dual", "dp:ppo", "dp:opd"),
+        *("dp:decoupled", "dp:kl", "dp:penalty", "dp:entropy", "dp-packed", "dp-lora", "dp-replay"),
+    ),
+    2: (
+        *("tp2", "tp2-sp", "pp2-tied", "dp", "cp2", "cp2-packed", "ep2", "tp2-sp-ep2-replay", "tp2-lora"),
+        *("dp:gspo", "pp2:sapo", "pp2:cispo", "cp2:dual", "dp:ppo", "tp2:ppo", "pp2:opd"),
+        *("dp:decoupled", "tp2:kl", "cp2:penalty", "tp2:entropy"),
+    ),
+    4: ("tp2-pp2", "tp2-sp-ep2", "tp2-sp-cp2", "tp2-pp2:gspo", "tp2-sp-ep2:ppo"),
+    8: ("tp2-pp2", "tp2-pp2:ppo"),
 }
 """Ranks -> what they share, and by which objective they step, as turnlog.trainer.reference names it."""
 STEPS, RANKS = size((6, tuple(LAYOUTS)), smallest=(1, (1,)))

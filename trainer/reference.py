@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import itertools
 import json
 import os
@@ -56,6 +57,7 @@ from turnlog.trainer.models.plain import (
     PlainLearner,
     PlainStep,
     held_by_transformers,
+    penalised,
     taught,
     with_credits,
 )
@@ -63,6 +65,7 @@ from turnlog.trainer.models.vision import Picture, PicturedRows, pictured
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient, check_layout
 from turnlog.trainer.shape import TINY, TINY_MIXTURE, TINY_VISION, ModelShape
 from turnlog.trainer.warm_start import make_base, random_weights
+from turnlog.trainer.weights import Tensors
 
 
 def synthetic_model(folder: Path, shape: ModelShape = TINY) -> Path:
@@ -218,14 +221,19 @@ OBJECTIVES = {
     "gspo": PolicyGradient(0.01, 0.01, algorithm=BUILT_IN["gspo"]),
     "decoupled": PolicyGradient(0.2, 0.2, logprobs="recomputed", importance="truncated", importance_high=1.05),
     "entropy": PolicyGradient(0.2, 0.2, entropy_coefficient=0.1),
+    "sapo": PolicyGradient(algorithm=BUILT_IN["sapo"], numbers=(1.0, 1.05)),
+    "cispo": PolicyGradient(0.03, 0.03, algorithm=BUILT_IN["cispo"]),
+    "dual": PolicyGradient(0.2, 0.2, dual_clip=1.03),
+    "kl": PolicyGradient(0.2, 0.2, kl="k3", kl_coefficient=0.5),
+    "penalty": PolicyGradient(0.2, 0.2, logprobs="recomputed", kl="k2", kl_in="reward", kl_coefficient=0.5),
     "opd": PolicyGradient(0.2, 0.2, algorithm=BUILT_IN["opd"], teacher=4.0),
     "ppo": PolicyGradient(
         0.2, 0.2, algorithm=BUILT_IN["ppo"], critic=CriticRules(discount=0.99, smoothing=0.9, rate=1e-3, clip=0.01)
     ),
 }
 """The steps of one are the updates of one draw."""
-TEACHER = dataclasses.replace(TINY, layers=4, hidden=96, ffn=160, tied=True)
-"""Of those that have one: another model than the policy."""
+POLICY, OTHER, FROZEN = 1, 2, 4
+"""Seeds of weights: before the first step, before a checkpoint is read, and of what a divergence is taken from."""
 SHARES = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "cp": "context_parallel", "ep": "expert_parallel"}
 
 WORDS = ("dp", "sp", "tied", "replay", "again", "packed", "moved", "kept", "lora", "called", "some", "images")
@@ -266,6 +274,7 @@ def ours(learner: Learner | Ranks, objective: PolicyGradient, batches: Sequence[
     numbers = [
         Numbers(
             proximal=learner.logprobs(rows) if "proximal" in passes else None,
+            reference=learner.reference_logprobs(rows) if "reference" in passes else None,
             teacher=learner.teacher_logprobs(rows) if "teacher" in passes else None,
             values=learner.values(rows) if "values" in passes else None,
         )
@@ -291,25 +300,55 @@ def _called(
     return figures
 
 
-def theirs(
-    plain: PlainLearner,
-    critic: PlainCritic | None,
-    objective: PolicyGradient,
-    batches: Sequence[BatchRows],
-    teacher: PlainLearner | None = None,
-) -> Figures:
+class Theirs:
     """The same of the reference."""
-    if teacher is not None:
-        batches = [taught(rows, plain, teacher, objective) for rows in batches]
-    lessons: list[PlainStep] = []
-    if critic is not None and objective.critic is not None:
-        told = [critic.told(rows) for rows in batches]
-        lessons = [critic.step(rows, its, objective.critic) for rows, its in zip(batches, told, strict=True)]
-        batches = [with_credits(rows, its, objective.critic) for rows, its in zip(batches, told, strict=True)]
-    proximal = objective.logprobs == "recomputed"
-    numbers = [plain.columns(rows) if proximal else None for rows in batches]
-    results = [plain.step(rows, objective, RATE, its) for rows, its in zip(batches, numbers, strict=True)]
-    return [(result.loss, result.grad_norm) for result in (*results, *lessons)]
+
+    def __init__(self, shape: ModelShape, options: LearnerOptions, objective: PolicyGradient) -> None:
+        weights = random_weights(shape, POLICY)
+        self.policy = PlainLearner(shape, weights, options)
+        self._objective = objective
+        self._critic = PlainCritic(shape, weights, options) if objective.critic else None
+        self._teacher = PlainLearner(*_teacher(), options) if objective.teacher is not None else None
+        frozen = objective.kl != "none"
+        self._frozen = PlainLearner(shape, random_weights(shape, FROZEN), options) if frozen else None
+
+    def draw(self, batches: Sequence[BatchRows]) -> Figures:
+        """Of a draw of these."""
+        objective, lessons = self._objective, list[PlainStep]()
+        if self._teacher is not None:
+            batches = [taught(rows, self.policy, self._teacher, objective) for rows in batches]
+        if self._critic is not None and objective.critic is not None:
+            told = [self._critic.told(rows) for rows in batches]
+            lessons = [self._critic.step(rows, its, objective.critic) for rows, its in zip(batches, told, strict=True)]
+            batches = [with_credits(rows, its, objective.critic) for rows, its in zip(batches, told, strict=True)]
+        proximal = [self.policy.columns(rows) if objective.logprobs == "recomputed" else None for rows in batches]
+        frozen = [self._frozen.columns(rows) if self._frozen else None for rows in batches]
+        results = []
+        for rows, old, still in zip(batches, proximal, frozen, strict=True):
+            if old is not None and still is not None and objective.kl_in == "reward":
+                rows = penalised(rows, old, still, objective)
+            results.append(self.policy.step(rows, objective, RATE, old, still))
+        return [(result.loss, result.grad_norm) for result in (*results, *lessons)]
+
+
+def learner_of(
+    shape: ModelShape, options: LearnerOptions, objective: PolicyGradient, seed: int | None = None
+) -> Learner:
+    """Ours, of other weights by a `seed`. Collective."""
+    return Learner(
+        shape,
+        random_weights(shape, POLICY if seed is None else seed),
+        options,
+        random_weights(shape, FROZEN) if objective.kl != "none" else None,
+        critic=objective.critic is not None,
+        teacher=_teacher() if objective.teacher is not None else None,
+    )
+
+
+def _teacher() -> tuple[ModelShape, Tensors]:
+    """Another model than the policy."""
+    shape = dataclasses.replace(TINY, layers=4, hidden=96, ffn=160, tied=True)
+    return shape, random_weights(shape, 3)
 
 
 def _saved(learner: Learner, control: dist.ProcessGroup) -> tuple[Path, list[float]]:
@@ -322,6 +361,7 @@ def _saved(learner: Learner, control: dist.ProcessGroup) -> tuple[Path, list[flo
 def _peaks(learner: Learner, work: Callable[[], None]) -> list[float]:
     """By rank, what torch holds on the CPU at most while that is done, beside what it held before: bytes a parameter of
     the rank's. Collective."""
+    gc.collect()  # what layouts before have left would else be let go of meanwhile
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         work()
     events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -340,7 +380,7 @@ def _restored(
     shape, options = layout(name)
     with process_group():
         alone = LearnerOptions(lora_rank=options.lora_rank, lora_alpha=options.lora_alpha)
-        learner = Learner(shape, random_weights(shape, 2), alone, critic=objective.critic is not None)
+        learner = learner_of(shape, alone, objective, OTHER)
         loading = _peaks(learner, lambda: learner.restore(folder))
         shutil.rmtree(folder)
         exact = all(torch.equal(tensor, wanted[key]) for key, tensor in learner.export().items())
@@ -357,7 +397,7 @@ def _goes_on(
     """(whether the next draw from a checkpoint is that of the learner that wrote it, bit for bit; `_peaks` of saving it
     and loading it). Collective."""
     folder, saving = _saved(learner, control)
-    other = Learner(learner.shape, random_weights(learner.shape, 2), options, critic=objective.critic is not None)
+    other = learner_of(learner.shape, options, objective, OTHER)
     loading = _peaks(other, lambda: other.restore(folder))
     wanted, found = (ours(one, objective, batches) for one in (learner, other))
     weights, exported = learner.export(), other.export()
@@ -399,12 +439,11 @@ def main(steps: int, names: Sequence[str]) -> None:
     for name in names:
         of_ranks, _, kind = name.partition(":")
         shape, options = layout(of_ranks)
-        weights, objective = random_weights(shape, 1), OBJECTIVES[kind]
+        weights, objective = random_weights(shape, POLICY), OBJECTIVES[kind]
         batches = [_rows_for(name, shape, step) for step in range(steps)]
         store = PrefixStore(name, met) if met else None
         with process_group(rank=rank, world_size=world_size, store=store, **layout_of(options)) as control:
-            teacher = (TEACHER, random_weights(TEACHER, 3)) if objective.teacher is not None else None
-            learner = Learner(shape, weights, options, critic=objective.critic is not None, teacher=teacher)
+            learner = learner_of(shape, options, objective)
             exact = all(torch.equal(tensor, weights[key]) for key, tensor in learner.export().items())
             stepped = (functools.partial(_called, control) if "called" in of_ranks else ours)(
                 learner, objective, batches
@@ -413,16 +452,12 @@ def main(steps: int, names: Sequence[str]) -> None:
             folder, saving = _saved(learner, control) if "moved" in name else (None, [])
             same, peaks = _goes_on(learner, control, options, objective, batches) if "kept" in name else (True, {})
         if rank == 0:
-            plain = PlainLearner(shape, weights, options)
-            critic = PlainCritic(shape, weights, options) if objective.critic else None
-            reference = functools.partial(
-                theirs, plain, critic, objective, batches, PlainLearner(*teacher, options) if teacher else None
-            )
-            wanted = reference()
-            apart = _apart(held_by_transformers(exported, shape), plain.export())
+            plain = Theirs(shape, options, objective)
+            wanted = plain.draw(batches)
+            apart = _apart(held_by_transformers(exported, shape), plain.policy.export())
             if folder is not None:
                 unmoved, more, loading = _restored(folder, of_ranks, objective, exported, batches)
-                same, stepped, wanted = same and unmoved, stepped + more, wanted + reference()
+                same, stepped, wanted = same and unmoved, stepped + more, wanted + plain.draw(batches)
                 peaks = peaks or {"save": saving, "load": loading}
             found = [(loss, its, norm, its_norm) for (loss, norm), (its, its_norm) in zip(stepped, wanted, strict=True)]
             said = {"layout": name, "steps": found, "weights": apart, "exact": exact and same, "peaks": peaks}

@@ -1,6 +1,6 @@
 """Under torchrun, every layout takes the steps that plain transformers and torch take in one process.
 
-One launch a number of ranks, of about half a minute of two cores each, most of which is what processes import: the
+One launch a number of ranks, of 20 to 40 s of two cores each, most of which is what processes import: the
 layouts come one after another in the same ones.
 """
 
@@ -31,6 +31,8 @@ OF_TWO = (
     "pp2-replay-some:gspo",
     "cp2-packed:gspo",
     "tp2:entropy",
+    "tp2:kl",
+    "pp2:cispo",
     "dp-kept:ppo",
     "tp2-moved:ppo",
     "tp2-sp:ppo",

@@ -71,9 +71,11 @@ class PlainLearner:
         objective: PolicyGradient,
         learning_rate: float,
         proximal: Sequence[torch.Tensor] | None = None,
+        frozen: Sequence[torch.Tensor] | None = None,
     ) -> PlainStep:
-        """One step, row by row: a clipped ratio of tokens or, of gspo, of trajectories, against the recorded log-probs
-        or the `proximal` ones, which are then weighted against the recorded ones; and the entropy."""
+        """One step, row by row: what an algorithm makes of a ratio of tokens or, of gspo, of trajectories, against the
+        recorded log-probs or the `proximal` ones, which are then weighted against the recorded ones; the divergence
+        from the `frozen` ones; and the entropy."""
         self._optimizer.zero_grad()
         whole = self._trajectory_ratios(rows, proximal) if objective.algorithm.name == "gspo" else None
         total = torch.zeros(())
@@ -84,12 +86,13 @@ class PlainLearner:
             ratio = (logprobs - old).exp()
             if whole is not None:
                 ratio = whole[rows.session_ids[row]] * (logprobs - logprobs.detach()).exp()
-            bounded = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
-            surrogate = torch.minimum(ratio * advantages, bounded * advantages)
+            surrogate = gain(objective, ratio, logprobs, advantages)
             if objective.importance == "truncated":
                 surrogate = surrogate * (old - recorded).exp().clamp(
                     objective.importance_low, objective.importance_high
                 )
+            if frozen is not None and objective.kl_in == "loss":
+                surrogate = surrogate - objective.kl_coefficient * divergence(objective.kl, logprobs, frozen[row])
             if objective.entropy_coefficient:
                 everything = self.distribution(rows, row)
                 surrogate = surrogate - objective.entropy_coefficient * (everything.exp() * everything).sum(-1)
@@ -176,6 +179,29 @@ class PlainLearner:
         """The weights, experts fused as transformers holds them."""
         places = ((name, *name.rpartition(".")[::2]) for name in self._names)
         return {name: getattr(self._model.get_submodule(at), leaf).detach().clone() for name, at, leaf in places}
+
+
+def gain(
+    objective: PolicyGradient, ratio: torch.Tensor, logprobs: torch.Tensor, advantages: torch.Tensor
+) -> torch.Tensor:
+    """What a step makes more of, by token: SAPO's gate, CISPO's weight, or PPO's surrogate, with its dual clip."""
+    least, most = 1 - objective.clip_low, 1 + objective.clip_high
+    if objective.algorithm.name == "sapo":
+        positive, negative = objective.numbers
+        sharpness = torch.tensor([positive if advantage > 0 else negative for advantage in advantages.tolist()])
+        return 4 / sharpness / (1 + (sharpness * (1 - ratio)).exp()) * advantages
+    if objective.algorithm.name == "cispo":
+        return ratio.detach().clamp(least, most) * advantages * logprobs
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(least, most) * advantages)
+    if objective.dual_clip:
+        surrogate = torch.where(advantages < 0, surrogate.maximum(objective.dual_clip * advantages), surrogate)
+    return surrogate
+
+
+def divergence(kind: str, logprobs: torch.Tensor, frozen: torch.Tensor) -> torch.Tensor:
+    """Schulman's estimates of it, of the odds of a token under the frozen model."""
+    odds = (frozen - logprobs).exp()
+    return {"k1": -odds.log(), "k2": odds.log().square() / 2, "k3": odds - 1 - odds.log()}[kind]
 
 
 class _LowRank(torch.nn.Module):
@@ -285,6 +311,21 @@ def taught(rows: BatchRows, plain: PlainLearner, teacher: PlainLearner, objectiv
         with torch.no_grad():
             gap = (teacher.logprobs(rows, row).double() - plain.logprobs(rows, row).double()).numpy()
         advantages[start + 1 : start + length] += objective.teacher * gap * rows.trained[start + 1 : start + length]
+    return dataclasses.replace(rows, advantages=advantages.astype("<f4"))
+
+
+def penalised(
+    rows: BatchRows, proximal: Sequence[torch.Tensor], frozen: Sequence[torch.Tensor], objective: PolicyGradient
+) -> BatchRows:
+    """The rows with advantages less the divergence of the token and of those behind it in its segment."""
+    advantages = rows.advantages.astype("f8")
+    for row, (start, length) in enumerate(zip(rows.starts.tolist(), rows.lengths.tolist(), strict=True)):
+        costs = divergence(objective.kl, proximal[row].double(), frozen[row].double()).tolist()
+        to_go = 0.0
+        for place in reversed(range(start + 1, start + length)):
+            if rows.trained[place]:
+                to_go += objective.kl_coefficient * costs[place - start - 1]
+                advantages[place] -= to_go
     return dataclasses.replace(rows, advantages=advantages.astype("<f4"))
 
 

@@ -19,9 +19,9 @@ from turnlog.trainer.algorithms.objective import Numbers, PolicyGradient
 from turnlog.trainer.checkpoints.state import Save
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
-from turnlog.trainer.models.plain import PlainCritic, PlainLearner, credits, with_credits
+from turnlog.trainer.models.plain import PlainCritic, credits, with_credits
 from turnlog.trainer.plan import LearnerOptions, learning_plan
-from turnlog.trainer.reference import OBJECTIVES, RATE, ours, synthetic_rows, theirs
+from turnlog.trainer.reference import OBJECTIVES, RATE, Theirs, ours, synthetic_rows
 from turnlog.trainer.shape import TINY, as_dict
 from turnlog.trainer.warm_start import random_weights
 
@@ -138,13 +138,12 @@ def test_values_are_those_of_transformers_before_each_trained_token_and_behind_t
 
 
 def test_steps_of_a_draw_are_those_of_transformers_for_policy_and_critic() -> None:
-    weights = random_weights(TINY, 1)
-    one, plain, critic = learner(), PlainLearner(TINY, weights, ONE), PlainCritic(TINY, weights, ONE)
+    one, plain = learner(), Theirs(TINY, ONE, PPO)
     for draw in range(2):
         batches = [synthetic_rows(3 * draw + part, segments=2) for part in range(3)]
-        found, wanted = ours(one, PPO, batches), theirs(plain, critic, PPO, batches)
+        found, wanted = ours(one, PPO, batches), plain.draw(batches)
         np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-5)
-    after = plain.export()
+    after = plain.policy.export()
     assert max(float((tensor - after[name]).abs().max()) for name, tensor in one.export().items()) < 1e-4
 
 

@@ -20,7 +20,7 @@ from turnlog.trainer.learner import Learner, StepResult
 from turnlog.trainer.models.experts import RoutedRows
 from turnlog.trainer.models.plain import PlainLearner, of_row
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient, imitation
-from turnlog.trainer.reference import synthetic_rows, with_random_experts
+from turnlog.trainer.reference import OBJECTIVES, Theirs, learner_of, ours, synthetic_rows, with_random_experts
 from turnlog.trainer.shape import TINY, TINY_MIXTURE
 from turnlog.trainer.warm_start import random_weights
 
@@ -97,6 +97,17 @@ def test_decoupled_steps_of_a_draw_are_those_of_transformers_against_the_weights
         assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
         assert ours.metrics["importance_max"] > 1.05
     assert ours.metrics["ratio_max"] > 1.0
+
+
+@pytest.mark.parametrize("name", ["sapo", "cispo", "dual", "kl", "penalty"])
+def test_steps_of_a_draw_are_those_of_transformers_by_each_loss(name: str) -> None:
+    objective, batches = OBJECTIVES[name], [segments(seed) for seed in range(3)]
+    one, plain = learner_of(TINY, ONE, objective), Theirs(TINY, ONE, objective)
+    for (loss, norm), (wanted_loss, wanted_norm) in zip(
+        ours(one, objective, batches), plain.draw(batches), strict=True
+    ):
+        assert loss == pytest.approx(wanted_loss, abs=1e-5)
+        assert norm == pytest.approx(wanted_norm, rel=1e-5)
 
 
 def test_the_one_update_of_a_draw_needs_no_pass_for_what_its_forward_says() -> None:

@@ -21,9 +21,8 @@ from turnlog.trainer.algorithms.logprobs import check_teacher
 from turnlog.trainer.algorithms.objective import Numbers, PolicyGradient
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
-from turnlog.trainer.models.plain import PlainLearner
 from turnlog.trainer.plan import LearnerOptions, imitation
-from turnlog.trainer.reference import OBJECTIVES, TEACHER, ours, synthetic_model, synthetic_rows, theirs
+from turnlog.trainer.reference import OBJECTIVES, Theirs, learner_of, ours, synthetic_model, synthetic_rows
 from turnlog.trainer.shape import TINY, config_json
 from turnlog.trainer.warm_start import random_weights
 
@@ -41,18 +40,17 @@ def alone() -> Iterator[None]:
 
 
 def learner() -> Learner:
-    return Learner(TINY, random_weights(TINY, 1), ONE, teacher=(TEACHER, random_weights(TEACHER, 3)))
+    return learner_of(TINY, ONE, OPD)
 
 
 @pytest.mark.parametrize("objective", [OPD, BESIDE], ids=["alone", "beside the advantages of a group"])
 def test_steps_of_a_draw_are_those_of_transformers_towards_a_teacher_of_another_size(objective: PolicyGradient) -> None:
-    one, plain = learner(), PlainLearner(TINY, random_weights(TINY, 1), ONE)
-    teacher = PlainLearner(TEACHER, random_weights(TEACHER, 3), ONE)
+    one, plain = learner(), Theirs(TINY, ONE, objective)
     batches = [synthetic_rows(part, segments=2) for part in range(2)]
     assert objective.passes(1) == {"proximal", "teacher"}
-    found, wanted = ours(one, objective, batches), theirs(plain, None, objective, batches, teacher)
+    found, wanted = ours(one, objective, batches), plain.draw(batches)
     np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-5)
-    after = plain.export()
+    after = plain.policy.export()
     assert max(float((tensor - after[name]).abs().max()) for name, tensor in one.export().items()) < 1e-4
 
 
