@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from row import percentile, say, size, told
 
-from tests.fakes.browsed_run import ARGUMENTS, CHROMIUM, LONG_TURNS, SEEN, WIDE, Served, first_view, tell_long
+from tests.fakes.browsed_run import ARGUMENTS, CHROMIUM, LONG_TURNS, PAINT, SEEN, WIDE, Served, first_view, tell_long
 from tests.fakes.told_run import ToldRun
 from turnlog.consumers.index.reader import Index
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 TURNS, VIEWS = size((LONG_TURNS, 15), smallest=(4, 1))
 GOAL_MS = 500.0
-LOGIN = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
 
 
 async def begun(folder: Path) -> tuple[ToldRun, str]:
@@ -37,14 +36,9 @@ async def begun(folder: Path) -> tuple[ToldRun, str]:
 def viewed(browser: Browser, served: Served, session: str) -> dict[str, float]:
     """Milliseconds to what is seen of the session, and of the login."""
     found: dict[str, float] = {}
-    for path in ("/login", f"/sessions/{session}"):
+    for path, seen in (("/login", {"login": PAINT}), (f"/sessions/{session}", SEEN)):
         context = browser.new_context(viewport=WIDE)
-        page = context.new_page()
-        if path == "/login":
-            page.goto(served.url + path)
-            found["login"] = page.wait_for_function(LOGIN).json_value()
-        else:
-            found |= first_view(page, served.url + path)
+        found |= first_view(context.new_page(), served.url + path, seen)
         context.close()
     return found
 

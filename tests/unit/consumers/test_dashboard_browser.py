@@ -20,6 +20,7 @@ from tests.fakes.browsed_run import (
     CHROMIUM,
     LONG_TOKENS,
     LONG_TURNS,
+    SEEN,
     WIDE,
     Served,
     first_view,
@@ -321,7 +322,7 @@ def test_a_long_session_is_seen_at_once_and_its_tokens_come_as_they_are_looked_a
     row = view_of(served.told, "task_id = 'long'").row
     assert row.turns == LONG_TURNS
     assert row.context_tokens > LONG_TOKENS
-    seen = first_view(page, f"{served.url}/sessions/{row.session_id}")
+    seen = first_view(page, f"{served.url}/sessions/{row.session_id}", SEEN)
     assert min(seen.values()) > 0
     drawn = page.evaluate("document.querySelectorAll('.out').length")
     assert drawn < LONG_TURNS / 2, "what is not looked at is not drawn"
