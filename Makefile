@@ -38,7 +38,7 @@ test: $(ENVIRONMENT)  ## every test: units, contracts, real servers, one small c
 	@$(BIN)/python -m pytest $(if $(TESTS),$(TESTS),$(IN_WORKERS))
 endif
 
-test-long: $(ENVIRONMENT)  ## the tests that `make test` leaves out, of each of which it holds a smaller one (a quarter of an hour)
+test-long: $(ENVIRONMENT)  ## the tests that `make test` leaves out, of each of which it holds a smaller one (longer than it)
 	@$(BIN)/python -m pytest -m long $(IN_WORKERS)
 
 test-fresh:  ## the same on a bare Debian as a user without a name (root only; needs debootstrap)
