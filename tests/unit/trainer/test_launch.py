@@ -135,7 +135,8 @@ class Struck(LearnerThread):
     async def call(self, method: Any, *arguments: Any) -> Any:
         self._steps += method is Ranks.step
         if self._steps == 4:
-            (rank_1,) = [one for one in psutil.Process().children() if "turnlog.trainer.launch" in one.cmdline()]
+            running = (one for one in psutil.Process().children() if one.status() != psutil.STATUS_ZOMBIE)
+            (rank_1,) = [one for one in running if "turnlog.trainer.launch" in one.cmdline()]
             rank_1.kill()
             await asyncio.to_thread(os.waitid, os.P_PID, rank_1.pid, os.WEXITED | os.WNOWAIT)
         return await super().call(method, *arguments)
