@@ -392,7 +392,10 @@ RARE: dict[str, set[tuple[str, str]]] = {
     "gc": {("Read", "sample-scores")},
     "alerts": {("Read", topic.name) for topic in CATALOGUE if topic.name != "run-health"},  # as of lag
     "loader": {("Read", "sample-batches")},  # where engines and trainer take turns on their devices
-    "trainer": {("Read", "engine-status")},  # the same
+    "trainer": {  # the same; evaluations, experts and images
+        ("Read", "engine-status"),
+        *(("Read", one) for one in ("group-requests", "segment-samples", "turn-trees")),
+    },
     "up": {
         *((operation, name) for operation in ("Read", "Write") for name in ("engine-status", "engine-requests")),
         ("Write", "run-health"),
