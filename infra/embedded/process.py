@@ -35,6 +35,8 @@ MARK = "TURNLOG_CHILD"
 TAIL_LINES = 20
 PROBE_EVERY_S = 0.02
 KILL_TIMEOUT_S = 5.0
+EXEC_S = 1.0
+"""For a process to become the program that it executes."""
 CLEAN_EXITS = frozenset({0, 128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGINT})
 """The JVM ends with 143 after SIGTERM."""
 
@@ -239,9 +241,21 @@ def marked(mark: str) -> list[int]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
-            variables = (folder / "environ").read_bytes().split(b"\0")
+            variables = _environment(folder).split(b"\0")
             if any(variable == begins or variable.startswith(begins + b":") for variable in variables):
                 found.append(int(folder.name))
+    return found
+
+
+def _environment(folder: Path) -> bytes:
+    """Of a process, which shows none, nor a command line, while the kernel lays out the program that it becomes. Raises
+    OSError for one without a program: the kernel's own, and a zombie."""
+    deadline = time.monotonic() + EXEC_S
+    while not (found := (folder / "environ").read_bytes()) and not (folder / "cmdline").read_bytes():
+        os.readlink(folder / "exe")
+        if time.monotonic() > deadline:
+            break
+        time.sleep(PROBE_EVERY_S / 20)  # nothing tells when it is done
     return found
 
 
