@@ -207,13 +207,14 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def held(path: Path, busy: Exception) -> Iterator[TextIO]:
+def held(path: Path, busy: Exception | None = None) -> Iterator[TextIO]:
     """Hold a file, which is made if need be: one process at a time. The kernel lets go when that ends. Raises `busy`
-    where another one holds it."""
+    where another one holds it, or waits for that one where there is none."""
     with path.open("a+") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX if busy is None else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
+            assert busy is not None, "who waits is not refused"
             raise busy from error
         yield file
 

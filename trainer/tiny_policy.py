@@ -6,7 +6,6 @@ Both are cached below $XDG_CACHE_HOME/turnlog/models, named by everything that t
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import hashlib
 import itertools
 import json
@@ -16,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from turnlog.infra.recipes import Recipe, WarmStart, recipe
+from turnlog.infra.run_folder import held
 from turnlog.settings import Settings
 from turnlog.trainer.shape import ModelShape, read_shape
 
@@ -115,8 +115,7 @@ def _write_whole(folder: Path, write: Callable[[Path], object]) -> None:
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     part, lock = (folder.with_name(f"{folder.name}.{kind}") for kind in ("part", "lock"))
-    with lock.open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with held(lock):
         shutil.rmtree(part, ignore_errors=True)
         if not folder.exists():
             part.mkdir()

@@ -9,7 +9,10 @@ DashboardFailure
 
 from __future__ import annotations
 
-from typing import TypeVar
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -40,3 +43,20 @@ class Refused(DashboardFailure):
 
 class NotRunning(DashboardFailure):
     """Remedy: `turnlog dashboard`."""
+
+
+class Looks(Generic[T]):
+    """At something that takes a while: one serves all pages that ask within a time."""
+
+    def __init__(self, look: Callable[[], Awaitable[T]], clock: Callable[[], float] = time.monotonic) -> None:
+        self._look, self._clock = look, clock
+        self._one = asyncio.Lock()
+        self._last: tuple[float, T] | None = None
+
+    async def within(self, seconds: float) -> T:
+        """What was seen last, if that is younger, else what is seen now. Raises as the look, which is then not kept."""
+        async with self._one:
+            now = self._clock()
+            if self._last is None or now - self._last[0] >= seconds:
+                self._last = now, await self._look()
+            return self._last[1]

@@ -25,7 +25,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
-from turnlog.consumers.dashboard import Refused, Unknown, drawing, harmless, known
+from turnlog.consumers.dashboard import Looks, Refused, Unknown, drawing, harmless, known
 from turnlog.consumers.dashboard.alarms import STANDS
 from turnlog.consumers.dashboard.conversation import aligned, conversation, said_alike
 from turnlog.consumers.dashboard.guard import checked_form
@@ -73,25 +73,12 @@ RECIPES = """WITH RECURSIVE found(name) AS (SELECT min(recipe) FROM sessions UNI
 Number = TypeVar("Number", int, None)
 
 
-class Looks:
-    """At how far the index is: one for all live pages that ask within `every_s`."""
-
-    def __init__(self, look: Callable[[], AsOf], every_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.every_s = every_s
-        self._look, self._clock = look, clock
-        self._one = asyncio.Lock()
-        self._last: tuple[float, AsOf | IndexFailure] | None = None
-
-    async def look(self) -> AsOf | IndexFailure:
-        """As of when it is, or why it cannot be told."""
-        async with self._one:
-            now = self._clock()
-            if self._last is None or now - self._last[0] >= self.every_s:
-                try:
-                    self._last = now, await asyncio.to_thread(self._look)
-                except IndexFailure as error:
-                    self._last = now, error
-            return self._last[1]
+async def told(look: Callable[[], AsOf]) -> AsOf | IndexFailure:
+    """As of when the index is, or why it cannot be told."""
+    try:
+        return await asyncio.to_thread(look)
+    except IndexFailure as error:
+        return error
 
 
 class Stream(StreamingResponse):
@@ -139,7 +126,7 @@ class Pages:
         self._records = records
         self._queues, self._pools = Queues(records), pools
         self._stopping, self._tabs = stopping, set[object]()
-        self._looks = Looks(self._as_of, every_s)
+        self._looks, self._every_s = Looks(lambda: told(self._as_of)), every_s
         self._hint = hint
         self._templates = harmless.environment()
         self._templates.filters.update(filters())
@@ -392,14 +379,14 @@ class Pages:
     async def _moves(self, request: Request) -> AsyncIterator[str]:
         last = -1
         while not self._stopping.is_set() and not await request.is_disconnected():
-            found = await self._looks.look()
+            found = await self._looks.within(self._every_s)
             if isinstance(found, IndexFailure):
                 yield f"event: lost\ndata: {orjson.dumps(harmless.visible(str(found))).decode()}\n\n"
             elif found.written_ms != last:
                 first, last = last == -1, found.written_ms
                 yield f"event: {'here' if first else 'moved'}\ndata: {orjson.dumps(clock(last)).decode()}\n\n"
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), self._looks.every_s)
+                await asyncio.wait_for(self._stopping.wait(), self._every_s)
 
     def _as_of(self) -> AsOf:
         with self._opened() as index:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from turnlog.consumers.dashboard import Looks
 from turnlog.consumers.dashboard.records import Records
 from turnlog.consumers.lag import Lag, Markers, by_role, lag_of
 from turnlog.infra.log import Partition
@@ -66,20 +66,20 @@ class Queues:
     def __init__(self, records: Records, clock: Callable[[], float] = time.monotonic) -> None:
         self._records, self._clock = records, clock
         self._markers, self._standing = Markers(), Standing()
-        self._one = asyncio.Lock()
-        self._last: tuple[float, Sequence[Queue]] | None = None
+        self._looks = Looks(self._look, clock)
 
     async def look(self) -> Sequence[Queue]:
         """Of every role. Raises LogError, ReadOnlyArchive, and what opening the log raises."""
-        async with self._one:
-            role, now = await self._records.opened(), self._clock()
-            if self._last is None or now - self._last[0] >= role.settings.lag.every_s:
-                lags = await lag_of(role.log, role.settings, self._markers)
-                groups = {(one.role, one.group) for one in lags}  # a lag is of a partition, a commit of a group
-                speak = {name for name, group in groups if await role.log.committed(group)}
-                silent = {name for name, _ in groups} - speak
-                self._last = now, list(self._told(lags, silent, now))
-            return self._last[1]
+        role = await self._records.opened()
+        return await self._looks.within(role.settings.lag.every_s)
+
+    async def _look(self) -> Sequence[Queue]:
+        role, now = await self._records.opened(), self._clock()
+        lags = await lag_of(role.log, role.settings, self._markers)
+        groups = {(one.role, one.group) for one in lags}  # a lag is of a partition, a commit of a group
+        speak = {name for name, group in groups if await role.log.committed(group)}
+        silent = {name for name, _ in groups} - speak
+        return list(self._told(lags, silent, now))
 
     def _told(self, lags: Sequence[Lag], silent: Iterable[str], now: float) -> Iterable[Queue]:
         sums, standing = by_role(lags), self._standing.look(lags, now)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from turnlog.consumers.dashboard import Looks
 from turnlog.consumers.index.reader import AsOf, Index, Row
 from turnlog.infra.roles.probe import states
 from turnlog.infra.run_folder import health_of
@@ -68,17 +69,12 @@ class Pools:
     def __init__(self, directory: Path, elsewhere: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
         """`directory`: of the run, whose supervisor knows its workers; `elsewhere`: addresses of health servers, of
         whatever roles, where no supervisor of ours runs them."""
-        self._directory, self._elsewhere, self._clock = directory, elsewhere, clock
-        self._one = asyncio.Lock()
-        self._last: tuple[float, Sequence[Worker]] | None = None
+        self._directory, self._elsewhere = directory, elsewhere
+        self._looks = Looks(lambda: asyncio.to_thread(lambda: list(self._asked())), clock)
 
     async def look(self) -> Sequence[Worker]:
         """Every worker; none where nobody says where they are."""
-        async with self._one:
-            now = self._clock()
-            if self._last is None or now - self._last[0] >= EVERY_S:
-                self._last = now, await asyncio.to_thread(lambda: list(self._asked()))
-            return self._last[1]
+        return await self._looks.within(EVERY_S)
 
     def _asked(self) -> Iterator[Worker]:
         own = health_of(self._directory, "sandbox")

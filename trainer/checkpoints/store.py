@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import secrets
 import shutil
@@ -32,6 +31,7 @@ from typing import Any, TypeVar
 from turnlog.infra.blobs import CHECKPOINTS, MANIFEST, BlobCorrupt, BlobMissing, Blobs
 from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.runs import folder_of
+from turnlog.infra.run_folder import held
 from turnlog.infra.s3 import S3Blobs
 from turnlog.schemas.types import BlobRef
 from turnlog.settings import Settings, StoreSettings
@@ -112,7 +112,7 @@ class StorePlace:
         for made in (folder, locks):
             made.mkdir(parents=True, exist_ok=True)
         for file in files:
-            with _alone(locks / file):
+            with held(locks / file):  # one rank of this machine at a time
                 self._fetch(name, file, refs.get(file), folder / file)
         return folder
 
@@ -238,11 +238,3 @@ async def store_place(role: Role, cache: Path, *, owned: bool = False) -> StoreP
     """Where checkpoints of the role's run lie in its store; `owned`: the store is told whose they are. Raises as
     `folder_of`."""
     return StorePlace(role.settings.store, f"{await folder_of(role, owned=owned)}/{CHECKPOINTS}", cache)
-
-
-@contextlib.contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """One rank of this machine at a time; the kernel lets go of what a killed one held."""
-    with lock.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -20,7 +20,8 @@ from starlette.types import Message
 from tests.fakes.stories import Story, repair
 from tests.fakes.told_run import ToldRun
 from tests.unit.consumers.test_dashboard import site
-from turnlog.consumers.dashboard.app import Looks, Stream, clock
+from turnlog.consumers.dashboard import Looks, app
+from turnlog.consumers.dashboard.app import Stream, clock
 from turnlog.consumers.index import NoIndex
 from turnlog.consumers.index.reader import AsOf
 
@@ -96,9 +97,9 @@ async def test_pages_that_ask_at_once_share_a_look_also_one_that_fails() -> None
             raise NoIndex("it is gone")
         return AsOf("run", len(taken), {})
 
-    looks = Looks(look, 5.0, lambda: now)
+    looks = Looks(lambda: app.told(look), lambda: now)
     for now in (0.0, 4.9, 5.0, 9.9, 10.0):
-        found = await asyncio.gather(*(looks.look() for _ in range(20)))
+        found = await asyncio.gather(*(looks.within(5.0) for _ in range(20)))
         assert len({id(each) for each in found}) == 1
         assert isinstance(found[0], NoIndex) == (now in (5.0, 9.9))
     assert taken == [0.0, 5.0, 10.0]
