@@ -35,7 +35,8 @@ def demo(
     settings: Settings, prepare: Prepare, unisolated: Unisolated, *, steps: int | None, engines: int | None
 ) -> int:
     """Run everything; 0 only for a run that rose, balances, was acknowledged and replays identically. `prepare` makes
-    the model folder. Whatever happens, Ctrl-C included, no process is left."""
+    the model folder. Whatever happens, Ctrl-C included, no process that this started is left; a run that is up already
+    is left alone. Raises AlreadyUp, AlreadyFed."""
     console = Terminal()
     settings = demo_settings(settings, steps, engines)
     measured = Measured()
@@ -44,16 +45,19 @@ def demo(
     settings = run_verb(runnable_here(settings, unisolated, console))
     with _phase(measured, "model"), console.status("making the tiny model (torch needs a few seconds to import)"):
         settings = prepare(settings)
+    started = False  # `up` stops what it started where it fails; what somebody else started is not ours to stop
     try:
         with _phase(measured, "servers"):
             up(settings, attached=True, say=lambda line: console.print(f"  {line}", highlight=False))
+        started = True
         report = run_verb(_judged(settings, console, measured))
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("interrupted; stopping everything")
         return ExitStatus.INTERRUPTED
     finally:
-        with contextlib.suppress(NotUp):  # `up` itself failed, and stopped what it had started
-            down(settings, say=lambda line: console.print(f"  {line}", highlight=False))
+        if started:
+            with contextlib.suppress(NotUp):  # its supervisor died
+                down(settings, say=lambda line: console.print(f"  {line}", highlight=False))
     _say(report, directory, console)
     return ExitStatus.DIFFERS if report.failures else ExitStatus.DONE
 

@@ -4,6 +4,7 @@ configure` does the first of it alone, for feeders that run by themselves.
 The display is folded from the run's topics and drawn with rich: phase, steps, reward curve, tokens/s, lag, engines,
 tools.
 
+AlreadyFed          another process feeds the run
 UnfinishedRun
 ├── RoleFailed      a role of the run gave up; names its log
 └── NotEveryDraw    the trainer ended before all draws were trained
@@ -41,7 +42,7 @@ from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.role import Role, RunPhase, opened
 from turnlog.infra.roles.runs import Begun, RunClosed, begin
 from turnlog.infra.roles.terminal import Terminal, say
-from turnlog.infra.run_folder import LOGS, SETTINGS
+from turnlog.infra.run_folder import LOGS, SETTINGS, held, private_folder
 from turnlog.infra.topics_admin import WARNING, apply, check
 from turnlog.names import ExitStatus
 from turnlog.schemas import UndecodableRecord, topics
@@ -232,6 +233,8 @@ def _counts(counts: Counter[str]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.most_common()) or "-"
 
 
+FEEDER_LOCK = "feeder.lock"
+"""In the run's directory: held by the process that feeds the run."""
 LOOK_EVERY_S = 0.5
 POLL_S = 0.2
 
@@ -242,6 +245,10 @@ class UnfinishedRun(Exception):
 
 class RoleFailed(UnfinishedRun):
     """A role died too often."""
+
+
+class AlreadyFed(Exception):
+    """One feeder per run: two would fence each other until both had failed. Remedy: wait for the other to end."""
 
 
 class NotEveryDraw(UnfinishedRun):
@@ -321,21 +328,39 @@ async def prepared(role: Role) -> Prepared:
 
 
 async def until_trained(settings: Settings, display: Display) -> None:
-    """Configure the run, feed it, return when every draw is trained and its weights are acknowledged. Raises OtherRun,
-    OtherSettings, UnfinishedRun."""
+    """Configure the run, feed it, return when every draw is trained and its weights are acknowledged. Raises
+    AlreadyFed, OtherRun, OtherSettings, UnfinishedRun."""
     async with opened("run", settings) as role:
         stop_at_signal(asyncio.current_task())
-        await prepared(role)
-        async with display.shown(), _fed(settings), beside(_watch(role, display)) as watching:
-            display.phase = "waiting for the first weights"
-            while not await _over(role, display):
-                await asyncio.wait({watching}, timeout=LOOK_EVERY_S)  # states of processes are files, not events
-                if watching.done():
-                    watching.result()
-                if display.picture.phase == RunPhase.PAUSED:
-                    display.phase = "paused"
-                elif display.picture.sessions_started:
-                    display.phase = "looping"
+        with alone(Path(settings.run.directory)):
+            await prepared(role)
+            await _feed(role, display)
+
+
+def alone(directory: Path) -> contextlib.AbstractContextManager[object]:
+    """Hold the right to feed the run. Raises AlreadyFed."""
+    private_folder(directory)
+    return held(
+        directory / FEEDER_LOCK,
+        AlreadyFed(
+            f"another `turnlog run` or `turnlog demo` feeds {directory} already, and goes on: "
+            "`turnlog status --watch` shows how far it is"
+        ),
+    )
+
+
+async def _feed(role: Role, display: Display) -> None:
+    """Feed the run until it is over. Raises UnfinishedRun."""
+    async with display.shown(), _fed(role.settings), beside(_watch(role, display)) as watching:
+        display.phase = "waiting for the first weights"
+        while not await _over(role, display):
+            await asyncio.wait({watching}, timeout=LOOK_EVERY_S)  # states of processes are files, not events
+            if watching.done():
+                watching.result()
+            if display.picture.phase == RunPhase.PAUSED:
+                display.phase = "paused"
+            elif display.picture.sessions_started:
+                display.phase = "looping"
 
 
 @contextlib.asynccontextmanager

@@ -74,7 +74,7 @@ def up(
 ) -> Endpoints:
     """Start a run and leave it running; returns when every server answers and every role is ready (`wait` False: when
     the addresses are known). `attached`: it dies with this process. Raises EmbeddedError (AlreadyUp; what kept a
-    server from starting, after stopping the others; NotReady, leaving the run as it is)."""
+    server from starting, after stopping the others; NotReady, leaving the run as it is unless it is attached)."""
     say = say or aside
     directory = Path(settings.run.directory)
     private_folder(directory)
@@ -87,9 +87,11 @@ def up(
     pipe, pid = _spawn(directory, roles, attached=attached)
     with pipe:
         try:
-            _follow(pipe, directory, wait=wait, timeout_s=timeout_s, say=say)
-        except (KeyboardInterrupt, SupervisorFailed) as error:
-            _end(pid)
+            _follow(pipe, directory, wait=wait, attached=attached, timeout_s=timeout_s, say=say)
+        except (KeyboardInterrupt, SupervisorFailed, NotReady) as error:
+            if attached or not isinstance(error, NotReady):
+                _let_go(directory)
+                _end(pid)
             if isinstance(error, SupervisorFailed):
                 raise error.cause from None
             raise
@@ -249,7 +251,7 @@ def _spawn(directory: Path, roles: Sequence[str], *, attached: bool) -> tuple[Bi
     return os.fdopen(reading, "rb", buffering=0), pid
 
 
-def _follow(pipe: BinaryIO, directory: Path, *, wait: bool, timeout_s: float, say: Say) -> None:
+def _follow(pipe: BinaryIO, directory: Path, *, wait: bool, attached: bool, timeout_s: float, say: Say) -> None:
     """Say what the supervisor tells, until everything is ready. Raises SupervisorFailed, NotReady."""
     began = time.monotonic()
     for told in _told(pipe, began + timeout_s):
@@ -269,11 +271,16 @@ def _follow(pipe: BinaryIO, directory: Path, *, wait: bool, timeout_s: float, sa
     if time.monotonic() < began + timeout_s:
         log = directory / LOGS / "supervisor.log"
         raise SupervisorFailed(SupervisorDied(f"the supervisor of {directory} ended; log {log}\n{log_tail(log)}"))
-    unready = [child["name"] for child in read_state(directory)["children"] if child["state"] not in SATISFIED]
-    raise NotReady(
-        f"{', '.join(unready)} not ready after {timeout_s:.0f} s; the run was left as it is: `turnlog status` says "
-        "what they wait for, `turnlog down` stops it"
+    children = read_state(directory).get("children", ())  # none where the supervisor itself has not come up
+    unready = [child["name"] for child in children if child["state"] not in SATISFIED] or ["the supervisor"]
+    left = (
+        "everything was stopped; their logs are in"
+        if attached
+        else (
+            "the run was left as it is: `turnlog status` says what they wait for, `turnlog down` stops it; logs are in"
+        )
     )
+    raise NotReady(f"{', '.join(unready)}: not ready after {timeout_s:.0f} s; {left} {directory / LOGS}")
 
 
 def _told(pipe: BinaryIO, deadline: float) -> Iterator[dict[str, Any]]:

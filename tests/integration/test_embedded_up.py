@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -16,13 +17,15 @@ from typing import Any
 
 import pytest
 
+from turnlog.consumers.demo import demo
 from turnlog.infra import run_folder
-from turnlog.infra.embedded import AlreadyUp, EmbeddedError, ModelMissing, NotUp, PortTaken
+from turnlog.infra.embedded import AlreadyUp, EmbeddedError, ModelMissing, NotReady, NotUp, PortTaken
 from turnlog.infra.embedded.ports import HOST, free_ports, listens
 from turnlog.infra.embedded.process import marked
 from turnlog.infra.embedded.up import down, status_processes, up
 from turnlog.infra.registry import HttpRegistry
-from turnlog.infra.run_folder import read_state, write_settings
+from turnlog.infra.run_folder import is_live, read_state, write_settings
+from turnlog.sandbox_settings import SandboxSettings
 from turnlog.settings import (
     EngineSettings,
     KafkaSettings,
@@ -76,6 +79,25 @@ async def test_a_run_goes_up_and_down_and_up_again_with_what_it_held(settings: S
     registry = HttpRegistry(RegistrySettings(url=again.registry))
     assert await registry.schema(schema_id) == SCHEMA
     await registry.close()
+
+
+async def _isolated(_: SandboxSettings) -> str:
+    return ""
+
+
+async def test_a_demo_on_a_run_that_is_up_leaves_that_run_alone(settings: Settings) -> None:
+    found = up(settings, (), say=_silent)
+    with pytest.raises(AlreadyUp):
+        await asyncio.to_thread(demo, settings, lambda same: same, _isolated, steps=1, engines=None)
+    assert is_live(Path(settings.run.directory))
+    assert {child["state"] for child in status_processes(settings)} == {"ready", "done"}
+    assert run_folder.read_endpoints(Path(settings.run.directory)) == found
+
+
+def test_an_attached_run_that_is_not_ready_in_time_is_stopped(settings: Settings) -> None:
+    with pytest.raises(NotReady, match="everything was stopped"):
+        up(settings, (), attached=True, timeout_s=0.5, say=_silent)
+    assert not is_live(Path(settings.run.directory))
 
 
 @contextlib.contextmanager

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from pathlib import Path
 
-from turnlog.consumers.run import Display
+import pytest
+
+from turnlog.consumers.run import AlreadyFed, Display, alone
 from turnlog.infra.roles.terminal import Terminal
 from turnlog.settings import BatcherSettings, FeederSettings, Settings
+
+
+def test_a_run_that_is_fed_already_is_refused_to_a_second_feeder(tmp_path: Path) -> None:
+    with alone(tmp_path), pytest.raises(AlreadyFed, match="goes on"), alone(tmp_path):
+        pass
+    with alone(tmp_path):
+        pass
 
 
 def test_steps_are_counted_against_every_update_of_every_draw() -> None:
