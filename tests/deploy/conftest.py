@@ -59,13 +59,30 @@ def succeeds(*command: str, timeout_s: float, env: Mapping[str, str] = os.enviro
         return False
 
 
+def path_of_a_client_that_builds() -> str:
+    """PATH with the folder first whose docker client can run BuildKit: from version 23 on that takes the buildx plugin,
+    which some machines' clients come without. Ends the run, naming the clients, where none can."""
+    folders = os.environ["PATH"].split(os.pathsep)
+    found = [Path(folder) / "docker" for folder in folders if os.access(Path(folder) / "docker", os.X_OK)]
+    for client in found:
+        version = run(client, "--version", timeout_s=10)
+        major = int(version.split("version ")[1].split(".")[0])
+        if major < 23 or succeeds(str(client), "buildx", "version", timeout_s=10):
+            return os.pathsep.join((str(client.parent), *folders))
+    if found:
+        lacking(
+            f"no docker client on PATH has buildx ({', '.join(map(str, found))})",
+            "Install docker-buildx, or Debian's docker.io, whose client builds without it",
+        )
+    lacking("no docker client", "Install docker (Debian: docker.io)")
+
+
 @pytest.fixture(scope="session")
 def engine() -> Iterator[dict[str, str]]:
-    """Environment of docker's clients: the daemon that answers, else one of our own."""
-    if shutil.which("docker") is None:
-        lacking("no docker client", "Install docker (Debian: docker.io)")
-    if succeeds("docker", "info", timeout_s=10):
-        yield dict(os.environ)
+    """The environment of docker's clients: a client that builds, and the daemon that answers, else one of our own."""
+    env = {**os.environ, "PATH": path_of_a_client_that_builds()}
+    if succeeds("docker", "info", timeout_s=10, env=env):
+        yield env
         return
     if os.geteuid() or shutil.which("dockerd") is None:
         lacking(
@@ -77,7 +94,7 @@ def engine() -> Iterator[dict[str, str]]:
     with (KEPT / "dockerd.log").open("w") as log:
         daemon = subprocess.Popen(["dockerd", *folders, "-H", f"unix://{socket}"], stdout=log, stderr=log)
     try:
-        env = {**os.environ, "DOCKER_HOST": f"unix://{socket}", "DOCKER_BUILDKIT": "1"}
+        env |= {"DOCKER_HOST": f"unix://{socket}", "DOCKER_BUILDKIT": "1"}
         deadline = time.monotonic() + 60
         while not succeeds("docker", "info", timeout_s=10, env=env):
             waits = daemon.poll() is None and time.monotonic() < deadline

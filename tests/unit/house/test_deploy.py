@@ -31,6 +31,7 @@ from turnlog.settings_page import chart_page, chart_schema
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "infra/deploy"
 COMPOSE, EGRESS = DEPLOY / "compose/compose.yaml", DEPLOY / "compose/egress.yaml"
+PROMETHEUS = DEPLOY / "compose/prometheus.yaml"
 CHART = DEPLOY / "helm/turnlog"
 RULES = DEPLOY / "monitoring/rules.yaml"
 EXAMPLES = sorted((CHART / "examples").glob("*.yaml"))
@@ -100,6 +101,35 @@ def test_compose_names_verbs_and_variables_that_exist() -> None:
     commented = re.findall(r"^#?(TURNLOG_\w+)=", (COMPOSE.parent / ".env.example").read_text(), re.MULTILINE)
     assert set(commented) <= variables() | OF_COMPOSE
     assert set(commented) <= set(re.findall(r"TURNLOG_\w+", COMPOSE.read_text() + EGRESS.read_text()))
+
+
+def test_compose_runs_and_scrapes_every_role_and_the_chart_labels_each_for_its_monitor() -> None:
+    labelled, running = set(), set()
+    for file in (COMPOSE, EGRESS):
+        for name, service in yaml.safe_load(file.read_text())["services"].items():
+            running |= {name} & (ROLES - {"engine"})
+            labelled |= {name} if "turnlog.scrape" in (service.get("labels") or {}) and name in ROLES else set()
+    (job,) = yaml.safe_load(PROMETHEUS.read_text())["scrape_configs"]
+    (discovery,) = job["dns_sd_configs"]
+    assert ROLES - running == {"alerts"}, "compose has no service for a role"
+    assert set(discovery["names"]) == running == labelled
+
+    everything = yaml.safe_load((CHART / "examples/eight-gpus.yaml").read_text()) | {"monitoring": {"enabled": True}}
+    documents = list(rendered(everything))
+    (monitor,) = (one for one in documents if one["kind"] == "PodMonitor")
+    endpoints = {one["port"]: one["relabelings"] for one in monitor["spec"]["podMetricsEndpoints"]}
+    by_container = {"sourceLabels": ["__meta_kubernetes_pod_container_name"], "targetLabel": "component"}
+    assert all(by_container in relabelings for relabelings in endpoints.values())
+    selected = monitor["spec"]["selector"]["matchLabels"].items()
+    templates = [one["spec"]["template"] for one in documents if "template" in one.get("spec", {})]
+    scraped = {
+        container["name"]
+        for template in templates
+        for container in template["spec"]["containers"]
+        if selected <= template["metadata"].get("labels", {}).items()
+        and endpoints.keys() & {port["name"] for port in container.get("ports", ())}
+    }
+    assert scraped == {*UP, "feeder", "lag", "index", "egress"}
 
 
 def test_each_service_of_compose_logs_in_as_itself() -> None:
