@@ -6,10 +6,13 @@ that new rollouts must be sampled with are there.
 
 A group is open from its first request until a draw takes it or it fails: discarded by its score, or dropped whole by a
 manifest (stale). So the group that was admitted last is in draw number `draws trained + max_lag x publish_every` at the
-latest if none is slow, and no more than `max_lag` versions old there. The tasks of failed groups are drawn again as new
-groups, before any fresh task; fresh tasks come from the run's datasets by their weights. A group that a draw trained
-without had its slot in that draw: it gives none back, or every drop would let one more group run ahead for ever. Facts
-may come in any order between topics, and more than once.
+latest if none is slow, and no more than `max_lag` versions old there. Fresh tasks come from the run's datasets by their
+weights. The task of a failed group is drawn again as a new group. A group that was dropped taught nothing yet: its task
+comes before any fresh one. A group that was discarded has been seen, and the next one of its task is likely to end
+alike: its task waits until every fresh task of the epoch was asked for, and is drawn again a bounded number of times,
+so that tasks that are always solved or always failed cannot hold a run. A group that a draw trained without had its
+slot in that draw: it gives none back, or every drop would let one more group run ahead for ever. Facts may come in any
+order between topics, and more than once.
 
 A task whose last group was passed by too few or too many of its rollouts teaches little (Foster and Foerster 2025,
 "Learning to reason at the frontier of learnability": p (1 - p) is what a gradient has of it): it is not drawn again
@@ -21,7 +24,7 @@ from __future__ import annotations
 import itertools
 import random
 from bisect import bisect_left, bisect_right, insort
-from collections import ChainMap
+from collections import ChainMap, Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -49,7 +52,7 @@ from turnlog.schemas.events import (
 
 
 class Place(NamedTuple):
-    """One visit of one row: a task is drawn once per epoch, and again at the same place when its group fails."""
+    """One visit of one row: a task is drawn once per epoch, and again at the same place if its group fails."""
 
     epoch: int
     row: int
@@ -99,6 +102,8 @@ class AdmissionRules:
     seed: int
     """Of the order of rows after the first epoch."""
     pass_rates: PassRates = PassRates()
+    discarded_repeats: int = 1
+    """How often a place is asked for again because its group was discarded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +129,22 @@ class _Parts:
     """Those of them that have a row in a batch."""
 
 
+@dataclass(slots=True)
+class _Repeats:
+    """Places whose latest group failed."""
+
+    dropped: set[Place]
+    """Due before any fresh one."""
+    waiting: set[Place] = field(default_factory=set)
+    """Due behind the fresh ones of their epoch."""
+    given_up: set[Place] = field(default_factory=set)
+    """Discarded too often to be due."""
+
+    def forget(self, place: Place) -> None:
+        for places in (self.dropped, self.waiting, self.given_up):
+            places.discard(place)
+
+
 class Admission:
     """The fold of group-requests, group-scores, manifests and steps."""
 
@@ -147,8 +168,12 @@ class Admission:
         self._open: set[str] = set()
         self._taken: set[str] = set()
         self._failed: set[str] = set()
+        self._discarded: set[str] = set()
+        """Those of the failed ones that were discarded by their score; draws dropped the others."""
+        self._discards: Counter[Place] = Counter()
+        """Place -> its groups among those."""
         self._left = frozenset(place for rows in rules.sources for place in rows.left)
-        self._again: set[Place] = set(self._left)
+        self._repeats = _Repeats(set(self._left))
         self._draws: dict[int, _Parts] = {}
         """Draws that were formed and not yet trained."""
         self._stepped: set[int] = set()
@@ -174,6 +199,11 @@ class Admission:
     def passed_over(self) -> int:
         """Places that were not asked for, because their task would teach little."""
         return sum(self._positions) - sum(self._fresh)
+
+    @property
+    def given_up(self) -> int:
+        """Places whose every group was discarded, as often as they may be asked for again."""
+        return len(self._repeats.given_up)
 
     @property
     def asked(self) -> int:
@@ -214,7 +244,7 @@ class Admission:
             case GroupRequested(purpose=Purpose.train):
                 self._requested(event)
             case GroupEmitted(status=GroupStatus.discarded) | GroupScored(status=GroupStatus.discarded):
-                self._fail(event.group_id)
+                self._fail(event.group_id, discarded=True)
             case SampleBatchFormed():
                 self._formed(event)
             case BatchSkipped():
@@ -225,7 +255,8 @@ class Admission:
                 self._settle(event.draw_index)
 
     def due(self) -> list[DueGroup]:
-        """The groups to ask for now, in order: failed ones again (oldest place first), then fresh rows."""
+        """The groups to ask for now, in order: dropped ones again (oldest place first), then fresh rows, and behind
+        those of each epoch its discarded ones again."""
         if self.slots >= self.limit:
             return []
         rules, drawn = self._rules, ChainMap({}, self._drawn)
@@ -239,12 +270,17 @@ class Admission:
         return groups
 
     def _candidates(self) -> Iterator[Place]:
-        yield from sorted(self._again)
+        yield from sorted(self._repeats.dropped)
         fresh, weights = list(self._fresh), [rows.weight for rows in self._rules.sources]
         ahead = [self._ahead(source) for source in range(len(weights))]
+        waiting = sorted(self._repeats.waiting, reverse=True)
+        again = [[place for place in waiting if place.source == source] for source in range(len(weights))]
         while True:
             source = next_source(fresh, weights)
-            yield next(place for place in ahead[source] if self._teaches(place))
+            following = next(place for place in ahead[source] if self._teaches(place))
+            while again[source] and again[source][-1].epoch < following.epoch:
+                yield again[source].pop()
+            yield following
             fresh[source] += 1
 
     def _ahead(self, source: int) -> Iterator[Place]:
@@ -273,21 +309,33 @@ class Admission:
         self._latest[place] = max(self._latest.get(place, (-1, "")), (event.draw, event.group_id))
         if event.group_id not in self._failed and event.group_id not in self._taken:
             self._open.add(event.group_id)
+        self._discards[place] += event.group_id in self._discarded
         self._mark(place)
 
-    def _fail(self, group_id: str) -> None:
+    def _fail(self, group_id: str, *, discarded: bool = False) -> None:
+        place = self._places.get(group_id)
+        if discarded and group_id not in self._discarded:
+            self._discarded.add(group_id)
+            if place is not None:
+                self._discards[place] += 1
         self._failed.add(group_id)
         self._open.discard(group_id)
-        if group_id in self._places:
-            self._mark(self._places[group_id])
+        if place is not None:
+            self._mark(place)
 
     def _mark(self, place: Place) -> None:
-        """A place is due again iff the latest group drawn there failed, though the task would teach."""
-        latest = self._latest[place][1]
-        if latest in self._failed and self._rates.get(latest, self._rules.pass_rates.low) in self._rules.pass_rates:
-            self._again.add(place)
+        """A place is due again iff the latest group drawn there failed, though the task would teach, and was not
+        discarded too often."""
+        self._repeats.forget(place)
+        rules, latest = self._rules, self._latest[place][1]
+        if latest not in self._failed or self._rates.get(latest, rules.pass_rates.low) not in rules.pass_rates:
+            return
+        if latest not in self._discarded:
+            self._repeats.dropped.add(place)
+        elif self._discards[place] <= rules.discarded_repeats:
+            self._repeats.waiting.add(place)
         else:
-            self._again.discard(place)
+            self._repeats.given_up.add(place)
 
     def _formed(self, event: SampleBatchFormed) -> None:
         if self._is_trained(event.draw_index):

@@ -50,6 +50,10 @@ ROOM = Gauge("turnlog_feeder_slots_free", "Groups that may be asked for now")
 PASSED_OVER_PLACES = Gauge(
     "turnlog_feeder_places_passed_over", "Visits of tasks that were left out for their pass rate ([feeder] pass_rate_*)"
 )
+GIVEN_UP = Gauge(
+    "turnlog_feeder_places_given_up",
+    "Visits of tasks whose every group was discarded, drawn again as often as [feeder] discarded_repeats allows",
+)
 TRAINED = Gauge("turnlog_feeder_draws_trained", "Draws whose every batch was trained")
 FOLD_S, ASK_S = (STAGE_S.labels("feeder", stage) for stage in ("fold", "ask"))
 
@@ -145,6 +149,7 @@ class Feeder:
                 sources=tuple(_rows(run, number, source, settings) for number, source in enumerate(sources)),
                 seed=settings.feeder.seed,
                 pass_rates=_pass_rates(settings, run.fold_version),
+                discarded_repeats=settings.feeder.discarded_repeats,
             )
         )
 
@@ -306,6 +311,7 @@ class Feeder:
         OPEN.set(self.admission.open)
         ROOM.set(self.admission.limit - self.admission.slots)
         PASSED_OVER_PLACES.set(self.admission.passed_over)
+        GIVEN_UP.set(self.admission.given_up)
         TRAINED.set(self.admission.draws_trained)
         if self.admission.finished and not self._told:
             self._told = True

@@ -302,6 +302,9 @@ class FeederSettings:
     """Or a larger one."""
     pass_rate_epochs: Count = 2
     """For how many epochs it is passed over then."""
+    discarded_repeats: Amount = 1
+    """How often a task is drawn again in the same epoch because its group was discarded (by a group filter, or for too
+    few valid rollouts): behind the fresh tasks of that epoch."""
     draws: Count = 30
     """Draws to train before the run ends."""
     seed: Seed = 0

@@ -144,13 +144,60 @@ def test_lag_lets_groups_run_ahead_by_whole_draws_but_not_past_the_last(
     assert admission.open == groups
 
 
-def test_a_discarded_group_is_drawn_again_before_fresh_tasks() -> None:
+def test_a_discarded_group_is_drawn_again_behind_the_fresh_tasks_of_its_epoch() -> None:
     admission = Admission(RULES)
     first = ask(admission)
     admission.apply(scored(first[1], GroupStatus.discarded))
-    assert admission.due() == [DueGroup(Place(0, 1), 1)]
-    assert ask(admission) == ["g0.1.1"]
+    assert ask(admission) == ["g0.2.0"]
     assert admission.due() == []
+    admission.apply(scored("g0.2.0", GroupStatus.discarded))
+    assert ask(admission) == ["g0.1.1"]
+    admission.apply(scored("g0.1.1", GroupStatus.discarded))
+    assert ask(admission) == ["g0.2.1"]
+    assert admission.given_up == 1, "row 1, which was drawn again once"
+    admission.apply(scored("g0.2.1", GroupStatus.discarded))
+    assert [due.place.epoch for due in admission.due()] == [1]
+    assert admission.given_up == 2
+
+
+def test_without_repeats_a_discarded_task_comes_again_in_the_next_epoch() -> None:
+    admission = Admission(dataclasses.replace(RULES, prompts_per_draw=1, discarded_repeats=0))
+    visits = []
+    for _ in range(6):
+        visits += ask(admission)
+        admission.apply(scored(visits[-1], GroupStatus.discarded))
+    assert visits[:3] == ["g0.0.0", "g0.1.0", "g0.2.0"]
+    assert sorted(visits[3:]) == ["g1.0.1", "g1.1.1", "g1.2.1"]
+    assert admission.given_up == 6
+
+
+@pytest.mark.parametrize("repeats", [0, 1, 3])
+@pytest.mark.parametrize("teaching", [1, 3, 99])
+def test_a_run_trains_all_its_draws_though_most_of_its_tasks_are_always_discarded(repeats: int, teaching: int) -> None:
+    rules = dataclasses.replace(RULES, draws=50, sources=(Rows("d", 100),), discarded_repeats=repeats)
+    admission, waiting, draws = Admission(rules), [], 0
+    while not admission.finished:
+        for group in ask(admission):
+            row = int(group.split(".")[1])
+            teaches = row >= 100 - teaching
+            admission.apply(scored(group, GroupStatus.trained if teaches else GroupStatus.discarded))
+            waiting += [group] * teaches
+        if len(waiting) == rules.prompts_per_draw:
+            admission.apply(formed(draws, draws, waiting, waiting))
+            admission.apply(stepped(draws, draws))
+            waiting, draws = [], draws + 1
+        assert admission.asked <= 100 * (100 // teaching + 2) * (repeats + 1)
+    assert draws == 50
+
+
+def test_a_group_that_a_draw_dropped_is_drawn_again_first_however_often() -> None:
+    admission = Admission(dataclasses.replace(RULES, prompts_per_draw=1, draws=99, discarded_repeats=0))
+    (group,) = ask(admission)
+    for draw in range(5):
+        admission.apply(skipped(draw, draw, [group]))
+        (group,) = ask(admission)
+        assert group == f"g0.0.{draw + 1}"
+    assert admission.given_up == 0
 
 
 def test_a_group_dropped_whole_by_a_manifest_is_drawn_again_for_the_next_draw() -> None:
@@ -193,7 +240,7 @@ def test_a_group_may_be_as_old_as_the_draw_allows_that_it_has_a_slot_in() -> Non
     admission.apply(formed(1, 1, groups[1:2], groups[1:2]))
     admission.apply(stepped(1, 1))
     assert [admission.publications_after(batch) for batch in (-1, 0, 1)] == [1, 1, 0]
-    assert [(due.draw, due.versions_ahead) for due in admission.due()] == [(1, 0), (0, 1)]
+    assert [(due.draw, due.versions_ahead) for due in admission.due()] == [(0, 0), (0, 1)]
 
 
 @pytest.mark.parametrize(("ahead", "max_lag", "oldest"), [(0, 0, 7), (1, 1, 7), (0, 1, 6), (2, 1, 8), (0, 9, 0)])
@@ -270,7 +317,9 @@ def test_rows_of_the_same_number_in_two_datasets_are_two_tasks() -> None:
     ]  # fmt: skip
     groups = ask(admission)
     admission.apply(scored(groups[1], GroupStatus.discarded))
-    assert admission.due() == [DueGroup(Place(0, 0, 1), 1)], "drawn again from the dataset that it came from"
+    assert admission.due()[0].place.source == 0, "no epoch of the dataset that it came from is through"
+    admission.apply(skipped(0, 0, groups[:1]))
+    assert admission.due()[0] == DueGroup(Place(0, 0, 0), 1), "drawn again from the dataset that it came from"
 
 
 def test_what_is_drawn_again_changes_no_share_of_fresh_tasks() -> None:
@@ -279,12 +328,24 @@ def test_what_is_drawn_again_changes_no_share_of_fresh_tasks() -> None:
     for draw in range(20):
         (group,) = ask(admission)
         fresh.append(group[0])
-        admission.apply(scored(group, GroupStatus.discarded))
+        admission.apply(skipped(2 * draw, 2 * draw, [group]))
         (again,) = ask(admission)
         assert again[:-1] == group[:-1]
-        admission.apply(formed(draw, draw, [again], [again]))
-        admission.apply(stepped(draw, draw))
+        admission.apply(formed(2 * draw + 1, 2 * draw + 1, [again], [again]))
+        admission.apply(stepped(2 * draw + 1, 2 * draw + 1))
     assert "".join(fresh) == "ge" * 10
+
+
+def test_discarded_tasks_of_two_datasets_come_again_at_the_end_of_each_ones_epoch() -> None:
+    rules = dataclasses.replace(RULES, prompts_per_draw=1, draws=99, sources=(Rows("d", 2), Rows("e", 4)))
+    admission, asked = Admission(rules), []
+    for _ in range(10):
+        (group,) = ask(admission)
+        asked.append(group)
+        admission.apply(scored(group, GroupStatus.discarded))
+    assert asked[:6] == ["g0.0.0", "e0.0.0", "g0.1.0", "e0.1.0", "g0.0.1", "g0.1.1"]
+    assert asked[6].startswith("g1.")
+    assert asked[7] == "e0.2.0"
 
 
 @dataclass
@@ -370,7 +431,7 @@ def test_a_fork_asks_first_for_what_its_parent_left_and_goes_on_behind_what_it_p
     assert [due.place for due in first] == [Place(0, 1), Place(0, 4)]
     for due in first:
         admission.apply(requested(due))
-    admission.apply(scored("g0.1.0", GroupStatus.discarded))
+    admission.apply(skipped(0, 0, ["g0.1.0"]))
     assert [(due.place, due.draw) for due in admission.due()] == [(Place(0, 1), 1)], "what was left fails as any other"
     wider = Admission(dataclasses.replace(rules, max_lag=1))
     for due in first:
@@ -424,7 +485,7 @@ def test_a_group_that_failed_is_drawn_again_only_if_its_task_would_teach() -> No
     first, second = ask(admission)
     admission.apply(emitted(first, 1.0, 1.0, status=GroupStatus.discarded))
     admission.apply(emitted(second, 1.0, 0.0, status=GroupStatus.discarded))
-    assert ask(admission) == ["g0.1.1", "g0.2.0"], "row 0 gives way to a fresh task"
+    assert ask(admission) == ["g0.2.0", "g0.1.1"], "row 0 gives way to a fresh task"
 
 
 def test_without_rates_a_failed_group_is_drawn_again_whatever_passed() -> None:
@@ -432,7 +493,9 @@ def test_without_rates_a_failed_group_is_drawn_again_whatever_passed() -> None:
     first, second = ask(admission)
     admission.apply(emitted(second, 0.0, 0.0, status=GroupStatus.discarded))
     admission.apply(emitted(first, 1.0, 1.0, status=GroupStatus.discarded))
-    assert ask(admission) == ["g0.0.1", "g0.1.1"]
+    assert ask(admission) == ["g0.2.0", "g0.0.1"]
+    admission.apply(scored("g0.2.0", GroupStatus.discarded))
+    assert ask(admission) == ["g0.1.1"]
 
 
 def test_passing_over_is_the_same_whichever_topic_is_read_first() -> None:
