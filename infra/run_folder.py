@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import secrets
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,7 +157,7 @@ SETTINGS = "settings.toml"
 STATE = "supervisor.json"
 LOCK = "supervisor.lock"
 LOGS = "logs"
-KEPT_RUNS = 5
+CHECKPOINTS = "checkpoints"
 
 
 def write_settings(directory: Path, settings: Settings) -> Path:
@@ -230,15 +229,17 @@ def is_live(directory: Path) -> bool:
         return True
 
 
-def prune(runs: Path, keep: Path, *, kept: int = KEPT_RUNS) -> list[Path]:
-    """Remove all but the `kept` youngest runs below `runs`, never `keep` nor a live one; what was removed.
-    A folder is a run when a supervisor wrote into it."""
-    others = [path.parent for path in runs.glob(f"*/{STATE}") if path.parent.resolve() != keep.resolve()]
-    oldest_last = sorted(others, key=lambda path: (path / STATE).stat().st_mtime_ns, reverse=True)
-    removed = [path for path in oldest_last[max(kept - 1, 0) :] if not is_live(path)]
-    for path in removed:
-        shutil.rmtree(path)
-    return removed
+def file_sizes(directory: Path) -> dict[str, list[int]]:
+    """Bytes of each file of a run's directory, below `checkpoints` and below `directory` for all others. What goes away
+    meanwhile does not count."""
+    kinds: dict[str, list[int]] = {CHECKPOINTS: [], "directory": []}
+    for folder, _, names in os.walk(directory):
+        inside = Path(folder).relative_to(directory).parts[:1]
+        sizes = kinds[CHECKPOINTS if inside == (CHECKPOINTS,) else "directory"]
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                sizes.append((Path(folder) / name).lstat().st_size)
+    return kinds
 
 
 def replace_private(path: Path, text: str) -> None:

@@ -229,7 +229,12 @@ def found(
 
 def hand_on(source: Path, directory: Path) -> None:
     """Copy a checkpoint to where another run's trainer finds it as the newest, with a cursor at that run's beginning.
-    Begun anew where it died. Raises CheckpointUnusable for a source that goes away meanwhile."""
+    Begun anew where it died. Raises CheckpointUnusable for a source that goes away meanwhile, and where a trainer has
+    begun in `directory`: its checkpoints stay."""
+    if FolderPlace(directory).markers():
+        raise CheckpointUnusable(
+            f"{directory} holds the checkpoints of a run that has begun: give the new run another id"
+        )
     held = Cursor(**read_common(source)["cursor"])
     step = held.step
     part = directory / f"{folder_name(step, 0)}{PART}"

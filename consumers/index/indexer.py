@@ -354,6 +354,7 @@ def _connection(path: Path, run_id: str) -> sqlite3.Connection:
     try:
         connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         if _found_version(connection, path) not in (0, SCHEMA_VERSION):
+            _check_run(connection, path, run_id)  # another run's, or no index at all, is nobody's here to delete
             log.warning("%s has the tables of an earlier release: it is built again", path)
             connection.close()
             for name in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
@@ -362,18 +363,30 @@ def _connection(path: Path, run_id: str) -> sqlite3.Connection:
         for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "cache_size = -16384", "temp_store = MEMORY"):
             connection.execute(f"PRAGMA {pragma}")
         if _found_version(connection, path) == 0:
+            if connection.execute("SELECT name FROM sqlite_master").fetchone():
+                _check_run(connection, path, run_id)  # refuses: an index has its version with its tables
             connection.execute("BEGIN IMMEDIATE")
             for statement in schema.statements():
                 connection.execute(statement)
             connection.execute("INSERT INTO about VALUES ('run_id', ?)", (run_id,))
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             connection.execute("COMMIT")
-        (found,) = connection.execute("SELECT value FROM about WHERE name = 'run_id'").fetchone()
+        _check_run(connection, path, run_id)
     except sqlite3.DatabaseError as error:
         raise DamagedIndex(f"{path}: {error}; delete it and build it again") from error
-    if found != run_id:
-        raise OtherIndex(f"{path} is of run {found!r}, not of {run_id!r}: give each run an [index] path of its own")
     return connection
+
+
+def _check_run(connection: sqlite3.Connection, path: Path, run_id: str) -> None:
+    """Raises OtherIndex."""
+    try:
+        found = connection.execute("SELECT value FROM about WHERE name = 'run_id'").fetchone()
+    except sqlite3.OperationalError:
+        found = None
+    if found is None:
+        raise OtherIndex(f"{path} is no index of a run: name another file in [index] path")
+    if found != (run_id,):
+        raise OtherIndex(f"{path} is of run {found[0]!r}, not of {run_id!r}: give each run an [index] path of its own")
 
 
 def _found_version(connection: sqlite3.Connection, path: Path) -> int:

@@ -76,6 +76,10 @@ class Known:
     prefix: str = ""
     directory: str = ""
     """Of a run on this machine."""
+    bytes: int | None = None
+    """Of all files of that directory."""
+    checkpoint_bytes: int | None = None
+    """Of those below its `checkpoints`."""
     why: str = ""
     """It is down or unreadable."""
 
@@ -88,6 +92,8 @@ def list_command(settings: Settings, *, as_json: bool) -> int:
     for path in sorted(Path(settings.run.directory).parent.glob(f"*/{run_folder.SETTINGS}")):
         _add_local(path, found)
     runs = [run for cluster in found.values() for run in cluster]
+    for run in runs:
+        _weigh(run)
     if as_json:
         say_json([dataclasses.asdict(run) for run in runs])
     else:
@@ -117,6 +123,14 @@ def _add_local(path: Path, found: dict[str, list[Known]]) -> None:
     else:
         down = Known(run=own.run.id, state=DOWN, directory=directory, prefix=own.kafka.prefix, why=why)
         found.setdefault("", []).append(down)
+
+
+def _weigh(run: Known) -> None:
+    """Say what a run's directory takes on the disk, so that its owner can decide which one to delete."""
+    if run.directory:
+        sizes = run_folder.file_sizes(Path(run.directory))
+        run.checkpoint_bytes = sum(sizes[run_folder.CHECKPOINTS])
+        run.bytes = run.checkpoint_bytes + sum(sizes["directory"])
 
 
 def _served(settings: Settings) -> Settings | None:
@@ -234,11 +248,12 @@ async def _records(role: Role, begin: Mapping[Partition, int], ends: Mapping[Par
 
 
 def _tell(found: Iterable[Known]) -> None:
-    table = Table("run", "state", "step", "draws", "last event", "prefix", "kafka", "directory")
+    table = Table("run", "state", "step", "draws", "last event", "bytes", "checkpoints", "prefix", "kafka", "directory")
     for run in found:
         planned = "?" if run.draws_planned is None else run.draws_planned
         step = "-" if run.last_step is None else str(run.last_step)
         draws = "-" if run.state in (DOWN, "unreadable") else f"{run.draws_trained} of {planned}"
+        sizes = ["-" if size is None else f"{size:,}" for size in (run.bytes, run.checkpoint_bytes)]
         where = f"{run.directory} ({run.why})" if run.why else run.directory
-        table.add_row(run.run, run.state, step, draws, run.last_event or "-", run.prefix, run.kafka, where)
+        table.add_row(run.run, run.state, step, draws, run.last_event or "-", *sizes, run.prefix, run.kafka, where)
     Terminal().print(table)

@@ -311,12 +311,8 @@ def _files(directory: Path, run_id: str) -> tuple[list[Item], list[str]]:
         return [], []
     if not _is_own(directory, run_id):
         return [], [f"{directory}: no {run_folder.SETTINGS} there says that it is the run's"]
-    kinds: dict[str, list[int]] = {"checkpoints": [], "directory": []}
-    for folder, _, names in os.walk(directory):
-        inside = Path(folder).relative_to(directory).parts[:1]
-        kind = "checkpoints" if inside == ("checkpoints",) else "directory"
-        kinds[kind] += [(Path(folder) / name).lstat().st_size for name in names]
-    where = {"checkpoints": directory / "checkpoints", "directory": directory}
+    kinds = run_folder.file_sizes(directory)
+    where = {run_folder.CHECKPOINTS: directory / run_folder.CHECKPOINTS, "directory": directory}
     return [Item(kind, str(where[kind]), len(sizes), sum(sizes)) for kind, sizes in kinds.items() if sizes], []
 
 

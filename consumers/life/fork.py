@@ -31,7 +31,7 @@ from turnlog.schemas import topics
 from turnlog.schemas.events import GroupRequested, Purpose, RunParent, RunPlace, SampleBatchFormed
 from turnlog.settings import Settings, SettingsError, load
 
-CHECKPOINTS, TASKS = "checkpoints", "tasks.jsonl"
+TASKS = "tasks.jsonl"
 OWN = ("TURNLOG_RUN_", "TURNLOG_KAFKA_PREFIX", "TURNLOG_ARCHIVE_NAME")
 """Variables that are about the new run where --from-settings is read."""
 
@@ -191,7 +191,7 @@ def _write(new: Settings, about: RunParent, parent: Path, hand_on: Callable[[Pat
         _same_parent((True, found), about, new)
         return
     run_folder.private_folder(directory)
-    hand_on(directory / CHECKPOINTS)
+    hand_on(directory / run_folder.CHECKPOINTS)
     if not new.feeder.dataset and (parent / TASKS).exists():
         shutil.copyfile(parent / TASKS, directory / TASKS)
     if keep:

@@ -37,7 +37,6 @@ from turnlog.infra.run_folder import (
     kept_secret,
     locked,
     private_folder,
-    prune,
     read_state,
     write_settings,
     write_state,
@@ -79,8 +78,6 @@ def up(
     directory = Path(settings.run.directory)
     private_folder(directory)
     with locked(directory):  # raises AlreadyUp
-        for removed in prune(directory.parent, directory):
-            say(f"removed the old run {removed}")
         write_settings(directory, settings)
     if not settings.kafka.bootstrap:
         class_path(say=say)

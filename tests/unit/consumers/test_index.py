@@ -449,6 +449,33 @@ async def test_an_index_of_a_later_turnlog_or_another_run_is_refused_and_an_earl
     assert content(path) == before
 
 
+@pytest.mark.parametrize("version", [0, 1])
+def test_a_database_of_somebody_else_is_neither_built_again_nor_written_to(tmp_path: Path, version: int) -> None:
+    """Not even where it says a version that an index of an earlier release might have."""
+    path = tmp_path / "sales.sqlite"
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE sales (amount)")
+        connection.execute(f"PRAGMA user_version = {version}")
+        connection.commit()
+    with pytest.raises(OtherIndex, match="no index of a run"), opened_writer(path, "run", FOLD_VERSION, CODEC):
+        pass
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("SELECT name FROM sqlite_master").fetchall() == [("sales",)]
+
+
+async def test_an_index_of_another_run_and_an_earlier_release_stays(tmp_path: Path) -> None:
+    run, path = TrainedRun(), tmp_path / "index.sqlite"
+    await run.good_days(groups=1)
+    await indexed(run, path)
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA user_version = 1")
+        connection.commit()
+    before = path.read_bytes()
+    with pytest.raises(OtherIndex, match="'run'"), opened_writer(path, "another", FOLD_VERSION, CODEC):
+        pass
+    assert path.read_bytes() == before
+
+
 async def test_a_file_that_is_no_index_is_damaged_and_one_that_is_not_there_is_named(tmp_path: Path) -> None:
     path = tmp_path / "index.sqlite"
     with pytest.raises(NoIndex, match="turnlog index build"), Index.open(path):

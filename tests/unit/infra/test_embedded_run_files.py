@@ -1,33 +1,35 @@
-"""The files of a run: settings that read back, a key for its owner alone, one supervisor, five runs kept."""
+"""The files of a run: settings that read back, a key for its owner alone, one supervisor, sizes for who decides."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
+import socket
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from turnlog.infra.blobs import StoreUnavailable
-from turnlog.infra.embedded import AlreadyUp
+from turnlog.infra.embedded import AlreadyUp, PortTaken
 from turnlog.infra.embedded.servers import ObjectStore
+from turnlog.infra.embedded.up import up
 from turnlog.infra.run_folder import (
     GATEWAY_KEY,
     STORE_KEY,
     Endpoints,
+    file_sizes,
     is_live,
     kept_secret,
     locked,
     private_folder,
-    prune,
     resolved,
     write_endpoints,
     write_settings,
     write_state,
 )
 from turnlog.infra.s3 import S3Blobs
-from turnlog.settings import EngineSettings, RunSettings, Settings, StoreSettings, TrainerSettings, load
+from turnlog.settings import EngineSettings, KafkaSettings, RunSettings, Settings, StoreSettings, TrainerSettings, load
 
 
 def test_written_settings_read_back_equal(tmp_path: Path) -> None:
@@ -97,15 +99,28 @@ def test_a_run_has_one_supervisor(tmp_path: Path) -> None:
     assert not is_live(tmp_path)
 
 
-def test_the_youngest_runs_are_kept_and_a_live_one_always(tmp_path: Path) -> None:
+def test_starting_a_run_deletes_no_other_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are, and although this start fails."""
+    monkeypatch.chdir(tmp_path)
     for number in range(8):
-        run = tmp_path / f"run-{number}"
-        run.mkdir()
-        write_state(run, {"pid": 0})
-        os.utime(run / "supervisor.json", (number, number))
-    (tmp_path / "notes").mkdir()
-    with locked(tmp_path / "run-0"):
-        removed = prune(tmp_path, tmp_path / "run-1", kept=5)
-    assert sorted(path.name for path in removed) == ["run-2", "run-3"]
-    assert (tmp_path / "notes").exists()
-    assert (tmp_path / "run-0").exists()
+        run = tmp_path / "runs" / f"run-{number}"
+        (run / "checkpoints").mkdir(parents=True)
+        (run / "checkpoints" / "weights").write_bytes(bytes(7))
+        write_state(run, {"pid": 0, "scope": "none", "children": []})
+    settings = Settings(
+        run=RunSettings(id="new", directory="runs/new"),
+        kafka=KafkaSettings(bootstrap="127.0.0.1:9"),
+        engine=EngineSettings(urls=("http://127.0.0.1:9",)),
+        store=StoreSettings(port=1 << 15),
+    )
+    with closing(socket.create_server(("127.0.0.1", 1 << 15))), pytest.raises(PortTaken):
+        up(settings, say=lambda _: None)
+    assert len(list((tmp_path / "runs").glob("run-*/checkpoints/weights"))) == 8
+
+
+def test_the_sizes_of_a_runs_files_tell_its_checkpoints_apart(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-1").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-1" / "weights").write_bytes(bytes(70))
+    (tmp_path / "settings.toml").write_bytes(bytes(3))
+    assert file_sizes(tmp_path) == {"checkpoints": [70], "directory": [3]}
+    assert file_sizes(tmp_path / "none") == {"checkpoints": [], "directory": []}

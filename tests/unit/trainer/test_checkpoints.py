@@ -19,7 +19,7 @@ from turnlog.infra.blobs import MANIFEST, Blobs
 from turnlog.infra.s3 import S3Blobs
 from turnlog.settings import SettingsError, StoreSettings
 from turnlog.trainer import CheckpointDamaged, CheckpointUnusable, Superseded
-from turnlog.trainer.checkpoint import Checkpoints, Cursor, bring, check_not_stored, cursor_values
+from turnlog.trainer.checkpoint import Checkpoints, Cursor, bring, check_not_stored, cursor_values, hand_on
 from turnlog.trainer.checkpoints.places import MARKERS, SUMS, FolderPlace, Marker, Place
 from turnlog.trainer.checkpoints.state import regrouped
 from turnlog.trainer.checkpoints.store import CACHE, StorePlace
@@ -133,6 +133,15 @@ def test_a_sealed_checkpoint_is_not_touched_when_its_step_is_saved_again(tmp_pat
     assert save(first, 10, "again") == name
     assert first.newest() == tmp_path / name
     assert (tmp_path / name / "content").read_text() == "10"
+
+
+def test_a_fork_leaves_the_checkpoints_of_a_run_that_has_begun(tmp_path: Path) -> None:
+    own = claimed(FolderPlace(tmp_path))
+    name = save(own, 10)
+    source = tmp_path / name
+    with pytest.raises(CheckpointUnusable, match="a run that has begun"):
+        hand_on(source, tmp_path)
+    assert own.newest() == source
 
 
 def test_a_zombie_neither_begins_nor_seals(ground: Ground) -> None:
