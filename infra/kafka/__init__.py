@@ -407,7 +407,7 @@ def _ask_of_all(consumer: AIOKafkaConsumer, places: Iterable[TopicPartition]) ->
 async def _answers(admin: Admin, broker: int) -> bool:
     """Whether it does, now: one that is stopped, or that lost its controllers with the others, still counts as in
     sync."""
-    with suppress(KafkaError, TimeoutError):
+    with suppress(KafkaError, OSError):
         async with asyncio.timeout(LOOK_S):
             await admin._send_request(MetadataRequest([]), broker)
             return True

@@ -7,10 +7,11 @@ callbacks on its own thread, and no asyncio consumer groups whose listeners can 
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -84,6 +85,7 @@ from turnlog.infra.log import (
 from turnlog.kafka_settings import KafkaSettings
 from turnlog.schemas.topics import MAX_MESSAGE_BYTES
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 METADATA_LIMIT_BYTES = 4096
 """Kafka's default `offset.metadata.max.bytes`. Above it a broker's refusal kills the whole transactional producer."""
@@ -131,6 +133,7 @@ THROTTLED = {ProduceRequest: SECONDS.labels("produce"), FetchRequest: SECONDS.la
 QUICK = (MetadataRequest, FindCoordinatorRequest, DescribeConfigsRequest)
 _connect, _request = aiokafka.client.create_conn, AIOKafkaConnection.send
 _ask, _look_up = AIOKafkaClient.send, AIOKafkaClient.coordinator_lookup
+_wait_on_metadata = AIOKafkaClient._wait_on_metadata
 _silent: dict[tuple[str, int], float] = {}
 """Until when a broker counts as silent, by the monotonic clock."""
 
@@ -145,11 +148,24 @@ async def _connected(host: str, port: int, **how: Any) -> AIOKafkaConnection:
         if not glance:
             _silent[host, port] = time.monotonic() + SILENT_S
         raise
+    except (OSError, KafkaError):
+        raise
+    except Exception as error:  # aiokafka's background tasks end over any other, and never start again
+        raise KafkaConnectionError(f"{host}:{port}: {error!r}") from error
 
 
 def _requested(connection: AIOKafkaConnection, request: Any, expect_response: bool = True) -> Awaitable[Any]:
-    """What every broker says at once: of one that does not, another is asked. And what a quota may hold back."""
-    answer: Awaitable[Any] = _request(connection, request, expect_response)
+    """What every broker says at once: of one that does not, another is asked. And what a quota may hold back.
+
+    uvloop's transport raises a bare RuntimeError once its connection is lost, where asyncio's raises an OSError or
+    nothing: aiokafka retries only what is an OSError or an error of its own."""
+    try:
+        answer: Awaitable[Any] = _request(connection, request, expect_response)
+    except KafkaError:
+        raise
+    except RuntimeError as lost:
+        connection.close(reason=CloseReason.CONNECTION_BROKEN, exc=lost)
+        raise KafkaConnectionError(f"Connection at {connection.host}:{connection.port} broken: {lost}") from lost
     if isinstance(request, QUICK):
         return _quick(connection, answer)
     return _throttled(answer, THROTTLED[type(request)]) if type(request) in THROTTLED else answer
@@ -185,18 +201,31 @@ async def _asked(
 
 
 async def _looked_up(client: AIOKafkaClient, kind: CoordinationType, key: str) -> int:
-    """The broker that was asked may go down over it. aiokafka's sender ends then; what it asks again after is this."""
+    """The broker that was asked may go down over it, or none may be known while all restart. aiokafka's sender ends
+    then; what it asks again after is this."""
     try:
         found: int = await _look_up(client, kind, key)
-    except KafkaConnectionError as gone:
+    except (KafkaConnectionError, AssertionError) as gone:
         raise CoordinatorNotAvailableError(str(gone)) from gone
     return found
+
+
+async def _waited_for(client: AIOKafkaClient, topic: str) -> Any:
+    """The numbers of its partitions. aiokafka takes a topic for missing of which no broker told it in time, also when
+    no broker answers at all."""
+    try:
+        return await _wait_on_metadata(client, topic)
+    except UnknownTopicOrPartitionError as unknown:
+        if await client.force_metadata_update():
+            raise
+        raise KafkaTimeoutError(f"no broker tells the partitions of {topic}") from unknown
 
 
 aiokafka.client.create_conn = _connected
 AIOKafkaConnection.send = _requested
 AIOKafkaClient.send = _asked
 AIOKafkaClient.coordinator_lookup = _looked_up
+AIOKafkaClient._wait_on_metadata = _waited_for
 
 
 class _Sizes(Response):  # type: ignore[misc]
@@ -398,13 +427,38 @@ class Connection:
 
 @contextmanager
 def typed(connection: Connection, doing: str) -> Iterator[None]:
-    """Turn aiokafka's errors and time-outs into the tree of `infra.log`; `doing` says what, where."""
+    """Turn whatever a call of aiokafka raises into the tree of `infra.log`; `doing` says what, where. What asyncio,
+    uvloop or ssl raise under it means that the connection was lost."""
     try:
         yield
+    except LogError:
+        raise
     except TimeoutError as error:
         raise connection.unanswered(doing) from error
     except KafkaError as error:
         raise typed_error(connection, doing, error) from error
+    except (OSError, EOFError, RuntimeError) as error:
+        raise connection.unanswered(doing, repr(error)) from error
+    except Exception as error:
+        raise LogUnavailable(f"{doing}: aiokafka failed by {error!r}") from error
+
+
+@asynccontextmanager
+async def parting(connection: Connection, client: AIOKafkaClient | None = None) -> AsyncIterator[None]:
+    """For what is said to a broker at the end of a block, within `close_s`. A broker that is gone must not hide the
+    error that ends the block; it finds out by itself that we have left. `client` has no connection afterwards: what
+    stops it closes them last, and may not come so far."""
+    try:
+        async with asyncio.timeout(connection.close_s):
+            yield
+    except Exception as error:
+        log.info("a client of %s left without a goodbye: %r", connection.bootstrap, error)
+    finally:
+        if client is not None:
+            if client._sync_task is not None:
+                client._sync_task.cancel()
+            for open_one in client._conns.values():
+                open_one.close(reason=CloseReason.SHUTDOWN)
 
 
 def typed_error(connection: Connection, doing: str, error: KafkaError) -> LogError:

@@ -15,11 +15,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mappi
 from typing import Any
 
 from aiokafka import AIOKafkaProducer
-from aiokafka.errors import KafkaError, KafkaTimeoutError
+from aiokafka.errors import IllegalOperation, KafkaError, KafkaTimeoutError
 
 from turnlog.infra.kafka.connection import (
     QUICK_S,
     Connection,
+    parting,
     typed,
     typed_error,
 )
@@ -81,11 +82,9 @@ async def producing(connection: Connection, transactional_id: str | None = None)
                 await producer.start()
         yield producer
     finally:
-        # A dead broker or a fenced producer must not hide the error that ends the block.
-        with contextlib.suppress(KafkaError, TimeoutError):
-            async with asyncio.timeout(connection.close_s):
-                await asyncio.sleep(0)  # aiokafka's stop falls over tasks of its own that have not run yet
-                await producer.stop()
+        async with parting(connection, producer.client):
+            await asyncio.sleep(0)  # aiokafka's stop falls over tasks of its own that have not run yet
+            await producer.stop()
 
 
 @contextlib.asynccontextmanager
@@ -262,9 +261,14 @@ class KafkaTransactor:
             self._require_open()
             await self._known(topic, partition)
             async with self._order:
-                future = await self._producer.send(
-                    self._connection.full(topic), value, key=key, partition=partition, headers=list(headers)
-                )
+                try:
+                    future = await self._producer.send(
+                        self._connection.full(topic), value, key=key, partition=partition, headers=list(headers)
+                    )
+                except IllegalOperation:  # the transaction ended with an error of what was sent before: that one counts
+                    async with asyncio.timeout(self._connection.answer_s):
+                        await asyncio.gather(*self._sent)
+                    raise
             self._sent.append(future)
             self._written.inc(len(key) + len(value))
             return answered(self._connection, future, f"{topic} in a transaction of {self._id}", quiet=True)
@@ -299,9 +303,8 @@ class KafkaTransactor:
         """Abort what is open. What the producer's state does not allow to abort is left to the broker: the next
         owner's start aborts it, or the transaction time-out does."""
         if self._open and not isinstance(self._failed, Fenced):
-            with contextlib.suppress(KafkaError, TimeoutError, AssertionError):
-                async with asyncio.timeout(self._connection.close_s):
-                    await self._producer.abort_transaction()
+            async with parting(self._connection):
+                await self._producer.abort_transaction()
 
     def _require_open(self) -> None:
         if not self._open:
@@ -323,7 +326,4 @@ class KafkaTransactor:
                 self._failed = error
                 raise
             self._failed = TransactionFailed(str(error))
-            raise self._failed from error
-        except AssertionError as error:  # aiokafka's state machine after an error that nobody awaited
-            self._failed = TransactionFailed(f"{self._id}: {doing}: {error}")
             raise self._failed from error

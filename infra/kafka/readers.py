@@ -36,7 +36,7 @@ from aiokafka.protocol.types import (
     TaggedFields,
 )
 
-from turnlog.infra.kafka.connection import RETRY_S, Admin, Connection, typed
+from turnlog.infra.kafka.connection import RETRY_S, Admin, Connection, parting, typed
 from turnlog.infra.log import HANGING_S, Assigned, BrokenAssignment, Commit, Fenced, Partition, Record, hanging
 from turnlog.infra.roles.measures import BYTES, UNREAD
 from turnlog.schemas.binary import constructor
@@ -215,10 +215,9 @@ async def consuming(
                 await consumer.start()
         yield consumer
     finally:
-        with contextlib.suppress(KafkaError, TimeoutError):
-            async with asyncio.timeout(connection.close_s):
-                await asyncio.sleep(0)  # aiokafka's stop falls over tasks of its own that have not run yet
-                await _stop(consumer)
+        async with parting(connection, consumer._client):
+            await asyncio.sleep(0)  # aiokafka's stop falls over tasks of its own that have not run yet
+            await _stop(consumer)
 
 
 async def _stop(consumer: AIOKafkaConsumer) -> None:
@@ -409,12 +408,11 @@ class KafkaGroupReader(KafkaReader):
     async def _goodbye(self, coordinator: GroupCoordinator) -> None:
         """Of a static member, which aiokafka lets go without a word: its units would idle for the rest of its session
         (decision 28). A successor of the same name is not sent away: its member id is another."""
-        with contextlib.suppress(KafkaError, TimeoutError):
-            async with asyncio.timeout(self._connection.close_s):
-                await coordinator._stop_heartbeat_task()
-                if coordinator.generation > 0:
-                    member = (coordinator.member_id, coordinator._group_instance_id)
-                    await coordinator._send_req(_StaticGoodbye(coordinator.group_id, *member))
+        async with parting(self._connection):
+            await coordinator._stop_heartbeat_task()
+            if coordinator.generation > 0:
+                member = (coordinator.member_id, coordinator._group_instance_id)
+                await coordinator._send_req(_StaticGoodbye(coordinator.group_id, *member))
 
     async def _serve(self) -> None:
         """Run the callbacks that wait. Raises what they raise, BrokenAssignment, and the coordinator's errors."""
