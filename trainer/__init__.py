@@ -4,6 +4,7 @@ What can be wrong in the trainer. Each ends the process; the supervisor restarts
 
 TrainerError
 ├── UnsupportedModel     the model folder describes something that the mapping to Megatron does not cover
+├── ModelDamaged         a file of the model folder is gone, cut short, or not what its name says
 ├── LayoutUnfit          the model cannot be shared as the settings say, or this machine lacks a device for a rank
 ├── WeightsMismatch      names or shapes of Hugging Face weights differ from the model's
 ├── TeacherUnfit         the teacher reads other tokens than the policy writes, or the ranks cannot share it
@@ -34,6 +35,10 @@ class TrainerError(Exception):
 
 class UnsupportedModel(TrainerError):
     """Names the key of config.json and what is supported."""
+
+
+class ModelDamaged(TrainerError):
+    """Names the file and what is wrong with it."""
 
 
 class LayoutUnfit(TrainerError):

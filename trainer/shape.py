@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from turnlog.infra.offers import offered
 from turnlog.names import EntryPointGroup
-from turnlog.trainer import UnsupportedModel
+from turnlog.trainer import ModelDamaged, UnsupportedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,10 +231,16 @@ class Family:
     vision: bool = False
     """It takes images, by a tower as Qwen2.5-VL's."""
     only: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-    """Key of config.json -> the values that it may have where it is given: those that the Megatron model computes."""
+    """Key of config.json -> the values that it may have: those that the Megatron model computes."""
+    absent: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Key of `only` -> what transformers takes where config.json does not give it, if that is not the first value."""
+    rope_theta: float = 10_000.0
+    """Where config.json gives none."""
     tensors: Callable[[ModelShape], Iterator[Tensor]] = decoder_tensors
 
 
+ELSEWHERE = ("quantization_config", "compression_config", "transformers_weights")
+"""Keys of config.json by which weights are not the values, or not in the files, that the trainer reads."""
 _NO_WINDOW = {"use_sliding_window": (False, None)}
 _NO_BIAS: dict[str, tuple[Any, ...]] = {"attention_bias": (False,), "mlp_bias": (False,)}
 FAMILIES = {
@@ -256,6 +262,7 @@ FAMILIES = {
             qkv_bias=True,
             vision=True,
             only=_NO_WINDOW,
+            rope_theta=1_000_000.0,
             tensors=seeing_tensors,
         ),
     )
@@ -279,11 +286,15 @@ def family(model_type: str) -> Family:
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """The shape of a model folder. Raises UnsupportedModel."""
+    """The shape of a model folder. Raises UnsupportedModel, ModelDamaged."""
     try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        config = json.loads((folder / "config.json").read_bytes())
     except FileNotFoundError:
         raise UnsupportedModel(f"{folder} has no config.json; [model] path must be a Hugging Face folder") from None
+    except ValueError as error:
+        raise ModelDamaged(f"{folder / 'config.json'} is no JSON ({error}): fetch the file again") from error
+    if not isinstance(config, dict):
+        raise ModelDamaged(f"{folder / 'config.json'} is not a JSON object: fetch the file again")
     try:
         return _shape(config)
     except UnsupportedModel as error:
@@ -294,11 +305,17 @@ def read_shape(folder: Path) -> ModelShape:
 
 def _shape(config: dict[str, Any]) -> ModelShape:
     own = family(str(config.get("model_type")))
-    config = {**config, **config.get("text_config", {})} if own.vision else config  # in models of the Hub it is flat
+    text = config.get("text_config") or config if own.vision else config  # in models of the Hub it is flat
+    config = {**config, **text}
+    for key in ELSEWHERE:
+        if config.get(key):
+            raise UnsupportedModel(f"{key} is not supported: take the model's weights as they were before it")
     for key, values in {"hidden_act": ("silu",), **own.only}.items():
-        if key in config and config[key] not in values:
-            raise UnsupportedModel(f"{key} = {config[key]!r} is not supported; supported: {values[0]!r}")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        value = config.get(key, own.absent.get(key, values[0]))
+        if value not in values:
+            given = "" if key in config else " (what transformers takes where config.json does not give it)"
+            raise UnsupportedModel(f"{key} = {value!r}{given} is not supported; supported: {values[0]!r}")
+    rope = _rope(text, own)
     heads = config["num_attention_heads"]
     return ModelShape(
         kind=own.model_type,
@@ -311,7 +328,7 @@ def _shape(config: dict[str, Any]) -> ModelShape:
         vocabulary=config["vocab_size"],
         positions=config["max_position_embeddings"],
         norm_epsilon=config["rms_norm_eps"],
-        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+        rope_theta=float(rope["rope_theta"]),
         tied=bool(config.get("tie_word_embeddings", False)),
         rope_scaling=None if own.vision else _rope_scaling(rope),
         vision=_vision(config, rope) if own.vision else None,
@@ -322,8 +339,7 @@ def _shape(config: dict[str, Any]) -> ModelShape:
 def _vision(config: Config, rope: Config) -> VisionShape:
     """Raises UnsupportedModel."""
     tower = config["vision_config"]
-    kind = rope.get("rope_type", rope.get("type"))
-    if "mrope_section" not in rope or kind not in ("default", "mrope"):
+    if "mrope_section" not in rope or rope["rope_type"] not in ("default", "mrope"):
         raise UnsupportedModel(f"rotary positions {dict(rope)} are not supported; supported: mrope_section")
     if tower.get("hidden_act", "silu") != "silu" or tower["out_hidden_size"] != config["hidden_size"]:
         raise UnsupportedModel(
@@ -354,11 +370,34 @@ def _mixture(config: Config) -> dict[str, Any]:
     }
 
 
+def _rope(text: Config, own: Family) -> dict[str, Any]:
+    """rope_theta, rope_type and what belongs to it, as transformers 5 reads them. It takes rope_scaling where that is
+    given beside rope_parameters, and other readers the latter, so both must say the same. Raises UnsupportedModel."""
+    plain = {"rope_theta": text.get("rope_theta") or own.rope_theta, "rope_type": "default"}
+    given = [text[key] for key in ("rope_scaling", "rope_parameters") if text.get(key)]
+    found = [{**plain, "rope_type": rope.get("type", "default"), **rope} for rope in given]
+    for rope in found:
+        rope.pop("type", None)
+        if any(isinstance(value, dict) for value in rope.values()):
+            raise UnsupportedModel(f"rotary positions by layer type {rope} are not supported")
+    if len(found) > 1 and found[0] != found[1]:
+        raise UnsupportedModel(
+            f"rope_scaling {text['rope_scaling']} and rope_parameters {text['rope_parameters']} differ, and engines "
+            "and transformers do not agree which one counts: keep one of them in config.json"
+        )
+    rope = found[0] if found else plain
+    original = text.get("original_max_position_embeddings")
+    if original is not None and rope.setdefault("original_max_position_embeddings", original) != original:
+        raise UnsupportedModel(
+            f"original_max_position_embeddings is {original} beside rotary positions {rope}: keep one of them"
+        )
+    return rope
+
+
 def _rope_scaling(rope: Config) -> RopeScaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
+    if rope["rope_type"] == "default":
         return None
-    if kind != "llama3":
+    if rope["rope_type"] != "llama3":
         raise UnsupportedModel(f"scaled rotary positions {dict(rope)} are not supported; supported: llama3")
     return RopeScaling(
         factor=float(rope["factor"]),

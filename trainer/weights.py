@@ -22,16 +22,28 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.nn.functional as functional
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from turnlog.infra.blobs import Blobs
 from turnlog.infra.tensors import adapters, deltas
-from turnlog.infra.tensors.files import CODES, DTYPES, MODEL, SHARD_BYTES, SUFFIX, TensorSpec, Written, write_weights
+from turnlog.infra.tensors.files import (
+    CODES,
+    DTYPES,
+    MODEL,
+    SHARD_BYTES,
+    SUFFIX,
+    NoWeights,
+    TensorSpec,
+    Written,
+    weight_files,
+    write_weights,
+)
 from turnlog.schemas.events import WeightVersionPublished
 from turnlog.schemas.events.weights import WeightFile
 from turnlog.schemas.ids import digest
-from turnlog.trainer import UnsupportedModel, WeightsMismatch, mcore
+from turnlog.trainer import ModelDamaged, UnsupportedModel, WeightsMismatch, mcore
 from turnlog.trainer.checkpoint import Cursor
 from turnlog.trainer.checkpoints.places import file_sha256
 from turnlog.trainer.models import lora
@@ -63,6 +75,11 @@ def expected_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 def check_shapes(state: Mapping[str, torch.Tensor], shape: ModelShape) -> None:
     """Raises WeightsMismatch. A tied model may carry its output layer all the same."""
+    for name, tensor in state.items():
+        if str(tensor.dtype).removeprefix("torch.") not in CODES:
+            raise WeightsMismatch(
+                f"{name} holds {tensor.dtype}, as quantized weights do; supported: {', '.join(CODES)}"
+            )
     wanted = expected_shapes(shape)
     found = {name: tuple(tensor.shape) for name, tensor in state.items()}
     if shape.tied:
@@ -303,11 +320,29 @@ TOKENIZER = (
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the folder, on the CPU. Raises UnsupportedModel when there is none."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise UnsupportedModel(f"{folder} has no safetensors; convert the checkpoint first")
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    """Every tensor of the folder's model, on the CPU. Raises UnsupportedModel when there is none, ModelDamaged,
+    WeightsMismatch."""
+    try:
+        files = weight_files(folder)
+    except NoWeights as error:
+        raise UnsupportedModel(str(error)) from error
+    if beside := sorted(file.name for file in folder.glob(f"*{SUFFIX}") if file not in files):
+        log.warning("%s: %s are not the model's, and are not read", folder, ", ".join(beside))
+    state: dict[str, torch.Tensor] = {}
+    for file, placed in files.items():
+        tensors = read_tensors(file)
+        if placed is not None and (other := sorted(placed ^ tensors.keys())):
+            raise WeightsMismatch(f"{file} and the index do not agree where {other[0]} is: fetch the model again")
+        state |= tensors
+    return state
+
+
+def read_tensors(file: Path) -> dict[str, torch.Tensor]:
+    """Those of one file, on the CPU. Raises ModelDamaged."""
+    try:
+        return load_file(file)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ModelDamaged(f"{file} cannot be read as safetensors ({error}): fetch the file again") from error
 
 
 def description(folder: Path) -> dict[str, bytes]:

@@ -27,6 +27,7 @@ from turnlog.infra.embedded.ports import HOST, ONE_HOST, claim, listens, reached
 from turnlog.infra.embedded.process import Launch, Server
 from turnlog.infra.run_folder import STORE_KEY, kept_secret
 from turnlog.infra.tensors.adapters import ATTENTION, DENSE
+from turnlog.infra.tensors.files import NoWeights, weight_files
 from turnlog.processors.core.experts import routing_of_model
 from turnlog.settings import EngineSettings, Settings, StoreSettings
 
@@ -178,8 +179,11 @@ def serve_engine(settings: Settings) -> int:
 def check_model(model: Path) -> None:
     """Raises ModelMissing when the folder is not a Hugging Face model with weights and tokenizer."""
     missing = [name for name in MODEL_FILES if not (model / name).is_file()]
-    if not missing and not any(model.glob("*.safetensors")):
-        missing = ["*.safetensors"]
+    try:
+        weight_files(model)
+    except NoWeights as error:
+        if not missing:
+            raise ModelMissing(f"[model] path: {error}") from error
     if missing:
         raise ModelMissing(
             f"{model} holds no {', '.join(missing)}: set [model] path to a Hugging Face folder (config, tokenizer, "

@@ -4,6 +4,7 @@ will lie, and read back one at a time, so that no file ever stands in memory.
 The library takes all tensors of a file at once, in copies; of it are the checks of a header.
 
 NotSafetensors   a file's length is not what its header says, or it has no header
+NoWeights        a folder does not say which files its weights are in, or lacks one of them
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 class NotSafetensors(Exception):
     """Says what is wrong with the file."""
+
+
+class NoWeights(Exception):
+    """Names the folder and what it lacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +231,30 @@ def write_weights(
 
 
 INDEX = "model.safetensors.index.json"
+
+
+def weight_files(folder: Path) -> dict[Path, frozenset[str] | None]:
+    """The files that hold a model's weights, as transformers and engines find them, and the names of the tensors that
+    the index places in each: model.safetensors, of which it says nothing, else those that the index names. Whatever
+    else lies in the folder holds none. Raises NoWeights."""
+    single, index = folder / f"{MODEL}{SUFFIX}", folder / INDEX
+    if not index.is_file():
+        if single.is_file():
+            return {single: None}
+        raise NoWeights(f"{folder} has neither {single.name} nor {INDEX}; convert the checkpoint, or fetch it again")
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        placed_in = {name: sorted(key for key, at in weight_map.items() if at == name) for name in weight_map.values()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise NoWeights(f"{index} is not an index of weights ({error!r}): fetch the file again") from error
+    if single.is_file() and single.name not in placed_in:
+        raise NoWeights(
+            f"{folder} has {single.name} and {INDEX}, which names other files: transformers reads the first, engines "
+            "the others; remove those that are not the model's"
+        )
+    if missing := [name for name in sorted(placed_in) if Path(name).name != name or not (folder / name).is_file()]:
+        raise NoWeights(f"{folder} lacks {', '.join(missing)}, which {INDEX} names: fetch the files again")
+    return {folder / name: frozenset(placed_in[name]) for name in sorted(placed_in)}
 
 
 def read_checksums(path: Path) -> Iterator[tuple[TensorSpec, str]]:

@@ -85,9 +85,9 @@ def test_the_verb_becomes_an_engine_and_obeys(tiny_model: Path, tmp_path: Path) 
     assert not psutil.pid_exists(child.pid)
 
 
-@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "weights.safetensors"])
+@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
 def test_a_folder_that_is_no_model_is_refused_at_once(tmp_path: Path, missing: str) -> None:
-    for name in {"config.json", "tokenizer.json", "weights.safetensors"} - {missing}:
+    for name in {"config.json", "tokenizer.json", "model.safetensors"} - {missing}:
         (tmp_path / name).write_text(json.dumps({}))
     with pytest.raises(ModelMissing, match=r"\[model\] path"):
         Engine(tmp_path, EngineSettings(), log=tmp_path / "engine.log")

@@ -47,7 +47,7 @@ from turnlog.trainer.learner import Learner
 from turnlog.trainer.models.lora import summed
 from turnlog.trainer.plan import ADAPTERS, LearnerOptions
 from turnlog.trainer.shape import read_shape
-from turnlog.trainer.weights import DESCRIPTION, TOKENIZER, Of, description, read_weights, tensor_bytes
+from turnlog.trainer.weights import DESCRIPTION, TOKENIZER, Of, description, read_tensors, read_weights, tensor_bytes
 
 CARD = "README.md"
 LICENCES = ("LICENSE", "LICENSE.txt", "NOTICE")
@@ -186,7 +186,7 @@ async def _merged(chain: Chain, blobs: Blobs, folder: Path) -> Sequence[TensorSp
 
 def _merge(base: Path, adapter: Path, folder: Path) -> Written:
     config = json.loads((adapter / adapters.CONFIG).read_bytes())
-    factors, scale = read_weights(adapter), config["lora_alpha"] / config["r"]
+    factors, scale = read_tensors(adapter / f"{adapters.STEM}{SUFFIX}"), config["lora_alpha"] / config["r"]
     files = sorted(base.glob(f"*{SUFFIX}"))
     specs = [place.spec for file in files for place in places(file)]
 

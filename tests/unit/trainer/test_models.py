@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -21,7 +23,7 @@ from transformers import (
 
 from tests.fakes.offers import offering
 from turnlog.names import EntryPointGroup
-from turnlog.trainer import UnsupportedModel, mcore, shape, weights
+from turnlog.trainer import ModelDamaged, UnsupportedModel, WeightsMismatch, mcore, shape, weights
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.model import build_model, model_config
 from turnlog.trainer.plan import LearnerOptions
@@ -130,6 +132,10 @@ def test_the_page_adds_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         MistralConfig(**SIZES, sliding_window=128).save_pretrained(tmp_path / "other")
         with pytest.raises(UnsupportedModel, match="sliding_window = 128 is not supported"):
             read_shape(tmp_path / "other")
+        MistralConfig(**SIZES).save_pretrained(tmp_path / "other")
+        changed(tmp_path / "other", sliding_window=None)
+        with pytest.raises(UnsupportedModel, match=r"sliding_window = 4096 \(what transformers takes"):
+            read_shape(tmp_path / "other")
 
 
 @pytest.mark.parametrize(
@@ -147,6 +153,115 @@ def test_a_model_that_the_mapping_does_not_cover_is_refused(tmp_path: Path, chan
     (tmp_path / "config.json").write_text(f"{{{change}}}")
     with pytest.raises(UnsupportedModel, match=message):
         read_shape(tmp_path)
+
+
+def changed(folder: Path, **change: Any) -> None:
+    """Write the folder's config.json anew with other keys, None removes one."""
+    path = folder / "config.json"
+    values = json.loads(path.read_text()) | change
+    path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+SCALING = {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_scaling": YARN}, "rope_scaling .*yarn.* and rope_parameters .* differ"),
+        ({"rope_scaling": SCALING}, "rope_scaling .*llama3.* and rope_parameters .* differ"),
+        ({"rope_parameters": {"full_attention": LLAMA3}}, "by layer type"),
+        ({"rope_parameters": LLAMA3, "original_max_position_embeddings": 32}, "original_max_position_embeddings is 32"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is not supported"),
+        ({"compression_config": {"format": "int"}}, "compression_config is not supported"),
+        ({"transformers_weights": "other.safetensors"}, "transformers_weights is not supported"),
+    ],
+)
+def test_a_model_that_readers_of_its_config_do_not_agree_on_is_refused(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    CONFIGS["qwen3"].save_pretrained(tmp_path)
+    changed(tmp_path, **change)
+    with pytest.raises(UnsupportedModel, match=message):
+        read_shape(tmp_path)
+
+
+def test_rotary_positions_are_the_same_under_either_key_or_both(tmp_path: Path) -> None:
+    CONFIGS["llama 3"].save_pretrained(tmp_path)
+    form = read_shape(tmp_path)
+    assert form.rope_scaling is not None
+    changed(tmp_path, rope_scaling=SCALING, rope_theta=500.0)
+    assert read_shape(tmp_path) == form
+    changed(tmp_path, rope_parameters=None)
+    assert read_shape(tmp_path) == form
+
+
+@pytest.mark.parametrize("text", ["", '{"model_type": "qwen', "[]", "\xff"])
+def test_a_config_that_is_cut_short_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ModelDamaged, match=r"config\.json .*fetch the file again"):
+        read_shape(tmp_path)
+
+
+def sharded(folder: Path) -> dict[str, torch.Tensor]:
+    """A model in several files with an index; its tensors, which the files may be changed beneath."""
+    of_config: Any = AutoModelForCausalLM.from_config
+    of_config(CONFIGS["qwen3"]).save_pretrained(folder, max_shard_size="100KB")
+    assert len(list(folder.glob("model-*.safetensors"))) > 2
+    return {name: tensor.clone() for name, tensor in weights.read_weights(folder).items()}
+
+
+def test_weights_are_those_of_the_index_whatever_lies_beside_them(tmp_path: Path) -> None:
+    state = sharded(tmp_path)
+    save_file({name: tensor + 1 for name, tensor in state.items()}, tmp_path / "training_backup.safetensors")
+    save_file({"lm_head.weight": state["lm_head.weight"] + 1}, tmp_path / "model-00010-of-00013.safetensors")
+    again = weights.read_weights(tmp_path)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
+    held = loaded.state_dict()
+    assert all(torch.equal(again[name], state[name]) and torch.equal(held[name], state[name]) for name in state)
+
+
+def test_weights_of_one_file_are_its_own_whatever_lies_beside_it(tmp_path: Path) -> None:
+    hugging_face(tmp_path, CONFIGS["qwen3"])
+    state = weights.read_weights(tmp_path)
+    save_file({name: tensor + 1 for name, tensor in state.items()}, tmp_path / "training_backup.safetensors")
+    assert all(torch.equal(tensor, state[name]) for name, tensor in weights.read_weights(tmp_path).items())
+
+
+def test_a_folder_whose_weights_are_not_all_there_is_refused(tmp_path: Path) -> None:
+    state = sharded(tmp_path)
+    first, second, *_ = sorted(tmp_path.glob("model-*.safetensors"))
+    content = first.read_bytes()
+    for broken in (b"", content[:-1], content[:20]):
+        first.write_bytes(broken)
+        with pytest.raises(ModelDamaged, match=rf"{first.name} cannot be read"):
+            weights.read_weights(tmp_path)
+    first.unlink()
+    with pytest.raises(UnsupportedModel, match=rf"lacks {first.name}, which model\.safetensors\.index\.json names"):
+        weights.read_weights(tmp_path)
+    first.write_bytes(second.read_bytes())
+    with pytest.raises(WeightsMismatch, match=rf"{first.name} and the index do not agree"):
+        weights.read_weights(tmp_path)
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModel, match="transformers reads the first, engines the others"):
+        weights.read_weights(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    for index in ("", "[]", '{"weight_map": 3}', "{}"):
+        (tmp_path / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(UnsupportedModel, match="is not an index of weights"):
+            weights.read_weights(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(UnsupportedModel, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
+        weights.read_weights(tmp_path)
+
+
+def test_whole_numbers_are_no_weights(tmp_path: Path) -> None:
+    hugging_face(tmp_path, CONFIGS["qwen3"])
+    state = weights.read_weights(tmp_path)
+    name = "model.layers.0.mlp.down_proj.weight"
+    with pytest.raises(WeightsMismatch, match=rf"{name} holds torch\.int8, as quantized weights do"):
+        weights.check_shapes({**state, name: state[name].to(torch.int8)}, read_shape(tmp_path))
 
 
 def test_rotary_positions_of_another_kind_are_refused(tmp_path: Path) -> None:
