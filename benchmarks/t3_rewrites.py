@@ -11,6 +11,7 @@ usage: python benchmarks/t3_rewrites.py
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import hashlib
 import json
@@ -58,13 +59,14 @@ class Gateway:
         (folder / "config.json").write_text(json.dumps(RECIPE.warm_start.model.config()))
         prompts = Prompts(TextTokens(folder), ChatTemplate.load(folder))
         self.planner = Planner(prompts=prompts, window=1 << 30, history="sampled")
+        self.runner = asyncio.Runner()
         self.ids = prompts.tokens.encode("7" * ANSWER)
 
     def turn(self, session: Session, body: bytes) -> tuple[dict[str, Any], TurnPlan, int]:
         """The answer, what it would be sampled on, and how many ids were new to the log."""
         chat = OpenAIChat().request(body, session.conversation)
         session.repeated(chat.sha256, None)
-        plan = self.planner.plan(session, chat, CLAIMS, None)
+        plan = self.runner.run(self.planner.plan(session, chat, CLAIMS, None))
         conversation, new = session.conversation, plan.prompt[plan.known.depth :]
         draft = Draft(0.0, list(self.ids), [-0.5] * ANSWER, [VersionSpan(0, ANSWER)], "stop")
         response = {"role": "assistant", "content": "7" * ANSWER}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 import uvloop
 from httpcore._backends.anyio import AnyIOStream  # httpx and httpcore both talk through it, and no name leads there
@@ -16,7 +16,11 @@ HOLD_MUCH = frozenset({"gateway"})
 """Roles that hold many objects for long and leave few cycles behind: by Python's own thresholds each look for those at
 all that is held, a tenth of a second long, comes ten times as often, and takes a sixth of their processor time (T4)."""
 COLLECTIONS = (10_000, 10, 10)
+LARGE = 16 * 1024
+"""Bytes of a request from which on it is read in a thread. A prompt of this length is tokenised within milliseconds,
+and a thread costs a tenth of one."""
 _ask = AnyIOStream.get_extra_info
+T = TypeVar("T")
 
 
 def run(name: str, main: Coroutine[Any, Any, None]) -> None:
@@ -28,6 +32,12 @@ def run(name: str, main: Coroutine[Any, Any, None]) -> None:
         return
     AnyIOStream.get_extra_info = _of_a_reset_one_too  # type: ignore[method-assign, assignment]
     uvloop.run(main)
+
+
+async def off_loop(size: int, work: Callable[[], T]) -> T:
+    """What `work` makes of a request of `size` bytes. A large one is worked on in a thread, so that the loop goes on
+    answering everybody else: `work` may read what the loop writes, and write only what it returns."""
+    return work() if size < LARGE else await asyncio.to_thread(work)
 
 
 def _of_a_reset_one_too(stream: AnyIOStream, info: str) -> Any:

@@ -13,7 +13,7 @@ GatewayError
 ├── ContextOverflow       400 the prompt leaves no room in the context window
 ├── Unauthorized          401 no, a forged or a foreign token
 ├── TooSlow               408 the body did not come within [gateway] request_s
-├── TooLarge              413 the body is longer than [gateway] max_body_bytes
+├── TooLarge              413 the body is longer than [gateway] max_body_bytes, or holds too many JSON values
 ├── TooMany               429 the session asks for more turns than [gateway] allows
 ├── EnginesRefused        400 what is asked of engines cannot be: no such engine, no address, none hosted
 ├── UnknownSession        404 the log holds no such session
@@ -102,13 +102,14 @@ class StrayImageToken(GatewayError):
 
 
 class ContextOverflow(GatewayError):
-    """Names the prompt's length and the window, both in tokens."""
+    """Names the prompt's length and the window, both in tokens; a length that nobody counted by what it is at least."""
 
     status, type, code = 400, "invalid_request_error", "context_length_exceeded"
 
-    def __init__(self, prompt_tokens: int, window: int) -> None:
+    def __init__(self, prompt_tokens: int, window: int, *, counted: bool = True) -> None:
+        take = f"take {'' if counted else 'at least '}{prompt_tokens}"
         super().__init__(
-            f"This model's maximum context length is {window} tokens; the messages take {prompt_tokens} of them",
+            f"This model's maximum context length is {window} tokens; the messages {take} of them",
             param="messages",
         )
         self.prompt_tokens = prompt_tokens

@@ -10,7 +10,7 @@ import logging
 import math
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +92,7 @@ from turnlog.producers.gateway.sessions import Identity, Limits, Running, Sessio
 from turnlog.producers.gateway.turns import Planner, Turns
 from turnlog.schemas.events.sessions import SessionFinished
 from turnlog.schemas.events.tasks import Purpose, Sampling
+from turnlog.schemas.json_depth import more_than
 from turnlog.schemas.topics import SESSIONS
 from turnlog.schemas.types import TurnId
 
@@ -108,6 +109,9 @@ REFUSAL = OpenAIChat().refusal
 REPEATS = Counter("turnlog_gateway_repeats", "Requests answered with a turn that was recorded before")
 
 T = TypeVar("T")
+VALUES, VALUES_PER_TOKEN = 1 << 18, 4
+"""JSON values of a request for a turn: so many, and so many for each token of the window. A parser makes an object of
+each, a million in a quarter of a second, during which no other thread runs."""
 RECORD_BYTES = 1 << 20
 """Of a request to open or finish a session: what it says goes into one record, which holds far less than 8 MiB."""
 
@@ -241,17 +245,11 @@ class Gateway:
         claims = self._claims(request)
         body = await self.body(request)
         try:
-            session = await self.sessions.find(claims)
+            session, asked, turn = await self._begun(dialect, request, body, claims)
         except OwnedElsewhere as other:
             return self._passed_on(other, request, body, dialect.refusal)
-        asked = dialect.request(body, session.conversation)
-        if parent := traceparent(request.headers.getlist("traceparent")):
-            asked = dataclasses.replace(asked, traceparent=parent)
-        if asked.pictures:
-            asked = await self._with_images(asked, session)
-            session = await self.sessions.find(claims)  # the store took its time
         return TurnResponse(
-            self._turn(session, asked, claims, request.headers),
+            turn,
             asked,
             dialect,
             session_id=session.id,
@@ -298,25 +296,55 @@ class Gateway:
             except OwnedElsewhere as other:
                 return self._passed_on(other, request, body, dialect.refusal)
 
-            async def prompt_tokens(asked: TurnRequest) -> int:
-                asked = await self._with_images(asked, session) if asked.pictures else asked
-                return self.turns.planner.prompt_tokens(session, asked)
+            async def prompt_tokens() -> int:
+                asked = await self._read(dialect, body, session)
+                return await self.turns.planner.prompt_tokens(session, asked, claims)
 
-            return await endpoint.answer(Asked(request, body, session, prompt_tokens))
+            return await endpoint.answer(Asked(request, session, prompt_tokens))
         except (GatewayError, LogError) as error:
             return _refused(error, dialect.refusal)
 
-    def _turn(self, session: Session, asked: TurnRequest, claims: Claims, headers: Mapping[str, str]) -> Running | Turn:
+    async def _begun(
+        self, dialect: Dialect, request: Request, body: bytes, claims: Claims
+    ) -> tuple[Session, TurnRequest, Running | Turn]:
+        """The session, what it is asked, and the turn, begun or recorded before. What takes long waits for the store or
+        for a thread: a session that was let go meanwhile is found, and read for, again. Raises GatewayError,
+        OwnedElsewhere."""
+        headers, parent = request.headers, traceparent(request.headers.getlist("traceparent"))
         key = headers.get("idempotency-key")
-        repeated = session.repeated(asked.sha256, key)
-        if repeated is not None:
+        while True:
+            session = await self.sessions.find(claims)
+            asked = dataclasses.replace(await self._read(dialect, body, session), traceparent=parent)
+            turn: Running | Turn | None = session.repeated(asked.sha256, key)
+            if turn is None:
+                agent = session.started.agent.name
+                path = self.harness.agent_path(agent, headers, asked.raw, asked.tools, asked.messages)
+                plan = await self.turns.plan(session, asked, claims, path)
+                if self.sessions.owned(session.id) is not session:
+                    continue
+                turn = session.repeated(asked.sha256, key)  # its twin may have begun meanwhile
+                if turn is None:
+                    running = self.turns.start(session, asked, claims, plan)
+                    if key is not None:
+                        session.by_key[key] = asked.sha256, running
+                    return session, asked, running
             REPEATS.inc()
-            return repeated
-        path = self.harness.agent_path(session.started.agent.name, headers, asked.raw, asked.tools, asked.messages)
-        running = self.turns.start(session, asked, claims, path)
-        if key is not None:
-            session.by_key[key] = asked.sha256, running
-        return running
+            return session, asked, turn
+
+    async def _read(self, dialect: Dialect, body: bytes, session: Session) -> TurnRequest:
+        """What a body asks, its images in the store. Raises BadRequest, TooLarge, TooMany, ImagesNotServed,
+        NotRecorded."""
+        most = VALUES + VALUES_PER_TOKEN * self.turns.planner.window
+
+        def read() -> TurnRequest:
+            if more_than(body, most):
+                raise TooLarge(
+                    f"the body holds more than {most:,} JSON values, which no prompt has room for: send fewer"
+                )
+            return dialect.request(body, session.conversation)
+
+        asked = await session.work(len(body), read)
+        return await self._with_images(asked, session) if asked.pictures else asked
 
     async def open(self, request: Request) -> Response:
         """POST /sessions: idempotent per (rollout_id, attempt)."""

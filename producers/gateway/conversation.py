@@ -165,10 +165,9 @@ class Said:
 
     above: Said | None
     chain: bytes
-    raw: Any
-    """As it was seen last."""
-    message: Message | None
-    """The same, normalised; None at the start, before the first."""
+    seen: tuple[Any, Message | None]
+    """As it came last, and the same normalised; None at the start, before the first. Replaced as one, for requests are
+    read in threads."""
     next: Said | None = None
     """The message that was seen last after this one."""
     answers: list[Turn] = field(default_factory=list)
@@ -176,12 +175,17 @@ class Said:
     root_reason: str = ""
     """Boundary reason of the first turn without a base that was asked exactly this."""
 
+    @property
+    def message(self) -> Message | None:
+        """As it came last, normalised."""
+        return self.seen[1]
+
 
 class MessageTree:
     """Messages of recorded turns; requests are read by it."""
 
     def __init__(self) -> None:
-        self.start = Said(None, b"", None, None)
+        self.start = Said(None, b"", (None, None))
         self._said: dict[bytes, Said] = {}
 
     def unlink(self) -> None:
@@ -191,21 +195,21 @@ class MessageTree:
             said.answers.clear()
 
     def read(self, raw: Any, places: Sequence[str] | None = None) -> tuple[Message, ...]:
-        """The messages of a request. `places`: what the client calls each; else it is messages[N]. Raises BadRequest
-        naming the message."""
+        """The messages of a request, in whatever thread. `places`: what the client calls each; else it is messages[N].
+        Raises BadRequest naming the message."""
         read: list[Message] = []
         said: Said | None = self.start
         for index, one in enumerate(listed(raw)):
             after = said.next if said is not None else None
             # Only calls hold values that are equal in Python and not in JSON, as 1 and true.
-            if after is None or one != after.raw or ("tool_calls" in one and _json(one) != _json(after.raw)):
+            last, known = after.seen if after is not None else (None, None)
+            if known is None or one != last or ("tool_calls" in one and _json(one) != _json(last)):
                 this = message(one, places[index] if places else f"messages[{index}]")
                 after = self._said.get(_link(said, this)) if said is not None else None
                 if said is not None and after is not None and not this.pictures:  # their bytes are kept in the store
-                    said.next, after.raw, after.message = after, one, this
+                    said.next, after.seen = after, (one, this)
             else:
-                assert after.message is not None
-                this = after.message
+                this = known
             said = after
             read.append(this)
         return tuple(read)
@@ -226,7 +230,7 @@ class MessageTree:
         """A message after another one."""
         link = _link(above, one)
         if link not in self._said:
-            self._said[link] = Said(above, link, raw, one)
+            self._said[link] = Said(above, link, (raw, one))
         above.next = self._said[link]
         return above.next
 

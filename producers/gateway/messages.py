@@ -39,6 +39,12 @@ class Message:
     pictures: tuple[Picture, ...] = ()
     """In order; the template has a part {"type": "image"} for each."""
 
+    @property
+    def characters(self) -> int:
+        """Of its text."""
+        content = self.template["content"]
+        return len(content) if isinstance(content, str) else sum(len(part.get("text", "")) for part in content)
+
 
 def listed(raw: Any) -> list[Any]:
     """The messages of a request as they came. Raises BadRequest."""

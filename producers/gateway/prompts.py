@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,13 +23,17 @@ import jinja2.ext
 from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, pre_tokenizers
 
 from turnlog.producers.gateway import BadRequest, PrefillNotServed
 from turnlog.producers.gateway.messages import Message
 from turnlog.producers.gateway.parsers.formats import MARKS
 
 UNKNOWN = "�"
+BYTES = frozenset(pre_tokenizers.ByteLevel.alphabet())
+"""What stands for each byte in the vocabulary of a byte-level tokenizer."""
+KEEPS = frozenset({"ByteLevel", "Digits", "NFC", "Punctuation", "Split"})
+"""Steps before the tokens that take no character away, but for NFC and for a Split that is told to."""
 PLAIN = MARKS | {"<tool_response>", "</tool_response>"}
 """Special tokens that are text like any other; the others are control marks."""
 
@@ -64,6 +68,8 @@ class TextTokens:
         self.special: dict[int, str] = {number: token.content for number, token in added.items()}
         """Every added token, whether control mark or not."""
         self._known = frozenset(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        self.longest = _longest(json.loads(data), self._tokenizer.get_vocab(with_added_tokens=True))
+        """Characters that one id can stand for; 0: any number."""
         self._control = frozenset(
             number for number, token in added.items() if token.special and token.content not in PLAIN
         )
@@ -108,6 +114,29 @@ def _eos(config: dict[str, Any]) -> frozenset[int]:
     """eos_token_id: one id, several, or none."""
     ids = config.get("eos_token_id")
     return frozenset(ids if isinstance(ids, list) else () if ids is None else (ids,))
+
+
+def _longest(declared: dict[str, Any], vocabulary: Mapping[str, int]) -> int:
+    """See TextTokens.longest. A bound is known where each byte has an id of its own, and nothing takes characters away
+    before: NFC alone makes one character of at most four."""
+    before = [*_steps(declared.get("normalizer")), *_steps(declared.get("pre_tokenizer"))]
+    kinds = {step["type"] for step in before}
+    if not vocabulary.keys() >= BYTES or "ByteLevel" not in kinds or kinds - KEEPS:
+        return 0
+    if any(step.get("behavior") == "Removed" for step in before):
+        return 0
+    return max(map(len, vocabulary)) * (4 if "NFC" in kinds else 1)
+
+
+def _steps(declared: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """What a part of a tokenizer does, one after the other."""
+    if declared is None:
+        return
+    inner = declared.get("normalizers") or declared.get("pretokenizers")
+    if inner is None:
+        yield declared
+    for one in inner or ():
+        yield from _steps(one)
 
 
 class TextStream:

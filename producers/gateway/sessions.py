@@ -9,11 +9,12 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import Counter, Gauge
 
 from turnlog.infra.event_log import EventLog
+from turnlog.infra.roles.event_loop import LARGE, off_loop
 from turnlog.producers.gateway import (
     BadRequest,
     EpochLost,
@@ -34,6 +35,7 @@ from turnlog.schemas.ids import digest
 from turnlog.schemas.types import TurnId
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 OPEN = Gauge("turnlog_gateway_sessions", "Sessions held in memory")
 ADOPTED = Counter("turnlog_gateway_adopted", "Sessions taken over from another gateway")
@@ -130,6 +132,10 @@ class Session:
     """Code of the last request for a turn, if it was refused for what it asks."""
     begun: deque[float] = field(default_factory=deque)
     """time.monotonic() of the turns of the last minute, where they are counted."""
+    large: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a large request is worked on: a session gets one thread at a time."""
+    waiting: int = 0
+    """Large requests that are worked on, or wait for that."""
 
     @property
     def id(self) -> str:
@@ -141,6 +147,19 @@ class Session:
         """Recorded whole, or running."""
         whole = sum(turn.finish_reason not in CUT_OFF for turn in self.conversation.turns.values())
         return whole + len(self.running)
+
+    async def work(self, size: int, work: Callable[[], T]) -> T:
+        """See off_loop. Raises TooMany where as many large requests wait as the session may have turns."""
+        if size < LARGE:
+            return work()
+        if self.waiting >= self.limits.turns:
+            raise TooMany(f"{self.waiting} requests of session {self.id} are being read: [gateway] session_turns")
+        self.waiting += 1
+        try:
+            async with self.large:
+                return await off_loop(size, work)
+        finally:
+            self.waiting -= 1
 
     def admit(self) -> TurnId:
         """The id of a new turn. Raises SessionEnded, TooMany."""

@@ -123,14 +123,13 @@ class Planner:
     thinking: Marks | None = None
     """None: the model does not reason apart."""
 
-    def plan(
+    async def plan(
         self, session: Session, request: TurnRequest, claims: Claims, agent_path: str | None, *, policy: bool = True
     ) -> TurnPlan:
-        """Raises BadRequest, ConstraintRefused, ImagesNotServed, StrayImageToken, ContextOverflow."""
+        """Raises BadRequest, ConstraintRefused, ImagesNotServed, StrayImageToken, ContextOverflow, TooMany."""
         _check_prefill(request.messages[-1])
-        base, kept = session.conversation.base_of(request.messages, request.base)
-        tools_sha256 = tools_digest(request.tools)
-        prompt = self._prompt(session, request, base, kept, tools_sha256)
+        window = self._window(claims)
+        base, kept, tools_sha256, prompt = await self._prompt(session, request, window)
         ids, images, known, reason = prompt
         check_images_alone(ids, self.image_token, images)
         conversation = session.conversation
@@ -138,7 +137,7 @@ class Planner:
             boundary, reason = Boundary.append, "append"
         else:
             boundary = Boundary.root if base is None else Boundary.branch
-        limit = self._limit(session, request, claims, prompt)
+        limit = self._limit(session, request, window, prompt)
         grammar = self._grammar(request, ids, trains=policy and session.started.purpose is Purpose.train)
         stored = None
         if self.routing is not None and policy:
@@ -188,12 +187,27 @@ class Planner:
             return False
         return self.prompts.tokens.literal(prompt[-TAIL:].tolist()).rstrip().endswith(self.thinking.opening)
 
-    def prompt_tokens(self, session: Session, request: TurnRequest) -> int:
-        """Length of the prompt that a turn would submit now. Raises BadRequest."""
-        base, kept = session.conversation.base_of(request.messages, request.base)
-        return len(self._prompt(session, request, base, kept, tools_digest(request.tools)).ids)
+    async def prompt_tokens(self, session: Session, request: TurnRequest, claims: Claims) -> int:
+        """Length of the prompt that a turn would submit now. Raises BadRequest, TooMany, and ContextOverflow for one
+        that is not counted."""
+        *_, prompt = await self._prompt(session, request, self._window(claims))
+        return len(prompt.ids)
 
-    def _limit(self, session: Session, request: TurnRequest, claims: Claims, prompt: Prompt) -> int:
+    def _window(self, claims: Claims) -> int:
+        return min(self.window, claims.max_context_tokens or self.window)
+
+    def _check_length(self, request: TurnRequest, window: int) -> None:
+        """Before anything is rendered: no template writes a message or a tool by less than a token, and no token holds
+        more than some characters. What assistants said does not count: templates drop some of it. Raises
+        ContextOverflow."""
+        least = max(len(request.messages), len(request.tools or ()))
+        if most := self.prompts.tokens.longest:
+            given = sum(one.characters for one in request.messages if one.role != "assistant")
+            least = max(least, given // most)
+        if least >= window:
+            raise ContextOverflow(least, window, counted=False)
+
+    def _limit(self, session: Session, request: TurnRequest, window: int, prompt: Prompt) -> int:
         """How many tokens may be sampled. Raises BadRequest, ContextOverflow."""
         vocabulary, new = self.prompts.tokens.vocabulary, prompt.ids[prompt.known.depth :]
         if len(new) and not 0 <= new.min() <= new.max() < vocabulary:
@@ -202,29 +216,40 @@ class Planner:
                 "model in [model] path do not belong together",
                 param="messages",
             )
-        window = min(self.window, claims.max_context_tokens or self.window)
         room = window - len(prompt.ids) - 1
         if room < 1:
             raise ContextOverflow(len(prompt.ids), window)
         return min(request.max_new_tokens or room, session.started.sampling.max_new_tokens, room)
 
-    def _prompt(
-        self, session: Session, request: TurnRequest, base: Turn | None, kept: int, tools_sha256: str
-    ) -> Prompt:
-        if base is None:
-            return self._full(session, request, session.conversation.reason_of_root(request.messages))
-        if base.tools_sha256 != tools_sha256:
-            return self._full(session, request, "tools_changed")
+    async def _prompt(
+        self, session: Session, request: TurnRequest, window: int
+    ) -> tuple[Turn | None, int, str, Prompt]:
+        """The base, how many messages it covers, the digest of the tools, and the prompt. What takes long takes no
+        loop's time, and reads only what the loop never changes: messages that are known, and turns."""
+        conversation = session.conversation
+
+        def related() -> tuple[Turn | None, int, str, str]:
+            self._check_length(request, window)
+            base, kept = conversation.base_of(request.messages, request.base)
+            tools_sha256 = tools_digest(request.tools)
+            reason = "" if base is not None else conversation.reason_of_root(request.messages)
+            if base is not None and base.tools_sha256 != tools_sha256:
+                reason = "tools_changed"
+            return base, kept, tools_sha256, reason
+
+        base, kept, tools_sha256, reason = await session.work(request.size, related)
+        if reason or base is None:
+            return base, kept, tools_sha256, await self._full(session, request, reason)
         if kept == len(request.messages):
             prompt = self._reopened(session, base)
         else:
-            prompt = self._continued(session, request, base, kept, tools_sha256)
+            prompt = await self._continued(session, request, base, kept, tools_sha256)
         if self.history == "template":
-            whole = self._full(session, request, "history_rewritten")
-            literal = self.prompts.tokens.literal
-            if literal(whole.ids.tolist()) != literal(prompt.ids.tolist()):
-                return whole
-        return prompt
+            whole, literal = await self._full(session, request, "history_rewritten"), self.prompts.tokens.literal
+            texts = [one.ids.tolist() for one in (whole, prompt)]
+            if await session.work(request.size, lambda: literal(texts[0]) != literal(texts[1])):
+                prompt = whole
+        return base, kept, tools_sha256, prompt
 
     def _reopened(self, session: Session, base: Turn) -> Prompt:
         """The last message is what the base said: it goes on where it ended, before the id that ended it."""
@@ -234,25 +259,37 @@ class Planner:
             held, place = held[:-1], next(above(place, base.total - 1))
         return Prompt(held, base.images, place, "reopened")
 
-    def _continued(self, session: Session, request: TurnRequest, base: Turn, kept: int, tools_sha256: str) -> Prompt:
+    async def _continued(
+        self, session: Session, request: TurnRequest, base: Turn, kept: int, tools_sha256: str
+    ) -> Prompt:
         """New messages behind the base; all of them rendered anew where the template cannot append these."""
-        new = self._shown(request)[kept:]
-        more = self.prompts.continuation(base.last, new, request.tools, tools_sha256)
-        if more is None:
-            return self._full(session, request, "template_not_incremental")
-        more, images = placed(more, base.total, self.image_token, _pictures(new, request.images))
-        held = np.concatenate((session.conversation.tokens(base), np.array(more, dtype=np.int32)))
-        return Prompt(held, base.images + images, base.place, "append")
+
+        def rendered() -> tuple[Ids, tuple[ImageRef, ...]] | None:
+            new = self._shown(request)[kept:]
+            more = self.prompts.continuation(base.last, new, request.tools, tools_sha256)
+            if more is None:
+                return None
+            more, images = placed(more, base.total, self.image_token, _pictures(new, request.images))
+            return np.array(more, dtype=np.int32), images
+
+        found = await session.work(request.size, rendered)
+        if found is None:
+            return await self._full(session, request, "template_not_incremental")
+        held = np.concatenate((session.conversation.tokens(base), found[0]))
+        return Prompt(held, base.images + found[1], base.place, "append")
 
     def _shown(self, request: TurnRequest) -> Sequence[Message]:
         ids = self.calls.ids if self.calls is not None else None
         return with_ids(request.messages, ids) if ids else request.messages
 
-    def _full(self, session: Session, request: TurnRequest, reason: str) -> Prompt:
-        ids = self.prompts.full(self._shown(request), request.tools)
-        pictures = _pictures(request.messages, request.images)
-        ids, images = placed(ids, 0, self.image_token, pictures)
-        return Prompt(np.array(ids, dtype=np.int32), images, session.conversation.strands.start, reason)
+    async def _full(self, session: Session, request: TurnRequest, reason: str) -> Prompt:
+        def rendered() -> tuple[Ids, tuple[ImageRef, ...]]:
+            ids = self.prompts.full(self._shown(request), request.tools)
+            ids, images = placed(ids, 0, self.image_token, _pictures(request.messages, request.images))
+            return np.array(ids, dtype=np.int32), images
+
+        ids, images = await session.work(request.size, rendered)
+        return Prompt(ids, images, session.conversation.strands.start, reason)
 
 
 def _check_prefill(last: Message) -> None:
@@ -435,18 +472,24 @@ class Turns:
         """Tokenizer and template."""
         return self.planner.prompts
 
-    def start(self, session: Session, request: TurnRequest, claims: Claims, agent_path: str | None = None) -> Running:
-        """Admit a turn and begin it. Raises BadRequest, ImagesNotServed, StrayImageToken, ContextOverflow,
-        TurnsSpent, SessionEnded before anything is sampled."""
-        side = self.side(request)
+    async def plan(
+        self, session: Session, request: TurnRequest, claims: Claims, agent_path: str | None = None
+    ) -> TurnPlan:
+        """Of a turn that may begin. Raises BadRequest, ImagesNotServed, StrayImageToken, ContextOverflow, TurnsSpent,
+        TooMany."""
         try:
-            if claims.max_turns and session.turns >= claims.max_turns:
-                raise TurnsSpent(f"session {session.id} has had its {claims.max_turns} turns: limits.max_turns")
-            plan = self.planner.plan(session, request, claims, agent_path, policy=side is None)
+            _check_turns(session, claims)
+            plan = await self.planner.plan(session, request, claims, agent_path, policy=self.side(request) is None)
         except GatewayError as error:
             session.refused = error.code
             raise
         session.refused = ""
+        return plan
+
+    def start(self, session: Session, request: TurnRequest, claims: Claims, plan: TurnPlan) -> Running:
+        """Admit a turn and begin it. Raises TurnsSpent, SessionEnded, TooMany before anything is sampled."""
+        _check_turns(session, claims)  # others may have begun since it was planned
+        side = self.side(request)
         wanted = Wanted() if side else Wanted(claims.min_weight_version, claims.pin_weight_version)
         running = Running(session.admit())
         session.running[running.id.index] = running
@@ -563,6 +606,12 @@ class Turns:
             return 0
         closing, decode = parser.thinking.closing, self.prompts.tokens.decode
         return bisect_left(range(len(ids)), True, key=lambda count: closing in decode(ids[:count]))
+
+
+def _check_turns(session: Session, claims: Claims) -> None:
+    """Raises TurnsSpent."""
+    if claims.max_turns and session.turns >= claims.max_turns:
+        raise TurnsSpent(f"session {session.id} has had its {claims.max_turns} turns: limits.max_turns")
 
 
 def _ended(session: Session, running: Running, task: asyncio.Task[Turn]) -> None:

@@ -126,6 +126,7 @@ class AnthropicMessages:
             constraints=_constraints(values, choice),
             base=self._continued(history.thinking),
             sha256=hashlib.sha256(body).hexdigest(),
+            size=len(body),
         )
 
     def answer(
@@ -141,7 +142,7 @@ class AnthropicMessages:
         return (Endpoint("POST", f"{self.path}/count_tokens", self._count),)
 
     async def _count(self, asked: Asked) -> Response:
-        counted = await asked.prompt_tokens(self.request(asked.body, asked.session.conversation))
+        counted = await asked.prompt_tokens()
         return Response(orjson.dumps({"input_tokens": counted}), media_type="application/json")
 
     def _continued(self, thinking: Sequence[tuple[str, str]]) -> TurnId | None:

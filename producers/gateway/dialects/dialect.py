@@ -108,6 +108,8 @@ class TurnRequest:
     """The turn that the request names as the one it continues; else it is found by the messages."""
     sha256: str
     """Of the body's bytes."""
+    size: int
+    """How many those are."""
     traceparent: str = ""
     """As TurnCompleted has it."""
     images: Mapping[str, Admitted] = field(default_factory=dict)
@@ -148,10 +150,10 @@ class Asked(NamedTuple):
     """A request about a session that asks for no turn."""
 
     request: Request
-    body: bytes
     session: Session
-    prompt_tokens: Callable[[TurnRequest], Awaitable[int]]
-    """Of the prompt that a turn would submit now. Raises BadRequest, ImagesNotServed."""
+    prompt_tokens: Callable[[], Awaitable[int]]
+    """Of the prompt that a turn would submit now, if the body asked for one. Raises BadRequest, ImagesNotServed,
+    ContextOverflow."""
 
 
 class Endpoint(NamedTuple):
@@ -173,8 +175,8 @@ class Dialect(Protocol):
     """One that is not here is counted as "other" and has no effect."""
 
     def request(self, body: bytes, conversation: Conversation) -> TurnRequest:
-        """`conversation`: of the session, which reads messages that it knows faster. Raises BadRequest naming the
-        field."""
+        """`conversation`: of the session, which reads messages that it knows faster. Runs in a thread where the body is
+        large. Raises BadRequest naming the field."""
         ...
 
     def answer(

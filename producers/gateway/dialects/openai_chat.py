@@ -106,6 +106,7 @@ class OpenAIChat:
             logprobs=values.get("logprobs") is True,
             token_ids=values.get("return_token_ids") is True,
             sha256=hashlib.sha256(body).hexdigest(),
+            size=len(body),
         )
 
     def answer(

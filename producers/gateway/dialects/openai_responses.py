@@ -121,6 +121,7 @@ class OpenAIResponses:
             references=ENCRYPTED in include,
             base=base.id if base is not None else None,
             sha256=hashlib.sha256(body).hexdigest(),
+            size=len(body),
         )
 
     def _recalled(self, reference: str, conversation: Conversation) -> str:

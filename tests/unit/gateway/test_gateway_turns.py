@@ -273,11 +273,10 @@ async def test_reasoning_is_told_apart_and_counted_where_the_template_has_it(rig
     rig.gateway = dataclasses.replace(rig.gateway, turns=dataclasses.replace(rig.gateway.turns, planner=planner))
     session = await rig.open(sampling={"max_new_tokens": 100})
     rig.script.says(f"<think>\nof 3 and 5\n</think>\n\nlet me see {CALL}")
-    turn = rig.gateway.turns.start(
-        await rig.gateway.sessions.find(verify(session["token"], *rig.gateway.keys.accepted)),
-        OpenAIChat().request(orjson.dumps({"messages": [QUESTION], "stream": stream}), Conversation()),
-        verify(session["token"], *rig.gateway.keys.accepted),
-    )
+    claims = verify(session["token"], *rig.gateway.keys.accepted)
+    held = await rig.gateway.sessions.find(claims)
+    asked = OpenAIChat().request(orjson.dumps({"messages": [QUESTION], "stream": stream}), Conversation())
+    turn = rig.gateway.turns.start(held, asked, claims, await rig.gateway.turns.plan(held, asked, claims))
     recorded = await turn.task
     assert recorded.response_raw["reasoning_content"] == "of 3 and 5"
     assert recorded.response_raw["content"] == "let me see"
