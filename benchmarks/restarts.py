@@ -37,7 +37,7 @@ from turnlog.trainer.loop import read_past
 from turnlog.trainer.reading.batches import Manifests
 
 PATIENCE_S = 300.0
-KEY = "restart"
+KEY = "key-of-this-benchmark"
 VIEWS_COMMIT_S = 2.0
 
 

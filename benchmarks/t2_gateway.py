@@ -48,7 +48,7 @@ GOAL_MS, GOAL_GROWTH = 5.0, 1.2
 ANSWER, QUESTION = "7" * 60, "8 + 9 = ? " * 10
 MEASURED = (*range(EDGE), *range(TURNS - EDGE, TURNS))
 WINDOW = 1 << 20
-KEY = "bench"
+KEY = "key-of-this-benchmark"
 DIALECTS = {"chat": "/v1/chat/completions", "messages": "/v1/messages", "responses": "/v1/responses"}
 TEXT = {"chat": b'"content":"7', "messages": b'"text":"7', "responses": b'"delta":"7', "bare": b"output_ids"}
 """What the first event with text has in it."""

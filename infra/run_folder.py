@@ -19,6 +19,7 @@ from typing import Any, TextIO
 
 from turnlog.infra.embedded import AlreadyUp
 from turnlog.secret_files import FileSecret, SecretUnusable
+from turnlog.setting_types import LEAST_KEY
 from turnlog.settings import Settings, StoreSettings
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,15 @@ CREDENTIAL_KEY = Path("credential.key")
 """In the run's folder: seals the tokens of sessions whose agent is a program in a sandbox."""
 STORE_KEY = Path("store", "store.key")
 """In the run's folder: signs requests to the embedded store."""
+DASHBOARD_KEY = Path("dashboard.key")
+"""In the run's folder: signs links, logins and forms of the dashboard."""
+IN_PLACE_OF = {
+    GATEWAY_KEY.name: "[gateway] signing_key",
+    CREDENTIAL_KEY.name: "[sandbox] credential_key",
+    STORE_KEY.name: "[store] secret_key",
+    DASHBOARD_KEY.name: "[dashboard] key",
+}
+"""Name of a secret's file -> the setting that takes its place."""
 
 
 def private_folder(folder: Path) -> None:
@@ -40,19 +50,48 @@ def private_folder(folder: Path) -> None:
 
 
 def kept_secret(path: Path) -> str:
-    """The secret of a file, made by whoever asks first: random, mode 0600, whole or absent."""
-    with contextlib.suppress(FileNotFoundError):
-        return path.read_text().strip()
+    """The secret of a file, made by whoever asks first: random, mode 0600, whole or absent, also after a power cut.
+    Raises SecretUnusable."""
+    if (found := read_secret(path)) is not None:
+        return found
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(secrets.token_urlsafe(32) + "\n")
     try:
+        _write_private(part, secrets.token_urlsafe(32) + "\n", os.O_EXCL)
         with contextlib.suppress(FileExistsError):  # another was faster: its secret is the secret
             os.link(part, path)
     finally:
-        part.unlink()
-    return path.read_text().strip()
+        part.unlink(missing_ok=True)
+    _sync_folder(path.parent)
+    return read_secret(path) or kept_secret(path)
+
+
+def read_secret(path: Path) -> str | None:
+    """The secret of a file of the run; None where there is no file. Raises SecretUnusable for one that is unreadable or
+    not whole: whoever signed with an empty key would take everybody's signature."""
+    try:
+        found = path.read_text().strip()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise SecretUnusable(f"{path} ({_place_of(path)}) cannot be read: {why}") from None
+    if len(found) < LEAST_KEY:
+        raise SecretUnusable(
+            f"{path} ({_place_of(path)}) holds no whole secret, but {len(found)} characters: restore it from a "
+            "copy, or delete it and a new one is made; what the old one has signed is refused then"
+        )
+    return found
+
+
+def _place_of(path: Path) -> str:
+    return f"in place of {IN_PLACE_OF[path.name]}" if path.name in IN_PLACE_OF else "a secret of the run"
+
+
+def check_secrets(directory: Path) -> None:
+    """Raises SecretUnusable for a secret of the run that is there and cannot be used."""
+    for path in (GATEWAY_KEY, CREDENTIAL_KEY, STORE_KEY, DASHBOARD_KEY):
+        read_secret(directory / path)
 
 
 def present(secret: str) -> str:
@@ -148,8 +187,7 @@ def resolved(settings: Settings) -> Settings:
 def _store(wanted: StoreSettings, address: str, directory: Path) -> StoreSettings:
     if wanted.endpoint:
         return wanted
-    kept = directory / STORE_KEY
-    secret = wanted.secret_key or (kept.read_text().strip() if kept.exists() else "")
+    secret = wanted.secret_key or read_secret(directory / STORE_KEY) or ""
     return dataclasses.replace(wanted, endpoint=address, secret_key=secret)
 
 
@@ -181,8 +219,11 @@ def _toml(value: Any) -> str:
 
 
 def write_state(directory: Path, state: dict[str, Any]) -> None:
-    """Replace supervisor.json in one step."""
-    replace_private(directory / STATE, json.dumps(state, indent=2) + "\n")
+    """Replace supervisor.json in one step. It speaks of processes, which a power cut ends: nothing waits for the
+    disk."""
+    part = directory / f"{STATE}.part"
+    _write_private(part, json.dumps(state, indent=2) + "\n", os.O_TRUNC, durable=False)
+    os.replace(part, directory / STATE)
 
 
 def read_state(directory: Path) -> dict[str, Any]:
@@ -243,8 +284,25 @@ def file_sizes(directory: Path) -> dict[str, list[int]]:
 
 
 def replace_private(path: Path, text: str) -> None:
-    """Replace a file in one step; mode 0600."""
+    """Replace a file in one step, on the disk when this returns; mode 0600."""
     part = path.with_name(path.name + ".part")
-    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(text)
+    _write_private(part, text, os.O_TRUNC)
     os.replace(part, path)
+    _sync_folder(path.parent)
+
+
+def _write_private(path: Path, text: str, how: int, *, durable: bool = True) -> None:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | how, 0o600), "w") as file:
+        file.write(text)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    """What a folder names is on the disk only when the folder itself is."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -13,7 +13,6 @@ which logins were ended before their time.
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import ipaddress
 import json
@@ -33,10 +32,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from turnlog.consumers.dashboard import Refused
 from turnlog.infra.roles.health import BodyTooLarge, body_of
-from turnlog.infra.run_folder import kept_secret, present, replace_private
+from turnlog.infra.run_folder import DASHBOARD_KEY, kept_secret, present, replace_private
+from turnlog.secret_files import SecretUnusable
 
-KEY: Final = Path("dashboard.key")
-"""In the run's folder."""
 ENDED: Final = Path("dashboard.ended")
 """In the run's folder: of each login that was ended its HMAC, and until when it is remembered: it is over then."""
 LINK_S: Final = 900.0
@@ -69,12 +67,14 @@ class Keys:
     """Makes and knows links, logins and form tokens."""
 
     def __init__(self, configured: str, directory: Path, now: Callable[[], float] = time.time) -> None:
-        """`configured`: [dashboard] key; empty makes one in the run's directory, mode 0600."""
-        self._key = configured or kept_secret(directory / KEY)
+        """`configured`: [dashboard] key; empty makes one in the run's directory, mode 0600. Raises
+        SecretUnusable, also for a list of ended logins that cannot be read: all of them would count again."""
+        self._key = configured or kept_secret(directory / DASHBOARD_KEY)
         self._ended = directory / ENDED
         self._now = now
         self._begun = now()
         self._used: dict[str, float] = {}
+        self._ends()
 
     def link_token(self, url: str) -> str:
         """Of a link to the dashboard at `url`, good once and for LINK_S seconds."""
@@ -101,9 +101,15 @@ class Keys:
         replace_private(self._ended, json.dumps(kept | {_mac_of(cookie): self._now() + LOGIN_S}))
 
     def _ends(self) -> dict[str, float]:
-        with contextlib.suppress(FileNotFoundError):
+        try:
             return json.loads(self._ended.read_text())  # type: ignore[no-any-return]
-        return {}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            raise SecretUnusable(
+                f"{self._ended} does not say which logins were ended ({error}): restore it, or end all of them by "
+                f"deleting it with {DASHBOARD_KEY} beside it"
+            ) from error
 
     def form_token(self, cookie: str) -> str:
         """What forms of a login carry."""

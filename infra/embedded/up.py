@@ -33,6 +33,7 @@ from turnlog.infra.run_folder import (
     LOGS,
     SETTINGS,
     Endpoints,
+    check_secrets,
     is_live,
     kept_secret,
     locked,
@@ -73,11 +74,13 @@ def up(
 ) -> Endpoints:
     """Start a run and leave it running; returns when every server answers and every role is ready (`wait` False: when
     the addresses are known). `attached`: it dies with this process. Raises EmbeddedError (AlreadyUp; what kept a
-    server from starting, after stopping the others; NotReady, leaving the run as it is unless it is attached)."""
+    server from starting, after stopping the others; NotReady, leaving the run as it is unless it is attached),
+    SecretUnusable."""
     say = say or aside
     directory = Path(settings.run.directory)
     private_folder(directory)
     with locked(directory):  # raises AlreadyUp
+        check_secrets(directory)
         write_settings(directory, settings)
     if not settings.kafka.bootstrap:
         class_path(say=say)
@@ -98,7 +101,8 @@ def up(
 
 
 def supervise(settings: Settings, roles: Sequence[str] | None = None) -> int:
-    """Run a run's servers and roles in the foreground until SIGTERM or SIGINT; 0. Raises EmbeddedError."""
+    """Run a run's servers and roles in the foreground until SIGTERM or SIGINT; 0. Raises EmbeddedError,
+    SecretUnusable."""
     directory = Path(settings.run.directory)
     private_folder(directory)
     (directory / LOGS).mkdir(exist_ok=True)
@@ -107,6 +111,7 @@ def supervise(settings: Settings, roles: Sequence[str] | None = None) -> int:
     notify = _notifier()
     with locked(directory), swept_by_another():
         try:
+            check_secrets(directory)
             write_settings(directory, settings)
             for key in (GATEWAY_KEY, CREDENTIAL_KEY):
                 kept_secret(directory / key)

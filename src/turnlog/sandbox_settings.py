@@ -8,7 +8,7 @@ from typing import Annotated, Literal, get_args
 from msgspec import Meta
 
 from turnlog.names import EntryPointGroup
-from turnlog.setting_types import Amount, Bytes, Count, Offered, Port, Seconds
+from turnlog.setting_types import Amount, Bytes, Count, Offered, Port, Seconds, Signs
 
 Interception = Literal["intercept", "tunnel", "refuse"]
 Local = Literal["bubblewrap", "subprocess"]
@@ -45,7 +45,7 @@ class SandboxSettings:
     """From a call's start to its end."""
     agent_s: Seconds = 3600.0
     """In place of cpu_s and wall_s for a call that is a whole agent (docs/agents.md)."""
-    credential_key: str = field(default="", repr=False)
+    credential_key: Annotated[str, Signs(several=True)] = field(default="", repr=False)
     """Shared by runners and sandbox workers: the first seals the tokens of sessions whose agent is a program; more,
     with white space between them, open, too, while keys are rotated. Empty: that of the run's directory."""
     memory_bytes: Annotated[int, Meta(ge=2**20, le=2**63 - 1)] = 512 * 2**20
@@ -103,7 +103,7 @@ class EgressSettings:
     """Of one call."""
     proxy: str = ""
     """http(s)://host:port of `turnlog egress`, which connects to origins in the workers' place; empty: each itself."""
-    signing_key: str = field(default="", repr=False)
+    signing_key: Annotated[str, Signs(several=True)] = field(default="", repr=False)
     """Shared by workers and `turnlog egress`: the first signs the tokens of calls; more, with white space between them,
     are accepted, too, while keys are rotated."""
     host: str = "127.0.0.1"

@@ -6,6 +6,7 @@ knows where from, and whoever uses a secret over time asks for the present one: 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
@@ -13,7 +14,8 @@ from turnlog.setting_types import SettingsError
 
 
 class SecretUnusable(SettingsError):
-    """A file of a secret is missing, unreadable, empty or no text: names variable and path, never the content."""
+    """A file of a secret is missing, unreadable, empty, too short or no text: names setting and path, never the
+    content."""
 
 
 class FileSecret(str):
@@ -21,22 +23,24 @@ class FileSecret(str):
 
     _path: Path | None
     _variable: str
+    _fault: Callable[[str], str]
     _seen: tuple[str, tuple[int, int, int]]
     """The text, and of which file: a symbolic link may be turned to another one."""
 
     def __new__(cls, text: str, path: Path | None = None, variable: str = "") -> Self:
         """A copy (pickle, deepcopy) has the text, and its state from the original."""
         secret = super().__new__(cls, text)
-        secret._path, secret._variable = path, variable
+        secret._path, secret._variable, secret._fault = path, variable, blank
         secret._seen = text, (0, 0, 0)
         return secret
 
     @classmethod
-    def read(cls, variable: str, path: Path) -> Self:
-        """The file's text without one line break at its end. Raises SecretUnusable."""
-        mark, text = _read(variable, path)
+    def read(cls, variable: str, path: Path, fault: Callable[[str], str] | None = None) -> Self:
+        """The file's text without one line break at its end. `fault`: why a text is no such secret, also of a file that
+        was swapped. Raises SecretUnusable."""
+        mark, text = _read(variable, path, fault or blank)
         secret = cls(text, path, variable)
-        secret._seen = text, mark
+        secret._seen, secret._fault = (text, mark), fault or blank
         return secret
 
     def swapped(self) -> bool:
@@ -50,7 +54,7 @@ class FileSecret(str):
         except OSError:
             unchanged = False
         if not unchanged:
-            mark, text = _read(self._variable, self._path)
+            mark, text = _read(self._variable, self._path, self._fault)
             self._seen = text, mark
         return not unchanged
 
@@ -65,7 +69,12 @@ class FileSecret(str):
         return f"{self._variable}: {self._path}"
 
 
-def _read(variable: str, path: Path) -> tuple[tuple[int, int, int], str]:
+def blank(text: str) -> str:
+    """Why a text is no secret at all."""
+    return "" if text.strip() else "is blank"
+
+
+def _read(variable: str, path: Path, fault: Callable[[str], str]) -> tuple[tuple[int, int, int], str]:
     try:
         mark, text = _mark(path), path.read_bytes().decode()  # in this order: what is swapped between them is seen
     except (OSError, UnicodeDecodeError) as error:
@@ -74,6 +83,8 @@ def _read(variable: str, path: Path) -> tuple[tuple[int, int, int], str]:
     text = text.removesuffix("\n").removesuffix("\r")
     if not text:
         raise SecretUnusable(f"{variable}: {path} is empty: write the secret into it, or unset {variable}")
+    if why := fault(text):
+        raise SecretUnusable(f"{variable}: {path} {why}")
     return mark, text
 
 

@@ -29,6 +29,25 @@ Scale = Annotated[float, Meta(gt=0, le=1e6)]
 Rate = Annotated[float, Meta(gt=0, le=10)]
 
 
+LEAST_KEY = 16
+"""Characters of a key that signs or seals: a shorter one can be guessed, or is what a broken write has left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signs:
+    """Marks a secret that signs or seals: `Annotated[str, Signs()]`."""
+
+    several: bool = False
+    """Whether it holds keys with white space between them."""
+
+    def fault(self, text: str) -> str:
+        """Why it is no such secret; empty when it is one. Never shows it."""
+        keys = text.split() if self.several else [text.strip()]
+        if all(len(key) >= LEAST_KEY for key in keys):
+            return ""
+        return f"has a key of fewer than {LEAST_KEY} characters: `openssl rand -hex 32` makes one"
+
+
 class SettingsError(Exception):
     """A setting that cannot be used: names the key, where it was read, what is legal, and what was found."""
 
@@ -73,7 +92,8 @@ def legal(hint: Any) -> str:
     if plain is bool:
         return "true or false"
     if plain is str:
-        return "a string"
+        signs = any(isinstance(note, Signs) for note in notes(hint))
+        return f"a string, keys of at least {LEAST_KEY} characters" if signs else "a string"
     return ("a whole number" if plain is int else "a number") + _range(hint)
 
 
@@ -90,7 +110,16 @@ def value_of(key: str, hint: Any, value: Any, source: str, *, bounded: bool = Tr
         raise SettingsError(_refusal(key, hint, value, source, shown=shown)) from None
     if (own := offered(hint)) is not None:
         _check_offered(key, own, found, source)
+    if not shown and isinstance(found, str) and found and (fault := secret_fault(hint, found)):
+        raise SettingsError(f"{source}: {key} {fault}")
     return found
+
+
+def secret_fault(hint: Any, text: str) -> str:
+    """Why a text is no secret for that declaration; empty when it is one."""
+    if not text.strip():
+        return "is blank: set the secret, or leave it out"
+    return next((fault for note in notes(hint) if isinstance(note, Signs) and (fault := note.fault(text))), "")
 
 
 def is_service_link(text: str) -> bool:

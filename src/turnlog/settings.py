@@ -13,6 +13,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -39,9 +40,11 @@ from turnlog.setting_types import (
     Seconds,
     Seed,
     Share,
+    Signs,
     from_text,
     is_service_link,
     notes,
+    secret_fault,
     value_of,
 )
 from turnlog.setting_types import SettingsError as SettingsError
@@ -236,9 +239,9 @@ class GatewaySettings:
     """The certificate's private key, PEM, without a password; empty: certificate_file holds it, too."""
     ca_file: str = ""
     """Authorities that runners and other gateways check an https url by, PEM; empty trusts those of this machine."""
-    signing_key: str = field(default="", repr=False)
+    signing_key: Annotated[str, Signs()] = field(default="", repr=False)
     """Signs session tokens; empty makes one in the run's directory, mode 0600."""
-    accepted_signing_keys: str = field(default="", repr=False)
+    accepted_signing_keys: Annotated[str, Signs(several=True)] = field(default="", repr=False)
     """Keys that sign nothing and whose tokens are accepted all the same, with white space between them: the next or
     the previous one, while keys are rotated."""
     keep_alive_s: Seconds = 10.0
@@ -565,7 +568,7 @@ class DashboardSettings:
     """Whether reading on the loopback needs a login, too: other users of the machine reach it."""
     hosts: tuple[str, ...] = ()
     """Names that browsers may call it by, beside localhost and addresses in numbers: of a proxy before it, say."""
-    key: str = field(default="", repr=False)
+    key: Annotated[str, Signs()] = field(default="", repr=False)
     """Signs login links and logins; empty makes one in the run's directory, mode 0600."""
 
 
@@ -737,18 +740,18 @@ def _section(name: str, was: Any, table: Any, env: Mapping[str, str], source: st
     for key, hint in hints.items():
         variable = f"TURNLOG_{name}_{key}".upper()
         if not shown[key] and f"{variable}_FILE" in env:
-            values[key] = _secret(variable, env)
+            values[key] = _secret(variable, env, hint)
         elif variable in env and not (key == "port" and is_service_link(env[variable])):
             value = from_text(hint, env[variable])
             values[key] = value_of(f"{name}.{key}", hint, value, variable, shown=shown[key])
     return dataclasses.replace(was, **values)
 
 
-def _secret(variable: str, env: Mapping[str, str]) -> FileSecret:
+def _secret(variable: str, env: Mapping[str, str], hint: Any) -> FileSecret:
     """Raises SettingsError, SecretUnusable."""
     if variable in env:
         raise SettingsError(f"{variable} and {variable}_FILE are both set: unset one of them")
-    return FileSecret.read(f"{variable}_FILE", Path(env[f"{variable}_FILE"]))
+    return FileSecret.read(f"{variable}_FILE", Path(env[f"{variable}_FILE"]), partial(secret_fault, hint))
 
 
 def recorded_keys(section: type) -> list[str]:

@@ -347,7 +347,7 @@ async def test_a_limit_that_the_gateway_refused_a_turn_for_truncates(stage: Stag
 async def test_a_worker_with_another_key_says_which_setting_to_mend(stage: Stage, offered: Any) -> None:
     offered.a.runs(ASKS + "ask()")
     await stage.request(recipe="a")
-    async with working(stage, credential_key="another"), stage.gateway(), stage.running():
+    async with working(stage, credential_key="another-than-the-stage's"), stage.gateway(), stage.running():
         first, _ = await outcomes(stage, 2)
     assert first[:2] == (Outcome.infra_failure, False)
     assert "[sandbox] credential_key" in first[2]

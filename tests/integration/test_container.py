@@ -172,7 +172,7 @@ async def test_roles_that_start_before_their_servers_wait_alive_and_say_for_what
     settings, broker, store, registry_port = none_there
     more = {
         "TURNLOG_GATEWAY_URL": settings.gateway.url,
-        "TURNLOG_GATEWAY_SIGNING_KEY": "k",
+        "TURNLOG_GATEWAY_SIGNING_KEY": "key-of-these-tests",
         "TURNLOG_SANDBOX_ALLOW_UNISOLATED": "true",
         "TURNLOG_REGISTRY_PORT": str(registry_port),
         "TURNLOG_LIVENESS_WORK_S": str(WORK_S),

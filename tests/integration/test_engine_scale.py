@@ -33,7 +33,7 @@ from turnlog.trainer.weights import read_weights
 
 pytestmark = [pytest.mark.kafka, pytest.mark.engine, pytest.mark.long]  # chaos/elastic.py stands in the suite
 QUESTION = "3 + 5 = ?"
-KEY = {"authorization": "Bearer test-key"}
+KEY = {"authorization": "Bearer key-of-these-tests"}
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ async def role(live_settings: Settings, tiny_model: Path) -> AsyncIterator[Role]
 async def hosted(settings: Settings, model: Path) -> AsyncIterator[Role]:
     """While the block runs, a gateway and the settings' engines are up, and version 0 is published."""
     settings = dataclasses.replace(
-        settings, model=ModelSettings(path=str(model)), gateway=GatewaySettings(signing_key="test-key")
+        settings, model=ModelSettings(path=str(model)), gateway=GatewaySettings(signing_key="key-of-these-tests")
     )
     await asyncio.to_thread(up, settings, ("gateway", "loader"), wait=False, say=lambda _: None)
     try:

@@ -30,7 +30,7 @@ from turnlog.schemas.types import float32s, int32s
 from turnlog.settings import EngineSettings, GatewaySettings, ModelSettings, Settings
 
 pytestmark = [pytest.mark.kafka, pytest.mark.engine]
-KEY = "test-key"
+KEY = "key-of-these-tests"
 QUESTION = {"role": "user", "content": "12 + 34 = ?"}
 
 

@@ -479,7 +479,7 @@ async def test_a_runner_with_another_signing_key_ends_with_the_setting_to_check(
     from turnlog.producers.gateway_client import GatewayRefused
 
     stranger = dataclasses.replace(
-        stage.settings, gateway=dataclasses.replace(stage.settings.gateway, signing_key="another")
+        stage.settings, gateway=dataclasses.replace(stage.settings.gateway, signing_key="another-than-the-stage's")
     )
     await stage.request()
     async with stage.gateway(), stage.running(stranger) as (task, _):

@@ -20,6 +20,7 @@ from turnlog.schemas.events import Boundary, Outcome
 from turnlog.settings import load
 
 QUESTION = {"role": "user", "content": "3 + 5 = ?"}
+OLD, NEW = "the-old-signing-key", "the-new-signing-key"
 
 
 async def test_opening_is_idempotent_also_when_many_ask_at_once(rig: Any) -> None:
@@ -271,16 +272,16 @@ async def test_a_session_goes_on_under_the_key_that_signed_it_while_keys_are_rot
             (tmp_path / "new").write_text(text)
             (tmp_path / "new").rename(file)
 
-    hold("old", "old")
+    hold(OLD, OLD)
     files = {"SIGNING_KEY": signs, "ACCEPTED_SIGNING_KEYS": accepted}
     env = {f"TURNLOG_GATEWAY_{name}_FILE": str(file) for name, file in files.items()}
     rig.settings = dataclasses.replace(rig.settings, gateway=load(None, env).gateway)
     await rig.start("gateway-1")
     before = await rig.open("before")
-    hold("new", "old")
+    hold(NEW, OLD)
     after = await rig.open("after")
     for session in (before, after):
         assert (await rig.chat(session, [QUESTION])).status_code == 200
-    hold("new", "new")
+    hold(NEW, NEW)
     assert (await rig.chat(before, [QUESTION])).status_code == 401
     assert (await rig.chat(after, [QUESTION])).status_code == 200

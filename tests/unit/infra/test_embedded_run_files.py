@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import socket
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from turnlog.consumers.dashboard.guard import ENDED, Keys
 from turnlog.infra.blobs import StoreUnavailable
 from turnlog.infra.embedded import AlreadyUp, PortTaken
 from turnlog.infra.embedded.servers import ObjectStore
-from turnlog.infra.embedded.up import up
+from turnlog.infra.embedded.up import supervise, up
+from turnlog.infra.roles.credentials import CredentialKeys
 from turnlog.infra.run_folder import (
+    CREDENTIAL_KEY,
+    DASHBOARD_KEY,
     GATEWAY_KEY,
+    IN_PLACE_OF,
     STORE_KEY,
     Endpoints,
     file_sizes,
@@ -29,6 +36,8 @@ from turnlog.infra.run_folder import (
     write_state,
 )
 from turnlog.infra.s3 import S3Blobs
+from turnlog.producers.gateway.requests import SigningKeys
+from turnlog.secret_files import SecretUnusable
 from turnlog.settings import EngineSettings, KafkaSettings, RunSettings, Settings, StoreSettings, TrainerSettings, load
 
 
@@ -56,6 +65,39 @@ def test_a_secret_is_made_once_for_its_owner_alone(tmp_path: Path) -> None:
     assert (tmp_path / STORE_KEY).stat().st_mode & 0o777 == 0o600
     assert list((tmp_path / STORE_KEY).parent.iterdir()) == [tmp_path / STORE_KEY]
     assert kept_secret(tmp_path / GATEWAY_KEY) != secret
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"half a key\n", b"\xff" * 40])
+@pytest.mark.parametrize(("file", "setting"), IN_PLACE_OF.items())
+def test_a_secret_that_is_empty_cut_off_or_no_text_is_refused_by_file_and_setting(
+    tmp_path: Path, file: str, setting: str, content: bytes
+) -> None:
+    """Whoever signed with an empty key would take everybody's signature."""
+    [path] = [path for path in (GATEWAY_KEY, CREDENTIAL_KEY, STORE_KEY, DASHBOARD_KEY) if path.name == file]
+    (tmp_path / path).parent.mkdir(exist_ok=True)
+    (tmp_path / path).write_bytes(content)
+    settings = Settings(run=RunSettings(directory=str(tmp_path)))
+    write_endpoints(tmp_path, Endpoints(kafka="k:1", registry="http://r", store="http://s"))
+    doors: dict[Path, Callable[[], object]] = {
+        GATEWAY_KEY: lambda: SigningKeys(settings.gateway, tmp_path),
+        CREDENTIAL_KEY: lambda: CredentialKeys("", tmp_path),
+        STORE_KEY: lambda: resolved(settings),
+        DASHBOARD_KEY: lambda: Keys("", tmp_path),
+    }
+    for ask in (doors[path], lambda: up(settings, say=lambda _: None), lambda: supervise(settings)):
+        with pytest.raises(SecretUnusable, match=re.escape(f"{tmp_path / path} (in place of {setting})")):
+            ask()
+    assert (tmp_path / path).read_bytes() == content
+
+
+def test_a_list_of_ended_logins_that_was_cut_off_keeps_the_dashboard_shut(tmp_path: Path) -> None:
+    keys = Keys("", tmp_path)
+    cookie = keys.login()
+    keys.end(cookie)
+    assert not Keys("", tmp_path).is_login(cookie)
+    (tmp_path / ENDED).write_bytes(b"")
+    with pytest.raises(SecretUnusable, match="which logins were ended"):
+        Keys("", tmp_path)
 
 
 @pytest.mark.parametrize("before", [None, 0o777, 0o755, 0o700])
@@ -107,14 +149,15 @@ def test_starting_a_run_deletes_no_other_run(tmp_path: Path, monkeypatch: pytest
         (run / "checkpoints").mkdir(parents=True)
         (run / "checkpoints" / "weights").write_bytes(bytes(7))
         write_state(run, {"pid": 0, "scope": "none", "children": []})
-    settings = Settings(
-        run=RunSettings(id="new", directory="runs/new"),
-        kafka=KafkaSettings(bootstrap="127.0.0.1:9"),
-        engine=EngineSettings(urls=("http://127.0.0.1:9",)),
-        store=StoreSettings(port=1 << 15),
-    )
-    with closing(socket.create_server(("127.0.0.1", 1 << 15))), pytest.raises(PortTaken):
-        up(settings, say=lambda _: None)
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        settings = Settings(
+            run=RunSettings(id="new", directory="runs/new"),
+            kafka=KafkaSettings(bootstrap="127.0.0.1:9"),
+            engine=EngineSettings(urls=("http://127.0.0.1:9",)),
+            store=StoreSettings(port=taken.getsockname()[1]),
+        )
+        with pytest.raises(PortTaken):
+            up(settings, say=lambda _: None)
     assert len(list((tmp_path / "runs").glob("run-*/checkpoints/weights"))) == 8
 
 

@@ -18,6 +18,7 @@ from turnlog.producers.gateway.requests import Claims, SigningKeys, require_key,
 from turnlog.secret_files import SecretUnusable
 from turnlog.settings import Settings, SettingsError, load
 
+OLD, NEW, OTHER = "the-old-signing-key", "the-new-signing-key", "another-signing-key"
 VARIABLE = "TURNLOG_GATEWAY_SIGNING_KEY_FILE"
 SECRETS = [
     (section.name, key.name)
@@ -81,13 +82,18 @@ def test_a_secret_is_read_from_its_file_without_one_line_break_and_is_not_shown(
 ) -> None:
     variable, file = f"TURNLOG_{section}_{key}".upper(), tmp_path / "secret"
     env = {name: text for name, text in BESIDE.get((section, key), {}).items() if name != variable}
-    for text, value in (("hush", "hush"), ("hush\n", "hush"), ("hush\r\n", "hush"), (" hush\n\n", " hush\n")):
+    for text, value in (
+        ("hush-hush-hush-hush", "hush-hush-hush-hush"),
+        ("hush-hush-hush-hush\n", "hush-hush-hush-hush"),
+        ("hush-hush-hush-hush\r\n", "hush-hush-hush-hush"),
+        (" hush-hush-hush-hush\n\n", " hush-hush-hush-hush\n"),
+    ):
         file.write_text(text, newline="")
         settings = load(None, env | {f"{variable}_FILE": str(file)})
         assert getattr(getattr(settings, section), key) == value
-    assert "hush" not in repr(settings)
+    assert "hush-hush-hush-hush" not in repr(settings)
     with pytest.raises(SettingsError, match=f"{variable} and {variable}_FILE are both set"):
-        load(None, {f"{variable}_FILE": str(file), variable: "hush"})
+        load(None, {f"{variable}_FILE": str(file), variable: "hush-hush-hush-hush"})
 
 
 def test_only_secrets_have_files(tmp_path: Path) -> None:
@@ -96,7 +102,14 @@ def test_only_secrets_have_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [(None, "cannot be read: No such file"), (b"", "is empty"), (b"\n", "is empty"), (b"\xff", "no UTF-8")],
+    [
+        (None, "cannot be read: No such file"),
+        (b"", "is empty"),
+        (b"\n", "is empty"),
+        (b"\xff", "no UTF-8"),
+        (b" \n\n", "is blank"),
+        (b"too short\n", "fewer than 16 characters"),
+    ],
 )
 def test_an_unusable_file_is_named_with_its_variable(tmp_path: Path, content: bytes | None, said: str) -> None:
     file = tmp_path / "secret"
@@ -114,43 +127,46 @@ def test_a_folder_is_no_secret(tmp_path: Path) -> None:
 def test_a_swapped_file_is_read_again_and_a_broken_one_is_not_used(
     tmp_path: Path, mounted: Mounted, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mounted.write(key="old\n")
+    mounted.write(key=f"{OLD}\n")
     secret = load(None, {VARIABLE: str(tmp_path / "key")}).gateway.signing_key
-    assert present(secret) == "old"
-    mounted.write(key="new\n")
-    assert present(secret) == "new"
-    assert secret == "old", "a frozen value stays what it was"
+    assert present(secret) == OLD
+    mounted.write(key=f"{NEW}\n")
+    assert present(secret) == NEW
+    assert secret == OLD, "a frozen value stays what it was"
     with caplog.at_level(logging.WARNING):
         mounted.write(key="")
-        assert present(secret) == "new"
+        assert present(secret) == NEW
         (tmp_path / "key").unlink()
-        assert present(secret) == "new"
+        assert present(secret) == NEW
+        mounted.write(key="short")
+        assert present(secret) == NEW
     assert "is empty" in caplog.text
-    assert "new" not in caplog.text.replace("new\n", "")
+    assert "fewer than 16 characters" in caplog.text
+    assert NEW not in caplog.text.replace(f"{NEW}\n", "")
 
 
 def test_a_file_that_is_not_swapped_is_not_opened_again(tmp_path: Path) -> None:
     file = tmp_path / "key"
-    file.write_text("k")
+    file.write_text(OLD)
     secret = load(None, {VARIABLE: str(file)}).gateway.signing_key
     about = file.stat()
-    file.write_text("j")  # who looks into it would see this
+    file.write_text(NEW[: len(OLD)])  # who looks into it would see this
     os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))
-    assert present(secret) == present(secret) == "k"
+    assert present(secret) == present(secret) == OLD
 
 
 def test_a_secret_from_a_file_is_text_wherever_settings_go(tmp_path: Path) -> None:
-    (tmp_path / "key").write_text("k'\"\n")
+    (tmp_path / "key").write_text(OLD + "'\"\n")
     settings = load(None, {VARIABLE: str(tmp_path / "key")})
     for made in (copy.deepcopy, lambda secret: pickle.loads(pickle.dumps(secret))):
-        assert present(made(settings.gateway.signing_key)) == "k'\""
-    assert load(write_settings(tmp_path, settings), {}).gateway.signing_key == "k'\""
+        assert present(made(settings.gateway.signing_key)) == OLD + "'\""
+    assert load(write_settings(tmp_path, settings), {}).gateway.signing_key == OLD + "'\""
 
 
 @pytest.fixture
 def keys(tmp_path: Path, mounted: Mounted) -> Iterator[SigningKeys]:
     """Of a gateway whose keys are mounted."""
-    mounted.write(signs="old", accepted="old")
+    mounted.write(signs=OLD, accepted=OLD)
     files = {
         VARIABLE: str(tmp_path / "signs"),
         "TURNLOG_GATEWAY_ACCEPTED_SIGNING_KEYS_FILE": str(tmp_path / "accepted"),
@@ -166,26 +182,44 @@ def test_keys_are_rotated_without_a_restart_and_without_a_refused_token(keys: Si
         return sign(Claims(session_id="s", group_id="g", floor=0), keys.first)
 
     old = signed()
-    mounted.write(signs="old", accepted="new")
-    require_key("Bearer new", *keys.accepted)
+    mounted.write(signs=OLD, accepted=NEW)
+    require_key(f"Bearer {NEW}", *keys.accepted)
     assert signed() == old
-    mounted.write(signs="new", accepted="old other\n")
+    mounted.write(signs=NEW, accepted=f"{OLD} {OTHER}\n")
     new = signed()
     assert new != old
     for token in (old, new):
         assert verify(token, *keys.accepted).session_id == "s"
-    for key in ("old", "new", "other"):
+    for key in (OLD, NEW, OTHER):
         require_key(f"Bearer {key}", *keys.accepted)
-    mounted.write(signs="new", accepted="new")
+    mounted.write(signs=NEW, accepted=NEW)
     assert verify(new, *keys.accepted).session_id == "s"
     with pytest.raises(Unauthorized):
         verify(old, *keys.accepted)
     with pytest.raises(Unauthorized):
-        require_key("Bearer old", *keys.accepted)
+        require_key(f"Bearer {OLD}", *keys.accepted)
 
 
 def test_no_key_is_not_a_key() -> None:
-    keys = SigningKeys(load(None, {"TURNLOG_GATEWAY_SIGNING_KEY": "k"}).gateway, Path("nowhere"))
-    assert keys.accepted == (b"k",)
+    keys = SigningKeys(load(None, {"TURNLOG_GATEWAY_SIGNING_KEY": OLD}).gateway, Path("nowhere"))
+    assert keys.accepted == (OLD.encode(),)
     with pytest.raises(Unauthorized):
         require_key("Bearer ", *keys.accepted)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "why"),
+    [
+        ("TURNLOG_GATEWAY_SIGNING_KEY", "short", "fewer than 16"),
+        ("TURNLOG_GATEWAY_ACCEPTED_SIGNING_KEYS", f"{OLD} short", "fewer than 16"),
+        ("TURNLOG_SANDBOX_CREDENTIAL_KEY", " ", "is blank"),
+        ("TURNLOG_EGRESS_SIGNING_KEY", "short", "fewer than 16"),
+        ("TURNLOG_DASHBOARD_KEY", "short", "fewer than 16"),
+        ("TURNLOG_STORE_SECRET_KEY", " ", "is blank"),
+        ("TURNLOG_REGISTRY_TOKEN", "\t", "is blank"),
+    ],
+)
+def test_a_blank_secret_or_a_short_key_is_refused_by_name_and_not_shown(variable: str, text: str, why: str) -> None:
+    with pytest.raises(SettingsError, match=f"{variable}: .* {why}") as refused:
+        load(None, {variable: text})
+    assert OLD not in str(refused.value)
