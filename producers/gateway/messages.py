@@ -18,8 +18,8 @@ import orjson
 from turnlog.producers.gateway import BadRequest
 from turnlog.producers.gateway.images import Picture, picture
 from turnlog.producers.gateway.parsers.parser import Call, Part, Reasoning, Text
+from turnlog.producers.gateway.parsers.values import compact, exact
 from turnlog.schemas.ids import call_id
-from turnlog.schemas.json_depth import deeper_than
 from turnlog.schemas.types import TurnId
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -184,7 +184,7 @@ def _calls(raw: Any, where: str) -> list[dict[str, Any]]:
 
 def _canonical(function: dict[str, Any]) -> list[str]:
     """Name and arguments, these as a text of their own: so they may be as deep as a whole body."""
-    return [function["name"], orjson.dumps(_numbers(function["arguments"]), option=orjson.OPT_SORT_KEYS).decode()]
+    return [function["name"], compact(_numbers(function["arguments"]), sort_keys=True)]
 
 
 def _numbers(value: Any) -> Any:
@@ -200,10 +200,7 @@ def _arguments(function: dict[str, Any]) -> Any:
     arguments = function.get("arguments") or {}
     if not isinstance(arguments, str):
         return arguments
-    try:
-        parsed = None if deeper_than(arguments) else orjson.loads(arguments)
-    except orjson.JSONDecodeError:
-        return arguments.strip()
+    parsed = exact(arguments)
     return parsed if isinstance(parsed, dict) else arguments.strip()
 
 

@@ -581,7 +581,7 @@ class Turns:
         return progress
 
     def _parser(self, request: TurnRequest, plan: TurnPlan) -> Parser:
-        calls = self.planner.calls if request.calls else None
+        calls = self.planner.calls if request.calls and request.tools else None
         return Parser(calls, self.planner.thinking, self.planner.inside(plan.prompt), request.tools or ())
 
     def _said(self, session: Session, request: TurnRequest, plan: TurnPlan, turn: TurnId, draft: Draft) -> Said:

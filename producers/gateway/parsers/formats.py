@@ -9,23 +9,20 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from json import JSONDecoder
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
 
 from turnlog.producers.gateway.parsers.parser import Call, CallFormat, Marks
-from turnlog.schemas.json_depth import MAX_DEPTH, deeper_than
+from turnlog.producers.gateway.parsers.values import Schema, compact, exact, leading
 
-DECODER = JSONDecoder()
 NAME = re.compile(r"[^\s<>{}\[\]]+")
 
 
 def _hermes(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
     """{"name", "arguments"}"""
-    return _calls(_json(body))
+    return _calls(exact(body))
 
 
 def _llama(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
@@ -33,8 +30,8 @@ def _llama(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
     found, at = list[Call](), 0
     body = body.strip()
     while at < len(body):
-        value, at = _leading(body, at)
-        calls = _calls(value, "parameters")
+        value, at = leading(body, at)
+        calls = _calls(value)
         if calls is None or body[at : at + 1] not in ("", ";"):
             return None
         found += calls
@@ -42,37 +39,55 @@ def _llama(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
     return found or None
 
 
+def _llama_bare(body: str, tools: Sequence[Any]) -> Sequence[Call] | None:
+    """The same as a whole answer, without a mark: nothing tells it from an answer in JSON but the name of a tool that
+    was offered, and arguments beside it."""
+    value = exact(body)
+    if not isinstance(value, dict) or len(value.keys() - BESIDE) != 1 or value.get("name") not in _schemas(tools):
+        return None
+    return _calls(value)
+
+
 def _coder(body: str, tools: Sequence[Any]) -> Sequence[Call] | None:
     """NAME> <parameter=KEY> value </parameter> ..."""
     name, _, rest = body.partition(">")
     values = _pairs(rest, r"\s*<parameter=([^<>\s]+)>\n?(.*?)\n?", "</parameter>")
-    return _typed(name, values, tools, partial(_value, otherwise=("string",)))
+    return _typed(name, values, tools, otherwise=("string",))
 
 
 def _glm(body: str, tools: Sequence[Any]) -> Sequence[Call] | None:
     """NAME <arg_key>KEY</arg_key> <arg_value>value</arg_value> ..."""
     name, key, rest = body.partition("<arg_key>")
     values = _pairs(key + rest, r"\s*<arg_key>([^<>]+)</arg_key>\s*<arg_value>(.*)", "</arg_value>")
-    return _typed(name.strip(), values, tools, partial(_value, otherwise=()))
+    return _typed(name.strip(), values, tools, otherwise=())
 
 
 def _glm4(body: str, tools: Sequence[Any]) -> Sequence[Call] | None:
     """NAME, a new line, the arguments; several with <|assistant|> between them. Only a tool that was offered: nothing
     else tells it from text."""
-    pieces = [one.strip().partition("\n") for one in body.split("<|assistant|>")]
-    offered = _schemas(tools)
-    found = [_call(name if name in offered else "", _json(arguments)) for name, _, arguments in pieces]
-    return [one for one in found if one] if all(found) else None
+    offered, found, at = _schemas(tools), list[Call](), 0
+    body = body.strip()
+    while at < len(body):
+        name, _, _ = body[at:].partition("\n")
+        arguments, end = leading(body, at + len(name))
+        call = _call(name.strip() if name.strip() in offered else "", arguments)
+        if not call or not (end == len(body) or body.startswith("<|assistant|>", end)):
+            return None
+        found.append(call)
+        at = end + len("<|assistant|>")
+        while body[at : at + 1].isspace():
+            at += 1
+    return found or None
 
 
 def _mistral(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
     """A list of {"name", "arguments"}, or NAME[ARGS]{...}, several with [TOOL_CALLS] between them."""
     if body.lstrip().startswith("["):
-        return _calls(_json(body))
+        return _calls(exact(body))
     found, at = list[Call](), 0
     while at < len(body):
         arguments = body.find("[ARGS]", at)
-        value, end = _leading(body, arguments + len("[ARGS]"))
+        value, end = leading(body, arguments + len("[ARGS]"))
         call = _call(body[at : max(at, arguments)].partition("[CALL_ID]")[0].strip(), value)
         if not call or not (end == len(body) or body.startswith("[TOOL_CALLS]", end)):
             return None
@@ -86,7 +101,7 @@ def _deepseek(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
     name, _, arguments = body.partition("<｜tool▁sep｜>")
     if "\n```json\n" in arguments and arguments.rstrip().endswith("\n```"):
         name, _, arguments = arguments.rstrip()[:-3].partition("\n```json\n")
-    call = _call(name.strip(), _json(arguments))
+    call = _call(name.strip(), exact(arguments))
     return [call] if call else None
 
 
@@ -94,7 +109,7 @@ def _kimi(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
     """functions.NAME:COUNT, a mark, the arguments."""
     name, _, arguments = body.partition("<|tool_call_argument_begin|>")
     named = re.fullmatch(r"(?:functions\.)?([\w.-]+):\d+", name.strip())
-    call = _call(named[1] if named else "", _json(arguments))
+    call = _call(named[1] if named else "", exact(arguments))
     return [call] if call else None
 
 
@@ -108,16 +123,23 @@ def _kimi_id(tool: str, before: int, given: str) -> str:
     return f"functions.{tool}:{before}" if tool else given
 
 
+PARAMETER = Marks("<parameter=", "</parameter>")
 FORMATS: Mapping[str, CallFormat] = {
-    "seed": CallFormat(Marks("<function=", "</function>"), _coder, Marks("<seed:tool_call>", "</seed:tool_call>")),
-    "qwen3_coder": CallFormat(Marks("<function=", "</function>"), _coder, Marks("<tool_call>", "</tool_call>")),
-    "glm45": CallFormat(Marks("<tool_call>", "</tool_call>"), _glm),
+    "seed": CallFormat(
+        Marks("<function=", "</function>"), _coder, Marks("<seed:tool_call>", "</seed:tool_call>"), values=PARAMETER
+    ),
+    "qwen3_coder": CallFormat(
+        Marks("<function=", "</function>"), _coder, Marks("<tool_call>", "</tool_call>"), values=PARAMETER
+    ),
+    "glm45": CallFormat(
+        Marks("<tool_call>", "</tool_call>"), _glm, values=Marks("<arg_value>", "</arg_value>")
+    ),
     "glm4": CallFormat(
         Marks("<|assistant|>", ""), _glm4, bare=lambda tools: [f"{name}\n" for name in _schemas(tools)],
         around_arguments=("NAME\n", ""),
     ),
     "llama3": CallFormat(
-        Marks("<|python_tag|>", ""), _llama, bare=lambda _: ("{",),
+        Marks("<|python_tag|>", ""), _llama, bare=lambda _: ("{",), read_bare=_llama_bare,
         around_arguments=('{"name": "NAME", "parameters": ', "}"),
     ),
     "mistral": CallFormat(
@@ -224,43 +246,31 @@ def _tag(thinking: Marks | None, answer: dict[str, Any], *, inside: bool) -> str
     return orjson.dumps({"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}).decode()
 
 
-def _json(text: str, levels: int = MAX_DEPTH) -> Any:
-    """None for what is no JSON, or deeper than the log takes."""
-    try:
-        return None if deeper_than(text, levels) else orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return None
+ARGUMENTS = ("arguments", "parameters")
+"""Keys of a call as JSON has it: templates of one family write the one, others the other, and models mix them up.
+Whichever comes alone counts; no family writes `args` or `input`, so that who says that has said no call."""
+BESIDE = frozenset({"name", "id", "type"})
+"""Keys that tell nothing of the arguments."""
 
 
-def _leading(text: str, at: int) -> tuple[Any, int]:
-    """(the JSON value that begins at a place of a text, the place behind it and behind white space); None if none."""
-    while text[at : at + 1].isspace():
-        at += 1
-    try:
-        end = DECODER.raw_decode(text, at)[1]
-    except (ValueError, RecursionError):  # what is deeper than the log takes is none, wherever json gives up
-        return None, at
-    value = _json(text[at:end])
-    while text[end : end + 1].isspace():
-        end += 1
-    return value, end
-
-
-def _calls(value: Any, *keys: str) -> list[Call] | None:
-    """Of a call as JSON has it, or a list of them; `keys`: of the arguments, beside "arguments"."""
+def _calls(value: Any) -> list[Call] | None:
+    """Of a call as JSON has it, or a list of them. A call may lack its arguments, but not have them elsewhere."""
     found: list[Call | None] = []
     for one in value if isinstance(value, list) else [value]:
         if not isinstance(one, dict) or not isinstance(one.get("name"), str):
             return None
+        keys = [key for key in ARGUMENTS if key in one]
+        if len(keys) > 1 or (not keys and not BESIDE.issuperset(one)):
+            return None
+        arguments: Any = one[keys[0]] if keys else {}
         name: str = one["name"]
-        arguments: Any = next((one[key] for key in (*keys, "arguments") if key in one), {})
         found.append(Call(name, arguments) if isinstance(arguments, str) else _call(name, arguments))
     return [one for one in found if one] if all(found) else None
 
 
 def _call(name: str, arguments: Any) -> Call | None:
     """None where there is no name, or where the arguments are no object."""
-    return Call(name, orjson.dumps(arguments).decode()) if name and isinstance(arguments, dict) else None
+    return Call(name, compact(arguments)) if name and isinstance(arguments, dict) else None
 
 
 def _pairs(text: str, pair: str, closing: str) -> list[tuple[str, str]] | None:
@@ -271,15 +281,13 @@ def _pairs(text: str, pair: str, closing: str) -> list[tuple[str, str]] | None:
 
 
 def _typed(
-    name: str, values: list[tuple[str, str]] | None, tools: Sequence[Any], value: Callable[[str, Any], Any]
+    name: str, values: list[tuple[str, str]] | None, tools: Sequence[Any], otherwise: Sequence[str]
 ) -> list[Call] | None:
     """A call whose values are read by what its tool's schema says of them."""
     if values is None or not NAME.fullmatch(name):
         return None
-    schema = _schemas(tools).get(name)
-    properties = schema.get("properties") if isinstance(schema, dict) else None
-    known = properties if isinstance(properties, dict) else {}
-    call = _call(name, {key: value(text, known.get(key)) for key, text in values})
+    schema = Schema(_schemas(tools).get(name))
+    call = _call(name, {key: schema.value(key, text, otherwise=otherwise) for key, text in values})
     return [call] if call else None
 
 
@@ -288,41 +296,3 @@ def _schemas(tools: Sequence[Any]) -> dict[str, Any]:
     functions = [one.get("function") for one in tools if isinstance(one, dict)]
     named = [one for one in functions if isinstance(one, dict) and isinstance(one.get("name"), str)]
     return {one["name"]: one.get("parameters") for one in named}
-
-
-KINDS: Mapping[type, tuple[str, ...]] = {
-    bool: ("boolean",), int: ("integer", "number"), float: ("number",), dict: ("object",), list: ("array",),
-    type(None): ("null",), str: ("string",),
-}  # fmt: skip
-PYTHON = {"True": True, "False": False, "None": None}
-"""What templates in Jinja write where they forget `tojson`, and so their models, too."""
-
-
-def _value(text: str, schema: Any, *, otherwise: Sequence[str]) -> Any:
-    """A value written without JSON: of a type that the schema names, text where that is one of them and no other fits.
-    `otherwise`: the types of what no schema tells of; any if none."""
-    kinds, bare = set(_kinds(schema)) or set(otherwise), text.strip()
-    if kinds == {"string"}:
-        return text
-    value = PYTHON[bare] if bare in PYTHON else _json(bare, MAX_DEPTH - 1)
-    if value is None:
-        return None if bare in ("null", "None") and ("null" in kinds or "string" not in kinds) else text
-    if not kinds or (type(value) is not str and not kinds.isdisjoint(KINDS[type(value)])):
-        return value
-    return text
-
-
-def _kinds(schema: Any) -> Iterator[str]:
-    """The JSON types that a schema allows, as far as it says it plainly."""
-    if not isinstance(schema, dict):
-        return
-    said = schema.get("type")
-    yield from (one for one in _listed(said) or [said] if isinstance(one, str))
-    for one in (*_listed(schema.get("anyOf")), *_listed(schema.get("oneOf")), *_listed(schema.get("allOf"))):
-        yield from _kinds(one)
-    if not said:
-        yield from (KINDS[type(one)][0] for one in _listed(schema.get("enum")))
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []

@@ -7,6 +7,7 @@ around reasoning and calls belongs to neither.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -44,6 +45,11 @@ class Marks(NamedTuple):
     closing: str
 
 
+JSON_STRING = Marks('"', '"')
+IN_STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
+"""What of a JSON string comes before its end, or before a backslash of which more must come."""
+
+
 @dataclass(frozen=True, slots=True)
 class CallFormat:
     """How a family of models writes calls: a block between marks, that `read` makes calls of."""
@@ -56,6 +62,10 @@ class CallFormat:
     """What may stand around blocks, and belongs to the text only where there is none."""
     bare: Callable[[Sequence[Any]], Sequence[str]] = lambda _: ()
     """The schemas of the tools -> how an answer may begin that is a block as a whole, without marks."""
+    read_bare: Callable[[str, Sequence[Any]], Sequence[Call] | None] | None = None
+    """As `read`, of such a block; None: `read` itself."""
+    values: Marks = JSON_STRING
+    """Between which a block's closing mark is part of a value."""
     around_arguments: tuple[str, str] | None = None
     """What an answer says before and after the arguments of its only call, NAME for the tool's name, where these are
     JSON: a grammar holds answers to it."""
@@ -85,7 +95,11 @@ class Parser:
     _bare: bool = False
     """The white space that comes now belongs to nothing."""
     _sought: int = 0
-    """How far no closing mark was found in a block that is pending."""
+    """How far a pending block was searched for the mark that closes it."""
+    _in_value: bool = False
+    """That place is in a value of the block."""
+    _first: int = -1
+    """The first closing mark in a pending block, where it stands in a value."""
     _begun: bool = False
     """Reasoning does not begin any more."""
     _bare_block: bool | None = None
@@ -99,11 +113,14 @@ class Parser:
 
     def end(self) -> None:
         """Nothing follows."""
+        calls, opened = self.calls, False
+        while calls is not None and self._first >= 0:
+            self._break(calls)
+            self.push("")
         left, self._pending = self._pending, ""
         if self.inside:
             self._grow(Reasoning, left)
             return
-        calls, opened = self.calls, False
         if calls is not None and self._bare_block:
             self._block(calls, left, left.strip())
         elif calls is not None and left.startswith(calls.marks.opening):
@@ -153,25 +170,74 @@ class Parser:
         self._given_out(Text, opening, calls.around)
         if not closing or not self._pending.startswith(opening):
             return False
-        end = self._pending.find(closing, max(len(opening), self._sought - len(closing)))
-        self._sought = 0 if end >= 0 else len(self._pending)
-        if end < 0:
+        end = self._end_of_block(calls)
+        if end is None:
             return False
-        body, whole = self._pending[len(opening) : end], self._pending[: end + len(closing)]
-        self._pending = self._pending[len(whole) :]
-        self._block(calls, whole, body)
+        body = self._pending[len(opening) : end]
+        if end < 0 or (found := calls.read(body, self.tools)) is None:
+            self._break(calls)
+            return True
+        self._pending = self._pending[end + len(closing) :]
+        self._called(found)
         return True
+
+    def _end_of_block(self, calls: CallFormat) -> int | None:
+        """Where the mark stands that closes the pending block: the first outside of values. None: nowhere yet; below 0:
+        a block that never closed is followed by another."""
+        text, (opening, closing), values = self._pending, calls.marks, calls.values
+        overlap = max(map(len, (opening, closing, *values)))
+        at = max(len(opening), self._sought)
+        mark = text.find(closing, max(len(opening), at - overlap))
+        while True:
+            if not self._in_value:
+                mark = text.find(closing, at) if 0 <= mark < at else mark
+                value = text.find(values.opening, at)
+                if mark >= 0 and not 0 <= value < mark:
+                    return mark
+                if value < 0:
+                    self._sought = max(at, len(text) - overlap)
+                    return None
+                self._in_value, at = True, value + len(values.opening)
+                continue
+            end = text.find(values.closing, at)
+            if values is JSON_STRING:
+                at = _end_of_string(text, at)
+                end = at if text.startswith(values.closing, at) else -1
+            if mark >= 0 and not 0 <= end < mark and self._first < 0:
+                self._first = mark
+            if self._first >= 0 and values is not JSON_STRING:
+                others = (text.find(one, max(at, self._first)) for one in (opening, values.opening))
+                if any(other >= 0 and not 0 <= end < other for other in others):
+                    return -1
+            if end < 0:
+                self._sought = at if values is JSON_STRING else max(at, len(text) - overlap)
+                return None
+            self._in_value, at = False, end + len(values.closing)
+
+    def _break(self, calls: CallFormat) -> None:
+        """What is pending begins with a block that is none: text up to its first closing mark."""
+        closing = calls.marks.closing
+        end = self._pending.index(closing, len(calls.marks.opening)) + len(closing)
+        whole, self._pending = self._pending[:end], self._pending[end:]
+        self._block(calls, whole, None)
 
     def _block(self, calls: CallFormat, whole: str, body: str | None) -> None:
         """What looks like calls, and what `read` is to make calls of; None: it never closed."""
-        found = None if body is None else calls.read(body, self.tools)
+        read = (calls.read_bare if self._bare_block else None) or calls.read
+        found = None if body is None else read(body, self.tools)
         if found is not None:
-            self.parts += found
-            self._space, self._bare = "", True
+            self._called(found)
             return
         counted = calls.around is not None and calls.around.opening in self._space
         self.ill_formed += not counted and not self._bare_block
+        self._sought, self._in_value, self._first = 0, False, -1
         self._grow(Text, whole)
+
+    def _called(self, found: Sequence[Call]) -> None:
+        """What was pending was a block of calls."""
+        self.parts += found
+        self._space, self._bare = "", True
+        self._sought, self._in_value, self._first = 0, False, -1
 
     def _given_out(self, kind: type[Text | Reasoning], mark: str, around: Marks | None = None) -> None:
         """Give out what is pending before the mark, or before what may be its beginning."""
@@ -204,6 +270,13 @@ class Parser:
             last.text += text
         else:
             self.parts.append(kind(text))
+
+
+def _end_of_string(text: str, at: int) -> int:
+    """How far the JSON string goes in which a place of a text stands: to its closing quote, as far as it is known."""
+    found = IN_STRING.match(text, at)
+    assert found is not None, "it matches the empty text"
+    return found.end()
 
 
 def beginning(text: str, mark: str) -> int:

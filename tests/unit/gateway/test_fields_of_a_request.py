@@ -114,12 +114,41 @@ async def test_log_probs_of_a_repeat_are_read_from_the_log_by_another_gateway(ri
     assert (await rig.chat(session, [QUESTION], **body)).json()["choices"] == one
 
 
-async def test_calls_stay_text_where_the_client_wants_none(rig: Any) -> None:
+OFFERED: Any = {"type": "function", "function": {"name": "calc"}}
+PATHS: dict[str, tuple[str, dict[str, Any], Any, Any]] = {
+    "chat/completions": ("messages", {}, OFFERED, "none"),
+    "responses": ("input", {}, {"type": "function", "name": "calc"}, "none"),
+    "messages": (
+        "messages",
+        {"max_tokens": 50},
+        {"name": "calc", "input_schema": {"type": "object"}},
+        {"type": "none"},
+    ),
+}
+"""Of each dialect: where messages stand, what it needs beside them, a tool, and how a request has no calls."""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+async def test_calls_stay_text_where_none_can_be_made(rig: Any, path: str, stream: bool) -> None:
     session = await rig.open()
-    rig.script.says(CALL)
-    [choice] = (await rig.chat(session, [QUESTION], tool_choice="none")).json()["choices"]
-    assert choice["message"] == {"role": "assistant", "content": CALL}
-    assert choice["finish_reason"] == "stop"
+    said, body, tool, none = PATHS[path]
+    without: list[dict[str, Any]] = [{}, {"tools": []}, {"tools": None}, {"tools": [tool], "tool_choice": none}]
+    for more in without:
+        rig.script.answers.clear()
+        rig.script.says(f"I look. {CALL}")
+        asked = {said: [QUESTION], "stream": stream, **body, **more}
+        answer = await rig.http.post(f"/v1/{path}", json=asked, headers={"authorization": f"Bearer {session['token']}"})
+        assert answer.status_code == 200, answer.text
+    for turn in await rig.written("TurnCompleted"):
+        assert orjson.loads(turn.response) == {"role": "assistant", "content": f"I look. {CALL}"}
+        assert (turn.finish_reason, turn.ill_formed_calls) == (FinishReason.stop, 0)
+    rig.script.answers.clear()
+    rig.script.says(f"I look. {CALL}")
+    await rig.http.post(
+        f"/v1/{path}", json=asked | {"tool_choice": None}, headers={"authorization": f"Bearer {session['token']}"}
+    )
+    assert (await rig.written("TurnCompleted"))[-1].finish_reason is FinishReason.tool_calls
 
 
 NAMED = {"type": "function", "function": {"name": "calc"}}

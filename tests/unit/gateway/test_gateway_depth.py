@@ -64,13 +64,18 @@ def nested(depth: int, kind: str) -> str:
 def said(place: str, depth: int, kind: str) -> tuple[bytes, int]:
     """A body with JSON of that depth in a place of it, and how deep the body is."""
     inner = nested(depth, kind)
-    calls = '{"messages":[{"role":"user","content":"x"},{"role":"assistant","tool_calls":[{"function":{"name":"f",'
+    offered = '"tools":[{"type":"function","function":{"name":"f"}}]'
+    calls = (
+        "{"
+        + offered
+        + ',"messages":[{"role":"user","content":"x"},{"role":"assistant","tool_calls":[{"function":{"name":"f",'
+    )
     answered = '}}]},{"role":"tool","content":"y"}]}'
     bodies = {
         "tools": ('{"messages":[{"role":"user","content":"x"}],"tools":[{"a":' + inner + "}]}", 3),
         "arguments": (calls + '"arguments":' + inner + answered, 6),
         "text": (calls + '"arguments":' + json.dumps(inner) + answered, 6 - depth),
-        "unknown": ('{"messages":[{"role":"user","content":"x","more":' + inner + "}]}", 3),
+        "unknown": ("{" + offered + ',"messages":[{"role":"user","content":"x","more":' + inner + "}]}", 3),
     }
     body, above = bodies[place]
     return body.encode(), above + depth
@@ -127,7 +132,7 @@ async def test_a_calls_text_that_is_no_object_comes_back_as_it_was_sampled(rig: 
     session = await rig.open(**ROOM)
     whole = f'<tool_call>{{"name":"f","arguments":{json.dumps(arguments)}}}</tool_call>'
     rig.script.says(whole)
-    first = await rig.chat(session, [QUESTION])
+    first = await rig.chat(session, [QUESTION], tools=[{"type": "function", "function": {"name": "f"}}])
     assert first.status_code == 200
     reply = first.json()["choices"][0]["message"]
     assert reply["tool_calls"][0]["function"]["arguments"] == arguments

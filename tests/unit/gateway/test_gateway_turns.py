@@ -20,6 +20,7 @@ from turnlog.producers.recipes.calc import judge
 from turnlog.schemas.events import Boundary, FinishReason, Outcome, TokenSnapshot, TurnCompleted
 from turnlog.schemas.types import float32s, int32s
 
+CALC = [{"type": "function", "function": {"name": "calc"}}]
 CALL = '<tool_call>{"name":"calc","arguments":{"expr":"3+5"}}</tool_call>'
 QUESTION = {"role": "user", "content": "3 + 5 = ?"}
 
@@ -28,12 +29,12 @@ async def test_a_conversation_with_a_tool_call_extends_the_sampled_tokens_exactl
     session = await rig.open()
     first = rig.script.says(CALL)
     second = rig.script.says("8")
-    one = (await rig.chat(session, [QUESTION])).json()
+    one = (await rig.chat(session, [QUESTION], tools=CALC)).json()
     message = one["choices"][0]["message"]
     assert one["choices"][0]["finish_reason"] == "tool_calls"
     assert message["tool_calls"][0]["function"] == {"name": "calc", "arguments": '{"expr":"3+5"}'}
     tool = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "8"}
-    two = (await rig.chat(session, [QUESTION, message, tool])).json()
+    two = (await rig.chat(session, [QUESTION, message, tool], tools=CALC)).json()
     assert two["choices"][0] == {
         "index": 0,
         "message": {"role": "assistant", "content": "8"},
@@ -84,16 +85,16 @@ async def test_results_of_parallel_calls_are_read_in_the_order_of_the_calls(
     rig.script.says(
         "".join(f'<tool_call>{{"name":"calc","arguments":{{"expr":"{one}"}}}}</tool_call>' for one in CALLS)
     )
-    message = (await rig.chat(session, [QUESTION])).json()["choices"][0]["message"]
+    message = (await rig.chat(session, [QUESTION], tools=CALC)).json()["choices"][0]["message"]
     ids = {str(at): call["id"] for at, call in enumerate(message["tool_calls"])}
     results = [
         {"role": "tool", "content": content, **({} if named is None else {"tool_call_id": ids.get(str(named), named)})}
         for named, content in sent
     ]
     asked = [QUESTION, message, *results]
-    answer = (await rig.chat(session, asked)).json()["choices"][0]["message"]
+    answer = (await rig.chat(session, asked, tools=CALC)).json()["choices"][0]["message"]
     await rig.start("gateway-1")  # what is read back from the log is found again by what the client sends
-    await rig.chat(session, [*asked, answer, {"role": "user", "content": "so?"}])
+    await rig.chat(session, [*asked, answer, {"role": "user", "content": "so?"}], tools=CALC)
     second, third = (rig.tokens.literal(one.input_ids) for one in rig.engines["e0"].requests[1:])
     assert "".join(second.split("<|im_start|>tool\n")[1:]).startswith("<|im_end|>\n".join([*read, "<|im_start|>"]))
     snapshots = await rig.written("TokenSnapshot")
@@ -119,7 +120,7 @@ async def test_streamed_and_whole_answers_are_equal(rig: Any) -> None:
     for stream in (False, True):
         session = await rig.open(f"rollout-{stream}")
         rig.script.says(f"let me see {CALL}")
-        answer = await rig.chat(session, [QUESTION], stream=stream, stream_options={"include_usage": True})
+        answer = await rig.chat(session, [QUESTION], tools=CALC, stream=stream, stream_options={"include_usage": True})
         texts.append(answer)
     whole, events = texts[0].json(), _events(texts[1].text)
     deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
@@ -193,7 +194,7 @@ async def test_changed_tools_and_rewritten_histories_open_new_roots_or_keep_thei
 async def test_echoes_that_changed_shape_find_their_base(rig: Any) -> None:
     session = await rig.open()
     rig.script.says(CALL)
-    message = (await rig.chat(session, [QUESTION])).json()["choices"][0]["message"]
+    message = (await rig.chat(session, [QUESTION], tools=CALC)).json()["choices"][0]["message"]
     call = message["tool_calls"][0]
     echo = {
         "role": "assistant",
@@ -208,7 +209,7 @@ async def test_echoes_that_changed_shape_find_their_base(rig: Any) -> None:
         ],
     }
     asked = {"role": "user", "content": [{"type": "text", "text": "3 + 5 = ?", "cache_control": {"type": "ephemeral"}}]}
-    await rig.chat(session, [asked, echo, {"role": "tool", "tool_call_id": call["id"], "content": "8"}])
+    await rig.chat(session, [asked, echo, {"role": "tool", "tool_call_id": call["id"], "content": "8"}], tools=CALC)
     assert (await rig.written("TokenSnapshot"))[1].boundary is Boundary.append
 
 
@@ -275,7 +276,9 @@ async def test_reasoning_is_told_apart_and_counted_where_the_template_has_it(rig
     rig.script.says(f"<think>\nof 3 and 5\n</think>\n\nlet me see {CALL}")
     claims = verify(session["token"], *rig.gateway.keys.accepted)
     held = await rig.gateway.sessions.find(claims)
-    asked = OpenAIChat().request(orjson.dumps({"messages": [QUESTION], "stream": stream}), Conversation())
+    asked = OpenAIChat().request(
+        orjson.dumps({"messages": [QUESTION], "tools": CALC, "stream": stream}), Conversation()
+    )
     turn = rig.gateway.turns.start(held, asked, claims, await rig.gateway.turns.plan(held, asked, claims))
     recorded = await turn.task
     assert recorded.response_raw["reasoning_content"] == "of 3 and 5"
@@ -292,6 +295,6 @@ async def test_reasoning_is_told_apart_and_counted_where_the_template_has_it(rig
 async def test_a_block_that_is_no_call_stays_text_and_is_counted(rig: Any) -> None:
     session = await rig.open()
     rig.script.says('<tool_call>{"name":</tool_call>')
-    answer = (await rig.chat(session, [QUESTION])).json()
+    answer = (await rig.chat(session, [QUESTION], tools=CALC)).json()
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": '<tool_call>{"name":</tool_call>'}
     assert [turn.ill_formed_calls for turn in await rig.written("TurnCompleted")] == [1]

@@ -23,6 +23,7 @@ from turnlog.settings import Settings
 ENCRYPTED = "reasoning.encrypted_content"
 QUESTION = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "3 + 5 = ?"}]}
 GO_ON = {"role": "user", "content": "1 + 1 = ?"}
+CALC = [{"type": "function", "name": "calc"}]
 CALL = '<tool_call>{"name":"calc","arguments":{"expr":"3+5"}}</tool_call>'
 TOOL = {"type": "function", "name": "calc", "parameters": {"type": "object", "properties": {}}, "strict": False}
 
@@ -191,9 +192,12 @@ async def test_items_referred_to_by_their_ids_are_the_items(rig: Any, stream: bo
 async def test_a_reference_to_no_item_of_the_session_is_refused_by_name(rig: Any) -> None:
     session, other = await rig.open("a"), await rig.open("b")
     rig.script.says(CALL)
-    one, foreign = await response(rig, session, [QUESTION]), await response(rig, other, [QUESTION])
+    one, foreign = (
+        await response(rig, session, [QUESTION], tools=CALC),
+        await response(rig, other, [QUESTION], tools=CALC),
+    )
     [call], [theirs] = one["output"], foreign["output"]
-    gone = await response(rig, session, [GO_ON])
+    gone = await response(rig, session, [GO_ON], tools=CALC)
     await sent(rig, session, "DELETE", f"/{gone['id']}")
     strange = [theirs["id"], gone["output"][0]["id"], one["id"], f"{call['id']}_1", call["id"].replace("fc", "msg"), ""]
     for name in (*strange, None, 8):
@@ -207,26 +211,26 @@ async def test_a_reference_to_no_item_of_the_session_is_refused_by_name(rig: Any
 async def test_arguments_that_a_client_wrote_anew_and_a_text_alone_are_what_they_were(rig: Any) -> None:
     session = await rig.open()
     rig.script.says(CALL)
-    [call] = (await response(rig, session, "3 + 5 = ?"))["output"]
+    [call] = (await response(rig, session, "3 + 5 = ?", tools=CALC))["output"]
     echo = {**call, "arguments": '{ "expr" : "3+5" }'}
     result = {
         "type": "function_call_output",
         "call_id": call["call_id"],
         "output": [{"type": "input_text", "text": "8"}],
     }
-    await response(rig, session, [QUESTION, echo, result])
+    await response(rig, session, [QUESTION, echo, result], tools=CALC)
     assert await bounds(rig, session) == [Boundary.root, Boundary.append]
 
 
 async def test_results_come_in_the_order_of_the_calls_that_they_name(rig: Any) -> None:
     session = await rig.open()
     rig.script.says(CALL + CALL.replace("3+5", "1+1"))
-    first, second = (await response(rig, session, [QUESTION]))["output"]
+    first, second = (await response(rig, session, [QUESTION], tools=CALC))["output"]
     results = [
         {"type": "function_call_output", "call_id": item["call_id"], "output": said}
         for item, said in ((second, "2"), (first, "8"))
     ]
-    await response(rig, session, [QUESTION, first, second, *results])
+    await response(rig, session, [QUESTION, first, second, *results], tools=CALC)
     new = orjson.loads((await rig.written("TurnCompleted"))[1].new_messages)
     assert [one["tool_call_id"] for one in new] == [first["call_id"], second["call_id"]]
 
@@ -253,14 +257,14 @@ async def test_developers_and_systems_items_are_inherited(rig: Any) -> None:
 async def test_a_response_is_continued_by_its_name_at_any_gateway(rig: Any, stream: bool) -> None:
     session = await rig.open()
     rig.script.says(f"let me see {CALL}")
-    one = await response(rig, session, [QUESTION], stream=stream)
+    one = await response(rig, session, [QUESTION], tools=CALC, stream=stream)
     result = {"type": "function_call_output", "call_id": one["output"][1]["call_id"], "output": "8"}
-    two = await response(rig, session, [result], previous_response_id=one["id"])
+    two = await response(rig, session, [result], tools=CALC, previous_response_id=one["id"])
     assert two["previous_response_id"] == one["id"]
     await rig.start("gateway-1")
     shown = (await sent(rig, session, "GET", f"/{two['id']}")).json()
     assert (shown["output"], shown["usage"]) == (two["output"], two["usage"])
-    three = await response(rig, session, "and now?", previous_response_id=two["id"])
+    three = await response(rig, session, "and now?", tools=CALC, previous_response_id=two["id"])
     turns = await rig.written("TurnCompleted")
     assert [turn.base_turn for turn in turns] == [None, turns[0].turn, turns[1].turn]
     assert turns[1].turn.epoch != turns[2].turn.epoch

@@ -53,6 +53,17 @@ V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n%s\
 V31 = "<｜tool▁call▁begin｜>weather<｜tool▁sep｜>%s<｜tool▁call▁end｜>"
 KIMI = "<|tool_call_begin|>functions.%s:%d<|tool_call_argument_begin|>%s<|tool_call_end|>"
 
+JSON_MARKS = {
+    "hermes": "<tool_call>%s</tool_call>", "llama3": "<|python_tag|>%s", "mistral": "[TOOL_CALLS][%s]",
+}  # fmt: skip
+CITY, MARKED = '{"city":"%s"}', '{"%s": "weather", "%s": {"city": "%s"}}'
+
+
+def call_of(city: str) -> Call:
+    """A call of weather."""
+    return Call("weather", CITY % city)
+
+
 WELL_FORMED: dict[str, dict[str, list[Part]]] = {
     "hermes": {
         f"<tool_call>\n{LISTED}\n</tool_call>": [OSLO],
@@ -100,6 +111,66 @@ OWN: list[tuple[str, str, list[Part], int]] = [
     ("glm4", "\nweather is fine", [Text("\nweather is fine")], 0),
     ("llama3", ' {"answer": 5} ', [Text(' {"answer": 5} ')], 0),
     ("mistral", f"[TOOL_CALLS]weather[CALL_ID]abcdefghi[ARGS]{ARGS}", [OSLO], 0),
+    # Either key of the arguments is read in every family that writes JSON.
+    ("hermes", f"<tool_call>{LLAMA}</tool_call>", [OSLO], 0),
+    ("hermes", '<tool_call>{"name": "stop"}</tool_call>', [STOP], 0),
+    ("llama3", LISTED, [OSLO], 0),
+    ("mistral", f"[TOOL_CALLS][{LLAMA}]", [OSLO], 0),
+    # A closing mark within a value is part of the value.
+    (
+        "hermes",
+        f"<tool_call>\n{MARKED % ('name', 'arguments', '</tool_call>')}\n</tool_call> so",
+        [call_of("</tool_call>"), Text("so")],
+        0,
+    ),
+    (
+        "hermes",
+        f"<tool_call>{MARKED % ('name', 'arguments', '<tool_call></tool_call>')}</tool_call>",
+        [call_of("<tool_call></tool_call>")],
+        0,
+    ),
+    (
+        "deepseek",
+        f"<｜tool▁calls▁begin｜>{V31 % (CITY % '<｜tool▁call▁end｜>')}<｜tool▁calls▁end｜>",
+        [call_of("<｜tool▁call▁end｜>")],
+        0,
+    ),
+    ("kimi_k2", KIMI % ("weather", 0, CITY % "<|tool_call_end|>"), [call_of("<|tool_call_end|>")], 0),
+    ("glm4", f"\nweather\n{CITY % '<|assistant|>'}<|assistant|>stop\n{{}}", [call_of("<|assistant|>"), STOP], 0),
+    ("qwen3_coder", coder("weather>\n<parameter=city>\n</function>\n</parameter>"), [call_of("</function>")], 0),
+    ("seed", "<function=weather><parameter=city></function></parameter></function>", [call_of("</function>")], 0),
+    (
+        "glm45",
+        "<tool_call>weather<arg_key>city</arg_key><arg_value></tool_call></arg_value></tool_call>",
+        [call_of("</tool_call>")],
+        0,
+    ),
+    # ... and ends the block where no later one does. What follows is read as it would be without that block.
+    (
+        "hermes",
+        f'<tool_call>{{"name": "</tool_call> so <tool_call>{LISTED}</tool_call>',
+        [Text('<tool_call>{"name": "</tool_call> so'), OSLO],
+        1,
+    ),
+    ("hermes", '<tool_call>"</tool_call> so', [Text('<tool_call>"</tool_call> so')], 1),
+    (
+        "hermes",
+        f'<tool_call>"</tool_call> so <tool_call>{LISTED}</tool_call> "',
+        [Text('<tool_call>"</tool_call> so'), OSLO, Text('"')],
+        1,
+    ),
+    (
+        "qwen3_coder",
+        f"{coder('weather><parameter=city>Oslo')} so {coder(WEATHER)}",
+        [Text(f"{coder('weather><parameter=city>Oslo')} so"), OSLO],
+        1,
+    ),
+    (
+        "glm45",
+        f"<tool_call>weather<arg_key>city</arg_key><arg_value>Oslo</tool_call><tool_call>weather{GLM}</tool_call>",
+        [Text("<tool_call>weather<arg_key>city</arg_key><arg_value>Oslo</tool_call>"), OSLO],
+        1,
+    ),
     # Ill-formed blocks stay text, and each is counted once.
     ("qwen3_coder", coder("weather>\n<parameter=city>\nOslo"), [Text(coder("weather>\n<parameter=city>\nOslo"))], 1),
     ("qwen3_coder", "so <tool_call>\nnothing", [Text("so <tool_call>\nnothing")], 1),
@@ -113,7 +184,23 @@ OWN: list[tuple[str, str, list[Part], int]] = [
     ("deepseek", f"<｜tool▁calls▁begin｜>{V31 % BROKEN}", [Text(f"<｜tool▁calls▁begin｜>{V31 % BROKEN}")], 1),
     ("kimi_k2", KIMI % ("a b", 0, "{}"), [Text(KIMI % ("a b", 0, "{}"))], 1),
 ]
+STAYS: list[tuple[str, str, int]] = [
+    *(
+        (name, marks % f'{{"name": "weather", {arguments}}}', 1)
+        for name, marks in JSON_MARKS.items()
+        for arguments in (f'"args": {ARGS}', f'"argument": {ARGS}', f'"parameters": {ARGS}, "arguments": {{}}')
+    ),
+    # Nothing tells a call without a mark from an answer in JSON but a tool that was offered, and its arguments.
+    ("llama3", '{"name": "Bob", "age": 5}', 0),
+    ("llama3", '{"name": "Bob", "parameters": {"age": 5}}', 0),
+    ("llama3", '{"name": "weather"}', 0),
+    ("llama3", '{"name": "weather", "temperature": 5}', 0),
+    ("llama3", f'{{"name": "weather", "parameters": {ARGS}, "age": 5}}', 0),
+    ("llama3", f"[{LLAMA}]", 0),
+]
+"""What resembles a call stays text."""
 ALL = [
+    *((name, text, [Text(text)], ill_formed) for name, text, ill_formed in STAYS),
     *((name.removesuffix("_v3"), text, parts, 0) for name, one in WELL_FORMED.items() for text, parts in one.items()),
     *OWN,
 ]
@@ -164,6 +251,105 @@ def test_a_value_without_json_has_the_type_that_its_schema_says(key: str, text: 
         [found], _ = parsed(name, [call])
         assert isinstance(found, Call)
         assert json.loads(found.arguments) == {key: value}
+
+
+POINT = {"type": "object", "properties": {"x": {"type": "number"}}}
+DEFINED = {
+    "Point": POINT, "Count": {"type": "integer"}, "Colour": {"enum": ["1", "2"]}, "Many": {"items": {}},
+    "Same": {"$ref": "#/$defs/Point"}, "Itself": {"anyOf": [{"$ref": "#/$defs/Itself"}, {"type": "integer"}]},
+    "Wide": {"allOf": [{"$ref": "#/$defs/Wider"}, {"$ref": "#/$defs/Wider"}]}, "Wider": {"type": "object"},
+    "a/b": {"type": "boolean"},
+}  # fmt: skip
+"""As Pydantic, FastMCP and openai-agents write what is nested."""
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "seed", "glm45"])
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"$ref": "#/$defs/Point"}, '{"x": 1.5}', {"x": 1.5}),
+        ({"$ref": "#/$defs/Same"}, '{"x": 1.5}', {"x": 1.5}),
+        ({"$ref": "#/$defs/Count"}, "5", 5),
+        ({"$ref": "#/$defs/a~1b"}, "true", True),
+        ({"$ref": "#/$defs/Itself"}, "5", 5),
+        ({"$ref": "#/$defs/Wide"}, "{}", {}),
+        ({"$ref": "#/$defs/Colour"}, "1", "1"),
+        ({"$ref": "#/$defs/Many"}, "[1]", [1]),
+        ({"allOf": [{"$ref": "#/$defs/Point"}], "description": "d"}, "{}", {}),
+        ({"anyOf": [{"$ref": "#/$defs/Point"}, {"type": "null"}]}, '{"x": 1}', {"x": 1}),
+        ({"anyOf": [{"$ref": "#/$defs/Point"}, {"type": "null"}]}, "null", None),
+        ({"oneOf": [{"$ref": "#/$defs/Count"}, {"type": "boolean"}]}, "true", True),
+        ({"properties": {"x": {}}}, "{}", {}),
+        ({"items": {"type": "string"}}, '["a"]', ["a"]),
+        ({"const": 5}, "5", 5),
+        ({"const": "5"}, "5", "5"),
+        ({"minLength": 1}, "5", "5"),
+        ({"type": "integer"}, "5.0", 5),
+        ({"type": ["string", "null"], "anyOf": [{"minLength": 1}, {}]}, "5", "5"),
+        ({"type": "integer"}, "12345678901234567890123", 12345678901234567890123),
+        ({"type": "object"}, '{"id": 12345678901234567890123}', {"id": 12345678901234567890123}),
+    ],
+)
+def test_a_type_is_found_wherever_a_schema_says_it(name: str, schema: Any, text: str, value: Any) -> None:
+    call = (
+        f"<tool_call>f<arg_key>p</arg_key><arg_value>{text}</arg_value></tool_call>"
+        if name == "glm45"
+        else f"<function=f><parameter=p>{text}</parameter></function>"
+    )
+    own = {"type": "object", "properties": {"p": schema}}
+    for parameters in (
+        own | {"$defs": DEFINED},
+        {"$ref": "#/$defs/Own", "$defs": DEFINED | {"Own": own}},
+        {"allOf": [{"type": "object"}, own], "$defs": DEFINED},
+    ):
+        parser = Parser(FORMATS[name], tools=[{"function": {"name": "f", "parameters": parameters}}])
+        parser.push(call)
+        parser.end()
+        [found] = parser.parts
+        assert isinstance(found, Call)
+        assert (read := json.loads(found.arguments)) == {"p": value}
+        assert type(read["p"]) is type(value)
+
+
+def test_a_schema_that_refers_to_itself_many_times_over_is_read_at_once() -> None:
+    definitions: dict[str, Any] = {f"D{at}": {"anyOf": [{"$ref": f"#/$defs/D{(at + 1) % 40}"}] * 3} for at in range(40)}
+    schema = {"properties": {"p": {"$ref": "#/$defs/D0"}}, "allOf": [{"$ref": "#"}] * 3, "$defs": definitions}
+    parser = Parser(FORMATS["qwen3_coder"], tools=[{"function": {"name": "f", "parameters": schema}}])
+    parser.push("<function=f><parameter=p>5</parameter></function>")
+    assert parser.parts == [Call("f", '{"p":"5"}')]
+
+
+IN_JSON = {
+    "hermes": '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>', "mistral": "[TOOL_CALLS]f[ARGS]%s",
+    "llama3": '{"name": "f", "parameters": %s}', "glm4": "\nf\n%s", "deepseek": V31.replace("weather", "f"),
+    "deepseek_v3": V3.replace("weather", "f"), "kimi_k2": KIMI.replace("%s:%d", "f:0", 1),
+}  # fmt: skip
+"""How families that write arguments as JSON write a call of f."""
+WHATEVER = st.recursive(
+    st.booleans() | st.integers() | st.text(max_size=3) | st.sampled_from([*sorted(MARKS), '"', "\\", '\\"']),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@pytest.mark.parametrize("name", IN_JSON)
+@given(
+    arguments=st.dictionaries(st.sampled_from([*sorted(MARKS), "a"]), WHATEVER, max_size=3),
+    cuts=st.randoms(use_true_random=False),
+)
+def test_arguments_in_json_are_what_was_said_whatever_marks_and_digits_they_have(
+    name: str, arguments: dict[str, Any], cuts: random.Random
+) -> None:
+    text = IN_JSON[name] % json.dumps(arguments, ensure_ascii=False)
+    family = FORMATS[name.removesuffix("_v3")]
+    tools = [{"function": {"name": "f", "parameters": {}}}]
+    places = sorted(cuts.randint(0, len(text)) for _ in range(cuts.randint(0, 9)))
+    parser = Parser(family, tools=tools)
+    for start, end in itertools.pairwise([0, *places, len(text)]):
+        parser.push(text[start:end])
+    parser.end()
+    assert parser.parts == [Call("f", json.dumps(arguments, ensure_ascii=False, separators=(",", ":")))]
+    assert parser.ill_formed == 0
 
 
 WORDS = {
