@@ -14,7 +14,8 @@ BlobError
 ├── FileUnreadable    the file that was to be put cannot be read
 ├── ImageUnreadable   the bytes are no image of IMAGE_FORMATS
 └── StoreUnavailable      credentials, quota
-    ├── StoreUnreachable  transport, TLS or 5xx
+    ├── StoreUnreachable  transport or TLS
+    │   └── StoreBusy     it answers that it cannot now: throttled, full, failing, clocks apart, a token expired
     └── BucketMissing     [store] make_bucket is false and nobody has made it yet: waited for
 """
 
@@ -44,7 +45,7 @@ from urllib.parse import quote
 import numpy as np
 from numpy.typing import NDArray
 
-from turnlog.infra.roles import Unreachable
+from turnlog.infra.roles import Explained, Unreachable
 from turnlog.processors.core.experts import assembled, unpacked
 from turnlog.schemas.avsc import field_types
 from turnlog.schemas.events import Event, SegmentSample
@@ -94,7 +95,11 @@ class StoreUnreachable(StoreUnavailable, Unreachable):
     """The store did not answer, or failed."""
 
 
-class BucketMissing(StoreUnavailable, Unreachable):
+class StoreBusy(StoreUnreachable, Explained):
+    """The store answers, and what it says passes; says what it is."""
+
+
+class BucketMissing(StoreUnavailable, Explained):
     """Nobody has made it. Remedy: `turnlog run configure`, which does."""
 
 

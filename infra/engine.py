@@ -1,7 +1,7 @@
 """Client of SGLang's native /generate: token ids in; token ids, log-probs and weight versions out.
 
 EngineError
-├── EngineDead      refused, dropped or silent connection, or a 5xx: another engine is asked
+├── EngineDead      refused, dropped or silent connection, a 5xx, or an answer that asks to come again: another is asked
 │   └── EngineUnreachable   nobody listens at its address
 ├── EngineRefused   the engine answered 4xx, or what it answered cannot be used; asking again changes nothing
 └── EngineAborted   a request was aborted again and again by weight updates
@@ -25,7 +25,7 @@ import aiohttp
 import httpx
 import orjson
 
-from turnlog.infra.roles import Unreachable
+from turnlog.infra.roles import Unreachable, passes
 from turnlog.infra.roles.tls import trusting
 from turnlog.processors.core.turns import Ids
 
@@ -202,7 +202,7 @@ class SGLang:
         if answer.status < HTTPStatus.BAD_REQUEST:
             return
         text = (await answer.read())[:500].decode(errors="replace")
-        if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        if passes(answer.status):
             raise EngineDead(f"{self.url} answered {answer.status}: {text}")
         raise _refusal(f"{self.url} answered {answer.status}: {text}", request)
 
@@ -585,6 +585,6 @@ class SGLangControl:
         except (httpx.TransportError, ValueError) as error:
             raise EngineDead(f"{self.url}{path}: {type(error).__name__} {error}".rstrip()) from error
         text = f"{self.url}{path} answered {answer.status_code}: {answer.text[:300]}"
-        if answer.status_code >= httpx.codes.INTERNAL_SERVER_ERROR:
+        if passes(answer.status_code):
             raise EngineDead(text)
         raise EngineRefused(text)

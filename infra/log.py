@@ -6,6 +6,7 @@ LogError
 │   │   ├── LoginRefused      it does not take who we say we are; waited for as an outage is: a secret may be rotated
 │   │   ├── TlsFailed         a certificate is missing, expired or not trusted, on either side
 │   │   └── TokenUnavailable  the token endpoint is away, or refuses a token
+│   ├── ClockRefused    the broker takes no record that is dated by this machine's clock
 │   ├── TransactionHanging  one that nobody will end is open: its markers are missing
 │   ├── LacksReplicas   it answers, and cannot keep what is appended on as many brokers as its topics ask for
 │   ├── ProducerDied    the client stopped sending: this process must end
@@ -32,7 +33,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from turnlog.infra.roles import Unreachable
+from turnlog.infra.roles import Explained, Unreachable
 
 log = logging.getLogger(__name__)
 Headers = Sequence[tuple[str, bytes]]
@@ -54,15 +55,15 @@ class LogUnreachable(LogUnavailable, Unreachable):
     """No broker answered in time."""
 
 
-class LoginRefused(LogUnreachable):
+class LoginRefused(LogUnreachable, Explained):
     """The broker refused the login. Remedy: [kafka] sasl_mechanism, username, password, oauth_ settings."""
 
 
-class TlsFailed(LogUnreachable):
+class TlsFailed(LogUnreachable, Explained):
     """No encrypted connection. Remedy: [kafka] security_protocol, ca_file, certificate_file, key_file."""
 
 
-class TokenUnavailable(LogUnreachable):
+class TokenUnavailable(LogUnreachable, Explained):
     """No token to log in with. Remedy: [kafka] oauth_ settings."""
 
 
@@ -86,8 +87,12 @@ class ClusterNotAuthorized(NotAuthorized):
     """Of the cluster itself: making topics, or writing idempotently on an old broker."""
 
 
-class LacksReplicas(LogUnavailable, Unreachable):
+class LacksReplicas(LogUnavailable, Explained):
     """Fewer replicas are in sync, or answer, than `min.insync.replicas` says. Remedy: the brokers that are away."""
+
+
+class ClockRefused(LogUnavailable, Explained):
+    """The date of a record is further from the broker's clock than its topic allows. Remedy: this machine's clock."""
 
 
 class TransactionHanging(LogUnavailable, Unreachable):

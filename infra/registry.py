@@ -4,25 +4,28 @@ RegistryError
 ├── RegistryUnavailable      it did not do what was asked: retried, then the process ends
 │   ├── RegistryRefused      401 or 403: who asks is unknown, or may not; waited for, as secrets rotate
 │   ├── SchemaNotRegistered  [registry] auto_register is false and nobody has registered it yet: waited for
-│   └── RegistryUnreachable  transport, TLS or 5xx
+│   └── RegistryUnreachable  transport or TLS, or it answers that it may be asked again
 └── SchemaIncompatible       409: the change breaks BACKWARD_TRANSITIVE; names record, field and rule
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 from urllib.parse import quote
 
 import httpx
 
-from turnlog.infra.roles import Unreachable
+from turnlog.infra.roles import Explained, Unreachable, passes
 from turnlog.infra.roles.tls import trusting
 from turnlog.infra.run_folder import present
 from turnlog.schemas.compatibility import Problem, Schema, incompatibilities
 from turnlog.settings import RegistrySettings
 
+T = TypeVar("T")
+ABSENT = (40401, 40402, 40403)
+"""Its codes for a subject, a version, a schema that is not there."""
 MEDIA_TYPE = "application/vnd.schemaregistry.v1+json"
 
 
@@ -38,11 +41,11 @@ class RegistryUnreachable(RegistryUnavailable, Unreachable):
     """The registry did not answer, or failed."""
 
 
-class RegistryRefused(RegistryUnavailable, Unreachable):
+class RegistryRefused(RegistryUnavailable, Explained):
     """The login is refused; check [registry] username, password, token. What files hold is read for each request."""
 
 
-class SchemaNotRegistered(RegistryUnavailable, Unreachable):
+class SchemaNotRegistered(RegistryUnavailable, Explained):
     """Nobody has registered it. Remedy: `turnlog run configure`, which does."""
 
 
@@ -96,23 +99,23 @@ class HttpRegistry:
         where, body = f"/subjects/{quote(subject, safe='')}", {"schema": json.dumps(schema)}
         if not self._settings.auto_register:
             answer = await self._call("POST", where, body)
-            if answer.status_code == httpx.codes.NOT_FOUND:
+            if _is_absent(answer):
                 raise SchemaNotRegistered(
                     f"{self._url} has no such schema of {subject}, and [registry] auto_register is false: run `turnlog "
                     "run configure` with the right to write there"
                 )
-            return int(self._body(answer)["id"])
+            return self._told(answer, "id", int)
         answer = await self._call("POST", f"{where}/versions", body)
         if answer.status_code == httpx.codes.CONFLICT:
             problems = incompatibilities(dict(schema), await self._registered(subject))
             raise SchemaIncompatible(subject, problems, answer.text[:500])
-        return int(self._body(answer)["id"])
+        return self._told(answer, "id", int)
 
     async def schema(self, schema_id: int) -> Mapping[str, Any]:
         answer = await self._call("GET", f"/schemas/ids/{schema_id}")
-        if answer.status_code == httpx.codes.NOT_FOUND:
+        if _is_absent(answer):
             raise KeyError(schema_id)
-        schema: Mapping[str, Any] = json.loads(self._body(answer)["schema"])
+        schema: Mapping[str, Any] = self._told(answer, "schema", json.loads)
         return schema
 
     async def config(self, record: str = "") -> httpx.Response:
@@ -133,7 +136,7 @@ class HttpRegistry:
         where = f"/subjects/{quote(subject, safe='')}/versions"
         numbers = self._body(await self._call("GET", where))
         answers = [await self._call("GET", f"{where}/{number}") for number in numbers]
-        return [json.loads(self._body(answer)["schema"]) for answer in answers]
+        return [self._told(answer, "schema", json.loads) for answer in answers]
 
     async def _call(self, method: str, path: str, body: object = None) -> httpx.Response:
         try:
@@ -147,10 +150,37 @@ class HttpRegistry:
                 f"{self._url} refused {answer.request.method} {answer.request.url.path} with {answer.status_code}: "
                 "check [registry] username and password, or token, and what they may do there"
             )
-        if answer.status_code >= httpx.codes.BAD_REQUEST:
-            kind = RegistryUnreachable if answer.is_server_error else RegistryUnavailable
-            raise kind(f"{self._url} answered {answer.status_code}: {answer.text[:200]}")
-        return answer.json()
+        if not answer.is_success:
+            kind = RegistryUnreachable if passes(answer.status_code) else RegistryUnavailable
+            where = f" to {answer.headers['location']}" if "location" in answer.headers else ""
+            raise kind(f"{self._url} answered {answer.status_code}{where}: {answer.text[:200]}; see [registry] url")
+        return self._read(answer, answer.json)
+
+    def _told(self, answer: httpx.Response, name: str, read: Callable[[Any], T]) -> T:
+        """A field of an answer."""
+        return self._read(answer, lambda: read(self._body(answer)[name]))
+
+    def _read(self, answer: httpx.Response, read: Callable[[], T]) -> T:
+        """Raises RegistryUnreachable for a body that no registry writes, or that was cut: something before the registry
+        answered, and what it says is neither a schema nor the want of one."""
+        try:
+            return read()
+        except (ValueError, KeyError, TypeError) as error:
+            raise RegistryUnreachable(
+                f"{self._url} answered {answer.status_code} as no registry does ({error!r}): {answer.text[:200]!r}; "
+                "see [registry] url"
+            ) from error
+
+
+def _is_absent(answer: httpx.Response) -> bool:
+    """Whether the registry itself says that it has no such subject or schema. A 404 of something before it says nothing
+    of schemas."""
+    if answer.status_code != httpx.codes.NOT_FOUND:
+        return False
+    try:
+        return answer.json()["error_code"] in ABSENT
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 class _Login(httpx.Auth):

@@ -8,24 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import io
+import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from pathlib import Path
-from typing import BinaryIO, TypeVar, cast
-from urllib.parse import urlsplit
+from typing import Any, BinaryIO, TypeVar, cast
+from urllib.parse import urljoin, urlsplit
+from xml.etree import ElementTree
 
 import urllib3
 from minio import Minio
 from minio.commonconfig import REPLACE, CopySource
 from minio.credentials.credentials import Credentials
 from minio.credentials.providers import IamAwsProvider, Provider
-from minio.error import InvalidResponseError, MinioException, S3Error
+from minio.error import MinioException, S3Error
 
 from turnlog.infra.blobs import (
     BINARY,
@@ -36,6 +39,7 @@ from turnlog.infra.blobs import (
     Listed,
     Listing,
     Readable,
+    StoreBusy,
     StoreUnavailable,
     StoreUnreachable,
 )
@@ -56,7 +60,27 @@ READ_TIMEOUT_S = 60.0
 OBJECT = re.compile(r"<[\w.]+ object at 0x[0-9a-f]+>:? ?")
 """What urllib3 says of a connection: another text each time, and of no use to anybody."""
 SETTINGS = "check [store] endpoint, access_key, secret_key and bucket"
+LONGEST_PAUSE_S = 10.0
+"""Of what Retry-After may ask for: the caller's own patience is not longer than a few of these."""
+SKEW_S = 900.0
+"""By how much the clocks of both sides may differ before S3 takes no signature."""
+AGAIN = frozenset({
+    "BandwidthLimitExceeded", "BadDigest", "ConditionalRequestConflict", "IncompleteBody", "InternalError",
+    "OperationAborted", "PriorRequestNotComplete", "RequestLimitExceeded", "RequestTimeout", "ServiceUnavailable",
+    "SlowDown", "SlowDownRead", "SlowDownWrite", "TemporaryRedirect", "Throttling", "ThrottlingException",
+    "TooManyRequests", "XAmzContentSHA256Mismatch",
+})  # fmt: skip
+"""Codes of S3 after which the same request may succeed, whatever their status."""
+LATER = frozenset({
+    "ExpiredToken", "ExpiredTokenException", "InvalidPart", "InvalidPartOrder", "NoSuchUpload", "RequestExpired",
+    "RequestTimeTooSkewed", "TokenRefreshRequired", "XMinioStorageFull",
+})  # fmt: skip
+"""Codes after which another request may: clocks are set, tokens and disks renewed, parts put again."""
+WRONG_REGION = frozenset({"AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "PermanentRedirect"})
+FOR_SOMEBODY_ELSE = frozenset({"BucketAlreadyExists", "BucketAlreadyOwnedByYou", "BucketNotEmpty"})
+"""Codes of a 409 that stays."""
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -123,12 +147,14 @@ class S3Blobs(Folders):
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._translated, call)
 
     def _translated(self, call: Callable[[], T]) -> T:
-        """Run `call` with the bucket there. MinioException covers what the store said, HTTPError the transport."""
+        """Run `call` with the bucket there. Refused is what the store said, HTTPError the transport."""
         try:
             self._ensure_bucket()
             return call()
+        except Refused as refused:
+            raise refused.typed(self._settings) from refused
         except (MinioException, urllib3.exceptions.HTTPError, OSError) as error:
-            kind = StoreUnreachable if _is_silence(error) else StoreUnavailable
+            kind = StoreUnavailable if _status(error) else StoreUnreachable
             raise kind(f"{self._settings.endpoint}: {_what(error)}; {SETTINGS}") from error
 
     def _ensure_bucket(self) -> None:
@@ -150,20 +176,46 @@ class S3Blobs(Folders):
             self._bucket_there = True
 
     def _write(self, name: str, content: bytes, media_type: str) -> None:
-        self._client.put_object(self._settings.bucket, name, io.BytesIO(content), len(content), content_type=media_type)
+        done = self._client.put_object(
+            self._settings.bucket, name, io.BytesIO(content), len(content), content_type=media_type
+        )
+        self._acknowledged(name, done.etag)
 
     def _write_file(self, name: str, file: Readable, size: int, media_type: str) -> None:
         """In parts, of which minio-py holds six while it sends three. S3 takes 10,000 of them."""
         part = max(PART_BYTES, -(-size // MOST_PARTS))
         bucket, source = self._settings.bucket, cast(BinaryIO, file)
-        self._client.put_object(bucket, name, source, size, content_type=media_type, part_size=part)
+        done = self._client.put_object(bucket, name, source, size, content_type=media_type, part_size=part)
+        self._acknowledged(name, done.etag)
+        if size > part:
+            self._check_held(name, size)
+
+    def _check_held(self, name: str, size: int) -> None:
+        """An upload in parts is whole when its object is there, whatever the answer to its end was."""
+        try:
+            found = self._client.stat_object(self._settings.bucket, name).size
+        except MinioException as error:
+            if not _is_absent(error):
+                raise
+            found = None
+        if found != size:
+            held = "none" if found is None else f"{found} bytes"
+            raise StoreBusy(f"{self._settings.endpoint} took {size} bytes of {name} in parts and holds {held} of it")
+
+    def _acknowledged(self, name: str, etag: str | None) -> None:
+        """Every store answers a put with the ETag of what it keeps; a proxy's page has none."""
+        if not etag:
+            raise StoreBusy(
+                f"{self._settings.endpoint} answered a put of {name} without an ETag: something before the store did, "
+                "or it has not kept it; see [store] endpoint"
+            )
 
     def _names(self, prefix: str) -> list[str]:
         found = self._client.list_objects(self._settings.bucket, prefix=prefix, recursive=True)
         return sorted(str(entry.object_name) for entry in found)
 
     def _date(self) -> str | None:
-        return self._http.request("HEAD", self._settings.endpoint, retries=False).headers.get("date")
+        return self._http.anything("HEAD", self._settings.endpoint).headers.get("date")
 
     def _now(self) -> float:
         """By the store's clock, in whole seconds and never ahead of it: any answer says it, a refusal too."""
@@ -186,7 +238,7 @@ class S3Blobs(Folders):
         try:
             self._client.copy_object(self._settings.bucket, to, source, metadata=metadata, metadata_directive=REPLACE)
         except MinioException as error:
-            if _status(error) == HTTPStatus.NOT_FOUND:
+            if _is_absent(error):
                 raise _missing(name, self._settings) from None
             raise
 
@@ -207,7 +259,7 @@ class S3Blobs(Folders):
         try:
             answer = self._client.get_object(self._settings.bucket, name)
         except MinioException as error:
-            if _status(error) == HTTPStatus.NOT_FOUND:
+            if _is_absent(error):
                 raise _missing(name, self._settings) from None
             raise
         try:
@@ -229,6 +281,171 @@ class _Present(Provider):
         return Credentials(*keys, present(settings.session_token) or None)
 
 
+class _OfRole(Provider):
+    """Keys of this machine's or pod's role. minio-py renews them before they expire, and raises a bare ValueError where
+    whoever gives them fails."""
+
+    def __init__(self, settings: StoreSettings) -> None:
+        self._settings = settings
+        identity = "AWS_WEB_IDENTITY_TOKEN_FILE" in os.environ
+        # A store with a token service of its own says where that is as for any AWS client.
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_STS") if identity else None
+        self._given = IamAwsProvider(region=settings.region, custom_endpoint=endpoint)
+
+    def retrieve(self) -> Credentials:
+        try:
+            return self._given.retrieve()
+        except (ValueError, KeyError, OSError, MinioException, urllib3.exceptions.HTTPError) as error:
+            raise StoreBusy(
+                f"{self._settings.endpoint}: no keys of this machine's role yet ({OBJECT.sub('', f'{error}')}); see "
+                "[store] credentials"
+            ) from error
+
+
+class Refused(MinioException):
+    """An answer of the store that did not do what was asked, whatever its status says: S3 may begin an answer of 200
+    before it knows the outcome, and end it with an error."""
+
+    def __init__(self, status: int, code: str, said: str, headers: Mapping[str, str], region: str) -> None:
+        super().__init__(f"{status} {code} {said}".strip())
+        self.status, self.code, self.said, self.headers, self.region = status, code, said, headers, region
+        self.skew_s = _ahead_s(headers.get("date")) if status in (HTTPStatus.BAD_REQUEST, HTTPStatus.FORBIDDEN) else 0.0
+
+    @property
+    def again(self) -> bool:
+        """Whether the same request may succeed in a moment."""
+        status = self.status
+        if self.code in LATER | FOR_SOMEBODY_ELSE | WRONG_REGION or status == HTTPStatus.NOT_IMPLEMENTED:
+            return False
+        transient = (
+            HTTPStatus.REQUEST_TIMEOUT,
+            HTTPStatus.CONFLICT,
+            HTTPStatus.TOO_EARLY,
+            HTTPStatus.TOO_MANY_REQUESTS,
+        )
+        return self.code in AGAIN or status in (200, *transient) or status >= HTTPStatus.INTERNAL_SERVER_ERROR
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether the store itself says that no such object is there; a proxy's 404 says nothing of objects."""
+        return self.status == HTTPStatus.NOT_FOUND and self.code not in ("", "NoSuchBucket", "NoSuchUpload")
+
+    @property
+    def pause_s(self) -> float | None:
+        """What Retry-After asks for, at most LONGEST_PAUSE_S."""
+        said = self.headers.get("retry-after", "")
+        return min(float(said), LONGEST_PAUSE_S) if said.isdigit() else None
+
+    @property
+    def is_skewed(self) -> bool:
+        """Whether the clocks are why."""
+        return self.code == "RequestTimeTooSkewed" or abs(self.skew_s) > SKEW_S
+
+    def typed(self, settings: StoreSettings) -> StoreUnavailable:
+        """The error of our tree, which says what it is and what to do."""
+        phrase = HTTPStatus(self.status).phrase if self.status in HTTPStatus._value2member_map_ else ""
+        answered = f"{settings.endpoint} answered {self.status} {phrase}".rstrip() + f" ({self.code})" * bool(self.code)
+        if self.is_skewed:
+            how = (
+                f"is {abs(self.skew_s):.0f} s {'ahead of' if self.skew_s > 0 else 'behind'}"
+                if self.skew_s
+                else "differs from"
+            )
+            return StoreBusy(f"{answered}: this machine's clock {how} the store's; set both by NTP")
+        if self.code == "NoSuchBucket":
+            return BucketMissing(f"{answered}: {settings.bucket} is gone; restore it, or see [store] bucket")
+        if self.region and (self.region != settings.region or self.code in WRONG_REGION):
+            return StoreUnavailable(f"{answered}: {settings.bucket} is in {self.region}; set [store] region")
+        if self.status in (301, 302, 303, 307, 308):
+            where = self.headers.get("location", "nowhere")
+            return StoreUnavailable(f"{answered}: it redirects to {where}; set [store] endpoint to the store itself")
+        if self.again or self.code in LATER:
+            return StoreBusy(f"{answered}: {self.said or 'it may be asked again'}")
+        if self.status in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED) and not self.code:
+            return StoreUnavailable(f"{answered} as no S3 store does; check [store] endpoint")
+        return StoreUnavailable(f"{answered}; {SETTINGS}")
+
+
+class _Http(urllib3.PoolManager):
+    """What minio-py asks the store through. Answers that may pass are asked for again; any other that does not do what
+    was asked raises Refused."""
+
+    def __init__(self, tries: int, **pool: Any) -> None:
+        super().__init__(**pool)
+        self._pauses_s = [BACKOFF_S * 2**attempt for attempt in range(tries - 1)]
+
+    def urlopen(  # type: ignore[override]
+        self, method: str, url: str, redirect: bool = True, **how: Any
+    ) -> urllib3.BaseHTTPResponse:
+        """See PoolManager. Follows 307 alone, which S3 sends while a bucket is new. Raises Refused."""
+        for pause_s in (*self._pauses_s, None):
+            answer = super().urlopen(method, url, redirect=False, **how)
+            where = answer.headers.get("location")
+            if answer.status == HTTPStatus.TEMPORARY_REDIRECT and where:
+                answer.drain_conn()
+                answer = super().urlopen(method, urljoin(url, where), redirect=False, **how)
+            refused = _refusal(method, answer, is_whole=how.get("preload_content", True))
+            if refused is None:
+                return answer
+            if pause_s is None or not refused.again:
+                raise refused
+            time.sleep(refused.pause_s or pause_s)
+        raise AssertionError("the last turn returns or raises")
+
+    def anything(self, method: str, url: str) -> urllib3.BaseHTTPResponse:
+        """Whatever the first answer is."""
+        return super().urlopen(method, url, redirect=False, retries=False)
+
+
+def _refusal(method: str, answer: urllib3.BaseHTTPResponse, *, is_whole: bool) -> Refused | None:
+    """What an answer refuses. Not `is_whole`: its body is an object, and is read by whoever asked."""
+    done = answer.status in (HTTPStatus.OK, HTTPStatus.NO_CONTENT, HTTPStatus.PARTIAL_CONTENT)
+    if done and not is_whole:
+        return None
+    body = answer.read(cache_content=True) if not is_whole else answer.data
+    if not is_whole:
+        answer.release_conn()
+    root = _xml(body)
+    if done and (not body.strip() or (root is not None and _tag(root) != "Error")):
+        return None
+    told = {_tag(child): child.text or "" for child in root} if root is not None and _tag(root) == "Error" else {}
+    code = told.get("Code", "")
+    if method == "HEAD" and answer.status == HTTPStatus.NOT_FOUND:
+        return None  # minio-py knows what that means of a bucket, and of an object
+    region = answer.headers.get("x-amz-bucket-region") or told.get("Region", "")
+    said = told.get("Message", "") if told else "no answer of S3" * bool(body)
+    return Refused(answer.status, code, said, answer.headers, region)
+
+
+def _xml(body: bytes) -> ElementTree.Element | None:
+    try:
+        return ElementTree.fromstring(body)
+    except ElementTree.ParseError:
+        return None
+
+
+def _tag(element: ElementTree.Element) -> str:
+    return element.tag.rpartition("}")[2]
+
+
+def _ahead_s(date: str | None) -> float:
+    """By how many seconds this machine's clock is ahead of an answer's; 0 where it does not say."""
+    try:
+        return time.time() - parsedate_to_datetime(date).timestamp() if date else 0.0
+    except ValueError:
+        return 0.0
+
+
+class _Client(Minio):
+    """minio-py, which would let an upload that it cannot end hide why it failed."""
+
+    def _abort_multipart_upload(self, bucket_name: str, object_name: str, upload_id: str) -> None:
+        try:
+            super()._abort_multipart_upload(bucket_name, object_name, upload_id)
+        except (MinioException, urllib3.exceptions.HTTPError, OSError) as error:
+            log.warning("the parts of %s/%s stay in the store: %s", bucket_name, object_name, error)
+
+
 def client(settings: StoreSettings, http: urllib3.PoolManager | None = None) -> Minio:
     """Of minio-py, as the settings say. Raises StoreUnavailable."""
     address = urlsplit(settings.endpoint)
@@ -239,9 +456,9 @@ def client(settings: StoreSettings, http: urllib3.PoolManager | None = None) -> 
             f"[store] secret_key is empty: set that of {settings.endpoint} (TURNLOG_STORE_SECRET_KEY); an embedded "
             "store's is in store/store.key of its run's directory"
         )
-    made = Minio(
+    made = _Client(
         address.netloc,
-        credentials=_Present(settings) if settings.credentials == "keys" else _role(settings),
+        credentials=_Present(settings) if settings.credentials == "keys" else _OfRole(settings),
         secure=address.scheme == "https",
         region=settings.region,
         http_client=http,
@@ -253,26 +470,16 @@ def client(settings: StoreSettings, http: urllib3.PoolManager | None = None) -> 
     return made
 
 
-def _role(settings: StoreSettings) -> Provider:
-    """Keys of this machine's or pod's role, renewed before they expire. A store with a token service of its own says
-    where that is as for any AWS client (AWS_ENDPOINT_URL_STS)."""
-    identity = "AWS_WEB_IDENTITY_TOKEN_FILE" in os.environ
-    return IamAwsProvider(
-        region=settings.region, custom_endpoint=os.environ.get("AWS_ENDPOINT_URL_STS") if identity else None
-    )
-
-
-def _http(settings: StoreSettings, threads: int, patient: bool) -> urllib3.PoolManager:
-    retries = urllib3.Retry(
+def _http(settings: StoreSettings, threads: int, patient: bool) -> _Http:
+    retries = urllib3.Retry(  # of connections; `_Http` looks at answers
         total=RETRIES if patient else 0,
         backoff_factor=BACKOFF_S,
-        status_forcelist=(500, 502, 503, 504),
         allowed_methods=None,  # every call is idempotent
-        raise_on_status=False,
+        respect_retry_after_header=False,
     )
     timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=READ_TIMEOUT_S if patient else CONNECT_TIMEOUT_S)
     trusted = trusting(settings.endpoint, settings.ca_file, "store")
-    return urllib3.PoolManager(maxsize=threads, retries=retries, timeout=timeout, ssl_context=trusted)
+    return _Http(1 + RETRIES if patient else 1, maxsize=threads, retries=retries, timeout=timeout, ssl_context=trusted)
 
 
 def _missing(name: str, settings: StoreSettings) -> BlobError:
@@ -282,24 +489,17 @@ def _missing(name: str, settings: StoreSettings) -> BlobError:
     )
 
 
-def _status(error: MinioException) -> int:
-    """HTTP status of an answer. rclone's errors are not parsed by minio-py, which keeps their status to itself."""
-    if isinstance(error, S3Error):
-        return int(error.response.status)
-    if isinstance(error, InvalidResponseError):
-        return int(error._code)
-    return 0
+def _status(error: Exception) -> int:
+    """HTTP status of an answer; 0: there was none."""
+    return int(error.response.status) if isinstance(error, S3Error) else 0
 
 
-def _is_silence(error: Exception) -> bool:
-    """No answer at all, or a 5xx."""
-    status = _status(error) if isinstance(error, MinioException) else 0
-    return status == 0 or status >= HTTPStatus.INTERNAL_SERVER_ERROR
+def _is_absent(error: MinioException) -> bool:
+    return error.is_absent if isinstance(error, Refused) else _status(error) == HTTPStatus.NOT_FOUND
 
 
 def _what(error: Exception) -> str:
     """One line about an error, without the request that a signature could be read from."""
-    if isinstance(error, MinioException) and _status(error):
-        status = HTTPStatus(_status(error))
-        return f"answered {status.value} {status.phrase}"
+    if status := _status(error):
+        return f"answered {status} {HTTPStatus(status).phrase}"
     return type(error).__name__ if isinstance(error, MinioException) else OBJECT.sub("", f"{error}")

@@ -2,7 +2,7 @@
 
 GatewayClientError
 ├── GatewayUnavailable   no answer for longer than runner.gateway_patience_s
-│   └── EnginesBusy      429, 503; a completion is asked for again within that patience
+│   └── EnginesBusy      408, 425, 429, 503, and 502 and 504 of what stands before it: asked again within that patience
 ├── GatewayFailed        any other 5xx, an unknown session, an answer that is no completion: an infrastructure failure
 ├── GatewayRefused       401, 403: the key or token is wrong; the process must end
 ├── ContextExceeded      the conversation does not fit the context window: the session is truncated
@@ -119,7 +119,8 @@ class GatewayUnavailable(GatewayClientError, Unreachable):
 
 
 class EnginesBusy(GatewayUnavailable):
-    """No engine serves the weights that are asked for, the log takes no record, or the session asks too often."""
+    """No engine serves the weights that are asked for, the log takes no record, the session asks too often, or what
+    stands before the gateway does not reach it."""
 
 
 class GatewayFailed(GatewayClientError):
@@ -273,14 +274,9 @@ class GatewayClient:
         body: dict[str, Any] = {"model": self.model, "messages": messages}
         if tools:
             body["tools"] = tools
-        patience = Patience(self._patience_s)
         key, parts = f"{session.session_id}:{step}", 0
         while True:
-            try:
-                answer = await self._of(session, "POST", "/v1/chat/completions", body, idempotency_key=key)
-            except EnginesBusy as error:
-                await patience.after(str(error))
-                continue
+            answer = await self._of(session, "POST", "/v1/chat/completions", body, idempotency_key=key)
             if (turn := _completion(answer)).finish_reason not in CUT_OFF:
                 return turn
             parts += 1
@@ -313,6 +309,8 @@ class GatewayClient:
         while True:
             try:
                 return await self._once(method, session.base_url + path, session.token, body, idempotency_key)
+            except EnginesBusy as error:
+                await patience.after(str(error))
             except (NoAnswer, EpochLost) as error:
                 if isinstance(error, EpochLost) and session.base_url == self.url:
                     raise
@@ -336,7 +334,7 @@ class GatewayClient:
         while True:
             try:
                 return await self._once(method, url, credential, body)
-            except NoAnswer as error:
+            except (NoAnswer, EnginesBusy) as error:
                 await patience.after(str(error))
 
     async def _once(self, method: str, url: str, credential: str, body: Any = None, key: str = "") -> Answer:
@@ -395,7 +393,7 @@ def refusal(answer: Answer) -> GatewayClientError:
             return GatewayFailed(message)
         case _, "weight_version_gone":
             return GatewayFailed(message)
-        case ((429 | 503), _):
+        case ((408 | 425 | 429 | 503), _) | ((502 | 504), ""):  # without a code something before the gateway says it
             return EnginesBusy(message)
         case status, _ if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             return GatewayFailed(message)

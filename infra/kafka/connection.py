@@ -30,6 +30,7 @@ from aiokafka.errors import (
     GroupAuthorizationFailedError,
     GroupIdNotFound,
     InvalidProducerEpoch,
+    InvalidTimestampError,
     KafkaConnectionError,
     KafkaError,
     KafkaTimeoutError,
@@ -68,6 +69,7 @@ from prometheus_client import Counter
 
 from turnlog.infra.kafka.security import Login
 from turnlog.infra.log import (
+    ClockRefused,
     ClusterNotAuthorized,
     Commit,
     Fenced,
@@ -75,6 +77,7 @@ from turnlog.infra.log import (
     LogError,
     LogUnavailable,
     LogUnreachable,
+    NotAuthorized,
     OffsetOutOfRange,
     Oversized,
     Partition,
@@ -96,6 +99,12 @@ ANSWER_TIMEOUT_S = 60.0
 UNSEEN = "run `turnlog topics apply`, or give this principal Describe on it (`turnlog topics acls`)"
 """Of a topic that is not there: Kafka hides those that one may not see."""
 DENIED = "this principal has no such ACL on {}; `turnlog topics acls` prints those that each role needs"
+DENIALS: dict[type[KafkaError], tuple[type[NotAuthorized], str]] = {
+    TopicAuthorizationFailedError: (TopicNotAuthorized, "this topic"),
+    GroupAuthorizationFailedError: (GroupNotAuthorized, "this group"),
+    TransactionalIdAuthorizationFailed: (TransactionalIdNotAuthorized, "this transactional id"),
+    ClusterAuthorizationFailedError: (ClusterNotAuthorized, "the cluster"),
+}
 CONNECT_S, QUICK_S = 5.0, 10.0
 """Within which a broker that lives opens a connection, and says where leaders and coordinators are."""
 SILENT_S, GLANCE_S = 10.0, 0.5
@@ -467,6 +476,9 @@ def typed_error(connection: Connection, doing: str, error: KafkaError) -> LogErr
     while type(reason) is KafkaError and isinstance(reason.__cause__, KafkaError):
         reason = reason.__cause__
     said = f"{doing}: {type(reason).__name__} {reason}".rstrip()
+    if type(reason) in DENIALS:
+        denied, what = DENIALS[type(reason)]
+        return denied(f"{doing}: {DENIED.format(what)}")
     match reason:
         case ProducerFenced() | InvalidProducerEpoch():
             return Fenced(f"{doing}: a newer owner started, or the transaction timed out; this process must end")
@@ -474,14 +486,11 @@ def typed_error(connection: Connection, doing: str, error: KafkaError) -> LogErr
             return Fenced(f"{doing}: the group went on without this member; this process must end")
         case UnknownTopicOrPartitionError():
             return TopicMissing(f"{doing}: no such topic or partition; {UNSEEN}")
-        case TopicAuthorizationFailedError():
-            return TopicNotAuthorized(f"{doing}: {DENIED.format('this topic')}")
-        case GroupAuthorizationFailedError():
-            return GroupNotAuthorized(f"{doing}: {DENIED.format('this group')}")
-        case TransactionalIdAuthorizationFailed():
-            return TransactionalIdNotAuthorized(f"{doing}: {DENIED.format('this transactional id')}")
-        case ClusterAuthorizationFailedError():
-            return ClusterNotAuthorized(f"{doing}: {DENIED.format('the cluster')}")
+        case InvalidTimestampError():
+            return ClockRefused(
+                f"{doing}: this machine's clock is too far from the broker's for it to take records "
+                "(message.timestamp.after.max.ms, message.timestamp.before.max.ms): set both by NTP"
+            )
         case OutOfRange():
             return OffsetOutOfRange(said)
         case MessageSizeTooLargeError() | RecordTooLargeError() | OffsetMetadataTooLargeError():
@@ -494,4 +503,4 @@ def typed_error(connection: Connection, doing: str, error: KafkaError) -> LogErr
             bare = type(reason) is KafkaError and reason.__cause__ is None
             if reason.retriable or bare or isinstance(reason, KafkaTimeoutError):
                 return connection.unanswered(doing, f"{type(reason).__name__} {reason}".rstrip())
-            return LogUnavailable(f"{said}; check [kafka] bootstrap ({connection.bootstrap})")
+            return LogUnavailable(f"{said}: the broker at {connection.bootstrap} refuses it")

@@ -15,6 +15,19 @@ class Unreachable(Exception):
     """A server gave no answer. A mixin of the typed errors of our trees."""
 
 
+class Explained(Unreachable):
+    """A server answers that it cannot yet, and the error itself says what to wait for, or what to mend meanwhile."""
+
+
+TRANSIENT = frozenset({408, 425, 429})
+"""Statuses of HTTP below 500 that ask to be asked again (RFC 9110, RFC 8470, RFC 6585)."""
+
+
+def passes(status: int) -> bool:
+    """Whether an answer of HTTP says that the same request may succeed later."""
+    return status in TRANSIENT or status >= 500
+
+
 def is_unreachable(error: BaseException) -> bool:
     """Whether the error, or one that it was raised from, is a server's silence."""
     return any(isinstance(cause, Unreachable) for cause in _causes(error))

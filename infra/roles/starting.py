@@ -19,17 +19,8 @@ from datetime import UTC, datetime
 from http import HTTPStatus
 from typing import Any, TypeVar
 
-from turnlog.infra.log import (
-    LacksReplicas,
-    LoginRefused,
-    LogUnreachable,
-    NotAuthorized,
-    Partition,
-    TlsFailed,
-    TokenUnavailable,
-    TopicMissing,
-)
-from turnlog.infra.roles import Unreachable, is_unreachable
+from turnlog.infra.log import LogUnreachable, NotAuthorized, Partition, TopicMissing
+from turnlog.infra.roles import Explained, Unreachable, is_unreachable
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.tls import trusting
 from turnlog.names import REGISTRY_TOPIC
@@ -164,7 +155,7 @@ async def _look(server: Server) -> str | None:
             await server.answers()
     except TimeoutError:
         return f"{server.name} at {server.address} gave no answer within {server.look_s:g} s; {_remedy(server)}"
-    except (TopicMissing, LacksReplicas, NotAuthorized, LoginRefused, TlsFailed, TokenUnavailable) as missing:
+    except (TopicMissing, NotAuthorized, Explained) as missing:
         return str(missing)  # it says itself what to do, and brokers, secrets and ACLs change while roles wait
     except Exception as error:
         if not is_unreachable(error):
