@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from functools import partial
@@ -27,9 +28,9 @@ from starlette.types import Receive, Scope, Send
 
 from turnlog.consumers.dashboard import Looks, Refused, Unknown, drawing, harmless, known
 from turnlog.consumers.dashboard.alarms import STANDS
-from turnlog.consumers.dashboard.conversation import aligned, conversation, said_alike
+from turnlog.consumers.dashboard.conversation import aligned, conversation, prompts, said_alike
 from turnlog.consumers.dashboard.guard import checked_form
-from turnlog.consumers.dashboard.overview import beside, of_batches, overview
+from turnlog.consumers.dashboard.overview import Window, beside, engines, of_batches, overview, supervised
 from turnlog.consumers.dashboard.queues import Queues
 from turnlog.consumers.dashboard.records import Records
 from turnlog.consumers.dashboard.sandboxes import Pools, sandboxes
@@ -56,6 +57,8 @@ EVERY_S = 1.0
 STREAMS = 32
 """Live pages at once."""
 PAGE = 50
+MOST_OF_A_PROMPT = 200
+"""Characters of a prompt in a list."""
 WITHIN_S = 10.0
 """An answer of the index is there, or is given up."""
 OUTCOMES = tuple(outcome.value for outcome in Outcome if outcome is not Outcome.unknown)
@@ -114,11 +117,14 @@ class Pages:
         within_s: float = WITHIN_S,
         against: Mapping[str, Other] = MappingProxyType({}),
         pools: Pools,
+        directory: Path,
     ) -> None:
         """`hint`: how the run's index is built, for who finds none; `streams`: live pages at once; `every_s`:
         between two looks at the index for them; `within_s`: of an answer of the index; `against`: what the run is
-        compared with, by name; `pools`: of its sandbox workers."""
+        compared with, by name; `pools`: of its sandbox workers; `directory`: the run's
+        folder, which says whether its processes are alive."""
         self._against = against
+        self._alive = partial(supervised, directory)
         self._run = run
         self._streams = streams
         self._within_s = within_s
@@ -173,9 +179,12 @@ class Pages:
 
     def run(self, request: Request) -> Response:
         """The run at a glance."""
+        first, last = (_whole(request, name, None) for name in ("from", "to"))
+        window = Window(first, last, _smoothing(request), "all" in request.query_params)
         with self._opened() as index:
-            found = overview(index, whole="all" in request.query_params)
-        return self._page(request, "run.html", found.as_of, of=found, live=True)
+            found = overview(index, window, alive=self._alive())
+        view = {"smooth": request.query_params.get("smooth", ""), "first": window.first, "last": window.last}
+        return self._page(request, "run.html", found.as_of, of=found, live=True, view=view)
 
     def sessions(self, request: Request) -> Response:
         """A page of sessions."""
@@ -187,10 +196,14 @@ class Pages:
                 wanted, sort=sort, descending=descending, after=request.query_params.get("after"), limit=PAGE
             )
             recipes = [row["name"] for row in index.rows(RECIPES)]
+            told = prompts(index, [row.session_id for row in page.rows], most=MOST_OF_A_PROMPT)
+            (counted,) = index.rows("SELECT count(*) AS n FROM sessions")
+        total = None if asked else counted["n"]
         kept = {**asked, "sort": sort, "order": "desc" if descending else "asc"}
         return self._page(
             request, "sessions.html", page.as_of, page=page, asked=asked, sort=sort, descending=descending,
-            sorts=SORTS, recipes=recipes, link=lambda **more: "/sessions?" + urlencode({**kept, **more}),
+            sorts=SORTS, recipes=recipes, prompts=told, total=total,
+            link=lambda **more: "/sessions?" + urlencode({**kept, **more}),
             bars="/sessions/histogram?" + urlencode(asked),
         )  # fmt: skip
 
@@ -256,7 +269,14 @@ class Pages:
         with self._opened() as index:
             found = known(index.group(name), f"group {name}")
             drawn = index.rows("SELECT batch_index, draw_index FROM batch_groups WHERE group_id = ?", name)
-        return self._page(request, "group.html", found.as_of, of=found, drawn=drawn)
+            told = prompts(index, [row.session_id for row in found.sessions[:1]])
+        by_reward = sorted(found.sessions, key=lambda row: -math.inf if row.reward is None else row.reward)
+        ends = [row.session_id for row in (*by_reward[-1:], *by_reward[:1])]
+        best, worst = ends or ("", "")
+        return self._page(
+            request, "group.html", found.as_of, of=found, drawn=drawn, prompt=next(iter(told.values()), ""), best=best,
+            worst=worst,
+        )  # fmt: skip
 
     def batches(self, request: Request) -> Response:
         """Batches, the newest first."""
@@ -274,15 +294,15 @@ class Pages:
         number = whole("batch", request.path_params["number"])
         with self._opened() as index, index.snapshot():
             found = known(index.batch(number), f"batch {number}")
-            drawn = timeline(index, found)
+            drawn = timeline(index, found, whole="all" in request.query_params)
         return self._page(request, "batch.html", found.as_of, of=found, timeline=drawn)
 
     def weights(self, request: Request) -> Response:
         """Published versions and who loaded them."""
         with self._opened() as index, index.snapshot() as as_of:
             versions, _ = index.versions()
-            engines, _ = index.engines()
-        return self._page(request, "weights.html", as_of, versions=list(reversed(versions)), engines=engines)
+            found = engines(index, alive=self._alive())
+        return self._page(request, "weights.html", as_of, versions=list(reversed(versions)), engines=found)
 
     def sandboxes(self, request: Request) -> Response:
         """Tool calls by what came of them."""
@@ -311,7 +331,8 @@ class Pages:
                 return self._page(request, "against.html", as_of, name=name, others=(), charts=(), settings=())
             other = known(self._against.get(name), f"run or refold {name!r} to compare with")
             ours = settings_of(index)
-            charts = beside(index.series()[0], other.series(), name) if other.is_run else ()
+            runs = {each: run.series() for each, run in self._against.items() if run.is_run and other.is_run}
+            charts = beside(index.series()[0], runs) if runs else ()
             settings = changed(ours, other.settings(ours))
         return self._page(
             request, "against.html", as_of, name=name, others=tuple(self._against), charts=charts, settings=settings
@@ -384,7 +405,7 @@ class Pages:
                 yield f"event: lost\ndata: {orjson.dumps(harmless.visible(str(found))).decode()}\n\n"
             elif found.written_ms != last:
                 first, last = last == -1, found.written_ms
-                yield f"event: {'here' if first else 'moved'}\ndata: {orjson.dumps(clock(last)).decode()}\n\n"
+                yield f"event: {'here' if first else 'moved'}\ndata: {orjson.dumps(drawing.clock(last)).decode()}\n\n"
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), self._every_s)
 
@@ -456,15 +477,22 @@ def _done(what: str, place: str) -> Response:
     return RedirectResponse("/dead-letters?" + urlencode({"done": what, "at": place}), 303)
 
 
+def _smoothing(request: Request) -> float:
+    """Raises BadQuestion."""
+    text = request.query_params.get("smooth", "") or "0"
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < 1:
+        raise BadQuestion(f"smooth: {text!r} is no number from 0 to less than 1")
+    return value
+
+
 def _whole(request: Request, name: str, otherwise: Number) -> int | Number:
     """Raises BadQuestion."""
     text = request.query_params.get(name, "")
     return whole(name, text) if text else otherwise
-
-
-def clock(ms: int | None) -> str:
-    """A time of the log, UTC."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(ms / 1000)) + " UTC" if ms else "–"
 
 
 def moment(ms: int | None) -> Markup:
@@ -472,7 +500,7 @@ def moment(ms: int | None) -> Markup:
     if not ms:
         return Markup("–")
     short = time.strftime("%m-%d %H:%M:%S", time.gmtime(ms / 1000))
-    return Markup('<time title="{}">{}</time>').format(clock(ms), short)
+    return Markup('<time title="{}">{}</time>').format(drawing.clock(ms), short)
 
 
 def record_link(place: int | str) -> Markup:
@@ -486,7 +514,7 @@ def record_link(place: int | str) -> Markup:
 def filters() -> dict[str, Callable[..., Any]]:
     """Of templates, how numbers, times and places are shown."""
     return {
-        "number": drawing.number, "clock": clock, "moment": moment, "where": where_of, "json": _from_json,
+        "number": drawing.number, "clock": drawing.clock, "moment": moment, "where": where_of, "json": _from_json,
         "record": record_link, "short": lambda text: str(text)[:12],
     }  # fmt: skip
 

@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 
 from turnlog.consumers.dashboard.harmless import DATA_URL, raster
-from turnlog.consumers.index.reader import Row, SessionView, where_of
+from turnlog.consumers.index.reader import Index, Row, SessionView, where_of
 from turnlog.schemas.json_depth import deeper_than
 
 ROLES = {
@@ -205,6 +205,23 @@ def conversation(view: SessionView) -> Conversation:
         if turn.base is not None:
             turns[turn.base].children += 1
     return Conversation(turns, _lanes(turns), reader.images)
+
+
+def prompts(index: Index, sessions: Sequence[str], *, most: int | None = None) -> dict[str, str]:
+    """Session -> the last text of a user in its first request, cut to `most` characters; a session without one, and one
+    whose request is too large for the index, is left out."""
+    marks = ",".join("?" * len(sessions))
+    rows = index.rows(
+        f"SELECT session_id, messages FROM turns WHERE session_id IN ({marks}) AND base_index IS NULL "
+        "AND messages IS NOT NULL ORDER BY place DESC",
+        *sessions,
+    )
+    found = {}
+    for row in rows:  # the first request of a session comes last, and stays
+        asked = [one.plain for one in MessageReader().messages(row["messages"]) if one.role == "user" and one.plain]
+        if asked:
+            found[row["session_id"]] = asked[-1][:most]
+    return found
 
 
 def aligned(left: Sequence[Turn], right: Sequence[Turn]) -> list[tuple[Turn | None, Turn | None]]:

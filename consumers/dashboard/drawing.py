@@ -5,6 +5,7 @@ or light, are theirs, and a `data-tip` on whatever can be pointed at.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -46,13 +47,26 @@ def number(value: float | int | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 1e5 else f"{value:.4g}"
 
 
+def clock(ms: int | None) -> str:
+    """A time of the log, UTC."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(ms / 1000)) + " UTC" if ms else "–"
+
+
 @dataclass(frozen=True, slots=True)
 class _Frame:
     """Where numbers stand in a chart."""
 
     count: int
-    low: float
-    high: float
+    ticks: Sequence[float]
+    """Values of the horizontal lines, ascending; the first and the last bound the frame."""
+
+    @property
+    def low(self) -> float:
+        return self.ticks[0]
+
+    @property
+    def high(self) -> float:
+        return self.ticks[-1]
 
     def x(self, at: float) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * (at + 0.5) / max(self.count, 1)
@@ -81,14 +95,33 @@ class _Frame:
         return "M" + "L".join([*there, *back]) + "Z" if len(at) > 1 else ""
 
 
-def curves(title: str, steps: Sequence[int], drawn: Sequence[Curve], *, spread: Spread | None = None) -> Markup:
-    """Curves over steps in one frame; empty where no step has a number."""
+def smooth(values: Sequence[float | None], weight: float) -> list[float | None]:
+    """The exponential moving average with the past's `weight`, free of the bias towards the first value (as Adam's
+    moments are, Kingma and Ba 2015, section 3); a gap stays a gap."""
+    found: list[float | None] = []
+    mean, rest = 0.0, 1.0
+    for value in values:
+        if value is None or not math.isfinite(value) or weight <= 0:
+            found.append(value)
+            continue
+        mean, rest = mean * weight + value * (1 - weight), rest * weight
+        found.append(mean / (1 - rest))
+    return found
+
+
+def curves(
+    title: str, steps: Sequence[int], drawn: Sequence[Curve], *, spread: Spread | None = None,
+    floor: float | None = None, whole: bool = False,
+) -> Markup:  # fmt: skip
+    """Curves over steps in one frame; empty where no step has a number. `floor`: the axis reaches down to it at least;
+    `whole`: its lines stand at whole numbers."""
     steps, drawn, spread = _thinned(steps, drawn, spread)
     shown = [*(value for curve in drawn for value in curve.values), *((*spread.low, *spread.high) if spread else ())]
     finite = [value for value in shown if value is not None and math.isfinite(value)]
     if not finite:
         return Markup('<p class="empty">no step has said it yet</p>')
-    frame = _Frame(len(steps), *_bounds(min(finite), max(finite)))
+    low = min(finite) if floor is None else min(floor, *finite)
+    frame = _Frame(len(steps), axis(low, max(finite), whole=whole))
     body = [_axes(frame, steps)]
     if spread is not None:
         body.append(Markup('<path class="spread" d="{}"/>').format(frame.area(spread.low, spread.high)))
@@ -113,7 +146,7 @@ def bands(title: str, steps: Sequence[int], parts: Mapping[str, Sequence[float]]
     totals = [sum(values[at] for values in parts.values()) for at in range(len(steps))]
     if not any(totals):
         return Markup('<p class="empty">no step has said it yet</p>')
-    frame = _Frame(len(steps), 0.0, max(totals))
+    frame = _Frame(len(steps), axis(0.0, max(totals), whole=True))
     width = (WIDTH - LEFT - RIGHT) / len(steps)
     bar = max(width - 0.4, 0.4)
     body, below = [_axes(frame, steps)], [0.0] * len(steps)
@@ -224,8 +257,7 @@ def _mark(turn: Turn, x: float, y: float) -> Markup:
 
 def _axes(frame: _Frame, steps: Sequence[int]) -> Markup:
     parts = []
-    for share in (0.0, 0.5, 1.0):
-        value = frame.low + (frame.high - frame.low) * share
+    for value in frame.ticks:
         y = frame.y(value)
         parts.append(
             Markup('<path class="grid" d="M{} {:.1f}H{}"/><text class="tick end" x="{}" y="{:.1f}">{}</text>').format(
@@ -233,7 +265,7 @@ def _axes(frame: _Frame, steps: Sequence[int]) -> Markup:
             )
         )
     parts.append(
-        Markup('<text class="tick" x="{}" y="{}">{}</text><text class="tick end" x="{}" y="{}">{}</text>').format(
+        Markup('<text class="tick" x="{}" y="{}">step {}</text><text class="tick end" x="{}" y="{}">{}</text>').format(
             LEFT, HEIGHT - 5, steps[0], WIDTH - RIGHT, HEIGHT - 5, steps[-1] if len(steps) > 1 else ""
         )
     )
@@ -263,11 +295,19 @@ def _svg(label: str, body: Sequence[Markup]) -> Markup:
     )
 
 
-def _bounds(low: float, high: float) -> tuple[float, float]:
-    """Of the frame: a flat line stands in its middle."""
+def axis(low: float, high: float, *, whole: bool = False) -> list[float]:
+    """Where the lines of an axis stand that holds the values from `low` to `high`: two to six multiples of 1, 2 or 5
+    times a power of ten, of 1 at least where `whole`. A range of one value is widened, so that its line is not on the
+    frame's edge."""
     if low == high:
-        return low - (abs(low) * 0.1 or 1.0), high + (abs(high) * 0.1 or 1.0)
-    return low, high
+        away = max(abs(low) * 0.1, 1.0 if whole or not low else 0.0)
+        low, high = (low if low == 0 else low - away), high + away
+    rough = (high - low) / 4
+    unit = 10.0 ** math.floor(math.log10(rough))
+    pitch = next(size * unit for size in (1, 2, 5, 10) if size * unit >= rough * (1 - 1e-9))
+    pitch = max(1.0, pitch) if whole else pitch
+    first, last = math.floor(low / pitch + 1e-9), math.ceil(high / pitch - 1e-9)
+    return [at * pitch for at in range(first, max(last, first + 1) + 1)]
 
 
 def _last(values: Sequence[float | None]) -> float | None:

@@ -16,8 +16,9 @@ from markupsafe import Markup
 from turnlog import __version__
 from turnlog.consumers.arguments import ARCHIVE
 from turnlog.consumers.dashboard import drawing, harmless
-from turnlog.consumers.dashboard.app import STATIC, clock, filters
+from turnlog.consumers.dashboard.app import STATIC, filters
 from turnlog.consumers.dashboard.conversation import conversation
+from turnlog.consumers.dashboard.drawing import clock
 from turnlog.consumers.dashboard.records import SessionTokens, Vocabulary, session_tokens
 from turnlog.consumers.index import BadQuestion
 from turnlog.consumers.index.console import resolved

@@ -5,18 +5,24 @@ should look at. From the index alone.
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import orjson
 from markupsafe import Markup
 
 from turnlog.consumers.dashboard.alarms import Alarm, alarms, behind
-from turnlog.consumers.dashboard.drawing import Curve, Spread, bands, curves, number
+from turnlog.consumers.dashboard.drawing import Curve, Spread, bands, clock, curves, number, smooth
 from turnlog.consumers.index.reader import AsOf, Index, Row
+from turnlog.infra.roles.role import RunPhase
+from turnlog.infra.run_folder import is_live, read_state
 
+QUIET_S = 600
+"""A run whose processes cannot be seen from here is called running while its newest record is younger."""
 STEPS = 300
 """The newest so many are looked at, unless all are asked for."""
 TRAINED = "trained"
@@ -46,30 +52,110 @@ class Overview:
     as_of: AsOf
 
 
-def overview(index: Index, *, whole: bool = False) -> Overview:
-    """Of one moment. `whole`: every step, not only the newest. Raises IndexFailure."""
+def supervised(directory: Path) -> bool | None:
+    """Whether the supervisor of a run's folder is alive; None where `turnlog up` never ran for that folder, so that the
+    run's processes, if any, are somewhere else."""
+    return is_live(directory) if read_state(directory) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Which steps the curves show, and how smooth they are."""
+
+    first: int | None = None
+    """The first optimizer step; None: the newest STEPS steps, or all of them where `last` or `whole` is given."""
+    last: int | None = None
+    smoothing: float = 0.0
+    """Weight of the past in an exponential moving average, from 0 (none) to less than 1, as in TensorBoard."""
+    whole: bool = False
+
+    def of(self, steps: Sequence[Row]) -> Sequence[Row]:
+        """The steps that it shows."""
+        if self.first is None and self.last is None:
+            return steps if self.whole else steps[-STEPS:]
+        first, last = self.first or 0, math.inf if self.last is None else self.last
+        return [row for row in steps if first <= row["step"] <= last]
+
+
+NEWEST = Window()
+
+
+def overview(
+    index: Index, window: Window = NEWEST, *, alive: bool | None = None, now_s: float | None = None
+) -> Overview:
+    """The first page at one moment of the index.
+
+    `alive` is what `supervised` gives; `now_s` the time, in seconds since 1970 (default: the clock). Raises
+    IndexFailure."""
     with index.snapshot() as as_of:
         steps, _ = index.series()
         versions, _ = index.versions()
-        engines, _ = index.engines()
-        shown = steps if whole else steps[-STEPS:]
+        shown = window.of(steps)
+        found = engines(index, alive=alive, now_s=now_s)
         fates = index.rows("SELECT fate, count(*) AS sessions FROM sessions GROUP BY fate ORDER BY sessions DESC")
         newest = versions[-1]["version"] if versions else None
+        phase = _phase(index, steps, alive=alive, now_s=now_s)
         return Overview(
-            list(_facts(index, steps, newest, fates)),
-            list(_charts(index, shown)),
-            [_engine(row, newest) for row in engines],
+            list(_facts(index, phase, steps, newest, fates)),
+            list(_charts(index, shown, window.smoothing)),
+            [{**row, "behind": behind(row, newest)} for row in found],
             [(row["fate"], row["sessions"]) for row in fates],
-            list(alarms(index, steps, versions, engines)),
+            list(alarms(index, steps, versions, found)),
             as_of,
         )
 
 
-def _facts(index: Index, steps: Sequence[Row], newest: int | None, fates: Sequence[Row]) -> Any:
-    plan = index.row("SELECT draws FROM runs WHERE kind = 'RunPlanned' ORDER BY place DESC LIMIT 1")
-    phase = index.row("SELECT phase FROM runs WHERE kind = 'RunPlanned' AND phase != '' ORDER BY place DESC LIMIT 1")
-    draws = len({row["draw_index"] for row in steps})
-    yield "phase", phase["phase"] if phase else "running" if plan else "not planned", ""
+def engines(index: Index, *, alive: bool | None, now_s: float | None = None) -> list[Row]:
+    """What engines said last. Where the run is not known to go on, that is no sign that one still serves: its state is
+    unknown then, and says what it was. Arguments as of `overview`."""
+    rows, _ = index.engines()
+    heard = alive is True or (alive is None and not _quiet(index, now_s))
+    return [
+        row if heard or row["state"] == "gone" else {**row, "state": f"unknown, {row['state']} before"} for row in rows
+    ]
+
+
+def _newest_record_ms(index: Index) -> int | None:
+    """Time of the newest record about sessions, steps, weights or engines, in ms since 1970."""
+    tables = ("steps", "versions", "engine_events")
+    times = [index.row(f"SELECT time_ms FROM {table} ORDER BY place DESC LIMIT 1") for table in tables]
+    times += [index.row(f"SELECT max({name}) FROM sessions") for name in ("started_ms", "finished_ms")]
+    return max((ms for row in times if row for ms in row.values() if ms is not None), default=None)
+
+
+def _quiet(index: Index, now_s: float | None) -> bool:
+    newest = _newest_record_ms(index)
+    return newest is None or (time.time() if now_s is None else now_s) - newest / 1000 > QUIET_S
+
+
+def _planned(index: Index) -> Row | None:
+    return index.row("SELECT draws FROM runs WHERE kind = 'RunPlanned' ORDER BY place DESC LIMIT 1")
+
+
+def _draws(steps: Sequence[Row]) -> int:
+    return len({row["draw_index"] for row in steps})
+
+
+def _phase(index: Index, steps: Sequence[Row], *, alive: bool | None, now_s: float | None) -> str:
+    """What the run does, as far as anybody can know: the log holds what was asked of it and what came of it, and
+    nothing of a process that is no more."""
+    plan = _planned(index)
+    if plan is None:
+        return "not planned"
+    if _draws(steps) >= plan["draws"]:
+        return "finished"
+    if alive is False:
+        return "down"
+    asked = index.row("SELECT phase FROM runs WHERE kind = 'RunPlanned' AND phase != '' ORDER BY place DESC LIMIT 1")
+    if asked is not None and asked["phase"] != RunPhase.RUNNING:
+        return str(asked["phase"])
+    return "running" if alive or not _quiet(index, now_s) else "unknown: no record for a while"
+
+
+def _facts(index: Index, phase: str, steps: Sequence[Row], newest: int | None, fates: Sequence[Row]) -> Any:
+    plan, draws = _planned(index), _draws(steps)
+    yield "phase", phase, ""
+    yield "newest record", clock(_newest_record_ms(index)), ""
     yield "draws trained", f"{number(draws)} of {number(plan['draws'])}" if plan else number(draws), "/batches"
     yield "newest weights", number(newest), "/weights"
     if steps:
@@ -80,89 +166,99 @@ def _facts(index: Index, steps: Sequence[Row], newest: int | None, fates: Sequen
     yield "sessions", number(sum(row["sessions"] for row in fates)), "/sessions"
 
 
-def _charts(index: Index, steps: Sequence[Row]) -> Any:
+def _charts(index: Index, steps: Sequence[Row], smoothing: float) -> Any:
     at = [row["step"] for row in steps]
-    rewards = _rewards(index, steps)
-    low, high = ([rewards.get(row["batch_index"], {}).get(key) for row in steps] for key in ("low", "high"))
+    sessions = _sessions_of_batches(index, steps)
+
+    def chart(title: str, unit: str, values: Sequence[float | None], **frame: Any) -> Chart:
+        return Chart(title, unit, curves(title.lower(), at, [Curve(title.lower(), smooth(values, smoothing))], **frame))
+
+    def of_sessions(column: str) -> list[float | None]:
+        return [sessions.get(row["batch_index"], {}).get(column) for row in steps]
+
     yield Chart(
-        "Reward", "mean of trajectories, ± one deviation",
-        curves("reward", at, [Curve("mean", [row["reward_mean"] for row in steps])], spread=Spread(low, high)),
+        "Reward", "mean of trajectories, ± one standard deviation",
+        curves("reward", at, [Curve("mean", smooth([row["reward_mean"] for row in steps], smoothing))],
+               spread=Spread(of_sessions("low"), of_sessions("high"))),
     )  # fmt: skip
     yield _books(steps, at)
-    yield Chart("Loss", "", curves("loss", at, [Curve("loss", [row["loss"] for row in steps])]))
-    entropy = [row["entropy"] for row in steps]
-    yield Chart("Entropy", "nats, mean of trained tokens", curves("entropy", at, [Curve("entropy", entropy, "c1")]))
+    yield chart("Loss", "", [row["loss"] for row in steps])
+    yield chart("Entropy", "nats, mean of trained tokens", [row["entropy"] for row in steps], floor=0)
     kl = [_measured(row, "kl") for row in steps]
     if any(value is not None for value in kl):
-        yield Chart("Divergence", "nats, from the reference", curves("kl", at, [Curve("kl", kl, "c1")]))
-    gaps = [Curve("largest", [row["logprob_gap_max"] for row in steps], "c2"),
-            Curve("mean", [row["logprob_gap_mean"] for row in steps], "c1")]  # fmt: skip
-    yield Chart("Gap of trainer and engine", "nats", curves("gap", at, gaps), [(one.style, one.name) for one in gaps])
+        yield chart("KL divergence", "nats, from the reference", kl)
+    yield chart("Clipped tokens", "share of trained tokens", [row["clip_fraction"] for row in steps], floor=0)
+    gaps = [
+        Curve(name, smooth([row[f"logprob_gap_{column}"] for row in steps], smoothing), style)
+        for name, column, style in (("largest", "max", "c2"), ("mean", "mean", "c1"))
+    ]
     yield Chart(
-        "Lag",
-        "versions, largest among trained tokens",
-        curves("lag", at, [Curve("lag", [row["lag_max"] for row in steps])]),
+        "Log-prob gap of trainer and engine", "nats", curves("gap", at, gaps, floor=0),
+        [(one.style, one.name) for one in gaps],
+    )  # fmt: skip
+    yield chart(
+        "Lag", "weight versions, largest among trained tokens", [row["lag_max"] for row in steps], floor=0, whole=True
     )
-    yield Chart(
-        "Speed",
-        "tokens of rows per second",
-        curves("tokens/s", at, [Curve("tokens/s", [_speed(row) for row in steps], "c1")]),
-    )
-    yield Chart(
-        "Gradient norm",
-        "before clipping",
-        curves("gradient norm", at, [Curve("norm", [row["grad_norm"] for row in steps])]),
-    )
+    yield chart("Response length", "sampled tokens per session, mean", of_sessions("output_tokens"), floor=0)
+    yield chart("Turns", "per session, mean", of_sessions("turns"), floor=0)
+    yield chart("Step time", "seconds, waiting for data included", [_seconds(row) for row in steps], floor=0)
+    yield chart("Training throughput", "tokens of batch rows per second", [_speed(row) for row in steps], floor=0)
+    yield chart("Gradient norm", "before clipping", [row["grad_norm"] for row in steps], floor=0)
 
 
+OVERLAID = ("c0", "c2", "c1", "c3", "c4", "c5")
+"""Classes of the colours of curves in one chart; a seventh curve takes the first colour again."""
 BESIDE = {
     "Reward": "reward_mean", "Loss": "loss", "Entropy": "entropy", "Largest gap": "logprob_gap_max",
     "Gradient norm": "grad_norm", "Trained tokens": "trained_tokens",
 }  # fmt: skip
 
 
-def beside(ours: Sequence[Row], theirs: Sequence[Row], name: str) -> list[Chart]:
-    """Curves of two runs, the n-th step of each over the other's."""
-    steps = range(1, max(len(ours), len(theirs)) + 1)
+def beside(ours: Sequence[Row], others: Mapping[str, Sequence[Row]]) -> list[Chart]:
+    """Curves of this run and of others by name, the n-th step of each over the others'."""
+    steps = range(1, max(len(ours), *map(len, others.values())) + 1)
     return [
-        _two(title, steps, [row[column] for row in ours], [row[column] for row in theirs], name)
+        _overlaid(
+            title, steps, {"here": [row[column] for row in ours]}
+            | {name: [row[column] for row in rows] for name, rows in others.items()},
+        )
         for title, column in BESIDE.items()
-    ]
+    ]  # fmt: skip
 
 
 def of_batches(batches: Mapping[int, Sequence[float]], name: str) -> list[Chart]:
     """Of samples that two have: what they come to in each batch of the run (comparison.Differences.batches)."""
     rows = [batches[number] for number in sorted(batches)]
     steps = [number + 1 for number in sorted(batches)]
-    return [
-        _two(
-            "Size of the advantage", steps, [row[1] / row[0] for row in rows], [row[2] / row[0] for row in rows], name
-        ),
-        _two("Tokens that may train", steps, [row[3] for row in rows], [row[4] for row in rows], name),
+    sizes = {"here": [row[1] / row[0] for row in rows], name: [row[2] / row[0] for row in rows]}
+    tokens = {"here": [row[3] for row in rows], name: [row[4] for row in rows]}
+    return [_overlaid("Size of the advantage", steps, sizes), _overlaid("Tokens that may train", steps, tokens)]
+
+
+def _overlaid(title: str, steps: Sequence[int], named: Mapping[str, Sequence[float | None]]) -> Chart:
+    drawn = [
+        Curve(name, [*values, *[None] * (len(steps) - len(values))], OVERLAID[at % len(OVERLAID)])
+        for at, (name, values) in enumerate(named.items())
     ]
+    return Chart(title, "", curves(title, steps, drawn), [(one.style, one.name) for one in drawn])
 
 
-def _two(
-    title: str, steps: Sequence[int], ours: Sequence[float | None], theirs: Sequence[float | None], name: str
-) -> Chart:
-    more = [None] * len(steps)
-    both = [Curve("here", [*ours, *more][: len(steps)]), Curve(name, [*theirs, *more][: len(steps)], "c2")]
-    return Chart(title, "", curves(title, steps, both), [(one.style, one.name) for one in both])
-
-
-def _rewards(index: Index, steps: Sequence[Row]) -> Mapping[int, Mapping[str, float]]:
-    """Of each batch one standard deviation below and above the mean of its sessions."""
+def _sessions_of_batches(index: Index, steps: Sequence[Row]) -> Mapping[int, Mapping[str, float]]:
+    """Of each batch the means over its sessions, and one standard deviation below and above their mean reward, cut to
+    the rewards that there were: a band never shows a reward that nobody could get."""
     if not steps:
         return {}
     rows = index.rows(
-        "SELECT batch_index, avg(reward) AS mean, avg(reward * reward) AS square FROM sessions "
+        "SELECT batch_index, avg(reward) AS mean, avg(reward * reward) AS square, min(reward) AS least, "
+        "max(reward) AS most, avg(output_tokens) AS output_tokens, avg(turns) AS turns FROM sessions "
         "WHERE batch_index >= ? AND reward IS NOT NULL GROUP BY batch_index",
         steps[0]["batch_index"],
     )
     found = {}
     for row in rows:
         away = math.sqrt(max(row["square"] - row["mean"] ** 2, 0.0))
-        found[row["batch_index"]] = {"low": row["mean"] - away, "high": row["mean"] + away}
+        band = {"low": max(row["mean"] - away, row["least"]), "high": min(row["mean"] + away, row["most"])}
+        found[row["batch_index"]] = {**band, "output_tokens": row["output_tokens"], "turns": row["turns"]}
     return found
 
 
@@ -189,11 +285,11 @@ def _measured(row: Row, name: str) -> float | None:
     return next((value for key, value in metrics.items() if key.startswith(name)), None)
 
 
+def _seconds(row: Row) -> float | None:
+    """Seconds of a step, those in which it waited for its rows included; None where they were not recorded."""
+    return sum(orjson.loads(row["seconds"] or "{}").values()) or None
+
+
 def _speed(row: Row) -> float | None:
-    """Tokens of a step's rows over all of its seconds, those in which it waited for them included."""
-    seconds = sum(orjson.loads(row["seconds"] or "{}").values())
+    seconds = _seconds(row)
     return row["tokens"] / seconds if seconds else None
-
-
-def _engine(row: Row, newest: int | None) -> Row:
-    return {**row, "behind": behind(row, newest)}

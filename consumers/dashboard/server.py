@@ -105,7 +105,7 @@ async def serving(
         pages = Pages(
             settings.run.id, path_of(settings), records, ended, hint=_hint(settings), streams=streams,
             every_s=every_s, within_s=within_s, against=_named(against, directory),
-            pools=Pools(directory, settings.status.health),
+            pools=Pools(directory, settings.status.health), directory=directory,
         )  # fmt: skip
         config = configured(Guard(pages.application(), keys, rules), timeout_graceful_shutdown=ENDS_S)
         async with QuietServer(config).running(listener):

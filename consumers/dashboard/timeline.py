@@ -57,12 +57,13 @@ class Timeline:
     """Sessions without a lane."""
 
 
-def timeline(index: Index, of: BatchView) -> Timeline:
-    """Of a batch that the index holds, of one moment."""
+def timeline(index: Index, of: BatchView, *, whole: bool = False) -> Timeline:
+    """Of a batch that the index holds, of one moment: of all its sessions where `whole`, else of the first MOST."""
+    most = len(of.rows) if whole else MOST
     names = list(dict.fromkeys(row["session_id"] for row in of.rows))
     marks = ",".join("?" * len(names))
     began = index.rows(f"SELECT session_id FROM sessions WHERE session_id IN ({marks}) ORDER BY started_ms", *names)
-    lanes = [lane for row in began[:MOST] if (lane := _lane(index, row["session_id"])).spans]
+    lanes = [lane for row in began[:most] if (lane := _lane(index, row["session_id"])).spans]
     seconds = phases_of(of.step)
     sampled = index.rows(
         f"SELECT DISTINCT version_first AS n FROM turns WHERE session_id IN ({marks}) ORDER BY n", *names
@@ -74,7 +75,7 @@ def timeline(index: Index, of: BatchView) -> Timeline:
               ("mark", "judged, folded")]  # fmt: skip
     phases = [(PHASES.get(phase, OTHER), phase, each) for phase, each in seconds]
     return Timeline(
-        _drawn(lanes, of), stacked(seconds, "seconds of the step"), phases, legend, len(began) - min(len(began), MOST)
+        _drawn(lanes, of), stacked(seconds, "seconds of the step"), phases, legend, max(len(began) - most, 0)
     )
 
 

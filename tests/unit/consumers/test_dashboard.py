@@ -22,12 +22,14 @@ from pathlib import Path
 import httpx
 import orjson
 import pytest
+from markupsafe import escape
 
 from tests.fakes.stories import END, Story, spoken
 from tests.fakes.told_run import ToldRun
 from turnlog.consumers.dashboard import drawing, export, harmless
 from turnlog.consumers.dashboard.app import EVERY_S, STREAMS, WITHIN_S
-from turnlog.consumers.dashboard.conversation import aligned, conversation, said_alike
+from turnlog.consumers.dashboard.conversation import aligned, conversation, prompts, said_alike
+from turnlog.consumers.dashboard.overview import overview, supervised
 from turnlog.consumers.dashboard.records import Vocabulary, runs, session_tokens
 from turnlog.consumers.dashboard.server import serving
 from turnlog.consumers.dashboard.timeline import timeline
@@ -35,6 +37,7 @@ from turnlog.consumers.index.fate import tally
 from turnlog.consumers.index.reader import Index, SessionView
 from turnlog.infra.batch_files import read_rows
 from turnlog.infra.log import Partition
+from turnlog.infra.run_folder import locked, write_state
 from turnlog.schemas import UndecodableRecord, topics
 from turnlog.schemas.events import Event, SampleBatchFormed, SkipRequested
 from turnlog.settings import DashboardSettings, IndexSettings
@@ -667,3 +670,105 @@ def test_a_bind_beyond_the_loopback_warns_that_it_is_not_encrypted(told: ToldRun
     open_.send_signal(signal.SIGTERM)
     assert "not encrypted" in open_.communicate(timeout=60)[1]
     assert open_.returncode == 0
+
+
+async def test_a_run_is_called_running_only_while_it_is_known_to_run(told: ToldRun) -> None:
+    with Index.open(told.index) as index:
+        (newest,) = index.rows("SELECT max(time_ms) / 1000.0 AS s FROM engine_events")
+        now_s, later_s = newest["s"] + 1, newest["s"] + 86_400
+
+        def seen(alive: bool | None, at_s: float) -> tuple[str, str]:
+            found = overview(index, alive=alive, now_s=at_s)
+            return found.facts[0][1], found.engines[0]["state"]
+
+        assert seen(True, later_s) == ("running", "serving")
+        assert seen(False, now_s) == ("down", "unknown, serving before")
+        assert seen(None, now_s) == ("running", "serving")
+        assert seen(None, later_s) == ("unknown: no record for a while", "unknown, serving before")
+
+
+async def test_a_run_whose_draws_are_all_trained_is_finished_whoever_serves_its_page(tmp_path: Path) -> None:
+    finished = ToldRun(tmp_path)
+    await finished.tell(2)
+    with Index.open(finished.index) as index:
+        draws = len({row["draw_index"] for row in index.series()[0]})
+        plan = index.row("SELECT draws FROM runs WHERE kind = 'RunPlanned'")
+    assert plan is not None
+    with contextlib.closing(sqlite3.connect(finished.index)) as file:
+        file.execute("UPDATE runs_records SET draws = ? WHERE kind = 'RunPlanned'", (draws,))
+        file.commit()
+    with Index.open(finished.index) as index:
+        assert [overview(index, alive=alive).facts[0][1] for alive in (True, False, None)] == ["finished"] * 3
+
+
+def test_the_supervisor_of_a_run_folder_says_whether_it_is_alive(tmp_path: Path) -> None:
+    assert supervised(tmp_path) is None
+    write_state(tmp_path, {"pid": 1})
+    assert supervised(tmp_path) is False
+    with locked(tmp_path):
+        assert supervised(tmp_path) is True
+
+
+async def test_a_list_of_sessions_shows_prompts_totals_and_a_choice_to_compare(told: ToldRun) -> None:
+    view = view_of(told)
+    with Index.open(told.index) as index:
+        (counted,) = index.rows("SELECT count(*) AS n FROM sessions")
+        asked = prompts(index, [view.row.session_id])[view.row.session_id]
+    assert asked
+    async with site(told) as (client, _):
+        page = (await client.get("/sessions")).text
+        assert f"of {counted['n']}" in page
+        group = (await client.get(f"/groups/{view.row.group_id}")).text
+        assert str(escape(asked[:40])) in group
+        left, right = (re.search(rf'name="{side}" value="(\w+)"[^>]* checked', group) for side in ("left", "right"))
+        assert left
+        assert right
+        with Index.open(told.index) as index:
+            best, worst = (index.session(found[1]) for found in (left, right))
+            ends = index.row(
+                "SELECT max(reward) AS best, min(reward) AS worst FROM sessions WHERE group_id = ?", view.row.group_id
+            )
+        assert best
+        assert worst
+        assert ends == {"best": best.row.reward, "worst": worst.row.reward}
+        compared = await client.get("/compare", params={"left": left[1], "right": right[1]})
+        assert compared.status_code == 200
+
+
+async def test_curves_are_smoothed_and_cut_to_the_steps_that_are_asked_for(told: ToldRun) -> None:
+    async with site(told) as (client, _):
+        whole = (await client.get("/")).text
+        for title in ("Response length", "Turns", "Clipped tokens", "Step time", "Training throughput"):
+            assert f"<b>{title}</b>" in whole
+        second = (await client.get("/?from=2&to=2&smooth=0.9")).text
+        assert "step 2: mean" in second
+        assert "step 1: mean" not in second
+        for query in ("smooth=1", "smooth=x", "smooth=nan", "from=x"):
+            answer = await client.get(f"/?{query}")
+            assert (answer.status_code, "BadQuestion" in answer.text) == (400, True), query
+
+
+def test_a_moving_average_begins_at_its_first_value_and_keeps_gaps() -> None:
+    first, gap, second, third = drawing.smooth([1.0, None, 1.0, 3.0], 0.5)
+    assert (first, gap, second) == (1.0, None, 1.0)
+    assert third == pytest.approx((0.125 * 1 + 0.25 * 1 + 0.5 * 3) / 0.875)
+    assert drawing.smooth([1.0, 3.0], 0.0) == [1.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "whole", "lines"),
+    [
+        (0.0, 1.0, False, [0.0, 0.5, 1.0]), (0, 0, True, [0, 1]), (0, 2, True, [0, 1, 2]), (0.31, 0.92, False, None),
+        (5.0, 5.0, False, None), (0.0, 1234.0, False, [0, 500, 1000, 1500]), (-3.0, 4.0, False, None),
+    ],
+)  # fmt: skip
+def test_an_axis_has_round_lines_around_its_values(
+    low: float, high: float, whole: bool, lines: list[float] | None
+) -> None:
+    found = drawing.axis(low, high, whole=whole)
+    assert found[0] <= low
+    assert found[-1] >= high
+    assert 2 <= len(found) <= 7
+    assert found == sorted(found)
+    if lines is not None:
+        assert found == pytest.approx(lines)

@@ -31,6 +31,7 @@ from tests.unit.consumers.test_dashboard import hostile, view_of
 from turnlog.consumers.dashboard import export
 from turnlog.consumers.dashboard.records import Vocabulary, session_tokens
 from turnlog.consumers.index.reader import Index
+from turnlog.infra.run_folder import locked, write_state
 
 try:
     from axe_playwright_python.sync_playwright import Axe
@@ -56,7 +57,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         await tell_long(told)
 
     asyncio.run(tell())
-    with Served(told) as found:
+    write_state(told.folder, {"pid": os.getpid()})
+    with locked(told.folder), Served(told) as found:
         yield found
 
 
@@ -151,6 +153,15 @@ def test_every_view_is_whole_quiet_and_has_no_serious_finding_of_axe(
         ]
         assert not serious, (name, serious)
         assert not faults, (name, faults)
+
+
+@pytest.mark.parametrize("context", [{"viewport": NARROW}], indirect=True, ids=["narrow"])
+def test_rows_of_wide_tables_stay_low_on_a_telephone(page: Page, served: Served) -> None:
+    for name in ("batches", "weights", "sandboxes"):
+        opened(page, served, name)
+        rows = "[...document.querySelectorAll('table.rows tbody tr')].map(row => row.getBoundingClientRect().height)"
+        line = "parseFloat(getComputedStyle(document.querySelector('table.rows td')).lineHeight)"
+        assert max(page.evaluate(rows)) < 4 * page.evaluate(line), name
 
 
 def test_what_agents_wrote_runs_nowhere(page: Page, served: Served, faults: list[str]) -> None:
