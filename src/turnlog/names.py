@@ -46,6 +46,36 @@ REGISTRY_TOPIC: Final = "_schemas"
 RESTARTS_VARIABLE: Final = "TURNLOG_RESTARTS"
 """How often whoever watches a process has started it anew, as that process is told."""
 
+VARIABLES = frozenset(
+    {
+        "TURNLOG_CHILD",
+        "TURNLOG_DOCKER_HOST",
+        "TURNLOG_DOCKER_IMAGE",
+        "TURNLOG_DOCKER_RUNTIME",
+        "TURNLOG_ENGINE_ID",
+        "TURNLOG_ENGINE_INDEX",
+        "TURNLOG_ENGINE_URL",
+        "TURNLOG_HEALTH_HOST",
+        "TURNLOG_HEALTH_PORT",
+        "TURNLOG_IMAGES",
+        "TURNLOG_INSTANCE",
+        "TURNLOG_LOG_FORMAT",
+        "TURNLOG_LOG_LEVEL",
+        "TURNLOG_MAVEN_REPOSITORY",
+        "TURNLOG_NOTIFY_FD",
+        "TURNLOG_PARENT_FD",
+        RESTARTS_VARIABLE,
+        "TURNLOG_S3_ENDPOINT",
+        "TURNLOG_SUPERVISED_ROLES",
+        "TURNLOG_TRACEBACK",
+        "TURNLOG_VERSION",
+        "TURNLOG_WRITE_SCREENSHOTS",
+    }
+)
+"""Environment variables that are no settings: of one process, of compose.yaml, of the tests. Beside them only settings
+and what begins with TEST_VARIABLES may begin with TURNLOG_."""
+TEST_VARIABLES: Final = "TURNLOG_TEST_"
+
 WRITER_HEADER: Final = "writer"
 """Role and instance that wrote the record."""
 RECORD_HEADER: Final = "record"

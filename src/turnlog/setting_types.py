@@ -8,6 +8,7 @@ names that installed packages offer.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -120,6 +121,13 @@ def secret_fault(hint: Any, text: str) -> str:
     if not text.strip():
         return "is blank: set the secret, or leave it out"
     return next((fault for note in notes(hint) if isinstance(note, Signs) and (fault := note.fault(text))), "")
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """`, did you mean X?` with the name nearest to a misspelt one; empty where none is near."""
+    from difflib import get_close_matches  # only a mistake needs it
+
+    return next((f", did you mean {name}?" for name in get_close_matches(given, sorted(known), n=1)), "")
 
 
 def is_service_link(text: str) -> bool:

@@ -27,6 +27,7 @@ from turnlog.fold_settings import FoldSettings as FoldSettings
 from turnlog.kafka_settings import KafkaSettings as KafkaSettings
 from turnlog.kafka_settings import check_kafka
 from turnlog.learning_settings import LearningSettings, check_learning
+from turnlog.names import TEST_VARIABLES, VARIABLES
 from turnlog.sandbox_settings import EgressSettings, SandboxSettings
 from turnlog.secret_files import FileSecret
 from turnlog.setting_types import (
@@ -41,6 +42,7 @@ from turnlog.setting_types import (
     Seed,
     Share,
     Signs,
+    did_you_mean,
     from_text,
     is_service_link,
     notes,
@@ -49,6 +51,8 @@ from turnlog.setting_types import (
 )
 from turnlog.setting_types import SettingsError as SettingsError
 
+SERVICE_LINK = re.compile(r"TURNLOG_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
+"""What Kubernetes tells every pod of a Service whose name begins with turnlog, beside what `is_service_link` knows."""
 Silence = Annotated[float, Meta(ge=0, le=31_536_000)]
 """Seconds, up to a year."""
 
@@ -615,15 +619,19 @@ class Settings:
 
 def load(path: Path | None, env: Mapping[str, str]) -> Settings:
     """Read a TOML file (None: defaults alone), then the environment. Raises SettingsError."""
-    tables: dict[str, Any] = {}
-    if path is not None:
-        try:
-            tables = tomllib.loads(path.read_text())
-        except FileNotFoundError:
-            raise SettingsError(f"{path}: no such settings file") from None
-        except tomllib.TOMLDecodeError as error:
-            raise SettingsError(f"{path}: not TOML: {error}") from error
-    return from_tables(tables, env, source=str(path or "defaults"))
+    return from_tables(tables_of(path), env, source=str(path or "defaults"))
+
+
+def tables_of(path: Path | None) -> dict[str, Any]:
+    """A TOML file as it stands; empty for None. Raises SettingsError."""
+    if path is None:
+        return {}
+    try:
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise SettingsError(f"{path}: no such settings file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"{path}: not TOML: {error}") from error
 
 
 def from_tables(tables: Mapping[str, Any], env: Mapping[str, str], *, source: str) -> Settings:
@@ -636,7 +644,11 @@ def changed(settings: Settings, tables: Mapping[str, Any], env: Mapping[str, str
     sections = {section.name: getattr(settings, section.name) for section in dataclasses.fields(Settings)}
     for name in tables:
         if name not in sections:
-            raise SettingsError(f"{source}: unknown section [{name}]; sections are {', '.join(sections)}")
+            raise SettingsError(
+                f"{source}: unknown section [{name}]{did_you_mean(name, sections)}; "
+                f"sections are {', '.join(sorted(sections))}"
+            )
+    _check_variables(env)
     found = Settings(**{name: _section(name, was, tables.get(name, {}), env, source) for name, was in sections.items()})
     check_kafka(found.kafka, source)
     _check_http(found, source)
@@ -735,7 +747,10 @@ def _section(name: str, was: Any, table: Any, env: Mapping[str, str], source: st
     values: dict[str, Any] = {}
     for key, value in table.items():
         if key not in hints:
-            raise SettingsError(f"{source}: unknown key {name}.{key}; [{name}] takes {', '.join(hints)}")
+            nearest = did_you_mean(key, hints) or _in_another_section(key)
+            raise SettingsError(
+                f"{source}: unknown key {name}.{key}{nearest}; [{name}] takes {', '.join(sorted(hints))}"
+            )
         values[key] = value_of(f"{name}.{key}", hints[key], value, source, shown=shown[key])
     for key, hint in hints.items():
         variable = f"TURNLOG_{name}_{key}".upper()
@@ -745,6 +760,39 @@ def _section(name: str, was: Any, table: Any, env: Mapping[str, str], source: st
             value = from_text(hint, env[variable])
             values[key] = value_of(f"{name}.{key}", hint, value, variable, shown=shown[key])
     return dataclasses.replace(was, **values)
+
+
+def _in_another_section(key: str) -> str:
+    kinds = get_type_hints(Settings)
+    return next((f", did you mean {name}.{key}?" for name, kind in kinds.items() if key in declarations(kind)), "")
+
+
+def variables() -> dict[str, str]:
+    """Every TURNLOG_ variable that is a setting -> the setting that it is of; of a secret also the one with _FILE."""
+    found: dict[str, str] = {}
+    for section, kind in get_type_hints(Settings).items():
+        for one in dataclasses.fields(kind):
+            name = f"TURNLOG_{section}_{one.name}".upper()
+            found |= dict.fromkeys([name] if one.repr else [name, f"{name}_FILE"], f"{section}.{one.name}")
+    return found
+
+
+def _check_variables(env: Mapping[str, str]) -> None:
+    """Raises SettingsError for a TURNLOG_ variable that nothing reads."""
+    ours = {name for name in env if name.startswith("TURNLOG_")} - VARIABLES
+    if not ours:
+        return
+    known = variables()
+    for name in sorted(ours - known.keys()):
+        if name.startswith(TEST_VARIABLES) or SERVICE_LINK.fullmatch(name) or is_service_link(env[name]):
+            continue
+        plain = name.removesuffix("_FILE")
+        if plain in known:
+            raise SettingsError(f"{name}: {known[plain]} is not a secret and is not read from a file: set {plain}")
+        raise SettingsError(
+            f"{name} is set in the environment and names no setting{did_you_mean(name, {*known, *VARIABLES})}; "
+            "docs/settings.md lists them all: unset it, or correct it"
+        )
 
 
 def _secret(variable: str, env: Mapping[str, str], hint: Any) -> FileSecret:

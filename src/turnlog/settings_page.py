@@ -25,9 +25,9 @@ HEAD = """\
 # Settings
 
 One TOML file (`--settings FILE`), then `TURNLOG_SECTION_KEY` from the environment, which wins. Unknown keys, other
-types and values out of range are errors. Lists are separated by commas there, or are JSON:
-`'["GET,HEAD https://mirror.example/*"]'`. The run's effective settings are kept in `runs/ID/settings.toml`. This page
-is generated (`make docs`).
+variables that begin with `TURNLOG_`, other types and values out of range are errors. Lists are separated by commas in
+the environment, or are JSON: `'["GET,HEAD https://mirror.example/*"]'`. The run's effective settings are kept in
+`runs/ID/settings.toml`. This page is generated (`make docs`).
 
 What concerns one process stands beside them: `TURNLOG_LOG_LEVEL` (INFO), `TURNLOG_LOG_FORMAT` (text, or json: an object
 a line), `TURNLOG_HEALTH_PORT` (not served) on `TURNLOG_HEALTH_HOST` (127.0.0.1), `TURNLOG_INSTANCE` (a name that stays

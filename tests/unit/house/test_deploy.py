@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import re
@@ -14,7 +13,7 @@ import tomllib
 from collections.abc import Iterator
 from ipaddress import ip_address, ip_network
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import kubernetes_validate
 import pytest
@@ -26,6 +25,7 @@ from turnlog.infra.embedded.plan import ROLES as EMBEDDED
 from turnlog.infra.roles.ending import grace_s
 from turnlog.infra.topics_admin import ROLES as RIGHTS
 from turnlog.settings import Settings, load
+from turnlog.settings import variables as known_variables
 from turnlog.settings_page import chart_page, chart_schema
 
 ROOT = Path(__file__).parents[3]
@@ -59,14 +59,7 @@ def verbs() -> set[str]:
 
 def variables() -> set[str]:
     """Every TURNLOG_ variable that some process reads."""
-    settings = {
-        (f"TURNLOG_{section}_{field.name}".upper(), field.repr)
-        for section, kind in get_type_hints(Settings).items()
-        for field in dataclasses.fields(kind)
-    }
-    return (
-        OF_PROCESSES | {name if shown else f"{name}_FILE" for name, shown in settings} | {name for name, _ in settings}
-    )
+    return OF_PROCESSES | known_variables().keys()
 
 
 @pytest.mark.parametrize("file", [COMPOSE, EGRESS], ids=lambda path: path.stem)

@@ -18,7 +18,15 @@ import pytest
 
 from turnlog import __version__
 from turnlog.metrics_page import metrics as declared
-from turnlog.names import HEADERS, REGISTRY_TOPIC, ConsumerGroup, EntryPointGroup, ExitStatus, TransactionalId
+from turnlog.names import (
+    HEADERS,
+    REGISTRY_TOPIC,
+    VARIABLES,
+    ConsumerGroup,
+    EntryPointGroup,
+    ExitStatus,
+    TransactionalId,
+)
 from turnlog.schemas.events import ALL
 from turnlog.schemas.topics import CATALOGUE
 from turnlog.settings import Settings, declarations
@@ -98,6 +106,7 @@ NAMES: dict[str, Any] = {
     "settings": lambda: {
         f"{section}.{key}" for section, kind in get_type_hints(Settings).items() for key in declarations(kind)
     },
+    "variables": lambda: VARIABLES,
     "entry_points": entry_points,
     "exit_statuses": lambda: {f"{status.value} {status.name}" for status in ExitStatus},
     "imports": imports,

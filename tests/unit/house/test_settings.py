@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,10 @@ from typing import get_type_hints
 import pytest
 
 from turnlog.infra.roles.probe import health_address
+from turnlog.names import TEST_VARIABLES, VARIABLES
 from turnlog.setting_types import value_of
 from turnlog.settings import (
+    SERVICE_LINK,
     GatewaySettings,
     Settings,
     SettingsError,
@@ -23,6 +26,7 @@ from turnlog.settings import (
     from_tables,
     load,
     settings_sha256,
+    variables,
 )
 from turnlog.settings_page import said_of
 
@@ -56,8 +60,13 @@ def test_a_list_whose_parts_hold_commas_is_json_in_the_environment() -> None:
 @pytest.mark.parametrize(
     ("tables", "said"),
     [
-        ({"kafak": {}}, r"unknown section \[kafak\]; sections are .*kafka"),
-        ({"kafka": {"botstrap": "x"}}, r"unknown key kafka.botstrap; \[kafka\] takes .*bootstrap"),
+        ({"kafak": {}}, r"unknown section \[kafak\], did you mean kafka\?; sections are alerts, .*views"),
+        (
+            {"kafka": {"botstrap": "x"}},
+            r"unknown key kafka.botstrap, did you mean bootstrap\?; \[kafka\] takes bootstrap, .*username",
+        ),
+        ({"trainer": {"draws": 3}}, r"unknown key trainer.draws, did you mean feeder.draws\?; \[trainer\] takes"),
+        ({"trainer": {"xyzzy": 3}}, r"unknown key trainer.xyzzy; \[trainer\] takes"),
         ({"kafka": {"groups": "four"}}, r"kafka.groups must be a whole number from 1 to 100000, got 'four'"),
         ({"kafka": {"groups": True}}, r"kafka.groups must be a whole number .*, got True"),
         ({"kafka": {"brokers": 2}}, r"settings.toml: kafka.brokers must be one of 1, 3, got 2"),
@@ -107,6 +116,44 @@ def test_a_mistake_names_the_key_and_what_is_legal(tables: dict[str, object], sa
 def test_a_mistake_in_the_environment_names_the_variable(variable: str, text: str, said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         load(None, {variable: text})
+
+
+@pytest.mark.parametrize(
+    ("variable", "said"),
+    [
+        ("TURNLOG_FEEDER_DRAW", "TURNLOG_FEEDER_DRAW is set .* names no setting, did you mean TURNLOG_FEEDER_DRAWS?"),
+        ("TURNLOG_FEEDR_DRAWS", r"did you mean TURNLOG_FEEDER_DRAWS\?"),
+        ("TURNLOG_LOG_LEVLE", r"did you mean TURNLOG_LOG_LEVEL\?"),
+        ("TURNLOG_RUN_ID_FILE", "run.id is not a secret .* set TURNLOG_RUN_ID"),
+        ("TURNLOG_", "names no setting"),
+    ],
+)
+def test_a_misspelt_variable_is_an_error_that_names_the_nearest_one(variable: str, said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        load(None, {variable: "5"})
+
+
+def test_variables_that_are_no_settings_and_those_of_kubernetes_are_let_through() -> None:
+    links = {
+        "TURNLOG_PORT": "tcp://10.0.0.1:80",
+        "TURNLOG_GATEWAY_SERVICE_HOST": "10.0.0.1",
+        "TURNLOG_GATEWAY_SERVICE_PORT_HTTP": "80",
+        "TURNLOG_GATEWAY_PORT_8080_TCP_ADDR": "10.0.0.1",
+        "TURNLOG_MY_OTHER_PORT_53_UDP": "udp://10.0.0.1:53",
+    }
+    assert load(None, dict.fromkeys(VARIABLES, "1") | links | {"TURNLOG_TEST_X": "1", "PATH": "/bin"}) == Settings()
+
+
+def test_every_variable_that_the_code_names_is_known(repository: list[Path]) -> None:
+    named: set[str] = set()
+    for path in repository:
+        if path.suffix in {".py", ".md", ".yaml", ".toml"} and path != Path(__file__):
+            named |= set(re.findall(r"\bTURNLOG_[A-Z0-9_]*[A-Z0-9]\b", path.read_text()))
+    placeholders = {"TURNLOG_KEY_FILE", "TURNLOG_SECTION_KEY", "TURNLOG_SECTION_KEY_FILE", "TURNLOG_RUN_ID_FILE"}
+    unknown = named - variables().keys() - VARIABLES - placeholders
+    assert {
+        name for name in unknown if not name.startswith(TEST_VARIABLES) and not SERVICE_LINK.fullmatch(name)
+    } == set()
 
 
 def test_the_text_of_the_environment_becomes_what_the_key_takes() -> None:
