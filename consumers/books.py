@@ -11,7 +11,7 @@ from rich.table import Table
 
 from turnlog.infra.history import all_events, events
 from turnlog.infra.roles.role import Role, opened
-from turnlog.infra.roles.runs import Configured, recorded
+from turnlog.infra.roles.runs import Configured, nothing_recorded, recorded
 from turnlog.infra.roles.terminal import Terminal, say_json
 from turnlog.names import ExitStatus
 from turnlog.processors.core.audit import FIRST, Books, Ledgers
@@ -84,13 +84,23 @@ def body(run_id: str, books: Books, asked: Asked) -> dict[str, Any]:
 
 
 async def show(settings: Settings, asked: Asked) -> int:
-    """Print the books; 0 when they balance. Raises NoSuchAccount."""
+    """Print the books; 0 when they balance, 1 when they do not or nothing is recorded. Raises NoSuchAccount."""
     async with opened("books", settings, archive=asked.archive) as role:
-        answer = body(settings.run.id, await read_levels(role), asked)
+        books = await read_levels(role)
+        sampled = any(account.sampled for account in books.levels["run"].values())
+        empty = "" if sampled or books.imbalances else await nothing_recorded(role)
+    return tell(body(settings.run.id, books, asked) | ({"balance": None, "why": empty} if empty else {}), asked)
+
+
+def tell(answer: dict[str, Any], asked: Asked) -> int:
+    """Print the books; the exit status."""
     if asked.as_json:
         say_json(answer)
         return ExitStatus.DONE if answer["balance"] else ExitStatus.DIFFERS
     console = Terminal()
+    if answer["balance"] is None:
+        console.print(answer["why"], soft_wrap=True)
+        return ExitStatus.DIFFERS
     console.print(account_table(answer) if len(answer["accounts"]) == 1 else accounts_table(answer))
     for imbalance in answer["imbalances"][:IMBALANCES_SHOWN]:
         console.print(imbalance, style="red")

@@ -23,8 +23,9 @@ from turnlog.infra.history import events, partitions
 from turnlog.infra.log import Partition, partition_of
 from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.role import Role, opened
-from turnlog.infra.roles.runs import Configured
+from turnlog.infra.roles.runs import Configured, nothing_recorded
 from turnlog.infra.roles.terminal import Terminal, say_json
+from turnlog.names import ExitStatus
 from turnlog.processors.core import FoldError
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.fold.render import render, sizes
@@ -255,26 +256,31 @@ class _UnitComparison:
 
 
 def show(settings: Settings, arguments: argparse.Namespace) -> int:
-    """Print the comparison; 0. Raises what `compare` raises."""
-    return run_verb(_show(settings, arguments, Terminal()))
+    """Print the comparison; 0, or 1 when nothing is recorded. Raises what `compare` raises."""
+    return run_verb(print_comparison(settings, arguments, Terminal()))
 
 
-async def _show(settings: Settings, arguments: argparse.Namespace, console: Terminal) -> int:
+async def print_comparison(settings: Settings, arguments: argparse.Namespace, console: Terminal) -> int:
+    """See `show`."""
     names = [arguments.policy, arguments.against] if arguments.against else [arguments.policy]
     session = arguments.show or arguments.session
     scope = Scope(group=arguments.group, session=session, top=max(arguments.top, 0), draw=bool(arguments.show))
     async with opened("fold", settings, archive=arguments.source == ARCHIVE) as role:
         with Shown(Terminal(stderr=True)) as progress:
             found = await compare(role, names, scope, threshold=arguments.fork_threshold, progress=progress)
+        empty = "" if found.sessions or found.open_groups else await nothing_recorded(role)
     if arguments.json:
         say_json(found.body(), indent=1)
-        return 0
+        return ExitStatus.DIFFERS if empty else ExitStatus.DONE
+    if empty:
+        console.print(empty, soft_wrap=True)
+        return ExitStatus.DIFFERS
     if arguments.show:
         console.print(*drawings(found).split("\n"), sep="\n", highlight=False, soft_wrap=True)
     console.print(totals(found))
     if not arguments.show and (rows := listed(found)):
         console.print(sessions(found, rows))
-    elif not arguments.show and arguments.against:
+    elif not arguments.show and arguments.against and found.sessions:
         console.print("every session comes out the same")
     if found.open_groups:
         console.print(f"{found.open_groups:,} groups have not settled, or lack records; not every session is counted")

@@ -25,12 +25,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Commit, GroupReader, Log, Partition, Record
 from turnlog.infra.registry import Registry
-from turnlog.infra.run_folder import resolved
+from turnlog.infra.run_folder import resolved, run_settings
 from turnlog.schemas import UndecodableRecord
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.events import Event
 from turnlog.schemas.topics import BY_NAME
-from turnlog.settings import KafkaSettings, Settings, load
+from turnlog.settings import KafkaSettings, Settings
 
 log = logging.getLogger(__name__)
 POLL_S = 0.5
@@ -131,7 +131,8 @@ class Events:
 async def follow(
     *topics: str, group: str, settings: Settings | None = None, until_end: bool = False, commit_s: float = 1.0
 ) -> AsyncIterator[Events]:
-    """Events of `topics` of a run. Settings come from the environment when none are given (docs/settings.md).
+    """Events of `topics` of a run. Where no settings are given, the environment names the run
+    (`run_settings`).
 
     `group` names whose progress is committed; a new one begins at the first record. `until_end` ends the loop at what
     was on the log when the partitions were assigned. Raises FollowError, NoEndpoints, LogError, RegistryUnavailable.
@@ -139,7 +140,7 @@ async def follow(
     from turnlog.infra.kafka import KafkaLog  # clients of real machines are imported where they are opened
     from turnlog.infra.registry import HttpRegistry
 
-    settings = resolved(settings or load(None, os.environ))
+    settings = resolved(settings or run_settings(None, os.environ))
     check(topics, settings.kafka)
     async with AsyncExitStack() as stack:
         kafka = KafkaLog.of(settings.kafka)

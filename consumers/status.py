@@ -163,7 +163,16 @@ def _by_topic(lags: Iterable[Lag]) -> dict[str, dict[str, int]]:
 def tell(found: dict[str, Any], settings: Settings, console: Terminal) -> None:
     """Print what was found as people read it."""
     if not found["processes"] and "lag" not in found:
-        console.print(f"run {settings.run.id!r} is not up: start it with `turnlog --run {settings.run.id} up`")
+        directory = Path(settings.run.directory)
+        if not directory.exists():
+            console.print(
+                f"there is no run {settings.run.id!r} here: {directory.absolute()} does not exist; `turnlog run list` "
+                "lists the runs of this directory",
+                soft_wrap=True,
+            )
+            return
+        up = run_folder.verb_line(directory, "up")
+        console.print(f"run {settings.run.id!r} is not up: start it with `{up}`", soft_wrap=True)
         return
     if found["processes"]:
         table = Table("process", "state", "pid", "restarts", "waits for / error", title=f"run {found['run']}")

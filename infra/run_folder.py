@@ -12,7 +12,8 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,7 +21,7 @@ from typing import Any, TextIO
 from turnlog.infra.embedded import AlreadyUp
 from turnlog.secret_files import FileSecret, SecretUnusable
 from turnlog.setting_types import LEAST_KEY
-from turnlog.settings import Settings, StoreSettings
+from turnlog.settings import Settings, SettingsError, StoreSettings, load, tables_of
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +109,46 @@ def present(secret: str) -> str:
 
 
 FILE = "endpoints.json"
+SETTINGS = "settings.toml"
+NAMING = {"id": "TURNLOG_RUN_ID", "directory": "TURNLOG_RUN_DIRECTORY"}
+"""Keys of [run] that name a run -> their variables."""
+
+
+def run_settings(path: Path | None, env: Mapping[str, str], *, run_id: str = "", directory: str = "") -> Settings:
+    """The settings of the run that is named by `run_id` (with --run), else by the environment, else by the file.
+
+    Half a name is enough: the files of an id alone are in runs/ID, and a directory alone is of the run whose
+    settings.toml lies there. Without a file of settings, a run that is named keeps those that it was started with.
+    Raises SettingsError."""
+    if run_id:
+        env = {name: value for name, value in env.items() if name not in NAMING.values()}
+        named = {"id": run_id, "directory": directory or f"runs/{run_id}"}
+    else:
+        own, table = load(path, env).run, tables_of(path).get("run", {})
+        named = {key: getattr(own, key) for key, variable in NAMING.items() if key in table or variable in env}
+        if "id" in named:
+            named.setdefault("directory", f"runs/{named['id']}")
+    kept = Path(named["directory"]) / SETTINGS if "directory" in named else None
+    if kept is not None and kept.exists() and (path is None or "id" not in named):
+        was = tables_of(kept).get("run", {}).get("id", "")
+        if not run_id and named.get("id", was) != was:
+            raise SettingsError(
+                f"{kept} is of run {was!r}, and {NAMING['id']} is {named['id']!r}: unset it, or {NAMING['directory']}"
+            )
+        named["id"] = was
+        path = path or kept
+    settings = load(path, env)
+    run = dataclasses.replace(
+        settings.run, id=named.get("id", settings.run.id), directory=named.get("directory", settings.run.directory)
+    )
+    return dataclasses.replace(settings, run=run)
+
+
+def verb_line(directory: Path, verb: str) -> str:
+    """How `turnlog VERB` is said of the run of that directory."""
+    if directory == Path("runs", directory.name):
+        return f"turnlog --run {directory.name} {verb}"
+    return f"{NAMING['directory']}={shlex.quote(str(directory))} turnlog {verb}"
 
 
 class NoEndpoints(Exception):
@@ -142,7 +183,11 @@ def read_endpoints(directory: Path) -> Endpoints:
     try:
         values = json.loads((directory / FILE).read_text())
     except FileNotFoundError:
-        raise NoEndpoints(f"{directory / FILE} is missing: start the run with `turnlog up`") from None
+        if not directory.exists():
+            raise NoEndpoints(
+                f"there is no run in {directory.absolute()}: `turnlog run list` lists the runs of this directory"
+            ) from None
+        raise NoEndpoints(f"{directory / FILE} is missing: `{verb_line(directory, 'up')}` starts the run") from None
     return Endpoints(**{**values, "engines": tuple(values["engines"])})
 
 
@@ -191,7 +236,6 @@ def _store(wanted: StoreSettings, address: str, directory: Path) -> StoreSetting
     return dataclasses.replace(wanted, endpoint=address, secret_key=secret)
 
 
-SETTINGS = "settings.toml"
 STATE = "supervisor.json"
 LOCK = "supervisor.lock"
 LOGS = "logs"

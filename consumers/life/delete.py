@@ -415,9 +415,7 @@ def _settings_of(settings: Settings, arguments: argparse.Namespace) -> Settings:
         directory = Path(settings.run.directory)
         if settings.run.id != arguments.target:
             directory = directory.parent / arguments.target
-        kept = directory / run_folder.SETTINGS
-        run = dataclasses.replace(settings.run, id=arguments.target, directory=str(directory))
-        settings = load(kept, os.environ) if kept.exists() else dataclasses.replace(settings, run=run)
+        settings = run_folder.run_settings(None, os.environ, run_id=arguments.target, directory=str(directory))
     if settings.run.id != arguments.target:
         raise SettingsError(
             f"the settings are about run {settings.run.id!r}, not {arguments.target!r}: --settings of the run that is "

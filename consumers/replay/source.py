@@ -29,7 +29,7 @@ from turnlog.infra.blobs import inlined
 from turnlog.infra.history import events
 from turnlog.infra.log import Log, LogError, Partition, Reader, Record
 from turnlog.infra.roles.role import Role
-from turnlog.infra.roles.runs import Configured, recorded
+from turnlog.infra.roles.runs import Configured, nothing_recorded, recorded
 from turnlog.names import ConsumerGroup
 from turnlog.processors.core import FoldError
 from turnlog.processors.core.fold.group import GroupFold
@@ -214,7 +214,7 @@ async def recorded_run(role: Role) -> Configured:
     """Raises NothingToReplay, RecordedSettingsError."""
     found = await recorded(role)
     if found is None:
-        raise NothingToReplay(f"no RunConfigured of run {role.settings.run.id!r} is on the log; check [run] id")
+        raise NothingToReplay(await nothing_recorded(role))
     return found
 
 

@@ -43,7 +43,7 @@ from turnlog.infra.archive import ArchiveLog, Cut
 from turnlog.infra.blobs import inlined
 from turnlog.infra.log import Partition, Record
 from turnlog.infra.roles.role import Role, opened
-from turnlog.infra.roles.runs import Configured
+from turnlog.infra.roles.runs import Configured, nothing_recorded
 from turnlog.infra.roles.terminal import Terminal
 from turnlog.names import ExitStatus
 from turnlog.processors.core.batches.draws import DrawRules
@@ -109,7 +109,8 @@ async def replay(
     until: str | None = None,
     fresh: bool = False,
 ) -> int:
-    """Print the verdict; 0 when identical, 1 at the first divergence. Without `verify` only counts are shown.
+    """Print the verdict; 0 when identical, 1 at the first divergence or when nothing is recorded. Without `verify` only
+    counts are shown.
 
     `source`: topics | archive; `until`: see `until.moment`; `fresh`: forget what an unfinished replay compared.
     Raises ReplayError and what the log, the store and the registry raise: status 2.
@@ -119,6 +120,10 @@ async def replay(
         with Shown(console) as progress:
             folder = Path(settings.run.directory) / FOLDER
             verdict = await run(role, until=until, progress=progress, folder=folder, fresh=fresh)
+        empty = "" if verdict.records_compared or verdict.divergence else await nothing_recorded(role)
+    if empty:
+        console.print(f"replay: {empty}", soft_wrap=True)
+        return ExitStatus.DIFFERS
     if verdict.resumed:
         console.print("went on where an unfinished replay had stopped (--fresh starts again)")
     if not verify:
@@ -128,7 +133,7 @@ async def replay(
         console.print(f"replay: identical ({verdict.compared})", style="green")
         return 0
     console.print(f"replay: DIFFERENT ({verdict.compared})", style="red", soft_wrap=True)
-    console.print(f"first divergence: {verdict.divergence or 'no records'}", soft_wrap=True)
+    console.print(f"first divergence: {verdict.divergence}", soft_wrap=True)
     return ExitStatus.DIFFERS
 
 

@@ -365,6 +365,19 @@ async def recorded(role: Role) -> Configured | None:
     return next((Configured.of(event, role.settings) for event in own if isinstance(event, RunConfigured)), None)
 
 
+async def nothing_recorded(role: Role) -> str:
+    """Says that a reader found nothing of the role's run, and whose log it has read."""
+    run_id, found = role.settings.run.id, await _first(role)
+    if found is None:
+        return f"nothing recorded: no run is configured on this log, so nothing is known of run {run_id!r}"
+    if found.run_id != run_id:
+        return (
+            f"nothing recorded of run {run_id!r}: this log belongs to run {found.run_id!r}; name that one with --run "
+            f"{found.run_id}, or TURNLOG_RUN_ID"
+        )
+    return f"nothing recorded: run {run_id!r} is configured and has sampled no token yet"
+
+
 PLANNED = ("draws", "publish_every", "groups", "rollouts")
 
 

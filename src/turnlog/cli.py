@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib
 import logging
 import os
@@ -14,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from turnlog import __version__
 from turnlog.infra.roles import ending, leaves, log_lines
+from turnlog.infra.run_folder import run_settings
 from turnlog.names import ExitStatus
-from turnlog.settings import Settings, SettingsError, load
+from turnlog.settings import Settings, SettingsError
 
 if TYPE_CHECKING:
     from turnlog.infra.roles.role import Role
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
         log_lines.begin(os.environ, sys.stderr)
-        settings = _settings(arguments)
+        settings = run_settings(arguments.settings, os.environ, run_id=arguments.run_id or "")
         log_lines.speaks(arguments.verb, run=settings.run.id)
         status: int = arguments.call(settings, arguments)
         return status
@@ -88,17 +88,6 @@ def _status_of(error: Exception) -> int:
     from turnlog.infra.roles import is_unreachable
 
     return ExitStatus.UNREACHABLE if is_unreachable(error) else ExitStatus.FAILED
-
-
-def _settings(arguments: argparse.Namespace) -> Settings:
-    settings = load(arguments.settings, os.environ)
-    if arguments.run_id:
-        run = dataclasses.replace(settings.run, id=arguments.run_id, directory=f"runs/{arguments.run_id}")
-        settings = dataclasses.replace(settings, run=run)
-        kept = Path(run.directory) / "settings.toml"
-        if arguments.settings is None and kept.exists():
-            settings = load(kept, os.environ)
-    return settings
 
 
 def parser() -> argparse.ArgumentParser:

@@ -92,7 +92,7 @@ class ExitStatus(IntEnum):
 
     DONE = 0
     DIFFERS = 1
-    """The verb did its work, and what it found is not as it should be."""
+    """The verb did its work, and what it found is not as it should be, or nothing is recorded that could be."""
     FAILED = 2
     """A typed error, or a command line that cannot be read (argparse)."""
     NOT_UP = 3

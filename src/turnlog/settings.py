@@ -93,9 +93,9 @@ class RunSettings:
     """[run] Which run this is and where its files lie."""
 
     id: str = "local"
-    """Names the run on every record."""
+    """Names the run on every record. With a directory alone it is the id of the run whose settings.toml lies there."""
     directory: str = "runs/local"
-    """Logs, endpoints.json, report.json and, for embedded servers, their data."""
+    """Logs, endpoints.json, report.json and, for embedded servers, their data. With an id alone it is runs/ID."""
     longest_pause_s: Seconds = 604_800.0
     """For how long the run may stand still with every role down; `turnlog doctor` asks whether the brokers keep the
     positions of groups for as long."""

@@ -25,12 +25,15 @@ from turnlog.infra.run_folder import (
     IN_PLACE_OF,
     STORE_KEY,
     Endpoints,
+    NoEndpoints,
     file_sizes,
     is_live,
     kept_secret,
     locked,
     private_folder,
+    read_endpoints,
     resolved,
+    run_settings,
     write_endpoints,
     write_settings,
     write_state,
@@ -38,7 +41,17 @@ from turnlog.infra.run_folder import (
 from turnlog.infra.s3 import S3Blobs
 from turnlog.producers.gateway.requests import SigningKeys
 from turnlog.secret_files import SecretUnusable
-from turnlog.settings import EngineSettings, KafkaSettings, RunSettings, Settings, StoreSettings, TrainerSettings, load
+from turnlog.settings import (
+    EngineSettings,
+    FeederSettings,
+    KafkaSettings,
+    RunSettings,
+    Settings,
+    SettingsError,
+    StoreSettings,
+    TrainerSettings,
+    load,
+)
 
 
 def test_written_settings_read_back_equal(tmp_path: Path) -> None:
@@ -167,3 +180,59 @@ def test_the_sizes_of_a_runs_files_tell_its_checkpoints_apart(tmp_path: Path) ->
     (tmp_path / "settings.toml").write_bytes(bytes(3))
     assert file_sizes(tmp_path) == {"checkpoints": [70], "directory": [3]}
     assert file_sizes(tmp_path / "none") == {"checkpoints": [], "directory": []}
+
+
+def named(path: Path | None = None, run_id: str = "", **env: str) -> tuple[str, str]:
+    """Id and directory of the run that command line, file and environment name."""
+    found = run_settings(path, env, run_id=run_id).run
+    return found.id, found.directory
+
+
+def test_one_rule_names_a_run_from_command_line_environment_and_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert named() == ("local", "runs/local")
+    assert named(TURNLOG_RUN_ID="a") == ("a", "runs/a")
+    assert named(run_id="b", TURNLOG_RUN_ID="a", TURNLOG_RUN_DIRECTORY="elsewhere") == ("b", "runs/b")
+    assert named(TURNLOG_RUN_DIRECTORY="new") == ("local", "new")
+    own = tmp_path / "own.toml"
+    own.write_text('[run]\nid = "f"\n[feeder]\ndraws = 7\n')
+    assert named(own) == ("f", "runs/f")
+    assert named(own, TURNLOG_RUN_DIRECTORY="d") == ("f", "d")
+    assert named(own, run_id="b") == ("b", "runs/b")
+
+
+def test_a_run_that_is_named_by_half_its_name_keeps_the_settings_that_it_was_started_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    directory = Path("runs/demo-1")
+    directory.mkdir(parents=True)
+    run = RunSettings(id="demo-1", directory=str(directory))
+    write_settings(directory, Settings(run=run, feeder=FeederSettings(draws=7)))
+    whole = str(directory.absolute())
+    for env in ({"TURNLOG_RUN_ID": "demo-1"}, {"TURNLOG_RUN_DIRECTORY": "runs/demo-1"}):
+        found = run_settings(None, env)
+        assert (found.run, found.feeder.draws) == (run, 7)
+    assert run_settings(None, {"TURNLOG_RUN_DIRECTORY": whole}).run == RunSettings(id="demo-1", directory=whole)
+    assert run_settings(None, {"TURNLOG_RUN_ID": "x"}, run_id="demo-1").run == run
+    own = tmp_path / "own.toml"
+    own.write_text("[feeder]\ndraws = 9\n")
+    found = run_settings(own, {"TURNLOG_RUN_DIRECTORY": whole})
+    assert (found.run.id, found.feeder.draws) == ("demo-1", 9)
+    with pytest.raises(SettingsError, match=r"demo-1/settings.toml is of run 'demo-1', and TURNLOG_RUN_ID is 'other'"):
+        named(TURNLOG_RUN_ID="other", TURNLOG_RUN_DIRECTORY=whole)
+
+
+def test_a_run_that_is_not_there_is_told_apart_from_one_that_is_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(NoEndpoints, match=r"there is no run in .*/runs/nosuch: `turnlog run list`"):
+        read_endpoints(Path("runs/nosuch"))
+    Path("runs/down").mkdir(parents=True)
+    with pytest.raises(NoEndpoints, match="`turnlog --run down up` starts the run"):
+        read_endpoints(Path("runs/down"))
+    with pytest.raises(NoEndpoints, match=r"`TURNLOG_RUN_DIRECTORY=/.* turnlog up` starts the run"):
+        read_endpoints(tmp_path)
