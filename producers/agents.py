@@ -282,7 +282,7 @@ class FunctionActor:
         attempt = self._attempt
         session = AgentSession(
             base_url=f"{attempt.gateway.url}/v1",
-            api_key=attempt.session.token,
+            api_key=attempt.session.agent_token,
             model=attempt.gateway.model,
             task=attempt.task,
             tools=attempt.recipe.tools,

@@ -149,12 +149,15 @@ class EpochLost(GatewayClientError):
 
 @dataclass(slots=True)
 class Session:
-    """An open session and the key that speaks for it."""
+    """An open session and the keys that speak for it."""
 
     session_id: str
     base_url: str
     """Root of the gateway that has it; follows the session when that one is gone."""
     token: str = dataclasses.field(repr=False)
+    """For its end."""
+    agent_token: str = dataclasses.field(repr=False)
+    """For its turns: all that an agent is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,11 +247,13 @@ class GatewayClient:
         }
         answer = await self._send("POST", f"{self.url}/sessions", self._keys.first.decode(), body)
         opened = orjson.loads(answer.content)
-        return Session(opened["session_id"], _root(opened.get("base_url") or self.url), opened["token"])
+        root, token = _root(opened.get("base_url") or self.url), opened["token"]
+        # Gateways of releases up to v8 give one token for all.
+        return Session(opened["session_id"], root, token, opened.get("agent_token", token))
 
     def sealed(self, session: Session, call_id: str) -> str:
-        """The session's token, for the sandbox worker of this call."""
-        return CredentialKeys(*self._credentials).sealed(session.token, call_id)
+        """The agent's token, for the sandbox worker of this call."""
+        return CredentialKeys(*self._credentials).sealed(session.agent_token, call_id)
 
     async def state(self, session: Session) -> SessionState:
         """Where the session stands."""
@@ -308,7 +313,8 @@ class GatewayClient:
         patience = Patience(self._patience_s)
         while True:
             try:
-                return await self._once(method, session.base_url + path, session.token, body, idempotency_key)
+                token = session.agent_token if path.startswith("/v1/") else session.token
+                return await self._once(method, session.base_url + path, token, body, idempotency_key)
             except EnginesBusy as error:
                 await patience.after(str(error))
             except (NoAnswer, EpochLost) as error:

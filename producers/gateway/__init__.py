@@ -12,6 +12,7 @@ GatewayError
 ├── StrayImageToken       400 the model or a message wrote an image token, and no engine takes that beside images
 ├── ContextOverflow       400 the prompt leaves no room in the context window
 ├── Unauthorized          401 no, a forged or a foreign token
+├── AgentsToken           403 the agent's own token asks for a verdict or for the end
 ├── TooSlow               408 the body did not come within [gateway] request_s
 ├── TooLarge              413 the body is longer than [gateway] max_body_bytes, or holds too many JSON values
 ├── TooMany               429 the session asks for more turns than [gateway] allows
@@ -120,6 +121,12 @@ class Unauthorized(GatewayError):
     """Says which key belongs here, never which one came."""
 
     status, type, code = 401, "authentication_error", "invalid_api_key"
+
+
+class AgentsToken(GatewayError):
+    """Names the token that judges."""
+
+    status, type, code = 403, "permission_error", "agent_token_refused"
 
 
 class TooSlow(GatewayError):

@@ -43,6 +43,7 @@ from turnlog.infra.roles.tls import serving as tls_context
 from turnlog.processors.core.methods.rules import fold_rules
 from turnlog.producers.gateway import (
     ERRORS,
+    AgentsToken,
     GatewayError,
     GroupTooSmall,
     ImagesNotServed,
@@ -106,6 +107,9 @@ ANTHROPIC = "anthropic-version"
 """Header that tells Anthropic's clients where they ask for what other APIs have, too."""
 REFUSAL = OpenAIChat().refusal
 """Of what belongs to no dialect: sessions."""
+JUDGES = Counter(
+    "turnlog_gateway_turns_by_judges", "Requests for turns by the token that also gives the verdict, not the agent's"
+)
 REPEATS = Counter("turnlog_gateway_repeats", "Requests answered with a turn that was recorded before")
 
 T = TypeVar("T")
@@ -312,6 +316,7 @@ class Gateway:
         OwnedElsewhere."""
         headers, parent = request.headers, traceparent(request.headers.getlist("traceparent"))
         key = headers.get("idempotency-key")
+        JUDGES.inc(not claims.agent)
         while True:
             session = await self.sessions.find(claims)
             asked = dataclasses.replace(await self._read(dialect, body, session), traceparent=parent)
@@ -371,6 +376,7 @@ class Gateway:
                 "session_id": opened.session_id,
                 "epoch": opened.epoch,
                 "token": sign(claims, self.keys.first),
+                "agent_token": sign(dataclasses.replace(claims, agent=True), self.keys.first),
                 "base_url": f"{opened.url}/v1",
                 "finished": opened.finished,
             },
@@ -393,7 +399,7 @@ class Gateway:
         async def rewarded(session: Session, wanted: RewardRequest) -> Response:
             return answered({"event_id": (await self.sessions.reward(session, wanted)).event_id}, 201)
 
-        return await self._about(request, reward_request, rewarded)
+        return await self._about(request, reward_request, rewarded, judges=True)
 
     async def finish(self, request: Request) -> Response:
         """POST /sessions/{id}/finish: idempotent."""
@@ -403,7 +409,7 @@ class Gateway:
                 await self.sessions.reward(session, wanted.reward)
             return answered(_finished(await self.sessions.finish(session, wanted)))
 
-        return await self._about(request, finish_request, finished)
+        return await self._about(request, finish_request, finished, judges=True)
 
     async def describe(self, request: Request) -> Response:
         """GET /sessions/{id}."""
@@ -414,11 +420,21 @@ class Gateway:
         return await self._about(request, bytes, told)
 
     async def _about(
-        self, request: Request, read: Callable[[bytes], T], answer: Callable[[Session, T], Awaitable[Response]]
+        self,
+        request: Request,
+        read: Callable[[bytes], T],
+        answer: Callable[[Session, T], Awaitable[Response]],
+        *,
+        judges: bool = False,
     ) -> Response:
         """A request about the session that its path names: read before the session is looked for, so that a malformed
-        one takes nothing over."""
+        one takes nothing over. `judges`: it is none of the agent's. Raises AgentsToken."""
         claims = self._claims_of_path(request)
+        if judges and claims.agent:
+            raise AgentsToken(
+                "this is the token of the session's agent, which gives no verdict and no end: send `token`, which "
+                "stands beside `agent_token` in the answer of POST /sessions, and keep it from the agent"
+            )
         body = await self.body(request, RECORD_BYTES)
         wanted = read(body)
         try:

@@ -58,7 +58,8 @@ OPENED = _object(
     {
         "session_id": TEXT,
         "epoch": TEXT,
-        "token": _said(TEXT, "The API key of the session's agent."),
+        "token": _said(TEXT, "The key of whoever judges the session: for the verdict, the end, and turns."),
+        "agent_token": _said(TEXT, "The API key of the session's agent: for turns alone."),
         "base_url": _said(TEXT, "The base URL of the session's agent: of the gateway that has it."),
         "finished": {"type": "boolean"},
     }

@@ -47,6 +47,8 @@ class Claims:
     """0: the model's own window."""
     max_turns: int = 0
     """0: as many as the agent asks for."""
+    agent: bool = False
+    """It is the agent's: good for turns, for no verdict and no end."""
 
 
 class SigningKeys:
@@ -70,9 +72,10 @@ class SigningKeys:
 
 def sign(claims: Claims, key: bytes) -> str:
     """The token of a session."""
-    claimed = dataclasses.astuple(claims)
-    # Release v4's gateways read six: a session that needs no seventh is theirs, too, while an upgrade is under way.
-    payload = _encoded(orjson.dumps(claimed if claims.max_turns else claimed[:-1]))
+    *claimed, agent = dataclasses.astuple(claims)
+    # Gateways of releases up to v8 add up what stands behind the sixth: to them the mark of an agent's token is no turn
+    # more, while an upgrade is under way.
+    payload = _encoded(orjson.dumps([*claimed, 0] if agent else claimed))
     return f"{payload}.{_mac(payload, key)}"
 
 
@@ -91,6 +94,7 @@ def verify(token: str, *keys: bytes) -> Claims:
         pin_weight_version=pin,
         max_context_tokens=window,
         max_turns=sum(turns),
+        agent=len(turns) > 1,
     )
 
 

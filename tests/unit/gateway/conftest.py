@@ -199,7 +199,7 @@ class Rig:
         self, session: dict[str, Any], messages: list[dict[str, Any]], *, key: str | None = None, **more: Any
     ) -> httpx.Response:
         """POST /v1/chat/completions."""
-        headers = {"authorization": f"Bearer {session['token']}"} | ({"idempotency-key": key} if key else {})
+        headers = {"authorization": f"Bearer {session['agent_token']}"} | ({"idempotency-key": key} if key else {})
         return await self.http.post("/v1/chat/completions", json={"messages": messages, **more}, headers=headers)
 
     async def finish(self, session: dict[str, Any], **more: Any) -> httpx.Response:

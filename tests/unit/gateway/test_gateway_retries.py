@@ -286,6 +286,6 @@ async def test_the_runners_client_asks_a_gateway_of_release_v2_for_another_turn_
         settings = Settings(gateway=GatewaySettings(url=url, signing_key="k"))
         async with QuietServer(configured(app)).running(listener), GatewayClient(settings) as client:
             for _ in range(2):
-                turn = await client.complete(Session("s", url, "t"), [QUESTION], None, step=0)
+                turn = await client.complete(Session("s", url, "t", "t"), [QUESTION], None, step=0)
                 assert (turn.message["content"], turn.turn) == ("2", TurnId("e", 2))
     assert [orjson.loads(body).get("metadata") for body in turns] == [None, {"again": 1}, {"again": 2}]

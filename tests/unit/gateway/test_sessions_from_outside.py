@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
+from prometheus_client import REGISTRY
 
 from turnlog.processors.core.fold.group import offline
 from turnlog.processors.core.methods.rules import fold_rules
 from turnlog.producers.gateway.app import build
 from turnlog.producers.gateway.openapi import FINISH, OPEN, REWARD, document
-from turnlog.producers.gateway.requests import finish_request, open_request, reward_request
+from turnlog.producers.gateway.requests import Claims, finish_request, open_request, reward_request, sign, verify
 from turnlog.schemas.events import GroupScored, SegmentSample
 from turnlog.schemas.events.tasks import Sampling
 from turnlog.schemas.topics import TOPIC_OF
 from turnlog.settings import Settings
 
+ROOT = Path(__file__).parents[3]
 QUESTION = {"role": "user", "content": "3 + 5 = ?"}
+BY_JUDGES = "turnlog_gateway_turns_by_judges_total"
 
 
 def key(rig: Any) -> dict[str, str]:
@@ -84,6 +91,53 @@ async def test_a_verdict_may_come_before_the_end_after_it_or_with_it(rig: Any) -
     assert {reward.session_id for reward in rewards} == {each["session_id"] for each in (early, late, at_once)}
     assert {(one.value, orjson.loads(one.evidence)[0], one.verifier.name) for one in rewards} == {(1.0, 1, "ci")}
     assert all(finish.expects.reward for finish in await rig.written("SessionFinished"))
+
+
+async def test_an_agent_gives_no_verdict_and_no_end_by_its_own_token(rig: Any) -> None:
+    session = await opened(rig)
+    agent = {"authorization": f"Bearer {session['agent_token']}"}
+    path = f"/sessions/{session['session_id']}"
+    for door, body in (("reward", {"value": 1e9}), ("finish", {"outcome": "completed", "reward": {"value": 1e9}})):
+        refused = await rig.http.post(f"{path}/{door}", json=body, headers=agent)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "agent_token_refused")
+        assert "send `token`" in refused.json()["error"]["message"]
+    assert not await rig.written("RewardAssigned", "SessionFinished")
+    before = REGISTRY.get_sample_value(BY_JUDGES) or 0
+    assert (await rig.chat(session, [QUESTION])).status_code == 200
+    assert (await rig.http.get(path, headers=agent)).json()["session_id"] == session["session_id"]
+    assert REGISTRY.get_sample_value(BY_JUDGES) == before
+    asked = {"messages": [QUESTION, {"role": "user", "content": "and 4 + 4?"}]}
+    assert (await rig.http.post("/v1/chat/completions", json=asked, headers=token(session))).status_code == 200
+    assert REGISTRY.get_sample_value(BY_JUDGES) == before + 1
+    assert (await rig.finish(session, reward={"value": 0.5})).status_code == 200
+    assert [one.value for one in await rig.written("RewardAssigned")] == [0.5]
+
+
+def test_gateways_of_the_release_before_read_both_tokens() -> None:
+    """They add up what stands behind the sixth value, while an upgrade is under way."""
+    for turns in (0, 7):
+        claims = Claims(session_id="s", group_id="g", floor=3, max_context_tokens=9, max_turns=turns)
+        for one in (claims, dataclasses.replace(claims, agent=True)):
+            payload = sign(one, b"k").partition(".")[0]
+            *six, told = orjson.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))[:7]
+            more = orjson.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))[7:]
+            assert (six, told + sum(more)) == (["s", "g", 3, -1, None, 9], turns)
+            assert verify(sign(one, b"k"), b"k") == one
+
+
+async def test_the_page_shows_how_a_rollout_from_outside_is_opened_and_judged(rig: Any) -> None:
+    [block] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/outside.md").read_text(), re.DOTALL)
+    shown: dict[str, Any] = {}
+    exec(block, shown)
+    rig.script.says("8")
+    key_of_gateway = rig.gateway.keys.first.decode()
+    right, wrong = [
+        await asyncio.to_thread(shown["rollout"], rig.url, key_of_gateway, "sum-1", 2, index, "3 + 5 = ?", answer)
+        for index, answer in ((0, "8"), (1, "no"))
+    ]
+    assert (right, wrong) == (1.0, 0.0)
+    assert {one.value for one in await rig.written("RewardAssigned")} == {0.0, 1.0}
+    assert {(one.group_id, one.group_size) for one in await rig.written("SessionStarted")} == {("sum-1", 2)}
 
 
 async def test_a_reward_that_nobody_waits_for_or_that_is_no_number_is_refused(rig: Any) -> None:

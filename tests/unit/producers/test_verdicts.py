@@ -164,7 +164,7 @@ async def test_a_diff_is_graded_again_while_the_sandbox_fails_and_then_has_no_ve
         bench = Bench(
             http=http, events=events, gateway=GatewayClient(Settings()), results=results, blobs=blobs,
             request=dataclasses.replace(REQUEST, run_id="local"), recipe=Mending(),
-            session=Session("s", "", ""), asked={},
+            session=Session("s", "", "", ""), asked={},
         )  # fmt: skip
         working = asyncio.create_task(answered(log, events, results, list(statuses), left))
         judging = asyncio.create_task(bench.verdict(verifier, EPISODE))
