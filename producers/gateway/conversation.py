@@ -13,7 +13,7 @@ import hashlib
 from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,7 +24,7 @@ from turnlog.processors.core.lineages import MAIN
 from turnlog.processors.core.token_tree import common
 from turnlog.processors.core.turns import Ids
 from turnlog.producers.gateway.images import within
-from turnlog.producers.gateway.messages import Message, joined, listed, message
+from turnlog.producers.gateway.messages import Message, as_said, call_ids, joined, listed, message, without_name
 from turnlog.schemas.events.turns import CUT_OFF, FinishReason, ImageRef, TokenSnapshot, TurnCompleted
 from turnlog.schemas.types import BlobRef, TurnId, pack_int32s
 
@@ -187,12 +187,15 @@ class MessageTree:
     def __init__(self) -> None:
         self.start = Said(None, b"", (None, None))
         self._said: dict[bytes, Said] = {}
+        self._calls: dict[str, Turn] = {}
+        """By the id of its first call: ids are made of session, turn and place, so none is of two turns."""
 
     def unlink(self) -> None:
         """See Conversation."""
         for said in (self.start, *self._said.values()):
             said.next = None
             said.answers.clear()
+        self._calls.clear()
 
     def read(self, raw: Any, places: Sequence[str] | None = None) -> tuple[Message, ...]:
         """The messages of a request, in whatever thread. `places`: what the client calls each; else it is messages[N].
@@ -205,7 +208,9 @@ class MessageTree:
             last, known = after.seen if after is not None else (None, None)
             if known is None or one != last or ("tool_calls" in one and _json(one) != _json(last)):
                 this = message(one, places[index] if places else f"messages[{index}]")
-                after = self._said.get(_link(said, this)) if said is not None else None
+                after = None
+                if said is not None:
+                    after, this = self._after(said, this)
                 if said is not None and after is not None and not this.pictures:  # their bytes are kept in the store
                     said.next, after.seen = after, (one, this)
             else:
@@ -213,6 +218,21 @@ class MessageTree:
             said = after
             read.append(this)
         return tuple(read)
+
+    def _after(self, said: Said, one: Message) -> tuple[Said | None, Message]:
+        """Where a message leads, and that message: as it was said, where a client changed what a turn said here."""
+        after = self._said.get(_link(said, one))
+        if after is not None or one.role != "assistant":
+            return after, one
+        ids = call_ids(one)
+        if ids and (turn := self._calls.get(ids[0])) is not None and turn.answered.above is said:
+            own = as_said(turn.answer, one)
+            return (None, one) if own is None else (turn.answered, own)
+        if "name" in one.template and not one.pictures:
+            after = self._said.get(_link(said, bare := without_name(one)))
+            if after is not None and after.answers:
+                return after, replace(bare, changed={"name": one.template["name"]})
+        return None, one
 
     def passed(self, messages: Sequence[Message]) -> Iterator[Said]:
         """What is known of a conversation, message by message."""
@@ -233,6 +253,13 @@ class MessageTree:
             self._said[link] = Said(above, link, (raw, one))
         above.next = self._said[link]
         return above.next
+
+    def answer(self, said: Said, turn: Turn) -> None:
+        """A turn that was answered there."""
+        turn.answered = said
+        said.answers.append(turn)
+        if calls := turn.response_raw.get("tool_calls"):
+            self._calls[calls[0]["id"]] = turn
 
     def alias(self, above: Said, one: Message, known: Said) -> None:
         """Let a message after another one lead to where `known` is."""
@@ -351,6 +378,13 @@ class Turn:
         return line(self.place)[self.prompt_tokens :]
 
     @property
+    def answer(self) -> Message:
+        """The assistant's message as an echo has it."""
+        asked = self.asked.message
+        assert asked is not None
+        return joined(asked, self.response_raw)[1] if asked.role == "assistant" else self.response
+
+    @property
     def last(self) -> int:
         """The last id of prompt + output."""
         return self.strand.ids[self.total - 1 - self.strand.start]
@@ -406,10 +440,11 @@ class Conversation:
 
     def base_of(self, messages: Sequence[Message], named: TurnId | None = None) -> tuple[Turn | None, int]:
         """The turn whose messages and response are a prefix of `messages`: the one that is named, else the longest
-        such, then the latest; and that prefix's length."""
+        such, then the one whose calls have these ids, then the latest; and that prefix's length."""
         passed = [(said, length) for length, said in enumerate(self.messages.passed(messages), 1) if said.answers]
         for said, length in reversed(passed):
-            for turn in reversed(said.answers):
+            ids, latest = call_ids(messages[length - 1]), said.answers[::-1]
+            for turn in sorted(latest, key=lambda turn: call_ids(turn.response) != ids):
                 if named in (None, turn.id) and _reasoning_agrees(turn, messages[:length]):
                     return turn, length
         return self.base_of(messages) if named is not None else (None, 0)
@@ -460,8 +495,7 @@ class Conversation:
             turn.base.continued = True
         elif not said.root_reason:
             said.root_reason = turn.boundary_reason
-        turn.answered = self._answered(said, turn)
-        turn.answered.answers.append(turn)
+        self.messages.answer(self._answered(said, turn), turn)
         self.turns[turn.id] = turn
         self.shown |= {one.image.sha256: one.image for one in turn.images}
         self._covered = self._covered or turn.covered

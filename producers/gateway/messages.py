@@ -2,7 +2,7 @@
 
 A string equals one text block; None, "" and [] are equal; tool arguments are compared parsed with sorted keys, numbers
 by value; call ids and indexes, cache marks and billing lines do not count. Reasoning that an echo leaves out matches
-any.
+any. What clients change in an echo without changing what it says is told by `changes` (decision 42).
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ class Message:
     reasoning: str
     pictures: tuple[Picture, ...] = ()
     """In order; the template has a part {"type": "image"} for each."""
+    changed: Mapping[str, Any] | None = None
+    """Of an answer that its client sent back changed: those members, as they came. The others are as they were said."""
 
     @property
     def characters(self) -> int:
@@ -110,6 +112,62 @@ def joined(prefill: Message, response: Mapping[str, Any]) -> tuple[dict[str, Any
     if prefill.reasoning:
         raw["reasoning_content"] = prefill.reasoning
     return raw, message(raw, "response")
+
+
+def without_name(message: Message) -> Message:
+    """The same as if nobody had named its speaker: no policy gives itself a name."""
+    return normalised([{name: value for name, value in message.template.items() if name != "name"}])[0]
+
+
+def call_ids(message: Message) -> list[str]:
+    """Of its calls, as the client sent them; empty for one without an id."""
+    return [str(call.get("id", "")) for call in message.template.get("tool_calls", ())]
+
+
+def as_said(own: Message, echo: Message) -> Message | None:
+    """What a turn said, where an echo of it that its client changed says the same: `own`, with what was changed.
+    Clients name the speaker, leave out the text beside calls, round integers, and drop or fill in arguments. None for
+    other calls or ids, other words, and arguments that are in both and differ."""
+    changed: dict[str, Any] = {}
+    if name := echo.template.get("name"):
+        changed["name"] = name
+    text, echoed = own.template["content"], echo.template["content"]
+    if text != echoed:
+        if not isinstance(echoed, str) or echoed.strip() not in ("", text.strip()):
+            return None
+        changed["content"] = echoed
+    mine, theirs = (one.template.get("tool_calls", []) for one in (own, echo))
+    if call_ids(own) != call_ids(echo):
+        return None
+    for call, other in zip((one["function"] for one in mine), (one["function"] for one in theirs), strict=True):
+        if call["name"] != other["name"] or not _alike(call["arguments"], other["arguments"]):
+            return None
+        if _canonical(call) != _canonical(other):
+            changed["tool_calls"] = theirs
+    if echo.reasoning not in ("", own.reasoning):
+        return None
+    template = dict(own.template)
+    if not echo.reasoning:
+        template.pop("reasoning_content", None)
+    return replace(own, template=template, reasoning=echo.reasoning, changed=changed)
+
+
+def _alike(own: Any, echo: Any) -> bool:
+    """Whether arguments say the same as far as both have them: JavaScript rounds numbers, and schemas of clients drop
+    and fill in keys, trim texts, and make a number of its text."""
+    if isinstance(own, dict) and isinstance(echo, dict):
+        return all(_alike(own[name], echo[name]) for name in own.keys() & echo.keys())
+    if isinstance(own, list) and isinstance(echo, list):
+        return len(own) == len(echo) and all(map(_alike, own, echo))
+    if _plain(own) == _plain(echo):
+        return True
+    numbers = [float(_plain(one)) for one in (own, echo) if isinstance(one, int | float) and not isinstance(one, bool)]
+    return len(numbers) == 2 and numbers[0] == numbers[1]
+
+
+def _plain(value: Any) -> str:
+    """A value as text."""
+    return value.strip() if isinstance(value, str) else compact(_numbers(value), sort_keys=True)
 
 
 def with_ids(messages: Sequence[Message], ids: Callable[[str, int, str], str]) -> list[Message]:

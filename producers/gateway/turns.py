@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
 
 TURNS = Counter("turnlog_gateway_turns", "Turns recorded", ("finish_reason", "boundary", "reason"))
+CHANGED = Counter("turnlog_gateway_changed_echoes", "Answers that came back changed and were continued", ("member",))
 TOKENS = Counter("turnlog_gateway_tokens", "Tokens of recorded turns", ("kind",))
 RECORD_S = Histogram("turnlog_gateway_record_seconds", "A turn's records until acks=all", buckets=SECONDS)
 WITHOUT_EXPERTS = Counter(
@@ -376,7 +377,8 @@ def _completed(
     """What people and dashboards read."""
     started = session.started
     first, last = draft.versions()
-    changed = plan.base is None or plan.base.tools_sha256 != plan.tools_sha256
+    other_tools = plan.base is None or plan.base.tools_sha256 != plan.tools_sha256
+    changed = request.messages[plan.kept - 1].changed if plan.base else None
     return TurnCompleted(
         event_id=turn_event_id("TurnCompleted", session.id, turn.epoch, turn.index),
         run_id=started.run_id,
@@ -390,8 +392,9 @@ def _completed(
         base_turn=plan.base.id if plan.base else None,
         system_sha256=system_digest(request.messages),
         tools_sha256=plan.tools_sha256,
+        base_echo=orjson.dumps(changed) if changed else None,
         new_messages=orjson.dumps(new_raw),
-        tools=orjson.dumps(request.tools) if request.tools and changed else None,
+        tools=orjson.dumps(request.tools) if request.tools and other_tools else None,
         response=orjson.dumps(said.response),
         finish_reason=_finish_reason(draft, said),
         stopped_by=said.stopped_by,
@@ -546,6 +549,8 @@ class Turns:
                 raise NotRecorded(f"the turn could not be recorded: {error}") from error
         running.parts = said.parts
         session.conversation.record(turn, plan.prompt[plan.known.depth :], draft.ids, plan.known)
+        for member in (request.messages[plan.kept - 1].changed if plan.base else None) or ():
+            CHANGED.labels(member).inc()
         TURNS.labels(turn.finish_reason.value, plan.boundary.value, plan.reason).inc()
         TOKENS.labels("prompt").inc(len(plan.prompt))
         TOKENS.labels("output").inc(len(draft.ids))

@@ -49,6 +49,9 @@ class TurnCompleted:
     """Who asked, where the harness says so: empty or "main", a side call ("side" and more), or else a sub-agent."""
     base_turn: TurnId | None = None
     """The turn whose messages and response this request continues; null for a root."""
+    base_echo: JsonPayload | None = None
+    """The members of the base's response (name, content, tool_calls) that the client sent back changed, as it sent
+    them; null where it changed nothing. What was said stays what it was."""
     system_sha256: str
     """Of the leading system messages, canonical; equal for equal ones."""
     tools_sha256: str
