@@ -57,6 +57,13 @@ class Told:
         return [alarm for name, alarm in there.items() if now - self.at.get(name, float("-inf")) >= self.again_s]
 
 
+DONE = {
+    "run_restarted": "the run was started again",
+    "retried": "it is tried again and again, and the run trains without it",
+}
+"""Remedy of RoleFailed -> what came of it."""
+
+
 class Watch:
     """Every alarm of a run, look by look."""
 
@@ -71,7 +78,7 @@ class Watch:
         for record in await failures.poll(timeout_s=0.2):
             event = await self._role.events.known(record)
             if isinstance(event, RoleFailed) and event.run_id == self._role.settings.run.id:
-                done = "the run was started again" if event.remedy == "run_restarted" else "it stays down"
+                done = DONE.get(event.remedy, "it stays down")
                 said = f"{event.role} on {event.host} failed, {done}: {event.cause}"
                 alarm = Alarm(f"failed {event.event_id}", said, "/queues", FAILED)
                 self._failures[event.role] = record.timestamp_ms / 1000, alarm

@@ -15,6 +15,7 @@ from turnlog.infra.embedded.servers import Engine, lora_rank_of
 from turnlog.infra.embedded.supervisor import Member
 from turnlog.infra.roles.ending import grace_s
 from turnlog.infra.run_folder import LOGS, SETTINGS
+from turnlog.names import OPTIONAL_ROLES
 from turnlog.settings import LivenessSettings, Settings
 
 THREADED = frozenset({"trainer"})
@@ -93,7 +94,14 @@ def role_member(
         liveness=role_liveness(health, settings.liveness),
     )
     tier = GATEWAY if slot.role == "gateway" else ROLE
-    return Member(launch=launch, after=after, often=settings.liveness.deaths, tier=tier, must_be_ready=False)
+    return Member(
+        launch=launch,
+        after=after,
+        often=settings.liveness.deaths,
+        optional=slot.role in OPTIONAL_ROLES,
+        tier=tier,
+        must_be_ready=False,
+    )
 
 
 def loaders_own(engine: str, url: str) -> dict[str, str]:

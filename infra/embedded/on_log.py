@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from turnlog.infra.blobs import BlobError
 from turnlog.infra.embedded import EmbeddedError
 from turnlog.infra.embedded.plan import LaunchPlan
+from turnlog.infra.embedded.process import cause_of
 from turnlog.infra.embedded.supervisor import Failure, State, Supervisor, Watched
 from turnlog.infra.engine import EngineError, SGLangControl
 from turnlog.infra.log import LogError, Partition, Reader
@@ -66,11 +67,11 @@ class OnLog:
 
     def failed(self, failure: Failure) -> None:
         """Hear of a member whose restarts did not help; the log is told as soon as it can be."""
-        run_id, host = self._settings.run.id, socket.gethostname()
+        run_id, host, ended = self._settings.run.id, socket.gethostname(), failure.cause.partition("\n")[0]
         event = RoleFailed(
             event_id=digest("RoleFailed", run_id, failure.name, host, time.time_ns()),
-            run_id=run_id, role=failure.name, cause=failure.cause.partition("\n")[0],
-            remedy="run_restarted" if failure.restarts_run else "given_up", restart=failure.restart, host=host,
+            run_id=run_id, role=failure.name, cause=": ".join(filter(None, (ended, cause_of(failure.cause)))),
+            remedy=failure.remedy, restart=failure.restart, host=host,
         )  # fmt: skip
         log.error("%s failed, %s: %s", event.role, event.remedy.replace("_", " "), event.cause)
         self._failures.append(event)
@@ -210,6 +211,5 @@ class OnLog:
 
 
 def _cause_of(death: str) -> str:
-    """What the process said last of itself, above what the supervisor says of its end."""
-    first, *lines = death.splitlines()
-    return next((line for line in reversed(lines) if line.startswith("turnlog engine: ")), first)
+    """In a line: what the process said last of itself, or else what the supervisor says of its end."""
+    return cause_of(death) or death.partition("\n")[0]

@@ -13,6 +13,7 @@ import functools
 import itertools
 import os
 import queue
+import re
 import select
 import signal
 import subprocess
@@ -35,6 +36,7 @@ MARK = "TURNLOG_CHILD"
 TAIL_LINES = 20
 PROBE_EVERY_S = 0.02
 KILL_TIMEOUT_S = 5.0
+OWN_LAST_LINE = re.compile(r"turnlog [\w-]+: \w+: ")
 EXEC_S = 1.0
 """For a process to become the program that it executes."""
 CLEAN_EXITS = frozenset({0, 128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGINT})
@@ -223,6 +225,14 @@ class Server:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def cause_of(death: str) -> str:
+    """What a process said last of its own end, in the tail of its log below what we say of it; empty: it said nothing.
+    A verb of ours ends with a line of its own ("turnlog VERB: ERROR: ..."), anything else with its last line."""
+    lines = [line.strip() for line in death.splitlines()[1:] if line.strip()]
+    own = [line for line in lines if OWN_LAST_LINE.match(line)]
+    return (own or lines or [""])[-1]
 
 
 def log_tail(log: Path, lines: int = TAIL_LINES) -> str:

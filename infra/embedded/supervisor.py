@@ -3,7 +3,7 @@
 Each child is waiting -> starting -> ready; a death leads to restarting and back to starting, too many quick deaths in a
 row, or too many of any kind within OFTEN_S, to failed, an end with status 0 to done. `on_change` hears of every step.
 A child that is alive and silent is killed, which is a death. The end of one that lacked a server counts for nothing: it
-is started again as long as it takes.
+is started again as long as it takes. So is an optional member, whose failure is reported once per spell.
 
 Health has two levels. Restarts of a member come first. Where they do not help, and the member once worked, the run is
 started again: every member but the servers, which goes on from the log and its last checkpoint. That happens
@@ -28,6 +28,8 @@ from turnlog.infra.embedded.process import CLEAN_EXITS, Child, Launch
 log = logging.getLogger(__name__)
 FIRST_BACKOFF_S = 0.25
 LONGEST_BACKOFF_S = 8.0
+LONGEST_OPTIONAL_BACKOFF_S = 120.0
+"""Between two starts of an optional member that has died too often: its starts take from what trains."""
 PROBE_EVERY_S = 0.1
 OFTEN_S = 600.0
 """Within which deaths are counted of a member that becomes ready each time."""
@@ -65,6 +67,8 @@ class Member:
     """A death is quick when the child was ready for less, or never. Any other says nothing against its next start."""
     often: int = 0
     """Deaths within OFTEN_S before it has failed, however long it was ready; 0: as many as there are."""
+    optional: bool = False
+    """The others do their work without it: it never fails, and is no reason to start the run again."""
     tier: int = 0
     """Higher tiers are stopped first."""
     must_be_ready: bool = True
@@ -86,10 +90,17 @@ class Watched:
     """Why this life was ended by us; empty: it was not."""
     ready_at: float = float("inf")
     """time.monotonic() of this life's readiness."""
+    troubled: bool = False
+    """An optional member that died as often as makes others fail, and has not lasted since."""
 
     @property
     def name(self) -> str:
         return self.member.launch.name
+
+    @property
+    def settled(self) -> bool:
+        """Whether nobody who starts the run has to wait for it any more."""
+        return self.state in SATISFIED or self.troubled
 
     def as_dict(self) -> dict[str, object]:
         """For supervisor.json."""
@@ -98,6 +109,7 @@ class Watched:
             "pid": self.child.pid if self.child and self.state in (State.STARTING, State.READY) else 0,
             "state": str(self.state),
             "restarts": self.restarts,
+            "optional": self.member.optional,
             "since": round(self.since, 3),
             "log": str(self.member.launch.log),
             "error_type": type(self.error).__name__ if self.error else "",
@@ -115,6 +127,13 @@ class Failure:
     """Of the run, since the supervisor began: which this one leads to, or how many did not help."""
     restarts_run: bool
     """Whether the run is started again."""
+    retried: bool = False
+    """Whether it alone is started again, for ever: it is optional."""
+
+    @property
+    def remedy(self) -> str:
+        """As RoleFailed has it."""
+        return "retried" if self.retried else "run_restarted" if self.restarts_run else "given_up"
 
 
 class Supervisor:
@@ -206,6 +225,12 @@ class Supervisor:
         if idle:
             self._on_failure(Failure(watched.name, str(watched.error), len(self._restarted), again))
 
+    def _trouble(self, watched: Watched) -> None:
+        """Report the failure of an optional member once, until it has lasted again."""
+        if not watched.troubled:
+            watched.troubled = True
+            self._on_failure(Failure(watched.name, str(watched.error), len(self._restarted), False, retried=True))
+
     def _begin(self, watched: Watched) -> None:
         def over(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None and not self._failed.done():
@@ -232,12 +257,16 @@ class Supervisor:
             counts, now = not isinstance(watched.error, LacksServer), time.monotonic()
             recent = [at for at in recent if now - at < OFTEN_S] + [now] * counts
             if now - watched.ready_at > member.quick_s:
-                quick, backoff_s = 0, FIRST_BACKOFF_S
+                quick, backoff_s, watched.troubled = 0, FIRST_BACKOFF_S, False
             else:
-                quick, backoff_s = quick + counts, min(2 * backoff_s, LONGEST_BACKOFF_S)
+                longest_s = LONGEST_OPTIONAL_BACKOFF_S if watched.troubled else LONGEST_BACKOFF_S
+                quick, backoff_s = quick + counts, min(2 * backoff_s, longest_s)
             if quick >= member.deaths or 0 < member.often <= len(recent):
-                self._fail(watched)
-                return
+                if not member.optional:
+                    self._fail(watched)
+                    return
+                self._trouble(watched)
+                recent = []
             watched.restarts += 1
             self._change(watched, State.RESTARTING)
             await asyncio.sleep(backoff_s)

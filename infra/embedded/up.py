@@ -24,7 +24,7 @@ from turnlog.infra.embedded import EmbeddedError, NotReady, NotUp, SupervisorDie
 from turnlog.infra.embedded.broker import class_path
 from turnlog.infra.embedded.on_log import OnLog
 from turnlog.infra.embedded.plan import ROLES, LaunchPlan, waiting_for
-from turnlog.infra.embedded.process import log_tail, scope, sweep, swept_by_another
+from turnlog.infra.embedded.process import cause_of, log_tail, scope, sweep, swept_by_another
 from turnlog.infra.embedded.supervisor import SATISFIED, State, Supervisor, Watched
 from turnlog.infra.roles.terminal import aside
 from turnlog.infra.run_folder import (
@@ -49,6 +49,10 @@ NOTIFY = "TURNLOG_NOTIFY_FD"
 PARENT = "TURNLOG_PARENT_FD"
 SUPERVISED_ROLES = "TURNLOG_SUPERVISED_ROLES"
 STOP_TIMEOUT_S = 90.0
+TICK_S, SAY_EVERY_S = 1.0, 15.0
+"""Of `up`, while it waits: between two looks at the clock, and between two lines about who is waited for."""
+OPTIONAL_S = 60.0
+"""For so long `up` waits for roles that training does not need, once all others are ready."""
 Say = Callable[[str], None]
 Notify = Callable[[dict[str, Any]], None]
 _held: dict[Path, int] = {}
@@ -153,8 +157,10 @@ def status_processes(settings: Settings) -> list[dict[str, Any]]:
     """What the supervisor says of each child (name, pid, state, restarts, since, log, error), with `waiting`: why a
     role is not ready. Empty when the run is not up."""
     directory = Path(settings.run.directory)
-    if not is_live(directory):
-        return []
+    return _children(directory) if is_live(directory) else []
+
+
+def _children(directory: Path) -> list[dict[str, Any]]:
     with contextlib.suppress(run_folder.NoEndpoints):
         health = run_folder.read_endpoints(directory).health
         children: list[dict[str, Any]] = read_state(directory).get("children", [])
@@ -179,8 +185,9 @@ async def _supervise(settings: Settings, roles: Sequence[str], notify: Notify) -
         keep()
         on_log.changed(watched)
         notify({"child": watched.as_dict()})
-        if all(one.state in SATISFIED for one in supervisor.watched.values()):
-            notify({"ready": True})
+        waits = [one.member.optional for one in supervisor.watched.values() if not one.settled]
+        if all(waits):  # for optional ones alone, or for none
+            notify({"trains" if waits else "ready": True})
 
     def told() -> None:
         run_folder.write_endpoints(directory, dataclasses.replace(plan.endpoints, supervisor_pid=pid))
@@ -254,9 +261,12 @@ def _spawn(directory: Path, roles: Sequence[str], *, attached: bool) -> tuple[Bi
 
 
 def _follow(pipe: BinaryIO, directory: Path, *, wait: bool, attached: bool, timeout_s: float, say: Say) -> None:
-    """Say what the supervisor tells, until everything is ready. Raises SupervisorFailed, NotReady."""
-    began = time.monotonic()
+    """Say what the supervisor tells, and now and then who is waited for and why, until everything is ready, or all that
+    trains is and the rest has had OPTIONAL_S. Raises SupervisorFailed, NotReady."""
+    began = said_at = time.monotonic()
+    trains_at = float("inf")
     for told in _told(pipe, began + timeout_s):
+        now = time.monotonic()
         if "error" in told:
             raise SupervisorFailed(_error(told["error"], told["message"]))
         if "child" in told:
@@ -264,17 +274,25 @@ def _follow(pipe: BinaryIO, directory: Path, *, wait: bool, attached: bool, time
             if child["state"] == State.FAILED:
                 raise SupervisorFailed(_error(child["error_type"], child["error"]))
             if child["state"] in (State.READY, State.RESTARTING):
-                why = child["error"].partition("\n")[0] if child["state"] == State.RESTARTING else ""
-                say(f"{time.monotonic() - began:6.1f} s  {child['name']} {child['state']}{why and ': '}{why}")
+                ended, why = child["error"].partition("\n")[0], cause_of(child["error"])
+                of_death = [part for part in (ended, why) if part] if child["state"] == State.RESTARTING else []
+                say(": ".join([f"{now - began:6.1f} s  {child['name']} {child['state']}", *of_death]))
         if "endpoints" in told and (page := run_folder.read_endpoints(directory).dashboard):
             say(f"dashboard {page}")
         if "ready" in told or ("endpoints" in told and not wait):
             return
+        if "trains" in told:
+            trains_at = min(trains_at, now)
+        if now - trains_at > OPTIONAL_S:
+            say(*(f"not ready, and the run trains without it: {line}" for line in _waits(directory)))
+            return
+        if now - said_at > SAY_EVERY_S:
+            said_at = now
+            say(*(f"{now - began:6.1f} s  waiting for {line}" for line in _waits(directory)))
     if time.monotonic() < began + timeout_s:
         log = directory / LOGS / "supervisor.log"
         raise SupervisorFailed(SupervisorDied(f"the supervisor of {directory} ended; log {log}\n{log_tail(log)}"))
-    children = read_state(directory).get("children", ())  # none where the supervisor itself has not come up
-    unready = [child["name"] for child in children if child["state"] not in SATISFIED] or ["the supervisor"]
+    unready = _waits(directory) or ["the supervisor"]  # which has not come up itself
     left = (
         "everything was stopped; their logs are in"
         if attached
@@ -285,10 +303,22 @@ def _follow(pipe: BinaryIO, directory: Path, *, wait: bool, attached: bool, time
     raise NotReady(f"{', '.join(unready)}: not ready after {timeout_s:.0f} s; {left} {directory / LOGS}")
 
 
+def _waits(directory: Path) -> list[str]:
+    """Each member that is not ready, and what it says that it waits for."""
+    return [
+        ": ".join(filter(None, (child["name"], child["waiting"] or cause_of(child["error"]))))
+        for child in _children(directory)
+        if child["state"] not in (*SATISFIED, State.WAITING)
+    ]
+
+
 def _told(pipe: BinaryIO, deadline: float) -> Iterator[dict[str, Any]]:
-    """What comes over the pipe until it ends or time is over."""
+    """What comes over the pipe until it ends or time is over; nothing, every TICK_S in which nothing comes."""
     rest = b""
-    while (left := deadline - time.monotonic()) > 0 and select.select([pipe], [], [], left)[0]:
+    while (left := deadline - time.monotonic()) > 0:
+        if not select.select([pipe], [], [], min(left, TICK_S))[0]:
+            yield {}
+            continue
         chunk = os.read(pipe.fileno(), 1 << 16)
         if not chunk:
             return

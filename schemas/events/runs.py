@@ -91,7 +91,7 @@ class RoleFailed:
     cause: str
     """Of its last death, in a line."""
     remedy: str
-    """run_restarted | given_up"""
+    """run_restarted | given_up | retried, of a role that training does not need"""
     restart: int
     """How often the supervisor has started the run again since it began, this time included."""
     host: str

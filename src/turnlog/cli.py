@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from turnlog import __version__
 from turnlog.infra.roles import ending, leaves, log_lines
 from turnlog.infra.run_folder import run_settings
-from turnlog.names import ExitStatus
+from turnlog.names import OPTIONAL_ROLES, TRAINING_ROLES, ExitStatus
 from turnlog.settings import Settings, SettingsError
 
 if TYPE_CHECKING:
@@ -179,20 +179,7 @@ def _askers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     health = _verb(verbs, "health", _health, "ask a role of this container whether it is ready, for probes")
     health.add_argument(
         "role",
-        choices=(
-            *ROLES,
-            "sandbox",
-            "archive",
-            "index",
-            "dashboard",
-            "trace",
-            "track",
-            "alerts",
-            "views",
-            "lag",
-            "egress",
-            "registry",
-        ),
+        choices=sorted((*TRAINING_ROLES, *OPTIONAL_ROLES)),
     )
     asked = health.add_mutually_exclusive_group()
     asked.add_argument("--ready", action="store_true", help="whether it does its work (the default)")

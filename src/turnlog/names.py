@@ -105,6 +105,15 @@ class ExitStatus(IntEnum):
     """128 + SIGTERM. A role that was asked to stop ends with 0."""
 
 
+TRAINING_ROLES: Final = (
+    "gateway", "runner", "sandbox", "assembler", "batcher", "trainer", "loader", "feeder", "registry", "egress",
+)  # fmt: skip
+"""Roles without which nothing is trained: one that cannot be kept running has the run started again, or ends it."""
+OPTIONAL_ROLES: Final = ("views", "archive", "index", "dashboard", "alerts", "trace", "track", "lag")
+"""Roles that show, copy or tell what is recorded anyway. A run trains without any of them, so none ever ends it or has
+it started again: its failure is reported, and it is started again for as long as it takes."""
+
+
 class EntryPointGroup(StrEnum):
     """Where a package offers its own."""
 

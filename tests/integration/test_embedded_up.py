@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import select
@@ -11,23 +12,27 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from turnlog.consumers.demo import demo
+from turnlog.consumers.run import configure_command
 from turnlog.infra import run_folder
 from turnlog.infra.embedded import AlreadyUp, EmbeddedError, ModelMissing, NotReady, NotUp, PortTaken
 from turnlog.infra.embedded.ports import HOST, free_ports, listens
 from turnlog.infra.embedded.process import marked
+from turnlog.infra.embedded.supervisor import State
 from turnlog.infra.embedded.up import down, status_processes, up
 from turnlog.infra.registry import HttpRegistry
 from turnlog.infra.run_folder import is_live, read_state, write_settings
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.settings import (
     EngineSettings,
+    IndexSettings,
     KafkaSettings,
     LivenessSettings,
     ModelSettings,
@@ -98,6 +103,32 @@ def test_an_attached_run_that_is_not_ready_in_time_is_stopped(settings: Settings
     with pytest.raises(NotReady, match="everything was stopped"):
         up(settings, (), attached=True, timeout_s=0.5, say=_silent)
     assert not is_live(Path(settings.run.directory))
+
+
+@pytest.mark.long  # the suite has the supervisor's rule (test_embedded_supervisor.py) and the catalogue of roles
+def test_a_damaged_index_is_reported_and_tried_again_and_nothing_else_is_started_anew(settings: Settings) -> None:
+    directory = Path(settings.run.directory)
+    directory.mkdir(parents=True)
+    (directory / "index.sqlite").write_bytes(b"no database" * 1000)
+    kept = dataclasses.replace(settings, index=IndexSettings(enabled=True))
+    up(kept, ("index",), say=_silent)
+    configure_command(run_folder.resolved(kept))  # until then the indexer waits, and opens no file
+
+    def index(wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        deadline = time.monotonic() + 180
+        while time.monotonic() < deadline:
+            (child,) = [child for child in status_processes(kept) if child["name"] == "index-0"]
+            if wanted(child):
+                return child
+            time.sleep(0.5)  # a state in the supervisor's file is no event
+        raise AssertionError(f"index-0 is {child}")
+
+    child = index(lambda child: child["restarts"] > 5)
+    assert child["state"] in (State.RESTARTING, State.STARTING, State.READY)
+    assert "DamagedIndex" in child["error"]
+    assert {one["restarts"] for one in status_processes(kept) if one["name"] != "index-0"} == {0}
+    (directory / "index.sqlite").unlink()
+    index(lambda child: child["state"] == State.READY and (directory / "index.sqlite").exists())
 
 
 @contextlib.contextmanager

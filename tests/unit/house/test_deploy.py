@@ -24,6 +24,7 @@ from turnlog.cli import parser
 from turnlog.infra.embedded.plan import ROLES as EMBEDDED
 from turnlog.infra.roles.ending import grace_s
 from turnlog.infra.topics_admin import ROLES as RIGHTS
+from turnlog.names import OPTIONAL_ROLES, TRAINING_ROLES
 from turnlog.settings import Settings, load
 from turnlog.settings import variables as known_variables
 from turnlog.settings_page import chart_page, chart_schema
@@ -48,7 +49,8 @@ OF_PROCESSES = {
 OF_COMPOSE = {"TURNLOG_IMAGES", "TURNLOG_VERSION"}
 UP = tuple(role for role in EMBEDDED if role not in ("index", "alerts"))
 """The indexer is in the dashboard's pod, and is who that is; the chart runs no `alerts`."""
-ROLES = {*EMBEDDED, "feeder", "lag", "registry", "egress"}
+ROLES = {*TRAINING_ROLES, *OPTIONAL_ROLES} - {"trace", "track"}
+"""Where those two write is the user's own: who wants them starts them."""
 Document = dict[str, Any]
 
 
@@ -123,6 +125,15 @@ def test_compose_runs_and_scrapes_every_role_and_the_chart_labels_each_for_its_m
         and endpoints.keys() & {port["name"] for port in container.get("ports", ())}
     }
     assert scraped == {*UP, "feeder", "lag", "index", "egress"}
+
+
+def test_the_catalogue_of_roles_is_what_up_runs_what_ends_in_order_and_what_can_be_asked() -> None:
+    every = {*TRAINING_ROLES, *OPTIONAL_ROLES}
+    assert len(every) == len(TRAINING_ROLES) + len(OPTIONAL_ROLES), "a role is one or the other"
+    assert set(EMBEDDED) < every < verbs()
+    assert all(grace_s(role, Settings()) > 0 for role in every)
+    for role in sorted(every):
+        assert parser().parse_args(["health", role]).role == role
 
 
 def test_each_service_of_compose_logs_in_as_itself() -> None:

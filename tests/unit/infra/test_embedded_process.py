@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from turnlog.infra.embedded import NotReady, ServerDied
-from turnlog.infra.embedded.process import Child, Launch, marked, sweep
+from turnlog.infra.embedded.process import Child, Launch, cause_of, marked, sweep
 
 SLEEPER = "import time; time.sleep(600)"
 
@@ -127,3 +127,21 @@ def test_sweep_kills_what_carries_the_mark_and_nothing_else(tmp_path: Path) -> N
         assert one.wait(20)
     assert not other.wait(0)
     other.kill()
+
+
+@pytest.mark.parametrize(
+    ("tail", "why"),
+    [
+        ("", ""),
+        (
+            "Traceback\n  ...\nOSError: [Errno 28] No space left on device\n",
+            "OSError: [Errno 28] No space left on device",
+        ),
+        (
+            "turnlog index: DamagedIndex: x is no database\nsemaphore leaked\n",
+            "turnlog index: DamagedIndex: x is no database",
+        ),
+    ],
+)
+def test_the_cause_of_a_death_is_what_the_process_said_last_of_it(tail: str, why: str) -> None:
+    assert cause_of(f"index-0 ended with status 2: see its log; log x\n{tail}") == why

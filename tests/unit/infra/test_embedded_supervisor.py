@@ -162,6 +162,28 @@ async def test_a_role_that_dies_so_often_in_a_while_fails_however_long_it_was_re
     assert "status -9" in told[0].cause
 
 
+async def test_an_optional_member_never_fails_is_reported_once_and_comes_back(tmp_path: Path) -> None:
+    """However often it dies, no other member is stopped for it."""
+    broken, told = tmp_path / "broken", list[Failure]()
+    broken.touch()
+    code = f"import os, time\nif os.path.exists({str(broken)!r}): raise SystemExit('damaged index')\n{SLEEPER}"
+    index = _member(
+        tmp_path, "index", code, tier=3, deaths=2, often=3, optional=True, ready=lambda: not broken.exists()
+    )
+    trainer = _member(tmp_path, "trainer", tier=3)
+    async with _running(index, trainer, run_restarts=2, on_failure=told.append) as (supervisor, seen):
+        order = [change for _ in range(4) for change in await _until(seen, ("index", State.RESTARTING))]
+        watched = supervisor.watched["index"]
+        assert watched.settled
+        assert [(one.name, one.remedy) for one in told] == [("index", "retried")]
+        broken.unlink()
+        order += await _until(seen, ("index", State.READY))
+        assert State.FAILED not in {state for _, state in order}
+        assert {state for name, state in order if name == "trainer"} == {State.STARTING, State.READY}
+        assert supervisor.watched["trainer"].restarts == 0
+    assert len(told) == 1
+
+
 async def test_one_quick_death_after_a_long_life_is_the_first(tmp_path: Path) -> None:
     """The life that was long ended by no fault of the start; the next start fails once."""
     lives, working = tmp_path / "lives", tmp_path / "working"

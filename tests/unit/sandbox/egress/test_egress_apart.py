@@ -22,7 +22,7 @@ from turnlog.sandbox_workers.egress.apart import Apart, Tokens
 from turnlog.sandbox_workers.egress.certificates import CertificateAuthority
 from turnlog.schemas.events import EgressSource
 
-KEY = "a key that both know"
+KEY = "a-key-that-both-know"
 Serving = Callable[..., contextlib.AbstractAsyncContextManager[Served]]
 
 
