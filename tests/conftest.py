@@ -43,6 +43,7 @@ from turnlog.settings import (
     RunSettings,
     Settings,
     StoreSettings,
+    TrainerSettings,
 )
 
 LIMITS = Path(__file__).parents[1] / "docs/limits.md"
@@ -278,6 +279,7 @@ def live_settings(kafka: str, registry_url: str, store: StoreSettings, tmp_path:
         gateway=GatewaySettings(url=f"http://{HOST}:{free_ports(1)[0]}"),
         engine=EngineSettings(urls=(f"http://{HOST}:{free_ports(1)[0]}",)),
         sandbox=SandboxSettings(allow_unisolated=True),  # what these tests run is theirs
+        trainer=TrainerSettings(learning_rate=8e-4, dtype="float32"),  # their models are tiny
     )
     with ThreadPoolExecutor(1) as pool:  # a loop of its own, whatever loop the test runs on
         pool.submit(asyncio.run, _create_topics(settings)).result()

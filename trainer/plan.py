@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -200,7 +201,7 @@ def learning_plan(settings: Settings) -> LearningPlan:
             weight_decay=trainer.weight_decay,
             clip_grad=trainer.clip_grad,
             seed=trainer.seed,
-            dtype=trainer.dtype,
+            dtype=parameter_type(trainer),
             lora_rank=trainer.lora_rank,
             lora_alpha=trainer.lora_alpha,
             threads=trainer.threads,
@@ -211,7 +212,7 @@ def learning_plan(settings: Settings) -> LearningPlan:
         reference=None if trainer.kl == "none" else Path(trainer.reference or weights),
         teacher=Path(trainer.teacher) if trainer.teacher else None,
         steps=settings.feeder.draws * settings.batcher.updates_per_draw,
-        rate=trainer.learning_rate,
+        rate=_rate(trainer),
         lowest_ratio=trainer.min_learning_rate_ratio,
         schedule=trainer.learning_rate_schedule,
         warmup=trainer.warmup_steps,
@@ -236,9 +237,29 @@ UNRECORDED = frozenset(
 `identified`), and how often."""
 
 
+LEARNING_RATE = 1e-6
+"""Where [trainer] learning_rate is 0."""
+
+
+def _rate(trainer: TrainerSettings) -> float:
+    return trainer.learning_rate or LEARNING_RATE
+
+
+def parameter_type(trainer: TrainerSettings) -> Literal["float32", "bfloat16"]:
+    """What [trainer] dtype says, or means on this machine. Raises SettingsError where ranks are elsewhere."""
+    if trainer.dtype != "auto":
+        return trainer.dtype
+    if trainer.launcher == "ray":
+        raise SettingsError(
+            "trainer.dtype is auto and trainer.launcher is ray: the trainer does not see the devices of its ranks; set "
+            "trainer.dtype to bfloat16, or to float32 where they have none"
+        )
+    return "bfloat16" if torch.cuda.is_available() else "float32"
+
+
 def recorded(trainer: TrainerSettings) -> dict[str, str]:
     """What a checkpoint keeps of them."""
-    values = dataclasses.asdict(trainer)
+    values = dataclasses.asdict(trainer) | {"learning_rate": _rate(trainer), "dtype": parameter_type(trainer)}
     return {name: json.dumps(value) for name, value in values.items() if name not in UNRECORDED}
 
 

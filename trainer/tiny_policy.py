@@ -21,6 +21,8 @@ from turnlog.trainer.shape import ModelShape, read_shape
 
 FORMAT = "1"
 """Changes when the same settings would make another model."""
+LEARNING_RATE = 8e-4
+"""Of reinforcement learning, where [trainer] learning_rate is 0: a thousand times what a grown model takes."""
 Progress = Callable[[int, int, float], None]
 """(steps taken, steps wanted, loss)"""
 
@@ -31,7 +33,8 @@ class NoPolicy(Exception):
 
 def prepared(settings: Settings, env: Mapping[str, str] = os.environ) -> Settings:
     """Settings whose model.path exists: the user's, else the recipe's random tiny model, with trainer.initial_weights
-    naming where its warm start is or will be. Raises NoPolicy, UnknownRecipe."""
+    naming where its warm start is or will be, and a learning rate and a type that suit it. Raises NoPolicy,
+    UnknownRecipe."""
     if settings.model.path:
         return settings
     chosen = recipe(settings.feeder.recipe)
@@ -42,11 +45,16 @@ def prepared(settings: Settings, env: Mapping[str, str] = os.environ) -> Setting
         _write_whole(tokenizer, start.write_tokenizer)
         _write_whole(base, lambda part: _base(start, settings, tokenizer, part))
     warm = cache / f"{chosen.name}-warm-{_key(start, settings, steps=settings.trainer.warm_start_steps)}"
-    replace = dataclasses.replace
+    replace, trainer = dataclasses.replace, settings.trainer
     return replace(
         settings,
         model=replace(settings.model, path=str(base)),
-        trainer=replace(settings.trainer, initial_weights=settings.trainer.initial_weights or str(warm)),
+        trainer=replace(
+            trainer,
+            initial_weights=trainer.initial_weights or str(warm),
+            learning_rate=trainer.learning_rate or LEARNING_RATE,
+            dtype="float32" if trainer.dtype == "auto" else trainer.dtype,
+        ),
     )
 
 

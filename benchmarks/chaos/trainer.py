@@ -66,6 +66,8 @@ def trainer(settings: Settings, *doom: str) -> Child:
     """Start `turnlog trainer`, or one that dies of itself."""
     variables = {
         "TURNLOG_MODEL_PATH": settings.model.path,
+        "TURNLOG_TRAINER_LEARNING_RATE": "8e-4",
+        "TURNLOG_TRAINER_DTYPE": "float32",
         "TURNLOG_FEEDER_DRAWS": str(settings.feeder.draws),
         "TURNLOG_TRAINER_THREADS": str(settings.trainer.threads),
         "TURNLOG_TRAINER_CHECKPOINT_EVERY": str(settings.trainer.checkpoint_every),

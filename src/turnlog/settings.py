@@ -405,8 +405,8 @@ class TrainerSettings(LearningSettings):
     packing: Literal["auto", "on", "off"] = "auto"
     """Rows of a microbatch lie behind one another, so that no padding is computed; auto: where that is faster than
     padding them to the longest."""
-    learning_rate: Rate = 8e-4
-    """Of the first step after the warm-up."""
+    learning_rate: Annotated[float, Meta(ge=0, le=10)] = 0.0
+    """Of the first step after the warm-up; 0: 1e-6, or 8e-4 where model.path is empty, for a recipe's tiny model."""
     learning_rate_schedule: Literal["linear", "cosine", "constant"] = "linear"
     """How the rate falls after the warm-up, over feeder.draws x batcher.updates_per_draw steps."""
     warmup_steps: Amount = 0
@@ -447,8 +447,8 @@ class TrainerSettings(LearningSettings):
     and ends."""
     seed: Amount = 1234
     """Of Megatron's generators."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of parameters."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of parameters. auto: bfloat16 on CUDA; float32 on a CPU, and for a recipe's tiny model."""
     warm_start_steps: Amount = 400
     """Supervised steps on the recipe's demonstrations, for its tiny model."""
     warm_start_rate: Rate = 3e-3

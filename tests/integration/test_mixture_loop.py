@@ -45,6 +45,8 @@ group_size = 4
 prompts_per_draw = 4
 [trainer]
 threads = 1
+learning_rate = 8e-4
+dtype = "float32"
 """
 
 pytestmark = [

@@ -45,7 +45,7 @@ from turnlog.trainer.checkpoints.store import StorePlace
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.models.lora import summed
-from turnlog.trainer.plan import ADAPTERS, LearnerOptions
+from turnlog.trainer.plan import ADAPTERS, LearnerOptions, parameter_type
 from turnlog.trainer.shape import read_shape
 from turnlog.trainer.weights import DESCRIPTION, TOKENIZER, Of, description, read_tensors, read_weights, tensor_bytes
 
@@ -208,11 +208,14 @@ def _restored(settings: Settings, place: Place, name: str, folder: Path, publish
     """The weights of a checkpoint under Hugging Face names, as files, and what of them is published. Raises
     CheckpointUnusable, UnsupportedModel, BlobError."""
     checkpoint = place.opened(name)
-    stored = read_common(checkpoint)["shape"]
+    common = read_common(checkpoint)
+    stored = common["shape"]
     rank_and_alpha = {name: stored[name] for name in ADAPTERS if name in stored}
     model, trainer = Path(settings.model.path), settings.trainer
     with process_group():
-        options = LearnerOptions(dtype=trainer.dtype, threads=trainer.threads, **rank_and_alpha)
+        trained = common.get("learning", {}).get("dtype")
+        dtype = parameter_type(trainer) if trained is None else json.loads(trained)
+        options = LearnerOptions(dtype=dtype, threads=trainer.threads, **rank_and_alpha)
         stored_at = place if isinstance(place, StorePlace) else None
         learner = Learner(read_shape(model), read_weights(model), options, place=stored_at)
         learner.restore_weights(checkpoint)

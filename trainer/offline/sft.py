@@ -47,7 +47,7 @@ from turnlog.trainer.checkpoints.state import read_common
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.offline.export import appearing, card_of, check_free, model_files
-from turnlog.trainer.plan import LearnerOptions, imitation
+from turnlog.trainer.plan import LearnerOptions, imitation, parameter_type
 from turnlog.trainer.reading.pictures import laid_out
 from turnlog.trainer.shape import ModelShape, read_shape
 from turnlog.trainer.warm_start import LOWEST_RATE, RAMP_STEPS, demonstration_rows
@@ -331,7 +331,7 @@ class Tuning:
             weight_decay=trainer.weight_decay,
             clip_grad=trainer.clip_grad,
             seed=numbers.seed,
-            dtype=trainer.dtype,
+            dtype=parameter_type(trainer),
             threads=trainer.threads,
         )
         self._model, self._out, self._numbers, self._say, self._fetch = model, out, numbers, say, fetch

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from turnlog.settings import SettingsError, from_tables
 from turnlog.trainer import LayoutUnfit
@@ -89,6 +90,22 @@ def test_a_model_that_the_ranks_cannot_share_is_refused_by_name(
         check_layout(TINY_MIXTURE if mixture else TINY, LearnerOptions(**options))
 
 
+def test_a_model_of_ones_own_takes_small_steps_and_half_the_memory_where_it_has_a_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = {"model": {"path": "/models/policy"}}
+    for device, dtype in ((False, "float32"), (True, "bfloat16")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda device=device: device)
+        plan = learning_plan(from_tables(own, {}, source="test"))
+        assert (plan.learning_rate(0), plan.options.dtype) == (1e-6, dtype)
+        assert (plan.recorded["learning_rate"], plan.recorded["dtype"]) == ("1e-06", f'"{dtype}"')
+    said = {"learning_rate": 2e-5, "dtype": "float32"}
+    plan = learning_plan(from_tables({**own, "trainer": said}, {}, source="test"))
+    assert (plan.learning_rate(0), plan.options.dtype) == (2e-5, "float32")
+    with pytest.raises(SettingsError, match=r"dtype is auto and trainer\.launcher is ray"):
+        learning_plan(from_tables({**own, "trainer": {"launcher": "ray"}}, {}, source="test"))
+
+
 def test_a_checkpoint_that_was_trained_with_other_settings_is_gone_on_from_only_when_that_is_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -97,7 +114,7 @@ def test_a_checkpoint_that_was_trained_with_other_settings_is_gone_on_from_only_
 
     before = plan().recorded
     check_unchanged(before, plan(threads=1, checkpoint_every=3), "step-8")
-    check_unchanged({"learning_rate": "0.0008"}, plan(clip_low=0.3), "step-8")  # an earlier release knew no more
+    check_unchanged({"beta1": "0.9"}, plan(clip_low=0.3), "step-8")  # an earlier release knew no more
     with pytest.raises(
         SettingsError, match=r"step-8 .*: trainer\.clip_low 0\.2 -> 0\.3, trainer\.beta1 0\.9 -> 0\.8\. Set"
     ):
