@@ -33,7 +33,7 @@ from turnlog.trainer.algorithms.logprobs import frozen, logprobs_by, own_logits,
 from turnlog.trainer.algorithms.objective import Columns, Floats, Numbers, Objective
 from turnlog.trainer.algorithms.passes import entropy as token_entropy
 from turnlog.trainer.algorithms.passes import over_ranks
-from turnlog.trainer.algorithms.tokens import Measure, Tokens
+from turnlog.trainer.algorithms.tokens import Measure, Tokens, bounded_ratio
 from turnlog.trainer.checkpoints.state import Save, State, described, load_model, load_state
 from turnlog.trainer.checkpoints.store import StorePlace
 from turnlog.trainer.microbatches import PaddedRows, stand_in
@@ -339,7 +339,7 @@ class _Forward:
         self.held_gap_max = torch.maximum(self.held_gap_max, torch.stack([one.max() for one in held]).double().cpu())
         self._measure(token.measures, batch.trained)
         if self.told is not None:
-            figures = (logprobs, entropy, (logprobs - seen.old).exp())
+            figures = (logprobs, entropy, bounded_ratio(logprobs, seen.old))
             self.told[:, batch.places[batch.trained]] = torch.stack([one.detach()[batch.trained] for one in figures])
         return weighted * self._trained_total, batch.trained.sum().to(torch.int), {}
 
@@ -356,14 +356,16 @@ class _Forward:
         return (weights[batch.places] * torch.where(masked, 0.0, values)).sum()
 
     def _tokens(self, logprobs: torch.Tensor, entropy: torch.Tensor, batch: PaddedRows) -> Tokens:
-        """The objective's view. Where nothing trains every log-prob is the current one, so that no ratio overflows."""
+        """The objective's view. Where nothing trains, or the token's row is masked, every log-prob is the current one:
+        its loss is dropped afterwards, and what it had of infinity would stay in the gradient as NaN."""
         current, columns = logprobs.detach(), self._columns
+        live = batch.trained & ~self._out[batch.places]
 
         def here(column: torch.Tensor | None) -> torch.Tensor | None:
             return None if column is None else column[batch.places]
 
         def trained(column: torch.Tensor) -> torch.Tensor:
-            return torch.where(batch.trained, column, current)
+            return torch.where(live, column, current)
 
         old, reference, teacher = here(columns.old), here(columns.reference), here(columns.teacher)
         recorded = trained(batch.recorded)

@@ -124,7 +124,8 @@ async def torture(settings: Settings, *, orders: int, seed: int) -> int:
         "TURNLOG_MODEL_PATH": settings.model.path, "TURNLOG_ENGINE_URLS": settings.engine.urls[0],
         "TURNLOG_FEEDER_DRAWS": str(settings.feeder.draws), "TURNLOG_TRAINER_THREADS": "1",
         "TURNLOG_TRAINER_CHECKPOINT_EVERY": str(CHECKPOINT_EVERY),
-        "TURNLOG_TRAINER_LEARNING_RATE": "8e-4", "TURNLOG_TRAINER_DTYPE": "float32",  # whatever each release takes
+        "TURNLOG_TRAINER_LEARNING_RATE": "8e-4", "TURNLOG_TRAINER_DTYPE": "float32",  # whatever a release takes
+        "TURNLOG_TRAINER_DUAL_CLIP": "3.0",
     }  # fmt: skip
     upgrades, blobs, story = Upgrades(settings, previous(), env), S3Blobs(settings.store), Story()
     async with begun(upgrades) as (events, registry), events.log.appender() as appender:

@@ -25,8 +25,8 @@ WANTS: Mapping[str, Wants] = {
     "rloo": {"fold.estimator": ("rloo",)},
     "reinforce_pp": {"fold.estimator": ("reinforce_pp", "reinforce_pp_baseline")},
     "gspo": {"batcher.weighting": ("trajectory",)},
-    "sapo": {"trainer.dual_clip": ("0.0",)},
-    "cispo": {"trainer.dual_clip": ("0.0",)},
+    "sapo": {},
+    "cispo": {},
     "ppo": {"fold.estimator": ("none",)},
     "opd": {"fold.estimator": ("none",)},
 }
@@ -43,8 +43,9 @@ class LearningSettings:
     """The ratio of probabilities counts down to 1 - clip_low."""
     clip_high: Bound = 0.2
     """The ratio of probabilities counts up to 1 + clip_high."""
-    dual_clip: Bound = 0.0
-    """Where the advantage is negative, the ratio counts up to this, which is above 1; 0: as far as it goes."""
+    dual_clip: Bound = 3.0
+    """Where the advantage is negative, the ratio counts up to this, which is above 1; 0: as far as it goes. sapo and
+    cispo bound it themselves, and take no notice."""
     logprobs: Literal["recorded", "recomputed"] = "recorded"
     """What ratios are taken against: log-probs of the engine, or of the weights before the draw's first update."""
     importance: Literal["none", "truncated", "masked"] = "none"

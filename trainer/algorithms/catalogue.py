@@ -17,7 +17,16 @@ from turnlog.infra import offers
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.processors.core.methods.catalogue import split
 from turnlog.settings import SettingsError
-from turnlog.trainer.algorithms.tokens import Algorithm, Auxiliary, Clip, Measure, TokenLoss, Tokens
+from turnlog.trainer.algorithms.tokens import (
+    LOG_TRAJECTORY_RATIO,
+    Algorithm,
+    Auxiliary,
+    Clip,
+    Measure,
+    TokenLoss,
+    Tokens,
+    bounded_ratio,
+)
 
 KEY, AUXILIARY_KEY = "trainer.algorithm", "trainer.auxiliary"
 
@@ -25,7 +34,7 @@ KEY, AUXILIARY_KEY = "trainer.algorithm", "trainer.auxiliary"
 def clipped(tokens: Tokens, clip: Clip) -> TokenLoss:
     """-min(r A, clamp(r) A), r = exp(current - old): PPO's surrogate (arXiv 1707.06347, eq. 7) with separate bounds
     (DAPO, arXiv 2503.14476), and dual clip (arXiv 1912.09729)."""
-    return _surrogate((tokens.logprobs - tokens.old).exp(), tokens.advantages, clip)
+    return _surrogate(bounded_ratio(tokens.logprobs, tokens.old), tokens.advantages, clip)
 
 
 def by_sequence(tokens: Tokens, clip: Clip) -> TokenLoss:
@@ -33,8 +42,9 @@ def by_sequence(tokens: Tokens, clip: Clip) -> TokenLoss:
     value is the trajectory's, its gradient goes to each token by itself (eq. 14)."""
     assert tokens.trajectory_gap is not None
     assert tokens.trajectory_tokens is not None
-    whole = (tokens.trajectory_gap / tokens.trajectory_tokens).exp()
-    found = _surrogate(whole * (tokens.logprobs - tokens.logprobs.detach()).exp(), tokens.advantages, clip)
+    mean = tokens.trajectory_gap / tokens.trajectory_tokens + tokens.logprobs - tokens.logprobs.detach()
+    ratio = mean.clamp(max=LOG_TRAJECTORY_RATIO).exp()
+    found, whole = _surrogate(ratio, tokens.advantages, clip), ratio.detach()
     measures = {"trajectory_ratio": Measure(whole), "trajectory_ratio_max": Measure(whole, "max")}
     return TokenLoss(found.value, found.clipped, measures=measures)
 
@@ -42,7 +52,7 @@ def by_sequence(tokens: Tokens, clip: Clip) -> TokenLoss:
 def soft(tokens: Tokens, clip: Clip, positive: float, negative: float) -> TokenLoss:
     """-4 / t sigmoid(t (r - 1)) A, t by the sign of A: a gate in place of a bound (SAPO, arXiv 2511.20347)."""
     sharpness = torch.full_like(tokens.advantages, negative).masked_fill(tokens.advantages > 0, positive)
-    gate = torch.sigmoid(sharpness * ((tokens.logprobs - tokens.old).exp() - 1.0))
+    gate = torch.sigmoid(sharpness * (bounded_ratio(tokens.logprobs, tokens.old) - 1.0))
     value = -4.0 / sharpness * gate * tokens.advantages
     openness = (4.0 * gate * (1.0 - gate)).detach()
     return TokenLoss(value, torch.zeros_like(tokens.trained), measures={"gate": Measure(openness)})
@@ -51,7 +61,7 @@ def soft(tokens: Tokens, clip: Clip, positive: float, negative: float) -> TokenL
 def weighted(tokens: Tokens, clip: Clip) -> TokenLoss:
     """-clamp(r) A log p with a ratio that has no gradient, so that every token keeps its own (CISPO, arXiv 2506.13585,
     eq. 4)."""
-    ratio = (tokens.logprobs - tokens.old).exp().detach()
+    ratio = bounded_ratio(tokens.logprobs, tokens.old).detach()
     weight = ratio.clamp(1.0 - clip.low, 1.0 + clip.high)
     return TokenLoss(-weight * tokens.advantages * tokens.logprobs, weight != ratio)
 

@@ -18,7 +18,16 @@ from numpy.typing import NDArray
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer.algorithms.catalogue import BUILT_IN
 from turnlog.trainer.algorithms.gae import CriticRules, Lesson, credited
-from turnlog.trainer.algorithms.tokens import Algorithm, Auxiliary, Clip, Measure, TokenLoss, Tokens
+from turnlog.trainer.algorithms.tokens import (
+    LOG_RATIO,
+    Algorithm,
+    Auxiliary,
+    Clip,
+    Measure,
+    TokenLoss,
+    Tokens,
+    bounded_ratio,
+)
 
 Pass = Literal["proximal", "reference", "teacher", "values"]
 """A forward pass without gradients over all rows of a draw, by the weights before its first update, by the frozen
@@ -221,11 +230,11 @@ class PolicyGradient:
         found = self.algorithm.loss(tokens, Clip(self.clip_low, self.clip_high, self.dual_clip), *self.numbers)
         value, masked = found.value, found.masked
         current = tokens.logprobs.detach()
-        ratio = (current - tokens.old).exp()
+        ratio = bounded_ratio(current, tokens.old)
         measures = {
             "ratio": Measure(ratio),
             "ratio_max": Measure(ratio, "max"),
-            "effective_sample_size": Measure((current - tokens.recorded).exp(), "effective"),
+            "effective_sample_size": Measure(bounded_ratio(current, tokens.recorded), "effective"),
             **found.measures,
         }
         if self.importance != "none":
@@ -290,11 +299,14 @@ class PolicyGradient:
 
 def estimate(kind: str, logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """Of KL(policy | reference) at a token that the policy sampled, g = log p - log q: k1 is g, k2 g^2 / 2, k3
-    exp(-g) - 1 + g (Schulman 2020, Approximating KL divergence)."""
+    exp(-g) - 1 + g (Schulman 2020, Approximating KL divergence), of a g that is bounded as ratios are."""
     gap = logprobs - reference
     if kind == "k1":
         return gap
-    return gap.square() / 2 if kind == "k2" else (-gap).exp() - 1.0 + gap
+    if kind == "k2":
+        return gap.square() / 2
+    gap = gap.clamp(-LOG_RATIO, LOG_RATIO)
+    return (-gap).exp() - 1.0 + gap
 
 
 def _summed(rows: BatchRows, values: NDArray[np.floating]) -> NDArray[np.float64]:

@@ -90,6 +90,18 @@ class Clip:
     dual: float = 0.0
 
 
+LOG_RATIO = 20.0
+"""A logarithm of a ratio counts up to this, either way: e^89 is infinite in float32, and 0 times infinity, or NaN, the
+gradient of a token that a clip leaves out."""
+LOG_TRAJECTORY_RATIO = 10.0
+"""The same of a trajectory's mean, upwards: as verl bounds both. Beyond them a token has no gradient."""
+
+
+def bounded_ratio(logprobs: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """exp(logprobs - old), finite whatever they are."""
+    return (logprobs - old).clamp(-LOG_RATIO, LOG_RATIO).exp()
+
+
 Loss = Callable[..., TokenLoss]
 """(Tokens, Clip, a number for each of the algorithm's arguments) -> TokenLoss."""
 

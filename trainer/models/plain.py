@@ -83,9 +83,9 @@ class PlainLearner:
             recorded, advantages, mask = (of_row(rows, x, row) for x in (rows.logprobs, rows.advantages, rows.trained))
             logprobs = self.logprobs(rows, row)
             old = recorded if proximal is None else proximal[row]
-            ratio = (logprobs - old).exp()
+            ratio = (logprobs - old).clamp(-20, 20).exp()
             if whole is not None:
-                ratio = whole[rows.session_ids[row]] * (logprobs - logprobs.detach()).exp()
+                ratio = (whole[rows.session_ids[row]] + logprobs - logprobs.detach()).clamp(max=10).exp()
             surrogate = gain(objective, ratio, logprobs, advantages)
             if objective.importance == "truncated":
                 surrogate = surrogate * (old - recorded).exp().clamp(
@@ -144,13 +144,13 @@ class PlainLearner:
 
     @torch.no_grad()
     def _trajectory_ratios(self, rows: BatchRows, proximal: Sequence[torch.Tensor] | None) -> dict[str, torch.Tensor]:
-        """Session -> the geometric mean of its trained tokens' ratios."""
+        """Session -> the mean logarithm of its trained tokens' ratios."""
         gaps: dict[str, list[torch.Tensor]] = {}
         for row, session in enumerate(rows.session_ids):
             old = of_row(rows, rows.logprobs, row) if proximal is None else proximal[row]
             mask = of_row(rows, rows.trained, row).bool()
             gaps.setdefault(session, []).append((self.logprobs(rows, row) - old)[mask])
-        return {session: torch.cat(parts).mean().exp() for session, parts in gaps.items()}
+        return {session: torch.cat(parts).mean() for session, parts in gaps.items()}
 
     @torch.no_grad()
     def recorded(self, rows: BatchRows) -> RoutedRows:
@@ -200,8 +200,9 @@ def gain(
 
 def divergence(kind: str, logprobs: torch.Tensor, frozen: torch.Tensor) -> torch.Tensor:
     """Schulman's estimates of it, of the odds of a token under the frozen model."""
-    odds = (frozen - logprobs).exp()
-    return {"k1": -odds.log(), "k2": odds.log().square() / 2, "k3": odds - 1 - odds.log()}[kind]
+    log_odds = frozen - logprobs
+    near = log_odds.clamp(-20, 20)
+    return {"k1": -log_odds, "k2": log_odds.square() / 2, "k3": near.exp() - 1 - near}[kind]
 
 
 class _LowRank(torch.nn.Module):

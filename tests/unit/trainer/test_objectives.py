@@ -166,6 +166,68 @@ def test_greedy_rows_are_masked_since_their_log_probs_are_of_no_temperature() ->
     assert found.masked == int(rows.trained_per_row()[3])
 
 
+def far(rows: BatchRows, row: int, gap: float, advantage: float) -> tuple[BatchRows, BatchRows]:
+    """The rows with one trained token of a row that its engine found `gap` nats less likely, and with that advantage;
+    the same with an advantage of 0 there, which no gradient comes of."""
+    start, length = int(rows.starts[row]), int(rows.lengths[row])
+    place = start + int(np.flatnonzero(rows.trained[start : start + length])[0])
+    logprobs, advantages = rows.logprobs.copy(), rows.advantages.copy()
+    logprobs[place] -= gap
+    silent = advantages.copy()
+    advantages[place], silent[place] = advantage, 0.0
+    return (
+        dataclasses.replace(rows, logprobs=logprobs, advantages=advantages),
+        dataclasses.replace(rows, advantages=silent),
+    )
+
+
+@pytest.mark.parametrize("gap", [30.0, 120.0, -120.0])
+@pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_token_that_its_engine_found_far_less_likely_does_not_take_the_step_over(
+    name: str, advantage: float, gap: float
+) -> None:
+    algorithm = BUILT_IN[name]
+    dual = 3.0 if algorithm.by_trajectory else 0.0  # the bound on a trajectory's mean is e^10
+    objective = PolicyGradient(algorithm=algorithm, numbers=tuple(algorithm.arguments.values()), dual_clip=dual)
+    rows, same = far(synthetic_rows(0), 2, gap, advantage)
+    found, wanted = stepped(objective, rows), stepped(objective, same)
+    assert not found.skipped
+    assert all(np.isfinite(list(found.metrics.values())))
+    if not algorithm.by_trajectory and name != "cispo":  # it has no gradient, whatever it adds to the loss
+        assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-5)
+    assert found.grad_norm < 100
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "sapo", "cispo"])
+def test_a_masked_token_stays_out_of_the_gradient_however_far_its_log_probs_are(name: str) -> None:
+    algorithm = BUILT_IN[name]
+    objective = PolicyGradient(
+        algorithm=algorithm, numbers=tuple(algorithm.arguments.values()), kl="k3", kl_coefficient=0.1
+    )
+    rows = synthetic_rows(0)
+    greedy = rows.temperature.copy()
+    greedy[3] = 0.0
+    near = dataclasses.replace(rows, temperature=greedy)
+    distant, _ = far(near, 3, 120.0, 1.0)
+    one = learner(reference=2)
+    reference = one.reference_logprobs(near)
+    beyond = reference - np.where(np.repeat(greedy == 0.0, rows.lengths), np.float32(200), np.float32(0))
+    found = one.step(distant, objective, 0.0, Numbers(reference=beyond))
+    wanted = one.step(near, objective, 0.0, Numbers(reference=reference))
+    assert not found.skipped
+    assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-5)
+    assert found.masked == int(rows.trained_per_row()[3])
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_a_divergence_of_hundreds_of_nats_is_finite(kind: str) -> None:
+    rows, one = synthetic_rows(0), learner(reference=2)
+    away = one.reference_logprobs(rows) + np.where(rows.trained, np.float32(200), np.float32(0))
+    found = one.step(rows, PolicyGradient(kl=kind, kl_coefficient=0.1), 0.0, Numbers(reference=away))
+    assert not found.skipped
+
+
 def stepped(objective: Objective, rows: BatchRows, **options: Any) -> StepResult:
     return learner(**options).step(rows, objective, 1e-3)
 
