@@ -327,6 +327,8 @@ class TrainedNetwork(Network):
         """Move by the gradients whose norm was asked for."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
+            # Megatron marks norms and biases by 0 here, which only its own scheduler would read.
+            group["weight_decay"] = self._options.weight_decay * group.get("wd_mult", 1.0)
         self.optimizer.step()
 
     def _optimizer_config(self) -> Any:

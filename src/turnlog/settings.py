@@ -418,7 +418,7 @@ class TrainerSettings(LearningSettings):
     beta2: Decay = 0.95
     """Of Adam's mean of their squares."""
     weight_decay: Annotated[float, Meta(ge=0, le=10)] = 0.0
-    """Of AdamW, decoupled."""
+    """Of AdamW, decoupled; norms and biases have none."""
     clip_grad: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
     """Largest global norm of a gradient; 0 does not clip."""
     token_files_every: Amount = 0

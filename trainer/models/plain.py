@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,12 +58,7 @@ class PlainLearner:
         if options.lora_rank:
             _adapted(self._model, shape, options)
         self._clip = options.clip_grad
-        self._optimizer = torch.optim.AdamW(
-            self.parameters(),
-            betas=(options.beta1, options.beta2),
-            weight_decay=options.weight_decay,
-            foreach=False,
-        )
+        self._optimizer = _adamw(self.parameters(), options)
 
     def step(
         self,
@@ -205,6 +200,16 @@ def divergence(kind: str, logprobs: torch.Tensor, frozen: torch.Tensor) -> torch
     return {"k1": -log_odds, "k2": log_odds.square() / 2, "k3": near.exp() - 1 - near}[kind]
 
 
+def _adamw(parameters: Iterable[torch.Tensor], options: LearnerOptions, *heads: torch.Tensor) -> torch.optim.AdamW:
+    """torch's, which decays matrices and `heads`, and neither norms nor biases."""
+    matrices, vectors = list(heads), list[torch.Tensor]()
+    for parameter in parameters:
+        (matrices if parameter.dim() > 1 else vectors).append(parameter)
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    betas = (options.beta1, options.beta2)
+    return torch.optim.AdamW(groups, betas=betas, weight_decay=options.weight_decay, foreach=False)
+
+
 class _LowRank(torch.nn.Module):
     """A weight with what an adapter adds to it."""
 
@@ -239,9 +244,7 @@ class PlainCritic:
         self.head = torch.nn.Parameter(torch.zeros(shape.hidden))
         self._parameters = [*self._trunk.parameters(), self.head]
         self._clip = options.clip_grad
-        self._optimizer = torch.optim.AdamW(
-            self._parameters, betas=(options.beta1, options.beta2), weight_decay=options.weight_decay, foreach=False
-        )
+        self._optimizer = _adamw(self._trunk.parameters(), options, self.head)
 
     def values(self, rows: BatchRows, row: int) -> torch.Tensor:
         """[tokens of the row], entry t behind token t."""

@@ -68,6 +68,24 @@ def test_steps_are_those_of_transformers_and_adamw() -> None:
     assert max(float((tensor - after[name]).abs().max()) for name, tensor in learner.export().items()) < 1e-5
 
 
+@pytest.mark.parametrize("shape", [dataclasses.replace(TINY, kind="qwen2"), TINY_MIXTURE], ids=lambda shape: shape.kind)
+def test_weight_decay_is_of_matrices_alone(shape: ModelShape) -> None:
+    weights, options = random_weights(shape, 1), dataclasses.replace(ONE, weight_decay=0.1)
+    learner, plain = Learner(shape, weights, options), reference.PlainLearner(shape, weights, options)
+    rows = synthetic_rows(0)
+    still = dataclasses.replace(rows, advantages=rows.advantages * 0)
+    learner.step(still, OBJECTIVE, 0.1)
+    shares = {name: (tensor, 1.0 if tensor.dim() == 1 else 0.99) for name, tensor in weights.items()}
+    assert {share for _, share in shares.values()} == {0.99, 1.0}
+    for name, tensor in learner.export().items():
+        was, share = shares[name]
+        torch.testing.assert_close(tensor, share * was)
+    plain.step(still, OBJECTIVE, 0.1)
+    for step in range(2):
+        ours, theirs = (one.step(synthetic_rows(step), OBJECTIVE, 1e-2) for one in (learner, plain))
+        assert ours.loss == pytest.approx(theirs.loss, abs=1e-5)
+
+
 @pytest.mark.parametrize("shape", [TINY, TINY_MIXTURE], ids=lambda shape: shape.kind)
 def test_adapters_take_the_steps_of_a_plain_low_rank_model_and_nothing_else_moves(
     tmp_path: Path, shape: ModelShape
