@@ -61,7 +61,7 @@ class DrawPasses:
         columns: dict[str, Any] = {one: self._column(one, manifest, rows) for one in passes}
         if self._objective.critic is not None and self._objective.critic.bootstrap:
             columns["truncated"] = await self._truncated(manifest)
-        return Numbers(**columns)
+        return Numbers(**columns, whitening_std=manifest.whitening_std)
 
     def stepped(self, rows: BatchRows) -> None:
         """Let go of what a batch needed."""

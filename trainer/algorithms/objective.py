@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from turnlog.processors.core.batches.rows import BatchRows
+from turnlog.processors.core.batches.weighting import EPSILON, Whitening
 from turnlog.trainer.algorithms.catalogue import BUILT_IN
 from turnlog.trainer.algorithms.gae import CriticRules, Lesson, credited
 from turnlog.trainer.algorithms.tokens import (
@@ -46,6 +47,8 @@ class Numbers:
     """[T + n], as Critic.values gives them."""
     truncated: NDArray[np.bool_] | None = None
     """[n] whether the row's trajectory was, where the objective asks for it."""
+    whitening_std: float | None = None
+    """What its advantages were divided by when they were whitened (SampleBatchFormed); None: they were not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,10 +269,16 @@ class PolicyGradient:
         return weights
 
     def _with_penalty(self, rows: BatchRows, numbers: Numbers) -> BatchRows:
-        """Advantages less the divergence to go: from the token to the end of its segment."""
+        """Advantages less the divergence to go: from the token to the end of its segment. Whitened ones are whitened
+        with it: what they were before, but for a number that is the same everywhere, less the divergence."""
         parts = np.split(self._penalty(rows, numbers), rows.starts[1:])
         to_go = np.concatenate([np.cumsum(part[::-1])[::-1] for part in parts])
-        return dataclasses.replace(rows, advantages=((rows.advantages - to_go) * rows.trained).astype("<f4"))
+        scale = 1.0 if numbers.whitening_std is None else numbers.whitening_std + EPSILON
+        advantages = rows.advantages.astype("f8") * scale - to_go
+        if numbers.whitening_std is not None:
+            at = advantages[rows.trained == 1]
+            advantages = Whitening(float(at.mean()), float(at.std())).apply(advantages)
+        return dataclasses.replace(rows, advantages=(advantages * rows.trained).astype("<f4"))
 
     def _credited(self, rows: BatchRows, numbers: Numbers, rules: CriticRules) -> tuple[BatchRows, Lesson]:
         """Advantages against the critic, of rewards less the divergence of each token."""

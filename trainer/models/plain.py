@@ -205,7 +205,7 @@ def _adamw(parameters: Iterable[torch.Tensor], options: LearnerOptions, *heads: 
     matrices, vectors = list(heads), list[torch.Tensor]()
     for parameter in parameters:
         (matrices if parameter.dim() > 1 else vectors).append(parameter)
-    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     betas = (options.beta1, options.beta2)
     return torch.optim.AdamW(groups, betas=betas, weight_decay=options.weight_decay, foreach=False)
 

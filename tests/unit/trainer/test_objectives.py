@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from turnlog.processors.core.batches.rows import BatchRows
+from turnlog.processors.core.batches.weighting import Whitening, whitening
 from turnlog.trainer.algorithms.catalogue import BUILT_IN, chosen_auxiliary
 from turnlog.trainer.algorithms.gae import CriticRules
 from turnlog.trainer.algorithms.objective import Numbers, Objective
@@ -276,6 +277,39 @@ def test_a_divergence_in_the_reward_is_taken_off_the_advantages_from_the_token_t
     ours, theirs = one.step(rows, objective, 1e-3, numbers), stepped(PolicyGradient(), penalised)
     assert ours.loss == pytest.approx(theirs.loss, abs=1e-6)
     assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
+
+
+def of_one_token(rewards: list[float], whitening: Whitening | None) -> BatchRows:
+    """A row of one trained token for each reward, which stands in its advantage as the batcher whitens it."""
+    rows = synthetic_rows(0, rows=len(rewards))
+    trained = np.zeros_like(rows.trained)
+    trained[rows.starts + 1] = 1
+    told = np.array(rewards) if whitening is None else whitening.apply(np.array(rewards))
+    advantages = np.zeros(len(rows.token_ids), "<f4")
+    advantages[rows.starts + 1] = told
+    return dataclasses.replace(rows, trained=trained, advantages=advantages)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "gaps"),
+    [([1.0, 0.0], [1.0, 0.0]), ([1.0, 0.0, 1.0, 0.5], [3.0, -1.0, 0.5, 0.0]), ([1.0, 1.0], [2.0, 1.0])],
+)
+def test_whitened_advantages_are_whitened_with_the_divergence_in_the_reward(
+    rewards: list[float], gaps: list[float]
+) -> None:
+    objective = PolicyGradient(kl="k1", kl_coefficient=0.1, kl_in="reward")
+    white = whitening([np.array(rewards)])
+    rows = of_one_token(rewards, white)
+    proximal = np.zeros(len(rows.token_ids), "<f4")
+    proximal[rows.starts + 1] = gaps
+    numbers = Numbers(proximal, np.zeros_like(proximal), whitening_std=white.std)
+    found, _ = objective.prepared(rows, numbers, None)
+    earned = np.array(rewards) - 0.1 * np.array(gaps)
+    wanted = (earned - earned.mean()) / (earned.std() + 1e-6)
+    np.testing.assert_allclose(found.advantages[rows.starts + 1], wanted, rtol=1e-4, atol=1e-5)
+    plain = dataclasses.replace(numbers, whitening_std=None)
+    unwhitened, _ = objective.prepared(of_one_token(rewards, None), plain, None)
+    np.testing.assert_allclose(unwhitened.advantages[rows.starts + 1], earned, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["gspo", "sapo", "cispo"])
