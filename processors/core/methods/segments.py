@@ -48,7 +48,8 @@ def taken_out(
 ) -> dict[int, MaskReason]:
     """Leaves that no agent acted on: aborted, named undelivered, or retried.
 
-    A leaf was retried when a later turn of the same agent with the same prompt is continued or is the session's last.
+    A leaf was retried when a later turn of the same agent with the same prompt is continued or is the session's last:
+    the last of the whole session, of those that were neither aborted nor named (of all, before fold version 2).
     """
     continued = tree.continued
     leaves = [order for order in range(len(turns)) if order not in continued]
@@ -76,7 +77,8 @@ def _aborted(turn: Turn, version: FoldVersion) -> bool:
 def _asked_again(
     turns: Sequence[Turn], continued: AbstractSet[int], leaves: Sequence[int]
 ) -> dict[tuple[object, ...], int]:
-    """What leaves before the last turn asked -> the latest turn that asked it and is continued or is the last."""
+    """What leaves before the last turn asked -> the latest turn that asked it and is continued or is the last: of those
+    that are continued, and `leaves`."""
     last = max((*continued, *leaves), default=-1)
     asked = {_asked(turns[leaf]) for leaf in leaves if leaf != last}
     if not asked:

@@ -140,6 +140,26 @@ def test_an_answer_does_not_give_way_to_a_later_try_that_was_cut_off(story):
     assert s.fold(TWO).trees["a"].books.masked == {"aborted": 2}
 
 
+def test_the_last_turn_is_the_last_that_was_not_taken_out(story):
+    """A literal reading, the session's last turn, finds the aborted one, so that nothing was retried."""
+    s = story()
+    s.turn("a", 0, "sq", "A")
+    s.turn("a", 1, "sq", "BB")
+    s.turn("a", 2, "other", "CCC", aborted=True, finish_reason=FinishReason.abort)
+    s.end("a", reward=1.0)
+    assert s.fold(ONE).trees["a"].books.masked == {"aborted": 3}
+    assert s.fold(TWO).trees["a"].books.masked == {"undelivered": 1, "aborted": 3}
+
+
+def test_the_last_turn_is_that_of_the_session_and_not_of_the_agent(story):
+    s = story()
+    s.turn("a", 0, "sq", "A")
+    s.turn("a", 1, "sq", "BB")
+    s.turn("a", 2, "other", "CCC")
+    s.end("a", reward=1.0)
+    assert "undelivered" not in s.fold(TWO).trees["a"].books.masked
+
+
 def test_a_group_with_nothing_to_train_gives_its_place_back(story):
     s = story(size=2)
     for session in "ab":
