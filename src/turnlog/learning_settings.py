@@ -31,6 +31,8 @@ WANTS: Mapping[str, Wants] = {
     "opd": {"fold.estimator": ("none",)},
 }
 """By built-in algorithm."""
+WIDEST_TRAJECTORY_CLIP = 0.05
+"""Of gspo, whose authors take 3e-4 and 4e-4."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +104,18 @@ def check_learning(settings: object, learning: LearningSettings, source: str) ->
         raise SettingsError(
             f"{source}: trainer.algorithm is dapo and trainer.clip_high {learning.clip_high:g} is not above "
             f"trainer.clip_low {learning.clip_low:g}: set trainer.clip_high, to 0.28 as its authors do"
+        )
+    if name == "gspo" and max(learning.clip_low, learning.clip_high) > WIDEST_TRAJECTORY_CLIP:
+        raise SettingsError(
+            f"{source}: trainer.algorithm is gspo and its bounds are trainer.clip_low {learning.clip_low:g} and "
+            f"trainer.clip_high {learning.clip_high:g}: the mean ratio of a trajectory hardly ever leaves "
+            f"{WIDEST_TRAJECTORY_CLIP:g}, so that nothing would be clipped; set trainer.clip_low to 0.0003 and "
+            "trainer.clip_high to 0.0004 as its authors do"
+        )
+    if name == "cispo" and learning.clip_low < 1:
+        raise SettingsError(
+            f"{source}: trainer.algorithm is cispo and trainer.clip_low is {learning.clip_low:g}: its weight has no "
+            "lower bound; set trainer.clip_low to 1"
         )
     if name == "opd" and not learning.teacher:
         raise SettingsError(

@@ -276,6 +276,15 @@ REFUSED = [
     ),
     ({"trainer": {"algorithm": "reinforce_pp"}}, r"set fold\.estimator to reinforce_pp or reinforce_pp_baseline"),
     ({"trainer": {"algorithm": "dapo"}, "batcher": {"weighting": "token"}}, r"dapo and trainer\.clip_high 0\.2"),
+    (
+        {"trainer": {"algorithm": "gspo"}, "batcher": {"weighting": "trajectory"}},
+        r"gspo and its bounds are trainer\.clip_low 0\.2 and trainer\.clip_high 0\.2: .*clip_low to 0\.0003",
+    ),
+    (
+        {"trainer": {"algorithm": "gspo", "clip_low": 3e-4}, "batcher": {"weighting": "trajectory"}},
+        r"gspo and its bounds are trainer\.clip_low 0\.0003 and trainer\.clip_high 0\.2",
+    ),
+    ({"trainer": {"algorithm": "cispo"}}, r"cispo and trainer\.clip_low is 0\.2: .* set trainer\.clip_low to 1"),
     ({"trainer": {"dual_clip": 0.5}}, r"trainer\.dual_clip must be 0 or above 1, got 0\.5"),
     ({"trainer": {"importance": "truncated"}}, r"set trainer\.logprobs to recomputed, or trainer\.importance to none"),
     (
@@ -300,7 +309,8 @@ def test_settings_that_contradict_each_other_are_refused_with_what_to_change(tab
         ("dapo", {"batcher": {"weighting": "token"}, "trainer": {"clip_high": 0.28}}),
         ("rloo", {"fold": {"estimator": "rloo"}}),
         ("reinforce_pp", {"fold": {"estimator": "reinforce_pp_baseline"}}),
-        ("gspo", {"batcher": {"weighting": "trajectory"}}),
+        ("gspo", {"batcher": {"weighting": "trajectory"}, "trainer": {"clip_low": 3e-4, "clip_high": 4e-4}}),
+        ("cispo", {"trainer": {"clip_low": 1.0, "clip_high": 4.0}}),
     ],
 )
 def test_an_algorithm_is_taken_with_the_settings_that_it_is_defined_with(name: str, others: Any) -> None:
