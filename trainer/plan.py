@@ -162,9 +162,8 @@ class LearningPlan:
         done = min(1.0, (taken - self.warmup) / max(1, self.steps - self.value_warmup - self.warmup))
         if self.schedule == "constant":
             return self.rate
-        if self.schedule == "cosine":
-            return self.rate * (self.lowest_ratio + (1.0 - self.lowest_ratio) * (1.0 + math.cos(math.pi * done)) / 2.0)
-        return self.rate * max(self.lowest_ratio, 1.0 - done)
+        left = (1.0 + math.cos(math.pi * done)) / 2.0 if self.schedule == "cosine" else 1.0 - done
+        return self.rate * (self.lowest_ratio + (1.0 - self.lowest_ratio) * left)
 
 
 def learning_plan(settings: Settings) -> LearningPlan:
@@ -211,13 +210,13 @@ def learning_plan(settings: Settings) -> LearningPlan:
         objective=objective,
         reference=None if trainer.kl == "none" else Path(trainer.reference or weights),
         teacher=Path(trainer.teacher) if trainer.teacher else None,
-        steps=settings.feeder.draws * settings.batcher.updates_per_draw,
+        steps=_planned(settings),
         rate=_rate(trainer),
         lowest_ratio=trainer.min_learning_rate_ratio,
         schedule=trainer.learning_rate_schedule,
         warmup=trainer.warmup_steps,
         value_warmup=trainer.value_warmup_steps if objective.critic else 0,
-        recorded=recorded(trainer),
+        recorded=recorded(settings),
         may_change=trainer.allow_changes,
         join_s=settings.liveness.join_s,
         launcher=trainer.launcher,
@@ -257,10 +256,20 @@ def parameter_type(trainer: TrainerSettings) -> Literal["float32", "bfloat16"]:
     return "bfloat16" if torch.cuda.is_available() else "float32"
 
 
-def recorded(trainer: TrainerSettings) -> dict[str, str]:
-    """What a checkpoint keeps of them."""
+PLANNED = "feeder.draws x batcher.updates_per_draw"
+
+
+def recorded(settings: Settings) -> dict[str, str]:
+    """What a checkpoint keeps of [trainer], by the name of the setting; and, where the rate follows them, the planned
+    steps of the run, by that of theirs."""
+    trainer = settings.trainer
     values = dataclasses.asdict(trainer) | {"learning_rate": _rate(trainer), "dtype": parameter_type(trainer)}
-    return {name: json.dumps(value) for name, value in values.items() if name not in UNRECORDED}
+    kept = {name: json.dumps(value) for name, value in values.items() if name not in UNRECORDED}
+    return kept if trainer.learning_rate_schedule == "constant" else {**kept, PLANNED: json.dumps(_planned(settings))}
+
+
+def _planned(settings: Settings) -> int:
+    return settings.feeder.draws * settings.batcher.updates_per_draw
 
 
 def identified(plan: LearningPlan) -> LearningPlan:
@@ -278,7 +287,9 @@ def check_unchanged(before: Mapping[str, str], plan: LearningPlan, where: str) -
     does not name, because an earlier release wrote it, may be anything."""
     now = plan.recorded
     changed = [
-        f"trainer.{name} {before[name]} -> {now[name]}" for name in now if before.get(name, now[name]) != now[name]
+        f"{name if name == PLANNED else f'trainer.{name}'} {before[name]} -> {now[name]}"
+        for name in now
+        if before.get(name, now[name]) != now[name]
     ]
     if not changed:
         return

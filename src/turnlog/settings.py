@@ -408,7 +408,8 @@ class TrainerSettings(LearningSettings):
     learning_rate: Annotated[float, Meta(ge=0, le=10)] = 0.0
     """Of the first step after the warm-up; 0: 1e-6, or 8e-4 where model.path is empty, for a recipe's tiny model."""
     learning_rate_schedule: Literal["linear", "cosine", "constant"] = "linear"
-    """How the rate falls after the warm-up, over feeder.draws x batcher.updates_per_draw steps."""
+    """How the rate falls after the warm-up, over feeder.draws x batcher.updates_per_draw steps: under any but constant
+    a run that goes on with another number of them needs allow_changes."""
     warmup_steps: Amount = 0
     """Optimizer steps over which the rate rises linearly."""
     min_learning_rate_ratio: Share = 0.1

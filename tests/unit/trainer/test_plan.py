@@ -13,7 +13,7 @@ from turnlog.trainer.plan import LearnerOptions, check_layout, check_unchanged, 
 from turnlog.trainer.shape import TINY, TINY_MIXTURE
 
 
-def test_the_rate_falls_linearly_over_the_steps_of_all_draws_and_not_below_its_floor() -> None:
+def test_the_rate_falls_linearly_over_the_steps_of_all_draws_to_its_floor() -> None:
     settings = from_tables(
         {
             "feeder": {"draws": 4},
@@ -24,13 +24,15 @@ def test_the_rate_falls_linearly_over_the_steps_of_all_draws_and_not_below_its_f
         source="test",
     )
     plan = learning_plan(settings)
-    assert [plan.learning_rate(step) for step in (0, 2, 6, 7, 100)] == pytest.approx([0.8, 0.6, 0.2, 0.2, 0.2])
+    assert [plan.learning_rate(step) for step in (0, 2, 6, 7, 8, 100)] == pytest.approx(
+        [0.8, 0.65, 0.35, 0.275, 0.2, 0.2]
+    )
 
 
 @pytest.mark.parametrize(
     ("schedule", "rates"),
     [
-        ("linear", [0.2, 0.4, 0.6, 0.6, 0.4, 0.3, 0.15, 0.15]),
+        ("linear", [0.2, 0.4, 0.6, 0.6, 0.45, 0.375, 0.15, 0.15]),
         ("cosine", [0.2, 0.4, 0.6, 0.6, 0.4875, 0.375, 0.15, 0.15]),
         ("constant", [0.2, 0.4, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6]),
     ],
@@ -120,4 +122,10 @@ def test_a_checkpoint_that_was_trained_with_other_settings_is_gone_on_from_only_
     ):
         check_unchanged(before, plan(clip_low=0.3, beta1=0.8), "step-8")
     check_unchanged(before, plan(clip_low=0.3, allow_changes=True), "step-8")
+    longer = {"feeder": {"draws": 60}, "batcher": {"updates_per_draw": 2}}
+    with pytest.raises(SettingsError, match=r"feeder\.draws x batcher\.updates_per_draw 30 -> 120\. Set them back"):
+        check_unchanged(before, learning_plan(from_tables(longer, {}, source="test")), "step-8")
+    constant = {"learning_rate_schedule": "constant"}
+    flat = learning_plan(from_tables({**longer, "trainer": constant}, {}, source="test"))
+    check_unchanged(plan(**constant).recorded, flat, "step-8")
     assert "trainer.clip_low 0.2 -> 0.3" in caplog.text

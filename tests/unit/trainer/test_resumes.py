@@ -20,8 +20,10 @@ PPO = {"algorithm": "ppo", "value_warmup_steps": 2, "allow_changes": True}
 
 
 async def trained(run: Run, draws: int) -> None:
-    """To so many draws, of the batches on its log."""
-    run.settings = dataclasses.replace(run.settings, feeder=dataclasses.replace(run.settings.feeder, draws=draws))
+    """To so many draws, of the batches on its log, whatever the rate was to fall over."""
+    replace = dataclasses.replace
+    feeder, trainer = replace(run.settings.feeder, draws=draws), replace(run.settings.trainer, allow_changes=True)
+    run.settings = replace(run.settings, feeder=feeder, trainer=trainer)
     await run.train()
 
 
