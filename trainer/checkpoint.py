@@ -102,12 +102,16 @@ class Checkpoints:
         return {name: Cursor(**_cursor(self._place, name)) for name in sorted(self._place.names(), key=_age)}
 
     def condemn(self, name: str, damage: CheckpointDamaged) -> None:
-        """A rank found this one damaged: `newest` is another from now on."""
+        """A rank found this one damaged: `newest` is another from now on, also for who comes after."""
+        self.pass_over(name, damage)
+        if (folder := self.newest()) is not None:
+            self._place.mark(Marker(self._incarnation, folder.name))
+
+    def pass_over(self, name: str, damage: CheckpointDamaged) -> None:
+        """This one is damaged: `newest` is another from now on."""
         log.warning("%s", damage)
         self._damaged.add(name)
         self._sound.clear()
-        if (folder := self.newest()) is not None:
-            self._place.mark(Marker(self._incarnation, folder.name))
 
     def claim(self, least: int, folder: str | None = None) -> int:
         """Become the incarnation that the checkpoints belong to, and start from the newest of them, or from `folder`:

@@ -121,6 +121,8 @@ class Learner:
         """One optimizer step on all rows together; `numbers`: what the passes that the objective asks for gave them;
         `tell_tokens`: with the result's `tokens`; `held`: the version that these weights are, if they are one. A rate
         of 0 leaves the policy as it is, its optimizer, too. Raises BooksOff, with the weights as before."""
+        if not len(rows):
+            raise BooksOff("the batch has no rows: there is nothing to step on")
         rows, columns = self._prepared(rows, objective, numbers)
         self.policy.forget_gradients()
         totals, tokens = self._run(

@@ -71,7 +71,16 @@ from turnlog.trainer.gang.launchers import ranks
 from turnlog.trainer.learner import StepResult
 from turnlog.trainer.models.experts import unrouted
 from turnlog.trainer.plan import LearningPlan, check_unchanged, identified, learning_plan
-from turnlog.trainer.reading.batches import PARTITION, POLL_S, Fetch, Manifests, ReadAhead, check_vocabulary, fetch_rows
+from turnlog.trainer.reading.batches import (
+    PARTITION,
+    POLL_S,
+    Fetch,
+    Manifests,
+    ReadAhead,
+    check_lengths,
+    check_vocabulary,
+    fetch_rows,
+)
 from turnlog.trainer.reading.pictures import with_pictures
 from turnlog.trainer.reading.recorded import truncated, with_experts
 from turnlog.trainer.reading.shared_device import SharedDevice
@@ -194,9 +203,10 @@ class LearnerThread:
 
 async def trained_rows(manifest: SampleBatchFormed, role: Role, shape: ModelShape, model: Path) -> BatchRows:
     """The batch's rows, with their images and with the experts that routers are to replay, where the model (its folder)
-    has eyes or experts. Raises as fetch_rows, check_vocabulary, with_pictures and with_experts."""
+    has eyes or experts. Raises as fetch_rows, check_vocabulary, check_lengths, with_pictures and with_experts."""
     rows = await fetch_rows(manifest, role.blobs)
     check_vocabulary(manifest, rows, shape.vocabulary)
+    check_lengths(manifest, rows, shape.positions)
     if shape.vision:
         return await with_pictures(manifest, rows, shape.vision, model, role.log, role.events, role.blobs)
     if not shape.experts or role.settings.trainer.router_replay == "off":
@@ -289,9 +299,14 @@ class Trainer:
         else:
             await asyncio.to_thread(bring, self._directory, self._plan.place)
         self._plan = await asyncio.to_thread(identified, self._plan)
-        held = await asyncio.to_thread(self._checkpoints.newest)
-        if held is not None:  # refused before anything is claimed
-            check_unchanged(read_common(held).get("learning", {}), self._plan, held.name)
+        while (held := await asyncio.to_thread(self._checkpoints.newest)) is not None:
+            try:
+                said = read_common(held)
+            except CheckpointDamaged as damage:
+                self._checkpoints.pass_over(held.name, damage)
+            else:  # refused before anything is claimed
+                check_unchanged(said.get("learning", {}), self._plan, held.name)
+                break
         self._versions, self._whole = await read_past(self._role.log, self._role.events, self._run_id)
         await self._reached.check_owner()
         self._incarnation = await asyncio.to_thread(self._checkpoints.claim, self._versions.incarnation + 1)

@@ -37,6 +37,7 @@ DEVICE = own_device(os.environ)
 with warnings.catch_warnings(), megatron_cpu.importing():
     warnings.simplefilter("ignore")  # it says at import that TransformerEngine and apex are absent
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+    from megatron.core.dist_checkpointing.core import CheckpointingException
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.dist_checkpointing.strategies import torch as torch_format
     from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
@@ -102,9 +103,11 @@ def quiet() -> Iterator[None]:
 
 __all__ = [
     "BACKEND",
+    "COMMON_STATE_FNAME",
     "DEVICE",
     "LOCAL_RANK",
     "ON_CPU",
+    "CheckpointingException",
     "ColumnParallelLinear",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from turnlog.schemas.types import BlobRef
-from turnlog.trainer import CheckpointDamaged
+from turnlog.trainer import CheckpointDamaged, CheckpointUnusable
 
 SUMS = "SHA256SUMS"
 PART = ".part"
@@ -57,7 +57,8 @@ class Place(Protocol):
         ...
 
     def markers(self) -> dict[str, Marker]:
-        """By name, also of those that somebody is about to make."""
+        """By name, also of those that somebody is about to make. Raises CheckpointUnusable for one that cannot be
+        read: what it named may be the only one that counts."""
         ...
 
     def created(self, marker: Marker) -> bool:
@@ -175,19 +176,40 @@ class FolderPlace:
 
 
 def _read(path: Path) -> Marker:
-    """A marker; of none when its owner's successor has just removed it."""
+    """A marker; of none when its owner's successor has just removed it. Raises CheckpointUnusable."""
     try:
-        said = json.loads(path.read_text())
+        content = path.read_bytes()
     except FileNotFoundError:
         return Marker(-1, None)
-    return Marker(int(said["incarnation"]), said["folder"])
+    return read_marker(content, str(path))
+
+
+def read_marker(content: bytes, where: str) -> Marker:
+    """What one says that lies there. Raises CheckpointUnusable."""
+    try:
+        said = json.loads(content)
+        folder, confirmed = said["folder"], said.get("confirmed", True)
+        if isinstance(folder, str | None) and isinstance(confirmed, bool):
+            return Marker(int(said["incarnation"]), folder, confirmed)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _garbled(where, repr(error)) from error
+    raise _garbled(where, repr(said))
+
+
+def _garbled(where: str, why: str) -> CheckpointUnusable:
+    return CheckpointUnusable(
+        f"{where} does not say which checkpoint to go on from ({why}): restore it, or remove it to go on from what the "
+        "other markers beside it name, and from [model] path where there is none"
+    )
 
 
 def check_files(folder: Path) -> None:
     """Raises CheckpointDamaged for a file that is not as it was written; one of a release that kept no sums passes."""
     sums = folder / SUMS
-    for line in sums.read_text().splitlines() if sums.exists() else ():
-        wanted, name = line.split("  ", 1)
+    for line in sums.read_text(errors="replace").splitlines() if sums.exists() else ():
+        wanted, apart, name = line.partition("  ")
+        if not apart:
+            raise CheckpointDamaged(f"{sums} does not list sums of files; restore it, or remove {folder}")
         if not (folder / name).is_file():
             raise CheckpointDamaged(f"{folder / name} is gone; restore it, or remove {folder}")
         if (found := file_sha256(folder / name)) != wanted:

@@ -22,6 +22,7 @@ files that hold what it loads.
 from __future__ import annotations
 
 import logging
+import pickle
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -157,7 +158,8 @@ def load_model(model: Any, directory: Path, shape: Mapping[str, Any], place: Sto
     _common(directory, shape)
     with mcore.quiet():
         sharded = {"model": model.sharded_state_dict()}
-        state = mcore.dist_checkpointing.load(sharded, str(directory), _strategy(place))
+        with _loading(directory):
+            state = mcore.dist_checkpointing.load(sharded, str(directory), _strategy(place))
         model.load_state_dict(state["model"])
 
 
@@ -212,7 +214,8 @@ def load_state(
         critic = None
     with mcore.quiet(), torch.no_grad():  # by place, Megatron writes into parameters
         sharded = _sharded(policy, critic, BY_PLACE if by_place else RESHARDABLE, is_loading=True)
-        state = mcore.dist_checkpointing.load(sharded, str(directory), _strategy(place))
+        with _loading(directory):
+            state = mcore.dist_checkpointing.load(sharded, str(directory), _strategy(place))
         for part, found in ((policy, state), (critic, state.get("critic"))):
             if part is not None:
                 model, optimizer = part
@@ -259,11 +262,33 @@ def regrouped(state: dict[Any, Any], optimizers: int) -> dict[Any, Any]:
 
 
 def read_common(directory: Path) -> dict[str, Any]:
-    """The values given to `save`. Raises CheckpointUnusable."""
-    if not mcore.dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
-        raise CheckpointUnusable(f"{directory} holds no complete checkpoint; remove it to start from an older one")
-    common: dict[str, Any] = mcore.dist_checkpointing.load_common_state_dict(str(directory))["common"]
+    """The values given to `save`. Raises CheckpointDamaged."""
+    file = directory / mcore.COMMON_STATE_FNAME
+    try:
+        whole = mcore.dist_checkpointing.check_is_distributed_checkpoint(str(directory)) and file.is_file()
+        common = mcore.dist_checkpointing.load_common_state_dict(str(directory))["common"] if whole else None
+    except (*UNREADABLE, mcore.CheckpointingException) as error:
+        raise CheckpointDamaged(f"{file} cannot be read ({error!r}); restore it, or remove {directory}") from error
+    if not isinstance(common, dict):
+        raise CheckpointDamaged(f"{directory} holds no complete checkpoint; remove it to start from an older one")
     return common
+
+
+UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError)
+"""What torch and pickle make of files that are cut short, or hold other bytes."""
+
+
+@contextmanager
+def _loading(directory: Path) -> Iterator[None]:
+    """What the block finds unreadable in a checkpoint is damage: of files that no sums vouch for. Raises
+    CheckpointDamaged, on every rank: torch tells all of them what one has found."""
+    try:
+        yield
+    except (CheckpointException, mcore.CheckpointingException) as error:
+        failures = [one for one, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+        if isinstance(failures[0], MemoryError | torch.OutOfMemoryError) or not isinstance(failures[0], Exception):
+            raise
+        raise CheckpointDamaged(f"{directory} cannot be loaded ({failures[0]!r}); restore it, or remove it") from error
 
 
 def _sharded(policy: State, critic: State | None, sharding: Mapping[str, Any], *, is_loading: bool) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from turnlog.infra.s3 import S3Blobs
 from turnlog.schemas.types import BlobRef
 from turnlog.settings import Settings, StoreSettings
 from turnlog.trainer import CheckpointDamaged
-from turnlog.trainer.checkpoints.places import Marker, Stored, file_sha256
+from turnlog.trainer.checkpoints.places import Marker, Stored, file_sha256, read_marker
 
 SHARDS = ".distcp"
 """What the files of ranks end with. All others say what is in them, and are few and small."""
@@ -179,7 +179,7 @@ class StorePlace:
             found: dict[str, Marker] = {}
             for name in await blobs.names(f"{self.prefix}/latest-"):
                 with contextlib.suppress(BlobMissing):  # its owner's successor has just removed it
-                    found[name.rpartition("/")[2]] = Marker(**json.loads(await blobs.get_named(name)))
+                    found[name.rpartition("/")[2]] = read_marker(await blobs.get_named(name), name)
             return found
 
         return self._run(read)

@@ -160,6 +160,8 @@ def _checked(manifest: SampleBatchFormed, content: bytes) -> BatchRows:
             f"{where}: {len(rows)} rows with {trained} trained tokens, the manifest counts {len(manifest.samples)} "
             f"with {manifest.trained_tokens}"
         )
+    if not len(rows):
+        raise CorruptBatch(f"{where}: it holds no rows, and a draw of which nothing is left forms no batch")
     if bool(np.any(rows.trained[rows.starts])) or bool(np.any(rows.weight_divisor <= 0)):
         raise CorruptBatch(f"{where}: a row trains its first token or has no weight")
     return rows
@@ -177,6 +179,21 @@ async def _fetched(manifest: SampleBatchFormed, blobs: Blobs, retry_s: Sequence[
         raise CorruptBatch(f"batch {manifest.batch_index}: {error}") from error
     except BlobMissing as error:
         raise BlobMissing(f"the file of batch {manifest.batch_index}: {error}") from error
+
+
+def check_lengths(manifest: SampleBatchFormed, rows: BatchRows, positions: int) -> None:
+    """Raises TokensUnfit for a row that the model has too few positions for: beyond them neither transformers nor
+    Megatron refuses anything, and what they compute is not what the model was trained to. The last token of a row is
+    predicted, and takes none."""
+    beyond = np.flatnonzero(rows.lengths - 1 > positions)
+    if len(beyond):
+        row = int(beyond[0])
+        raise TokensUnfit(
+            f"{_where(manifest)}: sample {rows.sample_ids[row]} has {int(rows.lengths[row])} tokens, the model has "
+            f"{positions} positions (max_position_embeddings of its config.json), and so have {len(beyond)} of "
+            f"{len(rows)} rows: set [batcher] max_tokens to cut what is longer, keep [engine] context and [feeder] "
+            "max_context_tokens within it, or say in config.json what the model can do"
+        )
 
 
 def check_vocabulary(manifest: SampleBatchFormed, rows: BatchRows, vocabulary: int) -> None:

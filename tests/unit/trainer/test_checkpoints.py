@@ -176,6 +176,18 @@ def test_a_marker_without_its_checkpoint_says_what_to_do(ground: Ground) -> None
         ground.newest()
 
 
+@pytest.mark.parametrize(
+    "content", [b"", b'{"incarnation": 0, "fol', b"[]", b"{}", b'{"incarnation": 0, "folder": 3}', b"\xff"]
+)
+def test_a_marker_that_cannot_be_read_is_named(ground: Ground, content: bytes) -> None:
+    place = ground.place()
+    save(claimed(place), 0)
+    (marker,) = place.markers()
+    ground.write(marker, content)
+    with pytest.raises(CheckpointUnusable, match=rf"{marker} does not say which checkpoint to go on from"):
+        ground.newest()
+
+
 def test_a_cursor_survives_as_plain_values() -> None:
     cursor = Cursor(next_batch=4, offset=17, step=4, draws=2)
     assert Cursor(**cursor_values(cursor)) == cursor  # type: ignore[arg-type]
@@ -310,6 +322,16 @@ def test_a_checkpoint_of_a_release_that_kept_no_sums_is_taken_as_it_is(tmp_path:
     name = save(claimed(place), 10)
     (tmp_path / name / SUMS).unlink()
     assert Checkpoints(place, keep=3).newest() == tmp_path / name
+
+
+def test_sums_that_list_no_files_are_damage(tmp_path: Path) -> None:
+    place = FolderPlace(tmp_path)
+    checkpoints = claimed(place)
+    before, last = save(checkpoints, 10), save(checkpoints, 20)
+    (tmp_path / last / SUMS).write_bytes(b"\xffgarbage\n")
+    with pytest.raises(CheckpointDamaged, match=f"{SUMS} does not list sums of files"):
+        place.opened(last)
+    assert Checkpoints(place, keep=3).newest() == tmp_path / before
 
 
 def test_a_shard_that_a_rank_finds_damaged_is_found_by_who_needs_it_and_the_one_before_is_taken_for_good(

@@ -34,7 +34,7 @@ from turnlog.settings import Settings, StoreSettings, from_tables
 from turnlog.trainer import CheckpointUnusable, Diverged
 from turnlog.trainer.algorithms.draws import DrawPasses
 from turnlog.trainer.checkpoint import Checkpoints, Cursor, find, folder_name
-from turnlog.trainer.checkpoints.places import FolderPlace
+from turnlog.trainer.checkpoints.places import SUMS, FolderPlace
 from turnlog.trainer.checkpoints.store import StorePlace
 from turnlog.trainer.launch import Beat
 from turnlog.trainer.loop import LearnerThread, Trainer, draw_passes
@@ -185,6 +185,30 @@ async def test_steps_without_a_finite_gradient_in_a_row_end_the_trainer_and_name
     again = [step.batch_index for step in await run.steps(4)]
     assert again[:3] == [0, 1, 2]
     assert again[3] in (1, 2)  # behind the checkpoint before, where the last one was still being written
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "common.pt", "metadata.json"])
+@pytest.mark.parametrize("cut", [None, 0, 20, 0.5])
+async def test_training_goes_back_from_a_checkpoint_whose_damage_no_sums_show(
+    tmp_path: Path, file: str, cut: float | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path)
+    await run.begin()
+    async with run.events() as events:
+        await append_batches(events, run.blobs, "run", 2)
+    await run.train()
+    last = tmp_path / "checkpoints/step-00000002-i0"
+    (last / SUMS).unlink()
+    content = (last / file).read_bytes()
+    if cut is None:
+        (last / file).unlink()
+    else:
+        (last / file).write_bytes(content[: int(cut * len(content)) if cut < 1 else int(cut)])
+    await run.train()
+    first, second, again = await run.steps(3)
+    assert [(step.batch_index, step.incarnation) for step in (first, second, again)] == [(0, 0), (1, 0), (1, 1)]
+    assert (again.loss, again.grad_norm) == (second.loss, second.grad_norm)
+    assert str(last) in caplog.text
 
 
 async def test_from_a_stored_checkpoint_that_a_rank_finds_damaged_training_goes_back_to_the_one_before(

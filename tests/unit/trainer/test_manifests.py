@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.fakes.memory_log import MemoryLog
@@ -22,7 +23,7 @@ from turnlog.settings import Settings
 from turnlog.trainer import BatchGap, TokensUnfit
 from turnlog.trainer.checkpoint import Cursor
 from turnlog.trainer.loop import VERSIONS, read_past
-from turnlog.trainer.reading.batches import WAITED, Manifests, ReadAhead, check_vocabulary, fetch_rows
+from turnlog.trainer.reading.batches import WAITED, Manifests, ReadAhead, check_lengths, check_vocabulary, fetch_rows
 from turnlog.trainer.reference import append_batches, synthetic_manifest, synthetic_rows
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -134,6 +135,26 @@ async def test_a_token_that_the_model_lacks_is_refused_by_batch_sample_and_place
         TokensUnfit, match=rf"batch 3 .*: sample sample-3-005 has token {token} at 2, the model has 384"
     ):
         check_vocabulary(manifest, dataclasses.replace(rows, token_ids=ids), 384)
+
+
+async def test_a_row_that_the_model_has_too_few_positions_for_is_refused_by_batch_sample_and_length() -> None:
+    rows = synthetic_rows(3)
+    longest = int(rows.lengths.max())
+    row, manifest = int(rows.lengths.argmax()), synthetic_manifest(rows, BlobRef("0" * 64, 1), "run", 3)
+    check_lengths(manifest, rows, longest - 1)
+    with pytest.raises(
+        TokensUnfit,
+        match=rf"batch 3 .*: sample sample-3-{row:03} has {longest} tokens, the model has {longest - 2} positions",
+    ):
+        check_lengths(manifest, rows, longest - 2)
+
+
+async def test_a_batch_without_rows_is_refused() -> None:
+    none = synthetic_rows(3).among(np.zeros(len(synthetic_rows(3)), bool))
+    blobs = MemoryBlobs()
+    manifest = synthetic_manifest(none, await blobs.put(write_rows(none)), "run", 3)
+    with pytest.raises(CorruptBatch, match=r"batch 3 .* holds no rows"):
+        await fetch_rows(manifest, blobs)
 
 
 async def test_the_file_of_another_batch_is_corrupt() -> None:
