@@ -28,7 +28,8 @@ from turnlog.processors.core.turns import Ids
 from turnlog.producers.gateway.conversation import continued
 from turnlog.producers.gateway.dialects.openai_chat import OpenAIChat
 from turnlog.producers.gateway.engines import Draft
-from turnlog.producers.gateway.prompts import ChatTemplate, Prompts, TextTokens
+from turnlog.producers.gateway.prompts import Prompts, TextTokens
+from turnlog.producers.gateway.rendering.template import ChatTemplate
 from turnlog.producers.gateway.requests import Claims
 from turnlog.producers.gateway.sessions import Session
 from turnlog.producers.gateway.turns import Planner, Said, Stored, TurnPlan, recorded

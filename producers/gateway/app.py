@@ -72,8 +72,9 @@ from turnlog.producers.gateway.owners import OwnedElsewhere, Owners
 from turnlog.producers.gateway.parsers.formats import formats_of
 from turnlog.producers.gateway.parsers.parser import CallFormat, Marks
 from turnlog.producers.gateway.profiles import Harness, harness
-from turnlog.producers.gateway.prompts import ChatTemplate, Prompts, TextTokens
+from turnlog.producers.gateway.prompts import Prompts, TextTokens
 from turnlog.producers.gateway.recovery import Recovery, SessionTail
+from turnlog.producers.gateway.rendering.template import ChatTemplate
 from turnlog.producers.gateway.requests import (
     Claims,
     FinishRequest,

@@ -2,11 +2,8 @@
 
 The prompt of a turn is its base's tokens, what closes that turn, and the new messages alone: nothing that an engine saw
 is tokenised again. Whether a template allows this is decided per append kind (roles appended, reasoning, tools, images
-present) on a built-in probe corpus, once; a kind that fails falls back alone to a full render. The template is rendered
-exactly as transformers renders it, without transformers (0.1 s of import against 4 s). Ids beyond the tokenizer's own
-vocabulary are legal wherever the model's is larger; they read as U+FFFD.
-Sources: transformers 5.12 `utils/chat_template_utils.py` (sandboxed environment, tojson, loop controls, generation
-blocks) and `PreTrainedTokenizerBase.apply_chat_template` (special tokens are template variables).
+present) on a built-in probe corpus, once; a kind that fails falls back alone to a full render. Ids beyond the
+tokenizer's own vocabulary are legal wherever the model's is larger; they read as U+FFFD.
 """
 
 from __future__ import annotations
@@ -14,20 +11,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
-import jinja2.ext
-from jinja2.nodes import CallBlock, Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+import orjson
 from tokenizers import Tokenizer, pre_tokenizers
 
 from turnlog.producers.gateway import BadRequest, PrefillNotServed
 from turnlog.producers.gateway.messages import Message
 from turnlog.producers.gateway.parsers.formats import MARKS
+from turnlog.producers.gateway.rendering.template import ChatTemplate, read_json, tojson
 
 UNKNOWN = "�"
 BYTES = frozenset(pre_tokenizers.ByteLevel.alphabet())
@@ -61,7 +55,7 @@ class TextTokens:
         text = config | (config.get("text_config") or {})  # a vision model says it of its language part
         self.vocabulary = int(text["vocab_size"])
         """Of the model: every id below may be sampled."""
-        self.eos = _eos(config) | _eos(_json(folder / "generation_config.json"))
+        self.eos = _eos(config) | _eos(read_json(folder / "generation_config.json"))
         """Ids at which engines end an output unasked."""
         self.window = int(text.get("max_position_embeddings", 0)) or 2**31 - 1
         added = self._tokenizer.get_added_tokens_decoder()
@@ -172,111 +166,15 @@ class TextStream:
         return self._text
 
 
-SPECIAL_TOKENS = (
-    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
-)  # fmt: skip
-
-REFUSALS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What a template, which is a program of the model's makers, ends by on messages that it was not written for."""
-
-
-class TemplateMissing(Exception):
-    """The model's folder has no chat template. Remedy: add chat_template.jinja to [model] path."""
-
-
-class ChatTemplate:
-    """Renders messages to the text that is tokenised."""
-
-    def __init__(self, source: str, variables: Mapping[str, str]) -> None:
-        """`variables`: special tokens by name, as the template may use them."""
-        self.sha256 = hashlib.sha256(source.encode()).hexdigest()
-        self.source = source
-        self._variables = dict(variables)
-        self._template = _environment().from_string(source)
-        self._template.globals = dict(self._template.globals)  # each render copies it, and a ChainMap slowly
-
-    @classmethod
-    def load(cls, folder: Path) -> ChatTemplate:
-        """From chat_template.jinja, else tokenizer_config.json. Raises TemplateMissing."""
-        config = _json(folder / "tokenizer_config.json")
-        file = folder / "chat_template.jinja"
-        source = file.read_text() if file.exists() else config.get("chat_template")
-        if isinstance(source, list):
-            source = {entry["name"]: entry["template"] for entry in source}.get("default")
-        if not isinstance(source, str):
-            raise TemplateMissing(f"{folder}: neither chat_template.jinja nor a chat_template in tokenizer_config.json")
-        special = {**_json(folder / "special_tokens_map.json"), **config}
-        tokens = {name: _content(special[name]) for name in SPECIAL_TOKENS if special.get(name)}
-        return cls(source, tokens)
-
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Any, *, generate: bool) -> str:
-        """The text of a conversation; `generate` adds the generation prompt. Raises BadRequest where the template
-        refuses the conversation."""
-        try:
-            return self._template.render(
-                messages=messages,
-                tools=tools or None,
-                documents=None,
-                add_generation_prompt=generate,
-                **self._variables,
-            )
-        except REFUSALS as error:
-            raise BadRequest(f"the model's chat template refuses these messages: {error}", param="messages") from error
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks assistant text for those who train on it; it renders its body."""
-
-    tags = {"generation"}  # noqa: RUF012 - the name and type that jinja2 asks for
-
-    def parse(self, parser: Parser) -> Node:
-        """One block up to endgeneration."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
-
-    def _body(self, caller: Any) -> str:
-        return str(caller())
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)  # noqa: DTZ005 - as theirs
-    return environment
-
-
-def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    return values
-
-
-def _content(token: Any) -> str:
-    return str(token["content"] if isinstance(token, dict) else token)
-
-
 SENTINEL = "Zq7"
 """An answer that no template contains."""
 OPEN = "Zq7-and-so-on"
 """Marks where a prefill is to go on."""
 HISTORY: tuple[dict[str, Any], ...] = ({"role": "user", "content": "d"},)
 """The dummy history. It does not end in an assistant message: stock Qwen3 renders the last of those differently."""
-# Some templates write no content beside a call: the sentinel is in both.
-CALLS = [{"type": "function", "id": "call00000", "function": {"name": "f", "arguments": {"a": SENTINEL}}}]
-TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "string", "description": "d"}}, "required": ["a"]}
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": PARAMETERS}}]
+KEPT_OPENINGS = 256
 
 
 CHECKED = (("user",), ("tool",), ("tool", "tool"), ("tool", "user"))
@@ -308,7 +206,8 @@ class Prompts:
         self.tokens = tokens
         self.template = template
         self._kinds: dict[Kind, bool] = {}
-        self._openings: dict[str, str] = {}
+        self._openings: dict[tuple[bytes, tuple[str, ...]], str] = {}
+        """Texts of the dummy history, by the tools as they came and by what the template prints of the date."""
         self._system_anywhere = self._probe_system()
         self._arguments_as_text = self._probe_arguments()
         self._ending = self._probe_ending()
@@ -323,13 +222,14 @@ class Prompts:
         """Whether the last id of an output that was stopped is what stopped it, and no part of what was said."""
         return token in stops or token in (self.end_of_turn, *self.tokens.eos) or self.tokens.is_control(token)
 
-    def full(self, messages: Sequence[Message], tools: Any) -> list[int]:
+    def full(self, messages: Sequence[Message], tools: Any, now: datetime | None = None) -> list[int]:
         """Ids of the whole conversation up to where the model goes on. Raises BadRequest."""
-        return self.tokens.encode(self.text(messages, tools))
+        return self.tokens.encode(self.text(messages, tools, now))
 
-    def text(self, messages: Sequence[Message], tools: Any) -> str:
-        """The whole conversation as the template writes it, up to where the model goes on. Raises BadRequest."""
-        return self._rendered([one.template for one in messages], tools)
+    def text(self, messages: Sequence[Message], tools: Any, now: datetime | None = None) -> str:
+        """The whole conversation as the template writes it, up to where the model goes on; `now`: what it prints of
+        the date. Raises BadRequest."""
+        return self._rendered([one.template for one in messages], tools, now)
 
     def ended(self, messages: Sequence[Message], tools: Any) -> str:
         """The same with its last message brought to its end, as one that was answered so. Raises BadRequest."""
@@ -351,14 +251,15 @@ class Prompts:
                         for at, one in enumerate(messages)]  # fmt: skip
         return messages
 
-    def _rendered(self, messages: Sequence[dict[str, Any]], tools: Any) -> str:
+    def _rendered(self, messages: Sequence[dict[str, Any]], tools: Any, now: datetime | None = None) -> str:
         """Up to the end of the generation prompt, or of a last message of the assistant's: a prefill is left open, as
         by `continue_final_message` of transformers. Raises BadRequest, PrefillNotServed."""
         messages = self._fitted(messages)
         *before, last = messages
         if last["role"] != "assistant":
-            return self.template.render(messages, tools, generate=True)
-        whole = self.template.render([*before, {**last, "content": f"{last['content']}{OPEN}"}], tools, generate=False)
+            return self.template.render(messages, tools, generate=True, now=now)
+        opened = {**last, "content": f"{last['content']}{OPEN}"}
+        whole = self.template.render([*before, opened], tools, generate=False, now=now)
         if whole.count(OPEN) != 1:
             raise PrefillNotServed(
                 "the model's chat template does not write the assistant's last message once and to its end, so that it "
@@ -367,9 +268,11 @@ class Prompts:
             )
         return whole[: whole.index(OPEN)]
 
-    def continuation(self, last: int, new: Sequence[Message], tools: Any, tools_sha256: str) -> list[int] | None:
+    def continuation(
+        self, last: int, new: Sequence[Message], tools: Any, now: datetime | None = None
+    ) -> list[int] | None:
         """close + delta: the ids to put after a base whose last id is `last`. None where the template cannot append
-        this kind, or where the base ends in another role's mark. Raises BadRequest."""
+        this kind, or where the base ends in another role's mark. `now`: see `text`. Raises BadRequest."""
         kind = Kind(
             tuple(one.role for one in new),
             any(one.reasoning for one in new),
@@ -378,7 +281,7 @@ class Prompts:
         )
         if not self._incremental(kind):
             return None
-        delta = self._delta([one.template for one in new], tools, tools_sha256)
+        delta = self._delta([one.template for one in new], tools, now)
         return None if delta is None else self._closed(last, delta)
 
     def appended(self) -> dict[str, bool]:
@@ -402,15 +305,18 @@ class Prompts:
             return ids[1:] if ids[:1] == [last] else None
         return ids
 
-    def _delta(self, new: list[dict[str, Any]], tools: Any, tools_key: str) -> str | None:
+    def _delta(self, new: list[dict[str, Any]], tools: Any, now: datetime | None = None) -> str | None:
         """The text of new messages up to where the model goes on: the difference of two renders over a dummy
         history."""
-        if tools_key not in self._openings:
-            if len(self._openings) > 256:
+        now = now or datetime.now(UTC)
+        written = orjson.dumps(tools)  # another order of keys is another text
+        opening = self._openings.get((written, self.template.dates(now)))
+        if opening is None:
+            opening = self.template.render(HISTORY, tools, generate=False, now=now)
+            if len(self._openings) >= KEPT_OPENINGS:
                 self._openings.clear()
-            self._openings[tools_key] = self.template.render(HISTORY, tools, generate=False)
-        opening = self._openings[tools_key]
-        whole = self._rendered([*HISTORY, *new], tools)
+            self._openings[written, self.template.dates(now)] = opening
+        whole = self._rendered([*HISTORY, *new], tools, now)
         return whole[len(opening) :] if whole.startswith(opening) else None
 
     def _probe_system(self) -> bool:
@@ -424,7 +330,7 @@ class Prompts:
 
     def _probe_arguments(self) -> bool:
         """Whether the template writes calls whose arguments are JSON text, and refuses objects (DeepSeek's do)."""
-        called = {"role": "assistant", "content": "", "tool_calls": CALLS}
+        called = {"role": "assistant", "content": "", "tool_calls": _called(1)}
         return not self._takes([*HISTORY, called]) and self._takes([*HISTORY, _with_text(called)])
 
     def _takes(self, messages: list[dict[str, Any]]) -> bool:
@@ -436,7 +342,7 @@ class Prompts:
     def _probe_ending(self) -> Ending | None:
         ask = {"role": "user", "content": "v"}
         try:
-            delta = self._delta([ask], None, "")
+            delta = self._delta([ask], None)
             whole = self.template.render(
                 [{"role": "user", "content": "u"}, {"role": "assistant", "content": SENTINEL}, ask], None, generate=True
             )
@@ -455,32 +361,40 @@ class Prompts:
         markers = set()
         for role in ("system", "user", "tool", "assistant"):
             try:
-                delta = self._delta([{"role": role, "content": "x"}], None, "")
+                delta = self._delta([{"role": role, "content": "x"}], None)
             except BadRequest:
                 continue
             markers.update(self.tokens.encode(delta or "")[:1])
         return frozenset(markers & self.tokens.special.keys())
 
     def _probe(self, kind: Kind) -> bool:
-        """Whether a full render of the probe conversations ends in what `continuation` would append, text and ids."""
+        """Whether full renders of the probe conversations end in what `continuation` would append, text and ids."""
+        verdicts = [self._probed(kind, answer, new) for answer, new in _canned(kind)]
+        return True in verdicts and False not in verdicts
+
+    def _probed(self, kind: Kind, answer: dict[str, Any], new: list[dict[str, Any]]) -> bool | None:
+        """Of one conversation; None where the template refuses it, so that it never comes, and where nothing tells its
+        answer."""
         if self._ending is None:
             return False
         tools = TOOLS if kind.tools else None
-        new = [_canned(role, at, kind) for at, role in enumerate(kind.roles)]
-        answer: dict[str, Any] = {"role": "assistant", "content": SENTINEL}
-        if kind.roles[:1] == ("tool",):
-            answer["tool_calls"] = CALLS
         asked = [{"type": "image"}, {"type": "text", "text": "u"}] if kind.images else "u"
         conversation = [{"role": "user", "content": asked}, answer, *new]
+        now = datetime.now(UTC)
         try:
-            delta = self._delta(new, tools, f"probe {kind.tools}")
-            whole = self._rendered(conversation, tools)
+            whole = self._rendered(conversation, tools, now)
+        except BadRequest:
+            return None
+        if SENTINEL not in whole:
+            return None
+        try:
+            delta = self._delta(new, tools, now)
         except BadRequest:
             return False
         if delta is None or not self._appends(whole, self._ending.text + delta):
             return False
         try:
-            whole = self._rendered([{"role": "system", "content": "s"}, *conversation], tools)
+            whole = self._rendered([{"role": "system", "content": "s"}, *conversation], tools, now)
         except BadRequest:
             return True  # a template without system messages never meets one
         return self._appends(whole, self._ending.text + delta)
@@ -497,17 +411,46 @@ def _with_text(message: dict[str, Any]) -> dict[str, Any]:
     calls = []
     for call in message.get("tool_calls") or ():
         arguments = call["function"]["arguments"]
-        text = arguments if isinstance(arguments, str) else _tojson(arguments)
+        text = arguments if isinstance(arguments, str) else tojson(arguments)
         calls.append({**call, "function": {**call["function"], "arguments": text}})
     return {**message, "tool_calls": calls} if calls else message
 
 
-def _canned(role: str, at: int, kind: Kind) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": role, "content": f"w{at}"}
-    if kind.images and role in ("user", "tool"):
-        message["content"] = [{"type": "image"}, {"type": "text", "text": f"w{at}"}]
-    if role == "assistant" and kind.roles[at + 1 : at + 2] == ("tool",):
-        message["tool_calls"] = CALLS
-    if role == "assistant" and kind.reasoning:
-        message["reasoning_content"] = "because"
-    return message
+def _called(count: int) -> list[dict[str, Any]]:
+    """Calls as agents send them back. Some templates write no content beside them: the sentinel is in both."""
+    function = {"name": "f", "arguments": {"a": SENTINEL}}
+    return [{"type": "function", "id": f"call0000{at}", "function": function} for at in range(count)]
+
+
+def _canned(kind: Kind) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """Answers, and the messages of a kind that come after them. A template may tell a result's tool by the call that
+    it answers, by the name that it brings, or not at all, and agents send results with and without either; calls come
+    alone and beside a text, several at once unless the template takes one alone."""
+    named: list[dict[str, str]] = [{}]
+    if "tool" in kind.roles:
+        named = [{"tool_call_id": "call0000{at}", "name": "f"}, {"tool_call_id": "call0000{at}"}, {}]
+    for names in named:
+        new: list[dict[str, Any]] = []
+        of_run = 0
+        for at, role in enumerate(kind.roles):
+            of_run = of_run + 1 if role == "tool" and at and kind.roles[at - 1] == "tool" else 0
+            message: dict[str, Any] = {"role": role, "content": f"w{at}"}
+            if kind.images and role in ("user", "tool"):
+                message["content"] = [{"type": "image"}, {"type": "text", "text": f"w{at}"}]
+            if role == "tool":
+                message |= {key: text.format(at=of_run) for key, text in names.items()}
+            if role == "assistant" and (results := _results(kind.roles[at + 1 :])):
+                message["tool_calls"] = _called(results)
+            if role == "assistant" and kind.reasoning:
+                message["reasoning_content"] = "because"
+            new.append(message)
+        answer: dict[str, Any] = {"role": "assistant", "content": SENTINEL}
+        for count in sorted({min(1, _results(kind.roles)), _results(kind.roles)}):
+            calls = {"tool_calls": _called(count)} if count else {}
+            yield {**answer, **calls}, new
+            yield {**answer, **calls, "content": "" if calls else SENTINEL}, new
+
+
+def _results(roles: Sequence[str]) -> int:
+    """How many of tools come first."""
+    return next((at for at, role in enumerate(roles) if role != "tool"), len(roles))

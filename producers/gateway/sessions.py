@@ -9,6 +9,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from prometheus_client import Counter, Gauge
@@ -119,6 +120,8 @@ class Session:
 
     started: SessionStarted
     epoch: str
+    began: datetime
+    """The time of SessionStarted on the log: what templates print of the date, on every day and at every gateway."""
     limits: Limits = Limits()
     conversation: Conversation = field(default_factory=Conversation)
     finished: SessionFinished | None = None
@@ -361,9 +364,10 @@ class Sessions:
         _, offset = await self._events.append(event)
         await self._tail.reached(self._tail.partition(request.group_id), offset + 1)
         known = self._tail.known(request.session_id)
-        if known is not None and (known.epochs[0].offset != offset or len(known.epochs) > 1):
+        assert known is not None, "our own record was read back"
+        if known.epochs[0].offset != offset or len(known.epochs) > 1:
             return await self._from_log(known)  # another gateway opened it between our read and our write
-        return self._hold(Session(event, event.event_id, self._limits))
+        return self._hold(Session(event, event.event_id, _moment(known.started_ms), self._limits))
 
     async def _found(self, claims: Claims) -> Session:
         spine = await self._tail.session(claims.session_id, claims.group_id, claims.floor)
@@ -385,7 +389,8 @@ class Sessions:
             if spine.epochs[-1].id != epoch:
                 raise EpochLost(f"session {started.session_id} was adopted by {spine.epochs[-1].writer_url} meanwhile")
             finished = spine.finished
-        return self._hold(Session(started, epoch, self._limits, await self._recorded(started), finished))
+        began, conversation = _moment(spine.started_ms), await self._recorded(started)
+        return self._hold(Session(started, epoch, began, self._limits, conversation, finished))
 
     async def _adopt(self, started: SessionStarted, last_epoch: str) -> str:
         event = SessionAdopted(
@@ -463,6 +468,10 @@ class Sessions:
                 self.held.pop(session_id).conversation.unlink()
         OPEN.set(len(self.held))
         return session
+
+
+def _moment(milliseconds: float) -> datetime:
+    return datetime.fromtimestamp(milliseconds / 1000, UTC)
 
 
 def _acted_on(turn: Turn, epoch: str) -> bool:

@@ -244,7 +244,7 @@ class Planner:
         if kept == len(request.messages):
             prompt = self._reopened(session, base)
         else:
-            prompt = await self._continued(session, request, base, kept, tools_sha256)
+            prompt = await self._continued(session, request, base, kept)
         if self.history == "template":
             whole, literal = await self._full(session, request, "history_rewritten"), self.prompts.tokens.literal
             texts = [one.ids.tolist() for one in (whole, prompt)]
@@ -260,14 +260,12 @@ class Planner:
             held, place = held[:-1], next(above(place, base.total - 1))
         return Prompt(held, base.images, place, "reopened")
 
-    async def _continued(
-        self, session: Session, request: TurnRequest, base: Turn, kept: int, tools_sha256: str
-    ) -> Prompt:
+    async def _continued(self, session: Session, request: TurnRequest, base: Turn, kept: int) -> Prompt:
         """New messages behind the base; all of them rendered anew where the template cannot append these."""
 
         def rendered() -> tuple[Ids, tuple[ImageRef, ...]] | None:
             new = self._shown(request)[kept:]
-            more = self.prompts.continuation(base.last, new, request.tools, tools_sha256)
+            more = self.prompts.continuation(base.last, new, request.tools, session.began)
             if more is None:
                 return None
             more, images = placed(more, base.total, self.image_token, _pictures(new, request.images))
@@ -285,7 +283,7 @@ class Planner:
 
     async def _full(self, session: Session, request: TurnRequest, reason: str) -> Prompt:
         def rendered() -> tuple[Ids, tuple[ImageRef, ...]]:
-            ids = self.prompts.full(self._shown(request), request.tools)
+            ids = self.prompts.full(self._shown(request), request.tools, session.began)
             ids, images = placed(ids, 0, self.image_token, _pictures(request.messages, request.images))
             return np.array(ids, dtype=np.int32), images
 

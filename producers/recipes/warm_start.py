@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from turnlog.infra.recipes import Demonstration, Message, TinyModel, WarmStartRow
 from turnlog.producers.gateway.messages import normalised
-from turnlog.producers.gateway.prompts import ChatTemplate, Prompts, TextTokens
+from turnlog.producers.gateway.prompts import Prompts, TextTokens
+from turnlog.producers.gateway.rendering.template import ChatTemplate
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

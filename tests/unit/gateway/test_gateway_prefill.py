@@ -11,7 +11,8 @@ import pytest
 from turnlog.processors.core.fold.group import FoldRules, GroupFold
 from turnlog.producers.gateway import PrefillNotServed
 from turnlog.producers.gateway.messages import normalised
-from turnlog.producers.gateway.prompts import ChatTemplate, Prompts, TextTokens
+from turnlog.producers.gateway.prompts import Prompts, TextTokens
+from turnlog.producers.gateway.rendering.template import ChatTemplate
 from turnlog.schemas.events import Boundary, RewardAssigned, SegmentSample, Verifier
 from turnlog.schemas.topics import TOPIC_OF
 from turnlog.schemas.types import int32s

@@ -308,6 +308,25 @@ async def test_a_gateway_says_at_its_start_what_it_makes_of_its_template(
     assert told in line
 
 
+async def test_a_session_is_shown_the_time_of_its_beginning_at_every_gateway(tmp_path: Path) -> None:
+    source = FAMILIES["chatml"].source + "{{ '' }}"
+    async with served("{{ strftime_now('%F %H:%M:%S.%f') }}" + source, tmp_path) as rig:
+        session = await rig.open(sampling={"temperature": 1.0, "max_new_tokens": 50})
+        messages: list[Any] = [{"role": "user", "content": "?"}]
+        for index in range(4):
+            rig.script.answers.append(rig.tokens.encode(f"so{index}<|im_end|>"))
+            answer = await rig.chat(session, messages)
+            messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": "and?"}]
+            if index == 1:
+                await rig.start("gateway-1")
+            if index == 2:
+                messages[0] = {"role": "user", "content": "!"}
+        texts = [rig.tokens.literal(one.input_ids) for one in rig.engines["e0"].requests]
+        assert len({text.partition("<|im_start|>")[0] for text in texts}) == 1
+        boundaries = [one.boundary for one in await rig.written("TokenSnapshot")]
+        assert boundaries == [Boundary.root, Boundary.append, Boundary.append, Boundary.root]
+
+
 SHOWS_IDS = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' }}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,8 @@ from hypothesis import strategies as st
 from turnlog.producers.gateway.messages import normalised, parts_of, response_of
 from turnlog.producers.gateway.parsers.formats import HERMES, THINK
 from turnlog.producers.gateway.parsers.parser import Call, Parser, Part, Reasoning, Text
-from turnlog.producers.gateway.prompts import (
-    ChatTemplate,
-    ModelMissing,
-    Prompts,
-    TemplateMissing,
-    TextStream,
-    TextTokens,
-)
+from turnlog.producers.gateway.prompts import ModelMissing, Prompts, TextStream, TextTokens
+from turnlog.producers.gateway.rendering.template import ChatTemplate, TemplateMissing
 
 TOOLS = [{"type": "function", "function": {"name": "calc", "description": "ü <b>", "parameters": {"type": "object"}}}]
 CALL = {"id": "c1", "type": "function", "function": {"name": "calc", "arguments": '{"expr": "1<2", "b": 1}'}}
@@ -111,10 +106,10 @@ def test_a_continuation_is_what_a_full_render_puts_after_the_answer(
     ):
         answer = {"role": "assistant", "content": "x", **({"tool_calls": [CALL]} if new[0]["role"] == "tool" else {})}
         whole = prompts.full(normalised([{"role": "user", "content": "q"}, answer, *new]), tools)
-        more = prompts.continuation(prompts.end_of_turn or -1, normalised(new), tools, "t")
+        more = prompts.continuation(prompts.end_of_turn or -1, normalised(new), tools)
         assert more is not None
         assert whole[-len(more) - 1 :] == [prompts.end_of_turn, *more]
-        cut = prompts.continuation(100, normalised(new), tools, "t")
+        cut = prompts.continuation(100, normalised(new), tools)
         assert cut == [prompts.end_of_turn, *more]
 
 
@@ -122,16 +117,106 @@ def test_a_base_that_ends_in_the_next_roles_mark_keeps_it_once(model_folder: Pat
     prompts = _prompts(model_folder, NEXT_ROLE_ENDS)
     new = normalised([{"role": "user", "content": "b"}])
     mark = prompts.tokens.encode("<|im_start|>")[0]
-    whole = prompts.continuation(7, new, None, "t")
+    whole = prompts.continuation(7, new, None)
     assert whole is not None
     assert whole[0] == mark
-    assert prompts.continuation(mark, new, None, "t") == whole[1:]
+    assert prompts.continuation(mark, new, None) == whole[1:]
 
 
 def test_a_kind_that_the_template_refuses_falls_back_alone(model_folder: Path) -> None:
     prompts = _prompts(model_folder, ALTERNATING)
-    assert prompts.continuation(2, normalised([{"role": "tool", "content": "8"}]), None, "t") is None
-    assert prompts.continuation(2, normalised([{"role": "user", "content": "8"}]), None, "t") is not None
+    assert prompts.continuation(2, normalised([{"role": "tool", "content": "8"}]), None) is None
+    assert prompts.continuation(2, normalised([{"role": "user", "content": "8"}]), None) is not None
+
+
+LISTS_TOOLS = (
+    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_tools_whose_keys_come_in_another_order_have_an_opening_of_their_own(model_folder: Path) -> None:
+    prompts, new = _prompts(model_folder, LISTS_TOOLS), normalised([{"role": "user", "content": "b"}])
+    reordered = [dict(reversed(TOOLS[0].items()))]
+    assert prompts.continuation(2, new, TOOLS) == prompts.continuation(2, new, reordered) is not None
+
+
+def test_a_template_that_prints_the_date_appends_on_every_day(model_folder: Path) -> None:
+    source = (
+        "{{ strftime_now('%d %b') }}{% if messages | length > 2 %}{{ strftime_now('%H') }}{% endif %}" + LISTS_TOOLS
+    )
+    prompts, new = _prompts(model_folder, source), normalised([{"role": "user", "content": "b"}])
+    for now in (datetime(2026, 1, 1, 23, tzinfo=UTC), datetime(2026, 1, 2, 0, tzinfo=UTC)) * 2:
+        assert prompts.text(new, None, now).startswith(f"{now:%d %b}<|im_start|>")
+        appended = prompts.continuation(2, new, None, now)
+        assert appended is not None
+        asked = [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "x"},
+            {"role": "user", "content": "b"},
+        ]
+        assert prompts.full(normalised(asked), None, now)[-len(appended) :] == appended
+
+
+RESULT = (
+    "{% if m.role == 'tool' %}{% for b in messages %}{% for c in b.tool_calls or [] %}{% if c.id == m.tool_call_id %}"
+    "[{{ c.function.name }}]{% endif %}{% endfor %}{% endfor %}{% endif %}"
+)
+"""Finds a result's tool by the call that it answers."""
+
+
+@pytest.mark.parametrize(
+    "finds", [RESULT, "{{ m.name or '' }}" + RESULT.replace("c.id == ", "not m.name and c.id == ")]
+)
+def test_a_result_that_is_written_by_its_call_is_not_appended(model_folder: Path, finds: str) -> None:
+    prompts = _prompts(model_folder, LISTS_TOOLS.replace("{{ m.content }}", finds + "{{ m.content }}"))
+    assert not any(appended for kind, appended in prompts.appended().items() if "tool+" in kind or kind == "tool")
+    for result in ({"tool_call_id": "c1"}, {"tool_call_id": "c1", "name": "calc"}, {}):
+        assert prompts.continuation(2, normalised([{"role": "tool", "content": "8", **result}]), TOOLS) is None
+    assert prompts.continuation(2, normalised([{"role": "user", "content": "8"}]), TOOLS) is not None
+
+
+def test_a_template_that_lists_the_properties_of_a_tool_appends_where_tools_are_offered(model_folder: Path) -> None:
+    listed = (
+        "{% for name, one in tool.function.parameters.properties.items() %}{{ name + one.description }}{% endfor %}"
+    )
+    prompts = _prompts(model_folder, LISTS_TOOLS.replace("{{ tool | tojson }}", listed))
+    assert all(prompts.appended().values())
+
+
+NAMED = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools[0].function.name }}", "rag": "no"}
+
+
+@pytest.mark.parametrize("where", ["configuration", "files", "processor"])
+def test_named_templates_are_taken_as_transformers_takes_them(
+    tmp_path: Path, model_folder: Path, where: str, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    import transformers
+
+    (tmp_path / "tokenizer.json").write_bytes((model_folder / "tokenizer.json").read_bytes())
+    listed = [{"name": name, "template": source} for name, source in NAMED.items()]
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if where == "configuration":
+        config["chat_template"] = listed
+    elif where == "files":
+        config["chat_template"] = "{{ 'not this' }}"
+        (tmp_path / "chat_template.jinja").write_text(NAMED["default"])
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates/tool_use.jinja").write_text(NAMED["tool_use"])
+    else:
+        config["chat_template"] = "{{ 'of the text model' }}"
+        (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": NAMED}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours, asked = ChatTemplate.load(tmp_path), [{"role": "user", "content": "q"}]
+    assert [ours.render(asked, tools, generate=False) for tools in (None, [], TOOLS)] == ["q", "q", "calc"]
+    if where != "processor":  # which only a processor of transformers reads
+        theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
+        for tools in (None, TOOLS):
+            expected = theirs.apply_chat_template(asked, tools=tools, tokenize=False)
+            assert ours.render(asked, tools, generate=False) == expected
+    assert ours.sha256 != ChatTemplate(NAMED["default"], {}).sha256
 
 
 def test_a_template_that_joins_arguments_as_text_gets_text(model_folder: Path) -> None:
@@ -146,7 +231,7 @@ def test_a_template_that_joins_arguments_as_text_gets_text(model_folder: Path) -
         said = {"role": "assistant", "content": "", "tool_calls": [call]}
         asked = normalised([{"role": "user", "content": "q"}, said, {"role": "tool", "content": "8"}])
         assert f"<|im_start|>assistant\ncalc\n{arguments}<|im_end|>\n<|im_start|>tool\n8" in prompts.text(asked, TOOLS)
-    assert prompts.continuation(prompts.end_of_turn or -1, asked[2:], TOOLS, "t") is not None
+    assert prompts.continuation(prompts.end_of_turn or -1, asked[2:], TOOLS) is not None
 
 
 def test_a_template_that_rewrites_history_is_not_incremental(model_folder: Path) -> None:
@@ -156,7 +241,7 @@ def test_a_template_that_rewrites_history_is_not_incremental(model_folder: Path)
         "[{{ messages | length }}]{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     prompts = _prompts(model_folder, source)
-    assert prompts.continuation(2, normalised([{"role": "user", "content": "a"}]), None, "t") is None
+    assert prompts.continuation(2, normalised([{"role": "user", "content": "a"}]), None) is None
 
 
 @example([99, 0, 0, 0, 131, 0, 0, 0, 99], random.Random(0))

@@ -14,7 +14,8 @@ from tokenizers import Tokenizer
 
 from turnlog.infra.recipes import AmbiguousRecipe, BrokenRecipe, Episode, Recipe, SandboxCall, UnknownRecipe, recipe
 from turnlog.producers.gateway.messages import normalised, tools_digest
-from turnlog.producers.gateway.prompts import ChatTemplate, Prompts, TextTokens
+from turnlog.producers.gateway.prompts import Prompts, TextTokens
+from turnlog.producers.gateway.rendering.template import ChatTemplate
 from turnlog.producers.recipes.calc import RECIPE, judge
 from turnlog.producers.tasks import provided_dataset
 from turnlog.schemas.events import Outcome
