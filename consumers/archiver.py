@@ -39,6 +39,7 @@ from turnlog.infra.log import Commit, Partition, Reader, Record, Transactor
 from turnlog.infra.roles.measures import STAGE_S
 from turnlog.infra.roles.role import Role
 from turnlog.names import ConsumerGroup, TransactionalId
+from turnlog.schemas import UndecodableRecord
 from turnlog.schemas.codec import HEADER, MAGIC
 from turnlog.schemas.events import ALL
 from turnlog.schemas.topics import BY_NAME, SESSIONS
@@ -67,10 +68,10 @@ class WrittenSchemas:
     async def _learn(self, schema_id: int) -> None:
         try:
             schema = await self._events.schema(schema_id)
-        except KeyError:
+        except (KeyError, UndecodableRecord):
             self._unknown.add(schema_id)
             return
-        if str(schema.get("name", "")).rpartition(".")[2] not in ALL:
+        if not isinstance(schema, Mapping) or str(schema.get("name", "")).rpartition(".")[2] not in ALL:
             self._unknown.add(schema_id)
             return
         await self._index.put_schema(schema_id, schema)

@@ -20,6 +20,7 @@ import httpx
 from turnlog.infra.roles import Explained, Unreachable, passes
 from turnlog.infra.roles.tls import trusting
 from turnlog.infra.run_folder import present
+from turnlog.schemas import UndecodableRecord
 from turnlog.schemas.compatibility import Problem, Schema, incompatibilities
 from turnlog.settings import RegistrySettings
 
@@ -70,7 +71,8 @@ class Registry(Protocol):
         ...
 
     async def schema(self, schema_id: int) -> Mapping[str, Any]:
-        """The schema of an id. Raises KeyError when there is none."""
+        """The schema of an id, which may be any JSON. Raises KeyError when there is none, UndecodableRecord for one
+        that is no JSON."""
         ...
 
     async def close(self) -> None:
@@ -115,7 +117,11 @@ class HttpRegistry:
         answer = await self._call("GET", f"/schemas/ids/{schema_id}")
         if _is_absent(answer):
             raise KeyError(schema_id)
-        schema: Mapping[str, Any] = self._told(answer, "schema", json.loads)
+        text = self._told(answer, "schema", str)
+        try:
+            schema: Mapping[str, Any] = json.loads(text)
+        except (ValueError, RecursionError) as error:  # a registry holds Protobuf, too
+            raise UndecodableRecord(f"{self._url}: schema id {schema_id} is no JSON: {error}") from error
         return schema
 
     async def config(self, record: str = "") -> httpx.Response:

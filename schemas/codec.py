@@ -15,11 +15,10 @@ import struct
 from collections.abc import Callable, Mapping, Set
 from enum import StrEnum
 from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, NoReturn, Union, get_args, get_origin
 
 import fastavro
-from fastavro.read import SchemaResolutionError
-from fastavro.schema import SchemaParseException, UnknownType, fingerprint
+from fastavro.schema import fingerprint
 from fastavro.schema import to_parsing_canonical_form as canonical
 
 from turnlog.schemas import (
@@ -32,12 +31,11 @@ from turnlog.schemas import (
 )
 from turnlog.schemas.avsc import NAMESPACE, avro_schema, field_types, stored_schema
 from turnlog.schemas.events import ALL, UNWRITTEN, Event
+from turnlog.schemas.layout import UnsafeSchema, parsed_schema
 
 MAGIC = 0
 HEADER = struct.Struct(">bI")
 Convert = Callable[[Any], Any]
-BROKEN = (EOFError, ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError, SchemaResolutionError)
-"""What fastavro raises for bytes that are not of their schema, or for schemas that do not resolve."""
 
 
 class Codec:
@@ -55,20 +53,30 @@ class Codec:
         """By header, made when its first record comes; None for ids of another layout than the present one."""
         self._later: dict[int, str] = {}
         """Schema id -> a kind of record that a newer release brought."""
+        self._refused: dict[int, str] = {}
+        """Schema id -> why no record of it is read."""
 
-    def hold(self, schema_id: int, schema: Mapping[str, Any]) -> None:
-        """Hold one more writer's schema. Raises UndecodableRecord when it is not of a record of the catalogue."""
-        name = str(schema.get("name", "")).rpartition(".")[2]
-        if name not in ALL and schema.get("namespace") == NAMESPACE:
-            self._later[schema_id] = name
-            return
-        if name not in ALL:
-            raise UndecodableRecord(f"schema id {schema_id} is of {name!r}, which is no record of turnlog")
+    def hold(self, schema_id: int, schema: object) -> None:
+        """Hold one more writer's schema, which may be any JSON. Raises UndecodableRecord, as every record of the id
+        will, when it is not of a record of the catalogue, or does not bound the work of its readers."""
         self._readers.pop(HEADER.pack(MAGIC, schema_id), None)
-        try:
-            self._written[schema_id] = (name, fastavro.parse_schema(dict(schema)))
-        except (SchemaParseException, UnknownType) as error:
-            raise UndecodableRecord(f"schema id {schema_id} of {name} is no Avro schema: {error}") from error
+        for known in (self._written, self._later, self._refused):
+            known.pop(schema_id, None)
+        given = schema if isinstance(schema, Mapping) else {}
+        name = str(given.get("name", "")).rpartition(".")[2]
+        if name not in ALL and given.get("namespace") == NAMESPACE:
+            self._later[schema_id] = name
+        elif name not in ALL:
+            self._refuse(schema_id, f"schema id {schema_id} is of {name[:100]!r}, which is no record of turnlog")
+        else:
+            try:
+                self._written[schema_id] = (name, parsed_schema(schema))
+            except UnsafeSchema as error:
+                self._refuse(schema_id, f"schema id {schema_id} of {name} is refused: {error}", error)
+
+    def _refuse(self, schema_id: int, why: str, cause: Exception | None = None) -> NoReturn:
+        self._refused[schema_id] = why
+        raise UndecodableRecord(why) from cause
 
     def encode(self, event: Event) -> bytes:
         """Raises UnknownRecord for a class outside the catalogue, WrittenTooSoon, ValueError for a field that does not
@@ -114,7 +122,8 @@ class Codec:
         try:
             datum = fastavro.schemaless_reader(stream, written, self._present[name])
             event = _from_avro(ALL[name])(datum)
-        except BROKEN as error:
+        # fastavro raises whatever its Python or C code meets in bytes that are not of their schema.
+        except Exception as error:
             raise UndecodableRecord(f"{name}: the Avro body is broken ({type(error).__name__}: {error})") from error
         if stream.read(1):
             raise UndecodableRecord(f"{name}: bytes follow the Avro body")
@@ -143,6 +152,8 @@ class Codec:
         schema_id = HEADER.unpack_from(data)[1]
         if schema_id in self._later:
             raise LaterKind(self._later[schema_id])
+        if schema_id in self._refused:
+            raise UndecodableRecord(self._refused[schema_id])
         if schema_id not in self._written:
             raise UnknownSchemaId(schema_id)
         name, schema = self._written[schema_id]

@@ -17,7 +17,8 @@ from typing import Any
 import fastavro
 
 from turnlog.infra.log import Partition, Record
-from turnlog.schemas.codec import BROKEN, HEADER, MAGIC
+from turnlog.schemas.codec import HEADER, MAGIC
+from turnlog.schemas.layout import UnsafeSchema, parsed_schema
 
 PRIMITIVES = frozenset({"null", "boolean", "int", "long", "float", "double", "bytes", "string"})
 NAMED = frozenset({"record", "error", "enum", "fixed"})
@@ -263,12 +264,13 @@ class RangeFile:
 
     def _open_arm(self, schema_id: int, schema: Mapping[str, Any]) -> None:
         try:
+            reader = parsed_schema(schema)
             self._arms[schema_id] = self._union.add(schema_id, schema)
-        except Unmergeable:
+        except (UnsafeSchema, Unmergeable):
             self._arms[schema_id] = None
             return
         self._schemas[schema_id] = schema
-        self._readers[schema_id] = fastavro.parse_schema(dict(schema))
+        self._readers[schema_id] = reader
 
 
 def read_range(content: bytes, place: Partition) -> Iterator[list[Record]]:
@@ -392,7 +394,7 @@ def _decodes(value: bytes, schema: Any) -> bool:
     stream.seek(HEADER.size)
     try:
         fastavro.schemaless_reader(stream, schema, None)
-    except BROKEN:
+    except Exception:  # fastavro raises whatever it meets in bytes that are not of their schema
         return False
     return not stream.read(1)
 

@@ -143,3 +143,13 @@ def test_a_damaged_file_is_refused(damage: Any) -> None:
     content = written([record(n, CODEC.encode(event)) for n, event in enumerate(events())], SCHEMAS)
     with pytest.raises(CorruptArchive):
         back(damage(content))
+
+
+@pytest.mark.parametrize("kind", [{"type": "array", "items": "null"}, {"type": "map", "values": {"x": 1}}, 5])
+def test_a_value_whose_schema_no_reader_follows_is_kept_as_it_stood(kind: object) -> None:
+    present = stored_schema("EngineGone")
+    schema = {**present, "fields": [{"name": "more", "type": kind}, *present["fields"]]}
+    value = HEADER.pack(0, 9) + zigzag(1 << 62)
+    content = written([record(0, value)], {9: schema})
+    assert back(content) == [record(0, value)]
+    assert [found["raw"] for found in fastavro.reader(io.BytesIO(content))] == [value]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from turnlog.schemas import UndecodableRecord, binary
 from turnlog.schemas.avsc import field_types, stored_schema
-from turnlog.schemas.codec import BROKEN, Codec, plain
+from turnlog.schemas.codec import Codec, plain
 from turnlog.schemas.events import ALL, EngineGone, GroupClosed, StepCompleted, TokenSnapshot
 from turnlog.schemas.releases import example
 
@@ -89,7 +89,7 @@ def test_what_a_generated_reader_takes_fastavro_takes_alike(name: str, data: st.
     stream = io.BytesIO(body)
     try:
         datum = fastavro.schemaless_reader(stream, PARSED[name])
-    except BROKEN:
+    except Exception:
         assert end != len(body)  # then the codec asks fastavro
         return
     if end == len(body):

@@ -11,7 +11,7 @@ from typing import Any
 import fastavro
 import pytest
 
-from turnlog.schemas import LaterKind, UndecodableRecord, WrittenTooSoon
+from turnlog.schemas import LaterKind, UndecodableRecord, WrittenTooSoon, layout
 from turnlog.schemas.avsc import stored_schema
 from turnlog.schemas.codec import HEADER, Codec, plain
 from turnlog.schemas.events import ALL, Boundary, EngineGone, FinishReason, TokenSnapshot, TurnCompleted, VersionSpan
@@ -152,7 +152,118 @@ def test_every_enum_has_a_default_so_that_it_may_grow(name: str) -> None:
 
 
 def test_a_schema_that_is_none_is_refused_by_name() -> None:
-    with pytest.raises(UndecodableRecord, match="EngineGone is no Avro schema"):
+    with pytest.raises(UndecodableRecord, match="EngineGone is refused: it is no Avro schema"):
         Codec({}).hold(
             THEIRS, {"type": "record", "name": "turnlog.v1.EngineGone", "fields": [{"name": "a", "type": "b"}]}
         )
+
+
+def with_field(kind: Any) -> dict[str, Any]:
+    """EngineGone with a first field more, as a newer release could write it."""
+    present = stored_schema("EngineGone")
+    return {**present, "fields": [{"name": "more", "type": kind}, *present["fields"]]}
+
+
+def doubled(types: int) -> Any:
+    """A record of 2^types values."""
+    kind: Any = {"type": "record", "name": "D0", "fields": [{"name": "a", "type": "long"}]}
+    for number in range(1, types):
+        fields = [{"name": "a", "type": kind}, {"name": "b", "type": f"D{number - 1}"}]
+        kind = {"type": "record", "name": f"D{number}", "fields": fields}
+    return kind
+
+
+def nested(levels: int) -> Any:
+    kind: Any = "long"
+    for _ in range(levels):
+        kind = {"type": "array", "items": kind}
+    return kind
+
+
+EMPTY = {"type": "record", "name": "Empty", "fields": []}
+LIST = {"type": "record", "name": "Node", "fields": [{"name": "next", "type": ["null", "Node"]}]}
+COSTLY = {
+    "items without bytes": ({"type": "array", "items": "null"}, "takes no bytes"),
+    "items without bytes, as a type": ({"type": "array", "items": {"type": "null"}}, "takes no bytes"),
+    "empty records": ({"type": "array", "items": EMPTY}, "takes no bytes"),
+    "records of empty ones": (
+        {"type": "array", "items": {"type": "record", "name": "R", "fields": [{"name": "e", "type": EMPTY}]}},
+        "takes no bytes",
+    ),
+    "fixed of 0": ({"type": "array", "items": {"type": "fixed", "name": "F", "size": 0}}, "takes no bytes"),
+    "values of a map": ({"type": "map", "values": "null"}, "takes no bytes"),
+    "within a union": (["null", {"type": "array", "items": "null"}], "takes no bytes"),
+    "holds itself": (LIST, "Node holds itself"),
+    "holds itself in an array": (
+        {"type": "record", "name": "T", "fields": [{"name": "a", "type": {"type": "array", "items": "T"}}]},
+        "T holds itself",
+    ),
+    "doubled": (doubled(40), "types inside one another and .* in all"),
+    "nested": (nested(65), "65 types inside one another"),
+    "nested beyond what a stack holds": (nested(100_000), "nested deeper"),
+}
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_a_schema_that_lets_few_bytes_cost_much_is_refused(name: str) -> None:
+    """Four hundred million items of no bytes took a reader 28 s, a type that holds itself its process."""
+    kind, why = COSTLY[name]
+    codec = Codec({})
+    with pytest.raises(UndecodableRecord, match=why):
+        codec.hold(THEIRS, with_field(kind))
+    for _ in range(2):  # and the registry is not asked again
+        with pytest.raises(UndecodableRecord, match=f"schema id {THEIRS} of EngineGone is refused"):
+            codec.decode(HEADER.pack(0, THEIRS) + b"\x80\x80\x80\x80\x80\x80\x80\x80\x7f")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"name": "StepCompleted", "namespace": "turnlog.v1"},
+        {"type": "record", "name": "StepCompleted", "fields": [{"name": "a", "type": {"name": "b"}}]},
+        {"type": "record", "name": "StepCompleted", "fields": 5},
+        {"type": "record", "name": ["StepCompleted"], "fields": []},
+        {"type": "fixed", "name": "StepCompleted", "size": "16"},
+        [{"type": "record", "name": "StepCompleted", "fields": []}],
+        "long",
+        None,
+        5,
+    ],
+)
+def test_json_that_is_no_schema_is_refused_as_any_other(schema: object) -> None:
+    codec = Codec({})
+    with pytest.raises(UndecodableRecord, match=f"schema id {THEIRS}"):
+        codec.hold(THEIRS, schema)
+    with pytest.raises(UndecodableRecord, match=f"schema id {THEIRS}"):
+        codec.decode(HEADER.pack(0, THEIRS))
+
+
+def test_an_id_that_is_given_anew_is_no_longer_refused() -> None:
+    codec = Codec({"EngineGone": 1})
+    with pytest.raises(UndecodableRecord):
+        codec.hold(THEIRS, {"name": "EngineGone"})
+    codec.hold(THEIRS, stored_schema("EngineGone"))
+    event = example(EngineGone)
+    assert codec.decode(HEADER.pack(0, THEIRS) + codec.encode(event)[HEADER.size :]) == event
+
+
+@pytest.mark.parametrize(
+    ("field", "logical"),
+    [("version", "timestamp-millis"), ("version", "time-micros"), ("event_id", "uuid"), ("run_id", "uuid")],
+)
+def test_a_logical_type_of_the_writer_changes_no_value(field: str, logical: str) -> None:
+    schema = copy.deepcopy(stored_schema("EngineGone"))
+    (found,) = (each for each in schema["fields"] if each["name"] == field)
+    found["type"] = {"type": found["type"], "logicalType": logical}
+    event = example(EngineGone)
+    codec = Codec({"EngineGone": 1})
+    codec.hold(THEIRS, schema)
+    assert codec.decode(HEADER.pack(0, THEIRS) + codec.encode(event)[HEADER.size :]) == event
+
+
+@pytest.mark.parametrize("release", releases(), ids=lambda release: release.name)
+def test_the_schemas_of_every_release_stay_far_below_the_limits(release: Any) -> None:
+    for name in release.records:
+        size = layout._size(layout.parsed_schema(release.schema(name)), name, {})
+        assert size.levels * 4 < layout.MAX_LEVELS
+        assert size.values * 4 < layout.MAX_VALUES
