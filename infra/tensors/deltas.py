@@ -15,13 +15,15 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from turnlog.infra.tensors.files import WIDTHS, NotSafetensors, Place, ShardFile, TensorSpec, pieces, placed, places
+from turnlog.infra.tensors.files import WIDTHS, Place, ShardFile, TensorSpec, pieces, placed, places
+from turnlog.schemas.json_depth import MAX_DEPTH, deeper_than
 
 SUFFIX = ".delta"
 MAGIC = b"TLDELTA1"
@@ -63,6 +65,13 @@ def _rounded(bits: NDArray[Any]) -> NDArray[Any]:
     return (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
 
 
+class _Index(msgspec.Struct):
+    """What stands behind the frames."""
+
+    header: str
+    frames: dict[str, list[Annotated[int, msgspec.Meta(ge=0)]]]
+
+
 def write_delta(base: Path, new: Path, out: Path, unchanged: Unchanged) -> None:
     """What makes `new` of `base`. Raises BrokenDelta where they do not hold the same tensors, NotSafetensors."""
     before, after = places(base), places(new)
@@ -98,8 +107,11 @@ def apply_delta(base: Path, delta: Path, out: Path) -> list[tuple[TensorSpec, st
                 for spec in specs:
                     made.add(spec, _applied(old, before[spec.name], file, frames[spec.name]))
             return [(spec, made.checksums[spec.name]) for spec in specs]
-    except (OSError, ValueError, KeyError, TypeError, NotSafetensors, struct.error) as error:
-        raise BrokenDelta(f"{delta.name} on {base}: {error}") from error
+    except BrokenDelta:
+        raise
+    # An index of other types, a frame that is none and a header of nothing each raise something else.
+    except Exception as error:
+        raise BrokenDelta(f"{delta.name} on {base}: {type(error).__name__}: {error}") from error
 
 
 def _applied(old: BinaryIO, place: Place, file: BinaryIO, frames: list[int]) -> Iterator[memoryview]:
@@ -115,8 +127,16 @@ def _index(file: BinaryIO) -> tuple[tuple[Place, ...], dict[str, list[int]]]:
     if magic != MAGIC or length > end - 16:
         raise ValueError("its end is not that of a delta")
     file.seek(end - 16 - length)
-    index = json.loads(file.read(length))
-    return placed(index["header"].encode()), index["frames"]
+    text = file.read(length)
+    if deeper_than(text):
+        raise ValueError(f"its index is nested deeper than {MAX_DEPTH} levels")
+    index = msgspec.json.decode(text, type=_Index)
+    held = sum(size for frames in index.frames.values() for size in frames)
+    if held != end - 16 - length:
+        raise ValueError(f"its index says that its frames take {held} bytes, and they take {end - 16 - length}")
+    if deeper_than(index.header):
+        raise ValueError(f"its header is nested deeper than {MAX_DEPTH} levels")
+    return placed(index.header.encode()), index.frames
 
 
 def _arrays(file: BinaryIO, place: Place) -> Iterator[NDArray[np.uint8]]:

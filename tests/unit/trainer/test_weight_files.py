@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from tests.fakes.weights import Publications
 from turnlog.infra.blobs import MemoryBlobs
-from turnlog.infra.tensors.deltas import BrokenDelta, Unchanged, apply_delta, write_delta
+from turnlog.infra.tensors.deltas import MAGIC, BrokenDelta, Unchanged, apply_delta, write_delta
 from turnlog.schemas.events import WeightVersionPublished
 from turnlog.trainer.reference import synthetic_model
 from turnlog.trainer.weights import write_tensors
@@ -114,6 +115,45 @@ def test_a_difference_that_is_cut_or_of_other_tensors_is_broken(tmp_path: Path, 
         apply_delta(other, delta, tmp_path / "out")
     delta.write_bytes(delta.read_bytes()[:cut])
     with pytest.raises(BrokenDelta):
+        apply_delta(old, delta, tmp_path / "out")
+
+
+def delta_of(index: bytes, frames: bytes = b"") -> bytes:
+    return frames + index + struct.pack("<Q", len(index)) + MAGIC
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        delta_of(b'{"header": 5, "frames": {}}'),
+        delta_of(b'{"header": "[]", "frames": {}}'),
+        delta_of(b'{"header": "{\\"a\\": 5}", "frames": {}}'),
+        delta_of(b"[" * 100_000),
+        delta_of(b'{"header": "' + b"[" * 100_000 + b'", "frames": {}}'),
+        delta_of(b"\xff"),
+        b"",
+    ],
+    ids=["number", "list", "entry", "nested", "nested header", "no text", "empty"],
+)
+def test_an_index_that_is_none_is_a_broken_delta(tmp_path: Path, content: bytes) -> None:
+    old, delta = files_of(tmp_path / "old", weights(0)), tmp_path / "delta"
+    delta.write_bytes(content)
+    with pytest.raises(BrokenDelta, match=r"^delta on "):
+        apply_delta(old, delta, tmp_path / "out")
+
+
+@pytest.mark.parametrize("size", [1 << 40, -1, 1.5, None])
+def test_a_frame_larger_than_its_file_is_never_read(tmp_path: Path, size: object) -> None:
+    """A frame of 2^40 bytes asked for a terabyte of memory."""
+    old, new = (files_of(tmp_path / str(step), weights(step)) for step in range(2))
+    delta = tmp_path / "delta"
+    write_delta(old, new, delta, Unchanged())
+    content = delta.read_bytes()
+    (length,) = struct.unpack("<Q", content[-16:-8])
+    frames, index = content[: -16 - length], json.loads(content[-16 - length : -16])
+    next(found for found in index["frames"].values() if found)[0] = size
+    delta.write_bytes(delta_of(json.dumps(index).encode(), frames))
+    with pytest.raises(BrokenDelta, match=r"its index says|ValidationError"):
         apply_delta(old, delta, tmp_path / "out")
 
 
