@@ -14,7 +14,6 @@ import dataclasses
 import json
 import random
 import re
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
@@ -22,6 +21,7 @@ from typing import Any, Final
 from turnlog.infra.recipes import CommandAgent, Episode, PlainRecipe, SandboxAnswer, SandboxCall, TaskRow, Verdict
 from turnlog.infra.verifiers import SandboxVerifier
 from turnlog.schemas.events.tools import SandboxLimits, SandboxSpec
+from turnlog.setting_types import SettingsError, parsed_toml
 
 WORKSPACE: Final = "/workspace"
 OURS: Final = ".task"
@@ -83,8 +83,8 @@ class TaskFolders(PlainRecipe):
 def task_row(folder: Path, image: str | None = None) -> dict[str, Any]:
     """What a rollout of the task needs. Raises BadTaskFolder."""
     try:
-        said = tomllib.loads(_text(folder / "task.toml"))
-    except tomllib.TOMLDecodeError as error:
+        said = parsed_toml(_text(folder / "task.toml"))
+    except SettingsError as error:
         raise BadTaskFolder(f"{folder}/task.toml: {error}") from error
     environment = said.get("environment", {})
     workdir, files = _environment(folder / "environment", image)

@@ -8,6 +8,7 @@ names that installed packages offer.
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -98,6 +99,15 @@ def legal(hint: Any) -> str:
     return ("a whole number" if plain is int else "a number") + _range(hint)
 
 
+def parsed_toml(text: str) -> dict[str, Any]:
+    """The tables of a TOML file. Raises SettingsError, whose reader adds the file's name."""
+    try:
+        return tomllib.loads(text)
+    # Lists in lists exhaust the parser's stack; a number of 5,000 digits is a ValueError that is no TOMLDecodeError.
+    except (ValueError, RecursionError) as error:
+        raise SettingsError(f"not TOML: {error}") from error
+
+
 def value_of(key: str, hint: Any, value: Any, source: str, *, bounded: bool = True, shown: bool = True) -> Any:
     """`value` as its declaration takes it. `source`: the file or the TURNLOG_ variable that gave it.
 
@@ -144,7 +154,7 @@ def from_text(hint: Any, text: str) -> Any:
             return [part for part in text.split(",") if part]
         try:
             return json.loads(text)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return text
     numbers = get_origin(plain) is Literal and isinstance(get_args(plain)[0], int)
     if numbers or plain in (bool, int, float):
@@ -174,7 +184,12 @@ def _check_offered(key: str, own: Offered, found: str | tuple[str, ...], source:
 
 
 def _refusal(key: str, hint: Any, value: Any, source: str, *, shown: bool) -> str:
-    return f"{source}: {key} must be {legal(hint)}, got {repr(value) if shown else 'a value that is not shown'}"
+    return f"{source}: {key} must be {legal(hint)}, got {_seen(value) if shown else 'a value that is not shown'}"
+
+
+def _seen(value: Any) -> str:
+    """Its repr, which Python refuses for integers of more than 4,300 digits."""
+    return "a number too long to show" if isinstance(value, int) and value.bit_length() > 4096 else repr(value)
 
 
 def _range(hint: Any) -> str:

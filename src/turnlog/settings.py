@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import json
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -46,6 +45,7 @@ from turnlog.setting_types import (
     from_text,
     is_service_link,
     notes,
+    parsed_toml,
     secret_fault,
     value_of,
 )
@@ -628,11 +628,14 @@ def tables_of(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        return tomllib.loads(path.read_text())
+        return parsed_toml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise SettingsError(f"{path}: no such settings file") from None
-    except tomllib.TOMLDecodeError as error:
-        raise SettingsError(f"{path}: not TOML: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else f"it is no UTF-8 text: {error}"
+        raise SettingsError(f"{path}: cannot be read: {why}") from error
+    except SettingsError as error:
+        raise SettingsError(f"{path}: {error}") from error
 
 
 def from_tables(tables: Mapping[str, Any], env: Mapping[str, str], *, source: str) -> Settings:

@@ -270,14 +270,36 @@ def test_every_number_is_bounded_on_both_sides_by_its_declaration(kind: type, ke
             value_of(key, declarations(kind)[key], value, "")
 
 
-@pytest.mark.parametrize(("text", "said"), [("[kafka\n", "not TOML"), (None, "no such settings file")])
-def test_a_broken_or_missing_file_is_named(tmp_path: Path, text: str | None, said: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"[kafka\n", "not TOML"),
+        (None, "no such settings file"),
+        (b"x=\xff", "cannot be read: it is no UTF-8 text"),
+        (b"a=" + b"[" * 5000, "not TOML"),
+        (b"a=" + b"1" * 5000, "not TOML"),
+        (b"[kafka]\ngroups=0x" + b"f" * 5000, "kafka.groups must be .*, got a number too long to show"),
+    ],
+    ids=["bracket", "missing", "bytes", "nested", "digits", "hexadecimal"],
+)
+def test_a_broken_or_missing_file_is_named(tmp_path: Path, content: bytes | None, said: str) -> None:
     path = tmp_path / "settings.toml"
-    if text is not None:
-        path.write_text(text)
+    if content is not None:
+        path.write_bytes(content)
     with pytest.raises(SettingsError, match=said) as caught:
         load(path, {})
     assert str(path) in str(caught.value)
+
+
+def test_a_folder_in_place_of_a_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=f"{tmp_path}: cannot be read: Is a directory"):
+        load(tmp_path, {})
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[" + "1" * 5000 + "]"])
+def test_a_list_in_the_environment_that_no_parser_takes_is_refused(text: str) -> None:
+    with pytest.raises(SettingsError, match=r"egress\.allow must be a list of strings"):
+        load(None, {"TURNLOG_EGRESS_ALLOW": text})
 
 
 def test_a_broken_key_ends_the_command_with_one_line(tmp_path: Path) -> None:
