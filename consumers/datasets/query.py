@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import string
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -113,9 +114,18 @@ class Query:
         return self.min_step is not None or self.max_step is not None
 
 
-def version_key(version: str) -> tuple[tuple[int, int | str], ...]:
-    """Versions in the order that people mean: runs of digits compare as numbers, the rest as text."""
-    return tuple((0, int(part)) if part.isdigit() else (1, part) for part in re.findall(r"\d+|[^\d.\-_]+", version))
+def version_key(version: str) -> tuple[tuple[int, int, str], ...]:
+    """Any text as a version, in the order that people mean: runs of digits compare as numbers, the rest as text."""
+    return tuple(map(_part_key, re.findall(r"[0-9]+|[^0-9.\-_]+", version)))
+
+
+def _part_key(part: str) -> tuple[int, int, str]:
+    """Digits of ASCII, by their count and then as text: whoever opens a session names a version as they please, and int
+    refuses the superscript two, which is a digit to Python, and five thousand digits."""
+    if part[0] not in string.digits:
+        return 1, 0, part
+    significant = part.lstrip("0")
+    return 0, len(significant), significant
 
 
 class Task(NamedTuple):

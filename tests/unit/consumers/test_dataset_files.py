@@ -9,6 +9,7 @@ import os
 import resource
 import shutil
 import tracemalloc
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from turnlog.consumers.datasets import build as building
 from turnlog.consumers.datasets.build import verify
 from turnlog.consumers.datasets.columns import PREFERENCE, RL, RlRows, row_digests
 from turnlog.consumers.datasets.manifest import Manifest, Provenance, read_manifest
-from turnlog.consumers.datasets.query import Query, version_key
+from turnlog.consumers.datasets.query import Filters, Joined, Query, version_key
 from turnlog.consumers.datasets.writer import DatasetWriter
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
@@ -42,7 +43,7 @@ from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role
 from turnlog.infra.topics_admin import apply
-from turnlog.schemas.events import Outcome, Purpose, SampleSpan, SegmentSample
+from turnlog.schemas.events import Environment, Outcome, Purpose, SampleSpan, SegmentSample
 from turnlog.schemas.types import TurnId, pack_float32s, pack_int32s
 from turnlog.settings import KafkaSettings, RunSettings, Settings
 
@@ -384,6 +385,16 @@ def test_an_unknown_view_or_format_is_refused(tmp_path: Path) -> None:
 def test_versions_are_ordered_as_people_mean_them() -> None:
     versions = ["2024-11-01", "1.10", "1", "2024-05-01", "1.2"]
     assert sorted(versions, key=version_key) == ["1", "1.2", "1.10", "2024-05-01", "2024-11-01"]
+    assert version_key("1.02") == version_key("1.2")
+    assert version_key("1.0") < version_key("1.0.0") < version_key("1.1")
+
+
+@pytest.mark.parametrize("version", ["\N{SUPERSCRIPT TWO}", "9" * 5000, "\N{ARABIC-INDIC DIGIT ONE}", "", "..", "\0"])
+def test_every_text_that_a_session_may_have_as_its_version_has_a_place_in_the_order(version: str) -> None:
+    query = Query(expire_before=("2",))
+    environment = Environment(name="e", version=version)
+    assert Filters(query, Joined(), Counter()).expired(environment) in (None, "expire_before")
+    assert Filters(Query(expire_before=(version,)), Joined(), Counter()).expired(environment) is None
 
 
 @pytest.fixture
