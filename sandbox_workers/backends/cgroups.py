@@ -23,6 +23,7 @@ from pathlib import Path
 
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends.leftovers import noted, owned_prefix, ownerless, sweep_folders
+from turnlog.sandbox_workers.inside.processes import SOCKET_BYTES
 from turnlog.sandbox_workers.protocol import BackendUnavailable, SandboxUnavailable
 from turnlog.schemas.events import SandboxLimits
 
@@ -248,9 +249,10 @@ def _with_parent(pid: int) -> list[str]:
 MODES = ("auto", "required", "off")
 BASELINE_BYTES = 48 << 20
 """The init, bwrap and the kernel's own (stacks, page tables, inodes) beside what a call may use."""
-SOCKET_BYTES = 16 << 20
-"""Buffers of its TCP and UDP sockets, which version 1 counts by themselves; what is beyond waits or is dropped, as on a
-network. On version 2 they are memory like any other."""
+SOCKETS_END = 2 * SOCKET_BYTES
+"""Version 1 counts buffers of TCP and UDP by themselves. What is beyond SOCKET_BYTES waits or is dropped, as on a
+network; but each socket may go on to fill a minimum of its own, and thousands of them hold 70 KiB each (measured on
+Linux 6.18), so beyond this the call ends. On version 2 they are memory like any other."""
 BASELINE_PIDS = 3
 """bwrap, the zygote and the init, where the kernel does not say how many processes stand between calls."""
 CONTROLLERS = ("memory", "pids")
@@ -263,6 +265,7 @@ LIMIT_FILES: dict[int, dict[str, tuple[str, ...]]] = {
     2: {"memory": ("memory.max",), "pids": ("pids.max",)},
 }
 """What `begin` writes. The first of version 1 bounds memory alone, the second memory and swap: no swap."""
+SOCKET_USAGE = "memory.kmem.tcp.usage_in_bytes"
 SOCKET_FILE = "memory.kmem.tcp.limit_in_bytes"
 """Of version 1: bounds UDP, too, once it is set (measured on Linux 6.18)."""
 OPTIONAL = ("memory.memsw.limit_in_bytes", "memory.swap.max", SOCKET_FILE)
@@ -386,6 +389,10 @@ class Group:
     def cpu_s(self) -> float:
         return max(0.0, self._figures.cpu_s() - self._cpu_before)
 
+    def overdrawn(self) -> str | None:
+        """See Bounds: buffers of sockets on version 1."""
+        return "memory_bytes" if self._figures.socket_bytes() > SOCKETS_END else None
+
     def exceeded(self) -> str | None:
         """The limit that the kernel enforced since `begin`, by its name in SandboxLimits."""
         memory, pids = (self._figures.enforced(name) > self._before.get(name, 0) for name in CONTROLLERS)
@@ -472,6 +479,7 @@ class Figures:
         }
         self._current = folders["pids"] / "pids.current" if "pids" in folders else None
         self._stat = folders["memory"] / "memory.stat" if "memory" in folders else None
+        self._sockets = folders["memory"] / SOCKET_USAGE if "memory" in folders and version == 1 else None
         self._cpu = folders["cpuacct"] / "cpuacct.usage" if "cpuacct" in folders else None
         self._cpu_stat = folders[KILL] / "cpu.stat" if KILL in folders else None
         self._files: dict[Path, int] = {}
@@ -488,6 +496,11 @@ class Figures:
     def shared_bytes(self) -> int:
         """Pages of its tmpfs and of memory that it shares."""
         return self._figure(self._stat, "shmem")
+
+    def socket_bytes(self) -> int:
+        """Buffers of TCP and UDP that are not memory; 0 where they are, and when the kernel does not say."""
+        text = self._text(self._sockets)
+        return int(text) if text else 0
 
     def cpu_s(self) -> float:
         """CPU time of all that ever ran in it, waited for or not; 0 when the kernel does not say."""

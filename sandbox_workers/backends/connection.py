@@ -218,7 +218,7 @@ class InitSandbox(InitFiles):
             await self._bound(limits)
             try:
                 most_s = limits.wall_s + self._patience.grace_s
-                async with asyncio.timeout(most_s), metered(limits, self.bounds, self._spent):
+                async with asyncio.timeout(most_s), metered(limits, self.bounds, self._met):
                     await self._channel.send(*request)
                     async with heartbeat.beating(self._channel):
                         answer = await self._output(parts, limits.output_bytes, on_output)
@@ -325,13 +325,17 @@ class InitSandbox(InitFiles):
             if on_output is not None:
                 on_output(stream, parts[stream][-1])
 
-    async def _spent(self) -> None:
+    async def _met(self, limit: str) -> None:
         with contextlib.suppress(SandboxDied):  # then `exec` says so
-            await self._channel.send({"op": "cancel", "limit": "cpu_s"})
+            await self._channel.send({"op": "cancel", "limit": limit})
 
     def _judged(self, found: Execution, limits: SandboxLimits) -> Execution:
-        """What the kernel stopped or counted is a limit, too, whatever became of the command then."""
-        if self.bounds is None or found.status not in (ToolStatus.ok, ToolStatus.tool_error):
+        """What the kernel stopped or counted is a limit, too, whatever became of the command then; and its count of the
+        CPU time has those that nobody waited for, and what the init itself used."""
+        if self.bounds is None:
+            return found
+        found = dataclasses.replace(found, cpu_s=max(found.cpu_s, self.bounds.cpu_s()))
+        if found.status not in (ToolStatus.ok, ToolStatus.tool_error):
             return found
         limit = self.bounds.exceeded()
         if limit is None and cpu_left(limits, self.bounds, found.duration_s) <= 0:
@@ -368,6 +372,10 @@ class Bounds(Protocol):
         """CPU time of all that ran in them since `begin`, waited for or not; 0 where the kernel does not say."""
         ...
 
+    def overdrawn(self) -> str | None:
+        """The limit, by its name, that the call is beyond now, of what the kernel counts and lets it go beyond."""
+        ...
+
     def exceeded(self) -> str | None:
         """The limit, by its name, that was met by the call that ended or whose sandbox died."""
         ...
@@ -379,16 +387,15 @@ class Bounds(Protocol):
 
 @contextlib.asynccontextmanager
 async def metered(
-    limits: SandboxLimits, bounds: Bounds | None, spent: Callable[[], Awaitable[None]]
+    limits: SandboxLimits, bounds: Bounds | None, met: Callable[[str], Awaitable[None]]
 ) -> AsyncIterator[None]:
-    """Around a call: `spent` ends it at its CPU time as the kernel counts it."""
+    """Around a call: `met` ends it at a limit that the kernel counts and does not enforce."""
     if bounds is None:
         yield
         return
 
     async def watch() -> None:
-        await cpu_spent(limits, bounds)
-        await spent()
+        await met(await overstepped(limits, bounds))
 
     meter = asyncio.create_task(watch())
     try:
@@ -398,13 +405,21 @@ async def metered(
         await asyncio.wait([meter])
 
 
-async def cpu_spent(limits: SandboxLimits, bounds: Bounds) -> None:
-    """Until a call that begins now has used more than its CPU time: no init hears of children that nobody waits for."""
-    began = asyncio.get_running_loop().time()
-    left, cores = limits.cpu_s, os.cpu_count() or 1
-    while left > 0:
-        await asyncio.sleep(max(METER_S, left / cores))
-        left = cpu_left(limits, bounds, asyncio.get_running_loop().time() - began)
+async def overstepped(limits: SandboxLimits, bounds: Bounds) -> str:
+    """The limit that a call which begins now has gone beyond, once it has: its sockets', and its CPU time's, as no init
+    hears of children that nobody waits for."""
+    clock, cores = asyncio.get_running_loop().time, os.cpu_count() or 1
+    began = clock()
+    due = began + limits.cpu_s / cores
+    while True:
+        await asyncio.sleep(METER_S)
+        if (limit := bounds.overdrawn()) is not None:
+            return limit
+        if (now := clock()) < due:
+            continue
+        if (left := cpu_left(limits, bounds, now - began)) <= 0:
+            return "cpu_s"
+        due = now + left / cores
 
 
 def cpu_left(limits: SandboxLimits, bounds: Bounds, took_s: float) -> float:

@@ -16,7 +16,16 @@ from turnlog.sandbox_workers.inside.child import ARGUMENT_BYTES, become, command
 from turnlog.sandbox_workers.inside.frames import PART_BYTES, Control, ControlClosed, receive, send
 from turnlog.sandbox_workers.inside.interpreter import ENDED, Interpreter, ended
 from turnlog.sandbox_workers.inside.observables import Integrity
-from turnlog.sandbox_workers.inside.processes import Place, Task, Unclaimed, disk, exact_memory, tasks
+from turnlog.sandbox_workers.inside.processes import (
+    SOCKET_BYTES,
+    Place,
+    Task,
+    Unclaimed,
+    disk,
+    exact_memory,
+    tasks,
+    uncharged_bytes,
+)
 
 SAMPLE_S = 0.05
 """Pause between looks at the tree's processes, memory, CPU and disk."""
@@ -182,6 +191,8 @@ class Call:
             return "resource_limit", "pids"
         most = self.limits["memory_bytes"]
         if sum(task.memory_bytes for task in found) > most and exact_memory(found) > most:
+            return "resource_limit", "memory_bytes"
+        if self.place.namespace and uncharged_bytes() > SOCKET_BYTES:
             return "resource_limit", "memory_bytes"
         if self._cpu_of(found) - self.cpu_before > self.limits["cpu_s"]:
             return "resource_limit", "cpu_s"

@@ -189,6 +189,7 @@ class Kernel:
 
     def __init__(self, met: str | None) -> None:
         self.met = met
+        self.beyond: str | None = None
         self.used_s = 0.0
         self.seen: list[Any] = []
 
@@ -203,6 +204,10 @@ class Kernel:
     def cpu_s(self) -> float:
         """See Bounds."""
         return self.used_s
+
+    def overdrawn(self) -> str | None:
+        """See Bounds."""
+        return self.beyond
 
     def exceeded(self) -> str | None:
         """See Bounds."""
@@ -271,6 +276,27 @@ async def test_a_call_is_ended_at_the_cpu_time_that_the_kernel_counts() -> None:
     sandbox = await saying(READY + f"DONE = {DONE}\n{told}", kernel)
     answer = await sandbox.exec(Command(kind=Kind.shell, source="true"), dataclasses.replace(LIMITS, cpu_s=0.1))
     assert (answer.status, answer.reason) == (ToolStatus.resource_limit, "cpu_s")
+    await sandbox.close()
+
+
+async def test_a_call_is_ended_at_what_the_kernel_counts_and_does_not_bound() -> None:
+    told = "said = json.loads(heard()); say({**DONE, 'status': 'resource_limit', 'reason': said['limit']})\nheard()"
+    kernel = Kernel(None)
+    kernel.beyond = "memory_bytes"
+    sandbox = await saying(READY + f"DONE = {DONE}\n{told}", kernel)
+    answer = await run(sandbox)
+    assert (answer.status, answer.reason) == (ToolStatus.resource_limit, "memory_bytes")
+    await sandbox.close()
+
+
+@pytest.mark.parametrize("status", ["ok", "resource_limit"])
+async def test_the_cpu_time_of_a_call_is_the_kernels_count_where_its_init_knows_of_less(status: str) -> None:
+    reason = "" if status == "ok" else "cpu_s"
+    sandbox = await saying(
+        READY + f"say({DONE | {'status': status, 'reason': reason}})\nheard()", kernel := Kernel(None)
+    )
+    kernel.used_s = 0.8
+    assert (await run(sandbox)).cpu_s == 0.8
     await sandbox.close()
 
 

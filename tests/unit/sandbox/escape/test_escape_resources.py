@@ -198,6 +198,7 @@ async def test_children_that_nobody_waits_for_count_against_the_cpu_time(lab: An
     source = textwrap.dedent(IGNORED).format(wall=8, each=each)
     answer = await lab.python(source, dataclasses.replace(LIMITS, cpu_s=0.8), sandbox=sandbox)
     assert (answer.status, answer.reason) == (ToolStatus.resource_limit, "cpu_s"), answer
+    assert backend.cgroups is None or answer.cpu_s >= 0.8, "those of nobody are in the count"
     assert await sandbox.healthy()
     await sandbox.close()
 
