@@ -7,7 +7,9 @@ FleetError
 ├── UnknownEngine   no engine of the run has this name or address
 ├── NotHosted       no supervisor starts engines of this run: they are the user's own
 ├── TakesTurns      engines of this run share the trainer's devices: as many as were settled before it
-└── BadAddress      not http(s)://host:port
+├── BadAddress      not http(s)://host:port
+├── BadName         not what a name of an engine is made of
+└── NameTaken       an engine of this name serves at another address
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ from urllib.parse import urlsplit
 
 from turnlog.infra.history import all_events
 from turnlog.infra.roles.role import Role
-from turnlog.processors.core.fleet import GONE, OPERATOR, SERVING, Engine, Fleet
+from turnlog.processors.core.fleet import GONE, OPERATOR, SERVING, SILENT, Engine, Fleet
 from turnlog.schemas.topics import ENGINE_REQUESTS, ENGINES
 
-ADDRESS = re.compile(r"https?://[^/?#@\s]+/?")
+ADDRESS = re.compile(r"https?://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?/?", re.ASCII)
+NAME = re.compile(r"[A-Za-z0-9\[][\w.:\]-]{0,199}", re.ASCII)
+"""Also that of an engine that is named by its address."""
 
 
 class FleetError(Exception):
@@ -42,6 +46,14 @@ class TakesTurns(FleetError):
 
 class BadAddress(FleetError):
     """Remedy: the address at which gateways reach the engine."""
+
+
+class BadName(FleetError):
+    """Remedy: a name of up to 200 letters, digits, points, hyphens, colons and underscores."""
+
+
+class NameTaken(FleetError):
+    """Remedy: another name, or `turnlog engines drain` first."""
 
 
 async def read(role: Role) -> Fleet:
@@ -72,14 +84,33 @@ async def scale(role: Role, count: int, *, by: str = OPERATOR, reason: str = "")
 
 async def register(role: Role, url: str, *, name: str = "", reason: str = "") -> Engine:
     """Ask for an engine that runs at `url`; its name is that of the engine known there, else `name`, else HOST:PORT.
-    Raises BadAddress, LogUnavailable."""
-    if not ADDRESS.fullmatch(url):
-        raise BadAddress(f"an engine's address is http://host:port as gateways reach it, got {url!r}")
+    Raises BadAddress, BadName, NameTaken, LogUnavailable."""
+    if not _is_address(url):
+        raise BadAddress(f"an engine's address is http://host:port as gateways reach it, got {url[:200]!r}")
+    if name and not NAME.fullmatch(name):
+        raise BadName(
+            "a name of an engine has 1 to 200 letters, digits and . _ : - and begins with a letter or a digit, got "
+            f"{name[:200]!r}"
+        )
     found, url = await read(role), url.rstrip("/")
     known = found.named(url)
     engine_id = known.id if known is not None else name or urlsplit(url).netloc
+    other = found.engines.get(engine_id)
+    if known is None and other is not None and not (other.leaving or other.state in (SILENT, GONE)):
+        raise NameTaken(
+            f"engine {engine_id!r} is at {other.url or 'an address of its own (hosted)'}: register {url} under another "
+            f"name, or ask the other one to go first (`turnlog engines drain {engine_id}`)"
+        )
     (asked,) = await ask(role, found, [(engine_id, url, SERVING)], by=OPERATOR, reason=reason)
     return asked
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return bool(ADDRESS.fullmatch(url) and parts.hostname) and parts.port != 0
+    except ValueError:  # brackets of no address, a port beyond the last
+        return False
 
 
 async def drain(role: Role, name: str, *, reason: str = "") -> Engine:

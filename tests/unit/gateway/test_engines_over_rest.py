@@ -49,7 +49,26 @@ async def test_engines_are_listed_scaled_registered_and_drained(rig: Any) -> Non
         ("scale", {"count": 2}, "hosts no engines"),
         ("scale", {"count": 0}, "count must be from 1"),
         ("scale", {}, "count must be given"),
-        ("register", {"url": "sglang-7:30000"}, "http://host:port"),
+        *(
+            ("register", {"url": url}, "http://host:port")
+            for url in (
+                "sglang-7:30000",
+                "http://[::1",
+                "http://a:99999",
+                "http://a:0",
+                "http://",
+                "http://a b",
+                "http://a/x",
+                "http://u@a",
+                "http://<script>",
+                "http://a\n",
+            )
+        ),
+        *(
+            ("register", {"url": "http://new:1", "name": name}, "letters, digits and . _ : -")
+            for name in ("a\nb", "../x", "<script>", "x" * 5000, " ")
+        ),
+        ("register", {"url": "http://new:1", "name": "e0"}, "engine 'e0' is at http://e0: register http://new:1 under"),
         ("drain", {"engine": "nobody"}, "no engine 'nobody'; it has e0"),
     ],
 )
@@ -58,6 +77,13 @@ async def test_what_cannot_be_is_refused_and_says_why(rig: Any, path: str, body:
     assert answer.status_code == 400
     assert why in answer.json()["error"]["message"]
     assert not await rig.written("EngineRequested")
+
+
+async def test_a_name_is_free_for_another_address_once_its_engine_was_asked_to_go(rig: Any) -> None:
+    for path, body in (("drain", {"engine": "e0"}), ("register", {"url": "http://[::1]:30000/", "name": "e0"})):
+        answer = await rig.http.post(f"/engines/{path}", json=body, headers=key(rig))
+        assert answer.status_code == 202, answer.text
+    assert [(one["id"], one["url"]) for one in answer.json()["engines"]] == [("e0", "http://[::1]:30000")]
 
 
 @pytest.mark.parametrize("path", ["", "/scale", "/register", "/drain"])
