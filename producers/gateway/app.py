@@ -13,6 +13,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import TypeVar
 
@@ -110,6 +111,11 @@ REFUSAL = OpenAIChat().refusal
 """Of what belongs to no dialect: sessions."""
 JUDGES = Counter(
     "turnlog_gateway_turns_by_judges", "Requests for turns by the token that also gives the verdict, not the agent's"
+)
+NOT_SERVED = (
+    "{} is not served. Agents speak OpenAI's chat completions (/v1/chat/completions) or responses (/v1/responses), or "
+    "Anthropic's messages (/v1/messages); Google's API, which Gemini CLI speaks, is not: take another client, "
+    "or a proxy that translates (docs/harnesses.md)"
 )
 REPEATS = Counter("turnlog_gateway_repeats", "Requests answered with a turn that was recorded before")
 
@@ -527,9 +533,16 @@ def build(gateway: Gateway) -> Starlette:
     async def left(_: Request, __: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED)
 
-    async def unknown(_: Request, error: Exception) -> Response:
+    async def unknown(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return JSONResponse({"detail": error.detail}, error.status_code, error.headers)
+        body: dict[str, object] = {"detail": error.detail}
+        if error.status_code == HTTPStatus.NOT_FOUND:
+            body["error"] = {
+                "code": "not_served",
+                "status": "NOT_FOUND",
+                "message": NOT_SERVED.format(request.url.path[:200]),
+            }
+        return JSONResponse(body, error.status_code, error.headers)
 
     turns = (Route(each.path, functools.partial(gateway.turn, each), methods=["POST"]) for each in gateway.dialects)
     beside = (

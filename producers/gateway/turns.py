@@ -164,7 +164,8 @@ class Planner:
                     else "no grammar of engines says it, of these tools and of calls as this model writes them"
                 )
                 raise ConstraintRefused(
-                    f"{one.field} would constrain what is sampled, and {why}: leave it out, or have it ignored and "
+                    f"{one.field} would constrain what is sampled, and {why}: leave it out"
+                    f"{' or send `auto`' if one.field == 'tool_choice' else ''}, or have it ignored and "
                     'counted by [gateway] constraints = "ignore"',
                     param=one.field,
                 )

@@ -73,6 +73,11 @@ FIELDS: Fields = {
 REFUSED = ("background", "conversation", "prompt")
 UNTYPED = {"role": "message", "id": "item_reference"}
 """What an item without a type is, by a field that it has."""
+REMEDIES = {
+    "additional_tools": ". Codex offers its tools so to the models of its own list, the default among them: start it "
+    "with -c model=policy and a provider of its own (docs/agents.md)"
+}
+"""By the type of an item that is not served."""
 SPEAKERS = ("user", "assistant", "system", "developer")
 ENCRYPTED, LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"
 BESIDE: Mapping[str, Mapping[str, Any]] = {"output_text": {"logprobs": []}, "reasoning_text": {}}
@@ -194,7 +199,10 @@ class Items:
                 raise BadRequest(f"{where} must be an object", param=where)
             kind = item.get("type") or next((kind for name, kind in UNTYPED.items() if name in item), None)
             if not isinstance(kind, str) or kind not in read:
-                raise BadRequest(f"{where} has type {str(kind)[:99]!r}; served are {', '.join(read)}", param=where)
+                remedy = REMEDIES.get(str(kind), "")
+                raise BadRequest(
+                    f"{where} has type {str(kind)[:99]!r}; served are {', '.join(read)}{remedy}", param=where
+                )
             read[kind](item, where)
 
     def _message(self, item: Mapping[str, Any], where: str) -> None:

@@ -9,9 +9,11 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import re
 import struct
 import zlib
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from hypothesis import strategies as st
 
 from tests.fakes.pictures import encoded, painted
 from tests.unit.gateway.conftest import until
+from turnlog.infra.tools import GATEWAY_INSIDE
 from turnlog.producers.gateway import BadRequest
 from turnlog.producers.gateway.dialects.openai_chat import FIELDS
 from turnlog.producers.gateway.images import ImageTokens, picture
@@ -270,3 +273,40 @@ async def test_a_log_that_is_away_is_said_at_every_door_and_the_request_may_come
     assert (await rig.chat(session, [QUESTION])).status_code == 200
     assert (await rig.finish(session)).status_code == 200
     assert (await rig.open("new"))["finished"] is False
+
+
+@pytest.mark.parametrize("path", ["/v1beta/models/gemini-3-pro:generateContent", "/v1/completions"])
+async def test_an_api_that_is_not_served_is_refused_with_those_that_are(rig: Any, path: str) -> None:
+    session = await rig.open()
+    refused = await rig.http.post(path, json={"contents": []}, headers=bearer(session))
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "not_served")
+    message = refused.json()["error"]["message"]
+    assert message.startswith(f"{path} is not served.")
+    assert all(dialect.path in message for dialect in rig.gateway.dialects)
+
+
+async def test_the_tools_of_codex_s_own_models_are_refused_with_the_remedy(rig: Any) -> None:
+    session = await rig.open()
+    item = {"type": "additional_tools", "role": "developer", "tools": [{"type": "custom", "name": "exec"}]}
+    refused = await rig.http.post("/v1/responses", json={"input": [item]}, headers=bearer(session))
+    assert refused.status_code == 400
+    assert "-c model=policy" in refused.json()["error"]["message"]
+
+
+async def test_a_call_that_must_be_made_is_refused_where_it_trains_with_the_remedy(rig: Any) -> None:
+    session = await rig.open()
+    asked = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}
+    refused = await rig.chat(session, [{"role": "user", "content": "hi"}], **asked)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "constraint_refused")
+    assert "leave it out or send `auto`" in refused.json()["error"]["message"]
+
+
+def test_the_page_starts_codex_with_a_model_and_a_provider_of_its_own() -> None:
+    """It reads no OPENAI_BASE_URL, and offers the models that it knows tools of another kind."""
+    page = (Path(__file__).parents[3] / "docs/agents.md").read_text()
+    blocks = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if 'name="codex"' in block]
+    shown: dict[str, Any] = {"__name__": "block"}
+    exec(compile(blocks[0], "docs/agents.md", "exec"), shown)
+    argv = " ".join(shown["RECIPE"].agent.argv({"prompt": "p"}))
+    for option in ("model=policy", "model_provider=turnlog", f'base_url="{GATEWAY_INSIDE}/v1"', 'wire_api="responses"'):
+        assert option in argv
