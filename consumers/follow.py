@@ -172,7 +172,6 @@ def check(topics: Sequence[str], kafka: KafkaSettings) -> None:
     for topic in topics:
         if topic not in BY_NAME:
             raise UnknownTopic(f"{topic!r} is no topic: docs/events.md lists them")
-    counts = {"groups": kafka.groups, "rollouts": kafka.rollouts, "one": 1}
-    if len({counts[BY_NAME[topic].partitions] for topic in topics}) != 1:
+    if len({kafka.count(BY_NAME[topic].partitions) for topic in topics}) != 1:
         kinds = ", ".join(f"{topic} by {BY_NAME[topic].key}" for topic in topics) or "no topic"
         raise MixedPartitions(f"one group cannot follow {kinds}: their partitions are counted apart")

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +22,7 @@ from turnlog.infra.embedded.up import status_processes
 from turnlog.infra.history import all_events
 from turnlog.infra.log import LogUnavailable
 from turnlog.infra.roles.ending import run_verb
+from turnlog.infra.roles.http_clients import got
 from turnlog.infra.roles.role import Role, RunPhase, opened
 from turnlog.infra.roles.runs import life
 from turnlog.infra.roles.terminal import Terminal, say_json
@@ -97,7 +97,7 @@ def _asked_one(address: str) -> dict[str, Any]:
 def _answer(url: str) -> tuple[bool, dict[str, Any]]:
     """Whether it was 2xx, and its JSON. Raises OSError, ValueError."""
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
+        with got(url, timeout_s=TIMEOUT_S) as answer:
             return True, json.load(answer)
     except urllib.error.HTTPError as refusal:
         with refusal:

@@ -26,6 +26,7 @@ import httpx
 import orjson
 
 from turnlog.infra.roles import Unreachable, passes
+from turnlog.infra.roles.http_clients import direct
 from turnlog.infra.roles.tls import trusting
 from turnlog.processors.core.turns import Ids
 
@@ -498,7 +499,7 @@ class SGLangControl:
         self.url = url.rstrip("/")
         self._update, self._transport, self._adapters = update, transport or Disk(), adapters
         trusted = trusting(url, ca_file, "engine")
-        self._http = httpx.AsyncClient(base_url=self.url, timeout=QUICK_S, trust_env=False, verify=trusted or True)
+        self._http = direct(base_url=self.url, timeout=QUICK_S, verify=trusted)
 
     async def model_info(self) -> ModelInfo:
         info = await self.call("GET", "/model_info", None, QUICK_S)

@@ -33,9 +33,7 @@ class Reading:
 
 def partitions(role: Role, topic: Topic) -> list[Partition]:
     """Every partition of a topic of the catalogue."""
-    kafka = role.settings.kafka
-    count = {"groups": kafka.groups, "rollouts": kafka.rollouts, "one": 1}[topic.partitions]
-    return [Partition(topic.name, number) for number in range(count)]
+    return [Partition(topic.name, number) for number in range(role.settings.kafka.count(topic.partitions))]
 
 
 async def records(

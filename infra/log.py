@@ -17,6 +17,7 @@ LogError
 ├── OffsetOutOfRange    the log no longer holds what was asked for
 ├── Oversized           a record or commit metadata above the limit: refused before it is sent, never retried
 ├── BrokenAssignment    a group assigned less than whole units: this process must end
+├── PartitionsChanged   a topic has not as many partitions as the settings say: nothing is written there
 ├── OtherInputs         a group has commits of topics that its role does not read
 ├── CommitsExpired      a unit's commits are gone, and so is input from before them
 └── TransactionFailed   never repaired in place: close the transactor, end the process
@@ -121,6 +122,11 @@ class Oversized(LogError):
 
 class BrokenAssignment(LogError):
     """The group's assignment is not whole units. Remedy: `turnlog topics check`."""
+
+
+class PartitionsChanged(LogError, Explained):
+    """Somebody gave a topic more partitions: keys of the run's records would go elsewhere, where nobody reads. Kafka
+    takes none away. Remedy: `turnlog run fork` under another [kafka] prefix."""
 
 
 class OtherInputs(LogError):

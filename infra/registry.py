@@ -18,6 +18,7 @@ from urllib.parse import quote
 import httpx
 
 from turnlog.infra.roles import Explained, Unreachable, passes
+from turnlog.infra.roles.http_clients import direct
 from turnlog.infra.roles.tls import trusting
 from turnlog.infra.run_folder import present
 from turnlog.schemas import UndecodableRecord
@@ -87,12 +88,12 @@ class HttpRegistry:
         """Raises TlsFileUnusable."""
         self._settings = settings
         self._url = settings.url
-        self._http = httpx.AsyncClient(
+        self._http = direct(
             base_url=settings.url,
             timeout=timeout_s,
             headers={"content-type": MEDIA_TYPE},
             auth=_Login(settings),
-            verify=trusting(settings.url, settings.ca_file, "registry") or True,
+            verify=trusting(settings.url, settings.ca_file, "registry"),
         )
 
     async def register(self, subject: str, schema: Mapping[str, Any]) -> int:

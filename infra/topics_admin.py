@@ -223,9 +223,13 @@ def durability(settings: Settings) -> dict[str, str]:
 
 def specs(settings: Settings) -> list[TopicSpec]:
     """The catalogue's topics with the partition counts and the replication of the settings."""
-    counts = {"groups": settings.kafka.groups, "rollouts": settings.kafka.rollouts, "one": 1}
     return [
-        TopicSpec(topic.name, counts[topic.partitions], settings.kafka.copies, topic.config() | durability(settings))
+        TopicSpec(
+            topic.name,
+            settings.kafka.count(topic.partitions),
+            settings.kafka.copies,
+            topic.config() | durability(settings),
+        )
         for topic in CATALOGUE
     ]
 

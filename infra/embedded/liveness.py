@@ -11,12 +11,13 @@ import json
 import socket
 import struct
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from http.client import HTTPResponse
 
 from turnlog.infra.embedded.ports import HOST
 from turnlog.infra.engine import RELEASED
+from turnlog.infra.roles.http_clients import got
 
 LOOK_S = 2.0
 """One look takes no longer."""
@@ -111,7 +112,7 @@ def _broker_says(port: int, request: bytes, size: int) -> bytes:
 def http_answers(url: str, *, timeout_s: float = LOOK_S) -> bool:
     """Whether an HTTP server answers GET, whatever it says."""
     try:
-        with urllib.request.urlopen(url, timeout=timeout_s):
+        with got(url, timeout_s=timeout_s):
             return True
     except urllib.error.HTTPError as refusal:
         refusal.close()
@@ -128,7 +129,7 @@ def generates(url: str) -> bool:
 
 def _released(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/model_info", timeout=LOOK_S) as answer:
+        with got(f"{url}/model_info", timeout_s=LOOK_S) as answer:
             return bool(json.load(answer).get("weight_version") == RELEASED)
     except (OSError, ValueError, AttributeError):
         return False
@@ -137,7 +138,7 @@ def _released(url: str) -> bool:
 def is_well(url: str, *, timeout_s: float) -> bool:
     """Whether GET answers 2xx."""
     try:
-        with urllib.request.urlopen(url, timeout=timeout_s):
+        with got(url, timeout_s=timeout_s):
             return True
     except urllib.error.HTTPError as refusal:
         refusal.close()
@@ -156,8 +157,8 @@ def role_loops(health: str) -> Loops | None:
         return None
 
 
-def _opened(url: str) -> urllib.request.addinfourl:  # type: ignore[name-defined]
+def _opened(url: str) -> HTTPResponse | urllib.error.HTTPError:
     try:
-        return urllib.request.urlopen(url, timeout=LOOK_S)
+        return got(url, timeout_s=LOOK_S)
     except urllib.error.HTTPError as refusal:
         return refusal

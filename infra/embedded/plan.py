@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -36,6 +35,7 @@ from turnlog.infra.embedded.ports import HOST, ONE_HOST, claim, free_ports, reac
 from turnlog.infra.embedded.process import Launch
 from turnlog.infra.embedded.servers import ENGINE_REMEDY, ObjectStore, check_model
 from turnlog.infra.embedded.supervisor import Member
+from turnlog.infra.roles.http_clients import got
 from turnlog.infra.roles.probe import health_host
 from turnlog.infra.run_folder import LOGS, STORE_KEY, Endpoints
 from turnlog.settings import DashboardSettings, GatewaySettings, RegistrySettings, Settings, ViewsSettings
@@ -254,7 +254,7 @@ class LaunchPlan:
 def waiting_for(health: str) -> str:
     """What a role says that it waits for (/readyz); empty when it is ready or does not answer."""
     try:
-        with urllib.request.urlopen(f"{health}/readyz", timeout=PROBE_TIMEOUT_S):
+        with got(f"{health}/readyz", timeout_s=PROBE_TIMEOUT_S):
             return ""
     except urllib.error.HTTPError as refusal:
         with refusal:

@@ -19,12 +19,12 @@ import shutil
 import sys
 import tempfile
 import urllib.error
-import urllib.request
 from pathlib import Path
 
 from turnlog.infra.embedded import EngineDied, ModelMissing, NotInstalled, StoreDied
 from turnlog.infra.embedded.ports import HOST, ONE_HOST, claim, listens, reached
 from turnlog.infra.embedded.process import Launch, Server
+from turnlog.infra.roles.http_clients import got
 from turnlog.infra.run_folder import STORE_KEY, kept_secret
 from turnlog.infra.tensors.adapters import ATTENTION, DENSE
 from turnlog.infra.tensors.files import NoWeights, weight_files
@@ -120,7 +120,7 @@ class Engine(Server):
     def serves(self) -> bool:
         """Whether the engine names the model it serves (GET /model_info)."""
         try:
-            with urllib.request.urlopen(f"{self.url}/model_info", timeout=0.5) as answer:
+            with got(f"{self.url}/model_info", timeout_s=0.5) as answer:
                 return "model_path" in json.load(answer)
         except urllib.error.HTTPError as refusal:
             refusal.close()

@@ -41,13 +41,14 @@ from turnlog.infra.log import (
     GroupReader,
     LacksReplicas,
     Partition,
+    PartitionsChanged,
     Reader,
     TopicMissing,
     TopicSpec,
     Transactor,
 )
 from turnlog.kafka_settings import KafkaSettings
-from turnlog.schemas.topics import BY_NAME
+from turnlog.schemas.topics import BY_NAME, CATALOGUE
 
 INTERNAL = ("__consumer_offsets", "__transaction_state")
 LOOK_S = 3.0
@@ -67,11 +68,12 @@ class KafkaLog:
         answer_s: float = ANSWER_TIMEOUT_S,
         close_s: float = CLOSE_TIMEOUT_S,
         role: str = "",
+        counts: Mapping[str, int] | None = None,
     ) -> None:
         """`bootstrap` is host:port[,host:port]; `prefix` goes before every topic, group and transactional id;
         `membership`: time-outs of its group readers, if not the usual ones; `login`: none is PLAINTEXT. `answer_s`:
         after that an acknowledgement counts as lost; `close_s`: closing takes no longer; `role`: who is said to have
-        read and written."""
+        read and written; `counts`: of partitions that topics must have."""
         self._connection = Connection(
             bootstrap, prefix, membership or Membership(), login or Login(KafkaSettings()), answer_s, close_s, role
         )
@@ -81,12 +83,16 @@ class KafkaLog:
         self._admin: Admin | None = None
         self._offsets: dict[bool, AIOKafkaConsumer] = {}
         self._partitions: dict[str, int] = {}
-        """Of topics that were seen: their counts never change, and `run delete` alone deletes any."""
+        """Of topics that were seen; `run delete` alone deletes any."""
+        self._counts = counts or {}
 
     @classmethod
     def of(cls, kafka: KafkaSettings, membership: Membership | None = None, *, role: str = "") -> KafkaLog:
         """As the settings say, with the address filled in."""
-        return cls(kafka.bootstrap, prefix=kafka.prefix, membership=membership, login=Login(kafka), role=role)
+        counts = {topic.name: kafka.count(topic.partitions) for topic in CATALOGUE}
+        return cls(
+            kafka.bootstrap, prefix=kafka.prefix, membership=membership, login=Login(kafka), role=role, counts=counts
+        )
 
     async def close(self) -> None:
         """Release the clients for topics, offsets and commits; appenders and readers are released by their blocks."""
@@ -195,7 +201,7 @@ class KafkaLog:
 
     async def sizes(self, topics: Sequence[str]) -> dict[str, int]:
         """See RemovableLog. Raises LogUnavailable."""
-        counts = {self._connection.full(name): await self._known(name, None) for name in topics}
+        counts = {self._connection.full(name): await self._counted(name, None) for name in topics}
         admin = await self._admin_client()
         with typed(self._connection, "ask for sizes"):
             async with asyncio.timeout(self._connection.answer_s):
@@ -236,7 +242,7 @@ class KafkaLog:
         patient: bool = False,
     ) -> AsyncIterator[GroupReader]:  # fmt: skip
         """See Log. Entering does not wait for the assignment: poll() does. Leaving calls `revoked` for what is held.
-        Raises TopicMissing, BrokenAssignment for topics that differ in partitions, LogUnavailable."""
+        Raises TopicMissing, PartitionsChanged, LogUnavailable; BrokenAssignment where topics differ in partitions."""
         for topic in topics:
             await self._known(topic, None)
         counts = {topic: self._partitions[topic] for topic in topics}
@@ -246,7 +252,8 @@ class KafkaLog:
             consuming(self._connection, patient=patient) as consumer,
             consuming(self._connection, group=group, instance=instance) as member,
         ):
-            reader = KafkaGroupReader(self._connection, consumer, member, topics, assigned, revoked)
+            units = min(counts.values())
+            reader = KafkaGroupReader(self._connection, consumer, member, topics, assigned, revoked, units=units)
             try:
                 yield reader
             finally:
@@ -306,13 +313,17 @@ class KafkaLog:
 
     async def check_replicas(self, topic: str) -> None:
         """Whether every partition of `topic`, of the catalogue's topics that are there, and of those in which Kafka
-        keeps offsets and transactions, takes appends now. Raises LacksReplicas, TopicMissing, LogUnavailable."""
+        keeps offsets and transactions, takes appends now, and whether there are as many as there must be. Raises
+        LacksReplicas, PartitionsChanged, TopicMissing, LogUnavailable."""
         await self._known(topic, None)
         admin = await self._admin_client()
         names = [self._connection.full(name) for name in self._partitions if name == topic or name in BY_NAME]
         with typed(self._connection, "look at replicas"):
             question = MetadataRequest([*names, *INTERNAL], allow_auto_topic_creation=False)
             described = (await admin._send_request(question)).to_object()["topics"]
+            for found in described:
+                if found["partitions"]:
+                    self._check_count(self._connection.short(found["topic"]), len(found["partitions"]))
             partitions = [(found["topic"], one) for found in described for one in found["partitions"]]
             await admin._client.force_metadata_update()  # else who came back is not asked at all
             brokers = sorted({broker for _, one in partitions for broker in one["isr"]})
@@ -355,10 +366,25 @@ class KafkaLog:
 
     async def _places(self, partitions: Iterable[Partition]) -> dict[TopicPartition, Partition]:
         for name in partitions:
-            await self._known(name.topic, name.number)
+            await self._counted(name.topic, name.number)
         return {self._connection.place(name): name for name in partitions}
 
     async def _known(self, topic: str, partition: int | None) -> int:
+        """`_counted`, for who writes, or works on units. Raises PartitionsChanged, too."""
+        count = await self._counted(topic, partition)
+        self._check_count(topic, count)
+        return count
+
+    def _check_count(self, topic: str, count: int) -> None:
+        if count != (due := self._counts.get(topic, count)):
+            raise PartitionsChanged(
+                f"{self._connection.full(topic)} has {count} partitions, the settings say {due} ([kafka] groups and "
+                "rollouts): whatever is keyed would go elsewhere than before, and where nobody reads. Kafka takes no "
+                "partition away: set the number that the run began with, or go on by `turnlog run fork` under another "
+                "[kafka] prefix"
+            )
+
+    async def _counted(self, topic: str, partition: int | None) -> int:
         """How many partitions the topic has. Raises TopicMissing, at once: the client itself would look for the topic
         until its request timed out."""
         if topic not in self._partitions:

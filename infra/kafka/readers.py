@@ -347,11 +347,13 @@ class KafkaGroupReader(KafkaReader):
         topics: Sequence[str],
         assigned: Assigned,
         revoked: Assigned,
+        *,
+        units: int,
     ) -> None:
-        """`member` is in the group and started; `consumer` reads."""
+        """`member` is in the group and started; `consumer` reads. `units`: how many there were at its start."""
         super().__init__(connection, consumer)
         self._member = member
-        self._topics = frozenset(topics)
+        self._topics, self._units = frozenset(topics), units
         self._assigned = assigned
         self._revoked = revoked
         self._held: frozenset[int] = frozenset()
@@ -451,6 +453,11 @@ class KafkaGroupReader(KafkaReader):
             raise BrokenAssignment(
                 f"{sorted(names)} are not whole units of {sorted(self._topics)}: their partition counts must be equal "
                 "and every member must subscribe to the same topics; see `turnlog topics check`"
+            )
+        if more := sorted(unit for unit in units if unit >= self._units):
+            raise BrokenAssignment(
+                f"{sorted(self._topics)} had {self._units} partitions when this process began, and have got {more}: "
+                "keys go elsewhere now; see `turnlog topics check`"
             )
         self.assign(dict.fromkeys(names, 0))
         self._consumer.pause(*self._places)

@@ -29,6 +29,7 @@ from aiokafka.errors import (
 from aiokafka.protocol.admin import SaslAuthenticateRequest, SaslHandShakeRequest
 
 from turnlog.infra.log import LoginRefused, LogUnreachable, TlsFailed, TokenUnavailable
+from turnlog.infra.roles.http_clients import outside
 from turnlog.infra.run_folder import present
 from turnlog.kafka_settings import KafkaSettings
 
@@ -166,7 +167,7 @@ class Login(AbstractTokenProvider):  # type: ignore[misc]
         client = present(kafka.oauth_client_id), present(kafka.oauth_client_secret)
         trusted = self._vouched(ssl.create_default_context())
         try:
-            async with httpx.AsyncClient(verify=trusted, timeout=TOKEN_TIMEOUT_S) as http:
+            async with outside(verify=trusted, timeout=TOKEN_TIMEOUT_S) as http:
                 answer = await http.post(kafka.oauth_token_url, data=form, auth=client)
             body = answer.json() if answer.content else {}
             if answer.is_success:

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from turnlog.infra.log import LogUnreachable, NotAuthorized, Partition, TopicMissing
 from turnlog.infra.roles import Explained, Unreachable, is_unreachable
 from turnlog.infra.roles.health import Health
+from turnlog.infra.roles.http_clients import direct
 from turnlog.infra.roles.tls import trusting
 from turnlog.names import REGISTRY_TOPIC
 from turnlog.schemas import topics
@@ -269,7 +270,7 @@ def _gateway(stack: contextlib.AsyncExitStack, settings: Settings) -> Server:
     import httpx
 
     url = settings.gateway.url.rstrip("/")
-    http = httpx.AsyncClient(timeout=LOOK_S / 2, verify=trusting(url, settings.gateway.ca_file, "gateway") or True)
+    http = direct(timeout=LOOK_S / 2, verify=trusting(url, settings.gateway.ca_file, "gateway"))
     stack.push_async_callback(http.aclose)
 
     async def answers() -> None:

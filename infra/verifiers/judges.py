@@ -27,6 +27,7 @@ import httpx
 from prometheus_client import Counter, Histogram
 
 from turnlog.infra.recipes import Episode, FunctionVerifier, Judged, SandboxCall, Verdict
+from turnlog.infra.roles.http_clients import outside
 from turnlog.infra.verifiers import (
     EnvironmentVerifier,
     HttpVerifier,
@@ -111,7 +112,7 @@ Judge = Callable[[Any, Episode, Means], Awaitable[Verdict]]
 def client() -> httpx.AsyncClient:
     """For services and judge models: no time-out of its own, since verifiers have theirs, and no redirect is followed:
     it would carry a key elsewhere."""
-    return httpx.AsyncClient(timeout=None, headers={"accept-encoding": "identity"})
+    return outside(timeout=None, headers={"accept-encoding": "identity"})
 
 
 async def judge(verifier: Judged, episode: Episode, means: Means) -> Verdict:

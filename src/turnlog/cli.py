@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from turnlog import __version__
-from turnlog.infra.roles import ending, leaves, log_lines
+from turnlog.infra.roles import ending, http_clients, leaves, log_lines
 from turnlog.infra.run_folder import run_settings
 from turnlog.names import OPTIONAL_ROLES, TRAINING_ROLES, ExitStatus
 from turnlog.settings import Settings, SettingsError
@@ -48,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
         log_lines.begin(os.environ, sys.stderr)
+        http_clients.spare_loopback(os.environ)
         settings = run_settings(arguments.settings, os.environ, run_id=arguments.run_id or "")
         log_lines.speaks(arguments.verb, run=settings.run.id)
         status: int = arguments.call(settings, arguments)

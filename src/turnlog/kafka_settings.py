@@ -70,6 +70,10 @@ class KafkaSettings:
         """Replicas of a topic."""
         return self.replication or self.brokers
 
+    def count(self, kind: str) -> int:
+        """Partitions of a topic, by its `partitions` in schemas.topics."""
+        return {"groups": self.groups, "rollouts": self.rollouts, "one": 1}[kind]
+
 
 Refuse = Callable[[str], None]
 Names = Callable[..., list[str]]
