@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,7 +14,7 @@ from turnlog.infra.blobs import Blobs, externalized
 from turnlog.infra.log import Appender, Headers, Log, Record, Transactor, partition_of
 from turnlog.infra.registry import Registry
 from turnlog.names import OUTPUT_TOKENS_HEADER, RECORD_HEADER, WRITER_HEADER
-from turnlog.schemas import LaterKind, UndecodableRecord, UnknownSchemaId
+from turnlog.schemas import LaterKind, OtherRegistry, UndecodableRecord, UnknownSchemaId
 from turnlog.schemas.avsc import stored_schema
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.events import ALL, DeadLetter, Event, TokenSnapshot, sampled_tokens
@@ -100,13 +101,20 @@ class EventLog:
         return headers
 
     async def decode(self, record: Record) -> Event:
-        """The event of a record. Raises LaterKind, which is counted (pass it over), UndecodableRecord (park it) or
-        RegistryUnavailable (retry, then end)."""
+        """The event of a record. Raises LaterKind, which is counted (pass it over), UndecodableRecord (park it), whose
+        kind OtherRegistry says that the record itself may be whole, or RegistryUnavailable (retry, then end)."""
         try:
-            return await self._decoded(record)
+            event = await self._decoded(record)
         except LaterKind as later:
+            check_written(record, later.name)
             passed_over(record, later)
             raise
+        except UndecodableRecord:
+            with contextlib.suppress(UnknownSchemaId, LaterKind):
+                check_written(record, self.codec.frame(record.value)[0])
+            raise
+        check_written(record, type(event).__name__)
+        return event
 
     async def known(self, record: Record) -> Event | None:
         """The event of a record; None for one of a kind that only a newer release knows. Raises UndecodableRecord,
@@ -123,11 +131,16 @@ class EventLog:
             try:
                 schema = await self._registry.schema(unknown.schema_id)
             except KeyError:
+                check_written(record, f"no schema under id {unknown.schema_id}")
                 raise UndecodableRecord(
                     f"{record.topic}[{record.partition}]@{record.offset}: the registry has no schema id "
                     f"{unknown.schema_id}; was the record written with another registry?"
                 ) from None
-            self.codec.hold(unknown.schema_id, schema)
+            try:
+                self.codec.hold(unknown.schema_id, schema)
+            except UndecodableRecord:
+                check_written(record, repr(schema.get("name")))
+                raise
             return self.codec.decode(record.value)
 
     async def schema(self, schema_id: int) -> Mapping[str, Any]:
@@ -138,6 +151,18 @@ class EventLog:
 async def schema_ids(registry: Registry) -> dict[str, int]:
     """Of every record of the catalogue, registered if need be. Raises SchemaIncompatible, RegistryUnavailable."""
     return {name: await registry.register(name, stored_schema(name)) for name in ALL}
+
+
+def check_written(record: Record, found: str) -> None:
+    """Raises OtherRegistry where the writer's own header says another kind of record than the registry's id of it:
+    what a record is stands in it, and the number is of one registry alone."""
+    named = next((value for name, value in record.headers if name == RECORD_HEADER), b"").decode(errors="replace")
+    if named in ALL and named != found:
+        raise OtherRegistry(
+            f"{where(record)} was written as {named}, and the registry holds {found}: [registry] url is not the "
+            "registry that the run was written with, or its schemas were restored under other ids. Restore them with "
+            "their ids (mode IMPORT of Confluent's), or name the registry that has them"
+        )
 
 
 PARKED = Counter("turnlog_dead_letters", "Records parked in dead-letters", ["role", "cause"])

@@ -9,9 +9,10 @@ from collections import Counter
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from turnlog.infra.event_log import check_written
 from turnlog.infra.log import Partition, Record
 from turnlog.infra.roles.role import Role
-from turnlog.schemas import UndecodableRecord, UnknownSchemaId
+from turnlog.schemas import OtherRegistry, UndecodableRecord, UnknownSchemaId
 from turnlog.schemas.events import Event
 from turnlog.schemas.topics import Topic
 
@@ -72,6 +73,8 @@ async def events_of(
             if name not in names:
                 continue
             event = await role.events.decode(record)
+        except OtherRegistry:
+            raise
         except UndecodableRecord:
             reading.undecodable[record.topic] += 1
             continue
@@ -92,6 +95,8 @@ async def events(
             if names and (await _written(role, record))[0] not in names:
                 continue
             event = await role.events.decode(record)
+        except OtherRegistry:
+            raise
         except UndecodableRecord:
             continue
         if event.run_id == role.settings.run.id:
@@ -105,7 +110,9 @@ async def all_events(role: Role, topic: Topic) -> list[Event]:
 
 async def _written(role: Role, record: Record) -> tuple[str, str]:
     try:
-        return role.events.codec.written(record.value)
+        found = role.events.codec.written(record.value)
     except UnknownSchemaId:
         await role.events.decode(record)  # asks the registry
-        return role.events.codec.written(record.value)
+        found = role.events.codec.written(record.value)
+    check_written(record, found[0])
+    return found

@@ -24,6 +24,11 @@ class UndecodableRecord(SchemaError):
     """The bytes are not a record of the catalogue. Remedy: inspect the dead letter; fix its producer."""
 
 
+class OtherRegistry(UndecodableRecord):
+    """turnlog wrote the record, and the registry holds another schema, or none, under its id. Remedy: the registry that
+    the run was written with, its schemas restored with their ids."""
+
+
 class LaterKind(UndecodableRecord):
     """The record is of a kind that this release knows nothing of, or does not act on yet. Remedy: none is needed during
     an upgrade; afterwards, end the roles of the older release."""

@@ -7,6 +7,7 @@ another run has configured the log, and obeys when its own is paused, resumed or
 RunError
 ├── OtherRun         the log belongs to another run
 ├── OtherSettings    the run was configured with other keys of [fold], [batcher] or [assembler]
+├── RunUnreadable    the run is recorded there, and the record cannot be read
 ├── NotConfigured    nobody has configured the run, and the role does not wait for it
 └── RunClosed        the run is over: nothing starts for it, resumes it or changes its plan
 """
@@ -27,6 +28,7 @@ import msgspec
 
 from turnlog.fold_settings import FOLD_SECTIONS
 from turnlog.infra.blobs import BlobMissing, Owner
+from turnlog.infra.event_log import where
 from turnlog.infra.history import all_events
 from turnlog.infra.log import Partition
 from turnlog.infra.offers import installed
@@ -36,11 +38,12 @@ from turnlog.infra.roles.probe import health_address
 from turnlog.infra.roles.role import Role, RunPhase, opened
 from turnlog.infra.roles.starting import asked, lived, servers_of, watched
 from turnlog.infra.run_folder import resolved
+from turnlog.names import RECORD_HEADER
 from turnlog.processors.core.batches.draws import DrawRules, draw_rules
 from turnlog.processors.core.fold.low_water import FoldName
 from turnlog.processors.core.fold_versions import FOLD_VERSION, fold_version
 from turnlog.processors.core.methods.rules import FoldRules, fold_rules, recorded_settings
-from turnlog.schemas import UndecodableRecord, ids, topics
+from turnlog.schemas import OtherRegistry, UndecodableRecord, ids, topics
 from turnlog.schemas.events import Event, RunConfigured, RunParent, RunPlanned
 from turnlog.settings import (
     AssemblerSettings,
@@ -79,6 +82,10 @@ class NotConfigured(RunError):
 
 class RunClosed(RunError):
     """Somebody closed the run. Remedy: `turnlog run fork` goes on from its checkpoint under another id."""
+
+
+class RunUnreadable(RunError):
+    """The record of a run is damaged, which is not as if there were none. Remedy: restore it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,6 +460,13 @@ async def _events(role: Role, *, wait: bool = False, read: asyncio.Event | None 
             for record in await reader.poll(timeout_s=POLL_S):
                 try:
                     event = await role.events.decode(record)
-                except UndecodableRecord:
+                except OtherRegistry:
+                    raise  # the run may be recorded there: nobody records it anew
+                except UndecodableRecord as broken:
+                    if (RECORD_HEADER, RunConfigured.__name__.encode()) in record.headers:
+                        raise RunUnreadable(
+                            f"{where(record)} says what the run is and cannot be read ({broken}): restore topic "
+                            f"{PLACE.topic} from the archive; nothing is recorded in its place"
+                        ) from broken
                     continue
                 yield event

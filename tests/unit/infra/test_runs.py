@@ -29,6 +29,7 @@ from turnlog.infra.roles.runs import (
     OtherRun,
     OtherSettings,
     RunClosed,
+    RunUnreadable,
     claimed,
     configuration,
     configure,
@@ -37,7 +38,10 @@ from turnlog.infra.roles.runs import (
     set_phase,
 )
 from turnlog.infra.topics_admin import specs
-from turnlog.schemas.events import Event, RunConfigured, RunPlanned
+from turnlog.names import RECORD_HEADER
+from turnlog.schemas import OtherRegistry
+from turnlog.schemas.avsc import stored_schema
+from turnlog.schemas.events import ALL, Event, RunConfigured, RunPlanned
 from turnlog.settings import (
     AssemblerSettings,
     BatcherSettings,
@@ -61,7 +65,9 @@ async def connect() -> AsyncIterator[Connect]:
     broker.create(specs(OURS))
     async with AsyncExitStack() as stack:
 
-        async def role(settings: Settings, kind: type[EventLog] = EventLog) -> Role:
+        async def role(
+            settings: Settings, kind: type[EventLog] = EventLog, registry: MemoryRegistry = registry
+        ) -> Role:
             log = MemoryLog(broker)
             events = await stack.enter_async_context(kind.open(log, registry, writer="test"))
             return Role("test", "test-0", settings, log, events, MemoryBlobs(), Health("test"))
@@ -80,6 +86,42 @@ def of_release(version: str) -> RunConfigured:
     """What a release recorded of its default settings."""
     golden = json.loads((GOLDEN / f"run-configured-{version}.json").read_text())
     return dataclasses.replace(configuration(OURS), **{**golden, "settings": golden["settings"].encode()})
+
+
+@pytest.mark.parametrize("first", ["nothing", "another", "all in another order"])
+async def test_a_registry_that_was_restored_with_other_ids_is_no_empty_log(connect: Connect, first: str) -> None:
+    """Under the id of RunConfigured it holds nothing, a schema of somebody else, or another record of ours."""
+    await configure(await connect(OURS))
+    restored = MemoryRegistry()
+    if first == "nothing":
+        for number in range(1, 1000):
+            restored._ids[f"taken {number}"] = number  # its own ids begin later
+    if first == "another":
+        await restored.register("orders", {"type": "record", "name": "Order", "fields": []})
+    for name in reversed(ALL):
+        await restored.register(name, stored_schema(name))
+    changed = dataclasses.replace(OURS, fold=dataclasses.replace(OURS.fold, min_valid=5))
+    for settings in (OURS, changed):
+        role = await connect(settings, registry=restored)
+        with pytest.raises(OtherRegistry, match=r"runs\[0\]@0 was written as RunConfigured.*\[registry\] url"):
+            await configure(role)
+        with pytest.raises(OtherRegistry):
+            await configured(role, wait=False)
+        with pytest.raises(OtherRegistry):
+            async with claimed(role):
+                pass
+    there = Partition("runs", 0)
+    assert (await role.log.end_offsets([there]))[there] == 2, "RunConfigured and RunPlanned, once"
+
+
+async def test_a_damaged_record_of_the_run_is_no_empty_log(connect: Connect) -> None:
+    role = await connect(OURS)
+    value = role.events.codec.encode(configuration(OURS))[:-4]
+    async with role.log.appender() as appender:
+        await appender.append("runs", b"k", b"garbage of somebody else")
+        await appender.append("runs", b"k", value, headers=[(RECORD_HEADER, b"RunConfigured")])
+    with pytest.raises(RunUnreadable, match=r"runs\[0\]@1 says what the run is and cannot be read"):
+        await configure(role)
 
 
 async def test_a_run_is_configured_once_and_a_restart_finds_it_so(connect: Connect) -> None:
