@@ -129,6 +129,11 @@ class S3Blobs(Folders):
         """The store's clock, as HTTP writes it (RFC 9110, 6.6.1); None where its answers have none."""
         return await self._run(self._date)
 
+    async def ahead_s(self) -> float:
+        """By how many seconds this machine's clock is ahead of the store's; 0 where its answers say no time. Raises
+        StoreUnreachable."""
+        return await self._run_plainly(lambda: _ahead_s(self._date()))
+
     async def listed(self, prefix: str) -> Listing:
         return await self._run(lambda: self._listed(prefix))
 
@@ -142,6 +147,17 @@ class S3Blobs(Folders):
         """See Blobs; waits for calls under way."""
         await asyncio.to_thread(self._pool.shutdown)
         self._http.clear()
+
+    async def _run_plainly(self, call: Callable[[], T]) -> T:
+        """Without a look at the bucket first."""
+
+        def asked() -> T:
+            try:
+                return call()
+            except (urllib3.exceptions.HTTPError, OSError) as error:
+                raise StoreUnreachable(f"{self._settings.endpoint}: {_what(error)}; {SETTINGS}") from error
+
+        return await asyncio.get_running_loop().run_in_executor(self._pool, asked)
 
     async def _run(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._translated, call)

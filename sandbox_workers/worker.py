@@ -21,6 +21,7 @@ from prometheus_client import Gauge
 
 from turnlog.infra.event_log import where
 from turnlog.infra.log import GroupReader, LogError, Partition, Record
+from turnlog.infra.roles import now_s
 from turnlog.infra.roles.ending import drain_s
 from turnlog.infra.roles.role import Role
 from turnlog.names import ConsumerGroup
@@ -75,7 +76,7 @@ class Worker:
         pools: Pools,
         *,
         egress: Egress | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = now_s,
         commit_s: float = COMMIT_S,
         move_s: float = DRAIN_S,
         stop_s: float | None = None,

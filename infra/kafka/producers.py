@@ -38,6 +38,7 @@ from turnlog.infra.log import (
     TransactionFailed,
     partition_of,
 )
+from turnlog.infra.roles import now_s
 from turnlog.infra.roles.measures import BYTES
 from turnlog.schemas.topics import MAX_MESSAGE_BYTES
 
@@ -176,6 +177,11 @@ def answered(
     return answer
 
 
+def _now_ms() -> int:
+    """The date of a record."""
+    return int(now_s() * 1000)
+
+
 class KafkaAppender:
     """See Appender. It waits as long as some broker answers: what the log cannot take for want of replicas is held, and
     so is who appends it. After LogUnavailable it is open whether the record is on the log; the same producer goes on
@@ -216,7 +222,7 @@ class KafkaAppender:
         while True:
             try:
                 sent: asyncio.Future[Any] = await self._producer.send(
-                    topic, value, key=key, partition=partition, headers=list(headers)
+                    topic, value, key=key, partition=partition, headers=list(headers), timestamp_ms=_now_ms()
                 )
                 return sent
             except KafkaTimeoutError:
@@ -263,8 +269,9 @@ class KafkaTransactor:
             async with self._order:
                 try:
                     future = await self._producer.send(
-                        self._connection.full(topic), value, key=key, partition=partition, headers=list(headers)
-                    )
+                        self._connection.full(topic), value, key=key, partition=partition, headers=list(headers),
+                        timestamp_ms=_now_ms(),
+                    )  # fmt: skip
                 except IllegalOperation:  # the transaction ended with an error of what was sent before: that one counts
                     async with asyncio.timeout(self._connection.answer_s):
                         await asyncio.gather(*self._sent)

@@ -8,6 +8,7 @@ ExitStatus.UNREACHABLE, and the supervisor starts the role again as long as it t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 
@@ -26,6 +27,19 @@ TRANSIENT = frozenset({408, 425, 429})
 def passes(status: int) -> bool:
     """Whether an answer of HTTP says that the same request may succeed later."""
     return status in TRANSIENT or status >= 500
+
+
+def _since_boot_s() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+_EPOCH_S = time.time() - _since_boot_s()
+
+
+def now_s() -> float:
+    """Seconds since 1970 by a clock that goes on steadily from what the machine's said when this process began: where
+    that one jumps, no record is dated by the jump and no token or call grows old by it (docs/operations.md, Clocks)."""
+    return _EPOCH_S + _since_boot_s()
 
 
 def is_unreachable(error: BaseException) -> bool:

@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from http import HTTPStatus
 from typing import Any, TypeVar
 
+from turnlog.infra.blobs import StoreUnavailable
 from turnlog.infra.log import LogUnreachable, NotAuthorized, Partition, TopicMissing
 from turnlog.infra.roles import Explained, Unreachable, is_unreachable
 from turnlog.infra.roles.health import Health
@@ -37,6 +38,9 @@ LOOK_S = 10.0
 """One look takes no longer."""
 WATCH_S = 5.0
 """Between two looks at a server that is there."""
+APART_S = 300.0
+"""By how much this machine's clock may differ from the store's: S3 takes no signature from 900 s on, Kafka no record
+from 3,600 s on."""
 RUNS, REGISTRY = Partition(topics.RUNS.name, 0), Partition(REGISTRY_TOPIC, 0)
 WITHOUT_STORE = frozenset({"gateway", "runner", "feeder"})
 """Roles that put only the largest payloads there: they can do their work while it is away."""
@@ -190,6 +194,7 @@ async def servers_of(role: str, settings: Settings, health: Health) -> AsyncIter
             servers.append(_registry(stack, settings))
         if role not in ("registry", "views"):
             servers.append(_store(stack, settings, lasting=role not in WITHOUT_STORE))
+            servers.append(_clock(stack, settings))
         if role == "runner":
             servers.append(_gateway(stack, settings))
         yield Servers(servers, health)
@@ -260,6 +265,31 @@ def _store(stack: contextlib.AsyncExitStack, settings: Settings, *, lasting: boo
         answers=lambda: blobs.names("none/"),
         lasting=lasting,
     )
+
+
+class ClocksApart(Explained):
+    """Either may be wrong. Remedy: NTP on both machines."""
+
+
+def _clock(stack: contextlib.AsyncExitStack, settings: Settings) -> Server:
+    """Not a server, but what roles of several machines need in common as they need one: the time."""
+    from turnlog.infra.s3 import S3Blobs
+
+    blobs = S3Blobs(settings.store, threads=1, patient=False)
+    stack.push_async_callback(blobs.close)
+
+    async def answers() -> None:
+        ahead_s = 0.0
+        with contextlib.suppress(StoreUnavailable):  # that it is away is said of the store itself
+            ahead_s = await blobs.ahead_s()
+        if abs(ahead_s) > APART_S:
+            side = "ahead of" if ahead_s > 0 else "behind"
+            raise ClocksApart(
+                f"this machine's clock is {abs(ahead_s):.0f} s {side} that of the store at {settings.store.endpoint}: "
+                f"set both by NTP, {APART_S:g} s are borne"
+            )
+
+    return Server(name="clock", address=settings.store.endpoint, setting="[store] endpoint", answers=answers)
 
 
 class GatewayAway(Unreachable):

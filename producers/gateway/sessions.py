@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from prometheus_client import Counter, Gauge
 
 from turnlog.infra.event_log import EventLog
+from turnlog.infra.roles import now_s
 from turnlog.infra.roles.event_loop import LARGE, off_loop
 from turnlog.producers.gateway import (
     BadRequest,
@@ -265,7 +266,7 @@ class Sessions:
 
     def _check_age(self, spine: Spine | None) -> None:
         """Raises Unauthorized."""
-        if spine is not None and time.time() - spine.started_ms / 1000 > self._limits.life_s:
+        if spine is not None and now_s() - spine.started_ms / 1000 > self._limits.life_s:
             raise Unauthorized(
                 f"tokens expire {self._limits.life_s:g} s after their session began: [gateway] session_s"
             )
