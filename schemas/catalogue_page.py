@@ -65,7 +65,8 @@ IDS = {
     "`sample_id`": '"sample", session_id, segment_index',
     "`event_id` of TurnCompleted, TokenSnapshot": "record, session_id, turn.epoch, turn.index",
     "`event_id` of SessionStarted, TurnTreeAssembled": "record, session_id",
-    "`event_id` of SessionAdopted": "record, session_id, epoch before it, name of the gateway",
+    "`event_id` of SessionAdopted": "record, session_id, epoch before it, name of the gateway's process: its instance, "
+    "`-` and eight random hex digits that no record holds, so that each take-over is another; take it as it stands",
     "`event_id` of SessionFinished": "record, session_id, epoch",
     "`event_id` of a SessionFinished by the reaper": 'record, session_id, epoch, "expired"',
     "`event_id` of RewardAssigned, RewardFailed": "record, session_id, verifier.name, verifier.version",

@@ -104,7 +104,9 @@ class VersionSpan:
     length: int
     """Output tokens."""
     kv_version: int | None = None
-    """Weight version of the cached prompt, where it is another."""
+    """Weight version of the cached prompt, where it is another. Of a prompt that was cached whole, the newer weights
+    compute its last position once more and give the first token; what is cached of that position stays the older one's.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -101,6 +102,19 @@ def test_a_difference_and_its_base_give_every_byte_back(tmp_path: Path, dtype: t
         rounded = sum(int((before[name].bfloat16() == after[name].bfloat16()).sum()) for name in before)
         assert alike < rounded
         assert shares["bfloat16"] == pytest.approx(rounded / unchanged.values)
+
+
+def test_the_page_says_enough_of_a_delta_to_apply_one(tmp_path: Path) -> None:
+    """Of several pieces, one of them unchanged, and in an order of names that is not that of bytes."""
+    large = {"z": torch.randn(3 << 20), "a": torch.randn(5)}
+    old = files_of(tmp_path / "old", large)
+    large["z"][:100] += 1
+    new = files_of(tmp_path / "new", large)
+    write_delta(old, new, tmp_path / "delta", Unchanged())
+    page = (Path(__file__).parents[3] / "docs/models.md").read_text()
+    told: dict[str, Any] = {}
+    exec(page.partition("## Deltas of weights")[2].partition("```python\n")[2].partition("```")[0], told)
+    assert told["apply_delta"](old.read_bytes(), (tmp_path / "delta").read_bytes()) == new.read_bytes()
 
 
 @pytest.mark.parametrize("cut", [0, 15, -1])
