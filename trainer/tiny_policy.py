@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from turnlog.infra.embedded.servers import check_model
 from turnlog.infra.recipes import Recipe, WarmStart, recipe
 from turnlog.infra.run_folder import held
 from turnlog.settings import Settings
@@ -34,8 +35,11 @@ class NoPolicy(Exception):
 def prepared(settings: Settings, env: Mapping[str, str] = os.environ) -> Settings:
     """Settings whose model.path exists: the user's, else the recipe's random tiny model, with trainer.initial_weights
     naming where its warm start is or will be, and a learning rate and a type that suit it. Raises NoPolicy,
-    UnknownRecipe."""
+    UnknownRecipe, and of the user's own model ModelMissing, UnsupportedModel, ModelDamaged: before anything is started
+    for it."""
     if settings.model.path:
+        check_model(Path(settings.model.path))
+        read_shape(Path(settings.model.path))
         return settings
     chosen = recipe(settings.feeder.recipe)
     start = _warm_start(chosen)

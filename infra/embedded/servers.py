@@ -15,6 +15,7 @@ import io
 import json
 import logging
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -176,8 +177,17 @@ def serve_engine(settings: Settings) -> int:
     os.execvpe(launch.argv[0], launch.argv, os.environ | dict(launch.env))
 
 
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
 def check_model(model: Path) -> None:
     """Raises ModelMissing when the folder is not a Hugging Face model with weights and tokenizer."""
+    if HUB_ID.fullmatch(str(model)) and not model.exists():
+        there = f"models/{model.name}"
+        raise ModelMissing(
+            f"{model} is no folder. Ids of the Hub are not fetched: `hf download {model} --local-dir {there}` "
+            f"(huggingface_hub) gets it, then set [model] path to {there}"
+        )
     missing = [name for name in MODEL_FILES if not (model / name).is_file()]
     try:
         weight_files(model)
