@@ -34,7 +34,7 @@ class StagedFolder:
 
     def __init__(self, out: Path, *, overwrite: bool = False) -> None:
         """Raises DatasetExists, NotADataset (something else stands at OUT), Unwritable."""
-        self.out = Path(os.path.abspath(out))
+        self.out = Path(os.path.realpath(out))  # a link stays, and what it leads to is replaced
         self._overwrite = overwrite
         self._aside = self.out.with_name(f".{self.out.name}.replaced")
         try:

@@ -245,6 +245,17 @@ def test_a_dataset_is_replaced_only_when_asked_and_anything_else_never(tmp_path:
     assert sorted(os.listdir(tmp_path)) == ["mine", "out"]
 
 
+def test_a_dataset_behind_a_link_is_replaced_and_the_link_stays(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    write(tmp_path / "disk" / "rows", "parquet", 2)
+    link = tmp_path / "latest"
+    link.symlink_to(tmp_path / "disk" / "rows")
+    assert write(link, "parquet", 3, overwrite=True).counts.rows == 3
+    assert link.is_symlink()
+    assert verify(tmp_path / "disk" / "rows").counts.rows == 3
+    assert os.listdir(tmp_path / "disk") == ["rows"]
+
+
 def test_an_error_leaves_the_old_dataset_and_nothing_else(tmp_path: Path) -> None:
     first = write(tmp_path / "out", "parquet", 2)
 
