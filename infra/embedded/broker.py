@@ -250,6 +250,8 @@ def _replace(path: Path, content: bytes) -> None:
 CLUSTER_FILE = "kafka.cluster"
 """Beside the records of a cluster's brokers: its id."""
 FORMATTED = "formatted"
+UTF_8 = {"LC_ALL": "C.UTF-8"}
+"""In the environment of Java, which names files by the locale: by that of C, no letter beyond ASCII."""
 REMEDY = "look at the lines below; give it another port by [kafka] port, or more memory by [kafka] heap_mb"
 READY_TIMEOUT_S = 120.0
 
@@ -409,6 +411,7 @@ class Broker(Server):
             name=self.node.name,
             argv=serve,
             log=self._log,
+            env=UTF_8,
             ready=lambda: broker_takes_part(self.port),
             ready_timeout_s=READY_TIMEOUT_S,
             stop_timeout_s=30.0,
@@ -420,7 +423,8 @@ class Broker(Server):
         done = self.directory / FORMATTED
         if done.exists():
             return
-        answer = subprocess.run(self._form(jvm, properties), capture_output=True, text=True, check=False)
+        form = self._form(jvm, properties)
+        answer = subprocess.run(form, capture_output=True, text=True, check=False, env=os.environ | UTF_8)
         if answer.returncode != 0:
             raise BrokerDied(f"{self.directory} cannot be formatted: {answer.stderr[-2000:] or answer.stdout[-2000:]}")
         done.touch()

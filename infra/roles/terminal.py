@@ -11,9 +11,13 @@ from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
 from turnlog.infra.roles.log_lines import escaped
+
+WIDEST = 100_000
+"""Columns of text of a table that is read by a program."""
 
 
 class Terminal(Console):
@@ -22,6 +26,19 @@ class Terminal(Console):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, **options)
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Into a pipe or a file a table has all its columns, whole: nobody there has a width."""
+        width = self.width
+        if not self.is_terminal:
+            wide = self.options.update(max_width=WIDEST)
+            self.width = max(
+                [width, *(one.__rich_measure__(self, wide).maximum for one in objects if isinstance(one, Table))]
+            )
+        try:
+            super().print(*objects, **options)
+        finally:
+            self.width = width
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Escaped before it is measured, so that what is escaped has its place."""

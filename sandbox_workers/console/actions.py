@@ -150,16 +150,19 @@ FIRST_SLOT = 1000
 STATUS = {ToolStatus.timeout: 124, ToolStatus.resource_limit: 137, ToolStatus.cancelled: 130}
 """Exit statuses where the command has none: those of timeout(1) and of a shell."""
 TERMINATED = 128 + signal.SIGTERM
-READER_GONE = 128 + signal.SIGPIPE
 
 
 class NothingToRun(SandboxError):
     """`exec` was given no command. Remedy: write it after --"""
 
 
+class NotText(SandboxError):
+    """Source of Python or a shell is text: what is none would become a `?`, which a shell expands."""
+
+
 def execute(settings: Settings, arguments: argparse.Namespace) -> int:
     """Run it; the exit status. Raises BackendUnavailable, SandboxUnavailable, ImageMissing, SandboxDied,
-    NothingToRun, EgressError."""
+    NothingToRun, NotText, EgressError."""
     command = command_of(arguments)
     try:
         execution = asyncio.run(_run(settings, arguments, command))
@@ -167,7 +170,7 @@ def execute(settings: Settings, arguments: argparse.Namespace) -> int:
         return TERMINATED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
-        return READER_GONE
+        return ExitStatus.READER_GONE
     if execution.status in (ToolStatus.ok, ToolStatus.tool_error) and execution.exit_code is not None:
         return execution.exit_code
     limits = granted(settings, arguments)
@@ -178,12 +181,16 @@ def execute(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 def command_of(arguments: argparse.Namespace) -> Command:
-    """What to run. Raises NothingToRun."""
+    """What to run. Raises NothingToRun, NotText."""
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not words:
         raise NothingToRun("there is no command: turnlog sandbox exec -- ls -la /")
     stdin = sys.stdin.buffer.read() if arguments.stdin else b""
     if arguments.python or arguments.shell:
+        try:
+            " ".join(words).encode()
+        except UnicodeEncodeError:
+            raise NotText("the command holds bytes that are no UTF-8: give them by --stdin, or in a file") from None
         kind = Kind.python if arguments.python else Kind.shell
         return Command(kind=kind, source=" ".join(words), stdin=stdin)
     return Command(kind=Kind.program, argv=tuple(words), stdin=stdin)

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import logging
 import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -52,11 +53,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = run_settings(arguments.settings, os.environ, run_id=arguments.run_id or "")
         log_lines.speaks(arguments.verb, run=settings.run.id)
         status: int = arguments.call(settings, arguments)
+        sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         return ExitStatus.TERMINATED if ending.was_terminated() else ExitStatus.INTERRUPTED
+    except BrokenPipeError as error:
+        if not _reader_is_gone():
+            return ended(arguments.verb, error)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return ExitStatus.READER_GONE
     except Exception as error:
         return ended(arguments.verb, error)
+
+
+def _reader_is_gone() -> bool:
+    """Whether nobody reads standard output any more: a broken pipe may as well be a connection's."""
+    pipe = select.poll()
+    pipe.register(sys.stdout, 0)
+    return any(events & select.POLLERR for _, events in pipe.poll(0))
 
 
 def ended(verb: str, error: Exception) -> int:

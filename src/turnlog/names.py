@@ -101,6 +101,8 @@ class ExitStatus(IntEnum):
     """EX_TEMPFAIL, "temporary failure, the user is invited to retry" (BSD sysexits(3)): a server did not answer."""
     INTERRUPTED = 130
     """128 + SIGINT, as a shell has it."""
+    READER_GONE = 141
+    """128 + SIGPIPE: whoever read what the verb prints has enough (`| head`)."""
     TERMINATED = 143
     """128 + SIGTERM. A role that was asked to stop ends with 0."""
 

@@ -30,6 +30,15 @@ async def _append(bootstrap: str, first: int) -> None:
         await log.close()
 
 
+def test_a_broker_keeps_its_log_in_a_folder_of_any_name_under_any_locale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LC_ALL", "C")
+    with Broker(tmp_path / "läufe-字") as broker:
+        assert listens(broker.port)
+    assert list((tmp_path / "läufe-字" / "data").glob("*"))
+
+
 async def _values(bootstrap: str) -> list[int]:
     log, partition = KafkaLog(bootstrap), Partition(TOPIC, 0)
     try:

@@ -163,3 +163,17 @@ def test_a_verb_that_is_cancelled_by_nobody_outside_says_so() -> None:
 
     with pytest.raises(asyncio.CancelledError):
         run_verb(main())
+
+
+def test_a_verb_whose_reader_has_enough_ends_as_shells_expect_and_without_a_traceback() -> None:
+    """`turnlog ... | head -1`: more than a pipe holds, and a reader that is gone before the verb begins."""
+    code = (
+        "import sys\nfrom turnlog import cli\n"
+        "cli._schemas = lambda settings, arguments: print('x' * 1_000_000) or 0\n"
+        "sys.exit(cli.main(['schemas', 'check']))\n"
+    )
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as pipe:
+        done = subprocess.run([sys.executable, "-c", code], stdout=pipe, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (141, "")

@@ -47,6 +47,17 @@ def test_nothing_that_is_printed_reaches_the_terminal_but_as_characters(line: st
     assert all(char.isprintable() or char == "\n" for char in console.file.getvalue())
 
 
+def test_a_table_into_a_pipe_keeps_every_column_whole() -> None:
+    console = Terminal(file=io.StringIO())
+    table = Table(*(f"column {number}" for number in range(12)))
+    table.add_row(*(f"value-{number}-{'x' * 30}" for number in range(12)))
+    width = console.width
+    console.print(table)
+    shown = console.file.getvalue()
+    assert all(f"value-{number}-{'x' * 30}" in shown for number in range(12))
+    assert console.width == width
+
+
 def test_plain_lines_are_escaped_on_both_streams(capsys: pytest.CaptureFixture[str]) -> None:
     say(PLANTED, "next")
     aside(PLANTED)
